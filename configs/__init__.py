@@ -1,0 +1,1 @@
+"""Baton's YAML files: models/ (every size), runs/ (recipes and the demo), clusters/ (machines)."""

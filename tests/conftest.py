@@ -1,0 +1,28 @@
+"""Fixtures that several tests share."""
+
+import pytest
+import torch
+from support.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Four CPU ranks; see support/pool.py."""
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Two cores serve several ranks: more threads only fight each other."""
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)

@@ -1,0 +1,113 @@
+"""A persistent pool of processes for distributed tests: imports are paid once, every test gets a fresh world.
+
+A test hands over a module-level function `fn(mesh, *args)`; it runs on every rank of the asked layout, in its own world (new
+rendezvous, new groups), and its return values come back in rank order. A rank that raises or hangs fails the test, and the pool
+is started again for the next one.
+"""
+
+import importlib.util
+import multiprocessing
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+_modules: dict[str, object] = {}
+
+
+def _load(path: str, name: str):
+    """A function by file and name: test modules cannot be imported by name under pytest's importlib mode."""
+    if path not in _modules:
+        spec = importlib.util.spec_from_file_location(f"pool_{Path(path).stem}", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        _modules[path] = module
+    return getattr(_modules[path], name)
+
+
+def _serve(connection, rank: int) -> None:
+    import os
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    from baton.parallel import mesh as meshes
+    from baton.parallel.config import LayoutConfig
+
+    while True:
+        job = connection.recv()
+        if job is None:
+            return
+        path, name, layout, store, args, kwargs = job
+        try:
+            layout = LayoutConfig(**layout)
+            result = None
+            if rank < layout.world_size:
+                mesh = meshes.initialize(
+                    layout,
+                    device=torch.device("cpu"),
+                    rank=rank,
+                    store=torch.distributed.FileStore(store, layout.world_size),
+                    timeout_s=60,
+                )
+                try:
+                    result = _load(path, name)(mesh, *args, **kwargs)
+                finally:
+                    meshes.shutdown()
+            connection.send(("ok", result))
+        except BaseException:
+            connection.send(("error", traceback.format_exc()))
+
+
+class Pool:
+    """Up to `size` ranks. Use the `pool` fixture of tests/conftest.py."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._workers: list = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank), daemon=True)
+            process.start()
+            self._workers.append((process, here))
+
+    def run(self, fn, *args, timeout_s: float = 120, **layout_and_kwargs) -> list:
+        """fn(mesh, *args, **kwargs) on every rank; keywords tensor, data, … are the layout, the rest goes to fn."""
+        sizes = {k: layout_and_kwargs.pop(k) for k in ("tensor", "pipeline", "sequence", "data") if k in layout_and_kwargs}
+        world = 1
+        for n in sizes.values():
+            world *= n
+        assert world <= self.size, f"{world} ranks asked of a pool of {self.size}"
+        if not self._workers:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            job = (fn.__code__.co_filename, fn.__qualname__, sizes, f"{folder}/store", args, layout_and_kwargs)
+            active = self._workers[:world]
+            for _, connection in active:
+                connection.send(job)
+            replies = []
+            for rank, (_, connection) in enumerate(active):
+                if not connection.poll(timeout_s):
+                    self.close(kill=True)
+                    raise TimeoutError(f"rank {rank} of {world} did not answer within {timeout_s} s")
+                replies.append(connection.recv())
+        errors = [f"rank {rank}:\n{text}" for rank, (kind, text) in enumerate(replies) if kind == "error"]
+        if errors:
+            self.close(kill=True)  # a world that broke half-way may leave groups behind
+            raise AssertionError("\n".join(errors))
+        return [result for _, result in replies]
+
+    def close(self, kill: bool = False) -> None:
+        for process, connection in self._workers:
+            if kill:
+                process.kill()
+            else:
+                connection.send(None)
+        for process, _ in self._workers:
+            process.join(timeout=10)
+        self._workers = []
