@@ -1,0 +1,1 @@
+"""What is trained: one file per mixer, the block, the language model."""

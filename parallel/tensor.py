@@ -110,9 +110,7 @@ class RowParallelLinear(ComputeCopy, tensor_parallel.RowParallelLinear):
         self, in_features: int, out_features: int, init: Init, config: ModelParallelConfig, *, compute_dtype: torch.dtype
     ) -> None:
         require_divisible("in_features", in_features, config.tensor_model_parallel_size)
-        super().__init__(
-            in_features, out_features, config=config, init_method=lambda w: w, bias=False, input_is_parallel=True
-        )
+        super().__init__(in_features, out_features, config=config, init_method=lambda w: w, bias=False, input_is_parallel=True, skip_bias_add=False)
         self.compute_dtype = compute_dtype
         declare(self.weight, ParameterLayout((out_features, in_features), init, split=1))
 

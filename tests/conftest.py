@@ -26,3 +26,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def single_mesh():
+    """This process as a world of one, for tests of models without other ranks."""
+    from baton.parallel import mesh as meshes
+    from baton.parallel.config import LayoutConfig
+
+    store = torch.distributed.HashStore()
+    yield meshes.initialize(LayoutConfig(), device=torch.device("cpu"), rank=0, store=store)
+    meshes.shutdown()

@@ -1,0 +1,1 @@
+"""One run: the loop, the step executor and DeepSpeed, checkpoints, monitoring, evaluation, generation."""

@@ -1,0 +1,76 @@
+"""The one exception of this package, and the checks that raise it.
+
+The one thing to know: a kernel never broadcasts its arguments. Whatever does not have exactly the expected shape, dtype and
+device is refused by name before anything is computed, so a transposed matrix cannot train for a week.
+"""
+
+import torch
+from torch import Tensor
+
+REDUCED_DTYPES = (torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (*REDUCED_DTYPES, torch.float32, torch.float64)
+
+
+class KernelError(ValueError):
+    """An argument of a kernel is unusable. The message names the kernel, the argument, what it is and what was expected."""
+
+
+def expect_tensor(
+    kernel: str, name: str, tensor: object, axes: tuple[str, ...], sizes: tuple[int, ...], device: torch.device
+) -> None:
+    """Refuse `tensor` unless it is a tensor of exactly `sizes` on `device`.
+
+    Args:
+        kernel, name: who complains about which argument.
+        axes: the names of the dimensions, for the message.
+        sizes: the expected size of each; -1 accepts any size of at least 1.
+
+    Raises:
+        KernelError: naming the argument, its shape and the expected one.
+    """
+    if not isinstance(tensor, Tensor):
+        raise KernelError(f"{kernel}: {name} is a {type(tensor).__name__}, expected a tensor of shape {_expected(axes, sizes)}")
+    shape = tensor.shape
+    if len(shape) != len(sizes) or any(have < 1 if want < 0 else have != want for have, want in zip(shape, sizes, strict=True)):
+        message = f"{kernel}: {name} has shape {tuple(shape)}, expected {_expected(axes, sizes)}"
+        raise KernelError(message + ("; every dimension must be at least 1" if 0 in shape else ""))
+    if tensor.device != device:
+        raise KernelError(f"{kernel}: {name} is on {tensor.device}, expected {device} like the other arguments")
+
+
+def _expected(axes: tuple[str, ...], sizes: tuple[int, ...]) -> str:
+    return f"({', '.join(axes)}) = ({', '.join('any' if size < 0 else str(size) for size in sizes)})"
+
+
+def expect_dtype(kernel: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Refuse `tensor` unless its dtype is one of `dtypes`. Raises KernelError naming both."""
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise KernelError(f"{kernel}: {name} has dtype {str(tensor.dtype).removeprefix('torch.')}, expected {names}")
+
+
+def expect_positions(kernel: str, pos: object, batch: int, length: int, device: torch.device) -> None:
+    """Refuse `pos` unless it is int32 or int64 [batch, T] on `device` and, where looking is free (CPU), nowhere negative."""
+    expect_tensor(kernel, "pos", pos, ("batch", "T"), (batch, length), device)
+    assert isinstance(pos, Tensor)
+    expect_dtype(kernel, "pos", pos, (torch.int32, torch.int64))
+    # on a GPU this would wait for the device in every layer
+    if device.type == "cpu" and int(pos.min()) < 0:
+        raise KernelError(f"{kernel}: pos holds {int(pos.min())}, expected positions in a document, 0 at its first token")
+
+
+def expect_one_precision(kernel: str, **tensors: Tensor) -> torch.dtype:
+    """The dtype to compute in: float64 where all are float64, float32 where all are float32, bfloat16 or float16.
+
+    Raises:
+        KernelError: an argument is not floating point, or float64 is mixed with anything else (results would be float32's
+            while looking like float64's).
+    """
+    for name, tensor in tensors.items():
+        expect_dtype(kernel, name, tensor, FLOAT_DTYPES)
+    doubles = [name for name, tensor in tensors.items() if tensor.dtype == torch.float64]
+    if doubles and len(doubles) != len(tensors):
+        other = next(name for name in tensors if name not in doubles)
+        have = str(tensors[other].dtype).removeprefix("torch.")
+        raise KernelError(f"{kernel}: {other} has dtype {have} but {doubles[0]} is float64, expected all or none to be float64")
+    return torch.float64 if doubles else torch.float32

@@ -1,0 +1,78 @@
+"""The selective scan's public function: checks its arguments, picks an implementation.
+
+The one thing to know: the state goes in and comes out in fp32 (float64 for float64 inputs), with exact gradients to both, so any
+sequence may be cut anywhere: y and the states keep their bits, gradients are equal to rounding.
+"""
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.selective_scan.chunked import selective_scan_chunked
+
+Discretization = Literal["euler", "zoh"]
+
+_KERNEL = "selective_scan"
+
+
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    *,
+    pos: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    discretization: Discretization = "euler",
+) -> tuple[Tensor, Tensor]:
+    """Mamba's recurrence over a piece of a sequence (Gu & Dao 2023, equations 2 and 4; per channel d and state index n):
+
+        h_t = exp(delta_t A) h_{t-1} + phi_t B_t u_t        phi = delta (euler) or expm1(delta A) / A (zoh)
+        y_t = sum_n C_t h_t + D u_t
+
+    Where pos == 0, exp(...) is replaced by 0: a document never sees the state of the one before it.
+
+    Args:
+        u: the input, [batch, T, channels].
+        delta: step sizes after softplus, no unit, >= 0, [batch, T, channels].
+        A: rates, [channels, d_state], strictly negative (A = -exp(A_log)); not checked.
+        B: input projection, shared by the channels, [batch, T, d_state].
+        C: output projection, shared by the channels, [batch, T, d_state].
+        D: skip per channel, [channels].
+        pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
+            starts inside this piece.
+        initial_state: the state that arrives, [batch, channels, d_state], float32 (float64 for float64 inputs). None: zero.
+        discretization: of the input term: "euler", as the released models have it, or "zoh", as the paper's equation 4.
+
+    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32.
+
+    Returns:
+        y, [batch, T, channels] in u's dtype, and the state that leaves, [batch, channels, d_state], float32 or float64. Both
+        carry exact gradients to every tensor argument; differentiating twice is refused by autograd with a RuntimeError.
+
+    Raises:
+        KernelError: an argument of another shape, dtype or device than stated, by name; T = 0.
+    """
+    if not isinstance(u, Tensor):
+        raise KernelError(f"{_KERNEL}: u is a {type(u).__name__}, expected a tensor of shape (batch, T, channels)")
+    device = u.device
+    expect_tensor(_KERNEL, "u", u, ("batch", "T", "channels"), (-1, -1, -1), device)
+    batch, length, channels = u.shape
+    expect_tensor(_KERNEL, "A", A, ("channels", "d_state"), (channels, -1), device)
+    d_state = A.shape[1]
+    expect_tensor(_KERNEL, "delta", delta, ("batch", "T", "channels"), (batch, length, channels), device)
+    expect_tensor(_KERNEL, "B", B, ("batch", "T", "d_state"), (batch, length, d_state), device)
+    expect_tensor(_KERNEL, "C", C, ("batch", "T", "d_state"), (batch, length, d_state), device)
+    expect_tensor(_KERNEL, "D", D, ("channels",), (channels,), device)
+    compute_dtype = expect_one_precision(_KERNEL, u=u, delta=delta, A=A, B=B, C=C, D=D)
+    if initial_state is not None:
+        expect_tensor(_KERNEL, "initial_state", initial_state, ("batch", "channels", "d_state"), (batch, channels, d_state), device)
+        expect_dtype(_KERNEL, "initial_state", initial_state, (compute_dtype,))
+    if pos is not None:
+        expect_positions(_KERNEL, pos, batch, length, device)
+    if discretization not in get_args(Discretization):
+        raise KernelError(f"{_KERNEL}: discretization is {discretization!r}, expected one of {get_args(Discretization)}")
+    return selective_scan_chunked(u, delta, A, B, C, D, pos=pos, initial_state=initial_state, zoh=discretization == "zoh")

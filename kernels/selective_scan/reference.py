@@ -1,0 +1,43 @@
+"""The selective scan as one sequential loop over time: the definition that everything faster is measured against.
+
+The one thing to know: gradients are plain autograd, so this file holds no derivative that could be wrong. It keeps a
+[batch, channels, d_state] tensor per token for the backward pass; use it for short sequences.
+
+Shape suffixes: B batch, T time, D channels, N d_state.
+"""
+
+import torch
+from torch import Tensor
+
+
+def selective_scan_reference(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    *,
+    pos: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    discretization: str = "euler",
+) -> tuple[Tensor, Tensor]:
+    """Mamba (Gu & Dao 2023), equations 2 and 4, in the promoted dtype; shapes as in `op.selective_scan`, nothing is checked.
+
+        h_t = exp(delta_t A) h_{t-1} + phi_t B_t u_t       phi = delta (Euler) or expm1(delta A) / A (zero-order hold)
+        y_t = <C_t, h_t> + D u_t
+
+    with exp(...) replaced by 0 where pos == 0: the first token of a document sees no state, its own input stays as it is.
+    """
+    batch, length, channels = u.shape
+    h_BDN = u.new_zeros(batch, channels, A.shape[1]) if initial_state is None else initial_state
+    y_BTD = []
+    for t in range(length):
+        delta_BD1 = delta[:, t, :, None]
+        decay_BDN = torch.exp(delta_BD1 * A)
+        if pos is not None:
+            decay_BDN = decay_BDN.masked_fill((pos[:, t] == 0)[:, None, None], 0.0)
+        phi_BDN = torch.expm1(delta_BD1 * A) / A if discretization == "zoh" else delta_BD1
+        h_BDN = decay_BDN * h_BDN + phi_BDN * B[:, t, None, :] * u[:, t, :, None]
+        y_BTD.append((h_BDN * C[:, t, None, :]).sum(-1) + D * u[:, t])
+    return torch.stack(y_BTD, dim=1), h_BDN

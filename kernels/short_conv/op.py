@@ -1,0 +1,67 @@
+"""The short convolution's public function: checks its arguments, picks an implementation.
+
+The one thing to know: the tail is the state. It holds inputs, not outputs, in their own dtype, so handing it on loses nothing and
+a sequence may be cut anywhere, also into pieces shorter than the tail.
+"""
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.short_conv.chunked import short_conv_chunked
+
+Activation = Literal["silu"]
+
+_KERNEL = "short_conv"
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    pos: Tensor | None = None,
+    tail: Tensor | None = None,
+    activation: Activation | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal depthwise convolution over a piece of a sequence (Gu & Dao 2023, figure 3; mamba's conv1d), with W = width:
+
+        y_t = bias + sum_j weight[:, W-1-j] x_{t-j},    0 <= j < W, over the taps that reach no other document: pos_t >= j
+
+    Args:
+        x: the input, [batch, T, channels].
+        weight: taps, oldest first as in torch's conv1d, [channels, width].
+        bias: [channels].
+        pos: position of each token in its document, int32 or int64 [batch, T]. None: every tap is valid, no document starts
+            inside this piece or near enough before it.
+        tail: the width - 1 inputs before this piece, oldest first, [batch, width - 1, channels] in x's dtype. None: zeros.
+        activation: "silu" for y * sigmoid(y) on the output, or None.
+
+    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32.
+
+    Returns:
+        y, [batch, T, channels] in x's dtype, and the new tail, [batch, width - 1, channels] in x's dtype: the last width - 1
+        tokens of tail and piece. Both carry exact gradients to x, weight, bias and tail; differentiating twice is refused by
+        autograd with a RuntimeError.
+
+    Raises:
+        KernelError: an argument of another shape, dtype or device than stated, by name; T = 0.
+    """
+    if not isinstance(x, Tensor):
+        raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (batch, T, channels)")
+    device = x.device
+    expect_tensor(_KERNEL, "x", x, ("batch", "T", "channels"), (-1, -1, -1), device)
+    batch, length, channels = x.shape
+    expect_tensor(_KERNEL, "weight", weight, ("channels", "width"), (channels, -1), device)
+    width = weight.shape[1]
+    expect_tensor(_KERNEL, "bias", bias, ("channels",), (channels,), device)
+    expect_one_precision(_KERNEL, x=x, weight=weight, bias=bias)
+    if tail is not None:
+        expect_tensor(_KERNEL, "tail", tail, ("batch", "width - 1", "channels"), (batch, width - 1, channels), device)
+        expect_dtype(_KERNEL, "tail", tail, (x.dtype,))
+    if pos is not None:
+        expect_positions(_KERNEL, pos, batch, length, device)
+    if activation is not None and activation not in get_args(Activation):
+        raise KernelError(f"{_KERNEL}: activation is {activation!r}, expected None or one of {get_args(Activation)}")
+    return short_conv_chunked(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu")

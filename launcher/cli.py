@@ -1,0 +1,162 @@
+"""The `baton` command. Every import that costs time happens inside the command that needs it: help is instant."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit status (0 well, 1 failed, 2 bad input)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments) or 0)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 1
+    except Exception as error:
+        status = getattr(error, "exit_status", None)
+        if status is None:
+            raise
+        print(f"baton: {error}", file=sys.stderr)
+        return int(status)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="baton", description="Pretrain recurrent language models on very long contexts.")
+    parser.add_argument("--version", action="version", version=f"baton {version('baton-lm')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    train = _command(commands, "train", _train, "train a model, or resume the run that is in its directory")
+    train.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
+    train.add_argument("overrides", metavar="key=value", nargs="*", help="settings over the file's, e.g. training.steps=100")
+
+    generate = _command(commands, "generate", _generate, "write text with a run's newest checkpoint")
+    generate.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
+    generate.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
+    generate.add_argument("--tokens", type=_positive, default=200, help="tokens to write at most (default 200)")
+    generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    generate.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest (default: all)")
+    generate.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+    generate.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
+    plot = _command(commands, "plot", _plot, "draw a run's curves into a PNG")
+    plot.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
+    plot.add_argument("--out", type=Path, help="the picture (default RUN/curves.png)")
+
+    data = _group(commands, "data", "prepare, verify and inspect datasets")
+    prepare = _command(data, "prepare", _prepare, "turn text into WebDataset shards of documents")
+    prepare.add_argument("inputs", metavar="INPUT", nargs="+", help="folders, .txt, .jsonl(.gz/.zst), .parquet")
+    prepare.add_argument("--out", required=True, help="the dataset's folder; what is finished in it is kept")
+    prepare.add_argument("--include", action="append", metavar="GLOB", help="files to take from folders, e.g. '*.py' (repeatable)")
+    prepare.add_argument("--exclude", action="append", metavar="GLOB", help="files to leave out (repeatable)")
+    prepare.add_argument("--tokenizer", help="a .model file: store token ids instead of text")
+    prepare.add_argument("--workers", type=_positive, help="processes (default: the usable cores)")
+    prepare.add_argument("--shard-bytes", type=_positive, help="text bytes per shard (default 256 MiB)")
+    prepare.add_argument("--validation-fraction", type=float, help="share of documents held out, by content hash (default 0.02)")
+    prepare.add_argument("--text-field", help="field or column that holds the text (default text)")
+    verify = _command(data, "verify", _verify, "check every checksum and count of a dataset")
+    verify.add_argument("dataset")
+    inspect = _command(data, "inspect", _inspect, "what is in a dataset")
+    inspect.add_argument("dataset")
+
+    tokenizer = _group(commands, "tokenizer", "train a tokenizer")
+    learn = _command(tokenizer, "train", _tokenizer_train, "train a SentencePiece BPE tokenizer on a dataset's training split")
+    learn.add_argument("dataset", help="a dataset of text that `baton data prepare` wrote")
+    learn.add_argument("--out", required=True, help="the .model file to write")
+    learn.add_argument("--vocab-size", type=_positive, required=True, help="tokens in all, 256 of them bytes")
+    return parser
+
+
+def _group(commands: argparse._SubParsersAction, name: str, help: str) -> argparse._SubParsersAction:
+    return commands.add_parser(name, help=help, description=help).add_subparsers(metavar="COMMAND", required=True)
+
+
+def _command(
+    commands: argparse._SubParsersAction, name: str, run: Callable[[argparse.Namespace], int | None], help: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from baton.launcher.config import load
+    from baton.launcher.processes import run_ranks
+    from baton.launcher.run_directory import open_attempt
+
+    config = load(arguments.config, arguments.overrides)
+    _check_inputs(config.data.path, config.data.tokenizer)
+    return run_ranks(config.layout.world_size, open_attempt(config))
+
+
+def _check_inputs(path: str, tokenizer: str) -> None:
+    """Refuse missing data before any process starts."""
+    from baton.data_pipeline.stream import Dataset
+    from baton.launcher.errors import ConfigError
+
+    if not Path(tokenizer).is_file():
+        raise ConfigError(f"data.tokenizer={tokenizer}: no such file; train one with `baton tokenizer train`")
+    Dataset.open(path)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from baton.launcher.generate import generate_text
+
+    text = generate_text(
+        arguments.folder,
+        arguments.prompt,
+        tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+        device=arguments.device,
+    )
+    print(arguments.prompt + text)
+
+
+def _plot(arguments: argparse.Namespace) -> None:
+    from baton.training.plot import plot
+
+    print(plot(arguments.folder, arguments.out or arguments.folder / "curves.png"))
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    from baton.data_pipeline.prepare import prepare
+
+    names = ("include", "exclude", "tokenizer", "workers", "shard_bytes", "validation_fraction", "text_field")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    print(prepare(arguments.inputs, arguments.out, **given))
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from baton.data_pipeline.verify import verify
+
+    print(verify(arguments.dataset))
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from baton.data_pipeline.verify import inspect
+
+    print(inspect(arguments.dataset))
+
+
+def _tokenizer_train(arguments: argparse.Namespace) -> None:
+    from baton.data_pipeline.stream import Dataset, documents
+    from baton.data_pipeline.tokenizer import train_tokenizer
+
+    texts = documents(Dataset.open(arguments.dataset), "train")
+    print(train_tokenizer(texts, arguments.out, arguments.vocab_size))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""The run configuration: YAML and key=value words to one typed, resolved RunConfig. Torch-free.
+
+Strict: an unknown key is an error that names the nearest known one. The resolved configuration, every default filled in, is
+written into the run directory and is what the ranks read.
+"""
+
+import difflib
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from baton.data_pipeline.config import DataConfig
+from baton.launcher.errors import ConfigError
+from baton.models.config import ModelConfig
+from baton.parallel.config import LayoutConfig
+from baton.training.config import TrainingConfig
+
+MAY_CHANGE = (
+    "device",
+    "layout",
+    "model.loss_chunk",
+    "data.path",
+    "data.tokenizer",
+    "data.prefetch",
+    "training.micro_batch",
+    "training.recompute",
+    "training.log_every",
+    "training.checkpoint",
+    "training.evaluation",
+)
+"""Settings that a run may change from one start to the next. None of them changes what is learned (beyond rounding); data.path and
+data.tokenizer only say where things lie: their contents are checked by fingerprint."""
+
+
+class RunConfig(BaseModel):
+    """One run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the run; names its directory")
+    directory: str | None = Field(None, description="the run directory; null: runs/NAME under the current directory")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU per rank where there is one, else the CPU")
+    model: ModelConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    layout: LayoutConfig = Field(default_factory=LayoutConfig)
+    training: TrainingConfig
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.directory or f"runs/{self.name}")
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def check(self) -> None:
+        """Refuse what cannot run, before any process is started. Raises LayoutError, RunError or ConfigError."""
+        self.layout.check()
+        self.training.check(self.layout.data)
+        tensor = self.layout.tensor
+        inner = self.model.mixer.expand * self.model.d_model
+        sizes = {"model.mixer.expand * model.d_model": inner}
+        if self.model.vocab_size is not None:
+            sizes["the padded vocabulary"] = self.model.padded_vocab_size
+        for name, size in sizes.items():
+            if size % tensor:
+                legal = [d for d in range(1, min(size, 64) + 1) if size % d == 0]
+                raise ConfigError(f"layout.tensor={tensor} does not divide {name}={size}; layout.tensor that does: {legal}")
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a run file, put key=value words over it, resolve and check it. Raises ConfigError with one line."""
+    values = _read_yaml(Path(path))
+    for word in overrides or []:
+        key, separator, text = word.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"{word!r} is not key=value; for example training.steps=100")
+        _put(values, key.split("."), _parse(text, word), word)
+    values["model"] = _resolve_model(values.get("model"), str(path))
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_first_problem(error)}") from None
+    config.check()
+    return config
+
+
+def changes(old: RunConfig, new: RunConfig) -> list[str]:
+    """Settings that differ and may not: "training.seed: 0 -> 1"."""
+    before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
+    return [
+        f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+        and key not in ("name", "directory")
+        and not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
+    ]
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected keys and values")
+    return values
+
+
+def _parse(text: str, word: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"{word!r}: the value is not valid YAML") from None
+    if isinstance(value, str):
+        try:  # YAML 1.1 takes 1e-3 for a string
+            return float(value)
+        except ValueError:
+            pass
+    return value
+
+
+def _put(values: dict[str, Any], keys: list[str], value: Any, word: str) -> None:
+    if keys[0] == "model" and isinstance(values.get("model"), str) and len(keys) > 1:
+        values["model"] = _resolve_model(values["model"], word)
+    for key in keys[:-1]:
+        values = values.setdefault(key, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{word!r}: {key} is not a group of settings")
+    values[keys[-1]] = value
+
+
+def _resolve_model(value: Any, where: str) -> Any:
+    """`model: mamba-130m` means configs/models/mamba-130m.yaml; a path means that file."""
+    if not isinstance(value, str):
+        return value
+    shipped = files("baton.configs") / "models"
+    names = sorted(entry.name.removesuffix(".yaml") for entry in shipped.iterdir() if entry.name.endswith(".yaml"))
+    if value in names:
+        return yaml.safe_load((shipped / f"{value}.yaml").read_text(encoding="utf-8"))
+    if value.endswith((".yaml", ".yml")):
+        return _read_yaml(Path(value))
+    close = difflib.get_close_matches(value, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
+    raise ConfigError(f"{where}: model: no model is called {value!r}; {hint} (or the path of a .yaml file)")
+
+
+def _first_problem(error: ValidationError) -> str:
+    problems = error.errors()
+    first = problems[0]
+    location = [str(part) for part in first["loc"]]
+    key = ".".join(location)
+    if first["type"] == "extra_forbidden":
+        known = _fields_at(location[:-1])
+        close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        prefix = "".join(f"{part}." for part in location[:-1])
+        text = f"unknown key {key}; " + (f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(known)}")
+    elif first["type"] == "missing":
+        text = f"{key} is missing; set it in the file or as {key}=VALUE"
+    else:
+        text = f"{key}={first['input']!r}: {first['msg']}"
+    return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+
+
+def _fields_at(location: list[str]) -> list[str]:
+    model: Any = RunConfig
+    for part in location:
+        annotation = model.model_fields[part].annotation
+        candidates = [annotation, *get_args(annotation)]
+        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        if model is None:
+            return []
+    return list(model.model_fields)
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

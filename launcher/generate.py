@@ -1,0 +1,51 @@
+"""`baton generate`: a run's newest checkpoint, loaded into one process whatever layout wrote it, writes text."""
+
+from pathlib import Path
+
+import torch
+
+from baton.data_pipeline.tokenizer import Tokenizer
+from baton.launcher.run_directory import read_config
+from baton.parallel import mesh as meshes
+from baton.parallel.config import LayoutConfig
+from baton.training.build import build_model, model_fingerprint, with_vocabulary
+from baton.training.checkpoint.manifest import Manifest
+from baton.training.checkpoint.rectangles import parameter_rectangles
+from baton.training.checkpoint.store import CheckpointStore
+from baton.training.errors import CheckpointError
+from baton.training.generation import generate
+
+
+def generate_text(
+    folder: Path, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int, device: str = "auto"
+) -> str:
+    """Text that goes on from `prompt`. Raises CheckpointError when the run has no checkpoint that verifies."""
+    config = read_config(folder / "config.yaml")
+    tokenizer = Tokenizer(config.data.tokenizer)
+    model_config = with_vocabulary(config.model, tokenizer.vocab_size, config.data.tokenizer)
+    mesh = meshes.initialize(LayoutConfig(), device=meshes.local_device(0, 1, device), rank=0, store=torch.distributed.HashStore())
+    try:
+        model = build_model(model_config, config.training, mesh.device)
+        store = CheckpointStore(folder / "checkpoints", mesh, keep_last=1)
+
+        def accept(manifest: Manifest) -> None:
+            if manifest.fingerprints.get("model") != model_fingerprint(model_config):
+                raise CheckpointError(f"{folder}: the checkpoint is not of the model that config.yaml describes")
+
+        found = store.load_newest(accept, tidy=False)
+        if found is None:
+            raise CheckpointError(f"{folder}: no checkpoint yet; train first with `baton train`")
+        store.read(found[0], parameter_rectangles(model, mesh))
+        ids = generate(
+            model,
+            [tokenizer.doc, *tokenizer.encode(prompt).tolist()],
+            tokens=tokens,
+            vocab_size=tokenizer.vocab_size,
+            stop=tokenizer.doc,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+        )
+    finally:
+        meshes.shutdown()
+    return tokenizer.decode(ids, errors="replace")

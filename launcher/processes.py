@@ -1,0 +1,110 @@
+"""The ranks of this machine: started together, watched, and ended together.
+
+Each rank writes its own log; rank 0's is shown as it grows. A rank that fails ends all the others, and ranks die with the process
+that started them.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+GRACE_S = 10.0
+
+
+def run_ranks(world_size: int, attempt: Path) -> int:
+    """Run the ranks of `attempt` (a folder with config.yaml) to their end; returns the exit status for the command.
+
+    0: all ranks ended well. 2: a rank refused its input (its sentence has been printed). 1: a rank died; 130, 143: interrupted.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.set_inheritable(True)
+    ranks = [_start(rank, world_size, attempt, listener) for rank in range(world_size)]
+    stopped: list[int] = []
+    previous = {s: signal.signal(s, lambda number, frame: stopped.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with open(_log(attempt, 0), encoding="utf-8", errors="replace") as shown:
+            while not stopped and any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
+                _show(shown)
+                time.sleep(0.05)
+            failed = [(rank, p.returncode) for rank, p in enumerate(ranks) if p.returncode]
+            _end(ranks)
+            _show(shown)
+    finally:
+        listener.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if stopped:
+        print(f"baton: stopped by {signal.Signals(stopped[0]).name}; start the same command to resume", file=sys.stderr)
+        return 128 + stopped[0]
+    return _report(failed, attempt) if failed else 0
+
+
+def _start(rank: int, world_size: int, attempt: Path, listener: socket.socket) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ)
+    environment |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(listener.getsockname()[1]),
+        "PYTHONUNBUFFERED": "1",
+        "BATON_PARENT": str(os.getpid()),
+    }
+    # more threads than cores fight each other; torch's default is all cores in every rank
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world_size)))
+    if rank == 0:
+        environment["BATON_LISTEN_FD"] = str(listener.fileno())
+    with open(_log(attempt, rank), "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "baton.launcher.worker", str(attempt / "config.yaml")],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(listener.fileno(),) if rank == 0 else (),
+            start_new_session=True,  # a Ctrl-C reaches this process alone, which then ends the ranks
+        )
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Ask the remaining ranks to stop, then make them."""
+    for p in ranks:
+        if p.poll() is None:
+            p.terminate()
+    deadline = time.monotonic() + GRACE_S
+    for p in ranks:
+        try:
+            p.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            p.kill()
+            p.wait()
+
+
+def _report(failed: list[tuple[int, int]], attempt: Path) -> int:
+    refused = [rank for rank, status in failed if status == 2]
+    if refused:
+        lines = _log(attempt, refused[0]).read_text(encoding="utf-8", errors="replace").splitlines()
+        sentences = [line for line in lines if line.startswith("baton: ")]
+        print(sentences[-1] if sentences else f"baton: rank {refused[0]} refused to run", file=sys.stderr)
+        return 2
+    rank, status = failed[0]
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
+    print(f"baton: rank {rank} {how}; see {_log(attempt, rank)}; start the same command to resume", file=sys.stderr)
+    return 1
+
+
+def _log(attempt: Path, rank: int) -> Path:
+    return attempt / f"rank-{rank}.log"
+
+
+def _show(stream) -> None:  # type: ignore[no-untyped-def]
+    text = stream.read()
+    # the one-line errors are printed once, at the end, whichever rank wrote them
+    kept = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("baton: "))
+    sys.stdout.write(kept)
+    sys.stdout.flush()

@@ -1,0 +1,67 @@
+"""One rank: `python -m baton.launcher.worker CONFIG`, started by launcher.processes with the usual rank variables set."""
+
+import ctypes
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+
+def main() -> int:
+    _die_with_parent()
+    import warnings
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    try:
+        _run(Path(sys.argv[1]))
+    except Exception as error:
+        status = getattr(error, "exit_status", None)
+        if status is None:
+            raise
+        print(f"baton: {error}", flush=True)
+        return int(status)
+    return 0
+
+
+def _run(path: Path) -> None:
+    import torch
+
+    from baton.launcher.run_directory import read_config
+    from baton.parallel import mesh as meshes
+    from baton.training.loop import train
+    from baton.training.run import RunSettings
+
+    config = read_config(path)
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device = meshes.local_device(local_rank, int(os.environ["LOCAL_WORLD_SIZE"]), config.device)
+    listening = os.environ.get("BATON_LISTEN_FD")
+    store = torch.distributed.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=rank == 0,
+        timeout=timedelta(minutes=10),
+        # the launcher has bound the port and hands it over: no other program can take it in between
+        master_listen_fd=int(listening) if listening else None,
+    )
+    mesh = meshes.initialize(config.layout, device=device, rank=rank, store=store)
+    settings = RunSettings(
+        folder=config.folder, model=config.model, data=config.data, training=config.training, config_text=config.to_yaml()
+    )
+    train(settings, mesh)
+    meshes.shutdown()
+
+
+def _die_with_parent() -> None:
+    """A SIGKILL of the launcher must not leave ranks behind (PR_SET_PDEATHSIG = 1, Linux)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != int(os.environ.get("BATON_PARENT", os.getppid())):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.exit(status)

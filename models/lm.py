@@ -1,0 +1,90 @@
+"""The language model: embedding, blocks, final norm, tied head, and the loss in chunks of tokens.
+
+Everything that is carried from one piece of a sequence to the next is in the returned states: hand them to the next call and two
+pieces equal the whole; hand them a token at a time and that is decoding.
+"""
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from baton.kernels.protocol import State
+from baton.models import init
+from baton.models.block import Block, RMSNorm
+from baton.models.config import ModelConfig
+from baton.parallel.tensor import VocabParallelEmbedding, megatron_config
+
+States = dict[str, State]
+"""State of each layer, by the layer's number in the whole model."""
+
+IGNORED = -1
+"""The label of a position that does not count."""
+
+
+class LanguageModel(nn.Module):
+    """tokens [B, T] int64, pos [B, T] int32, States or None -> hidden [B, T, d_model] fp32, States.
+
+    tensor_size: ranks of the tensor group this model is split over. compute_dtype: of matmuls and activations between them;
+    parameters, the residual stream, step sizes and scan states stay fp32. recompute: keep only each block's input for backward
+    and run the block again there.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        tensor_size: int = 1,
+        compute_dtype: torch.dtype = torch.float32,
+        recompute: bool = False,
+        deterministic_embedding: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute = recompute
+        megatron = megatron_config(tensor_size, deterministic_embedding)
+        self.embedding = VocabParallelEmbedding(
+            config.padded_vocab_size,
+            config.d_model,
+            init.normal(0.02),
+            megatron,
+            compute_dtype=compute_dtype,
+            decay=config.decay_embedding,
+        )
+        self.layers = nn.ModuleDict({str(n): Block(config, megatron, compute_dtype) for n in range(config.n_layers)})
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+
+    def forward(self, tokens: Tensor, pos: Tensor, states: States | None = None) -> tuple[Tensor, States]:
+        x = self.embedding(tokens)
+        leaving: States = {}
+        for number, block in self.layers.items():
+            entering = None if states is None else states[number]
+            if self.recompute and torch.is_grad_enabled():
+                # nothing random happens in a block, so there is no generator's state to restore
+                x, leaving[number] = checkpoint(block, x, pos, entering, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, leaving[number] = block(x, pos, entering)
+        return self.norm(x), leaving
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Summed negative log-likelihood (nats, fp32 scalar) of labels [B, T] int64; IGNORED ones count nothing.
+
+        Logits exist for `loss_chunk` tokens at a time, in forward and in backward (which makes them again).
+        """
+        flat_hidden, flat_labels = hidden.flatten(0, 1), labels.flatten()
+        total = hidden.new_zeros(())
+        for h, y in zip(flat_hidden.split(self.config.loss_chunk), flat_labels.split(self.config.loss_chunk)):
+            if torch.is_grad_enabled():
+                total = total + checkpoint(self._chunk_loss, h, y, use_reentrant=False, preserve_rng_state=False)
+            else:
+                total = total + self._chunk_loss(h, y)
+        return total
+
+    def _chunk_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = self.embedding.head(hidden)
+        nll = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.clamp(min=0))
+        return torch.where(labels != IGNORED, nll, 0.0).sum()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the whole (padded) vocabulary, fp32, on every tensor rank: [.., d_model] to [.., vocab]. For decoding."""
+        return tensor_parallel.gather_from_tensor_model_parallel_region(self.embedding.head(hidden)).float()

@@ -1,0 +1,55 @@
+"""The models are the papers' models: parameter counts to the digit, without allocating them."""
+
+from importlib.resources import files
+
+import pytest
+import torch
+import yaml
+
+from baton.models.config import ModelConfig
+from baton.models.lm import LanguageModel
+from baton.parallel.layout import parameter_count
+
+# Gu & Dao, "Mamba", table 3 and its released models (vocabulary padded to 50280)
+MAMBA = {
+    "mamba-130m": 129_135_360,
+    "mamba-370m": 371_516_416,
+    "mamba-790m": 793_204_224,
+    "mamba-1.4b": 1_372_178_432,
+    "mamba-2.8b": 2_768_345_600,
+}
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return LanguageModel(config)
+
+
+def shipped(name):
+    return ModelConfig(**yaml.safe_load((files("baton.configs") / "models" / f"{name}.yaml").read_text()))
+
+
+@pytest.mark.parametrize("name", MAMBA)
+def test_mamba_sizes(name):
+    assert parameter_count(on_meta(shipped(name))) == MAMBA[name]
+
+
+# the paper's one decimal is rounded in most rows and cut in one (369.157 is printed as 369.1)
+DIGIT = 0.06
+
+
+# table 10: parameters (millions) of the 350M model by d_state; table 9: by the rank of the step-size projection
+@pytest.mark.parametrize(("d_state", "millions"), [(1, 367.1), (2, 367.4), (4, 368.0), (8, 369.1), (16, 371.5)])
+def test_counts_by_state_size(d_state, millions):
+    base = shipped("mamba-370m")
+    config = base.model_copy(update={"mixer": base.mixer.model_copy(update={"d_state": d_state})})
+    assert abs(parameter_count(on_meta(config)) / 1e6 - millions) < DIGIT
+
+
+@pytest.mark.parametrize(
+    ("rank", "millions"), [(1, 359.1), (2, 359.3), (4, 359.7), (8, 360.5), (16, 362.1), (32, 365.2), (64, 371.5)]
+)
+def test_counts_by_step_size_rank(rank, millions):
+    base = shipped("mamba-370m")
+    config = base.model_copy(update={"mixer": base.mixer.model_copy(update={"dt_rank": rank})})
+    assert abs(parameter_count(on_meta(config)) / 1e6 - millions) < DIGIT

@@ -1,0 +1,17 @@
+"""How far one tensor is from another, in the one measure that the tests of this repository share."""
+
+import torch
+from torch import Tensor
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """||a - b|| / ||b|| over all elements, in float64; ||a - b|| where b is zero everywhere. NaN if either holds a NaN.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"cannot compare shape {tuple(a.shape)} with {tuple(b.shape)}")
+    a64, b64 = a.detach().to("cpu", torch.float64), b.detach().to("cpu", torch.float64)
+    difference, norm = float((a64 - b64).norm()), float(b64.norm())
+    return difference / norm if norm != 0.0 else difference

@@ -1,0 +1,48 @@
+"""Small models and batches that distributed tests and their one-process oracles share."""
+
+import torch
+
+from baton.models.config import MambaConfig, ModelConfig
+from baton.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from baton.training.executor import TokenBatch
+
+MODEL = ModelConfig(d_model=32, n_layers=3, vocab_size=61, pad_vocab_to=4, loss_chunk=16, mixer=MambaConfig(d_state=4))
+SEQUENCES, CONTEXT = 8, 24
+
+
+def training(**changes) -> TrainingConfig:
+    """Settings with a clip that is active and a learning rate that moves."""
+    values = {
+        "steps": 5,
+        "context": CONTEXT,
+        "global_batch_tokens": SEQUENCES * CONTEXT,
+        "micro_batch": 2,
+        "precision": "float32",
+        "optimizer": OptimizerConfig(lr=3e-3, clip_norm=0.5, eps=1e-6),
+        "schedule": ScheduleConfig(kind="cosine", warmup_steps=2),
+    }
+    return TrainingConfig(**{**values, **changes})
+
+
+def step_batch(step: int) -> TokenBatch:
+    """The global batch of a step: packed documents of unequal length, a few labels ignored."""
+    g = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(61, (SEQUENCES, CONTEXT), generator=g)
+    labels = torch.randint(61, (SEQUENCES, CONTEXT), generator=g)
+    labels[torch.rand(labels.shape, generator=g) < 0.1] = -1
+    pos = torch.empty(SEQUENCES, CONTEXT, dtype=torch.int32)
+    for row in range(SEQUENCES):
+        at = int(torch.randint(9, (), generator=g))  # the row may begin inside a document
+        for t in range(CONTEXT):
+            if torch.rand((), generator=g) < 0.15:
+                at = 0
+            pos[row, t] = at
+            at += 1
+    return TokenBatch(tokens, labels, pos)
+
+
+def micro_batches(step: int, data_rank: int, data_size: int, size: int) -> list[TokenBatch]:
+    """A data rank's share of the step's global batch, in micro-batches of `size` sequences."""
+    whole = step_batch(step)
+    rows = torch.arange(data_rank, SEQUENCES, data_size)
+    return [TokenBatch(whole.tokens[r], whole.labels[r], whole.pos[r]) for r in rows.split(size)]

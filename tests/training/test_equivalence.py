@@ -1,0 +1,111 @@
+"""One answer on any layout: data and tensor parallelism under ZeRO-1 equal one process of plain PyTorch."""
+
+import pytest
+import torch
+from support.compare import relative_error
+from support.models import MODEL, micro_batches, step_batch, training
+
+from baton.models.lm import IGNORED, LanguageModel
+from baton.parallel.layout import gather_parameters, initialize_parameters
+from baton.parallel.zero import parameter_groups
+from baton.training.build import build
+from baton.training.executor import StepExecutor
+from baton.training.schedule import learning_rate
+
+STEPS = 5
+
+
+def oracle(precision="float32"):
+    """One process, torch's AdamW and clipping, the whole batch at once: nothing of DeepSpeed, the executor or splitting."""
+    config = training(precision=precision)
+    model = LanguageModel(MODEL, compute_dtype=getattr(torch, precision))
+    initialize_parameters(model, config.seed, 0, 1)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    o = config.optimizer
+    optimizer = torch.optim.AdamW(parameter_groups(model, o.weight_decay), lr=o.lr, betas=o.betas, eps=o.eps)
+    rows = []
+    for step in range(STEPS):
+        batch = step_batch(step)
+        optimizer.zero_grad()
+        loss = model.loss(model(batch.tokens, batch.pos)[0], batch.labels) / (batch.labels != IGNORED).sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        optimizer.step()
+        for module in model.modules():
+            module._compute_copy = None
+        rows.append((loss.item(), norm.item()))
+    return rows, model, start
+
+
+def steps_on_a_layout(mesh, precision="float32", recompute=False):
+    config = training(precision=precision, recompute=recompute)
+    built = build(MODEL, config, mesh)
+    initial = gather_parameters(built.model, mesh.tensor_group)
+    executor = StepExecutor(built.model, built.engine, mesh)
+    rows = []
+    for step in range(STEPS):
+        batches = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch)
+        result = executor.step(batches, learning_rate(step, config))
+        rows.append((result.loss, result.grad_norm, result.labels))
+    return rows, initial, gather_parameters(built.model, mesh.tensor_group)
+
+
+def whole(model, values):
+    """The oracle's parameters under the names of their parts."""
+    found = {}
+    for name, p in model.named_parameters():
+        for block in p.baton_layout.global_blocks(name, 0, 1):
+            found[block.name] = values[name][block.local_row : block.local_row + block.extent[0]]
+    return found
+
+
+LAYOUTS = [{"data": 1}, {"data": 2}, {"data": 4}, {"tensor": 2}, {"tensor": 4}, {"tensor": 2, "data": 2}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layout_equals_one_process(pool, single_mesh, layout):
+    rows, model, start = oracle()
+    expected = whole(model, dict(model.named_parameters()))
+    for found, initial, parameters in pool.run(steps_on_a_layout, **layout):
+        assert [r[2] for r in found] == [int((step_batch(s).labels != IGNORED).sum()) for s in range(STEPS)]
+        for (loss, norm, _), (want_loss, want_norm) in zip(found, rows):
+            assert loss == pytest.approx(want_loss, rel=1e-5)
+            assert norm == pytest.approx(want_norm, rel=1e-5)
+            assert norm > 0.5, "clipping was not active"
+        assert parameters.keys() == expected.keys()
+        for name, value in whole(model, start).items():
+            assert torch.equal(initial[name], value), f"{name}: initial values depend on the layout"
+        for name, value in expected.items():
+            assert relative_error(parameters[name], value) <= 1e-5, name
+
+
+def test_recomputation_and_bfloat16_on_a_layout(pool, single_mesh):
+    rows, _, _ = oracle("bfloat16")
+    found, _, _ = pool.run(steps_on_a_layout, tensor=2, data=2, precision="bfloat16", recompute=True)[0]
+    for (loss, norm, _), (want_loss, want_norm) in zip(found, rows):
+        assert loss == pytest.approx(want_loss, rel=1e-2)
+        assert norm == pytest.approx(want_norm, rel=5e-2)
+
+
+def non_finite(mesh):
+    from baton.training.errors import RunError
+
+    built = build(MODEL, training(), mesh)
+    before = gather_parameters(built.model, mesh.tensor_group)
+    if mesh.data_rank == 1:
+        with torch.no_grad():
+            built.model.layers["1"].mixer.D[3] = float("nan")
+    batches = micro_batches(0, mesh.data_rank, mesh.layout.data, 2)
+    try:
+        StepExecutor(built.model, built.engine, mesh).step(batches, 1e-3)
+    except RunError as error:
+        return str(error), torch.equal(before["layers.0.mixer.out_proj.weight"], built.model.layers["0"].mixer.out_proj.weight)
+    return None, None
+
+
+def test_a_nan_on_one_rank_stops_all_before_the_update(pool):
+    for message, unchanged in pool.run(non_finite, data=2):
+        assert "not finite" in message
+        assert unchanged

@@ -1,0 +1,133 @@
+"""What hangs on the loop: the record, validation, checkpoints. Every rank runs every callback, in this order."""
+
+import time
+from importlib.metadata import version
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from baton.data_pipeline.stream import Dataset, EvaluationSet, evaluation_batches
+from baton.data_pipeline.tokenizer import Tokenizer
+from baton.parallel.mesh import Mesh
+from baton.training import feed
+from baton.training.build import Built
+from baton.training.checkpoint.manifest import Manifest
+from baton.training.checkpoint.rectangles import adam_steps, optimizer_rectangles
+from baton.training.checkpoint.store import CheckpointStore
+from baton.training.clock import StepClock
+from baton.training.config import TrainingConfig
+from baton.training.evaluation import evaluate
+from baton.training.executor import StepResult, TokenBatch
+from baton.training.generation import generate
+from baton.training.monitor import Monitor
+from baton.training.run import Progress, RunSettings
+from baton.training.schedule import learning_rate
+
+
+class Recorder:
+    """Every step into the record."""
+
+    def __init__(self, monitor: Monitor | None, clock: StepClock, training: TrainingConfig, mesh: Mesh) -> None:
+        self._monitor, self._clock, self._training, self._device = monitor, clock, training, mesh.device
+
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        if self._monitor is None:
+            return
+        self._monitor.train(
+            {
+                "step": progress.step,
+                "tokens": progress.tokens,
+                "loss": result.loss,
+                "lr": learning_rate(progress.step - 1, self._training),
+                "grad_norm": result.grad_norm,
+                "step_tokens": self._training.global_batch_tokens,
+                "seconds": self._clock.seconds(),
+                "memory_bytes": _memory(self._device),
+            }
+        )
+
+
+class Evaluator:
+    """Validation every so many steps and after the last, with a text sample."""
+
+    def __init__(
+        self, built: Built, dataset: Dataset, tokenizer: Tokenizer, monitor: Monitor | None, settings: RunSettings
+    ) -> None:
+        self._built, self._dataset, self._tokenizer, self._monitor = built, dataset, tokenizer, monitor
+        self._training = settings.training
+        self._set: tuple[EvaluationSet, list[TokenBatch]] | None = None
+
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        every, last = self._training.evaluation.every, progress.step == self._training.steps
+        if not every or (progress.step % every and not last):
+            return
+        chosen, batches = self._set = self._set or self._read()
+        model, mesh = self._built.model, self._built.mesh
+        found = evaluate(model, batches, chosen.text_bytes, chosen.tokens, mesh)
+        sample = None
+        wanted = self._training.evaluation.sample_tokens
+        if wanted and mesh.data_rank == 0:
+            doc = self._tokenizer.doc
+            ids = generate(model, [doc], tokens=wanted, vocab_size=self._tokenizer.vocab_size, stop=doc, seed=progress.step)
+            sample = self._tokenizer.decode(ids, errors="replace")
+        if self._monitor is not None:
+            self._monitor.evaluation(progress.step, progress.tokens, found.loss, found.bits_per_byte, sample)
+
+    def _read(self) -> tuple[EvaluationSet, list[TokenBatch]]:
+        mesh, training = self._built.mesh, self._training
+        chosen = evaluation_batches(
+            self._dataset,
+            self._tokenizer,
+            context=training.context,
+            micro_batch=training.micro_batch,
+            max_tokens=training.evaluation.tokens,
+            data_rank=mesh.data_rank,
+            data_size=mesh.layout.data,
+        )
+        shape = (training.micro_batch, training.context)
+        return chosen, [feed.share(b if mesh.tensor_rank == 0 else None, mesh, shape) for b in chosen.batches]
+
+
+class Saver:
+    """A checkpoint every so many steps and after the last."""
+
+    def __init__(
+        self,
+        built: Built,
+        store: CheckpointStore,
+        monitor: Monitor | None,
+        fingerprints: dict[str, str],
+        training: TrainingConfig,
+    ) -> None:
+        self._built, self._store, self._monitor = built, store, monitor
+        self._fingerprints, self._training = fingerprints, training
+
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        if progress.step % self._training.checkpoint.every and progress.step != self._training.steps:
+            return
+        start = time.perf_counter()
+        if self._monitor is not None:
+            self._monitor.flush()
+        mesh = self._built.mesh
+        cursors: list[Any] = [None] * mesh.world_size
+        dist.all_gather_object(cursors, {str(lane): c.to_json() for lane, c in progress.cursors.items()})
+        manifest = Manifest(
+            step=progress.step,
+            tokens=progress.tokens,
+            adam_steps=adam_steps(self._built.engine),
+            cursors={lane: c for part in cursors for lane, c in part.items()},
+            fingerprints=self._fingerprints,
+            layout=mesh.layout.model_dump(),
+            versions={name: version(name) for name in ("baton-lm", "torch", "deepspeed", "megatron-core")},
+        )
+        rectangles = optimizer_rectangles(self._built.model, self._built.engine, mesh, for_save=True)
+        if self._store.save(rectangles, manifest) and self._monitor is not None:
+            size = 12 * sum(p.numel() for p in self._built.model.parameters()) * mesh.layout.tensor
+            self._monitor.saved(f"step-{progress.step:08d}", time.perf_counter() - start, size)
+
+
+def _memory(device: torch.device) -> int:
+    """Peak bytes on a GPU, resident bytes of this process on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss

@@ -1,0 +1,82 @@
+"""manifest.json: everything of a checkpoint that is not a tensor, and the size and checksum of every file.
+
+It is written last and carries a checksum of itself, so a folder with a manifest that verifies is a whole checkpoint.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from baton.training.errors import CheckpointError
+
+FORMAT = 1
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """step: optimizer steps done. tokens: tokens consumed by them. adam_steps: updates AdamW made.
+
+    cursors: per lane, where its stream goes on. fingerprints: of what must be the same on resuming (model, stream, …).
+    layout: the mesh that wrote it, for the reader's eyes: any other may load it. files: name -> {bytes, sha256}.
+    """
+
+    step: int
+    tokens: int
+    adam_steps: int
+    cursors: dict[str, Any]
+    fingerprints: dict[str, str]
+    layout: dict[str, int]
+    versions: dict[str, str]
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def write(self, folder: Path) -> None:
+        """Write and sync folder/manifest.json."""
+        body = asdict(self)
+        with open(folder / NAME, "w", encoding="utf-8") as f:
+            json.dump({"sha256": _digest(body), "manifest": body}, f, indent=1, sort_keys=True)
+            f.flush()
+            os.fsync(f.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read folder/manifest.json. Raises CheckpointError when it is missing, damaged or of another format."""
+        try:
+            document = json.loads((folder / NAME).read_text(encoding="utf-8"))
+            body = document["manifest"]
+            if document["sha256"] != _digest(body):
+                raise CheckpointError(f"{folder / NAME}: its checksum does not match")
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder / NAME}: missing") from None
+        except (ValueError, KeyError, TypeError):
+            raise CheckpointError(f"{folder / NAME}: not readable") from None
+        if body.get("format") != FORMAT:
+            raise CheckpointError(f"{folder / NAME}: format {body.get('format')}, this version reads {FORMAT}")
+        return cls(**body)
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def checksum(path: Path) -> dict[str, Any]:
+    """{bytes, sha256} of a file."""
+    with open(path, "rb") as f:
+        digest = hashlib.file_digest(f, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def check_file(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
+    """What is wrong with a file of a checkpoint, or None."""
+    path = folder / name
+    if not path.exists():
+        return f"{name} is missing"
+    if path.stat().st_size != expected["bytes"]:
+        return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+    if checksum(path)["sha256"] != expected["sha256"]:
+        return f"{name} does not match its checksum"
+    return None

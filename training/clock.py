@@ -1,0 +1,45 @@
+"""Where a step's time goes, without slowing it: host clocks on a CPU, events on a GPU, read once the step is over."""
+
+import time
+
+import torch
+
+PARTS = ("data", "forward", "backward", "optimizer")
+
+
+class StepClock:
+    """mark(part) closes the span since the last mark; seconds() gives each part's sum and starts anew."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self.start()
+
+    def _now(self) -> "float | torch.cuda.Event":
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._marks = [("", self._now())]
+
+    def mark(self, part: str) -> None:
+        """The time since the last mark belongs to `part`."""
+        self._marks.append((part, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds per part. On a GPU this waits for the step's last event."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        sums = dict.fromkeys(PARTS, 0.0)
+        for (_, before), (part, after) in zip(self._marks, self._marks[1:]):
+            if isinstance(before, float):
+                assert isinstance(after, float)
+                sums[part] += after - before
+            else:
+                assert not isinstance(after, float)
+                sums[part] += before.elapsed_time(after) / 1000.0
+        return sums

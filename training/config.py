@@ -1,0 +1,108 @@
+"""Settings of a run's training. Torch-free."""
+
+import math
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from baton.training.errors import RunError
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class OptimizerConfig(_Settings):
+    """AdamW with a global gradient norm clip."""
+
+    lr: float = Field(gt=0, description="peak learning rate")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the two moments; the papers' recipe")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled; not applied to norms, biases, A_log, D")
+    clip_norm: float = Field(1.0, ge=0, description="global gradient norm above which gradients are scaled down; 0: never")
+
+
+class ScheduleConfig(_Settings):
+    """Learning rate over steps: linear warm-up, then cosine or warmup-stable-decay (WSD)."""
+
+    kind: Literal["cosine", "wsd", "constant"] = Field("cosine", description="shape after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0; the papers take 10 % of the run")
+    decay_steps: int = Field(0, ge=0, description="wsd: steps of linear decay at the end")
+    final_lr: float = Field(1e-5, ge=0, description="learning rate at the last step (cosine, wsd); absolute, as in the papers")
+
+
+class CheckpointConfig(_Settings):
+    """When to save and what to keep."""
+
+    every: int = Field(1000, ge=1, description="steps between checkpoints; the last step is always saved")
+    keep_last: int = Field(3, ge=1, description="checkpoints kept; more than one, to fall back on when one is damaged")
+
+
+class EvaluationConfig(_Settings):
+    """Loss and bits per byte on the validation split, and a sample of text."""
+
+    every: int = Field(1000, ge=0, description="steps between evaluations; 0: never. The last step is always evaluated")
+    tokens: int = Field(1_000_000, ge=1, description="tokens of the validation split, always the same ones")
+    sample_tokens: int = Field(128, ge=0, description="tokens of the text sample written beside each evaluation; 0: none")
+
+
+class TrainingConfig(_Settings):
+    """The run: batch, length, precision, optimizer."""
+
+    steps: int = Field(ge=1, description="optimizer steps of the whole run")
+    context: int = Field(ge=1, description="tokens per sequence")
+    global_batch_tokens: int = Field(ge=1, description="tokens per optimizer step, all ranks together")
+    micro_batch: int = Field(1, ge=1, description="sequences per rank and forward pass; more: faster, more memory")
+    lanes: int | None = Field(None, ge=1, description="independent streams of documents, fixed for the run's life; null: one "
+                              "per sequence of the global batch")  # fmt: skip
+    seed: int = Field(0, ge=0, description="of the initial values and of the order of the data")
+    precision: Literal["float32", "bfloat16"] = Field("bfloat16", description="of matmuls and activations; parameters, "
+                                                      "gradients, scan states and the optimizer are always fp32")  # fmt: skip
+    recompute: bool = Field(False, description="run each block again in backward and keep only its input: less memory")
+    deterministic: bool = Field(True, description="refuse kernels whose result varies from run to run")
+    log_every: int = Field(10, ge=1, description="steps between lines on the console; metrics.jsonl gets every step")
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences per optimizer step, all data ranks together."""
+        return self.global_batch_tokens // self.context
+
+    @property
+    def lane_count(self) -> int:
+        return self.lanes or self.sequences_per_step
+
+    def check(self, data_size: int) -> None:
+        """Refuse a batch that does not divide. data_size: data-parallel ranks. Raises RunError naming sizes that would work."""
+        if self.global_batch_tokens % self.context:
+            down = self.global_batch_tokens // self.context * self.context
+            raise RunError(
+                f"training.global_batch_tokens={self.global_batch_tokens} is not a multiple of training.context={self.context}; "
+                f"nearest that are: {' and '.join(str(n) for n in (down, down + self.context) if n)}"
+            )
+        g = self.sequences_per_step
+        if g % data_size:
+            ranks = [d for d in range(1, g + 1) if g % d == 0]
+            raise RunError(
+                f"layout.data={data_size} does not divide the {g} sequences of a step "
+                f"(training.global_batch_tokens / training.context); layout.data that would: {ranks}"
+            )
+        if self.lane_count % data_size:
+            raise RunError(
+                f"training.lanes={self.lane_count} is not a multiple of layout.data={data_size}; "
+                f"nearest that is: {math.ceil(self.lane_count / data_size) * data_size}"
+            )
+        if (g // data_size) % self.micro_batch:
+            sizes = [d for d in range(1, g // data_size + 1) if (g // data_size) % d == 0]
+            raise RunError(
+                f"training.micro_batch={self.micro_batch} does not divide the {g // data_size} sequences that a data rank takes "
+                f"per step; sizes that do: {sizes}"
+            )
+        if self.schedule.kind == "wsd" and self.schedule.decay_steps + self.schedule.warmup_steps > self.steps:
+            raise RunError(
+                f"training.schedule: warmup_steps={self.schedule.warmup_steps} and decay_steps={self.schedule.decay_steps} "
+                f"together exceed training.steps={self.steps}"
+            )

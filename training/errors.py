@@ -1,0 +1,11 @@
+"""Errors of a run that a user can act on; the command line prints the sentence and exits with the status."""
+
+
+class RunError(Exception):
+    """A run that cannot start or go on: the message says what, where and what to do."""
+
+    exit_status = 2
+
+
+class CheckpointError(RunError):
+    """A checkpoint that is damaged, missing, or of another run."""

@@ -1,0 +1,41 @@
+"""Batches to the ranks that need them: one rank of each tensor group reads, the others receive."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from baton.data_pipeline.stream import Batch, BatchStream
+from baton.parallel.mesh import Mesh
+from baton.training.executor import TokenBatch
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """One optimizer step's micro-batches on this rank; cursors of its lanes after the step ({} on ranks that do not read)."""
+
+    batches: list[TokenBatch]
+    cursors: dict[int, Any]
+
+
+def steps(stream: BatchStream | None, mesh: Mesh, *, micro_batches: int, shape: tuple[int, int]) -> Iterator[StepBatches]:
+    """Endless steps. stream: on tensor rank 0, None elsewhere. shape: (sequences, tokens) of a micro-batch."""
+    source = iter(stream) if stream is not None else None
+    while True:
+        data = next(source) if source is not None else None
+        arrays = data.micro_batches if data is not None else [None] * micro_batches
+        yield StepBatches([share(a, mesh, shape) for a in arrays], dict(data.cursors) if data is not None else {})
+
+
+def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int]) -> TokenBatch:
+    """A batch of tensor rank 0 on every rank of its tensor group, on the device. batch: None on the other ranks."""
+    if batch is not None:
+        packed = torch.from_numpy(np.stack([batch.tokens, batch.labels, batch.pos.astype(np.int64)])).to(mesh.device)
+    else:
+        packed = torch.empty((3, *shape), dtype=torch.int64, device=mesh.device)
+    if mesh.layout.tensor > 1:
+        dist.broadcast(packed, src=dist.get_global_rank(mesh.tensor_group, 0), group=mesh.tensor_group)
+    return TokenBatch(packed[0], packed[1], packed[2].to(torch.int32))

@@ -1,0 +1,49 @@
+"""Writing text with the recurrent step: constant memory and time per token, whatever came before."""
+
+import torch
+from torch import Tensor
+
+from baton.models.lm import LanguageModel, States
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    prompt: list[int],
+    *,
+    tokens: int,
+    vocab_size: int,
+    stop: int | None,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+) -> list[int]:
+    """Ids that follow the prompt (at most `tokens`, ending before `stop`).
+
+    prompt: ids, at least one; its first is the document mark. vocab_size: ids the tokenizer has (the padding is never drawn).
+    temperature: 0 takes the likeliest. top_k: draw among the k likeliest; 0: among all. The draw is a function of the seed.
+    """
+    device = model.norm.weight.device
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    written: list[int] = []
+    piece = torch.tensor([prompt], dtype=torch.int64, device=device)
+    pos = torch.arange(len(prompt), dtype=torch.int32, device=device)[None]
+    states: States | None = None
+    while len(written) < tokens:
+        hidden, states = model(piece, pos, states)
+        logits = model.logits(hidden[0, -1])[:vocab_size].cpu()
+        token = _draw(logits, temperature, top_k, generator)
+        if token == stop:
+            break
+        written.append(token)
+        piece = torch.tensor([[token]], dtype=torch.int64, device=device)
+        pos = pos[:, -1:] + 1
+    return written
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k:
+        logits = torch.where(logits >= logits.topk(min(top_k, len(logits))).values[-1], logits, -torch.inf)
+    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))

@@ -1,0 +1,145 @@
+"""The loop of a run: resume if there is something to resume, then steps, with everything optional hung on as callbacks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from baton.data_pipeline.lanes import Cursor
+from baton.data_pipeline.stream import BatchStream, Dataset
+from baton.data_pipeline.tokenizer import Tokenizer
+from baton.parallel.layout import parameter_count
+from baton.parallel.mesh import Mesh
+from baton.parallel.tensor import drop_compute_copies
+from baton.training import feed
+from baton.training.build import Built, build, make_deterministic, model_fingerprint, with_vocabulary
+from baton.training.callbacks import Evaluator, Recorder, Saver
+from baton.training.checkpoint.manifest import Manifest
+from baton.training.checkpoint.rectangles import optimizer_rectangles, set_adam_steps
+from baton.training.checkpoint.store import CheckpointStore
+from baton.training.clock import StepClock
+from baton.training.errors import CheckpointError
+from baton.training.executor import StepExecutor
+from baton.training.monitor import Monitor
+from baton.training.run import Callback, Progress, RunSettings
+from baton.training.schedule import learning_rate
+
+
+def train(settings: RunSettings, mesh: Mesh) -> None:
+    """Train to the last step, from the newest whole checkpoint if there is one. Every rank calls it."""
+    training = settings.training
+    training.check(mesh.layout.data)
+    make_deterministic(training)
+    tokenizer = Tokenizer(settings.data.tokenizer)
+    dataset = Dataset.open(settings.data.path)
+    config = with_vocabulary(settings.model, tokenizer.vocab_size, settings.data.tokenizer)
+    built = build(config, training, mesh)
+    store = CheckpointStore(settings.folder / "checkpoints", mesh, training.checkpoint.keep_last)
+    stream_of = StreamFactory(dataset, tokenizer, settings, mesh)
+    fingerprints = {"model": model_fingerprint(config), "stream": stream_of.fingerprint()}
+    progress = resume(built, store, fingerprints)
+    monitor = None
+    if mesh.is_main:
+        print(_greeting(settings, built, progress), flush=True)
+        monitor = Monitor(
+            settings.folder,
+            step=progress.step,
+            total_steps=training.steps,
+            log_every=training.log_every,
+            config_text=settings.config_text,
+        )
+    clock = StepClock(mesh.device)
+    executor = StepExecutor(built.model, built.engine, mesh, clock)
+    callbacks: Sequence[Callback] = [
+        Recorder(monitor, clock, training, mesh),
+        Evaluator(built, dataset, tokenizer, monitor, settings),
+        Saver(built, store, monitor, fingerprints, training),
+    ]
+    with stream_of(progress) as stream:
+        source = feed.steps(stream, mesh, micro_batches=stream_of.micro_batches, shape=stream_of.shape)
+        while progress.step < training.steps:
+            clock.start()
+            data = next(source)
+            clock.mark("data")
+            result = executor.step(data.batches, learning_rate(progress.step, training))
+            progress = Progress(progress.step + 1, progress.tokens + training.global_batch_tokens, data.cursors)
+            for callback in callbacks:
+                callback.after_step(progress, result)
+    if monitor is not None:
+        monitor.close()
+        print(f"done: {progress.step} steps, {progress.tokens:,} tokens", flush=True)
+
+
+class StreamFactory:
+    """Opens this rank's stream of batches (None on tensor ranks that receive instead of reading)."""
+
+    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, settings: RunSettings, mesh: Mesh) -> None:
+        training, self._mesh = settings.training, mesh
+        self.shape = (training.micro_batch, training.context)
+        self.micro_batches = training.sequences_per_step // (mesh.layout.data * training.micro_batch)
+        self._arguments: dict[str, Any] = {
+            "seed": training.seed,
+            "context": training.context,
+            "lanes": training.lane_count,
+            "lanes_per_step": training.sequences_per_step,
+            "micro_batch": training.micro_batch,
+            "data_rank": mesh.data_rank,
+            "data_size": mesh.layout.data,
+            "prefetch": settings.data.prefetch,
+            "unit_documents": settings.data.unit_documents,
+            "unit_bytes": settings.data.unit_bytes,
+        }
+        self._sources = (dataset, tokenizer)
+        self._stream: BatchStream | None = None
+
+    def fingerprint(self) -> str:
+        """What a resumed run must read again: shards, tokenizer, seed, lanes."""
+        stream = BatchStream(*self._sources, **self._arguments)
+        stream.close()
+        return stream.fingerprint
+
+    def __call__(self, progress: Progress) -> "StreamFactory":
+        if self._mesh.tensor_rank == 0:
+            cursors = progress.cursors or None
+            self._stream = BatchStream(*self._sources, **self._arguments, start_step=progress.step, cursors=cursors)
+        return self
+
+    def __enter__(self) -> BatchStream | None:
+        return self._stream
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+
+def resume(built: Built, store: CheckpointStore, fingerprints: dict[str, str]) -> Progress:
+    """Load the newest whole checkpoint into the engine; without any, the run stands at its beginning."""
+
+    def accept(manifest: Manifest) -> None:
+        for what, ours in fingerprints.items():
+            if manifest.fingerprints.get(what) != ours:
+                raise CheckpointError(
+                    f"{store.folder}: the checkpoint of step {manifest.step} was made with another {what} (settings, tokenizer or "
+                    f"data differ); use the run's own configuration, or another run directory"
+                )
+
+    found = store.load_newest(accept)
+    if found is None:
+        return Progress(0, 0, {})
+    path, manifest = found
+    store.read(path, optimizer_rectangles(built.model, built.engine, built.mesh, for_save=False))
+    set_adam_steps(built.engine, manifest.adam_steps)
+    built.engine.optimizer.update_lp_params()
+    drop_compute_copies(built.model)
+    mesh = built.mesh
+    cursors = {int(j): Cursor.from_json(c) for j, c in manifest.cursors.items() if int(j) % mesh.layout.data == mesh.data_rank}
+    if mesh.is_main:
+        print(f"resuming from {path.name} ({manifest.tokens:,} tokens)", flush=True)
+    return Progress(manifest.step, manifest.tokens, cursors)
+
+
+def _greeting(settings: RunSettings, built: Built, progress: Progress) -> str:
+    mesh, training = built.mesh, settings.training
+    sizes = ", ".join(f"{name} {n}" for name, n in mesh.layout.model_dump().items() if name == "zero" or n > 1)
+    return (
+        f"{parameter_count(built.model):,} parameters; {mesh.world_size} rank(s) on {mesh.device.type} ({sizes}); "
+        f"{training.global_batch_tokens:,} tokens per step, context {training.context:,}; step {progress.step} of {training.steps}"
+    )

@@ -1,0 +1,126 @@
+"""What a run shows: metrics.jsonl (the primary record), TensorBoard, and lines on the console.
+
+All three are continuous over restarts: on resuming at step s, what an earlier attempt wrote after s is cut off, because the run
+writes it again.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+GIB = 2**30
+
+
+class Monitor:
+    """Writer of one run's record; only the main rank makes one.
+
+    folder: the run directory. step: steps already done when this attempt starts.
+    """
+
+    def __init__(self, folder: Path, *, step: int, total_steps: int, log_every: int, config_text: str) -> None:
+        self._path = folder / "metrics.jsonl"
+        self._total, self._log_every = total_steps, log_every
+        cut_metrics(self._path, step)
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open for the run's life; close() closes it)
+        # purge_step makes TensorBoard drop what an earlier attempt wrote from there on
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, flush_secs=10)
+        if step == 0:
+            self._board.add_text("config", f"```yaml\n{config_text}\n```", 0)
+        self._window: list[tuple[float, int]] = [(time.perf_counter(), 0)]
+
+    def train(self, row: dict[str, Any]) -> None:
+        """A step's row: {step, tokens, loss, lr, grad_norm, step_tokens, seconds: {part: s}, memory_bytes}."""
+        now = time.perf_counter()
+        self._window = [*self._window[-50:], (now, self._window[-1][1] + row["step_tokens"])]
+        (then, before), (_, after) = self._window[0], self._window[-1]
+        rate = (after - before) / max(1e-9, now - then)
+        row = {"kind": "train", **row, "tokens_per_s": rate, "time": time.time()}
+        self._write(row)
+        step = row["step"]
+        for name in ("loss", "lr", "grad_norm"):
+            self._board.add_scalar(f"train/{name}", row[name], step)
+        self._board.add_scalar("speed/tokens_per_s", rate, step)
+        self._board.add_scalar("memory/GiB", row["memory_bytes"] / GIB, step)
+        for part, seconds in row["seconds"].items():
+            self._board.add_scalar(f"time/{part}_s", seconds, step)
+        if step % self._log_every == 0 or step == self._total:
+            eta = (self._total - step) * row["step_tokens"] / rate
+            print(
+                f"step {step}/{self._total}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  grad norm {row['grad_norm']:.3f}  "
+                f"{rate:,.0f} tokens/s  ETA {duration(eta)}",
+                flush=True,
+            )
+
+    def evaluation(self, step: int, tokens: int, loss: float, bits_per_byte: float, sample: str | None) -> None:
+        """A validation result: loss in nats per token, bits per byte of text, and the text that the model wrote."""
+        row = {"kind": "evaluation", "step": step, "tokens": tokens, "loss": loss, "bits_per_byte": bits_per_byte}
+        if sample is not None:
+            row["sample"] = sample
+        self._write(row)
+        self._board.add_scalar("validation/loss", loss, step)
+        self._board.add_scalar("validation/bits_per_byte", bits_per_byte, step)
+        if sample is not None:
+            self._board.add_text("sample", f"```\n{sample}\n```", step)
+        print(f"step {step}  validation loss {loss:.4f} nats/token  {bits_per_byte:.4f} bits/byte", flush=True)
+        self._restart_window()
+
+    def saved(self, name: str, seconds: float, size: int) -> None:
+        """A published checkpoint: its name, seconds it stopped training for, bytes."""
+        print(f"saved {name}: {size / 2**20:.1f} MiB in {seconds:.2f} s", flush=True)
+        self._restart_window()
+
+    def flush(self) -> None:
+        """Make everything so far durable: called before a checkpoint is published, so no record is behind one."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._board.flush()
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        self.flush()
+        self._file.close()
+        self._board.close()
+
+    def _restart_window(self) -> None:
+        """Tokens per second are of training steps alone."""
+        self._window = [(time.perf_counter(), 0)]
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl; a last line that a kill cut short is left out."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+    return rows
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Keep the rows up to `step`, atomically."""
+    rows = [row for row in read_metrics(path) if row["step"] <= step]
+    aside = path.with_name(f".{path.name}.new")
+    with open(aside, "w", encoding="utf-8") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(aside, path)
+
+
+def duration(seconds: float) -> str:
+    """1h02m03s, 2m03s or 3s."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m{s:02d}s"
+    return f"{minutes}m{s:02d}s" if minutes else f"{s}s"

@@ -1,0 +1,53 @@
+"""A picture of a run's curves, from metrics.jsonl alone."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from baton.training.errors import RunError
+from baton.training.monitor import read_metrics
+
+
+def plot(folder: Path, out: Path) -> Path:
+    """Draw loss, bits per byte, learning rate and gradient norm, speed and the parts of a step of the run in `folder`."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    steps = [row for row in rows if row["kind"] == "train"]
+    if not steps:
+        raise RunError(f"{folder}: no steps in metrics.jsonl; is this a run directory that has trained?")
+    evaluations = [row for row in rows if row["kind"] == "evaluation"]
+    x = [row["tokens"] for row in steps]
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
+    figure.suptitle(folder.name)
+    (loss, bits), (rate, time) = axes
+
+    loss.plot(x, [row["loss"] for row in steps], lw=0.8, label="training")
+    if evaluations:
+        at = [row["tokens"] for row in evaluations]
+        loss.plot(at, [row["loss"] for row in evaluations], "o-", ms=3, label="validation")
+        bits.plot(at, [row["bits_per_byte"] for row in evaluations], "o-", ms=3, color="C1")
+    loss.set_ylabel("loss (nats / token)")
+    loss.legend()
+    bits.set_ylabel("validation bits / byte")
+
+    rate.plot(x, [row["lr"] for row in steps], color="C2")
+    rate.set_ylabel("learning rate", color="C2")
+    norm = rate.twinx()
+    norm.plot(x, [row["grad_norm"] for row in steps], lw=0.6, color="C3")
+    norm.set_yscale("log")
+    norm.set_ylabel("gradient norm", color="C3")
+
+    parts = steps[-1]["seconds"]
+    time.stackplot(x, [[row["seconds"].get(part, 0.0) for row in steps] for part in parts], labels=list(parts), alpha=0.8)
+    time.set_ylabel("seconds / step")
+    time.legend(loc="upper right", fontsize="small")
+    for axis in (loss, bits, rate, time):
+        axis.set_xlabel("tokens")
+        axis.grid(alpha=0.3)
+    aside = out.with_name(f".{out.name}.new.png")
+    figure.savefig(aside, dpi=120)
+    plt.close(figure)
+    aside.replace(out)
+    return out

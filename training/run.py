@@ -1,0 +1,36 @@
+"""What a run is, and where it stands."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from baton.data_pipeline.config import DataConfig
+from baton.models.config import ModelConfig
+from baton.training.config import TrainingConfig
+from baton.training.executor import StepResult
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a run is, from the launcher. folder: the run directory. config_text: the resolved configuration as YAML."""
+
+    folder: Path
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+    config_text: str
+
+
+@dataclass
+class Progress:
+    """Where the run stands: optimizer steps and tokens done, and the cursor of every lane that this rank reads."""
+
+    step: int
+    tokens: int
+    cursors: dict[int, Any]
+
+
+class Callback(Protocol):
+    """Called by all ranks after every step."""
+
+    def after_step(self, progress: Progress, result: StepResult) -> None: ...

@@ -1,0 +1,20 @@
+"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+
+import math
+
+from baton.training.config import TrainingConfig
+
+
+def learning_rate(step: int, training: TrainingConfig) -> float:
+    """Learning rate of the step-th update (from 0)."""
+    schedule, peak = training.schedule, training.optimizer.lr
+    if step < schedule.warmup_steps:
+        return peak * (step + 1) / schedule.warmup_steps
+    if schedule.kind == "cosine":
+        span = max(1, training.steps - 1 - schedule.warmup_steps)
+        progress = min(1.0, (step - schedule.warmup_steps) / span)
+        return schedule.final_lr + (peak - schedule.final_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    if schedule.kind == "wsd" and step >= training.steps - schedule.decay_steps:
+        progress = (step - (training.steps - schedule.decay_steps) + 1) / schedule.decay_steps
+        return peak + (schedule.final_lr - peak) * min(1.0, progress)
+    return peak
