@@ -139,6 +139,9 @@ _ALLOWED = {
     "torch": {"Size", "float32", "strided"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
+    # the folder the checkpoint was written to, which the library keeps in its metadata; 3.13 moved the class
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
 }
 
 

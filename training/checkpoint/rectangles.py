@@ -103,7 +103,7 @@ def _flat_tensors(engine: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
     zero = engine.optimizer
     # the moments by the group's flat tensor: DeepSpeed's own links to optimizer fragments cover group 0 only
     state = zero.optimizer.state
-    return [(flat, state[flat]["exp_avg"], state[flat]["exp_avg_sq"]) for flat in zero.single_partition_of_fp32_groups]
+    return [(flat.detach(), state[flat]["exp_avg"], state[flat]["exp_avg_sq"]) for flat in zero.single_partition_of_fp32_groups]
 
 
 def create_adam_state(engine: Any) -> None:

@@ -85,7 +85,12 @@ class CheckpointStore:
 
     def read(self, path: Path, rectangles: Rectangles) -> None:
         """Fill the rectangles in place from a checkpoint that `load_newest` returned."""
-        dcp.load(rectangles, storage_reader=SafeReader(path), planner=RectangleLoadPlanner())
+        reader = SafeReader(path)
+        reader.read_metadata()  # dcp.load would take a refusal for a missing file and look for another one
+        try:
+            dcp.load(rectangles, storage_reader=reader, planner=RectangleLoadPlanner())
+        except CheckpointException as error:
+            raise CheckpointError(f"{path}: {_failures(error)}") from error
 
     # what one rank, or all, do for the above
 
@@ -98,7 +103,7 @@ class CheckpointStore:
         try:
             dcp.save(rectangles, storage_writer=dcp.FileSystemWriter(work), planner=RectangleSavePlanner())
         except CheckpointException as error:  # the library has made every rank raise it
-            return "; ".join(sorted({f"rank {rank}: {type(e[0]).__name__} {e[0]}" for rank, e in error.failures.items()}))
+            return _failures(error)
         return None
 
     def _checksums(self, work: Path) -> dict[str, Any]:
@@ -167,6 +172,11 @@ class CheckpointStore:
         problems: list[str | None] = [None] * self.mesh.world_size
         dist.all_gather_object(problems, problem)
         return next((p for p in problems if p is not None), None)
+
+
+def _failures(error: CheckpointException) -> str:
+    """The ranks' errors in one line, equal ones once."""
+    return "; ".join(sorted({f"{type(e[0]).__name__} {e[0]}" for e in error.failures.values()}))
 
 
 def _steps(folder: Path) -> list[Path]:
