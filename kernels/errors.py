@@ -39,7 +39,8 @@ def expect_tensor(
 
 
 def _expected(axes: tuple[str, ...], sizes: tuple[int, ...]) -> str:
-    return f"({', '.join(axes)}) = ({', '.join('any' if size < 0 else str(size) for size in sizes)})"
+    comma = "," if len(axes) == 1 else ""
+    return f"({', '.join(axes)}{comma}) = ({', '.join('any' if size < 0 else str(size) for size in sizes)}{comma})"
 
 
 def expect_dtype(kernel: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

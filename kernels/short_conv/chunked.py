@@ -41,7 +41,7 @@ def _too_far(pos: Tensor | None, width: int) -> list[Tensor | None]:
     """For each tap j: the rows b * T + t that it enters from outside the document (pos < j), or None if there are none."""
     if pos is None:
         return [None] * width
-    rows = [(pos < j).view(-1).nonzero().squeeze(1) for j in range(1, width)]
+    rows = [(pos < j).reshape(-1).nonzero().squeeze(1) for j in range(1, width)]
     return [None, *(row if row.numel() else None for row in rows)]
 
 

@@ -1,0 +1,91 @@
+"""A State survives being zeroed, cut off, shipped as one message and checked."""
+
+import pytest
+import torch
+
+from baton.kernels import protocol
+from baton.kernels.errors import KernelError
+from baton.kernels.protocol import Leaf
+
+LEAVES = (
+    Leaf("h", (3, 5), torch.float32, tp=0, grad=True),
+    Leaf("tail", (1, 3), torch.bfloat16, tp=1, grad=True),
+    Leaf("valid", (7,), torch.bool, tp=None, grad=False),
+    Leaf("where", (2,), torch.int64, tp=None, grad=False),
+    Leaf("nothing", (0, 3), torch.float64, tp=1, grad=True),
+)
+
+
+def _state(batch: int) -> protocol.State:
+    generator = torch.Generator().manual_seed(1)
+    return {leaf.name: (10 * torch.randn(batch, *leaf.shape, generator=generator)).to(leaf.dtype) for leaf in LEAVES}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_state_survives_the_round_trip_bit_for_bit(batch: int):
+    state = _state(batch)
+    message = protocol.to_flat(state, LEAVES)
+    assert message.dtype == torch.uint8
+    assert message.is_contiguous()
+    assert message.numel() == protocol.flat_nbytes(LEAVES, batch)
+    back = protocol.from_flat(message, LEAVES, batch)
+    assert list(back) == [leaf.name for leaf in LEAVES]
+    for name, tensor in state.items():
+        assert back[name].dtype == tensor.dtype
+        assert torch.equal(back[name], tensor)
+
+
+def test_equal_states_make_equal_messages_whatever_their_memory_layout():
+    state = _state(3)
+    strided = {
+        name: x.transpose(0, -1).contiguous().transpose(0, -1).requires_grad_(x.is_floating_point()) for name, x in state.items()
+    }
+    message = protocol.to_flat(strided, LEAVES)
+    assert torch.equal(message, protocol.to_flat(state, LEAVES))
+    assert not message.requires_grad
+
+
+def test_a_message_is_a_copy_and_its_state_a_view():
+    state = _state(1)
+    message = protocol.to_flat(state, LEAVES)
+    state["h"].zero_()
+    received = protocol.from_flat(message, LEAVES, 1)
+    assert received["h"].any()
+    message.zero_()
+    assert not received["h"].any()
+
+
+def test_zeros_and_detach():
+    state = protocol.zeros(LEAVES, 2, "cpu")
+    protocol.check(state, LEAVES, 2)
+    assert not any(x.any() for x in state.values())
+    attached = {"h": torch.ones(1, requires_grad=True) * 2}
+    assert not protocol.detach(attached)["h"].requires_grad
+    assert attached["h"].requires_grad
+
+
+def test_a_state_that_is_not_as_described_is_refused_by_name():
+    state = _state(2)
+    with pytest.raises(KernelError, match=r"h has shape \(2, 3, 5\), expected \(batch, \.\.\.\) = \(3, 3, 5\)"):
+        protocol.check(state, LEAVES, 3)
+    with pytest.raises(KernelError, match=r"tail has dtype torch\.float32, expected torch\.bfloat16"):
+        protocol.check({**state, "tail": state["tail"].float()}, LEAVES, 2)
+    with pytest.raises(KernelError, match=r"expected .*where"):
+        protocol.to_flat({name: x for name, x in state.items() if name != "where"}, LEAVES)
+    with pytest.raises(KernelError, match="extra"):
+        protocol.check({**state, "extra": state["h"]}, LEAVES, 2)
+
+
+def test_a_message_of_another_size_is_refused():
+    message = protocol.to_flat(_state(2), LEAVES)
+    with pytest.raises(KernelError, match="message has shape"):
+        protocol.from_flat(message, LEAVES, 3)
+    with pytest.raises(KernelError, match="message has shape"):
+        protocol.from_flat(message.float(), LEAVES, 2)
+
+
+def test_a_leaf_that_cannot_be_is_refused():
+    with pytest.raises(KernelError, match="h has tp 2"):
+        Leaf("h", (3, 5), torch.float32, tp=2, grad=True)
+    with pytest.raises(KernelError, match="where has dtype"):
+        Leaf("where", (2,), torch.int64, tp=None, grad=True)

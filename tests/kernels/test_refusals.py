@@ -1,0 +1,145 @@
+"""Whatever does not fit is refused by name, with its shape and the expected one: nothing broadcasts by accident."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from support.compare import relative_error
+
+from baton.kernels.errors import KernelError
+from baton.kernels.selective_scan import selective_scan
+from baton.kernels.short_conv import short_conv
+
+BATCH, T, CHANNELS, D_STATE, WIDTH = 2, 5, 4, 3, 4
+
+
+def _scan_arguments() -> dict[str, Any]:
+    along = torch.rand(BATCH, T, CHANNELS)
+    return {
+        "u": along,
+        "delta": along.clone(),
+        "A": -torch.rand(CHANNELS, D_STATE),
+        "B": torch.rand(BATCH, T, D_STATE),
+        "C": torch.rand(BATCH, T, D_STATE),
+        "D": torch.rand(CHANNELS),
+        "pos": torch.zeros(BATCH, T, dtype=torch.int32),
+        "initial_state": torch.zeros(BATCH, CHANNELS, D_STATE),
+    }
+
+
+def _conv_arguments() -> dict[str, Any]:
+    return {
+        "x": torch.rand(BATCH, T, CHANNELS),
+        "weight": torch.rand(CHANNELS, WIDTH),
+        "bias": torch.rand(CHANNELS),
+        "pos": torch.zeros(BATCH, T, dtype=torch.int64),
+        "tail": torch.zeros(BATCH, WIDTH - 1, CHANNELS),
+    }
+
+
+KERNELS = {"selective_scan": (selective_scan, _scan_arguments), "short_conv": (short_conv, _conv_arguments)}
+EVERY_ARGUMENT = [(kernel, name) for kernel, (_, make) in KERNELS.items() for name in make()]
+# the sizes of these are what the others are measured against
+FREE = {("selective_scan", "u"), ("short_conv", "x")}
+
+
+@pytest.mark.parametrize(("kernel", "name"), EVERY_ARGUMENT)
+def test_another_number_of_dimensions_is_refused(kernel: str, name: str):
+    function, make = KERNELS[kernel]
+    arguments = make()
+    wrong = arguments[name][None]
+    with pytest.raises(KernelError, match=re.escape(f"{kernel}: {name} has shape {tuple(wrong.shape)}, expected (")):
+        function(**{**arguments, name: wrong})
+
+
+@pytest.mark.parametrize(("kernel", "name"), [pair for pair in EVERY_ARGUMENT if pair not in FREE])
+@pytest.mark.parametrize("change", ["one", "longer"])
+def test_a_size_that_would_broadcast_or_is_off_by_one_is_refused(kernel: str, name: str, change: str):
+    function, make = KERNELS[kernel]
+    arguments = make()
+    shape = tuple(arguments[name].shape)
+    # d_state and width are theirs to choose
+    expected = f"({shape[0]}, any)" if name in ("A", "weight") else str(shape)
+    for dim in range(len(shape)):
+        if (name, dim) in {("A", 1), ("weight", 1)}:
+            continue
+        size = 1 if change == "one" else shape[dim] + 1
+        wrong = arguments[name].narrow(dim, 0, 1) if change == "one" else torch.cat([arguments[name]] * 2, dim).narrow(dim, 0, size)
+        with pytest.raises(KernelError, match=re.escape(f"{name} has shape {tuple(wrong.shape)}") + ".*" + re.escape(expected)):
+            function(**{**arguments, name: wrong})
+
+
+@pytest.mark.parametrize(("kernel", "name"), EVERY_ARGUMENT)
+def test_another_dtype_is_refused(kernel: str, name: str):
+    function, make = KERNELS[kernel]
+    arguments = make()
+    wrong = arguments[name].float() if name == "pos" else arguments[name].to(torch.int64)
+    with pytest.raises(KernelError, match=f"{name} has dtype {'float32' if name == 'pos' else 'int64'}, expected"):
+        function(**{**arguments, name: wrong})
+
+
+@pytest.mark.parametrize(("kernel", "name"), EVERY_ARGUMENT)
+def test_another_device_is_refused(kernel: str, name: str):
+    function, make = KERNELS[kernel]
+    arguments = make()
+    with pytest.raises(KernelError, match=r"is on .*, expected"):
+        function(**{**arguments, name: arguments[name].to("meta")})
+
+
+@pytest.mark.parametrize(("kernel", "name"), EVERY_ARGUMENT)
+def test_what_is_no_tensor_is_refused(kernel: str, name: str):
+    function, make = KERNELS[kernel]
+    with pytest.raises(KernelError, match=f"{name} is a list, expected a tensor of shape"):
+        function(**{**make(), name: [1.0]})
+
+
+@pytest.mark.parametrize(("kernel", "name"), [pair for pair in EVERY_ARGUMENT if pair[1] != "pos"])
+def test_float64_is_not_mixed_with_less(kernel: str, name: str):
+    function, make = KERNELS[kernel]
+    arguments = make()
+    with pytest.raises(KernelError, match="float64"):
+        function(**{**arguments, name: arguments[name].double()})
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_tokens_are_refused(kernel: str):
+    function, make = KERNELS[kernel]
+    arguments = make()
+    name = "u" if kernel == "selective_scan" else "x"
+    with pytest.raises(KernelError, match=re.escape(f"{name} has shape (2, 0, 4), expected (batch, T, channels)") + ".*at least 1"):
+        function(**{**arguments, name: arguments[name][:, :0]})
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_negative_positions_are_refused(kernel: str):
+    function, make = KERNELS[kernel]
+    arguments = make()
+    arguments["pos"][1, 2] = -3
+    with pytest.raises(KernelError, match="pos holds -3"):
+        function(**arguments)
+
+
+def test_states_are_not_kept_in_low_precision():
+    arguments = {name: x.bfloat16() if x.is_floating_point() else x for name, x in _scan_arguments().items()}
+    with pytest.raises(KernelError, match="initial_state has dtype bfloat16, expected float32"):
+        selective_scan(**arguments)
+    _, final = selective_scan(**{**arguments, "initial_state": None})
+    assert final.dtype == torch.float32
+
+
+def test_unknown_choices_are_refused_with_the_known_ones():
+    with pytest.raises(KernelError, match=re.escape("discretization is 'bilinear', expected one of ('euler', 'zoh')")):
+        selective_scan(**_scan_arguments(), discretization="bilinear")
+    with pytest.raises(KernelError, match=re.escape("activation is 'relu', expected None or one of ('silu',)")):
+        short_conv(**_conv_arguments(), activation="relu")
+
+
+def test_the_measure_of_these_tests_measures():
+    a = torch.tensor([3.0, 4.0])
+    assert relative_error(a, a) == 0.0
+    assert relative_error(a * 1.1, a) == pytest.approx(0.1)
+    assert relative_error(a, torch.zeros(2)) == 5.0
+    assert relative_error(torch.tensor([float("nan")]), torch.ones(1)) != relative_error(a, a)
+    with pytest.raises(ValueError, match="cannot compare"):
+        relative_error(a, a[:1])
