@@ -5,7 +5,6 @@ at start-up that only inference uses. Without a CUDA device the first fails and 
 """
 
 import os
-import warnings
 
 import torch
 
@@ -15,8 +14,6 @@ def install(device: torch.device) -> None:
 
     device: where the model lives; "cpu" replaces the two torch.cuda functions that megatron-core calls, for good.
     """
-    warnings.filterwarnings("ignore", message=".*tp_group is None.*")
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed.*")
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed insists on it and takes it for the CUDA device
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported; without it a warning and a guess

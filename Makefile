@@ -1,0 +1,34 @@
+# The commands of this repository. `make demo` and `make test` do all their own set-up in .venv.
+SHELL := /bin/bash
+.PHONY: demo test test-gpu lint typing-tree bench clean
+
+demo:  ## five minutes: a language model trained, killed, resumed, and writing
+	@scripts/setup.sh
+	@.venv/bin/python -m baton.launcher.demo
+
+test: lint  ## everything that runs without a GPU
+	@scripts/setup.sh test lint
+	.venv/bin/pytest -q
+
+test-gpu:  ## what needs a GPU
+	@scripts/setup.sh test
+	.venv/bin/pytest -q -m gpu
+
+lint: typing-tree
+	@scripts/setup.sh test lint
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+# mypy does not follow an editable install: show it the packages under their names
+typing-tree:
+	@mkdir -p build/typing/baton
+	@for d in kernels data_pipeline parallel models training launcher slurm; do ln -sfn ../../../$$d build/typing/baton/$$d; done
+
+bench:  ## the benchmarks that run on a CPU; results go to benchmarks/results
+	@scripts/setup.sh
+	.venv/bin/python benchmarks/data_stream.py
+	.venv/bin/python benchmarks/checkpoint.py
+
+clean:
+	rm -rf .venv build demo *.egg-info
