@@ -1,10 +1,13 @@
 """The `baton` command. Every import that costs time happens inside the command that needs it: help is instant."""
 
+from __future__ import annotations
+
 import argparse
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,12 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _group(commands: argparse._SubParsersAction, name: str, help: str) -> argparse._SubParsersAction:
+def _group(commands: argparse._SubParsersAction[Any], name: str, help: str) -> argparse._SubParsersAction[Any]:
     return commands.add_parser(name, help=help, description=help).add_subparsers(metavar="COMMAND", required=True)
 
 
 def _command(
-    commands: argparse._SubParsersAction, name: str, run: Callable[[argparse.Namespace], int | None], help: str
+    commands: argparse._SubParsersAction[Any], name: str, run: Callable[[argparse.Namespace], int | None], help: str
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
     parser.set_defaults(run=run)

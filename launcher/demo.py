@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -76,7 +77,7 @@ def _hardware() -> list[str]:
     return [f"layout.data={ranks}"]
 
 
-def _train_and_kill(command: list[str], run: Path) -> tuple[list[dict], int]:
+def _train_and_kill(command: list[str], run: Path) -> tuple[list[dict[str, Any]], int]:
     """Start training, SIGKILL every process of it in mid-step; returns its record and the checkpoint it will resume from."""
     import psutil
 
@@ -97,7 +98,7 @@ def _train_and_kill(command: list[str], run: Path) -> tuple[list[dict], int]:
     return read_metrics(run / "metrics.jsonl"), max(saved)
 
 
-def _compare(before: list[dict], checkpoint: int, after: list[dict]) -> bool:
+def _compare(before: list[dict[str, Any]], checkpoint: int, after: list[dict[str, Any]]) -> bool:
     """Print whether the steps that were done twice, without and with an interruption before them, agree to the last bit."""
     first = {row["step"]: row for row in before if row["kind"] == "train" and row["step"] > checkpoint}
     second = {row["step"]: row for row in after if row["kind"] == "train" and row["step"] in first}
@@ -118,12 +119,12 @@ def _table(run: Path, dataset: Dataset, tokenizer: Tokenizer) -> bool:
     text = "".join(held_out).encode()
     bigram = bigram_bits(tokenizer, documents(dataset, "train"), held_out) / len(text)
     xz = 8 * len(lzma.compress(text, preset=9)) / len(text)
-    trained, available = evaluations[-1]["tokens"], dataset.totals["train"]["text_bytes"]
+    trained, available = evaluations[-1]["tokens"], dataset.totals["train"]["text_bytes"] or 0
     print(f"  Mamba, {trained:,} tokens of training   {ours:.3f}")
     print(f"  token bigram (same tokenizer, all {available / 1e6:.1f} MB)  {bigram:.3f}")
     print(f"  xz -9 on the held-out files            {xz:.3f}")
     print(f"  ({len(held_out)} files, {len(text):,} bytes that neither model was trained on)")
-    return ours < 0.9 * bigram
+    return bool(ours < 0.9 * bigram)
 
 
 def bigram_bits(tokenizer: Tokenizer, train: Iterable[str], held_out: Iterable[str]) -> float:

@@ -18,7 +18,7 @@ def install(device: torch.device) -> None:
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported; without it a warning and a guess
         torch.cuda.current_device = lambda: device  # type: ignore[assignment, return-value]
-        torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+        torch.cuda.synchronize = lambda device=None: None
     import deepspeed.ops
 
     # A C++ extension for inference_all_reduce, compiled (28 s) or fatal at every fresh engine; training never calls it.

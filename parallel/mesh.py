@@ -40,7 +40,9 @@ class Mesh:
         return self.rank == 0
 
 
-def initialize(layout: LayoutConfig, *, device: torch.device, rank: int, store: dist.Store, timeout_s: float = 600.0) -> Mesh:
+def initialize(
+    layout: LayoutConfig, *, device: torch.device, rank: int, store: torch.distributed.Store, timeout_s: float = 600.0
+) -> Mesh:
     """Join the world and build the mesh's groups.
 
     layout: sizes; their product is the number of processes that call this.

@@ -38,7 +38,7 @@ class _CopyGradient(torch.autograd.Function):
         return copy.view_as(copy)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.float(), None
 
 
@@ -110,7 +110,15 @@ class RowParallelLinear(ComputeCopy, tensor_parallel.RowParallelLinear):
         self, in_features: int, out_features: int, init: Init, config: ModelParallelConfig, *, compute_dtype: torch.dtype
     ) -> None:
         require_divisible("in_features", in_features, config.tensor_model_parallel_size)
-        super().__init__(in_features, out_features, config=config, init_method=lambda w: w, bias=False, input_is_parallel=True, skip_bias_add=False)
+        super().__init__(
+            in_features,
+            out_features,
+            config=config,
+            init_method=lambda w: w,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=False,
+        )
         self.compute_dtype = compute_dtype
         declare(self.weight, ParameterLayout((out_features, in_features), init, split=1))
 

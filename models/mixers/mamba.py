@@ -17,7 +17,7 @@ from baton.kernels.selective_scan.op import selective_scan
 from baton.kernels.short_conv.op import short_conv
 from baton.models import init
 from baton.models.config import MambaConfig
-from baton.parallel.layout import ParameterLayout, declare
+from baton.parallel.layout import Init, ParameterLayout, declare, layout_of
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_group, require_divisible
 
 
@@ -35,7 +35,7 @@ class Mamba(nn.Module):
         self.dt_rank = config.dt_rank or -(-d_model // 16)
         self.compute_dtype = compute_dtype
 
-        def channels(shape: tuple[int, ...], fill: init.Init, decay: bool) -> nn.Parameter:
+        def channels(shape: tuple[int, ...], fill: Init, decay: bool) -> nn.Parameter:
             layout = ParameterLayout(shape, fill, split=0, decay=decay)
             return declare(nn.Parameter(torch.empty(layout.local_shape(tensor_size))), layout)
 
@@ -67,8 +67,7 @@ class Mamba(nn.Module):
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         """What is carried per sequence: the convolution's last inputs and the scan's state (fp32 whatever the matmuls use)."""
-        layout = self.A_log.baton_layout
-        d_inner, d_state = layout.shape
+        d_inner, d_state = layout_of(self.A_log).shape
         return (
             Leaf("conv", (self.config.d_conv - 1, d_inner), self.compute_dtype, tp=1, grad=True),
             Leaf("scan", (d_inner, d_state), self.A_log.dtype, tp=0, grad=True),

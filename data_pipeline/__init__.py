@@ -1,0 +1,16 @@
+"""Text to tokens to shards to lanes to batches, and the cursor that resumes them.
+
+The one thing to know: nothing here imports torch (the webdataset library does, and is imported when the first shard is opened).
+In the order of a token's way:
+
+    tokenizer   train_tokenizer, Tokenizer
+    sources     input files, and the records in them
+    prepare     prepare: inputs to a dataset (tasks: its worker processes; shards: the format on disk)
+    verify      verify, inspect
+    dataset     Dataset: a prepared dataset opened for reading
+    lanes       which documents come when, and Cursor
+    stream      BatchStream: what training reads (batches: cutting documents into rows)
+    evaluation  evaluation_batches, documents
+    config      DataConfig, PrepareConfig
+    errors      DataError, raised for every bad input
+"""

@@ -1,0 +1,96 @@
+"""A fixed set of held-out documents as batches, and the documents of a split as text.
+
+The one thing to know: bits per byte divides by `text_bytes`, the UTF-8 bytes of exactly the documents in the set, so models with
+different tokenizers can be compared; every rank sees the same set and has the same number of batches.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.data_pipeline.batches import Batch, check_tokenizer, empty_batch, fill, token_ids
+from baton.data_pipeline.dataset import Dataset
+from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.shards import tokens_of
+from baton.data_pipeline.tokenizer import Ids, Tokenizer
+
+IGNORED = -1  # label of a place that is not scored
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """batches: this rank's; tokens: valid labels over all ranks (each document's tokens and its closing mark); text_bytes: UTF-8
+    bytes of the documents' text over all ranks; documents: how many, over all ranks."""
+
+    batches: list[Batch]
+    text_bytes: int
+    tokens: int
+    documents: int
+
+
+def evaluation_batches(
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    *,
+    split: str = "validation",
+    context: int,
+    micro_batch: int,
+    max_tokens: int,
+    data_rank: int,
+    data_size: int,
+) -> EvaluationSet:
+    """Whole documents of `split` in index order, as many as fit in `max_tokens` labels (at least one), cut into windows of
+    `context`.
+
+    The last window is padded with label -1, and windows that hold nothing else complete the last round of micro-batches of
+    `micro_batch` windows over `data_size` ranks. pos is the place in the document also where a window begins inside one.
+    Raises DataError: no such split, another tokenizer's ids, an impossible size, damaged data.
+    """
+    if min(context, micro_batch, max_tokens, data_size) < 1 or not 0 <= data_rank < data_size:
+        raise DataError("context, micro_batch, max_tokens and data_size must be at least 1, and data_rank one of the data ranks")
+    check_tokenizer(dataset, tokenizer)
+    chosen: list[Ids] = []
+    tokens = text_bytes = 0
+    for shard, sample, payload in dataset.samples(split):
+        ids = token_ids(dataset, tokenizer, shard, sample, payload)
+        if chosen and tokens + len(ids) + 1 > max_tokens:
+            break
+        chosen.append(ids)
+        tokens += len(ids) + 1
+        text_bytes += int(dataset.index(shard).text_bytes[sample])
+        if tokens >= max_tokens:
+            break
+    rounds = -(-tokens // (context * micro_batch * data_size))
+    windows = empty_batch(rounds * micro_batch * data_size, context, ())
+    windows.tokens[:] = tokenizer.doc
+    windows.labels[:] = IGNORED
+    windows.pos[:] = np.arange(context)  # padding looks like a document, and is never one that goes on
+    row = column = 0
+    for ids in chosen:
+        offset = 0
+        while offset <= len(ids):
+            count = fill(row, column, ids, offset, tokenizer.doc, windows)
+            offset, column = offset + count, column + count
+            if column == context:
+                row, column = row + 1, 0
+    if column:
+        windows.pos[row, column:] = np.arange(context - column)
+    batches = []
+    for start in range(data_rank * micro_batch, len(windows.tokens), data_size * micro_batch):
+        rows = slice(start, start + micro_batch)
+        batches.append(Batch(windows.tokens[rows], windows.labels[rows], windows.pos[rows], ()))
+    return EvaluationSet(batches, text_bytes, tokens, len(chosen))
+
+
+def documents(dataset: Dataset, split: str, tokenizer: Tokenizer | None = None) -> Iterator[str]:
+    """The texts of a split, in index order. A token dataset needs the tokenizer that made it. Raises DataError."""
+    if dataset.content == "text":
+        for _, _, payload in dataset.samples(split):
+            yield payload.decode()
+        return
+    if tokenizer is None:
+        raise DataError(f"{dataset.location.text} holds token ids; its texts need the tokenizer that made them")
+    check_tokenizer(dataset, tokenizer)
+    for _, _, payload in dataset.samples(split):
+        yield tokenizer.decode(tokens_of(payload))

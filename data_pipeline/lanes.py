@@ -1,0 +1,155 @@
+"""Which documents a lane reads, in which order: pure functions of (seed, lane, shard indexes), and the cursor that marks a place in
+them.
+
+The one thing to know: the training order is G endless *lanes*, fixed for a run. Lane j's k-th unit is slot j + k*G of the endless
+sequence perm(seed, epoch 0), perm(seed, epoch 1), ... of all units, and inside a unit documents come in the order perm(seed, epoch,
+unit). Nothing here knows of ranks or steps beyond the arithmetic of `lanes_of_step`, so changing their number changes nothing but
+who reads.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.data_pipeline.errors import DataError
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A place in a lane: the next token to consume.
+
+    unit: how many units the lane has left behind (k). document: position in the unit's order. offset: how many of the document's
+    inputs (its mark, then its tokens) are consumed, so also `pos` of the next input. Independent of the context length.
+    """
+
+    unit: int = 0
+    document: int = 0
+    offset: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        """A JSON object of three integers."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Cursor":
+        """What `to_json` made. Raises DataError for anything else."""
+        names = ("unit", "document", "offset")
+        if not isinstance(value, dict) or set(value) != set(names) or any(type(value[n]) is not int or value[n] < 0 for n in names):
+            raise DataError(f"not a lane cursor: {value!r}; it comes from a damaged checkpoint, use another one")
+        return cls(**value)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A run of neighbouring samples of one shard: samples `first` to `first + count - 1` of shard number `shard` (of the split)."""
+
+    shard: int
+    first: int
+    count: int
+
+
+class Units:
+    """All units of a split, numbered in shard order. Stored as three int64 arrays, because there may be millions."""
+
+    def __init__(self, text_bytes_of_shards: Sequence[Int64], unit_documents: int, unit_bytes: int) -> None:
+        """text_bytes_of_shards: per shard, int64[n] UTF-8 bytes of its documents (so text and token shards have the same units)."""
+        firsts = [unit_starts(sizes, unit_documents, unit_bytes) for sizes in text_bytes_of_shards]
+        self._shard = np.repeat(np.arange(len(firsts)), [len(starts) for starts in firsts])
+        self._first = np.concatenate(firsts) if firsts else np.zeros(0, np.int64)
+        ends = [np.append(starts[1:], len(sizes)) for starts, sizes in zip(firsts, text_bytes_of_shards)]
+        self._count = (np.concatenate(ends) if ends else np.zeros(0, np.int64)) - self._first
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def __getitem__(self, number: int) -> Unit:
+        return Unit(int(self._shard[number]), int(self._first[number]), int(self._count[number]))
+
+
+def unit_starts(sizes: Int64, unit_documents: int, unit_bytes: int) -> Int64:
+    """First sample of each unit: as many neighbours as fit in `unit_documents` and `unit_bytes`, at least one. int64[units]."""
+    regular = np.arange(0, len(sizes), unit_documents)
+    if len(sizes) == 0 or np.add.reduceat(sizes, regular).max() <= unit_bytes:
+        return regular
+    total = np.concatenate([[0], np.cumsum(sizes)])
+    starts = []
+    start = 0
+    while start < len(sizes):
+        starts.append(start)
+        fitting = int(np.searchsorted(total, total[start] + unit_bytes, side="right")) - 1
+        start = max(start + 1, min(start + unit_documents, fitting))
+    return np.array(starts, dtype=np.int64)
+
+
+def permutation(n: int, *key: int | str) -> Int64:
+    """int64[n], a permutation of range(n) that depends on `key` alone: the order of n raw 64-bit words of Philox keyed by blake2b
+    of `key`.
+
+    Philox's raw words are fixed by its definition, unlike the methods of numpy's Generator, which may change between versions.
+    """
+    digest = hashlib.blake2b("\n".join(map(str, key)).encode(), digest_size=16).digest()
+    words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
+    return np.argsort(words, kind="stable")
+
+
+class LaneOrder:
+    """The endless order of units in every lane. seed: of the run; lanes: G."""
+
+    def __init__(self, units: Units, seed: int, lanes: int) -> None:
+        if not len(units):
+            raise DataError("the dataset has no unit to read; prepare it again from more documents")
+        self.units = units
+        self.seed = seed
+        self.lanes = lanes
+        self._epochs: dict[int, Int64] = {}
+
+    def unit(self, lane: int, k: int) -> tuple[Unit, Int64]:
+        """Lane `lane`'s k-th unit, and the order int64[count] in which its samples are read."""
+        epoch, place = divmod(lane + k * self.lanes, len(self.units))
+        if epoch not in self._epochs:
+            if len(self._epochs) > 2:  # lanes move on together; old epochs are not needed again
+                del self._epochs[min(self._epochs)]
+            self._epochs[epoch] = permutation(len(self.units), "units", self.seed, epoch)
+        number = int(self._epochs[epoch][place])
+        unit = self.units[number]
+        return unit, permutation(unit.count, "documents", self.seed, epoch, number)
+
+
+def lanes_of_step(step: int, lanes: int, lanes_per_step: int) -> list[int]:
+    """The lanes that step number `step` advances: the next `lanes_per_step` of `lanes`, cyclically."""
+    return [(step * lanes_per_step + i) % lanes for i in range(lanes_per_step)]
+
+
+def check_layout(*, lanes: int, lanes_per_step: int, micro_batch: int, data_size: int) -> None:
+    """Raises DataError, naming sizes that would do, unless every data rank gets whole micro-batches of its own lanes in every
+    step."""
+    if lanes < 1 or lanes_per_step < 1 or micro_batch < 1 or data_size < 1:
+        raise DataError("lanes, lanes_per_step, micro_batch and data_size must all be at least 1")
+    if lanes_per_step > lanes:
+        raise DataError(
+            f"lanes_per_step {lanes_per_step} exceeds lanes {lanes}; a step takes one row from a lane: raise lanes or lower it"
+        )
+    common = int(np.gcd(lanes, lanes_per_step))
+    if common % data_size:
+        legal = _divisors(common)
+        raise DataError(
+            f"{data_size} data ranks do not divide both lanes {lanes} and lanes_per_step {lanes_per_step}; "
+            f"use {legal} data ranks, or lane counts that are multiples of {data_size}"
+        )
+    rows = lanes_per_step // data_size
+    if rows % micro_batch:
+        raise DataError(
+            f"micro_batch {micro_batch} does not divide the {rows} rows a data rank has per step "
+            f"(lanes_per_step {lanes_per_step} / {data_size} data ranks); use {_divisors(rows)}"
+        )
+
+
+def _divisors(n: int) -> str:
+    found = [str(i) for i in range(1, n + 1) if n % i == 0]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"

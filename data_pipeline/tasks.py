@@ -1,0 +1,208 @@
+"""The parts of a preparation that run in worker processes: read a task's records, write its shards, then its record.
+
+The one thing to know: a task's record (`task-000012.json`, with the checksums of its shards) is written last. A task that has one
+is verified and kept; one that has none, or whose shards are not as recorded, is done from the start.
+"""
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import wait as wait_for_any
+from pathlib import Path
+from typing import Any
+
+from baton.data_pipeline.config import PrepareConfig
+from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.files import read_json, sha256_file, write_json
+from baton.data_pipeline.progress import Progress
+from baton.data_pipeline.shards import ShardSummary, ShardWriter, file_size, index_name, token_payload
+from baton.data_pipeline.sources import Piece, Rejected, held_out, read_piece
+from baton.data_pipeline.tokenizer import Tokenizer
+
+_REPORT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Task:
+    """Some neighbouring pieces of the input, and where and how to write them. Picklable."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+    settings: PrepareConfig
+    folder: str
+    tokenizer: str | None
+
+    @property
+    def size(self) -> int:
+        """Input bytes, for progress."""
+        return sum(piece.size for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class TaskRecord:
+    """What a finished task wrote. rejected: one dict per refused record; kept: it had been done before this run."""
+
+    shards: tuple[ShardSummary, ...]
+    rejected: tuple[dict[str, Any], ...]
+    kept: bool = field(default=False, compare=False)
+
+    @classmethod
+    def load(cls, path: Path) -> "TaskRecord":
+        """Raises DataError when the file is damaged."""
+        value = read_json(path, "delete it and prepare again")
+        return cls(tuple(ShardSummary(**shard) for shard in value["shards"]), tuple(value["rejected"]), kept=True)
+
+
+def record_path(task: Task) -> Path:
+    """Where a task's record is once it is finished."""
+    return Path(task.folder, f"task-{task.number:06d}.json")
+
+
+def run_tasks(tasks: Sequence[Task], moved: dict[str, str], workers: int, progress: Progress) -> list[TaskRecord]:
+    """Do what is left to do of `tasks` on `workers` processes; records in the order of the tasks.
+
+    moved: shard name -> where a shard may be that is no longer in the tasks' folder. Raises DataError; tasks finished by then stay
+    finished.
+    """
+    total = sum(task.size for task in tasks)
+    done = 0
+
+    def add(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(min(done, total), total)
+
+    if min(workers, len(tasks)) <= 1:
+        return [_run(task, moved, add) for task in tasks]
+    context = multiprocessing.get_context("spawn")
+    sizes = context.SimpleQueue()
+    pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _begin_worker, (sizes,))
+    try:
+        futures: list[Future[TaskRecord]] = [pool.submit(_run_in_worker, task, moved) for task in tasks]
+        pending = set(futures)
+        while pending:
+            finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+            while not sizes.empty():
+                add(sizes.get())
+            for future in finished:
+                future.result()  # the first failure ends the run
+        while not sizes.empty():
+            add(sizes.get())
+        return [future.result() for future in futures]
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker process died (out of memory?); run the command again to go on, with fewer workers if need be"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_sizes: Any = None  # in a worker: the queue its progress goes to
+
+
+def _begin_worker(sizes: Any) -> None:
+    global _sizes
+    _sizes = sizes
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:  # a killed parent never says goodbye, and its workers would wait for work for ever
+        wait_for_any([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _run_in_worker(task: Task, moved: dict[str, str]) -> TaskRecord:
+    return _run(task, moved, _sizes.put)
+
+
+def _run(task: Task, moved: dict[str, str], add: Callable[[int], None]) -> TaskRecord:
+    kept = _verified(task, moved)
+    if kept is not None:
+        add(task.size)
+        return kept
+    record = _Writer(task, add).run()
+    write_json(record_path(task), {"shards": [asdict(shard) for shard in record.shards], "rejected": list(record.rejected)})
+    return record
+
+
+def _verified(task: Task, moved: dict[str, str]) -> TaskRecord | None:
+    """The record of a task whose shards are all there and as recorded."""
+    path = record_path(task)
+    if not path.exists():
+        return None
+    record = TaskRecord.load(path)
+    for shard in record.shards:
+        tar = Path(task.folder, shard.name)
+        index = Path(task.folder, index_name(shard.name))
+        away = Path(moved.get(shard.name, tar))
+        tar = tar if tar.exists() else away
+        index = index if index.exists() else away.with_name(index_name(away.name))
+        if file_size(tar) != shard.tar_bytes or file_size(index) != shard.index_bytes:
+            return None
+        if sha256_file(tar) != shard.tar_sha256 or sha256_file(index) != shard.index_sha256:
+            return None
+    return record
+
+
+class _Writer:
+    """One task under way: at most one open shard per split."""
+
+    def __init__(self, task: Task, add: Callable[[int], None]) -> None:
+        self._task = task
+        self._add = add
+        self._tokenizer = Tokenizer(task.tokenizer) if task.tokenizer is not None else None
+        self._open: dict[str, ShardWriter] = {}
+        self._shards: list[ShardSummary] = []
+        self._rejected: list[dict[str, Any]] = []
+
+    def run(self) -> TaskRecord:
+        try:
+            for piece in self._task.pieces:
+                self._piece(piece)
+            for split in sorted(self._open):
+                self._close(split)
+        finally:
+            for writer in self._open.values():
+                writer.discard()
+        return TaskRecord(tuple(self._shards), tuple(self._rejected))
+
+    def _piece(self, piece: Piece) -> None:
+        settings = self._task.settings
+        seen = reported = 0
+        for record in read_piece(piece, settings.text_field):
+            if isinstance(record, Rejected):
+                self._rejected.append(asdict(record))
+                continue
+            split = "validation" if held_out(record.text, settings.validation_fraction) else "train"
+            self._document(split, record.id, record.text)
+            seen += len(record.text)
+            if seen - reported >= _REPORT_BYTES and seen < piece.size:
+                self._add(seen - reported)
+                reported = seen
+        self._add(piece.size - reported)
+
+    def _document(self, split: str, document: str, text: bytes) -> None:
+        payload, tokens = text, -1
+        if self._tokenizer is not None:
+            ids = self._tokenizer.encode_utf8(text)
+            payload, tokens = token_payload(ids, self._tokenizer.vocab_size), len(ids)
+        writer = self._open.get(split)
+        if writer is not None and writer.text_bytes + len(text) > self._task.settings.shard_bytes:
+            self._close(split)
+            writer = None
+        if writer is None:
+            number = sum(shard.split == split for shard in self._shards)
+            name = f"task-{self._task.number:06d}.{split}-{number:06d}.tar"
+            content = "text" if self._tokenizer is None else "tokens"
+            writer = self._open[split] = ShardWriter(Path(self._task.folder, name), content)
+        writer.add(document, payload, len(text), tokens)
+
+    def _close(self, split: str) -> None:
+        self._shards.append(self._open[split].close(split))
+        del self._open[split]

@@ -1,0 +1,99 @@
+"""What holds the house together: import arrows, packaging, the shape of files."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("kernels", "data_pipeline", "parallel", "models", "training", "launcher", "slurm", "configs")
+
+# who may import whom; every package may import itself
+ARROWS = {
+    "kernels": set(),
+    "data_pipeline": set(),
+    "configs": set(),
+    "parallel": {"kernels.protocol"},
+    "models": {"kernels", "parallel"},
+    "training": {"kernels", "parallel", "models", "data_pipeline"},
+    "launcher": {"parallel", "models", "training", "data_pipeline", "configs", "slurm"},
+    "slurm": {"launcher"},
+}
+
+
+def sources(package):
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imported(path):
+    """Dotted names of baton's modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "baton")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write baton.…"
+            if node.module and node.module.split(".")[0] == "baton":
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_go_one_way(package):
+    allowed = {package, *ARROWS[package]}
+    for path in sources(package):
+        for name in imported(path):
+            target = name.removeprefix("baton.")
+            ok = any(target == a or target.startswith(f"{a}.") for a in allowed)
+            assert ok, f"{path.relative_to(ROOT)} imports {name}; {package} may import {sorted(allowed)}"
+
+
+def test_the_arrow_test_sees_a_wrong_import(tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("def f():\n    from baton.training import loop\n")
+    assert list(imported(wrong)) == ["baton.training.loop"]
+
+
+def test_every_package_is_packaged():
+    """setuptools is told each package by name: a folder that is forgotten is missing from a wheel, not from a checkout."""
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    folders = {path.parent.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")}
+    assert listed == {"baton." + ".".join(folder.parts) for folder in folders}
+
+
+@pytest.mark.parametrize("package", [p for p in PACKAGES if p != "configs"])
+def test_files_open_with_what_they_are_for_and_stay_short(package):
+    for path in sources(package):
+        text = path.read_text(encoding="utf-8")
+        assert ast.get_docstring(ast.parse(text)), f"{path.relative_to(ROOT)} has no docstring"
+        assert len(text.splitlines()) <= 400, f"{path.relative_to(ROOT)} is longer than 400 lines"
+
+
+@pytest.mark.parametrize("package", ["data_pipeline", "models", "parallel", "training", "launcher"])
+def test_settings_are_torch_free(package):
+    """Plans and refusals must work on a login node, at once."""
+    code = f"import sys, baton.{package}.config; print(*[m for m in ('torch', 'deepspeed', 'megatron') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_shipped_configurations_are_valid():
+    from baton.launcher.config import load
+
+    for path in sorted((ROOT / "configs" / "runs").glob("*.yaml")):
+        load(path)
+
+
+def test_pins_are_within_the_declared_ranges():
+    """constraints.txt is what was tested; pyproject.toml must admit it."""
+    from packaging.requirements import Requirement
+
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    pins = {name.lower().replace("_", "-"): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]:
+        requirement = Requirement(text)
+        version = pins.get(requirement.name.lower().replace("_", "-"))
+        assert version is not None, f"{requirement.name} is not pinned in constraints.txt"
+        assert requirement.specifier.contains(version), f"{text} does not admit {version}"
