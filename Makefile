@@ -1,18 +1,20 @@
 # The commands of this repository. `make demo` and `make test` do all their own set-up in .venv.
 SHELL := /bin/bash
+# -P: the checkout's folders must not become importable under their bare names; transformers, for one, looks for a `kernels`
+PYTEST := .venv/bin/python -P -m pytest
 .PHONY: demo test test-gpu lint typing-tree bench clean
 
 demo:  ## five minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
-	@.venv/bin/python -m baton.launcher.demo
+	@.venv/bin/python -P -m baton.launcher.demo
 
 test: lint  ## everything that runs without a GPU
 	@scripts/setup.sh test lint
-	.venv/bin/pytest -q
+	$(PYTEST) -q
 
 test-gpu:  ## what needs a GPU
 	@scripts/setup.sh test
-	.venv/bin/pytest -q -m gpu
+	$(PYTEST) -q -m gpu
 
 lint: typing-tree
 	@scripts/setup.sh test lint

@@ -31,7 +31,7 @@ KILL_AFTER = 12
 
 def main() -> int:
     start = time.monotonic()
-    baton = [sys.executable, "-m", "baton.launcher.cli"]
+    baton = [sys.executable, "-P", "-m", "baton.launcher.cli"]
     run = FOLDER / "run"
     shutil.rmtree(run, ignore_errors=True)
 

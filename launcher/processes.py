@@ -61,7 +61,7 @@ def _start(rank: int, world_size: int, attempt: Path, listener: socket.socket) -
         environment["BATON_LISTEN_FD"] = str(listener.fileno())
     with open(_log(attempt, rank), "wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "baton.launcher.worker", str(attempt / "config.yaml")],
+            [sys.executable, "-P", "-m", "baton.launcher.worker", str(attempt / "config.yaml")],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,

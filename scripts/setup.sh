@@ -16,13 +16,24 @@ for candidate in ${BATON_PYTHON:-python3 python3.13 python3.12 python3.11}; do
     fi
 done
 [ -n "$python" ] || fail "no Python 3.11 or newer found; install one, or name it with BATON_PYTHON=/path/to/python3"
-"$python" -c 'import ensurepip, venv' 2>/dev/null || fail "$python cannot make virtual environments; install its venv package (Debian, Ubuntu: apt-get install python3-venv)"
+# Debian's python3 comes without ensurepip: then the pip beside it serves the venv from outside
+if "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+    make_venv() { "$python" -m venv "$@" .venv; }
+    pip() { .venv/bin/python -m pip "$@"; }
+elif "$python" -m pip --version >/dev/null 2>&1; then
+    make_venv() { "$python" -m venv --without-pip "$@" .venv; }
+    pip() { "$python" -m pip --python .venv/bin/python "$@"; }
+else
+    fail "$python has neither ensurepip nor pip; install one (Debian, Ubuntu: apt-get install python3-venv)"
+fi
 
 # a CUDA torch that is already there is kept: it fits the machine's driver, and it is gigabytes
 cuda_torch=$("$python" - <<'END' 2>/dev/null || true
+from importlib.metadata import version
+
 import torch
 if torch.cuda.is_available() and tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 11):
-    print(torch.__version__)
+    print(version("torch"))
 END
 )
 
@@ -36,13 +47,17 @@ for extra in "$@"; do have "$extra" || missing=1; done
 [ $missing = 1 ] || exit 0
 
 echo "setting up .venv with $python${cuda_torch:+, on its torch $cuda_torch} ..."
-flags=(--quiet --disable-pip-version-check)
+flags=(--disable-pip-version-check)
+install() {
+    pip install "${flags[@]}" --constraint "$constraints" "$@" >.venv/setup.log 2>&1 || {
+        tail -n 25 .venv/setup.log >&2; fail "the installation failed; all of its output is in .venv/setup.log"; }
+}
 if [ -n "${BATON_WHEELS:-}" ]; then
     [ -d "$BATON_WHEELS" ] || fail "BATON_WHEELS=$BATON_WHEELS: no such folder"
     flags+=(--no-index --find-links "$BATON_WHEELS" --no-build-isolation)
 fi
 if [ -n "$cuda_torch" ]; then
-    [ -x .venv/bin/python ] || "$python" -m venv --system-site-packages .venv
+    [ -x .venv/bin/python ] || make_venv --system-site-packages
     constraints=$(mktemp); trap 'rm -f "$constraints"' EXIT
     echo "torch==$cuda_torch" >"$constraints"
     # a python that is itself a venv does not hand its packages on: name its folder
@@ -53,12 +68,12 @@ target = next(pathlib.Path(sys.argv[1]).glob("lib/python3.*/site-packages")) / "
 target.write_text("".join(f"{folder}\n" for folder in sorted(folders)))
 END
 else
-    [ -x .venv/bin/python ] || "$python" -m venv .venv
+    [ -x .venv/bin/python ] || make_venv
     constraints=constraints.txt
     # torch first: DeepSpeed's build and pip's choice of torch both depend on what is there
-    .venv/bin/python -m pip install "${flags[@]}" --constraint "$constraints" torch
+    install torch
 fi
-.venv/bin/python -m pip install "${flags[@]}" --constraint "$constraints" --editable ".${extras:+[$extras]}"
+install --editable ".${extras:+[$extras]}"
 { echo "$wanted"; echo "extra:base"; { grep '^extra:' .venv/.baton 2>/dev/null || true; for extra in "$@"; do echo "extra:$extra"; done; } | sort -u; } >.venv/.baton.new
 mv .venv/.baton.new .venv/.baton
 echo "setting up .venv: done"

@@ -13,6 +13,14 @@ def pool():
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def gpu_pool():
+    """A rank per GPU, at most four."""
+    pool = Pool(min(4, torch.cuda.device_count()), device="cuda")
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Two cores serve several ranks: more threads only fight each other."""

@@ -26,7 +26,7 @@ def _load(path: str, name: str):
     return getattr(_modules[path], name)
 
 
-def _serve(connection, rank: int) -> None:
+def _serve(connection, rank: int, device: str) -> None:
     import os
 
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -47,7 +47,7 @@ def _serve(connection, rank: int) -> None:
             if rank < layout.world_size:
                 mesh = meshes.initialize(
                     layout,
-                    device=torch.device("cpu"),
+                    device=torch.device("cuda", rank) if device == "cuda" else torch.device("cpu"),
                     rank=rank,
                     store=torch.distributed.FileStore(store, layout.world_size),
                     timeout_s=60,
@@ -62,17 +62,18 @@ def _serve(connection, rank: int) -> None:
 
 
 class Pool:
-    """Up to `size` ranks. Use the `pool` fixture of tests/conftest.py."""
+    """Up to `size` ranks, on the CPU or one per GPU. Use the fixtures of tests/conftest.py."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str = "cpu") -> None:
         self.size = size
+        self.device = device
         self._workers: list = []
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank, self.device), daemon=True)
             process.start()
             self._workers.append((process, here))
 
