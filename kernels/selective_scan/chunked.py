@@ -24,7 +24,7 @@ from baton.kernels.elementwise import LOG2_E, exp2_, padded_buffer
 _CHUNK_ELEMENTS = 1 << 19
 _CHUNK_LENGTHS = (16, 32)
 
-# Below this |delta A|, d phi / d A of the zero-order hold is a power series: the closed form cancels (mamba.md 1.7e)
+# Below this |delta A|, d phi / d A of the zero-order hold is a power series: the closed form cancels
 _SERIES_BOUND = 0.03
 _SERIES = (1 / 2, 1 / 3, 1 / 8, 1 / 30, 1 / 144, 1 / 840, 1 / 5760, 1 / 45360)
 
@@ -217,7 +217,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of u, delta, A, B, C, D and initial_state, walking the chunks from the last to the first.
 
-    With lam_t = dLoss/dh_t: lam_t = C_t dy_t + decay_{t+1} lam_{t+1}, started by the final state's cotangent (mamba.md 1.7e).
+    With lam_t = dLoss/dh_t: lam_t = C_t dy_t + decay_{t+1} lam_{t+1}, started by the final state's cotangent: the adjoint of the recurrence.
     """
     length = u.shape[1]
     work = _Chunk(u, A, chunk, starts, zoh)
