@@ -24,7 +24,17 @@ from baton.data_pipeline.lanes import Cursor, LaneOrder, Units, check_layout, la
 from baton.data_pipeline.shards import ShardSummary
 from baton.data_pipeline.tokenizer import Ids, Tokenizer
 
-__all__ = ["Batch", "BatchStream", "Cursor", "Dataset", "EvaluationSet", "StepData", "documents", "evaluation_batches"]
+__all__ = [
+    "Batch",
+    "BatchStream",
+    "Cursor",
+    "Dataset",
+    "EvaluationSet",
+    "StepData",
+    "documents",
+    "evaluation_batches",
+    "stream_fingerprint",
+]
 
 STREAM_VERSION = 1  # part of the fingerprint: raise it when the order or the cutting changes
 
@@ -144,8 +154,8 @@ class BatchStream:
             raise DataError(
                 f"no cursor for lane {missing[0]} (of {len(missing)} missing); the checkpoint is of a run with other lanes"
             )
-        self.fingerprint = fingerprint(
-            [STREAM_VERSION, dataset.fingerprint, tokenizer.fingerprint, split, seed, lanes, unit_documents, unit_bytes]
+        self.fingerprint = stream_fingerprint(
+            dataset, tokenizer, split=split, seed=seed, lanes=lanes, unit_documents=unit_documents, unit_bytes=unit_bytes
         )
         self.cursors: dict[int, Cursor] = {lane: Cursor() if cursors is None else cursors[lane] for lane in own}
         order = LaneOrder(Units([dataset.index(shard).text_bytes for shard in shards], unit_documents, unit_bytes), seed, lanes)
@@ -190,6 +200,13 @@ class BatchStream:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def stream_fingerprint(
+    dataset: Dataset, tokenizer: Tokenizer, *, split: str = "train", seed: int, lanes: int, unit_documents: int, unit_bytes: int
+) -> str:
+    """Hex sha256 of everything that decides the lanes' contents; arguments as of BatchStream. A resumed run must find it equal."""
+    return fingerprint([STREAM_VERSION, dataset.fingerprint, tokenizer.fingerprint, split, seed, lanes, unit_documents, unit_bytes])
 
 
 class _Prefetched:

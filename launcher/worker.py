@@ -1,15 +1,37 @@
 """One rank: `python -m baton.launcher.worker CONFIG`, started by launcher.processes with the usual rank variables set."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TextIO
+
+
+class _Log:
+    """This rank's log as standard output: a disk that is full loses lines, not the run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def main() -> int:
     _die_with_parent()
+    sys.stdout, sys.stderr = _Log(sys.stdout), _Log(sys.stderr)
     import warnings
 
     warnings.filterwarnings("ignore", category=FutureWarning)

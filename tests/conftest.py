@@ -1,5 +1,10 @@
 """Fixtures that several tests share."""
 
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from support.pool import Pool
@@ -11,6 +16,18 @@ def pool():
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def small_disk():
+    """A folder on a file system of 2 MiB of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("a small disk is a tmpfs, and mounting one needs root")
+    folder = tempfile.mkdtemp()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], check=True)
+    yield Path(folder)
+    subprocess.run(["umount", folder], check=True)
+    os.rmdir(folder)
 
 
 @pytest.fixture(scope="session")

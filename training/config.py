@@ -90,6 +90,11 @@ class TrainingConfig(_Settings):
                 f"layout.data={data_size} does not divide the {g} sequences of a step "
                 f"(training.global_batch_tokens / training.context); layout.data that would: {ranks}"
             )
+        if self.lane_count < g:
+            raise RunError(
+                f"training.lanes={self.lane_count} is less than the {g} sequences of a step, which come from as many lanes; "
+                f"set training.lanes to {g} or more, or null"
+            )
         if self.lane_count % data_size:
             raise RunError(
                 f"training.lanes={self.lane_count} is not a multiple of layout.data={data_size}; "

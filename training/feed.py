@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from baton.data_pipeline.stream import Batch, BatchStream
 from baton.parallel.mesh import Mesh
+from baton.training.config import TrainingConfig
 from baton.training.executor import TokenBatch
 
 
@@ -21,8 +22,10 @@ class StepBatches:
     cursors: dict[int, Any]
 
 
-def steps(stream: BatchStream | None, mesh: Mesh, *, micro_batches: int, shape: tuple[int, int]) -> Iterator[StepBatches]:
-    """Endless steps. stream: on tensor rank 0, None elsewhere. shape: (sequences, tokens) of a micro-batch."""
+def steps(stream: BatchStream | None, mesh: Mesh, training: TrainingConfig) -> Iterator[StepBatches]:
+    """Endless steps. stream: on tensor rank 0, None elsewhere."""
+    shape = (training.micro_batch, training.context)
+    micro_batches = training.sequences_per_step // (mesh.layout.data * training.micro_batch)
     source = iter(stream) if stream is not None else None
     while True:
         data = next(source) if source is not None else None

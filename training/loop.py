@@ -1,10 +1,10 @@
 """The loop of a run: resume if there is something to resume, then steps, with everything optional hung on as callbacks."""
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 from baton.data_pipeline.lanes import Cursor
-from baton.data_pipeline.stream import BatchStream, Dataset
+from baton.data_pipeline.stream import BatchStream, Dataset, stream_fingerprint
 from baton.data_pipeline.tokenizer import Tokenizer
 from baton.parallel.layout import parameter_count
 from baton.parallel.mesh import Mesh
@@ -33,8 +33,15 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     config = with_vocabulary(settings.model, tokenizer.vocab_size, settings.data.tokenizer)
     built = build(config, training, mesh)
     store = CheckpointStore(settings.folder / "checkpoints", mesh, training.checkpoint.keep_last)
-    stream_of = StreamFactory(dataset, tokenizer, settings, mesh)
-    fingerprints = {"model": model_fingerprint(config), "stream": stream_of.fingerprint()}
+    stream_digest = stream_fingerprint(
+        dataset,
+        tokenizer,
+        seed=training.seed,
+        lanes=training.lane_count,
+        unit_documents=settings.data.unit_documents,
+        unit_bytes=settings.data.unit_bytes,
+    )
+    fingerprints = {"model": model_fingerprint(config), "stream": stream_digest}
     progress = resume(built, store, fingerprints)
     monitor = None
     if mesh.is_main:
@@ -53,8 +60,8 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         Evaluator(built, dataset, tokenizer, monitor, settings),
         Saver(built, store, monitor, fingerprints, training),
     ]
-    with stream_of(progress) as stream:
-        source = feed.steps(stream, mesh, micro_batches=stream_of.micro_batches, shape=stream_of.shape)
+    with open_stream(dataset, tokenizer, settings, mesh, progress) as stream:
+        source = feed.steps(stream, mesh, training)
         while progress.step < training.steps:
             clock.start()
             data = next(source)
@@ -68,46 +75,29 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         print(f"done: {progress.step} steps, {progress.tokens:,} tokens", flush=True)
 
 
-class StreamFactory:
-    """Opens this rank's stream of batches (None on tensor ranks that receive instead of reading)."""
-
-    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, settings: RunSettings, mesh: Mesh) -> None:
-        training, self._mesh = settings.training, mesh
-        self.shape = (training.micro_batch, training.context)
-        self.micro_batches = training.sequences_per_step // (mesh.layout.data * training.micro_batch)
-        self._arguments: dict[str, Any] = {
-            "seed": training.seed,
-            "context": training.context,
-            "lanes": training.lane_count,
-            "lanes_per_step": training.sequences_per_step,
-            "micro_batch": training.micro_batch,
-            "data_rank": mesh.data_rank,
-            "data_size": mesh.layout.data,
-            "prefetch": settings.data.prefetch,
-            "unit_documents": settings.data.unit_documents,
-            "unit_bytes": settings.data.unit_bytes,
-        }
-        self._sources = (dataset, tokenizer)
-        self._stream: BatchStream | None = None
-
-    def fingerprint(self) -> str:
-        """What a resumed run must read again: shards, tokenizer, seed, lanes."""
-        stream = BatchStream(*self._sources, **self._arguments)
-        stream.close()
-        return stream.fingerprint
-
-    def __call__(self, progress: Progress) -> "StreamFactory":
-        if self._mesh.tensor_rank == 0:
-            cursors = progress.cursors or None
-            self._stream = BatchStream(*self._sources, **self._arguments, start_step=progress.step, cursors=cursors)
-        return self
-
-    def __enter__(self) -> BatchStream | None:
-        return self._stream
-
-    def __exit__(self, *_: object) -> None:
-        if self._stream is not None:
-            self._stream.close()
+def open_stream(
+    dataset: Dataset, tokenizer: Tokenizer, settings: RunSettings, mesh: Mesh, progress: Progress
+) -> AbstractContextManager[BatchStream | None]:
+    """This rank's stream of batches from where the run stands; None on tensor ranks, which receive instead of reading."""
+    if mesh.tensor_rank != 0:
+        return nullcontext()
+    training, data = settings.training, settings.data
+    return BatchStream(
+        dataset,
+        tokenizer,
+        seed=training.seed,
+        context=training.context,
+        lanes=training.lane_count,
+        lanes_per_step=training.sequences_per_step,
+        micro_batch=training.micro_batch,
+        data_rank=mesh.data_rank,
+        data_size=mesh.layout.data,
+        start_step=progress.step,
+        cursors=progress.cursors or None,
+        prefetch=data.prefetch,
+        unit_documents=data.unit_documents,
+        unit_bytes=data.unit_bytes,
+    )
 
 
 def resume(built: Built, store: CheckpointStore, fingerprints: dict[str, str]) -> Progress:

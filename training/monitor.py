@@ -7,30 +7,28 @@ writes it again.
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
-GIB = 2**30
+from baton.training.board import Board
 
 
 class Monitor:
     """Writer of one run's record; only the main rank makes one.
 
-    folder: the run directory. step: steps already done when this attempt starts.
+    folder: the run directory. step: steps already done when this attempt starts. A full disk is said aloud and does not end the
+    run: rows wait in memory until they fit.
     """
 
     def __init__(self, folder: Path, *, step: int, total_steps: int, log_every: int, config_text: str) -> None:
         self._path = folder / "metrics.jsonl"
         self._total, self._log_every = total_steps, log_every
         cut_metrics(self._path, step)
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open for the run's life; close() closes it)
-        # purge_step makes TensorBoard drop what an earlier attempt wrote from there on
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, flush_secs=10)
-        if step == 0:
-            self._board.add_text("config", f"```yaml\n{config_text}\n```", 0)
+        self._waiting: list[str] = []
+        self._board = Board(folder / "tensorboard", step, config_text)
         self._window: list[tuple[float, int]] = [(time.perf_counter(), 0)]
+        self._behind: set[str] = set()
 
     def train(self, row: dict[str, Any]) -> None:
         """A step's row: {step, tokens, loss, lr, grad_norm, step_tokens, seconds: {part: s}, memory_bytes}."""
@@ -38,15 +36,8 @@ class Monitor:
         self._window = [*self._window[-50:], (now, self._window[-1][1] + row["step_tokens"])]
         (then, before), (_, after) = self._window[0], self._window[-1]
         rate = (after - before) / max(1e-9, now - then)
-        row = {"kind": "train", **row, "tokens_per_s": rate, "time": time.time()}
-        self._write(row)
+        self._write({"kind": "train", **row, "tokens_per_s": rate, "time": time.time()})
         step = row["step"]
-        for name in ("loss", "lr", "grad_norm"):
-            self._board.add_scalar(f"train/{name}", row[name], step)
-        self._board.add_scalar("speed/tokens_per_s", rate, step)
-        self._board.add_scalar("memory/GiB", row["memory_bytes"] / GIB, step)
-        for part, seconds in row["seconds"].items():
-            self._board.add_scalar(f"time/{part}_s", seconds, step)
         if step % self._log_every == 0 or step == self._total:
             eta = (self._total - step) * row["step_tokens"] / rate
             print(
@@ -61,10 +52,6 @@ class Monitor:
         if sample is not None:
             row["sample"] = sample
         self._write(row)
-        self._board.add_scalar("validation/loss", loss, step)
-        self._board.add_scalar("validation/bits_per_byte", bits_per_byte, step)
-        if sample is not None:
-            self._board.add_text("sample", f"```\n{sample}\n```", step)
         print(f"step {step}  validation loss {loss:.4f} nats/token  {bits_per_byte:.4f} bits/byte", flush=True)
         self._restart_window()
 
@@ -75,23 +62,48 @@ class Monitor:
 
     def flush(self) -> None:
         """Make everything so far durable: called before a checkpoint is published, so no record is behind one."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._board.flush()
+        self._guard("metrics.jsonl", lambda: self._append(sync=True))
+        self._guard("TensorBoard", self._board.flush)
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write what is waiting."""
         self.flush()
-        self._file.close()
-        self._board.close()
+        self._guard("TensorBoard", self._board.close)
 
     def _restart_window(self) -> None:
         """Tokens per second are of training steps alone."""
         self._window = [(time.perf_counter(), 0)]
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._waiting.append(json.dumps(row) + "\n")
+        self._guard("metrics.jsonl", self._append)
+        self._guard("TensorBoard", lambda: self._board.add(row))
+
+    def _append(self, sync: bool = False) -> None:
+        """All waiting rows into the file, or none of them: a write that did not fit is cut off again."""
+        data = "".join(self._waiting).encode()
+        with open(self._path, "ab", buffering=0) as f:
+            whole = os.fstat(f.fileno()).st_size
+            try:
+                while data:
+                    data = data[f.write(data) :]
+                if sync:
+                    os.fsync(f.fileno())
+            except OSError:
+                f.truncate(whole)
+                raise
+        self._waiting = []
+
+    def _guard(self, what: str, work: Callable[[], None]) -> None:
+        """Do some writing; a disk that does not take it is mentioned once, until it does again."""
+        try:
+            work()
+        except OSError as error:
+            if what not in self._behind:
+                print(f"{what} is behind ({error}); it is completed once there is room, the run goes on", flush=True)
+            self._behind.add(what)
+        else:
+            self._behind.discard(what)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

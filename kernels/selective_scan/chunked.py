@@ -217,7 +217,8 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of u, delta, A, B, C, D and initial_state, walking the chunks from the last to the first.
 
-    With lam_t = dLoss/dh_t: lam_t = C_t dy_t + decay_{t+1} lam_{t+1}, started by the final state's cotangent: the adjoint of the recurrence.
+    The adjoint of the recurrence, with lam_t = dLoss/dh_t: lam_t = C_t dy_t + decay_{t+1} lam_{t+1}, started by the final
+    state's cotangent.
     """
     length = u.shape[1]
     work = _Chunk(u, A, chunk, starts, zoh)

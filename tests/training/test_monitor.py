@@ -1,0 +1,87 @@
+"""The record: continuous over restarts, and complete after a disk was full."""
+
+import json
+import shutil
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from baton.training.monitor import Monitor, cut_metrics, duration, read_metrics
+
+
+def open_monitor(folder, step=0):
+    return Monitor(folder, step=step, total_steps=1000, log_every=1000, config_text="name: test")
+
+
+def row(step, loss=None):
+    seconds = {"data": 0.0, "forward": 1.0, "backward": 2.0, "optimizer": 0.5}
+    loss = float(step) if loss is None else loss
+    return {"step": step, "tokens": step * 10, "loss": loss, "lr": 0.1, "grad_norm": 1.0, "step_tokens": 10,
+            "seconds": seconds, "memory_bytes": 2**30}  # fmt: skip
+
+
+def shown(folder, tag="train/loss"):
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(e.step, e.value) for e in events.Scalars(tag)], events.Tags()
+
+
+def recorded(folder):
+    return [(r["step"], r["loss"]) for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"]
+
+
+def test_a_restart_leaves_no_gap_and_no_overlap(tmp_path):
+    first = open_monitor(tmp_path)
+    for step in range(1, 8):
+        first.train(row(step))
+    first.evaluation(5, 50, 2.0, 1.0, "text")
+    first.close()  # the run is killed here; its last checkpoint is of step 4
+    second = open_monitor(tmp_path, step=4)
+    for step in range(5, 11):
+        second.train(row(step, loss=step + 0.5))
+    second.evaluation(10, 100, 1.5, 0.9, "better text")
+    second.close()
+    expected = [(step, float(step) if step <= 4 else step + 0.5) for step in range(1, 11)]
+    assert recorded(tmp_path) == expected
+    assert shown(tmp_path)[0] == expected
+    assert shown(tmp_path, "validation/bits_per_byte")[0] == [(10, pytest.approx(0.9))]
+    assert {"config/text_summary", "sample/text_summary"} <= set(shown(tmp_path)[1]["tensors"])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer thread, as expected
+def test_a_full_disk_delays_the_record_and_loses_nothing_of_it(small_disk, capsys):
+    monitor = open_monitor(small_disk)
+    for step in range(1, 6):
+        monitor.train(row(step))
+    monitor.flush()
+    ballast = small_disk / "ballast"
+    size = shutil.disk_usage(small_disk).total
+    with pytest.raises(OSError, match="No space"):
+        ballast.write_bytes(b"x" * size)
+    for step in range(6, 60):
+        monitor.train(row(step))
+    monitor.flush()
+    assert recorded(small_disk)[-1][0] < 59, "the disk was not full"
+    assert all(json.loads(line) for line in (small_disk / "metrics.jsonl").read_text().splitlines()), "half a row"
+    ballast.unlink()
+    for step in range(60, 65):
+        monitor.train(row(step))
+    monitor.close()
+    expected = [(step, float(step)) for step in range(1, 65)]
+    assert recorded(small_disk) == expected
+    assert shown(small_disk)[0] == expected
+    said = capsys.readouterr().out
+    assert said.count("metrics.jsonl is behind") == 1
+    assert "TensorBoard is behind" in said
+
+
+def test_a_torn_last_line_is_cut_off(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    cut_metrics(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (61, "1m01s"), (3600, "1h00m00s"), (7325, "2h02m05s")])
+def test_durations_are_readable(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,76 @@
+"""TensorBoard as a view of metrics.jsonl: each row becomes its scalars and texts, and nothing else does.
+
+The writer of events works in a thread of its own and says late, or never, that the disk was full. So rows are kept until a flush
+has succeeded, and a writer that failed is replaced by one that writes them again.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+GIB = 2**30
+
+
+class Board:
+    """Events of one run. folder: where they go. step: steps done before; what an earlier attempt wrote after it is dropped."""
+
+    def __init__(self, folder: Path, step: int, config_text: str) -> None:
+        self._folder = str(folder)
+        self._config_text = config_text
+        self._safe_step = step
+        self._kept: list[dict[str, Any]] = []
+        self._writer: SummaryWriter | None = None
+        self._open()
+
+    def _open(self) -> SummaryWriter:
+        # purge_step makes TensorBoard drop what was written from that step on
+        writer = self._writer = SummaryWriter(self._folder, purge_step=self._safe_step + 1)
+        if self._safe_step == 0:
+            writer.add_text("config", f"```yaml\n{self._config_text}\n```", 0)
+        for row in self._kept:
+            _draw(writer, row)
+        return writer
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Show a row of metrics.jsonl. Raises OSError when the disk does not take it; the row is shown by a later flush."""
+        self._kept.append(row)
+        if self._writer is not None:
+            try:
+                _draw(self._writer, row)
+            except OSError:
+                self._writer = None
+                raise
+
+    def flush(self) -> None:
+        """Everything so far onto the disk. Raises OSError when it does not fit; nothing is lost, call again."""
+        try:
+            (self._writer or self._open()).flush()
+        except OSError:
+            self._writer = None
+            raise
+        if self._kept:
+            self._safe_step = self._kept[-1]["step"]
+            self._kept = []
+
+    def close(self) -> None:
+        """Flush and end the writer's thread."""
+        self.flush()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _draw(writer: SummaryWriter, row: dict[str, Any]) -> None:
+    step = row["step"]
+    if row["kind"] == "evaluation":
+        writer.add_scalar("validation/loss", row["loss"], step)
+        writer.add_scalar("validation/bits_per_byte", row["bits_per_byte"], step)
+        if "sample" in row:
+            writer.add_text("sample", f"```\n{row['sample']}\n```", step)
+        return
+    for name in ("loss", "lr", "grad_norm"):
+        writer.add_scalar(f"train/{name}", row[name], step)
+    writer.add_scalar("speed/tokens_per_s", row["tokens_per_s"], step)
+    writer.add_scalar("memory/GiB", row["memory_bytes"] / GIB, step)
+    for part, seconds in row["seconds"].items():
+        writer.add_scalar(f"time/{part}_s", seconds, step)
