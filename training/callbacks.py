@@ -123,8 +123,8 @@ class Saver:
             versions={name: version(name) for name in ("baton-lm", "torch", "deepspeed", "megatron-core")},
         )
         rectangles = optimizer_rectangles(self._built.model, self._built.engine, mesh, for_save=True)
-        if self._store.save(rectangles, manifest) and self._monitor is not None:
-            size = 12 * sum(p.numel() for p in self._built.model.parameters()) * mesh.layout.tensor
+        size = self._store.save(rectangles, manifest)
+        if size is not None and self._monitor is not None:
             self._monitor.saved(f"step-{progress.step:08d}", time.perf_counter() - start, size)
 
 

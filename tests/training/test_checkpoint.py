@@ -216,7 +216,8 @@ def save_into_a_small_disk(mesh, folder):
 
 def test_a_full_disk_costs_only_that_checkpoint(pool, small_disk):
     for rank, (first, second, said, left, loss) in enumerate(pool.run(save_into_a_small_disk, str(small_disk), data=2)):
-        assert (first, second) == (True, False)
+        assert first > 0
+        assert second is None
         assert left == ["ballast", "step-00000001"], "the old checkpoint stays, nothing half-written does"
         assert loss == loss
         if rank == 0:

@@ -33,27 +33,29 @@ class CheckpointStore:
         self.keep_last = keep_last
         self.say = say if mesh.is_main else lambda text: None
 
-    def save(self, rectangles: Rectangles, manifest: Manifest) -> bool:
-        """Write a checkpoint; returns whether it is published. A failure (a full disk) is said aloud and costs only itself."""
+    def save(self, rectangles: Rectangles, manifest: Manifest) -> int | None:
+        """Write a checkpoint; returns its bytes, or None if it is not published: a failure (a full disk) is said aloud and costs
+        only itself."""
         name = f"{PREFIX}{manifest.step:08d}"
         work = self.folder / f"{UNFINISHED}{name}"
         problem = self._attempt(lambda: self._prepare(work))
         if problem is None:
             problem = self._write(rectangles, work)
         files: list[Any] = [None] * self.mesh.world_size
+        everything: dict[str, dict[str, Any]] = {}
         if problem is None:
             mine: dict[str, Any] = {}
             problem = self._attempt(lambda: mine.update(self._checksums(work)))
             dist.all_gather_object(files, mine)
         if problem is None:
-            everything = {name: entry for part in files for name, entry in part.items()}
+            everything.update({name: entry for part in files for name, entry in part.items()})
             problem = self._attempt(lambda: self._publish(work, name, dataclasses.replace(manifest, files=everything)))
         if problem is not None:
             if self.mesh.is_main:
                 shutil.rmtree(work, ignore_errors=True)
             self.say(f"checkpoint {name} could not be saved: {problem}; the run goes on, older checkpoints stay")
         dist.barrier()
-        return problem is None
+        return None if problem is not None else sum(entry["bytes"] for entry in everything.values())
 
     def load_newest(self, accept: Callable[[Manifest], None], *, tidy: bool = True) -> tuple[Path, Manifest] | None:
         """The newest checkpoint that verifies, or None where there is none at all; damaged ones are named.
