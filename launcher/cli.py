@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from baton.launcher.config import RunConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,8 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     generate.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
     generate.add_argument("--tokens", type=_positive, default=200, help="tokens to write at most (default 200)")
-    generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
-    generate.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest (default: all)")
+    generate.add_argument("--temperature", type=_not_negative, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    generate.add_argument("--top-k", type=_count, default=0, help="draw among the k likeliest (default: all)")
     generate.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
     generate.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
@@ -92,24 +95,51 @@ def _positive(text: str) -> int:
     return value
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or a positive number")
+    return value
+
+
 def _train(arguments: argparse.Namespace) -> int:
     from baton.launcher.config import load
     from baton.launcher.processes import run_ranks
     from baton.launcher.run_directory import open_attempt
 
     config = load(arguments.config, arguments.overrides)
-    _check_inputs(config.data.path, config.data.tokenizer)
+    _check_inputs(config)
     return run_ranks(config.layout.world_size, open_attempt(config))
 
 
-def _check_inputs(path: str, tokenizer: str) -> None:
-    """Refuse missing data before any process starts."""
+def _check_inputs(config: RunConfig) -> None:
+    """Refuse data that is missing or does not fit, before any folder is made or process started."""
+    from baton.data_pipeline.batches import check_tokenizer
     from baton.data_pipeline.stream import Dataset
+    from baton.data_pipeline.tokenizer import Tokenizer
     from baton.launcher.errors import ConfigError
+    from baton.training.config import with_vocabulary
 
-    if not Path(tokenizer).is_file():
-        raise ConfigError(f"data.tokenizer={tokenizer}: no such file; train one with `baton tokenizer train`")
-    Dataset.open(path)
+    path = config.data.tokenizer
+    if not Path(path).is_file():
+        raise ConfigError(f"data.tokenizer={path}: no such file; train one with `baton tokenizer train`")
+    tokenizer = Tokenizer(path)
+    config.model_copy(update={"model": with_vocabulary(config.model, tokenizer.vocab_size, path)}).check()
+    dataset = Dataset.open(config.data.path)
+    check_tokenizer(dataset, tokenizer)
+    dataset.require("train")
+    if config.training.evaluation.every and "validation" not in dataset.splits:
+        raise ConfigError(
+            f"the dataset {config.data.path} has no documents in its split 'validation'; prepare it with a larger "
+            f"validation fraction, or set training.evaluation.every=0"
+        )
 
 
 def _generate(arguments: argparse.Namespace) -> None:

@@ -78,7 +78,8 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
         if not separator or not key:
             raise ConfigError(f"{word!r} is not key=value; for example training.steps=100")
         _put(values, key.split("."), _parse(text, word), word)
-    values["model"] = _resolve_model(values.get("model"), str(path))
+    if "model" in values:
+        values["model"] = _resolve_model(values["model"], str(path))
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
@@ -152,7 +153,8 @@ def _resolve_model(value: Any, where: str) -> Any:
 
 
 def _first_problem(error: ValidationError) -> str:
-    problems = error.errors()
+    # a misspelt key that is required is also a missing one: the misspelling says more
+    problems = sorted(error.errors(), key=lambda p: p["type"] not in ("extra_forbidden", "invalid_key"))
     first = problems[0]
     location = [str(part) for part in first["loc"]]
     key = ".".join(location)

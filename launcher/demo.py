@@ -63,7 +63,7 @@ def main() -> int:
     _headline("7. Where to look")
     _run([*baton, "plot", str(run)])
     print(f"curves:       {run / 'curves.png'}")
-    print(f"TensorBoard:  {Path(sys.executable).parent / 'tensorboard'} --logdir {run / 'tensorboard'}")
+    print(f"TensorBoard:  {os.path.relpath(sys.executable)} -m tensorboard.main --logdir {run / 'tensorboard'}")
     print(f"all numbers:  {run / 'metrics.jsonl'}")
     print(f"\nThe demo took {duration(time.monotonic() - start)}.")
     return 0 if identical and better else 1

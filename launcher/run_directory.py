@@ -13,6 +13,9 @@ import yaml
 from baton.launcher.config import RunConfig, changes
 from baton.launcher.errors import ConfigError
 
+BEFORE_CONFIG = {"attempts", "checkpoints", "provenance.json", ".provenance.json.new", ".config.yaml.new"}
+"""What is made before config.yaml: a start that was killed there leaves no more than these, and the next one goes on."""
+
 
 def open_attempt(config: RunConfig) -> Path:
     """Make (or reopen) the run directory and a folder for this start: RUN/attempts/NNNN with its config.yaml.
@@ -28,9 +31,9 @@ def open_attempt(config: RunConfig) -> Path:
                 f"{folder} belongs to another configuration: {'; '.join(different)}. Use another name (name=...) or directory "
                 f"(directory=...), or take the changes back"
             )
-    elif folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} exists and is not a run (no config.yaml in it); use another directory=...")
     try:
+        if not recorded.exists() and folder.exists() and not {p.name for p in folder.iterdir()} <= BEFORE_CONFIG:
+            raise ConfigError(f"{folder} exists and is not a run (no config.yaml in it); use another directory=...")
         (folder / "attempts").mkdir(parents=True, exist_ok=True)
         (folder / "checkpoints").mkdir(exist_ok=True)
         number = 1 + max((int(p.name) for p in (folder / "attempts").iterdir() if p.name.isdigit()), default=0)
@@ -51,6 +54,8 @@ def read_config(path: Path) -> RunConfig:
         return RunConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; is this a run directory?") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); is {path.parent} a run directory?") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not a resolved run configuration ({' '.join(str(error).split())[:200]})") from None
 

@@ -46,7 +46,7 @@ have base || missing=1
 for extra in "$@"; do have "$extra" || missing=1; done
 [ $missing = 1 ] || exit 0
 
-echo "setting up .venv with $python${cuda_torch:+, on its torch $cuda_torch} ..."
+echo "setting up .venv with $("$python" --version)${cuda_torch:+, on its torch $cuda_torch} ..."
 flags=(--disable-pip-version-check)
 install() {
     pip install "${flags[@]}" --constraint "$constraints" "$@" >.venv/setup.log 2>&1 || {
