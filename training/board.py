@@ -24,8 +24,8 @@ class Board:
         self._open()
 
     def _open(self) -> SummaryWriter:
-        # purge_step makes TensorBoard drop what was written from that step on
-        writer = self._writer = SummaryWriter(self._folder, purge_step=self._safe_step + 1)
+        # purge_step makes TensorBoard drop what was written from that step on; step 0 holds the configuration
+        writer = self._writer = SummaryWriter(self._folder, purge_step=self._safe_step + 1 if self._safe_step else 0)
         if self._safe_step == 0:
             writer.add_text("config", f"```yaml\n{self._config_text}\n```", 0)
         for row in self._kept:

@@ -2,7 +2,6 @@
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from baton.parallel.layout import initialize_parameters
 from baton.parallel.mesh import Mesh
 from baton.training.checkpoint.rectangles import create_adam_state
 from baton.training.config import TrainingConfig
-from baton.training.errors import RunError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -55,16 +53,6 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
             # F.embedding's backward adds in no fixed order on a GPU
             deterministic_embedding=training.deterministic and device.type == "cuda",
         )
-
-
-def with_vocabulary(config: ModelConfig, vocab_size: int, tokenizer: Path | str) -> ModelConfig:
-    """The model's settings with the tokenizer's vocabulary. Raises RunError when they name different sizes."""
-    if config.vocab_size not in (None, vocab_size):
-        raise RunError(
-            f"model.vocab_size={config.vocab_size}, but the tokenizer {tokenizer} has {vocab_size} tokens; "
-            f"set model.vocab_size={vocab_size}, or null to take the tokenizer's"
-        )
-    return config.model_copy(update={"vocab_size": vocab_size})
 
 
 def model_fingerprint(config: ModelConfig) -> str:

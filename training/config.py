@@ -1,11 +1,15 @@
 """Settings of a run's training. Torch-free."""
 
 import math
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from baton.models.config import ModelConfig
 from baton.training.errors import RunError
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Settings(BaseModel):
@@ -16,7 +20,7 @@ class OptimizerConfig(_Settings):
     """AdamW with a global gradient norm clip."""
 
     lr: float = Field(gt=0, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the two moments; the papers' recipe")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decay of the two moments; the papers' recipe")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="decoupled; not applied to norms, biases, A_log, D")
     clip_norm: float = Field(1.0, ge=0, description="global gradient norm above which gradients are scaled down; 0: never")
@@ -111,3 +115,13 @@ class TrainingConfig(_Settings):
                 f"training.schedule: warmup_steps={self.schedule.warmup_steps} and decay_steps={self.schedule.decay_steps} "
                 f"together exceed training.steps={self.steps}"
             )
+
+
+def with_vocabulary(config: ModelConfig, vocab_size: int, tokenizer: Path | str) -> ModelConfig:
+    """The model's settings with the tokenizer's vocabulary. Raises RunError when they name different sizes."""
+    if config.vocab_size not in (None, vocab_size):
+        raise RunError(
+            f"model.vocab_size={config.vocab_size}, but the tokenizer {tokenizer} has {vocab_size} tokens; "
+            f"set model.vocab_size={vocab_size}, or null to take the tokenizer's"
+        )
+    return config.model_copy(update={"vocab_size": vocab_size})

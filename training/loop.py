@@ -10,12 +10,13 @@ from baton.parallel.layout import parameter_count
 from baton.parallel.mesh import Mesh
 from baton.parallel.tensor import drop_compute_copies
 from baton.training import feed
-from baton.training.build import Built, build, make_deterministic, model_fingerprint, with_vocabulary
+from baton.training.build import Built, build, make_deterministic, model_fingerprint
 from baton.training.callbacks import Evaluator, Recorder, Saver
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.rectangles import optimizer_rectangles, set_adam_steps
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.clock import StepClock
+from baton.training.config import with_vocabulary
 from baton.training.errors import CheckpointError
 from baton.training.executor import StepExecutor
 from baton.training.monitor import Monitor
@@ -43,6 +44,10 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     )
     fingerprints = {"model": model_fingerprint(config), "stream": stream_digest}
     progress = resume(built, store, fingerprints)
+    if progress.step >= training.steps:
+        if mesh.is_main:
+            print(f"already complete: {progress.step} steps, {progress.tokens:,} tokens; there is nothing to do", flush=True)
+        return
     monitor = None
     if mesh.is_main:
         print(_greeting(settings, built, progress), flush=True)

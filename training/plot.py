@@ -20,7 +20,7 @@ def plot(folder: Path, out: Path) -> Path:
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
     x = [row["tokens"] for row in steps]
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
-    figure.suptitle(folder.name)
+    figure.suptitle(str(folder))
     (loss, bits), (rate, time) = axes
 
     loss.plot(x, [row["loss"] for row in steps], lw=0.8, label="training")
@@ -41,13 +41,20 @@ def plot(folder: Path, out: Path) -> Path:
 
     parts = steps[-1]["seconds"]
     time.stackplot(x, [[row["seconds"].get(part, 0.0) for row in steps] for part in parts], labels=list(parts), alpha=0.8)
+    typical = sorted(sum(row["seconds"].values()) for row in steps)[len(steps) // 2]
+    time.set_ylim(0, 3 * typical)  # the first step of an attempt takes long and would hide all others
     time.set_ylabel("seconds / step")
     time.legend(loc="upper right", fontsize="small")
     for axis in (loss, bits, rate, time):
         axis.set_xlabel("tokens")
         axis.grid(alpha=0.3)
     aside = out.with_name(f".{out.name}.new.png")
-    figure.savefig(aside, dpi=120)
-    plt.close(figure)
-    aside.replace(out)
+    try:
+        figure.savefig(aside, dpi=120)
+        aside.replace(out)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise RunError(f"{out}: cannot be written ({error.strerror}); choose another place with --out") from None
+    finally:
+        plt.close(figure)
     return out

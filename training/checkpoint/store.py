@@ -63,7 +63,8 @@ class CheckpointStore:
         accept: raises for a manifest that does not fit this run (that is no damage, and ends the search).
         tidy: this is the run itself: remove what a killed save left, and set damaged checkpoints aside. A mere reader must not:
         the run may be saving at this moment.
-        Raises CheckpointError when there are checkpoints and none is whole.
+        Raises CheckpointError when there are checkpoints and none is whole; they stay where they are, so that the next start
+        is refused as well.
         """
         if tidy:
             self._attempt(self._clean)
@@ -73,11 +74,12 @@ class CheckpointStore:
             if problem is None:
                 assert manifest is not None
                 accept(manifest)
+                if tidy:
+                    for old in damaged:
+                        self._attempt(lambda old=old: self._set_aside(old))  # type: ignore[misc]
                 return path, manifest
             damaged.append(path)
             self.say(f"checkpoint {path.name} is damaged: {problem}; falling back to the one before it")
-            if tidy:
-                self._attempt(lambda path=path: self._set_aside(path))  # type: ignore[misc]
         if damaged:
             raise CheckpointError(
                 f"{self.folder}: every checkpoint is damaged ({', '.join(p.name for p in damaged)}); "
