@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from baton.data_pipeline.config import DataConfig
 from baton.launcher.errors import ConfigError
 from baton.models.config import ModelConfig
-from baton.parallel.config import LayoutConfig
+from baton.parallel.config import LayoutConfig, divisors
 from baton.training.config import TrainingConfig
 
 MAY_CHANGE = (
@@ -66,8 +66,9 @@ class RunConfig(BaseModel):
             sizes["the padded vocabulary"] = self.model.padded_vocab_size
         for name, size in sizes.items():
             if size % tensor:
-                legal = [d for d in range(1, min(size, 64) + 1) if size % d == 0]
-                raise ConfigError(f"layout.tensor={tensor} does not divide {name}={size}; layout.tensor that does: {legal}")
+                raise ConfigError(
+                    f"layout.tensor={tensor} does not divide {name}={size}; layout.tensor that does: {divisors(size)}"
+                )
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:

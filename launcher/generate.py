@@ -1,5 +1,6 @@
 """`baton generate`: a run's newest checkpoint, loaded into one process whatever layout wrote it, writes text."""
 
+import sys
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ def generate_text(
     mesh = meshes.initialize(LayoutConfig(), device=meshes.local_device(0, 1, device), rank=0, store=torch.distributed.HashStore())
     try:
         model = build_model(model_config, config.training, mesh.device)
-        store = CheckpointStore(folder / "checkpoints", mesh, keep_last=1)
+        store = CheckpointStore(folder / "checkpoints", mesh, keep_last=1, say=lambda text: print(text, file=sys.stderr))
 
         def accept(manifest: Manifest) -> None:
             if manifest.fingerprints.get("model") != model_fingerprint(model_config):

@@ -23,16 +23,17 @@ def run_ranks(world_size: int, attempt: Path) -> int:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.set_inheritable(True)
     ranks = [_start(rank, world_size, attempt, listener) for rank in range(world_size)]
+    shown = _Shown(_log(attempt, 0))
     stopped: list[int] = []
     previous = {s: signal.signal(s, lambda number, frame: stopped.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with open(_log(attempt, 0), encoding="utf-8", errors="replace") as shown:
-            while not stopped and any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
-                _show(shown)
-                time.sleep(0.05)
-            failed = [(rank, p.returncode) for rank, p in enumerate(ranks) if p.returncode]
-            _end(ranks)
-            _show(shown)
+        while not stopped and any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
+            shown.update()
+            time.sleep(0.05)
+        # asked again, because the rank that failed first may not be the first that was seen to have
+        failed = [(rank, p.returncode) for rank, p in enumerate(ranks) if p.poll()]
+        _end(ranks)
+        shown.update()
     finally:
         listener.close()
         for number, handler in previous.items():
@@ -92,7 +93,8 @@ def _report(failed: list[tuple[int, int]], attempt: Path) -> int:
         sentences = [line for line in lines if line.startswith("baton: ")]
         print(sentences[-1] if sentences else f"baton: rank {refused[0]} refused to run", file=sys.stderr)
         return 2
-    rank, status = failed[0]
+    # ranks that miss another one fail as well; a signal came from outside, and is the cause
+    rank, status = min(failed, key=lambda f: f[1] >= 0)
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
     print(f"baton: rank {rank} {how}; see {_log(attempt, rank)}; start the same command to resume", file=sys.stderr)
     return 1
@@ -102,9 +104,17 @@ def _log(attempt: Path, rank: int) -> Path:
     return attempt / f"rank-{rank}.log"
 
 
-def _show(stream) -> None:  # type: ignore[no-untyped-def]
-    text = stream.read()
-    # the one-line errors are printed once, at the end, whichever rank wrote them
-    kept = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("baton: "))
-    sys.stdout.write(kept)
-    sys.stdout.flush()
+class _Shown:
+    """Rank 0's log on this terminal, whole lines at a time, without the one-line errors: those are printed once, at the end,
+    whichever rank wrote them."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115 (open as long as the ranks run)
+        self._rest = ""
+
+    def update(self) -> None:
+        *lines, self._rest = (self._rest + self._file.read()).split("\n")
+        for line in lines:
+            if not line.startswith("baton: "):
+                sys.stdout.write(line + "\n")
+        sys.stdout.flush()

@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -84,6 +85,13 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    status = main()
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
-    sys.exit(status)
+    sys.stderr.flush()
+    # Everything is closed by now. The interpreter's own end, with all that torch has imported, takes 1.5 s more, in which the
+    # launcher would not know that a rank has failed, while the others already miss it.
+    os._exit(status)

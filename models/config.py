@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class MambaConfig(BaseModel):
@@ -19,6 +19,12 @@ class MambaConfig(BaseModel):
     dt_max: float = Field(1e-1, gt=0, description="largest initial step size")
     dt_floor: float = Field(1e-4, gt=0, description="initial step sizes are raised to this at least")
     discretization: Literal["euler", "zoh"] = Field("euler", description="of the input matrix; euler is what was released")
+
+    @model_validator(mode="after")
+    def _step_sizes_are_in_order(self) -> "MambaConfig":
+        if self.dt_min > self.dt_max:
+            raise ValueError(f"dt_min={self.dt_min} exceeds dt_max={self.dt_max}; initial step sizes lie between them")
+        return self
 
 
 class ModelConfig(BaseModel):

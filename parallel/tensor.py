@@ -11,6 +11,7 @@ import torch
 from megatron.core import ModelParallelConfig, tensor_parallel
 from torch import Tensor, nn
 
+from baton.parallel.config import divisors
 from baton.parallel.errors import LayoutError
 from baton.parallel.layout import Init, ParameterLayout, declare
 
@@ -68,8 +69,6 @@ def drop_compute_copies(module: nn.Module) -> None:
 def require_divisible(name: str, size: int, tensor_size: int) -> None:
     """Raise LayoutError unless `size` divides over the tensor group."""
     if size % tensor_size:
-        from baton.parallel.config import divisors
-
         raise LayoutError(f"layout.tensor={tensor_size} does not divide {name}={size}; sizes that do: {divisors(size)}")
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.models.config import ModelConfig
+from baton.parallel.config import divisors
 from baton.training.errors import RunError
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -45,7 +46,7 @@ class CheckpointConfig(_Settings):
 class EvaluationConfig(_Settings):
     """Loss and bits per byte on the validation split, and a sample of text."""
 
-    every: int = Field(1000, ge=0, description="steps between evaluations; 0: never. The last step is always evaluated")
+    every: int = Field(1000, ge=0, description="steps between evaluations, and one after the last step; 0: none at all")
     tokens: int = Field(1_000_000, ge=1, description="tokens of the validation split, always the same ones")
     sample_tokens: int = Field(128, ge=0, description="tokens of the text sample written beside each evaluation; 0: none")
 
@@ -89,10 +90,9 @@ class TrainingConfig(_Settings):
             )
         g = self.sequences_per_step
         if g % data_size:
-            ranks = [d for d in range(1, g + 1) if g % d == 0]
             raise RunError(
                 f"layout.data={data_size} does not divide the {g} sequences of a step "
-                f"(training.global_batch_tokens / training.context); layout.data that would: {ranks}"
+                f"(training.global_batch_tokens / training.context); layout.data that would: {divisors(g)}"
             )
         if self.lane_count < g:
             raise RunError(
@@ -105,10 +105,9 @@ class TrainingConfig(_Settings):
                 f"nearest that is: {math.ceil(self.lane_count / data_size) * data_size}"
             )
         if (g // data_size) % self.micro_batch:
-            sizes = [d for d in range(1, g // data_size + 1) if (g // data_size) % d == 0]
             raise RunError(
                 f"training.micro_batch={self.micro_batch} does not divide the {g // data_size} sequences that a data rank takes "
-                f"per step; sizes that do: {sizes}"
+                f"per step; sizes that do: {divisors(g // data_size)}"
             )
         if self.schedule.kind == "wsd" and self.schedule.decay_steps + self.schedule.warmup_steps > self.steps:
             raise RunError(

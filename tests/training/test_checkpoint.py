@@ -175,8 +175,9 @@ def test_only_damaged_checkpoints_is_an_error_not_a_fresh_start(pool, saved, tmp
     shutil.copytree(saved, tmp_path / "c")
     for step in (1, 2):
         flip(tmp_path / "c" / f"step-0000000{step}" / "__0_0.distcp")
-    for message in pool.run(load_all_damaged, str(tmp_path / "c"), data=2):
-        assert "every checkpoint is damaged" in message
+    for _ in range(2):  # a second start must not find an empty folder and begin anew
+        for message in pool.run(load_all_damaged, str(tmp_path / "c"), data=2):
+            assert "every checkpoint is damaged" in message
 
 
 def test_a_pickle_that_runs_code_is_not_loaded(pool, saved, tmp_path):

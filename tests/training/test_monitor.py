@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from baton.training.monitor import Monitor, cut_metrics, duration, read_metrics
@@ -46,6 +47,17 @@ def test_a_restart_leaves_no_gap_and_no_overlap(tmp_path):
     assert shown(tmp_path)[0] == expected
     assert shown(tmp_path, "validation/bits_per_byte")[0] == [(10, pytest.approx(0.9))]
     assert {"config/text_summary", "sample/text_summary"} <= set(shown(tmp_path)[1]["tensors"])
+
+
+def test_a_restart_from_the_beginning_shows_the_configuration_once(tmp_path):
+    for _ in range(2):  # the first start is killed before it has saved a checkpoint
+        monitor = open_monitor(tmp_path)
+        monitor.train(row(1))
+        monitor.close()
+    assert shown(tmp_path)[0] == [(1, 1.0)]
+    board = plugin_event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    board.Reload()  # TensorBoard's own reader: the other one keeps texts from before a restart
+    assert [event.step for event in board.Tensors("config/text_summary")] == [0]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer thread, as expected

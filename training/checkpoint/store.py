@@ -68,7 +68,7 @@ class CheckpointStore:
         """
         if tidy:
             self._attempt(self._clean)
-        damaged = []
+        damaged: list[Path] = []
         for path in reversed(self._listed()):
             manifest, problem = self._verify(path)
             if problem is None:

@@ -1,0 +1,136 @@
+"""The run configuration: YAML and key=value words to one strict, typed, resolved RunConfig; and the learning rate it describes."""
+
+import re
+
+import pytest
+import yaml
+
+from baton.launcher.config import RunConfig, changes, load
+from baton.launcher.errors import ConfigError
+from baton.training.config import TrainingConfig
+from baton.training.errors import RunError
+from baton.training.schedule import learning_rate
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("training.optimizer.lr=1e-3", "training.optimizer.lr", 1e-3),  # a string, for YAML 1.1
+        ("training.optimizer.lr=2.5E-4", "training.optimizer.lr", 2.5e-4),
+        ("training.steps=1e3", "training.steps", 1000),
+        ("training.lanes=null", "training.lanes", None),
+        ("directory=null", "directory", None),
+        ("training.optimizer.betas=[0.9, 0.98]", "training.optimizer.betas", [0.9, 0.98]),
+        ("training.recompute=true", "training.recompute", True),
+        ("layout={data: 4, tensor: 1}", "layout.data", 4),
+        ("model.mixer.d_state=8", "model.mixer.d_state", 8),
+        ("data.path=pipe:cat /a=b/{}", "data.path", "pipe:cat /a=b/{}"),
+    ],
+)
+def test_words_are_read_as_yaml(inputs, word, key, value):
+    found = load(inputs.run, [word]).model_dump(mode="json")
+    for part in key.split("."):
+        found = found[part]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_the_last_word_on_a_key_counts(inputs):
+    assert load(inputs.run, ["training.seed=1", "training.seed=2"]).training.seed == 2
+
+
+def test_a_named_model_may_be_changed_by_words(inputs, tmp_path):
+    values = inputs.settings() | {"model": "mamba-130m"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    config = load(tmp_path / "run.yaml", ["model.n_layers=2"])
+    assert (config.model.d_model, config.model.n_layers, config.model.padded_vocab_size) == (768, 2, 50280)
+    assert load(inputs.run, ["model=mamba-370m", "model.n_layers=3"]).model.d_model == 1024
+    (tmp_path / "mine.yaml").write_text("{d_model: 24, n_layers: 1}")
+    assert load(inputs.run, [f"model={tmp_path / 'mine.yaml'}"]).model.d_model == 24
+
+
+def test_the_resolved_configuration_reads_back_as_itself(inputs):
+    config = load(inputs.run, ["training.optimizer.lr=1e-3", "training.lanes=8"])
+    text = config.to_yaml()
+    assert RunConfig.model_validate(yaml.safe_load(text)) == config
+    assert "beta" in text, "defaults are written out"
+
+
+def test_what_may_not_change_is_listed_and_what_may_is_not(inputs):
+    old = load(inputs.run)
+    assert changes(old, old) == []
+    free = ["name=other", "directory=/elsewhere", "device=auto", "layout.data=1", "model.loss_chunk=7", "data.prefetch=5"]
+    free += ["data.path=/moved", "training.log_every=9", "training.checkpoint.every=3", "training.evaluation.tokens=5"]
+    free += ["training.recompute=true", "training.micro_batch=1"]
+    assert changes(old, load(inputs.run, free)) == []
+    fixed = ["training.seed=3", "model.mixer.d_state=8", "data.unit_documents=2", "training.optimizer.lr=1e-3"]
+    assert changes(old, load(inputs.run, [*fixed, *free])) == [
+        "data.unit_documents: 4 -> 2",
+        "model.mixer.d_state: 4 -> 8",
+        "training.optimizer.lr: 0.01 -> 0.001",
+        "training.seed: 0 -> 3",
+    ]
+
+
+def training(**values) -> TrainingConfig:
+    return TrainingConfig(**{"steps": 10, "context": 8, "global_batch_tokens": 96, "optimizer": {"lr": 1.0}, **values})
+
+
+@pytest.mark.parametrize("data_size", [1, 2, 3, 4, 5, 6, 12, 24])
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 5])
+def test_sizes_that_a_refusal_names_are_the_ones_that_work(data_size, micro_batch):
+    """12 sequences per step: a refusal of a size lists every size that would pass the same test, and no other."""
+
+    def problem(data: int, micro: int) -> str:
+        try:
+            training(micro_batch=micro).check(data)
+        except RunError as error:
+            return str(error)
+        return ""
+
+    text = problem(data_size, micro_batch)
+    assert bool(text) == (12 % data_size != 0 or (12 // data_size) % micro_batch != 0)
+    if text:
+        named = {int(n) for n in re.search(r"\[(.*)\]", text)[1].split(",")}
+        if "micro_batch" in text:
+            assert named == {m for m in range(1, 13) if not problem(data_size, m)}
+        else:
+            assert text.startswith(f"layout.data={data_size} ")
+            assert named == {d for d in range(1, 25) if not problem(d, 1)}
+
+
+def rates(**schedule) -> list[float]:
+    config = training(optimizer={"lr": 0.5}, schedule=schedule)
+    return [learning_rate(step, config) for step in range(config.steps)]
+
+
+def test_the_warm_up_is_linear_and_ends_at_the_peak():
+    for kind in ("cosine", "constant", "wsd"):
+        assert rates(kind=kind, warmup_steps=4)[:4] == pytest.approx([0.125, 0.25, 0.375, 0.5])
+
+
+def test_cosine_falls_from_the_peak_to_its_end_value():
+    found = rates(kind="cosine", warmup_steps=4, final_lr=0.1)
+    assert found[4] == pytest.approx(0.5)
+    assert found[9] == pytest.approx(0.1)
+    assert sum(found[4:]) / 6 == pytest.approx(0.3), "it is symmetric about the middle"
+    assert found[4:] == sorted(found[4:], reverse=True)
+    assert learning_rate(99, training(optimizer={"lr": 0.5}, schedule={"final_lr": 0.1})) == pytest.approx(0.1)
+
+
+def test_wsd_is_stable_and_then_falls_linearly_to_its_end_value():
+    assert rates(kind="wsd", warmup_steps=2, decay_steps=4, final_lr=0.1) == pytest.approx(
+        [0.25, 0.5, 0.5, 0.5, 0.5, 0.5, 0.4, 0.3, 0.2, 0.1]
+    )
+    assert rates(kind="wsd") == [0.5] * 10
+
+
+def test_constant_is_constant():
+    assert rates(kind="constant", warmup_steps=0) == [0.5] * 10
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "", "just words"])
+def test_a_file_without_keys_is_no_run_file(tmp_path, text):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="expected keys and values"):
+        load(tmp_path / "run.yaml")

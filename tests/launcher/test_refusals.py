@@ -1,0 +1,279 @@
+"""Bad input: exit status 2, one line that says what, where and what to do, nothing half-written, and no process started."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton.launcher.cli import main
+from baton.launcher.config import load
+from baton.launcher.run_directory import open_attempt
+
+
+@pytest.fixture
+def train(tmp_path, capsys):
+    """A function: `baton train` on a run file with words, in this process; returns its one-line refusal."""
+
+    def refused(run, *words, directory=tmp_path / "run") -> str:
+        before = sorted(tmp_path.rglob("*"))
+        assert main(["train", str(run), f"directory={directory}", *words]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("baton: ")
+        assert err.endswith("\n")
+        assert err.count("\n") == 1, f"more than one line: {err}"
+        assert sorted(tmp_path.rglob("*")) == before, "something was written"
+        return err
+
+    return refused
+
+
+def check(text, *needles):
+    for needle in needles:
+        assert needle in text, f"{needle!r} is not in {text!r}"
+
+
+SETTINGS = {
+    # words -> what the line must say
+    "unknown key": (["stepz=3"], ["unknown key stepz", "known here: name, directory"]),
+    "misspelt key": (["trainning.steps=3"], ["unknown key trainning", "did you mean training?"]),
+    "misspelt nested key": (["training.global_batch_token=64"], ["did you mean training.global_batch_tokens?"]),
+    "misspelt deeper key": (["training.optimizer.weigth_decay=0"], ["did you mean training.optimizer.weight_decay?"]),
+    "misspelt key of the mixer": (["model.mixer.dstate=4"], ["did you mean model.mixer.d_state?"]),
+    "wrong type": (["training.steps=ten"], ["training.steps='ten'", "valid integer"]),
+    "wrong type of a group": (["training=5"], ["training=5"]),
+    "a group where a value belongs": (["training.steps.more=1"], ["'training.steps.more=1'", "steps is not a group of settings"]),
+    "not a number": (["training.optimizer.lr=.nan"], ["training.optimizer.lr"]),
+    "out of range": (["training.optimizer.betas=[0.9, 1.5]"], ["training.optimizer.betas.1=1.5"]),
+    "not one of the choices": (["device=gpu"], ["device='gpu'", "'auto', 'cpu' or 'cuda'"]),
+    "a name that is no name": (["name=../up"], ["name='../up'"]),
+    "word without =": (["training.steps"], ["'training.steps' is not key=value", "for example training.steps=100"]),
+    "word without key": (["=3"], ["'=3' is not key=value"]),
+    "word that is no YAML": (["training.steps=[1"], ["'training.steps=[1'", "not valid YAML"]),
+    "unknown model": (["model=mamba-140m"], ["no model is called 'mamba-140m'", "did you mean mamba-130m?"]),
+    "unlike any model": (["model=gpt"], ["no model is called 'gpt'", "known: mamba-1.4b, mamba-130m"]),
+    "missing model file": (["model=nowhere.yaml"], ["nowhere.yaml: no such file"]),
+    "data does not divide": (["layout.data=3"], ["layout.data=3 does not divide the 4 sequences", "[1, 2, 4]"]),
+    "tensor does not divide": (["layout.tensor=3"], ["layout.tensor=3 does not divide", "[1, 2, 4, 8, 16, 32]"]),
+    "pipeline": (["layout.pipeline=2"], ["layout.pipeline=2", "not built yet", "set layout.pipeline=1"]),
+    "sequence": (["layout.sequence=2"], ["layout.sequence=2", "not built yet", "set layout.sequence=1"]),
+    "ZeRO stage": (["layout.zero=3"], ["layout.zero=3", "should be 1"]),
+    "batch is no multiple": (["training.global_batch_tokens=100"], ["not a multiple of training.context=32", "96 and 128"]),
+    "micro-batch": (["training.micro_batch=3"], ["training.micro_batch=3 does not divide the 2 sequences", "[1, 2]"]),
+    "lanes do not divide": (["training.lanes=5"], ["training.lanes=5 is not a multiple of layout.data=2", "6"]),
+    "too few lanes": (["training.lanes=2"], ["training.lanes=2", "4 sequences of a step"]),
+    "schedule longer than the run": (
+        ["training.schedule={kind: wsd, warmup_steps: 10, decay_steps: 31}"],
+        ["warmup_steps=10 and decay_steps=31 together exceed training.steps=40"],
+    ),
+    "initial step sizes": (["model.mixer.dt_min=0.5"], ["model.mixer", "dt_min"]),
+    "missing dataset": (["data.path=/nowhere/shards"], ["no dataset at /nowhere/shards", "prepare one"]),
+    "missing tokenizer": (["data.tokenizer=/nowhere/t.model"], ["/nowhere/t.model", "no such file", "baton tokenizer train"]),
+    "vocabulary of another size": (["model.vocab_size=512"], ["model.vocab_size=512", "380 tokens", "set model.vocab_size=380"]),
+    "vocabulary does not divide": (
+        ["model.pad_vocab_to=5", "layout.tensor=8"],
+        ["layout.tensor=8 does not divide the padded vocabulary=380", "[1, 2, 4, 5"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "needles"), SETTINGS.values(), ids=SETTINGS)
+def test_settings_that_cannot_be(train, inputs, words, needles):
+    check(train(inputs.run, *words), *needles)
+
+
+@pytest.mark.parametrize(
+    "key", ["name", "model", "model.d_model", "training", "training.steps", "training.optimizer", "training.optimizer.lr"]
+)
+def test_a_missing_key_is_named(train, inputs, tmp_path, key):
+    values = inputs.settings()
+    *groups, leaf = key.split(".")
+    at = values
+    for group in groups:
+        at = at[group]
+    del at[leaf]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    check(train(tmp_path / "run.yaml"), str(tmp_path / "run.yaml"), f"{key} is missing", f"{key}=VALUE")
+
+
+@pytest.mark.parametrize("key", ["name", "model", "model.n_layers", "training.steps", "training.optimizer.lr"])
+def test_a_misspelt_key_is_named_also_where_the_right_one_is_then_missing(train, inputs, tmp_path, key):
+    values = inputs.settings()
+    *groups, leaf = key.split(".")
+    at = values
+    for group in groups:
+        at = at[group]
+    at[f"{leaf}s" if leaf != "steps" else "step"] = at.pop(leaf)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    check(train(tmp_path / "run.yaml"), "unknown key", f"did you mean {key}?", "(and 1 more)")
+
+
+FILES = {
+    "not YAML": ("training: [1, 2", ["not valid YAML"]),
+    "not a mapping": ("- name: small", ["expected keys and values"]),
+    "not text": (b"\xff\xfe\x00", ["cannot be read"]),
+    "key that is no word": ("1: 2\nname: small", ["1=1", "Keys should be strings"]),
+}
+
+
+@pytest.mark.parametrize(("content", "needles"), FILES.values(), ids=FILES)
+def test_a_run_file_that_cannot_be_read(train, tmp_path, content, needles):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    check(train(path), str(path), *needles)
+
+
+def test_a_run_file_that_is_not_there(train, tmp_path):
+    check(train(tmp_path / "run.yaml"), f"{tmp_path / 'run.yaml'}: no such file")
+    check(train(tmp_path), f"{tmp_path}: cannot be read")
+
+
+def test_a_tokenizer_that_is_none(train, inputs, tmp_path):
+    (tmp_path / "t.model").write_text("not a model")
+    check(train(inputs.run, f"data.tokenizer={tmp_path / 't.model'}"), str(tmp_path / "t.model"), "not a SentencePiece model")
+
+
+def test_token_shards_of_another_tokenizer(train, inputs):
+    text = train(inputs.run, f"data.path={inputs.tokens}")
+    check(text, str(inputs.tokens), str(inputs.tokenizer), "use that tokenizer, or prepare the dataset with this one")
+
+
+def shard_of(dataset: Path) -> Path:
+    return sorted(dataset.glob("train-*.tar"))[3]
+
+
+def test_a_missing_shard(train, inputs, copy_of):
+    dataset = copy_of(inputs.shards)
+    shard_of(dataset).unlink()
+    check(train(inputs.run, f"data.path={dataset}"), f"{shard_of(inputs.shards).name} is missing", "restore it")
+
+
+def test_a_truncated_shard(train, inputs, copy_of):
+    dataset = copy_of(inputs.shards)
+    shard = shard_of(dataset)
+    shard.write_bytes(shard.read_bytes()[:-5000])
+    check(train(inputs.run, f"data.path={dataset}"), f"{shard} is truncated", "restore it")
+
+
+def test_a_dataset_without_the_held_out_documents_that_evaluation_needs(train, inputs, copy_of):
+    """Found before the first step, not at the first evaluation."""
+    dataset = copy_of(inputs.shards)
+    manifest = json.loads((dataset / "dataset.json").read_text())
+    manifest["shards"] = [shard for shard in manifest["shards"] if shard["split"] == "train"]
+    (dataset / "dataset.json").write_text(json.dumps(manifest))
+    check(train(inputs.run, f"data.path={dataset}"), "no documents in its split 'validation'", "training.evaluation.every=0")
+
+
+def test_a_directory_that_is_no_run(train, inputs, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("work of years")
+    check(train(inputs.run, directory=tmp_path / "mine"), str(tmp_path / "mine"), "is not a run", "use another directory=")
+
+
+def test_a_directory_that_cannot_be_written(train, inputs, tmp_path):
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "file", tmp_path / "file" / "below"):
+        check(train(inputs.run, directory=directory), str(directory), "another directory=")
+
+
+def test_a_run_directory_of_another_configuration(train, inputs, tmp_path):
+    open_attempt(load(inputs.run, [f"directory={tmp_path / 'run'}"]))
+    text = train(inputs.run, "training.seed=1", "model.d_model=32", "layout.data=1")
+    check(text, "belongs to another configuration", "model.d_model: 16 -> 32; training.seed: 0 -> 1.", "name=", "directory=")
+    assert "layout" not in text
+
+
+def test_a_run_directory_whose_configuration_is_damaged(train, inputs, tmp_path):
+    open_attempt(load(inputs.run, [f"directory={tmp_path / 'run'}"]))
+    (tmp_path / "run" / "config.yaml").write_text("name: [")
+    check(train(inputs.run), str(tmp_path / "run" / "config.yaml"), "not a resolved run configuration")
+
+
+def test_a_start_that_was_cut_short_does_not_block_the_next(inputs, tmp_path):
+    """Whatever a kill while the directory is made leaves behind, the same command goes on."""
+    config = load(inputs.run, [f"directory={tmp_path / 'run'}"])
+    (tmp_path / "run").mkdir()
+    assert open_attempt(config).name == "0001"
+    (tmp_path / "run" / "config.yaml").rename(tmp_path / "run" / ".config.yaml.new")
+    for path in (tmp_path / "run" / "provenance.json", tmp_path / "run" / "attempts" / "0001" / "config.yaml"):
+        path.unlink()
+    assert open_attempt(config).name == "0002"
+    assert (tmp_path / "run" / "provenance.json").exists()
+
+
+def test_other_commands_on_a_folder_that_is_no_run(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for command in ("generate", "plot"):
+        for folder in (tmp_path, tmp_path / "file", tmp_path / "nowhere"):
+            assert main([command, str(folder)]) == 2
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert err.count("\n") == 1
+            check(err, f"baton: {folder}", "run directory")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    "words", [["--temperature", "-1"], ["--temperature", "nan"], ["--top-k", "-3"], ["--tokens", "0"]], ids=" ".join
+)
+def test_an_impossible_draw_is_refused(tmp_path, capsys, words):
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", str(tmp_path), *words])
+    check(capsys.readouterr().err, f"argument {words[0]}", words[1])
+
+
+HEAVY = {"torch", "numpy", "pydantic", "yaml", "sentencepiece", "webdataset", "pyarrow", "rich", "psutil", "matplotlib"}
+HEAVY |= {"deepspeed", "megatron", "tensorboard"}
+
+HELP = """
+import argparse, sys
+from baton.launcher import cli
+
+def commands(parser, words):
+    yield words
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                yield from commands(child, [*words, name])
+
+found = list(commands(cli._parser(), []))
+for words in found:
+    try:
+        cli.main([*words, "--help"])
+    except SystemExit as stop:
+        assert stop.code == 0, words
+print(len(found), *sys.modules, file=sys.stderr)
+"""
+
+
+def test_help_is_light():
+    """Every command's help, without importing anything that takes time."""
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    count, *modules = done.stderr.split()
+    assert int(count) >= 10
+    assert done.stdout.count("usage: baton") == int(count)
+    assert {name.split(".")[0] for name in modules} & HEAVY == set()
+    assert [name for name in modules if name.startswith("baton.")] == ["baton.launcher", "baton.launcher.cli"]
+
+
+REFUSE = """
+import json, sys
+from baton.launcher.cli import main
+for words in json.loads(sys.argv[1]):
+    assert main(["train", *words]) == 2, words
+print(*sys.modules)
+"""
+
+
+def test_refusals_need_no_torch(inputs, tmp_path):
+    """On a login node, at once: settings, data, tokenizer and run directory are checked without it."""
+    open_attempt(load(inputs.run, [f"directory={tmp_path / 'run'}"]))
+    bad = ["training.seed=1", "data.path=/nowhere", f"data.path={inputs.tokens}", "layout.tensor=3", "model.vocab_size=9"]
+    words = [[str(inputs.run), f"directory={tmp_path / 'run'}", word] for word in bad]
+    done = subprocess.run([sys.executable, "-c", REFUSE, json.dumps(words)], capture_output=True, text=True, check=True)
+    assert len(done.stderr.splitlines()) == len(words)
+    assert all(line.startswith("baton: ") for line in done.stderr.splitlines())
+    assert {name.split(".")[0] for name in done.stdout.split()} & {"torch", "deepspeed", "megatron", "webdataset"} == set()
