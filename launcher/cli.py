@@ -116,7 +116,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
     config = load(arguments.config, arguments.overrides)
     _check_inputs(config)
-    return run_ranks(config.layout.world_size, open_attempt(config))
+    with open_attempt(config) as attempt:
+        return run_ranks(config.layout.world_size, attempt)
 
 
 def _check_inputs(config: RunConfig) -> None:

@@ -139,7 +139,9 @@ def _put(values: dict[str, Any], keys: list[str], value: Any, word: str) -> None
 
 
 def _resolve_model(value: Any, where: str) -> Any:
-    """`model: mamba-130m` means configs/models/mamba-130m.yaml; a path means that file."""
+    """`model: mamba-130m` means configs/models/mamba-130m.yaml, a path means that file, and `base` either with settings over it."""
+    if isinstance(value, dict) and isinstance(value.get("base"), str):
+        return _resolve_model(value["base"], where) | {key: v for key, v in value.items() if key != "base"}
     if not isinstance(value, str):
         return value
     shipped = files("baton.configs") / "models"

@@ -1,10 +1,13 @@
 """The run directory: a contract. One folder per start, nothing truncated, and the configuration that every start agrees with."""
 
+import fcntl
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -17,11 +20,18 @@ BEFORE_CONFIG = {"attempts", "checkpoints", "provenance.json", ".provenance.json
 """What is made before config.yaml: a start that was killed there leaves no more than these, and the next one goes on."""
 
 
-def open_attempt(config: RunConfig) -> Path:
-    """Make (or reopen) the run directory and a folder for this start: RUN/attempts/NNNN with its config.yaml.
+@contextmanager
+def open_attempt(config: RunConfig) -> Iterator[Path]:
+    """Make (or reopen) the run directory and a folder for this start, RUN/attempts/NNNN with its config.yaml; the run directory is
+    this process's alone until the context ends.
 
-    Raises ConfigError when the directory belongs to another configuration, with what changed, or is something else.
+    Raises ConfigError when the directory belongs to another configuration, with what changed, is something else, or is in use.
     """
+    with ExitStack() as held:
+        yield _open_attempt(config, held)
+
+
+def _open_attempt(config: RunConfig, held: ExitStack) -> Path:
     folder = config.folder
     recorded = folder / "config.yaml"
     if recorded.exists():
@@ -35,6 +45,7 @@ def open_attempt(config: RunConfig) -> Path:
         if not recorded.exists() and folder.exists() and not {p.name for p in folder.iterdir()} <= BEFORE_CONFIG:
             raise ConfigError(f"{folder} exists and is not a run (no config.yaml in it); use another directory=...")
         (folder / "attempts").mkdir(parents=True, exist_ok=True)
+        _lock(folder, held)
         (folder / "checkpoints").mkdir(exist_ok=True)
         number = 1 + max((int(p.name) for p in (folder / "attempts").iterdir() if p.name.isdigit()), default=0)
         attempt = folder / "attempts" / f"{number:04d}"
@@ -46,6 +57,17 @@ def open_attempt(config: RunConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror}); choose another directory=...") from None
     return attempt
+
+
+def _lock(folder: Path, held: ExitStack) -> None:
+    """Two starts at once would cut each other's record. The system drops the lock when this process ends, however it ends."""
+    lock = held.enter_context((folder / "attempts" / ".lock").open("w"))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{folder} is being trained by another process on this machine or one that shares it; wait for it, or end it first"
+        ) from None
 
 
 def read_config(path: Path) -> RunConfig:

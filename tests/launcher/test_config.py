@@ -49,6 +49,15 @@ def test_a_named_model_may_be_changed_by_words(inputs, tmp_path):
     assert load(inputs.run, [f"model={tmp_path / 'mine.yaml'}"]).model.d_model == 24
 
 
+def test_a_model_may_be_a_named_one_with_settings_over_it(inputs, tmp_path):
+    values = inputs.settings() | {"model": {"base": "mamba-130m", "vocab_size": None, "n_layers": 3}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    model = load(tmp_path / "run.yaml").model
+    assert (model.d_model, model.n_layers, model.vocab_size) == (768, 3, None)
+    with pytest.raises(ConfigError, match="did you mean mamba-130m"):
+        load(inputs.run, ["model={base: mamba-131m}"])
+
+
 def test_the_resolved_configuration_reads_back_as_itself(inputs):
     config = load(inputs.run, ["training.optimizer.lr=1e-3", "training.lanes=8"])
     text = config.to_yaml()

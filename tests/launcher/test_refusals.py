@@ -179,15 +179,25 @@ def test_a_directory_that_cannot_be_written(train, inputs, tmp_path):
         check(train(inputs.run, directory=directory), str(directory), "another directory=")
 
 
+def test_a_run_directory_that_is_being_trained(train, inputs, tmp_path):
+    config = load(inputs.run, [f"directory={tmp_path / 'run'}"])
+    with open_attempt(config):
+        check(train(inputs.run), str(tmp_path / "run"), "is being trained by another process", "wait for it")
+    with open_attempt(config) as attempt:
+        assert attempt.name == "0002"
+
+
 def test_a_run_directory_of_another_configuration(train, inputs, tmp_path):
-    open_attempt(load(inputs.run, [f"directory={tmp_path / 'run'}"]))
+    with open_attempt(load(inputs.run, [f"directory={tmp_path / 'run'}"])):
+        pass
     text = train(inputs.run, "training.seed=1", "model.d_model=32", "layout.data=1")
     check(text, "belongs to another configuration", "model.d_model: 16 -> 32; training.seed: 0 -> 1.", "name=", "directory=")
     assert "layout" not in text
 
 
 def test_a_run_directory_whose_configuration_is_damaged(train, inputs, tmp_path):
-    open_attempt(load(inputs.run, [f"directory={tmp_path / 'run'}"]))
+    with open_attempt(load(inputs.run, [f"directory={tmp_path / 'run'}"])):
+        pass
     (tmp_path / "run" / "config.yaml").write_text("name: [")
     check(train(inputs.run), str(tmp_path / "run" / "config.yaml"), "not a resolved run configuration")
 
@@ -196,11 +206,13 @@ def test_a_start_that_was_cut_short_does_not_block_the_next(inputs, tmp_path):
     """Whatever a kill while the directory is made leaves behind, the same command goes on."""
     config = load(inputs.run, [f"directory={tmp_path / 'run'}"])
     (tmp_path / "run").mkdir()
-    assert open_attempt(config).name == "0001"
+    with open_attempt(config) as attempt:
+        assert attempt.name == "0001"
     (tmp_path / "run" / "config.yaml").rename(tmp_path / "run" / ".config.yaml.new")
     for path in (tmp_path / "run" / "provenance.json", tmp_path / "run" / "attempts" / "0001" / "config.yaml"):
         path.unlink()
-    assert open_attempt(config).name == "0002"
+    with open_attempt(config) as attempt:
+        assert attempt.name == "0002"
     assert (tmp_path / "run" / "provenance.json").exists()
 
 
@@ -270,7 +282,8 @@ print(*sys.modules)
 
 def test_refusals_need_no_torch(inputs, tmp_path):
     """On a login node, at once: settings, data, tokenizer and run directory are checked without it."""
-    open_attempt(load(inputs.run, [f"directory={tmp_path / 'run'}"]))
+    with open_attempt(load(inputs.run, [f"directory={tmp_path / 'run'}"])):
+        pass
     bad = ["training.seed=1", "data.path=/nowhere", f"data.path={inputs.tokens}", "layout.tensor=3", "model.vocab_size=9"]
     words = [[str(inputs.run), f"directory={tmp_path / 'run'}", word] for word in bad]
     done = subprocess.run([sys.executable, "-c", REFUSE, json.dumps(words)], capture_output=True, text=True, check=True)
