@@ -91,4 +91,4 @@ def _commit() -> str:
         done = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
-    return (git("rev-parse", "HEAD") or "unknown") + (" with changes" if git("status", "--porcelain") else "")
+    return (git("rev-parse", "HEAD") or "unknown") + (" with changes" if git("status", "--porcelain", "--", ".", ":!results") else "")
