@@ -91,5 +91,5 @@ def _commit() -> str:
         done = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--", ".", ":!results")  # results of this very run are no change of the source
+    changed = git("status", "--porcelain", "--", ":/", ":!results")  # results of this very run are no change of the source
     return (git("rev-parse", "HEAD") or "unknown") + (" with changes" if changed else "")
