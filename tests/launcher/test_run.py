@@ -255,7 +255,8 @@ def test_the_run_directory_keeps_its_contract(inputs, interrupted):
     assert {"baton-lm", "deepspeed", "megatron-core", "webdataset"} <= set(made["packages"])
     assert made["machine"]["cores"] >= 1
 
-    attempts = sorted((folder / "attempts").iterdir())
+    lock, *attempts = sorted((folder / "attempts").iterdir())
+    assert lock.name == ".lock"
     assert [path.name for path in attempts] == ["0001", "0002", "0003", "0004", "0005"]
     for path, attempt in zip(attempts, interrupted.attempts):
         assert {p.name for p in path.iterdir()} == {"config.yaml", "rank-0.log", "rank-1.log"}
