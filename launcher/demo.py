@@ -33,7 +33,7 @@ def main() -> int:
     start = time.monotonic()
     baton = [sys.executable, "-P", "-m", "baton.launcher.cli"]
     run = FOLDER / "run"
-    shutil.rmtree(run, ignore_errors=True)
+    shutil.rmtree(FOLDER, ignore_errors=True)  # an earlier demo's, perhaps of another Python
 
     _headline("1. Text to shards: Python's standard library")
     _run([*baton, "data", "prepare", sysconfig.get_paths()["stdlib"], "--out", str(FOLDER / "shards"), "--include", "*.py"]
