@@ -159,29 +159,46 @@ def _first_problem(error: ValidationError) -> str:
     # a misspelt key that is required is also a missing one: the misspelling says more
     problems = sorted(error.errors(), key=lambda p: p["type"] not in ("extra_forbidden", "invalid_key"))
     first = problems[0]
-    location = [str(part) for part in first["loc"]]
+    location, known = _place([str(part) for part in first["loc"]])
     key = ".".join(location)
     if first["type"] == "extra_forbidden":
-        known = _fields_at(location[:-1])
         close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
         prefix = "".join(f"{part}." for part in location[:-1])
         text = f"unknown key {key}; " + (f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(known)}")
     elif first["type"] == "missing":
         text = f"{key} is missing; set it in the file or as {key}=VALUE"
+    elif first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        context = first["ctx"]
+        name = context["discriminator"].strip("'")
+        expected = context.get("expected_tags") or "the name of one"
+        text = f"{key}.{name}={context.get('tag', 'nothing')}: no such {name}; set {key}.{name} to {expected}"
     else:
         text = f"{key}={first['input']!r}: {first['msg']}"
     return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
-def _fields_at(location: list[str]) -> list[str]:
+def _place(location: list[str]) -> tuple[list[str], list[str]]:
+    """The keys of a problem's location, without the tags that pydantic puts in for the kinds of a choice; the keys known there."""
+    keys: list[str] = []
     model: Any = RunConfig
-    for part in location:
-        annotation = model.model_fields[part].annotation
-        candidates = [annotation, *get_args(annotation)]
-        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
-        if model is None:
-            return []
-    return list(model.model_fields)
+    kinds: dict[str, Any] = {}
+    for number, part in enumerate(location):
+        if part in kinds:
+            model, kinds = kinds[part], {}
+            continue
+        keys.append(part)
+        if number == len(location) - 1 or model is None or part not in model.model_fields:
+            continue
+        models = [c for c in _classes(model.model_fields[part].annotation) if issubclass(c, BaseModel)]
+        kinds = {c.model_fields["kind"].default: c for c in models} if len(models) > 1 else {}
+        model = models[0] if models else None
+    return keys, list(model.model_fields) if model is not None else []
+
+
+def _classes(annotation: Any) -> list[type]:
+    if isinstance(annotation, type):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in _classes(part)]
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

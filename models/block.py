@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from baton.kernels.protocol import State
 from baton.models import init
 from baton.models.config import ModelConfig
-from baton.models.mixers.mamba import Mamba
+from baton.models.mixers.registry import build_mixer
 from baton.parallel.layout import ParameterLayout, declare
 
 
@@ -30,7 +30,8 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, megatron: ModelParallelConfig, compute_dtype: torch.dtype) -> None:
         super().__init__()
         self.norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mixer = Mamba(config.d_model, config.n_layers, config.mixer, megatron, compute_dtype)
+        # one residual add per block: n_layers of them in the whole model
+        self.mixer = build_mixer(config.d_model, config.n_layers, config.mixer, megatron, compute_dtype)
 
     def forward(self, x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
         y, state = self.mixer(self.norm(x), pos, state)

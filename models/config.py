@@ -1,20 +1,25 @@
 """Settings of the model. Torch-free."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
-class MambaConfig(BaseModel):
-    """The selective state space of Mamba (Gu & Dao), one per block."""
+class GatedScanConfig(BaseModel):
+    """What Mamba and Longhorn share."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    expand: int = Field(2, ge=1, description="d_inner / d_model; 2 in every model of both papers")
+    d_state: int = Field(16, ge=1, description="numbers of state per channel; 16 in every model of both papers")
+    d_conv: int = Field(4, ge=2, description="tokens that the causal convolution sees; 4 as released, the papers do not say")
+    dt_rank: int | None = Field(None, ge=1, description="rank of the step sizes' projection; null: d_model / 16, rounded up")
+
+
+class MambaConfig(GatedScanConfig):
+    """The selective state space of Mamba (Gu & Dao), one per block."""
+
     kind: Literal["mamba"] = "mamba"
-    expand: int = Field(2, ge=1, description="d_inner / d_model; 2 in every model of the paper")
-    d_state: int = Field(16, ge=1, description="numbers of state per channel; 16 in every model of the paper")
-    d_conv: int = Field(4, ge=2, description="tokens that the causal convolution sees; 4 as released, the paper does not say")
-    dt_rank: int | None = Field(None, ge=1, description="rank of the step-size projection; null: d_model / 16, rounded up")
     dt_min: float = Field(1e-3, gt=0, description="smallest initial step size (log-uniform between dt_min and dt_max)")
     dt_max: float = Field(1e-1, gt=0, description="largest initial step size")
     dt_floor: float = Field(1e-4, gt=0, description="initial step sizes are raised to this at least")
@@ -25,6 +30,15 @@ class MambaConfig(BaseModel):
         if self.dt_min > self.dt_max:
             raise ValueError(f"dt_min={self.dt_min} exceeds dt_max={self.dt_max}; initial step sizes lie between them")
         return self
+
+
+class LonghornConfig(GatedScanConfig):
+    """The online learner of Longhorn (Liu et al.), diagonal form, one per block."""
+
+    kind: Literal["longhorn"] = "longhorn"
+
+
+MixerConfig = Annotated[MambaConfig | LonghornConfig, Field(discriminator="kind")]
 
 
 class ModelConfig(BaseModel):
@@ -39,7 +53,7 @@ class ModelConfig(BaseModel):
     norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
     decay_embedding: bool = Field(False, description="weight decay on the embedding; the paper leaves it open")
     loss_chunk: int = Field(1024, ge=1, description="tokens whose logits exist at once; a whole context's would not fit")
-    mixer: MambaConfig = Field(default_factory=MambaConfig, description="what mixes tokens in every block")
+    mixer: MixerConfig = Field(default_factory=MambaConfig, description="what mixes tokens in every block, by its kind")
 
     @property
     def padded_vocab_size(self) -> int:

@@ -5,6 +5,7 @@ import torch
 from support.compare import relative_error
 from support.models import MODEL, micro_batches, training
 
+from baton.kernels.longhorn.op import longhorn
 from baton.kernels.selective_scan.op import selective_scan
 from baton.kernels.short_conv.op import short_conv
 from baton.parallel.layout import gather_parameters
@@ -50,6 +51,27 @@ def test_selective_scan_on_the_gpu(dtype, limit):
 
     expected, found = run("cpu", torch.float64), run("cuda", None)
     for want, got in zip(expected, found):
+        assert relative_error(got, want) <= limit
+    assert all(torch.equal(a, b) for a, b in zip(found, run("cuda", None))), "two runs differ"
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)])
+def test_longhorn_on_the_gpu(dtype, limit):
+    g = torch.Generator().manual_seed(2)
+    make = lambda *s: torch.randn(*s, generator=g)  # noqa: E731
+    # x, k and q are activations; beta, D and the state are fp32 in every model
+    rounded = [v.to(dtype) for v in (make(3, 45, 37), make(3, 45, 5), make(3, 45, 5))]
+    tensors = [*rounded, torch.sigmoid(make(3, 45, 37)), make(37), make(3, 37, 5)]
+    pos, dy, dstate = positions(3, 45, g), make(3, 45, 37).to(dtype), make(3, 37, 5)
+
+    def run(device, cast):
+        leaves = [v.to(device).to(cast or v.dtype).requires_grad_() for v in tensors]
+        y, out = longhorn(*leaves[:5], pos=pos.to(device), initial_state=leaves[5])
+        torch.autograd.backward([y, out], [dy.to(device).to(y.dtype), dstate.to(device).to(out.dtype)])
+        return [y, out, *(v.grad for v in leaves)]
+
+    found = run("cuda", None)
+    for want, got in zip(run("cpu", torch.float64), found):
         assert relative_error(got, want) <= limit
     assert all(torch.equal(a, b) for a, b in zip(found, run("cuda", None))), "two runs differ"
 

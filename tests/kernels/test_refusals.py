@@ -8,6 +8,7 @@ import torch
 from support.compare import relative_error
 
 from baton.kernels.errors import KernelError
+from baton.kernels.longhorn import longhorn
 from baton.kernels.selective_scan import selective_scan
 from baton.kernels.short_conv import short_conv
 
@@ -28,6 +29,18 @@ def _scan_arguments() -> dict[str, Any]:
     }
 
 
+def _longhorn_arguments() -> dict[str, Any]:
+    return {
+        "x": torch.rand(BATCH, T, CHANNELS),
+        "k": torch.rand(BATCH, T, D_STATE),
+        "q": torch.rand(BATCH, T, D_STATE),
+        "beta": torch.rand(BATCH, T, CHANNELS),
+        "D": torch.rand(CHANNELS),
+        "pos": torch.zeros(BATCH, T, dtype=torch.int32),
+        "initial_state": torch.zeros(BATCH, CHANNELS, D_STATE),
+    }
+
+
 def _conv_arguments() -> dict[str, Any]:
     return {
         "x": torch.rand(BATCH, T, CHANNELS),
@@ -38,10 +51,14 @@ def _conv_arguments() -> dict[str, Any]:
     }
 
 
-KERNELS = {"selective_scan": (selective_scan, _scan_arguments), "short_conv": (short_conv, _conv_arguments)}
+KERNELS = {
+    "selective_scan": (selective_scan, _scan_arguments),
+    "longhorn": (longhorn, _longhorn_arguments),
+    "short_conv": (short_conv, _conv_arguments),
+}
 EVERY_ARGUMENT = [(kernel, name) for kernel, (_, make) in KERNELS.items() for name in make()]
 # the sizes of these are what the others are measured against
-FREE = {("selective_scan", "u"), ("short_conv", "x")}
+FREE = {("selective_scan", "u"), ("longhorn", "x"), ("short_conv", "x")}
 
 
 @pytest.mark.parametrize(("kernel", "name"), EVERY_ARGUMENT)
@@ -60,9 +77,10 @@ def test_a_size_that_would_broadcast_or_is_off_by_one_is_refused(kernel: str, na
     arguments = make()
     shape = tuple(arguments[name].shape)
     # d_state and width are theirs to choose
-    expected = f"({shape[0]}, any)" if name in ("A", "weight") else str(shape)
+    chosen = {"A": 1, "weight": 1, "k": 2}.get(name)
+    expected = str(shape) if chosen is None else f"({', '.join(map(str, shape[:chosen]))}, any)"
     for dim in range(len(shape)):
-        if (name, dim) in {("A", 1), ("weight", 1)}:
+        if dim == chosen:
             continue
         size = 1 if change == "one" else shape[dim] + 1
         wrong = arguments[name].narrow(dim, 0, 1) if change == "one" else torch.cat([arguments[name]] * 2, dim).narrow(dim, 0, size)
@@ -121,11 +139,13 @@ def test_negative_positions_are_refused(kernel: str):
 
 
 def test_states_are_not_kept_in_low_precision():
-    arguments = {name: x.bfloat16() if x.is_floating_point() else x for name, x in _scan_arguments().items()}
-    with pytest.raises(KernelError, match="initial_state has dtype bfloat16, expected float32"):
-        selective_scan(**arguments)
-    _, final = selective_scan(**{**arguments, "initial_state": None})
-    assert final.dtype == torch.float32
+    for kernel in ("selective_scan", "longhorn"):
+        function, make = KERNELS[kernel]
+        arguments = {name: x.bfloat16() if x.is_floating_point() else x for name, x in make().items()}
+        with pytest.raises(KernelError, match="initial_state has dtype bfloat16, expected float32"):
+            function(**arguments)
+        _, final = function(**{**arguments, "initial_state": None})
+        assert final.dtype == torch.float32
 
 
 def test_unknown_choices_are_refused_with_the_known_ones():

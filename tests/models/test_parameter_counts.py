@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from baton.models.config import ModelConfig
+from baton.models.config import LonghornConfig, ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel.layout import parameter_count
 
@@ -18,6 +18,10 @@ MAMBA = {
     "mamba-1.4b": 1_372_178_432,
     "mamba-2.8b": 2_768_345_600,
 }
+
+
+# Liu et al., "Longhorn", table 1 in millions; its 350M figure is 0.05 % below any count that its description allows
+LONGHORN = {"longhorn-125m": (128.6, 0.06), "longhorn-350m": (369.8, 0.2), "longhorn-1.3b": (1331.6, 0.06)}
 
 
 def on_meta(config):
@@ -32,6 +36,18 @@ def shipped(name):
 @pytest.mark.parametrize("name", MAMBA)
 def test_mamba_sizes(name):
     assert parameter_count(on_meta(shipped(name))) == MAMBA[name]
+
+
+@pytest.mark.parametrize("name", LONGHORN)
+def test_longhorn_sizes(name):
+    millions, distance = LONGHORN[name]
+    assert abs(parameter_count(on_meta(shipped(name))) / 1e6 - millions) < distance
+
+
+def test_longhorn_is_mamba_without_its_rates():
+    base = shipped("mamba-370m")
+    longhorn = base.model_copy(update={"mixer": LonghornConfig()})
+    assert parameter_count(on_meta(base)) - parameter_count(on_meta(longhorn)) == 48 * 2 * 1024 * 16
 
 
 # the paper's one decimal is rounded in most rows and cut in one (369.157 is printed as 369.1)

@@ -13,6 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from baton.kernels.longhorn import longhorn
+from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.selective_scan import selective_scan
 from baton.kernels.selective_scan.reference import selective_scan_reference
 from baton.kernels.short_conv import short_conv
@@ -25,12 +27,16 @@ law = partial(settings, derandomize=True, deadline=None, database=None)
 
 @dataclass(frozen=True)
 class Recurrence:
-    """run and reference take (inputs along time [batch, T, ...], parameters, pos, state) and return (y, state)."""
+    """run and reference take (inputs along time [batch, T, ...], parameters, pos, state) and return (y, state).
+
+    `smooth` moves a case's inputs, in place, to where finite differences reach to both sides and are accurate.
+    """
 
     name: str
     run: Run
     reference: Run
     make: Callable[[torch.Generator, int, int, torch.dtype], "Case"]
+    smooth: Callable[["Case"], object] = lambda case: None
 
     def __str__(self) -> str:
         return self.name
@@ -67,6 +73,20 @@ def extreme_steps(generator: torch.Generator, *shape: int, dtype: torch.dtype) -
     return steps
 
 
+def extreme_keys(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Keys of either sign, whole tokens of them exactly 0, tiny or 30 times larger, and single ones exactly 0."""
+    scales = torch.tensor([0.0, 1e-4, 0.3, 1.0, 1.0, 30.0], dtype=dtype)
+    keys = torch.randn(*shape, generator=generator, dtype=dtype)
+    keys *= scales[torch.randint(0, 6, shape[:-1], generator=generator)].unsqueeze(-1)
+    keys[torch.rand(*shape, generator=generator) < 0.1] = 0.0
+    return keys
+
+
+def extreme_gates(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Sigmoids of very wide logits: from 0 to 1, among them many of nearly, and of exactly, 0 and 1."""
+    return torch.sigmoid(8 * torch.randn(*shape, generator=generator, dtype=dtype)).to(torch.bfloat16).to(dtype)
+
+
 def _randn(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=dtype)
 
@@ -81,6 +101,16 @@ def _make_scan(
     return Case([u, delta, B, C], [A, randn(channels)], randn(batch, channels, d_state))
 
 
+def _make_longhorn(
+    generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, channels: int = 5, d_state: int = 3
+) -> Case:
+    randn = partial(_randn, generator, dtype=dtype)
+    k = extreme_keys(generator, batch, length, d_state, dtype=dtype)
+    beta = extreme_gates(generator, batch, length, channels, dtype=dtype)
+    inputs = [randn(batch, length, channels), k, randn(batch, length, d_state), beta]
+    return Case(inputs, [randn(channels)], randn(batch, channels, d_state))
+
+
 def _make_conv(generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, channels: int = 5, width: int = 4) -> Case:
     randn = partial(_randn, generator, dtype=dtype)
     return Case([randn(batch, length, channels)], [randn(channels, width), randn(channels)], randn(batch, width - 1, channels))
@@ -93,6 +123,15 @@ def _scan(function: Callable[..., tuple[Tensor, Tensor]], discretization: str) -
         u, delta, B, C = inputs
         A, D = parameters
         return function(u, delta, A, B, C, D, pos=pos, initial_state=state, discretization=discretization)
+
+    return run
+
+
+def _longhorn(function: Callable[..., tuple[Tensor, Tensor]]) -> Run:
+    def run(
+        inputs: Sequence[Tensor], parameters: Sequence[Tensor], pos: Tensor | None, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return function(*inputs, *parameters, pos=pos, initial_state=state)
 
     return run
 
@@ -112,6 +151,17 @@ def _of_scan(discretization: str, **sizes: int) -> Recurrence:
         _scan(selective_scan, discretization),
         _scan(selective_scan_reference, discretization),
         partial(_make_scan, **sizes),
+        smooth=lambda case: case.inputs[1].add_(0.3).clamp_(max=2.0),
+    )
+
+
+def _of_longhorn(**sizes: int) -> Recurrence:
+    return Recurrence(
+        "-".join(["longhorn", *(f"{key}={value}" for key, value in sizes.items())]),
+        _longhorn(longhorn),
+        _longhorn(longhorn_reference),
+        partial(_make_longhorn, **sizes),
+        smooth=lambda case: case.inputs[1].clamp_(-2.0, 2.0),
     )
 
 
@@ -124,11 +174,12 @@ def _of_conv(activation: str | None, **sizes: int) -> Recurrence:
     )
 
 
-RECURRENCES = [_of_scan("euler"), _of_scan("zoh"), _of_conv(None), _of_conv("silu")]
+RECURRENCES = [_of_scan("euler"), _of_scan("zoh"), _of_longhorn(), _of_conv(None), _of_conv("silu")]
 # odd sizes, large enough for several vectors and, in the scan's expanded buffers, for several threads
 WIDE_RECURRENCES = [
     _of_scan("euler", channels=67, d_state=17),
     _of_scan("zoh", channels=67, d_state=17),
+    _of_longhorn(channels=67, d_state=17),
     _of_conv(None, channels=67),
     _of_conv("silu", channels=67),
 ]

@@ -6,6 +6,7 @@ from support.compare import relative_error
 from support.models import MODEL, micro_batches, step_batch, training
 
 from baton.models.lm import IGNORED, LanguageModel
+from baton.models.mixers.registry import MIXERS
 from baton.parallel.layout import gather_parameters, initialize_parameters
 from baton.parallel.zero import parameter_groups
 from baton.training.build import build
@@ -15,10 +16,15 @@ from baton.training.schedule import learning_rate
 STEPS = 5
 
 
-def oracle(precision="float32"):
+def model_of(mixer):
+    """The small model with another mixer of the registry."""
+    return MODEL.model_copy(update={"mixer": MIXERS[mixer][0](d_state=4)})
+
+
+def oracle(precision="float32", mixer="mamba"):
     """One process, torch's AdamW and clipping, the whole batch at once: nothing of DeepSpeed, the executor or splitting."""
     config = training(precision=precision)
-    model = LanguageModel(MODEL, compute_dtype=getattr(torch, precision))
+    model = LanguageModel(model_of(mixer), compute_dtype=getattr(torch, precision))
     initialize_parameters(model, config.seed, 0, 1)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     o = config.optimizer
@@ -39,9 +45,9 @@ def oracle(precision="float32"):
     return rows, model, start
 
 
-def steps_on_a_layout(mesh, precision="float32", recompute=False):
+def steps_on_a_layout(mesh, precision="float32", recompute=False, mixer="mamba"):
     config = training(precision=precision, recompute=recompute)
-    built = build(MODEL, config, mesh)
+    built = build(model_of(mixer), config, mesh)
     initial = gather_parameters(built.model, mesh.tensor_group)
     executor = StepExecutor(built.model, built.engine, mesh)
     rows = []
@@ -62,13 +68,15 @@ def whole(model, values):
 
 
 LAYOUTS = [{"data": 1}, {"data": 2}, {"data": 4}, {"tensor": 2}, {"tensor": 4}, {"tensor": 2, "data": 2}]
+# every layout for one mixer, the one that has everything for the others
+CELLS = [("mamba", layout) for layout in LAYOUTS] + [(mixer, LAYOUTS[-1]) for mixer in MIXERS if mixer != "mamba"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_layout_equals_one_process(pool, single_mesh, layout):
-    rows, model, start = oracle()
+@pytest.mark.parametrize(("mixer", "layout"), CELLS, ids=str)
+def test_layout_equals_one_process(pool, single_mesh, mixer, layout):
+    rows, model, start = oracle(mixer=mixer)
     expected = whole(model, dict(model.named_parameters()))
-    for found, initial, parameters in pool.run(steps_on_a_layout, **layout):
+    for found, initial, parameters in pool.run(steps_on_a_layout, mixer=mixer, **layout):
         assert [r[2] for r in found] == [int((step_batch(s).labels != IGNORED).sum()) for s in range(STEPS)]
         for (loss, norm, _), (want_loss, want_norm) in zip(found, rows):
             assert loss == pytest.approx(want_loss, rel=1e-5)

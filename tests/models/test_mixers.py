@@ -1,12 +1,11 @@
-"""The law for the Mamba layer: split anywhere, packed or not, same outputs and same gradients."""
+"""The law for every mixer: split anywhere, packed or not, same outputs and same gradients."""
 
 import pytest
 import torch
 from support.compare import relative_error
 
 from baton.kernels import protocol
-from baton.models.config import MambaConfig
-from baton.models.mixers.mamba import Mamba
+from baton.models.mixers.registry import MIXERS
 from baton.parallel.layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
 
@@ -17,10 +16,10 @@ DOCUMENTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def layer(single_mesh):
-    config = MambaConfig(expand=3, d_state=5, d_conv=4, dt_rank=2)
-    layer = Mamba(M, 3, config, megatron_config(1, False), torch.float64)
+@pytest.fixture(scope="module", params=MIXERS)
+def layer(request, single_mesh):
+    settings, mixer = MIXERS[request.param]
+    layer = mixer(M, 3, settings(expand=3, d_state=5, d_conv=4, dt_rank=2), megatron_config(1, False), torch.float64)
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
     with torch.no_grad():  # distinct, non-trivial values everywhere, also where the initial ones are all equal
         g = torch.Generator().manual_seed(2)

@@ -1,0 +1,300 @@
+"""What recurrences with a diagonal transition share, on any device: h = decay h + add, y = sum_n query h + skip x.
+
+A recurrence is a Generator: where decay and add come from, and the gradients of that. The one thing to know: a chunk of a few
+tokens is expanded to [tokens, batch, d_state, channels] in buffers that stay in cache and are used again by the next chunk; within
+it the recurrence is one fused multiply-add per token. So nothing of size T x channels x d_state ever exists, no cumulated decay is
+divided by, and outputs and states have the same bits for every chunk size and cut.
+
+The backward pass keeps only the inputs and the states at the chunks' borders, and recomputes a chunk before walking it backwards
+(Mamba, Gu & Dao 2023, section 3.3 and appendix D, for the recomputation).
+
+Shape suffixes: B batch, T time, L time within a chunk, D channels, N d_state. Inside, time comes first, so that a step is
+contiguous, and channels last, so that what all channels share (the query, a key) is a scalar of the inner loop.
+"""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from baton.kernels.elementwise import padded_buffer
+
+# Elements of one expanded buffer (tokens x batch x channels x d_state). Measured on 1 and 2 cores; see chunk_length.
+_CHUNK_ELEMENTS = 1 << 19
+_CHUNK_LENGTHS = (16, 32)
+
+
+def chunk_length(batch: int, channels: int, d_state: int) -> int:
+    """Tokens per chunk, a function of shapes alone: the longest whose expanded buffers stay in cache, but at least 16, so that the
+    border states kept for the backward pass are no larger than d_state / 16 activations."""
+    fitting = [length for length in _CHUNK_LENGTHS if length * batch * channels * d_state <= _CHUNK_ELEMENTS]
+    return max(fitting, default=_CHUNK_LENGTHS[0])
+
+
+class Buffers:
+    """The expanded quantities of one chunk at a time, in memory that all chunks share. h begins with the state that arrives."""
+
+    def __init__(self, x_BTD: Tensor, d_state: int, chunk: int) -> None:
+        self.batch, length, self.channels = x_BTD.shape
+        self.d_state, self.chunk = d_state, min(chunk, length)
+        self.dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
+        self.step = self.batch * self.channels * d_state
+        self.decay_flat = padded_buffer(self.chunk * self.step, x_BTD, self.dtype)
+        self.h_flat = torch.empty((self.chunk + 1) * self.step, dtype=self.dtype, device=x_BTD.device)
+
+    def expanded(self, flat: Tensor, tokens: int) -> Tensor:
+        """The first `tokens` tokens of a flat buffer, [tokens, B, N, D]."""
+        return flat[: tokens * self.step].view(tokens, self.batch, self.d_state, self.channels)
+
+    def load(self, x_BTX: Tensor, begin: int, end: int) -> Tensor:
+        """A chunk of an input, time first and contiguous, in the dtype of the computation."""
+        return x_BTX[:, begin:end].transpose(0, 1).to(self.dtype).contiguous()
+
+
+class Generator(ABC):
+    """Where decay and add come from. Made anew for each forward and each backward pass, from the recurrence's `parameters`.
+
+    `along` are the recurrence's inputs along time (query excepted), a chunk of each, [L, B, channels or d_state], contiguous, in
+    the dtype of the computation; the first is x, the one that skip multiplies.
+    """
+
+    @abstractmethod
+    def __init__(self, buffers: Buffers, parameters: Sequence[Tensor]) -> None: ...
+
+    @abstractmethod
+    def fill(self, along: Sequence[Tensor], decay_LBND: Tensor, add_LBND: Tensor) -> None:
+        """Write decay (a view of the start of `buffers.decay_flat`) and add. Where a document starts, decay is then set to 0."""
+
+    @abstractmethod
+    def gradients(self, along: Sequence[Tensor], decay_LBND: Tensor, h_before_LBND: Tensor, lam_LBND: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of `along` (of x without skip), given lam = dLoss/dh: dLoss/ddecay = lam h_before and dLoss/dadd = lam.
+
+        decay is what the scan used and h_before the true state before each token (never h - add divided by decay), both 0 where
+        a document starts. What `fill` left behind for these tokens is still there. All three may be overwritten.
+        """
+
+    def parameter_gradients(self) -> tuple[Tensor, ...]:
+        """Gradients of `parameters`, summed over all calls of `gradients`, in each one's shape and dtype."""
+        return ()
+
+
+class _Inputs(NamedTuple):
+    """What a scan reads: along [B, T, channels or d_state] each, query [B, T, N], skip [D]."""
+
+    kind: type[Generator]
+    along: tuple[Tensor, ...]
+    query: Tensor
+    skip: Tensor
+    parameters: tuple[Tensor, ...]
+
+
+def diagonal_scan(
+    kind: type[Generator],
+    along: tuple[Tensor, ...],
+    query_BTN: Tensor,
+    skip_D: Tensor,
+    parameters: tuple[Tensor, ...] = (),
+    *,
+    pos: Tensor | None,
+    initial_state: Tensor | None,
+    chunk: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Run a recurrence whose arguments its `op` has checked.
+
+    Args:
+        kind: the recurrence.
+        along: its inputs along time, [batch, T, channels or d_state]; the first is x, [batch, T, channels].
+        query_BTN: what the state is read with, [batch, T, d_state].
+        skip_D: weight of x in the output, [channels].
+        parameters: what is the same for all tokens.
+        pos: int [batch, T]; where it is 0 the state before is forgotten. None: nowhere.
+        initial_state: [batch, channels, d_state] in float32 (float64 for float64 inputs), or None for zero.
+        chunk: tokens per chunk; None: `chunk_length`.
+
+    Returns:
+        y, [batch, T, channels] in x's dtype, and the final state, [batch, channels, d_state], with exact gradients to all tensors.
+    """
+    batch, _, channels = along[0].shape
+    length = chunk or chunk_length(batch, channels, query_BTN.shape[2])
+    tensors = (*along, query_BTN, skip_D, *parameters)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, initial_state)):
+        y_BTD, final_BDN = _DiagonalScan.apply(kind, len(along), length, pos, initial_state, *tensors)
+        return y_BTD, final_BDN
+    inputs = _Inputs(kind, along, query_BTN, skip_D, parameters)
+    with torch.no_grad():
+        y_BTD, final_BDN, _ = _forward(inputs, initial_state, _Starts(pos, length), length, keep_borders=False)
+    return y_BTD, final_BDN
+
+
+class _Starts:
+    """Where documents start, chunk by chunk: row numbers t * batch + b of a chunk's [L * B, N * D] decays."""
+
+    def __init__(self, pos: Tensor | None, chunk: int) -> None:
+        self.rows: list[Tensor | None] = []
+        if pos is None:
+            return
+        batch, length = pos.shape
+        rows = (pos == 0).t().reshape(-1).nonzero().squeeze(1)
+        if length <= chunk:
+            self.rows.append(rows if rows.numel() else None)
+            return
+        edges = torch.arange(0, length + chunk, chunk, device=pos.device) * batch
+        # one wait for the device per call, not one per chunk
+        cuts = torch.searchsorted(rows, edges).tolist()
+        for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            self.rows.append(rows[begin:end] - number * chunk * batch if end > begin else None)
+
+    def forget(self, x_LBND: Tensor, number: int) -> None:
+        """Zero the row of every token of chunk `number` that starts a document."""
+        rows = self.rows[number] if self.rows else None
+        if rows is not None:
+            x_LBND.view(-1, x_LBND[0, 0].numel()).index_fill_(0, rows, 0.0)
+
+
+class _Chunk(Buffers):
+    """Buffers with the recurrence that fills them."""
+
+    def __init__(self, inputs: _Inputs, chunk: int, starts: _Starts) -> None:
+        super().__init__(inputs.along[0], inputs.query.shape[2], chunk)
+        self.starts = starts
+        self.generator = inputs.kind(self, inputs.parameters)
+
+    def scan(self, number: int, along: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Decays [L, B, N, D] and states [L + 1, B, N, D], of which the first arrived and is already in place."""
+        tokens = along[0].shape[0]
+        decay_LBND = self.expanded(self.decay_flat, tokens)
+        h_LBND = self.expanded(self.h_flat, tokens + 1)
+        self.generator.fill(along, decay_LBND, h_LBND[1:])
+        self.starts.forget(decay_LBND, number)
+        decays, states = decay_LBND.unbind(), h_LBND.unbind()
+        for t in range(tokens):
+            states[t + 1].addcmul_(decays[t], states[t])
+        return decay_LBND, h_LBND
+
+
+def _forward(
+    inputs: _Inputs, initial_state: Tensor | None, starts: _Starts, chunk: int, keep_borders: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y [B, T, D], final state [B, D, N] and, if asked for, the state that enters each chunk, [chunks, B, N, D]."""
+    x_BTD = inputs.along[0]
+    length = x_BTD.shape[1]
+    work = _Chunk(inputs, chunk, starts)
+    skip_D = inputs.skip.to(work.dtype)
+    h_BND = work.expanded(work.h_flat, 1)[0]
+    if initial_state is None:
+        h_BND.zero_()
+    else:
+        h_BND.copy_(initial_state.transpose(1, 2))
+    borders = x_BTD.new_empty(-(-length // chunk), *h_BND.shape, dtype=work.dtype) if keep_borders else None
+    y_BTD = torch.empty_like(x_BTD, memory_format=torch.contiguous_format)
+    for number, begin in enumerate(range(0, length, chunk)):
+        end = min(begin + chunk, length)
+        if borders is not None:
+            borders[number].copy_(h_BND)
+        along = [work.load(x, begin, end) for x in inputs.along]
+        _, h_LBND = work.scan(number, along)
+        h_BND.copy_(h_LBND[-1])
+        # not a batched matmul, whose bits may depend on how many tokens it is given
+        y_LBD = h_LBND[1:].mul_(work.load(inputs.query, begin, end)[:, :, :, None]).sum(2)
+        y_BTD[:, begin:end] = y_LBD.addcmul_(along[0], skip_D).transpose(0, 1)
+    return y_BTD, h_BND.transpose(1, 2).contiguous(), borders
+
+
+class _DiagonalScan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kind: type[Generator],
+        n_along: int,
+        chunk: int,
+        pos: Tensor | None,
+        initial_state: Tensor | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        starts = _Starts(pos, chunk)
+        ctx.kind, ctx.n_along, ctx.chunk, ctx.starts = kind, n_along, chunk, starts
+        y_BTD, final_BDN, borders = _forward(_unflatten(kind, n_along, tensors), initial_state, starts, chunk, keep_borders=True)
+        ctx.save_for_backward(*tensors, borders)
+        return y_BTD, final_BDN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BTD: Tensor, dfinal_BDN: Tensor) -> tuple[Any, ...]:
+        *tensors, borders = ctx.saved_tensors
+        inputs = _unflatten(ctx.kind, ctx.n_along, tensors)
+        # an autocast region around backward() must not turn the fp32 reductions into bf16
+        with torch.autocast(dy_BTD.device.type, enabled=False):
+            grads = _backward(inputs, borders, ctx.starts, ctx.chunk, dy_BTD, dfinal_BDN)
+        wanted = zip(ctx.needs_input_grad[4:], grads, strict=True)
+        return (None, None, None, None, *(grad if want else None for want, grad in wanted))
+
+
+def _unflatten(kind: type[Generator], n_along: int, tensors: Sequence[Tensor]) -> _Inputs:
+    query_BTN, skip_D, *parameters = tensors[n_along:]
+    return _Inputs(kind, tuple(tensors[:n_along]), query_BTN, skip_D, tuple(parameters))
+
+
+def _backward(
+    inputs: _Inputs, borders: Tensor, starts: _Starts, chunk: int, dy_BTD: Tensor, dfinal_BDN: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of initial_state, along, query, skip and parameters, walking the chunks from the last to the first.
+
+    The adjoint of the recurrence, with lam_t = dLoss/dh_t: lam_t = query_t dy_t + decay_{t+1} lam_{t+1}, started by the final
+    state's cotangent.
+    """
+    length = inputs.along[0].shape[1]
+    work = _Chunk(inputs, chunk, starts)
+    skip_D = inputs.skip.to(work.dtype)
+    lam_flat = torch.empty(work.chunk * work.step, dtype=work.dtype, device=dy_BTD.device)
+    dalong = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs.along]
+    dquery = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
+    dskip_D = torch.zeros_like(skip_D)
+    # decay and lam of the token behind the chunk: the final state's cotangent arrives as from a token with decay 1
+    edge_lam_BND = dfinal_BDN.transpose(1, 2).contiguous()
+    edge_decay_BND = torch.ones_like(edge_lam_BND)
+    for number in reversed(range(len(borders))):
+        begin = number * chunk
+        end = min(begin + chunk, length)
+        along = [work.load(x, begin, end) for x in inputs.along]
+        x_LBD, dy_LBD, query_LBN = along[0], work.load(dy_BTD, begin, end), work.load(inputs.query, begin, end)
+        work.expanded(work.h_flat, 1).copy_(borders[number])
+        decay_LBND, h_LBND = work.scan(number, along)
+
+        lam_LBND = work.expanded(lam_flat, end - begin)
+        torch.mul(dy_LBD[:, :, None, :], query_LBN[:, :, :, None], out=lam_LBND)
+        lams, decays = lam_LBND.unbind(), decay_LBND.unbind()
+        lams[-1].addcmul_(edge_decay_BND, edge_lam_BND)
+        for t in range(end - begin - 2, -1, -1):
+            lams[t].addcmul_(decays[t + 1], lams[t + 1])
+        edge_decay_BND.copy_(decays[0])
+        edge_lam_BND.copy_(lams[0])
+
+        dquery[:, begin:end] = over_channels(dy_LBD, h_LBND[1:]).transpose(0, 1)
+        h_before_LBND = h_LBND[:-1]
+        starts.forget(h_before_LBND, number)
+        dx_LBD, *dothers = work.generator.gradients(along, decay_LBND, h_before_LBND, lam_LBND)
+        for grad, grad_LBX in zip(dalong, (dx_LBD.addcmul_(dy_LBD, skip_D), *dothers), strict=True):
+            grad[:, begin:end] = grad_LBX.transpose(0, 1)
+        dskip_D += (dy_LBD * x_LBD).sum((0, 1))
+    dinitial_BDN = (edge_decay_BND * edge_lam_BND).transpose(1, 2).contiguous()
+    return dinitial_BDN, *dalong, dquery, dskip_D.to(inputs.skip.dtype), *work.generator.parameter_gradients()
+
+
+def over_channels(x_LBD: Tensor, y_LBND: Tensor) -> Tensor:
+    """sum_d x y, [L, B, N]."""
+    tokens, batch, d_state, channels = y_LBND.shape
+    return torch.bmm(
+        x_LBD.reshape(tokens * batch, 1, channels), y_LBND.reshape(tokens * batch, d_state, channels).transpose(1, 2)
+    ).view(tokens, batch, d_state)
+
+
+def over_states(x_LBN: Tensor, y_LBND: Tensor) -> Tensor:
+    """sum_n x y, [L, B, D]."""
+    tokens, batch, d_state, channels = y_LBND.shape
+    return torch.bmm(x_LBN.reshape(tokens * batch, 1, d_state), y_LBND.reshape(tokens * batch, d_state, channels)).view(
+        tokens, batch, channels
+    )

@@ -1,0 +1,68 @@
+"""Longhorn's public function: checks its arguments, picks an implementation.
+
+The one thing to know: the state goes in and comes out in fp32 (float64 for float64 inputs), with exact gradients to both, so any
+sequence may be cut anywhere: y and the states keep their bits, gradients are equal to rounding.
+"""
+
+from torch import Tensor
+
+from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.longhorn.chunked import longhorn_chunked
+
+_KERNEL = "longhorn"
+
+
+def longhorn(
+    x: Tensor,
+    k: Tensor,
+    q: Tensor,
+    beta: Tensor,
+    D: Tensor,
+    *,
+    pos: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Longhorn's recurrence over a piece of a sequence (Liu et al. 2024, Algorithm 1; per channel i and state index n):
+
+        S_t[i, n] = (1 - eps_i k_n^2) S_{t-1}[i, n] + eps_i x_i k_n        eps_i = beta_i / (1 + beta_i |k|^2)
+        y_t[i] = sum_n S_t[i, n] q_n + D_i x_i
+
+    Where pos == 0, the decay 1 - eps k^2 is replaced by 0: a document never sees the state of the one before it. The decay lies
+    between 1 / (1 + beta |k|^2) and 1 for any key, so keys need no normalisation; a key of 0 changes nothing.
+
+    Args:
+        x: the values, [batch, T, channels].
+        k: keys, shared by the channels, [batch, T, d_state].
+        q: queries, shared by the channels, [batch, T, d_state].
+        beta: how much each channel takes in, after the sigmoid, no unit, 0 to 1, [batch, T, channels]; not checked.
+        D: skip per channel, [channels] (not in the paper's algorithm, but in the authors' code; zeros turn it off).
+        pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
+            starts inside this piece.
+        initial_state: the state that arrives, [batch, channels, d_state], float32 (float64 for float64 inputs). None: zero.
+
+    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32.
+
+    Returns:
+        y, [batch, T, channels] in x's dtype, and the state that leaves, [batch, channels, d_state], float32 or float64. Both
+        carry exact gradients to every tensor argument; differentiating twice is refused by autograd with a RuntimeError.
+
+    Raises:
+        KernelError: an argument of another shape, dtype or device than stated, by name; T = 0.
+    """
+    if not isinstance(x, Tensor):
+        raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (batch, T, channels)")
+    device = x.device
+    expect_tensor(_KERNEL, "x", x, ("batch", "T", "channels"), (-1, -1, -1), device)
+    batch, length, channels = x.shape
+    expect_tensor(_KERNEL, "k", k, ("batch", "T", "d_state"), (batch, length, -1), device)
+    d_state = k.shape[2]
+    expect_tensor(_KERNEL, "q", q, ("batch", "T", "d_state"), (batch, length, d_state), device)
+    expect_tensor(_KERNEL, "beta", beta, ("batch", "T", "channels"), (batch, length, channels), device)
+    expect_tensor(_KERNEL, "D", D, ("channels",), (channels,), device)
+    compute_dtype = expect_one_precision(_KERNEL, x=x, k=k, q=q, beta=beta, D=D)
+    if initial_state is not None:
+        expect_tensor(_KERNEL, "initial_state", initial_state, ("batch", "channels", "d_state"), (batch, channels, d_state), device)
+        expect_dtype(_KERNEL, "initial_state", initial_state, (compute_dtype,))
+    if pos is not None:
+        expect_positions(_KERNEL, pos, batch, length, device)
+    return longhorn_chunked(x, k, q, beta, D, pos=pos, initial_state=initial_state)

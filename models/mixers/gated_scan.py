@@ -1,0 +1,111 @@
+"""The skeleton that Mamba and Longhorn share: projection, short convolution, gated diagonal scan, projection.
+
+Channels (d_inner) are split over the tensor group, so the convolution and the scan need no communication. What mixes all channels
+(x_proj: a low-rank code of the step sizes, and the two vectors that all channels of a token share) is row parallel and summed over
+the group once; its gradient is summed once on the way back.
+
+Shapes: B batch, T time, M d_model, D this rank's channels, N d_state, R rank of the step sizes, W d_conv.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from megatron.core import ModelParallelConfig
+from torch import Tensor, nn
+
+from baton.kernels.protocol import Leaf, State
+from baton.kernels.short_conv.op import short_conv
+from baton.models import init
+from baton.models.config import GatedScanConfig
+from baton.parallel.layout import Init, ParameterLayout, declare, layout_of
+from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_group, require_divisible
+
+
+class GatedScan(nn.Module):
+    """x [B, T, M], pos [B, T], State {conv [B, W-1, D], scan [B, D, N]} -> y [B, T, M], State.
+
+    A subclass says what the recurrence is: `scan`. step: name of its step sizes' projection and bias; step_bias: the bias's
+    initial values.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        residual_adds: int,
+        config: GatedScanConfig,
+        megatron: ModelParallelConfig,
+        compute_dtype: torch.dtype,
+        *,
+        step: str,
+        step_bias: Init,
+    ) -> None:
+        super().__init__()
+        self._tensor_size = megatron.tensor_model_parallel_size
+        d_inner = config.expand * d_model
+        require_divisible("model.mixer.expand * model.d_model", d_inner, self._tensor_size)
+        self.config, self.compute_dtype, self._step = config, compute_dtype, step
+        self.dt_rank = config.dt_rank or -(-d_model // 16)
+        self.in_proj = ColumnParallelLinear(
+            d_model,
+            2 * d_inner,
+            init.linear(d_model),
+            megatron,
+            compute_dtype=compute_dtype,
+            parts=(("x", d_inner), ("z", d_inner)),
+        )
+        self.conv_weight = self.per_channel((d_inner, config.d_conv), init.linear(config.d_conv), decay=True)
+        self.conv_bias = self.per_channel((d_inner,), init.linear(config.d_conv), decay=False)
+        self.x_proj = RowParallelLinear(
+            d_inner, self.dt_rank + 2 * config.d_state, init.linear(d_inner), megatron, compute_dtype=compute_dtype
+        )
+        # every rank's channels use the same code and vectors: copy_to_tensor_group sums their gradient once for all three
+        projection = ColumnParallelLinear(
+            self.dt_rank, d_inner, init.linear(self.dt_rank), megatron, compute_dtype=compute_dtype, own_input=True
+        )
+        self.add_module(f"{step}_proj", projection)
+        self.register_parameter(f"{step}_bias", self.per_channel((d_inner,), step_bias, decay=False))
+        self.D = self.per_channel((d_inner,), init.constant(1.0), decay=False)
+        self.out_proj = RowParallelLinear(
+            d_inner, d_model, init.linear(d_inner, scale=residual_adds**-0.5), megatron, compute_dtype=compute_dtype
+        )
+
+    def per_channel(self, shape: Iterable[int], fill: Init, *, decay: bool) -> nn.Parameter:
+        """A parameter with one row per channel, split over the tensor group; it stays fp32 in the computation."""
+        layout = ParameterLayout(tuple(shape), fill, split=0, decay=decay)
+        return declare(nn.Parameter(torch.empty(layout.local_shape(self._tensor_size))), layout)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What is carried per sequence: the convolution's last inputs and the scan's state (fp32 whatever the matmuls use)."""
+        (d_inner,) = layout_of(self.D).shape
+        return (
+            Leaf("conv", (self.config.d_conv - 1, d_inner), self.compute_dtype, tp=1, grad=True),
+            Leaf("scan", (d_inner, self.config.d_state), self.D.dtype, tp=0, grad=True),
+        )
+
+    @abstractmethod
+    def scan(
+        self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, pos_BT: Tensor, state_BDN: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The recurrence with its skip: y [B, T, D] and the leaving state. step_BTD: projected step sizes with their bias, fp32."""
+
+    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+        x_BTD, z_BTD = self.in_proj(x_BTM).chunk(2, dim=-1)
+        u_BTD, tail = short_conv(
+            x_BTD,
+            self.conv_weight,
+            self.conv_bias,
+            pos=pos_BT,
+            tail=None if state is None else state["conv"],
+            activation="silu",
+        )
+        projected = copy_to_tensor_group(self.x_proj(u_BTD))
+        code_BTR, in_BTN, out_BTN = projected.split([self.dt_rank, self.config.d_state, self.config.d_state], dim=-1)
+        # the bias is fp32 and is added in fp32: rounding it would move Mamba's step sizes in jumps of 3 %
+        bias = self.get_parameter(f"{self._step}_bias")
+        step_BTD = self.get_submodule(f"{self._step}_proj")(code_BTR).to(bias.dtype) + bias
+        y_BTD, scan = self.scan(u_BTD, step_BTD, in_BTN, out_BTN, pos_BT, None if state is None else state["scan"])
+        gated = y_BTD.to(step_BTD.dtype) * F.silu(z_BTD.to(step_BTD.dtype))
+        return self.out_proj(gated), {"conv": tail, "scan": scan}

@@ -1,0 +1,30 @@
+"""Longhorn's mixer: an online learner of associations in the gated-scan skeleton.
+
+Source: Liu et al., "Longhorn: State Space Models are Amortized Online Learners", equations of section 3 and algorithm 1; the
+reference code for what the paper leaves out (low-rank beta with bias 0, skip). Channels are split over the tensor group.
+"""
+
+import torch
+from megatron.core import ModelParallelConfig
+from torch import Tensor
+
+from baton.kernels.longhorn.op import longhorn
+from baton.models import init
+from baton.models.config import LonghornConfig
+from baton.models.mixers.gated_scan import GatedScan
+
+
+class Longhorn(GatedScan):
+    """S = (1 - eps k^2) S + eps u k, y = S q + D u, with eps = beta / (1 + beta |k|^2) and beta = sigmoid(low rank + bias)."""
+
+    config: LonghornConfig
+
+    def __init__(
+        self, d_model: int, residual_adds: int, config: LonghornConfig, megatron: ModelParallelConfig, compute_dtype: torch.dtype
+    ) -> None:
+        super().__init__(d_model, residual_adds, config, megatron, compute_dtype, step="beta", step_bias=init.constant(0.0))
+
+    def scan(
+        self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, pos_BT: Tensor, state_BDN: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return longhorn(u_BTD, in_BTN, out_BTN, torch.sigmoid(step_BTD), self.D, pos=pos_BT, initial_state=state_BDN)
