@@ -1,12 +1,15 @@
-"""What is carried between pieces of a sequence: a State, and the Leaf records that describe one.
+"""What is carried between pieces of a sequence, a State, and what carries it, a Recurrence.
 
 The one thing to know: a State is a plain dict of tensors whose leading dimension is the batch (a lane each). What is in it is
-the layer's own business; everybody else only ships, detaches, saves or zeroes it, with the functions of this file.
+the layer's own business; everybody else only ships, detaches, saves or zeroes it, with the functions of this file. A Recurrence
+maps (inputs, State) to (outputs, State); how early its leaving State can be known decides which phases it has.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -124,3 +127,171 @@ def _views(message: Tensor, leaves: Sequence[Leaf], batch: int) -> list[Tensor]:
         views.append(message[start : start + nbytes].view(leaf.dtype).view(batch, *leaf.shape))
         start += _padded(nbytes)
     return views
+
+
+Inputs = tuple[Tensor, ...]
+"""What a recurrence reads: `along` tensors [batch, T, ...], then the parameters that all tokens share."""
+
+
+class Effect(ABC):
+    """What a span of tokens does to the State that enters it, known without that State."""
+
+    @abstractmethod
+    def advance(self, state: State) -> State:
+        """The State that leaves the span when `state` enters it."""
+
+    @abstractmethod
+    def then(self, later: "Effect") -> "Effect":
+        """The effect of this span followed by `later`."""
+
+
+@dataclass(frozen=True)
+class Affine(Effect):
+    """S -> decay S + add, elementwise, leaf by leaf. decay broadcasts against its leaf; a start in the span makes it 0.
+
+    The order of operations is fixed, multiply then add, so equal spans make equal bits wherever they are folded.
+    """
+
+    decay: State
+    add: State
+
+    def advance(self, state: State) -> State:
+        return {name: self.decay[name] * state[name] + add for name, add in self.add.items()}
+
+    def then(self, later: Effect) -> "Affine":
+        assert isinstance(later, Affine)
+        return Affine({name: later.decay[name] * decay for name, decay in self.decay.items()}, later.advance(self.add))
+
+
+@dataclass(frozen=True)
+class MatrixAffine(Effect):
+    """S -> M S + add for leaves [batch, heads, d_key, d_value], M [batch, heads, d_key, d_key]; M is 0 where a document starts."""
+
+    matrix: State
+    add: State
+
+    def advance(self, state: State) -> State:
+        return {name: self.matrix[name] @ state[name] + add for name, add in self.add.items()}
+
+    def then(self, later: Effect) -> "MatrixAffine":
+        assert isinstance(later, MatrixAffine)
+        return MatrixAffine({name: later.matrix[name] @ matrix for name, matrix in self.matrix.items()}, later.advance(self.add))
+
+
+class Recurrence(ABC):
+    """One recurrence as everybody outside its folder sees it. Instances hold its options and nothing else.
+
+    Attributes:
+        name: of the recurrence with its options, for messages and tests.
+        input_names: of its inputs in order, as errors call them.
+        along: how many of the inputs, the first ones, run along time.
+        exact_cuts: whether outputs and states keep every bit wherever a sequence is cut (all keep them to rounding).
+    """
+
+    name: str
+    input_names: ClassVar[tuple[str, ...]]
+    along: ClassVar[int]
+    exact_cuts: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    @abstractmethod
+    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+        """What is carried, for inputs of these shapes and dtypes."""
+
+    @abstractmethod
+    def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        """Outputs [batch, T, ...] and the leaving State, with exact gradients to inputs and state. state None: nothing read yet."""
+
+    @abstractmethod
+    def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        """The definition, a loop over tokens, in the inputs' dtype and with plain autograd."""
+
+    @abstractmethod
+    def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
+        """Random inputs and an entering State that reach the corners: gates near 0 and 1, distinct values per head, odd sizes.
+
+        Tests and checks on the machine compare the forms on them. wide: larger than one vector or tile.
+        """
+
+    def smooth(self, inputs: Inputs) -> Inputs:
+        """An example's inputs moved to where finite differences are accurate."""
+        return inputs
+
+    def pull_back(
+        self, inputs: Inputs, pos: Tensor | None, state: State, dy: Tensor, dstate: State | None
+    ) -> tuple[tuple[Tensor, ...], State]:
+        """Gradients of inputs and entering state for the cotangents dy and dstate (None: zero)."""
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in (*inputs, *state.values())]
+            entering = dict(zip(state, leaves[len(inputs) :], strict=True))
+            y, leaving = self.run(tuple(leaves[: len(inputs)]), pos, entering)
+            outputs, cotangents = [y], [dy]
+            if dstate is not None:
+                carried = [name for name, leaf in leaving.items() if leaf.requires_grad]
+                outputs += [leaving[name] for name in carried]
+                cotangents += [dstate[name] for name in carried]
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            found = iter(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True, materialize_grads=True))
+            grads = [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
+        return tuple(grads[: len(inputs)]), dict(zip(state, grads[len(inputs) :], strict=True))
+
+
+class LinearRecurrence(Recurrence):
+    """A recurrence whose leaving State is affine in the entering one, so that it can be sent before any output exists.
+
+    The phases of a span, forwards: `begin` without the State that arrives, then advance(effect) leaves, then `finish`. Backwards:
+    `begin_backward` without the cotangent that arrives from the right, then advance(effect) leaves to the left, then
+    `finish_backward`. A phase hands what it knows to the next one as `context`. The definitions here derive all of them from
+    `run` and `transition`; a recurrence that can do less work overrides them.
+    """
+
+    @abstractmethod
+    def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
+        """The span's decay, or matrix, of each leaf, as `effect` takes it; 0 where a document starts in the span."""
+
+    def effect(self, transition: State, add: State) -> Effect:
+        """The effect made of a transition and of what the span adds to a State of zeros."""
+        return Affine(transition, add)
+
+    def adjoint(self, transition: State) -> State:
+        """The transition that cotangents see."""
+        return transition
+
+    @torch.no_grad()
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[Any, Effect]:
+        """States only, from nothing."""
+        transition = self.transition(inputs, pos)
+        _, add = self.run(inputs, pos, None)
+        return (inputs, pos, transition), self.effect(transition, add)
+
+    @torch.no_grad()
+    def finish(self, context: Any, state: State) -> Tensor:
+        """Outputs, given the State that entered."""
+        inputs, pos, _ = context
+        return self.run(inputs, pos, state)[0]
+
+    def begin_backward(self, context: Any, state: State, dy: Tensor) -> tuple[Any, Effect]:
+        """The effect on cotangents: what dy alone adds to the entering State's cotangent, and the adjoint transition."""
+        inputs, pos, transition = context
+        _, add = self.pull_back(inputs, pos, state, dy, None)
+        return (inputs, pos, dy), self.effect(self.adjoint(transition), add)
+
+    def finish_backward(self, context: Any, state: State, dstate: State) -> tuple[Tensor, ...]:
+        """Gradients of the inputs, given the leaving State's cotangent."""
+        inputs, pos, dy = context
+        return self.pull_back(inputs, pos, state, dy, dstate)[0]
+
+
+class SequentialRecurrence(Recurrence):
+    """A recurrence that is not linear in its State: what does not need the State is prepared before it arrives."""
+
+    def prepare(self, inputs: Inputs, pos: Tensor | None) -> Any:
+        """Everything that does not depend on the State. Here: nothing."""
+        return inputs, pos
+
+    def run_prepared(self, context: Any, state: State) -> tuple[Tensor, State]:
+        """As `run`, on what `prepare` returned."""
+        inputs, pos = context
+        return self.run(inputs, pos, state)

@@ -38,7 +38,7 @@ END
 )
 
 extras=$(IFS=,; echo "$*")
-wanted=$( { cat pyproject.toml constraints.txt scripts/setup.sh; echo "$python $cuda_torch"; } | sha256sum | cut -d' ' -f1)
+wanted=$( { cat pyproject.toml setup.py constraints.txt scripts/setup.sh; echo "$python $cuda_torch"; } | sha256sum | cut -d' ' -f1)
 if [ -f .venv/.baton ] && [ "$(head -n 1 .venv/.baton)" != "$wanted" ]; then rm -rf .venv; fi
 have() { grep -qx "extra:$1" .venv/.baton 2>/dev/null; }
 missing=0

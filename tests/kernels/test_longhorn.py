@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.compare import relative_error
 from support.memory import LargestTensor
-from support.recurrences import extreme_gates, extreme_keys, gradients, law, positions, seeded, seeds
+from support.recurrences import gradients, law, positions, seeded, seeds
 from torch import Tensor
 
 from baton.kernels.diagonal_scan import Buffers, chunk_length
+from baton.kernels.examples import extreme_gates, extreme_keys
 from baton.kernels.longhorn import longhorn
 from baton.kernels.longhorn.chunked import Recall, longhorn_chunked
 from baton.kernels.longhorn.reference import longhorn_exact_reference, longhorn_reference

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.compare import relative_error
 from support.memory import LargestTensor
-from support.recurrences import extreme_steps, gradients, law, positions, seeded, seeds
+from support.recurrences import gradients, law, positions, seeded, seeds
 
+from baton.kernels.examples import extreme_steps
 from baton.kernels.selective_scan import selective_scan
 from baton.kernels.selective_scan.chunked import chunk_length, selective_scan_chunked
 from baton.kernels.selective_scan.reference import selective_scan_reference

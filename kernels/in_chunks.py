@@ -1,0 +1,95 @@
+"""A recurrence that is written for one chunk of tokens, run over a whole piece: what GLA, GSA, the delta rule and Lattice share.
+
+The one thing to know: a recurrence only says what one chunk does, in plain differentiable PyTorch. Forwards the chunks run one
+after the other and only the States between them are kept; backwards each chunk is run again with a graph, from the last to the
+first, and handed the cotangent of its leaving State. So gradients are exact, what is kept grows by one State per chunk, and what a
+chunk expands never exists for more than one chunk.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from baton.kernels.protocol import Inputs, State
+
+Step = Callable[[Inputs, Tensor | None, State], tuple[Tensor, State]]
+"""(inputs of a chunk, its pos or None, entering State) -> (outputs [batch, L, ...], leaving State); differentiable."""
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 where all are, else float32: what states and gates are computed in."""
+    return torch.float64 if all(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def in_chunks(step: Step, inputs: Inputs, along: int, *, pos: Tensor | None, state: State, chunk: int) -> tuple[Tensor, State]:
+    """Run `step` over [batch, T, ...] inputs, `chunk` tokens at a time.
+
+    inputs: the first `along` run along time, the others are parameters. state: the entering one, floating point leaves.
+
+    Returns:
+        outputs [batch, T, ...] and the leaving State, with exact gradients to inputs and state.
+    """
+    names = tuple(state)
+    y, *leaves = _InChunks.apply(step, along, names, chunk, pos, *inputs, *state.values())
+    return y, dict(zip(names, leaves, strict=True))
+
+
+def _piece(inputs: Inputs, along: int, begin: int, end: int) -> Inputs:
+    return (*(x[:, begin:end] for x in inputs[:along]), *inputs[along:])
+
+
+class _InChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, step: Step, along: int, names: tuple[str, ...], chunk: int, pos: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        inputs, state = tensors[: len(tensors) - len(names)], dict(zip(names, tensors[len(tensors) - len(names) :], strict=True))
+        length, kept = inputs[0].shape[1], any(ctx.needs_input_grad)
+        outputs: list[Tensor] = []
+        borders: list[Tensor] = []
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            for begin in range(0, length, chunk):
+                end = min(begin + chunk, length)
+                if kept:
+                    borders.extend(state.values())
+                y, state = step(_piece(inputs, along, begin, end), None if pos is None else pos[:, begin:end], state)
+                outputs.append(y)
+        ctx.step, ctx.along, ctx.names, ctx.chunk, ctx.pos = step, along, names, chunk, pos
+        ctx.save_for_backward(*inputs, *borders)
+        ctx.n_inputs = len(inputs)
+        # contiguous copies: an input handed through unchanged may not be an output, and views would keep the piece alive
+        return torch.cat(outputs, dim=1), *(leaf.clone(memory_format=torch.contiguous_format) for leaf in state.values())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *dleaves: Tensor) -> tuple[Any, ...]:
+        saved, along, chunk, pos = ctx.saved_tensors, ctx.along, ctx.chunk, ctx.pos
+        inputs, borders = saved[: ctx.n_inputs], saved[ctx.n_inputs :]
+        length, width = inputs[0].shape[1], len(ctx.names)
+        grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
+        cotangents = list(dleaves)
+        for number in reversed(range(-(-length // chunk))):
+            begin, end = number * chunk, min((number + 1) * chunk, length)
+            with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
+                leaves = [x.detach().requires_grad_() for x in _piece(inputs, along, begin, end)]
+                entering = [x.detach().requires_grad_() for x in borders[number * width : (number + 1) * width]]
+                y, leaving = ctx.step(
+                    tuple(leaves), None if pos is None else pos[:, begin:end], dict(zip(ctx.names, entering, strict=True))
+                )
+                found = torch.autograd.grad(
+                    [y, *leaving.values()],
+                    [*leaves, *entering],
+                    [dy[:, begin:end], *cotangents],
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+            for grad, part in zip(grads[:along], found, strict=False):
+                grad[:, begin:end] = part
+            for grad, part in zip(grads[along:], found[along : len(leaves)], strict=True):
+                grad += part
+            cotangents = list(found[len(leaves) :])
+        wanted = zip(ctx.needs_input_grad[5:], [*grads, *cotangents], strict=True)
+        return (None, None, None, None, None, *(grad if want else None for want, grad in wanted))

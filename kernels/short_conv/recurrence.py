@@ -1,0 +1,48 @@
+"""The short convolution as a recurrence whose State is a tail of inputs, for those who hand it on and those who test it."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from baton.kernels.examples import randn
+from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
+from baton.kernels.short_conv.op import Activation, short_conv
+from baton.kernels.short_conv.reference import short_conv_reference
+
+
+@dataclass(frozen=True)
+class ShortConv(Recurrence):
+    """Input x along time, then weight, bias; State {tail [batch, width - 1, channels]} in x's dtype. See `op.short_conv`."""
+
+    activation: Activation | None = None
+    input_names = ("x", "weight", "bias")
+    along = 1
+    exact_cuts = True
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"short_conv-{self.activation}"
+
+    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+        channels, width = inputs[1].shape
+        return (Leaf("tail", (width - 1, channels), inputs[0].dtype, tp=1, grad=True),)
+
+    def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        y, tail = short_conv(*inputs, pos=pos, tail=None if state is None else state["tail"], activation=self.activation)
+        return y, {"tail": tail}
+
+    def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        tail = None if state is None else state["tail"]
+        y, tail = short_conv_reference(*inputs, pos=pos, tail=tail, activation=self.activation)
+        return y, {"tail": tail}
+
+    def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
+        channels, width = (67 if wide else 5), 4
+        normal = partial(randn, generator, dtype=dtype)
+        inputs = (normal(batch, length, channels), normal(channels, width), normal(channels))
+        return inputs, {"tail": normal(batch, width - 1, channels)}
+
+
+RECURRENCES = (ShortConv(None), ShortConv("silu"))
