@@ -32,6 +32,8 @@ class Leaf:
         dtype: of the tensor wherever it is: in memory, in a message and in a file.
         tp: the dimension of `shape` (batch not counted) that is split over the tensor group; None if every rank holds all of it.
         grad: whether a gradient flows through it (indices and flags have none).
+        grows: whether dimension 0 grows with every token read, from the size in `shape`: full attention's keys. Such a State cannot
+            be shipped in messages of a known size.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Leaf:
     dtype: torch.dtype
     tp: int | None
     grad: bool
+    grows: bool = False
 
     def __post_init__(self) -> None:
         if self.tp is not None and not 0 <= self.tp < len(self.shape):
@@ -72,6 +75,8 @@ def check(state: State, leaves: Sequence[Leaf], batch: int) -> None:
         raise KernelError(f"state: has leaves {sorted(state)}, expected {sorted(names)}")
     for leaf in leaves:
         tensor, shape = state[leaf.name], (batch, *leaf.shape)
+        if leaf.grows and tensor.dim() > 1:
+            shape = (batch, tensor.shape[1], *leaf.shape[1:])
         if tuple(tensor.shape) != shape:
             raise KernelError(f"state: {leaf.name} has shape {tuple(tensor.shape)}, expected (batch, ...) = {shape}")
         if tensor.dtype != leaf.dtype:

@@ -7,12 +7,12 @@ written into the run directory and is what the ranks read.
 import difflib
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from baton.data_pipeline.config import DataConfig
+from baton.data_pipeline.config import DataConfig, ShardsConfig, TaskConfig
 from baton.launcher.errors import ConfigError
 from baton.models.config import ModelConfig
 from baton.parallel.config import LayoutConfig, divisors
@@ -25,6 +25,7 @@ MAY_CHANGE = (
     "data.path",
     "data.tokenizer",
     "data.prefetch",
+    "data.cases",
     "training.micro_batch",
     "training.recompute",
     "training.log_every",
@@ -44,7 +45,7 @@ class RunConfig(BaseModel):
     directory: str | None = Field(None, description="the run directory; null: runs/NAME under the current directory")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU per rank where there is one, else the CPU")
     model: ModelConfig
-    data: DataConfig = Field(default_factory=DataConfig)
+    data: DataConfig = Field(default_factory=ShardsConfig)
     layout: LayoutConfig = Field(default_factory=LayoutConfig)
     training: TrainingConfig
 
@@ -60,8 +61,11 @@ class RunConfig(BaseModel):
         self.layout.check()
         self.training.check(self.layout.data)
         tensor = self.layout.tensor
-        inner = self.model.mixer.expand * self.model.d_model
-        sizes = {"model.mixer.expand * model.d_model": inner}
+        sizes = {
+            f"model.mixers.{name}.{what}": size
+            for name, settings in self.model.mixers.items()
+            for what, size in settings.sizes(self.model.d_model).items()
+        }
         if self.model.vocab_size is not None:
             sizes["the padded vocabulary"] = self.model.padded_vocab_size
         for name, size in sizes.items():
@@ -170,8 +174,12 @@ def _first_problem(error: ValidationError) -> str:
     elif first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         context = first["ctx"]
         name = context["discriminator"].strip("'")
-        expected = context.get("expected_tags") or "the name of one"
-        text = f"{key}.{name}={context.get('tag', 'nothing')}: no such {name}; set {key}.{name} to {expected}"
+        tags = [tag.strip(" '") for tag in context.get("expected_tags", "").split(",")]
+        close = difflib.get_close_matches(context.get("tag", ""), tags, n=1)
+        hint = f"did you mean {close[0]}? known: " if close else "known: "
+        text = f"{key}.{name}={context.get('tag', 'nothing')}: no such {name}; {hint}{', '.join(tags)}"
+    elif isinstance(first["input"], dict):
+        text = f"{key}: {first['msg'].removeprefix('Value error, ')}"
     else:
         text = f"{key}={first['input']!r}: {first['msg']}"
     return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
@@ -182,14 +190,20 @@ def _place(location: list[str]) -> tuple[list[str], list[str]]:
     keys: list[str] = []
     model: Any = RunConfig
     kinds: dict[str, Any] = {}
+    named = False  # whether the next part is a key of a dictionary
     for number, part in enumerate(location):
-        if part in kinds:
+        if part in kinds and not named:
             model, kinds = kinds[part], {}
             continue
         keys.append(part)
+        if named:
+            named = False
+            continue
         if number == len(location) - 1 or model is None or part not in model.model_fields:
             continue
-        models = [c for c in _classes(model.model_fields[part].annotation) if issubclass(c, BaseModel)]
+        annotation = model.model_fields[part].annotation
+        named = get_origin(annotation) is dict
+        models = [c for c in _classes(annotation) if issubclass(c, BaseModel)]
         kinds = {c.model_fields["kind"].default: c for c in models} if len(models) > 1 else {}
         model = models[0] if models else None
     return keys, list(model.model_fields) if model is not None else []

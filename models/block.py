@@ -1,38 +1,52 @@
-"""The block: x + mixer(norm(x)), with the residual stream in fp32."""
+"""A layer: sub-blocks x + mixer(norm(x)) one after the other, with the residual stream in fp32."""
 
-import torch
-import torch.nn.functional as F
-from megatron.core import ModelParallelConfig
+import dataclasses
+
 from torch import Tensor, nn
 
-from baton.kernels.protocol import State
-from baton.models import init
+from baton.kernels.protocol import Leaf, State
 from baton.models.config import ModelConfig
-from baton.models.mixers.registry import build_mixer
-from baton.parallel.layout import ParameterLayout, declare
+from baton.models.mixer import Mixer, Site, build_mixer
+from baton.models.norm import RMSNorm
 
 
-class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the weight's type (fp32)."""
-
-    def __init__(self, d_model: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = declare(nn.Parameter(torch.empty(d_model)), ParameterLayout((d_model,), init.constant(1.0), decay=False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-
-
-class Block(nn.Module):
+class SubBlock(nn.Module):
     """x [B, T, d_model] fp32, pos [B, T], State or None -> x, State."""
 
-    def __init__(self, config: ModelConfig, megatron: ModelParallelConfig, compute_dtype: torch.dtype) -> None:
+    mixer: Mixer
+
+    def __init__(self, name: str, config: ModelConfig, site: Site) -> None:
         super().__init__()
         self.norm = RMSNorm(config.d_model, config.norm_eps)
-        # one residual add per block: n_layers of them in the whole model
-        self.mixer = build_mixer(config.d_model, config.n_layers, config.mixer, megatron, compute_dtype)
+        self.mixer = build_mixer(config.mixers[name], site)
 
     def forward(self, x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
         y, state = self.mixer(self.norm(x), pos, state)
         return x + y, state
+
+
+class Layer(nn.ModuleDict):
+    """Sub-blocks by name; the State's leaves are called NAME.LEAF."""
+
+    def __init__(self, names: tuple[str, ...], config: ModelConfig, site: Site) -> None:
+        super().__init__({name: SubBlock(name, config, site) for name in names})
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What the layer carries per sequence."""
+        found = []
+        for name, block in self.items():
+            assert isinstance(block, SubBlock)
+            found += [dataclasses.replace(leaf, name=f"{name}.{leaf.name}") for leaf in block.mixer.leaves]
+        return tuple(found)
+
+    def forward(self, x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
+        leaving: State = {}
+        for name, block in self.items():
+            prefix = f"{name}."
+            entering = None
+            if state is not None:
+                entering = {key.removeprefix(prefix): leaf for key, leaf in state.items() if key.startswith(prefix)}
+            x, own = block(x, pos, entering)
+            leaving.update({f"{prefix}{key}": leaf for key, leaf in own.items()})
+        return x, leaving

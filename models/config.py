@@ -1,59 +1,104 @@
-"""Settings of the model. Torch-free."""
+"""Settings of the model: widths, and which sub-blocks each layer has. Torch-free."""
 
-from typing import Annotated, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from baton.models.settings import MixerConfig, kinds
 
-class GatedScanConfig(BaseModel):
-    """What Mamba and Longhorn share."""
+if TYPE_CHECKING:
+    AnyMixer = MixerConfig
+else:
+    AnyMixer = Annotated[Union[tuple(kinds().values())], Field(discriminator="kind")]  # noqa: UP007
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+_ENTRY = re.compile(r"^([A-Za-z]\w*(?:\+[A-Za-z]\w*)*)(?:\*([1-9]\d*))?$")
 
-    expand: int = Field(2, ge=1, description="d_inner / d_model; 2 in every model of both papers")
-    d_state: int = Field(16, ge=1, description="numbers of state per channel; 16 in every model of both papers")
-    d_conv: int = Field(4, ge=2, description="tokens that the causal convolution sees; 4 as released, the papers do not say")
-    dt_rank: int | None = Field(None, ge=1, description="rank of the step sizes' projection; null: d_model / 16, rounded up")
-
-
-class MambaConfig(GatedScanConfig):
-    """The selective state space of Mamba (Gu & Dao), one per block."""
-
-    kind: Literal["mamba"] = "mamba"
-    dt_min: float = Field(1e-3, gt=0, description="smallest initial step size (log-uniform between dt_min and dt_max)")
-    dt_max: float = Field(1e-1, gt=0, description="largest initial step size")
-    dt_floor: float = Field(1e-4, gt=0, description="initial step sizes are raised to this at least")
-    discretization: Literal["euler", "zoh"] = Field("euler", description="of the input matrix; euler is what was released")
-
-    @model_validator(mode="after")
-    def _step_sizes_are_in_order(self) -> "MambaConfig":
-        if self.dt_min > self.dt_max:
-            raise ValueError(f"dt_min={self.dt_min} exceeds dt_max={self.dt_max}; initial step sizes lie between them")
-        return self
-
-
-class LonghornConfig(GatedScanConfig):
-    """The online learner of Longhorn (Liu et al.), diagonal form, one per block."""
-
-    kind: Literal["longhorn"] = "longhorn"
-
-
-MixerConfig = Annotated[MambaConfig | LonghornConfig, Field(discriminator="kind")]
+Layer = tuple[str, ...]
+"""Names of a layer's sub-blocks, in order; each is x + mixer(norm(x))."""
 
 
 class ModelConfig(BaseModel):
-    """A language model: embedding, n_layers blocks of norm and mixer, final norm, tied head."""
+    """A language model: embedding, n_layers layers of sub-blocks, final norm, head."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     d_model: int = Field(ge=1, description="width of the residual stream")
-    n_layers: int = Field(ge=1, description="number of blocks")
+    n_layers: int = Field(ge=1, description="number of layers")
+    pattern: tuple[str, ...] = Field(
+        ("mamba",),
+        min_length=1,
+        description="the layers, begun again until there are n_layers: `mamba*7` is seven of them, `attention+swiglu` a layer of "
+        "two sub-blocks; a name is a kind of mixer or a key of `mixers`",
+    )
+    mixers: dict[str, AnyMixer] = Field(
+        default_factory=dict,
+        description="settings of the pattern's names: {kind: ..., ...}; a name that is a kind may leave kind out",
+    )
     vocab_size: int | None = Field(None, ge=1, description="tokens of the tokenizer; null: ask the tokenizer")
     pad_vocab_to: int = Field(8, ge=1, description="the embedding's rows are rounded up to a multiple of this")
+    tie_embeddings: bool = Field(True, description="the head is the embedding transposed; false: a matrix of its own")
     norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
-    decay_embedding: bool = Field(False, description="weight decay on the embedding; the paper leaves it open")
+    decay_embedding: bool = Field(False, description="weight decay on embedding and head; the papers leave it open")
     loss_chunk: int = Field(1024, ge=1, description="tokens whose logits exist at once; a whole context's would not fit")
-    mixer: MixerConfig = Field(default_factory=MambaConfig, description="what mixes tokens in every block, by its kind")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _every_name_has_settings(cls, values: Any) -> Any:
+        """A name without settings has its kind's defaults, so that a resolved configuration says everything."""
+        if not isinstance(values, dict):
+            return values
+        pattern, mixers = values.get("pattern", cls.model_fields["pattern"].default), values.get("mixers", {})
+        if not isinstance(mixers, dict) or not isinstance(pattern, list | tuple):
+            return values
+        filled = dict(mixers)
+        for entry in pattern:
+            match = _ENTRY.match(entry) if isinstance(entry, str) else None
+            for name in match[1].split("+") if match else ():
+                filled.setdefault(name, {})
+        for name, settings in filled.items():
+            if isinstance(settings, dict) and "kind" not in settings:
+                filled[name] = {"kind": name, **settings}
+        return {**values, "mixers": filled}
+
+    @model_validator(mode="after")
+    def _the_pattern_fits(self) -> "ModelConfig":
+        used = {name for layer in self.period for name in layer}
+        for name, settings in self.mixers.items():
+            if name not in used:
+                raise ValueError(f"mixers.{name} is not in pattern={list(self.pattern)}; remove it or put it there")
+            try:
+                settings.check(self.d_model)
+            except ValueError as error:
+                raise ValueError(f"mixers.{name}: {error}") from None
+        return self
+
+    @property
+    def period(self) -> tuple[Layer, ...]:
+        """The pattern's layers, once. Raises ValueError for an entry that is none."""
+        layers: list[Layer] = []
+        for entry in self.pattern:
+            match = _ENTRY.match(entry)
+            if match is None:
+                raise ValueError(
+                    f"pattern: {entry!r} is not NAME, NAME*COUNT or NAME+NAME; for example [mamba*7, attention+swiglu]"
+                )
+            layer = tuple(match[1].split("+"))
+            if len(set(layer)) != len(layer):
+                raise ValueError(f"pattern: {entry!r} has a name twice; give the second one another name in mixers")
+            layers += [layer] * int(match[2] or 1)
+        return tuple(layers)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The sub-blocks of each of the n_layers layers."""
+        period = self.period
+        return tuple(period[n % len(period)] for n in range(self.n_layers))
+
+    @property
+    def residual_adds(self) -> int:
+        """How often the whole model adds to its residual stream."""
+        return sum(len(layer) for layer in self.layers)
 
     @property
     def padded_vocab_size(self) -> int:

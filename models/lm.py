@@ -1,4 +1,4 @@
-"""The language model: embedding, blocks, final norm, tied head, and the loss in chunks of tokens.
+"""The language model: embedding, layers, final norm, head, and the loss in chunks of tokens.
 
 Everything that is carried from one piece of a sequence to the next is in the returned states: hand them to the next call and two
 pieces equal the whole; hand them a token at a time and that is decoding.
@@ -11,9 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from baton.kernels.protocol import State
 from baton.models import init
-from baton.models.block import Block, RMSNorm
+from baton.models.block import Layer
 from baton.models.config import ModelConfig
-from baton.parallel.tensor import VocabParallelEmbedding, megatron_config
+from baton.models.mixer import Site
+from baton.models.norm import RMSNorm
+from baton.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, megatron_config
 
 States = dict[str, State]
 """State of each layer, by the layer's number in the whole model."""
@@ -26,8 +28,8 @@ class LanguageModel(nn.Module):
     """tokens [B, T] int64, pos [B, T] int32, States or None -> hidden [B, T, d_model] fp32, States.
 
     tensor_size: ranks of the tensor group this model is split over. compute_dtype: of matmuls and activations between them;
-    parameters, the residual stream, step sizes and scan states stay fp32. recompute: keep only each block's input for backward
-    and run the block again there.
+    parameters, the residual stream, step sizes and scan states stay fp32. recompute: keep only each layer's input for backward
+    and run the layer again there.
     """
 
     def __init__(
@@ -51,19 +53,29 @@ class LanguageModel(nn.Module):
             compute_dtype=compute_dtype,
             decay=config.decay_embedding,
         )
-        self.layers = nn.ModuleDict({str(n): Block(config, megatron, compute_dtype) for n in range(config.n_layers)})
+        site = Site(config.d_model, config.residual_adds, config.norm_eps, megatron, compute_dtype)
+        self.layers = nn.ModuleDict({str(n): Layer(names, config, site) for n, names in enumerate(config.layers)})
         self.norm = RMSNorm(config.d_model, config.norm_eps)
+        if not config.tie_embeddings:
+            self.head = VocabParallelHead(
+                config.padded_vocab_size,
+                config.d_model,
+                init.normal(0.02),
+                megatron,
+                compute_dtype=compute_dtype,
+                decay=config.decay_embedding,
+            )
 
     def forward(self, tokens: Tensor, pos: Tensor, states: States | None = None) -> tuple[Tensor, States]:
         x = self.embedding(tokens)
         leaving: States = {}
-        for number, block in self.layers.items():
+        for number, layer in self.layers.items():
             entering = None if states is None else states[number]
             if self.recompute and torch.is_grad_enabled():
-                # nothing random happens in a block, so there is no generator's state to restore
-                x, leaving[number] = checkpoint(block, x, pos, entering, use_reentrant=False, preserve_rng_state=False)
+                # nothing random happens in a layer, so there is no generator's state to restore
+                x, leaving[number] = checkpoint(layer, x, pos, entering, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, leaving[number] = block(x, pos, entering)
+                x, leaving[number] = layer(x, pos, entering)
         return self.norm(x), leaving
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -81,10 +93,14 @@ class LanguageModel(nn.Module):
         return total
 
     def _chunk_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = self.embedding.head(hidden)
+        logits = self._head(hidden)
         nll = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.clamp(min=0))
         return torch.where(labels != IGNORED, nll, 0.0).sum()
 
+    def _head(self, hidden: Tensor) -> Tensor:
+        """Logits of this rank's share of the vocabulary."""
+        return self.embedding.head(hidden) if self.config.tie_embeddings else self.head(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the whole (padded) vocabulary, fp32, on every tensor rank: [.., d_model] to [.., vocab]. For decoding."""
-        return tensor_parallel.gather_from_tensor_model_parallel_region(self.embedding.head(hidden)).float()
+        return tensor_parallel.gather_from_tensor_model_parallel_region(self._head(hidden)).float()

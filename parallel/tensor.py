@@ -157,3 +157,20 @@ class VocabParallelEmbedding(ComputeCopy, tensor_parallel.VocabParallelEmbedding
             sequence_parallel=False,
             tp_group=self.tp_group,
         )
+
+
+class VocabParallelHead(ColumnParallelLinear):
+    """An untied head: logits of this rank's share of the vocabulary, [.., d_model] to [.., vocab / tensor ranks]."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        init: Init,
+        config: ModelParallelConfig,
+        *,
+        compute_dtype: torch.dtype,
+        decay: bool,
+    ) -> None:
+        super().__init__(d_model, vocab_size, init, config, compute_dtype=compute_dtype)
+        declare(self.weight, ParameterLayout((vocab_size, d_model), init, split=0, decay=decay))

@@ -5,24 +5,22 @@ reference code for what the paper leaves out (low-rank beta with bias 0, skip). 
 """
 
 import torch
-from megatron.core import ModelParallelConfig
 from torch import Tensor
 
 from baton.kernels.longhorn.op import longhorn
 from baton.models import init
-from baton.models.config import LonghornConfig
-from baton.models.mixers.gated_scan import GatedScan
+from baton.models.gated_scan import GatedScan
+from baton.models.mixer import Site
+from baton.models.settings.longhorn import LonghornConfig
 
 
-class Longhorn(GatedScan):
+class Longhorn(GatedScan, settings=LonghornConfig):
     """S = (1 - eps k^2) S + eps u k, y = S q + D u, with eps = beta / (1 + beta |k|^2) and beta = sigmoid(low rank + bias)."""
 
     config: LonghornConfig
 
-    def __init__(
-        self, d_model: int, residual_adds: int, config: LonghornConfig, megatron: ModelParallelConfig, compute_dtype: torch.dtype
-    ) -> None:
-        super().__init__(d_model, residual_adds, config, megatron, compute_dtype, step="beta", step_bias=init.constant(0.0))
+    def __init__(self, config: LonghornConfig, site: Site) -> None:
+        super().__init__(config, site, step="beta", step_bias=init.constant(0.0))
 
     def scan(
         self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, pos_BT: Tensor, state_BDN: Tensor | None

@@ -6,26 +6,24 @@ initial values). Channels are split over the tensor group.
 
 import torch
 import torch.nn.functional as F
-from megatron.core import ModelParallelConfig
 from torch import Tensor
 
 from baton.kernels.selective_scan.op import selective_scan
 from baton.models import init
-from baton.models.config import MambaConfig
-from baton.models.mixers.gated_scan import GatedScan
+from baton.models.gated_scan import GatedScan
+from baton.models.mixer import Site
+from baton.models.settings.mamba import MambaConfig
 
 
-class Mamba(GatedScan):
+class Mamba(GatedScan, settings=MambaConfig):
     """h = exp(delta A) h + delta B u, y = <C, h> + D u, with delta = softplus(low rank + bias) and A = -exp(A_log)."""
 
     config: MambaConfig
 
-    def __init__(
-        self, d_model: int, residual_adds: int, config: MambaConfig, megatron: ModelParallelConfig, compute_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: MambaConfig, site: Site) -> None:
         step_bias = init.inverse_softplus_log_uniform(config.dt_min, config.dt_max, config.dt_floor)
-        super().__init__(d_model, residual_adds, config, megatron, compute_dtype, step="dt", step_bias=step_bias)
-        self.A_log = self.per_channel((config.expand * d_model, config.d_state), init.log_arange, decay=False)
+        super().__init__(config, site, step="dt", step_bias=step_bias)
+        self.A_log = site.split((config.expand * site.d_model, config.d_state), init.log_arange, decay=False)
 
     def scan(
         self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, pos_BT: Tensor, state_BDN: Tensor | None

@@ -62,7 +62,7 @@ def inputs(tmp_path_factory) -> Inputs:
     run = {
         "name": "small",
         "device": "cpu",
-        "model": {"d_model": 16, "n_layers": 2, "mixer": {"kind": "mamba", "d_state": 4}},
+        "model": {"d_model": 16, "n_layers": 2, "mixers": {"mamba": {"d_state": 4}}},
         "data": {"path": str(found.shards), "tokenizer": str(found.tokenizer), "unit_documents": 4},
         "layout": {"data": 2},
         "training": {

@@ -23,7 +23,7 @@ from baton.training.schedule import learning_rate
         ("training.optimizer.betas=[0.9, 0.98]", "training.optimizer.betas", [0.9, 0.98]),
         ("training.recompute=true", "training.recompute", True),
         ("layout={data: 4, tensor: 1}", "layout.data", 4),
-        ("model.mixer.d_state=8", "model.mixer.d_state", 8),
+        ("model.mixers.mamba.d_state=8", "model.mixers.mamba.d_state", 8),
         ("data.path=pipe:cat /a=b/{}", "data.path", "pipe:cat /a=b/{}"),
     ],
 )
@@ -72,10 +72,10 @@ def test_what_may_not_change_is_listed_and_what_may_is_not(inputs):
     free += ["data.path=/moved", "training.log_every=9", "training.checkpoint.every=3", "training.evaluation.tokens=5"]
     free += ["training.recompute=true", "training.micro_batch=1"]
     assert changes(old, load(inputs.run, free)) == []
-    fixed = ["training.seed=3", "model.mixer.d_state=8", "data.unit_documents=2", "training.optimizer.lr=1e-3"]
+    fixed = ["training.seed=3", "model.mixers.mamba.d_state=8", "data.unit_documents=2", "training.optimizer.lr=1e-3"]
     assert changes(old, load(inputs.run, [*fixed, *free])) == [
         "data.unit_documents: 4 -> 2",
-        "model.mixer.d_state: 4 -> 8",
+        "model.mixers.mamba.d_state: 4 -> 8",
         "training.optimizer.lr: 0.01 -> 0.001",
         "training.seed: 0 -> 3",
     ]

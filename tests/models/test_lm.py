@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from support.compare import relative_error
 
-from baton.models.config import MambaConfig, ModelConfig
+from baton.models.config import ModelConfig
 from baton.models.lm import IGNORED, LanguageModel
 from baton.parallel.layout import initialize_parameters
 from baton.parallel.tensor import ComputeCopy, drop_compute_copies
 
-CONFIG = ModelConfig(d_model=16, n_layers=3, vocab_size=37, loss_chunk=7, mixer=MambaConfig(d_state=4))
+CONFIG = ModelConfig(d_model=16, n_layers=3, vocab_size=37, loss_chunk=7, mixers={"mamba": {"d_state": 4}})
 
 
 def build(config=CONFIG, **settings):
@@ -86,7 +86,7 @@ def test_bfloat16_matmuls_leave_parameters_gradients_and_states_in_float32(singl
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert all(g.dtype == torch.float32 for g in found.values())
     assert hidden.dtype == torch.float32
-    assert all(s["scan"].dtype == torch.float32 for s in states.values())
+    assert all(s["mamba.scan"].dtype == torch.float32 for s in states.values())
     exact = build()
     expected = gradients(exact, exact.loss(exact(tokens, pos)[0], labels))
     for name in expected:
@@ -119,7 +119,7 @@ def test_what_must_not_decay_does_not(single_mesh):
 
 def test_initial_values_are_the_papers(single_mesh):
     model = build(ModelConfig(d_model=64, n_layers=4, vocab_size=512))
-    mixer = model.layers["2"].mixer
+    mixer = model.layers["2"]["mamba"].mixer
     d_inner, rank = 128, 4
     assert torch.allclose(mixer.A_log.exp(), torch.arange(1.0, 17.0).expand(d_inner, 16))
     assert torch.equal(mixer.D, torch.ones(d_inner))

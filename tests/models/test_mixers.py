@@ -5,21 +5,22 @@ import torch
 from support.compare import relative_error
 
 from baton.kernels import protocol
-from baton.models.mixers.registry import MIXERS
+from baton.models.mixer import Site, build_mixer
+from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
 
-B, T, M = 2, 13, 6
+B, T, M = 2, 13, SMALL_WIDTH
 DOCUMENTS = {
     "one document, begun before": [[5 + t for t in range(T)], [90 + t for t in range(T)]],
     "packed": [[3, 4, 0, 1, 2, 3, 0, 0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0]],
 }
 
 
-@pytest.fixture(scope="module", params=MIXERS)
+@pytest.fixture(scope="module", params=kinds())
 def layer(request, single_mesh):
-    settings, mixer = MIXERS[request.param]
-    layer = mixer(M, 3, settings(expand=3, d_state=5, d_conv=4, dt_rank=2), megatron_config(1, False), torch.float64)
+    site = Site(M, 3, 1e-5, megatron_config(1, False), torch.float64)
+    layer = build_mixer(kinds()[request.param].small(), site)
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
     with torch.no_grad():  # distinct, non-trivial values everywhere, also where the initial ones are all equal
         g = torch.Generator().manual_seed(2)
@@ -28,55 +29,65 @@ def layer(request, single_mesh):
     return layer.double()
 
 
-def inputs(layer, pos):
-    g = torch.Generator().manual_seed(3)
-    make = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
-    x = make(B, T, M).requires_grad_()
-    state = {leaf.name: make(B, *leaf.shape).requires_grad_() for leaf in layer.leaves}
-    cotangents = (make(B, T, M), {leaf.name: make(B, *leaf.shape) for leaf in layer.leaves})
-    return x, torch.tensor(pos, dtype=torch.int32), state, cotangents
-
-
-def run(layer, cuts, pos):
+def run(layer, cuts, pos, entering):
     """Output, leaving state, and all gradients, with the sequence cut at `cuts`."""
-    x, pos, state, (dy, dstate) = inputs(layer, pos)
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(B, T, M, generator=g, dtype=torch.float64).requires_grad_()
+    dy = torch.randn(B, T, M, generator=g, dtype=torch.float64)
+    state = None
+    if entering is not None:
+        state = {name: leaf.clone().requires_grad_(leaf.is_floating_point()) for name, leaf in entering.items()}
     layer.zero_grad()
     carried, pieces = state, []
     for a, b in zip([0, *cuts], [*cuts, T]):
         y, carried = layer(x[:, a:b], pos[:, a:b], carried)
         pieces.append(y)
     y = torch.cat(pieces, dim=1)
-    torch.autograd.backward([y, *carried.values()], [dy, *(dstate[name] for name in carried)])
-    results = {"y": y, **{f"state.{n}": s for n, s in carried.items()}, "dx": x.grad}
-    results |= {f"d0.{n}": s.grad for n, s in state.items()}
-    results |= {f"d.{n}": p.grad for n, p in layer.named_parameters()}
+    moved = [leaf for leaf in carried.values() if leaf.requires_grad]
+    torch.autograd.backward([y, *moved], [dy, *(torch.randn(s.shape, generator=g, dtype=s.dtype) for s in moved)])
+    results = {"y": y, "dx": x.grad, **{f"leaving {name}": s for name, s in carried.items()}}
+    if state is not None:
+        results |= {f"d entering {n}": s.grad for n, s in state.items() if s.grad is not None}
+    results |= {f"d {n}": p.grad for n, p in layer.named_parameters() if p.requires_grad}
     return {name: value.detach().clone() for name, value in results.items()}
 
 
+def a_state_of_some_tokens(layer, pos):
+    """The State that a random piece leaves which ends just before `pos` begins."""
+    tokens = 7
+    x = torch.randn(B, tokens, M, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    before = pos[:, :1] - tokens + torch.arange(tokens)
+    with torch.no_grad():
+        return layer(x, before.clamp(min=0).to(torch.int32), None)[1]
+
+
 def test_leaves_describe_the_state(layer):
-    x, pos, _, _ = inputs(layer, DOCUMENTS["packed"])
-    with torch.no_grad():
-        _, state = layer(x, pos, None)
-    protocol.check(state, layer.leaves, B)
+    pos = torch.tensor(DOCUMENTS["packed"], dtype=torch.int32)
+    protocol.check(a_state_of_some_tokens(layer, pos), layer.leaves, B)
 
 
+@pytest.mark.parametrize("begun", [True, False], ids=["a state arrives", "no state arrives"])
 @pytest.mark.parametrize("pos", DOCUMENTS.values(), ids=DOCUMENTS.keys())
-@pytest.mark.parametrize("cuts", [*([t] for t in range(1, T)), [2, 3, 9], list(range(1, T))], ids=str)
-def test_split_equals_whole(layer, cuts, pos):
-    whole, split = run(layer, [], pos), run(layer, cuts, pos)
-    assert whole.keys() == split.keys()
-    for name in whole:
-        assert whole[name].abs().max() > 0, f"{name} is zero: the comparison would be empty"
-        assert relative_error(split[name], whole[name]) <= 1e-10, name
+def test_split_equals_whole(layer, pos, begun):
+    pos = torch.tensor(pos, dtype=torch.int32)
+    entering = a_state_of_some_tokens(layer, pos) if begun else None
+    whole = run(layer, [], pos, entering)
+    seen = {name for name, value in whole.items() if value.any()}
+    assert {"y", "dx", *(f"d {name}" for name, p in layer.named_parameters() if p.requires_grad)} <= seen, "an empty comparison"
+    for cuts in [*([t] for t in range(1, T)), [2, 3, 9], list(range(1, T))]:
+        split = run(layer, cuts, pos, entering)
+        assert whole.keys() == split.keys()
+        for name in whole:
+            assert relative_error(split[name], whole[name]) <= 1e-10, f"{name}, cut at {cuts}"
 
 
-def test_none_is_the_zero_state(layer):
-    x, pos, _, _ = inputs(layer, DOCUMENTS["packed"])
-    zero = protocol.zeros(layer.leaves, B, "cpu")
+def test_a_document_that_starts_does_not_see_the_arriving_state(layer):
+    pos = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4, 5]] * B, dtype=torch.int32)
+    x = torch.randn(B, T, M, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     with torch.no_grad():
-        (y, s), (y0, s0) = layer(x, pos, None), layer(x, pos, zero)
-    assert torch.equal(y, y0)
-    assert all(torch.equal(s[n], s0[n]) for n in s)
+        without, _ = layer(x, pos, None)
+        with_state, _ = layer(x, pos, a_state_of_some_tokens(layer, pos + 30))
+    assert relative_error(with_state, without) <= 1e-13
 
 
 def test_nothing_leaks_across_documents(layer):
@@ -96,10 +107,24 @@ def test_nothing_leaks_across_documents(layer):
     y, dx = outputs(x)
     for changed in documents:
         other = x.clone()
-        other[:, changed] += 1.0
+        other[:, changed] += torch.randn(M, generator=g, dtype=torch.float64)
         y2, dx2 = outputs(other)
         assert not torch.equal(y2[:, changed], y[:, changed])
         for document in documents:
             if document != changed:
                 assert torch.equal(y2[:, document], y[:, document])
                 assert torch.equal(dx2[:, document], dx[:, document])
+
+
+def test_decoding_a_token_at_a_time_from_any_point_is_the_parallel_form(layer):
+    """And the State stays as large as it was, unless its leaf says that it grows."""
+    pos = torch.arange(T, dtype=torch.int32).repeat(B, 1)
+    x = torch.randn(B, T, M, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    with torch.no_grad():
+        whole, _ = layer(x, pos, None)
+        for prompt in (1, 6):
+            y, state = layer(x[:, :prompt], pos[:, :prompt], None)
+            for t in range(prompt, T):
+                y, state = layer(x[:, t : t + 1], pos[:, t : t + 1], state)
+                assert relative_error(y[:, 0], whole[:, t]) <= 1e-10
+                protocol.check(state, layer.leaves, B)

@@ -2,11 +2,14 @@
 
 import torch
 
-from baton.models.config import MambaConfig, ModelConfig
+from baton.models.config import ModelConfig
+from baton.models.settings import kinds
 from baton.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
 from baton.training.executor import TokenBatch
 
-MODEL = ModelConfig(d_model=32, n_layers=3, vocab_size=61, pad_vocab_to=4, loss_chunk=16, mixer=MambaConfig(d_state=4))
+MODEL = ModelConfig(
+    d_model=32, n_layers=3, vocab_size=61, pad_vocab_to=4, loss_chunk=16, mixers={"mamba": kinds()["mamba"](d_state=4)}
+)
 SEQUENCES, CONTEXT = 8, 24
 
 
@@ -18,7 +21,7 @@ def training(**changes) -> TrainingConfig:
         "global_batch_tokens": SEQUENCES * CONTEXT,
         "micro_batch": 2,
         "precision": "float32",
-        "optimizer": OptimizerConfig(lr=3e-3, clip_norm=0.5, eps=1e-6),
+        "optimizer": OptimizerConfig(lr=3e-3, clip_norm=0.25, eps=1e-6),
         "schedule": ScheduleConfig(kind="cosine", warmup_steps=2),
     }
     return TrainingConfig(**{**values, **changes})

@@ -8,73 +8,49 @@ Shapes: B batch, T time, M d_model, D this rank's channels, N d_state, R rank of
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
 
-import torch
 import torch.nn.functional as F
-from megatron.core import ModelParallelConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from baton.kernels.protocol import Leaf, State
 from baton.kernels.short_conv.op import short_conv
 from baton.models import init
-from baton.models.config import GatedScanConfig
-from baton.parallel.layout import Init, ParameterLayout, declare, layout_of
-from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_group, require_divisible
+from baton.models.mixer import Mixer, Site
+from baton.models.settings.gated_scan import GatedScanConfig
+from baton.parallel.layout import Init, layout_of
+from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_group
 
 
-class GatedScan(nn.Module):
+class GatedScan(Mixer):
     """x [B, T, M], pos [B, T], State {conv [B, W-1, D], scan [B, D, N]} -> y [B, T, M], State.
 
     A subclass says what the recurrence is: `scan`. step: name of its step sizes' projection and bias; step_bias: the bias's
     initial values.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        residual_adds: int,
-        config: GatedScanConfig,
-        megatron: ModelParallelConfig,
-        compute_dtype: torch.dtype,
-        *,
-        step: str,
-        step_bias: Init,
-    ) -> None:
+    def __init__(self, config: GatedScanConfig, site: Site, *, step: str, step_bias: Init) -> None:
         super().__init__()
-        self._tensor_size = megatron.tensor_model_parallel_size
-        d_inner = config.expand * d_model
-        require_divisible("model.mixer.expand * model.d_model", d_inner, self._tensor_size)
-        self.config, self.compute_dtype, self._step = config, compute_dtype, step
-        self.dt_rank = config.dt_rank or -(-d_model // 16)
-        self.in_proj = ColumnParallelLinear(
-            d_model,
-            2 * d_inner,
-            init.linear(d_model),
-            megatron,
-            compute_dtype=compute_dtype,
-            parts=(("x", d_inner), ("z", d_inner)),
-        )
-        self.conv_weight = self.per_channel((d_inner, config.d_conv), init.linear(config.d_conv), decay=True)
-        self.conv_bias = self.per_channel((d_inner,), init.linear(config.d_conv), decay=False)
+        d_inner = config.expand * site.d_model
+        self.config, self.compute_dtype, self._step = config, site.compute_dtype, step
+        self.dt_rank = config.dt_rank or -(-site.d_model // 16)
+        self.in_proj = site.column(2 * d_inner, parts=(("x", d_inner), ("z", d_inner)))
+        self.conv_weight = site.split((d_inner, config.d_conv), init.linear(config.d_conv), decay=True)
+        self.conv_bias = site.split((d_inner,), init.linear(config.d_conv), decay=False)
         self.x_proj = RowParallelLinear(
-            d_inner, self.dt_rank + 2 * config.d_state, init.linear(d_inner), megatron, compute_dtype=compute_dtype
+            d_inner,
+            self.dt_rank + 2 * config.d_state,
+            init.linear(d_inner),
+            site.megatron,
+            compute_dtype=site.compute_dtype,
         )
         # every rank's channels use the same code and vectors: copy_to_tensor_group sums their gradient once for all three
         projection = ColumnParallelLinear(
-            self.dt_rank, d_inner, init.linear(self.dt_rank), megatron, compute_dtype=compute_dtype, own_input=True
+            self.dt_rank, d_inner, init.linear(self.dt_rank), site.megatron, compute_dtype=site.compute_dtype, own_input=True
         )
         self.add_module(f"{step}_proj", projection)
-        self.register_parameter(f"{step}_bias", self.per_channel((d_inner,), step_bias, decay=False))
-        self.D = self.per_channel((d_inner,), init.constant(1.0), decay=False)
-        self.out_proj = RowParallelLinear(
-            d_inner, d_model, init.linear(d_inner, scale=residual_adds**-0.5), megatron, compute_dtype=compute_dtype
-        )
-
-    def per_channel(self, shape: Iterable[int], fill: Init, *, decay: bool) -> nn.Parameter:
-        """A parameter with one row per channel, split over the tensor group; it stays fp32 in the computation."""
-        layout = ParameterLayout(tuple(shape), fill, split=0, decay=decay)
-        return declare(nn.Parameter(torch.empty(layout.local_shape(self._tensor_size))), layout)
+        self.register_parameter(f"{step}_bias", site.split((d_inner,), step_bias, decay=False))
+        self.D = site.split((d_inner,), init.constant(1.0), decay=False)
+        self.out_proj = site.output(d_inner)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

@@ -1,0 +1,86 @@
+"""What a mixer is to the layer around it, and which class builds which kind.
+
+A mixer maps (x [B, T, d_model], pos [B, T], State or None) to (y [B, T, d_model], State); None is the state before any token. It is
+written like single-device code over tensor-parallel projections; its file says how its heads or channels split.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from megatron.core import ModelParallelConfig
+from torch import Tensor, nn
+
+from baton.kernels.protocol import Leaf, State
+from baton.models import init
+from baton.models.settings import MixerConfig
+from baton.parallel.layout import Init, ParameterLayout, declare
+from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+
+_CLASSES: dict[type[MixerConfig], type["Mixer"]] = {}
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a mixer is built in.
+
+    residual_adds: how often the whole model adds to its residual stream; output projections' initial values are scaled by its
+    -1/2 power. compute_dtype: of matmuls and activations between them.
+    """
+
+    d_model: int
+    residual_adds: int
+    norm_eps: float
+    megatron: ModelParallelConfig
+    compute_dtype: torch.dtype
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that share the mixer."""
+        return int(self.megatron.tensor_model_parallel_size)
+
+    def column(self, out_features: int, *, parts: Iterable[tuple[str, int]] = (), fill: Init | None = None) -> ColumnParallelLinear:
+        """A projection from d_model to features that are split over the tensor group."""
+        fill = fill or init.linear(self.d_model)
+        return ColumnParallelLinear(
+            self.d_model, out_features, fill, self.megatron, compute_dtype=self.compute_dtype, parts=tuple(parts)
+        )
+
+    def output(self, in_features: int) -> RowParallelLinear:
+        """The projection from features that are split over the tensor group back to d_model, summed over the group."""
+        fill = init.linear(in_features, scale=self.residual_adds**-0.5)
+        return RowParallelLinear(in_features, self.d_model, fill, self.megatron, compute_dtype=self.compute_dtype)
+
+    def split(self, shape: Iterable[int], fill: Init, *, decay: bool) -> nn.Parameter:
+        """A parameter with one row per channel or head, split over the tensor group; it stays fp32 in the computation."""
+        layout = ParameterLayout(tuple(shape), fill, split=0, decay=decay)
+        return declare(nn.Parameter(torch.empty(layout.local_shape(self.tensor_size))), layout)
+
+
+class Mixer(nn.Module, ABC):
+    """Base of every mixer: `class Mamba(Mixer, settings=MambaConfig)` makes it the class of that kind.
+
+    A subclass's constructor takes (config, site).
+    """
+
+    def __init_subclass__(cls, settings: type[MixerConfig] | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if settings is not None:
+            _CLASSES[settings] = cls
+
+    @property
+    @abstractmethod
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What is carried per sequence, in whole shapes (all tensor ranks together); () for what looks at one token at a time."""
+
+    @abstractmethod
+    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]: ...
+
+
+def build_mixer(config: MixerConfig, site: Site) -> Mixer:
+    """The mixer of config.kind."""
+    import_module(f"baton.models.mixers.{config.kind}")
+    return _CLASSES[type(config)](config, site)

@@ -1,0 +1,29 @@
+"""The gated MLP: down(silu(gate(x)) * up(x)). It looks at one token at a time, so it carries nothing.
+
+Source: Shazeer, "GLU variants improve Transformer", equation 6. Hidden features are split over the tensor group.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.kernels.protocol import Leaf, State
+from baton.models.mixer import Mixer, Site
+from baton.models.settings.swiglu import SwiGLUConfig
+
+
+class SwiGLU(Mixer, settings=SwiGLUConfig):
+    """x [B, T, M] -> y [B, T, M]; the State is empty."""
+
+    def __init__(self, config: SwiGLUConfig, site: Site) -> None:
+        super().__init__()
+        hidden = config.width(site.d_model)
+        self.in_proj = site.column(2 * hidden, parts=(("gate", hidden), ("up", hidden)))
+        self.out_proj = site.output(hidden)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return ()
+
+    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+        gate, up = self.in_proj(x_BTM).chunk(2, dim=-1)
+        return self.out_proj(F.silu(gate) * up), {}

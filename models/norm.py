@@ -1,0 +1,54 @@
+"""Root-mean-square norms: of the whole width, of each head, and of a width that is split over the tensor group."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from torch import Tensor, nn
+
+from baton.models import init
+from baton.models.mixer import Site
+from baton.parallel.layout import ParameterLayout, declare
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the weight's type (fp32)."""
+
+    def __init__(self, d_model: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = declare(nn.Parameter(torch.empty(d_model)), ParameterLayout((d_model,), init.constant(1.0), decay=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class HeadRMSNorm(nn.Module):
+    """RMSNorm over the last dimension of this rank's heads [.., heads, dim], in fp32, with one weight [dim] for all heads."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        # every rank applies the weight to its own heads, so each has a part of the gradient
+        layout = ParameterLayout((dim,), init.constant(1.0), partial_over=frozenset({"tensor"}), decay=False)
+        self.weight = declare(nn.Parameter(torch.empty(dim)), layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.to(self.weight.dtype), x.shape[-1:], self.weight, self.eps)
+
+
+class SplitRMSNorm(nn.Module):
+    """RMSNorm over a width that is split over the tensor group: x [.., width / tensor ranks], in fp32, a weight per feature."""
+
+    def __init__(self, width: int, site: Site) -> None:
+        super().__init__()
+        self.width, self.eps, self._split = width, site.norm_eps, site.tensor_size > 1
+        self.weight = site.split((width,), init.constant(1.0), decay=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.weight.dtype)
+        squares = x.square().sum(-1, keepdim=True)
+        if self._split:
+            # summed forwards; and since every rank's outputs depend on the sum, its gradient is summed backwards
+            squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares)
+            squares = tensor_parallel.copy_to_tensor_model_parallel_region(squares)
+        return x * torch.rsqrt(squares / self.width + self.eps) * self.weight

@@ -1,0 +1,57 @@
+"""Settings of the mixers, a file per kind. Torch-free.
+
+The one thing to know: a kind is a file models/mixers/NAME.py; its settings are in models/settings/NAME.py, so that a configuration
+is read without torch. A mixer without a settings file may define its settings class in its own file, at that price.
+"""
+
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict
+
+SMALL_WIDTH = 12
+"""d_model that every mixer's `small` settings fit: four tensor ranks, heads of odd width."""
+
+_KINDS: dict[str, "type[MixerConfig]"] = {}
+
+
+class MixerConfig(BaseModel):
+    """What one kind of sub-block can be told. Subclasses add `kind: Literal["NAME"] = "NAME"` and fields with descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        name = cls.model_fields["kind"].default
+        if isinstance(name, str):
+            _KINDS[name] = cls
+
+    def sizes(self, d_model: int) -> dict[str, int]:
+        """What is split over the tensor group, by the name of the setting that decides it: each must be a multiple of its ranks."""
+        return {}
+
+    def check(self, d_model: int) -> None:
+        """Refuse settings that do not fit d_model. Raises ValueError with what to change."""
+
+    @classmethod
+    def small(cls) -> Self:
+        """A tiny instance for d_model = SMALL_WIDTH that still has every part: what the tests of all mixers build."""
+        return cls()  # type: ignore[call-arg]
+
+
+@cache
+def kinds() -> "dict[str, type[MixerConfig]]":
+    """Settings classes by kind, for every file in models/mixers."""
+    here = Path(__file__).parent
+    names = sorted(path.stem for path in (here.parent / "mixers").glob("*.py") if path.stem != "__init__")
+    for name in names:
+        import_module(f"baton.models.{'settings' if (here / f'{name}.py').exists() else 'mixers'}.{name}")
+        if name not in _KINDS:
+            raise TypeError(
+                f"models/mixers/{name}.py: no MixerConfig subclass with kind {name!r} there or in models/settings/{name}.py"
+            )
+    return {name: _KINDS[name] for name in names}

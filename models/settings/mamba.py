@@ -1,0 +1,23 @@
+"""Settings of Mamba."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from baton.models.settings.gated_scan import GatedScanConfig
+
+
+class MambaConfig(GatedScanConfig):
+    """The selective state space of Mamba (Gu & Dao)."""
+
+    kind: Literal["mamba"] = "mamba"
+    dt_min: float = Field(1e-3, gt=0, description="smallest initial step size (log-uniform between dt_min and dt_max)")
+    dt_max: float = Field(1e-1, gt=0, description="largest initial step size")
+    dt_floor: float = Field(1e-4, gt=0, description="initial step sizes are raised to this at least")
+    discretization: Literal["euler", "zoh"] = Field("euler", description="of the input matrix; euler is what was released")
+
+    @model_validator(mode="after")
+    def _step_sizes_are_in_order(self) -> "MambaConfig":
+        if self.dt_min > self.dt_max:
+            raise ValueError(f"dt_min={self.dt_min} exceeds dt_max={self.dt_max}; initial step sizes lie between them")
+        return self

@@ -1,0 +1,26 @@
+"""Settings of the SwiGLU MLP."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from baton.models.settings import MixerConfig
+
+
+class SwiGLUConfig(MixerConfig):
+    """The gated MLP of Llama-like models (Shazeer, "GLU variants improve Transformer")."""
+
+    kind: Literal["swiglu"] = "swiglu"
+    hidden: int | None = Field(None, ge=1, description="hidden width; null: 8/3 d_model rounded up to a multiple of `multiple_of`")
+    multiple_of: int = Field(256, ge=1, description="what the default hidden width is rounded up to; 256 as in Llama")
+
+    def width(self, d_model: int) -> int:
+        """The hidden width."""
+        return self.hidden or -(-8 * d_model // (3 * self.multiple_of)) * self.multiple_of
+
+    def sizes(self, d_model: int) -> dict[str, int]:
+        return {"hidden": self.width(d_model)}
+
+    @classmethod
+    def small(cls) -> "SwiGLUConfig":
+        return cls(hidden=20)
