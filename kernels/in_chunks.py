@@ -27,7 +27,8 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 def in_chunks(step: Step, inputs: Inputs, along: int, *, pos: Tensor | None, state: State, chunk: int) -> tuple[Tensor, State]:
     """Run `step` over [batch, T, ...] inputs, `chunk` tokens at a time.
 
-    inputs: the first `along` run along time, the others are parameters. state: the entering one, floating point leaves.
+    inputs: the first `along` run along time, the others are parameters. state: the entering one; leaves that are not floating
+    point are carried without a gradient.
 
     Returns:
         outputs [batch, T, ...] and the leaving State, with exact gradients to inputs and state.
@@ -35,6 +36,16 @@ def in_chunks(step: Step, inputs: Inputs, along: int, *, pos: Tensor | None, sta
     names = tuple(state)
     y, *leaves = _InChunks.apply(step, along, names, chunk, pos, *inputs, *state.values())
     return y, dict(zip(names, leaves, strict=True))
+
+
+def _pull_back(outputs: list[Tensor], leaves: list[Tensor], cotangents: list[Tensor | None]) -> list[Tensor | None]:
+    """A gradient for each leaf, None for one that has none; outputs that no leaf reaches count nothing."""
+    reached = [(y, dy) for y, dy in zip(outputs, cotangents, strict=True) if y.requires_grad]
+    wanted = [x for x in leaves if x.requires_grad]
+    found = iter(
+        torch.autograd.grad([y for y, _ in reached], wanted, [dy for _, dy in reached], allow_unused=True, materialize_grads=True)
+    )
+    return [next(found) if x.requires_grad else None for x in leaves]
 
 
 def _piece(inputs: Inputs, along: int, begin: int, end: int) -> Inputs:
@@ -61,7 +72,9 @@ class _InChunks(torch.autograd.Function):
         ctx.save_for_backward(*inputs, *borders)
         ctx.n_inputs = len(inputs)
         # contiguous copies: an input handed through unchanged may not be an output, and views would keep the piece alive
-        return torch.cat(outputs, dim=1), *(leaf.clone(memory_format=torch.contiguous_format) for leaf in state.values())
+        leaves = [leaf.clone(memory_format=torch.contiguous_format) for leaf in state.values()]
+        ctx.mark_non_differentiable(*(leaf for leaf in leaves if not leaf.is_floating_point()))
+        return torch.cat(outputs, dim=1), *leaves
 
     @staticmethod
     @once_differentiable
@@ -70,22 +83,18 @@ class _InChunks(torch.autograd.Function):
         inputs, borders = saved[: ctx.n_inputs], saved[ctx.n_inputs :]
         length, width = inputs[0].shape[1], len(ctx.names)
         grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
-        cotangents = list(dleaves)
+        cotangents: list[Tensor | None] = list(dleaves)
         for number in reversed(range(-(-length // chunk))):
             begin, end = number * chunk, min((number + 1) * chunk, length)
             with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
                 leaves = [x.detach().requires_grad_() for x in _piece(inputs, along, begin, end)]
-                entering = [x.detach().requires_grad_() for x in borders[number * width : (number + 1) * width]]
+                entering = [
+                    x.detach().requires_grad_(x.is_floating_point()) for x in borders[number * width : (number + 1) * width]
+                ]
                 y, leaving = ctx.step(
                     tuple(leaves), None if pos is None else pos[:, begin:end], dict(zip(ctx.names, entering, strict=True))
                 )
-                found = torch.autograd.grad(
-                    [y, *leaving.values()],
-                    [*leaves, *entering],
-                    [dy[:, begin:end], *cotangents],
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
+                found = _pull_back([y, *leaving.values()], [*leaves, *entering], [dy[:, begin:end], *cotangents])
             for grad, part in zip(grads[:along], found, strict=False):
                 grad[:, begin:end] = part
             for grad, part in zip(grads[along:], found[along : len(leaves)], strict=True):

@@ -190,12 +190,14 @@ class Recurrence(ABC):
         name: of the recurrence with its options, for messages and tests.
         input_names: of its inputs in order, as errors call them.
         along: how many of the inputs, the first ones, run along time.
+        needs_pos: whether `run` must be told positions also where no document starts.
         exact_cuts: whether outputs and states keep every bit wherever a sequence is cut (all keep them to rounding).
     """
 
     name: str
     input_names: ClassVar[tuple[str, ...]]
     along: ClassVar[int]
+    needs_pos: ClassVar[bool] = False
     exact_cuts: ClassVar[bool] = False
 
     def __str__(self) -> str:

@@ -1,8 +1,10 @@
 """A layer: sub-blocks x + mixer(norm(x)) one after the other, with the residual stream in fp32."""
 
 import dataclasses
+from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 
 from baton.kernels.protocol import Leaf, State
 from baton.models.config import ModelConfig
@@ -31,13 +33,23 @@ class Layer(nn.ModuleDict):
     def __init__(self, names: tuple[str, ...], config: ModelConfig, site: Site) -> None:
         super().__init__({name: SubBlock(name, config, site) for name in names})
 
+    def recomputation(self) -> Any:
+        """Contexts of the first forward pass and of its recomputation, for torch's checkpoint."""
+        kept = {operator for block in self.values() for operator in cast(SubBlock, block).mixer.kept_operators}
+        if not kept:
+            return noop_context_fn()
+
+        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         """What the layer carries per sequence."""
         found = []
         for name, block in self.items():
-            assert isinstance(block, SubBlock)
-            found += [dataclasses.replace(leaf, name=f"{name}.{leaf.name}") for leaf in block.mixer.leaves]
+            found += [dataclasses.replace(leaf, name=f"{name}.{leaf.name}") for leaf in cast(SubBlock, block).mixer.leaves]
         return tuple(found)
 
     def forward(self, x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, State]:

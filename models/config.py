@@ -38,6 +38,11 @@ class ModelConfig(BaseModel):
     vocab_size: int | None = Field(None, ge=1, description="tokens of the tokenizer; null: ask the tokenizer")
     pad_vocab_to: int = Field(8, ge=1, description="the embedding's rows are rounded up to a multiple of this")
     tie_embeddings: bool = Field(True, description="the head is the embedding transposed; false: a matrix of its own")
+    init_std: float | None = Field(
+        None,
+        gt=0,
+        description="projections begin normal with this standard deviation; null: uniform within fan_in^-1/2, as Mamba's",
+    )
     norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
     decay_embedding: bool = Field(False, description="weight decay on embedding and head; the papers leave it open")
     loss_chunk: int = Field(1024, ge=1, description="tokens whose logits exist at once; a whole context's would not fit")

@@ -4,6 +4,8 @@ Everything that is carried from one piece of a sequence to the next is in the re
 pieces equal the whole; hand them a token at a time and that is decoding.
 """
 
+from typing import cast
+
 import torch
 from megatron.core import tensor_parallel
 from torch import Tensor, nn
@@ -53,7 +55,7 @@ class LanguageModel(nn.Module):
             compute_dtype=compute_dtype,
             decay=config.decay_embedding,
         )
-        site = Site(config.d_model, config.residual_adds, config.norm_eps, megatron, compute_dtype)
+        site = Site(config.d_model, config.residual_adds, config.norm_eps, megatron, compute_dtype, config.init_std)
         self.layers = nn.ModuleDict({str(n): Layer(names, config, site) for n, names in enumerate(config.layers)})
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         if not config.tie_embeddings:
@@ -73,7 +75,15 @@ class LanguageModel(nn.Module):
             entering = None if states is None else states[number]
             if self.recompute and torch.is_grad_enabled():
                 # nothing random happens in a layer, so there is no generator's state to restore
-                x, leaving[number] = checkpoint(layer, x, pos, entering, use_reentrant=False, preserve_rng_state=False)
+                x, leaving[number] = checkpoint(
+                    layer,
+                    x,
+                    pos,
+                    entering,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=cast(Layer, layer).recomputation,
+                )
             else:
                 x, leaving[number] = layer(x, pos, entering)
         return self.norm(x), leaving

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core import ModelParallelConfig
@@ -28,7 +28,8 @@ class Site:
     """Where a mixer is built in.
 
     residual_adds: how often the whole model adds to its residual stream; output projections' initial values are scaled by its
-    -1/2 power. compute_dtype: of matmuls and activations between them.
+    -1/2 power. compute_dtype: of matmuls and activations between them. init_std: of normal initial values of the projections; None:
+    uniform ones.
     """
 
     d_model: int
@@ -36,22 +37,27 @@ class Site:
     norm_eps: float
     megatron: ModelParallelConfig
     compute_dtype: torch.dtype
+    init_std: float | None = None
 
     @property
     def tensor_size(self) -> int:
         """Ranks that share the mixer."""
         return int(self.megatron.tensor_model_parallel_size)
 
+    def fill(self, fan_in: int, scale: float = 1.0) -> Init:
+        """Initial values of a projection's weight."""
+        return init.linear(fan_in, scale) if self.init_std is None else init.normal(scale * self.init_std)
+
     def column(self, out_features: int, *, parts: Iterable[tuple[str, int]] = (), fill: Init | None = None) -> ColumnParallelLinear:
         """A projection from d_model to features that are split over the tensor group."""
-        fill = fill or init.linear(self.d_model)
+        fill = fill or self.fill(self.d_model)
         return ColumnParallelLinear(
             self.d_model, out_features, fill, self.megatron, compute_dtype=self.compute_dtype, parts=tuple(parts)
         )
 
     def output(self, in_features: int) -> RowParallelLinear:
         """The projection from features that are split over the tensor group back to d_model, summed over the group."""
-        fill = init.linear(in_features, scale=self.residual_adds**-0.5)
+        fill = self.fill(in_features, scale=self.residual_adds**-0.5)
         return RowParallelLinear(in_features, self.d_model, fill, self.megatron, compute_dtype=self.compute_dtype)
 
     def split(self, shape: Iterable[int], fill: Init, *, decay: bool) -> nn.Parameter:
@@ -64,7 +70,12 @@ class Mixer(nn.Module, ABC):
     """Base of every mixer: `class Mamba(Mixer, settings=MambaConfig)` makes it the class of that kind.
 
     A subclass's constructor takes (config, site).
+
+    kept_operators: operators whose results recomputation of activations keeps instead of computing again, because a choice hangs on
+    their last bit.
     """
+
+    kept_operators: ClassVar[tuple[Any, ...]] = ()
 
     def __init_subclass__(cls, settings: type[MixerConfig] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

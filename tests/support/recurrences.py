@@ -35,11 +35,22 @@ def positions(generator: torch.Generator, batch: int, length: int, start_probabi
 
 
 def fresh(inputs: Inputs, state: State) -> tuple[Inputs, State]:
-    """Leaves of their own that want a gradient."""
-    return (
-        tuple(x.detach().clone().requires_grad_() for x in inputs),
-        {name: x.detach().clone().requires_grad_() for name, x in state.items()},
-    )
+    """Leaves of their own that want a gradient, where there is one."""
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.detach().clone().requires_grad_(x.is_floating_point())
+
+    return tuple(leaf(x) for x in inputs), {name: leaf(x) for name, x in state.items()}
+
+
+def moving(state: State) -> State:
+    """The leaves that can have a gradient."""
+    return {name: x for name, x in state.items() if x.is_floating_point()}
+
+
+def no_starts(recurrence: Recurrence, batch: int, length: int) -> Tensor | None:
+    """Positions in the middle of one document, as this recurrence wants to be told."""
+    return 100 + torch.arange(length).repeat(batch, 1) if recurrence.needs_pos else None
 
 
 def piece(recurrence: Recurrence, inputs: Inputs, begin: int, end: int) -> Inputs:
@@ -59,13 +70,16 @@ def run_in_pieces(
 
 
 def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Gradients of all leaves for random cotangents of all outputs, the final state's included."""
+    """Gradients of all leaves for random cotangents of all outputs that have one, the final state's included."""
     cotangents = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in outputs]
-    return torch.autograd.grad(outputs, leaves, cotangents)
+    reached = [(x, dx) for x, dx in zip(outputs, cotangents, strict=True) if x.requires_grad]
+    return torch.autograd.grad(
+        [x for x, _ in reached], leaves, [dx for _, dx in reached], allow_unused=True, materialize_grads=True
+    )
 
 
 def results(y: Tensor, state: State, inputs: Inputs, entering: State, seed: int) -> dict[str, Tensor]:
     """Outputs, leaving state and the gradients of everything, by name."""
-    grads = gradients([y, *state.values()], [*inputs, *entering.values()], seeded(seed))
-    names = [*(f"d input {n}" for n in range(len(inputs))), *(f"d entering {name}" for name in entering)]
+    grads = gradients([y, *moving(state).values()], [*inputs, *moving(entering).values()], seeded(seed))
+    names = [*(f"d input {n}" for n in range(len(inputs))), *(f"d entering {name}" for name in moving(entering))]
     return {"y": y, **{f"leaving {name}": x for name, x in state.items()}, **dict(zip(names, grads, strict=True))}

@@ -1,0 +1,65 @@
+"""The prefix top-k memory: which tokens of a document have had the largest scores so far.
+
+The one thing to know: the largest m of a union are among the largest m of its parts, so a memory can be carried over any cut, and
+the order of the parts does not matter. Entries are kept in the order of time and compared by score, then age, so equal scores
+keep the older token, wherever the cut is. Indices are constants to autograd: gradients flow through what they select.
+
+Shape suffixes: B batch, E memory entries, L tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Selection(NamedTuple):
+    """What was chosen, [B, m] each, in the order of time, valid ones first.
+
+    rows: index into the entries followed by the tokens; score and where: 0 and -1 where not valid.
+    """
+
+    rows: Tensor
+    valid: Tensor
+    score: Tensor
+    where: Tensor
+
+
+@torch.no_grad()
+def largest(m: int, score_BE: Tensor, where_BE: Tensor, score_BL: Tensor, where_BL: Tensor, counted_BJ: Tensor) -> Selection:
+    """The m largest scores among memory entries and tokens.
+
+    Args:
+        m: how many are kept.
+        score_BE, where_BE: the entries, in the order of time; where is the position in the document, -1 in an empty entry.
+        score_BL, where_BL: the tokens, all later than the entries.
+        counted_BJ: bool [B, E + L], which of the entries and tokens are candidates.
+    """
+    score_BJ = torch.cat((score_BE, score_BL), dim=1)
+    where_BJ = torch.cat((where_BE, where_BL), dim=1)
+    counted_BJ = counted_BJ & (where_BJ >= 0)
+    candidates = score_BJ.masked_fill(~counted_BJ, -torch.inf)
+    chosen = candidates.argsort(dim=1, descending=True, stable=True)[:, :m]
+    if chosen.shape[1] < m:
+        chosen = torch.nn.functional.pad(chosen, (0, m - chosen.shape[1]))
+        enough = torch.arange(m, device=chosen.device) < score_BJ.shape[1]
+    else:
+        enough = chosen.new_ones(m, dtype=torch.bool)
+    valid = counted_BJ.gather(1, chosen) & enough
+    # the valid ones first, in the order of time
+    order = chosen.masked_fill(~valid, score_BJ.shape[1]).argsort(dim=1, stable=True)
+    index, valid = chosen.gather(1, order), valid.gather(1, order)
+    return Selection(
+        index.masked_fill(~valid, 0),
+        valid,
+        score_BJ.gather(1, index).masked_fill(~valid, 0.0),
+        where_BJ.gather(1, index).masked_fill(~valid, -1),
+    )
+
+
+def take(rows: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+    """rows [B, J, ...] at index [B, m], 0 where not valid: [B, m, ...]."""
+    trailing = rows.shape[2:]
+    wide = (*index.shape, *[1] * len(trailing))
+    found = rows.gather(1, index.view(wide).expand(*index.shape, *trailing))
+    return found.masked_fill(~valid.view(wide), 0.0)

@@ -1,0 +1,168 @@
+"""B'MOJO's public functions: the attention over window, fading and eidetic tokens, and the score that chooses the last.
+
+The one thing to know: everything that is remembered is in the State, including the memory in use, which is frozen for `window`
+tokens counted from the document's start; so a sequence may be cut anywhere, and packed documents need no alignment. Equal scores
+select equal tokens; the selection is the only thing here that is not continuous.
+"""
+
+import torch
+from torch import Tensor
+
+from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked
+from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.protocol import Leaf, State
+
+_KERNEL = "eidetic_attention"
+
+
+def eidetic_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fading_k: Tensor,
+    fading_v: Tensor,
+    score: Tensor,
+    *,
+    window: int,
+    n_fading: int,
+    n_eidetic: int,
+    sliding: bool = False,
+    pos: Tensor,
+    state: State | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, State]:
+    """One softmax over three kinds of tokens of the own document (Zancato et al. 2024, Algorithm 1 in chunks of `window`):
+
+        the last `window` tokens, by k and v;
+        fading: the n_fading outputs of the fading memory before the last multiple of `window`, by fading_k and fading_v;
+            with `sliding`, instead, those from 2 window - 1 to window tokens back;
+        eidetic: the n_eidetic tokens with the largest scores before the last multiple of `window`, by k and v; the older token
+            wins a tie.
+
+    Multiples of the window are counted from the document's start; a document's first `window` tokens see only their window. A token
+    that is both in the window and in memory counts twice, as in the paper's interleaved form.
+
+    Args:
+        q: queries, [batch, T, heads, dim].
+        k, v: keys and values of the tokens, [batch, T, key heads, dim]; key heads divides heads.
+        fading_k, fading_v: keys and values of the fading memory's outputs, [batch, T, key heads, dim].
+        score: innovation of each token, [batch, T], compared in float32 (float64); no gradient flows through it.
+        window, n_fading, n_eidetic: numbers of tokens. n_fading is at most the window, and 0 with `sliding`.
+        pos: position of each token in its document, int32 or int64 [batch, T].
+        state: what a call before returned (`leaves` describes it); None: nothing has been read, even where pos says that the
+            document began earlier.
+        scale: of the attention scores; None: dim^-1/2.
+
+    Tensors are float64 all together, or any mix of float32, bfloat16 and float16.
+
+    Returns:
+        y, [batch, T, heads, dim] in q's dtype, and the State that leaves, with exact gradients to all tensors but score.
+
+    Raises:
+        KernelError: an argument of another shape, dtype or device than stated, by name; impossible sizes; T = 0.
+    """
+    if not isinstance(q, Tensor):
+        raise KernelError(f"{_KERNEL}: q is a {type(q).__name__}, expected a tensor of shape (batch, T, heads, dim)")
+    if window < 1 or n_eidetic < 0 or not 0 <= n_fading <= (0 if sliding else window):
+        raise KernelError(
+            f"{_KERNEL}: window={window}, n_fading={n_fading}, n_eidetic={n_eidetic}, sliding={sliding}; expected a window of at "
+            f"least 1, n_fading between 0 and the window (0 with sliding) and n_eidetic of at least 0"
+        )
+    device, axes = q.device, ("batch", "T", "key heads", "dim")
+    expect_tensor(_KERNEL, "q", q, ("batch", "T", "heads", "dim"), (-1, -1, -1, -1), device)
+    batch, length, heads, dim = q.shape
+    expect_tensor(_KERNEL, "k", k, axes, (batch, length, -1, dim), device)
+    groups = k.shape[2]
+    if heads % groups:
+        raise KernelError(f"{_KERNEL}: k has shape {tuple(k.shape)}, expected a number of key heads that divides {heads} heads")
+    for name, tensor in (("v", v), ("fading_k", fading_k), ("fading_v", fading_v)):
+        expect_tensor(_KERNEL, name, tensor, axes, (batch, length, groups, dim), device)
+    expect_tensor(_KERNEL, "score", score, ("batch", "T"), (batch, length), device)
+    dtype = expect_one_precision(_KERNEL, q=q, k=k, v=v, fading_k=fading_k, fading_v=fading_v, score=score)
+    expect_positions(_KERNEL, pos, batch, length, device)
+    options = Options(window, n_fading, n_eidetic, sliding, dim**-0.5 if scale is None else scale)
+    expected = leaves(options, k, dtype)
+    if state is None:
+        state = empty(expected, batch, device)
+    for leaf in expected:
+        state_axes = ("batch", "rows", "key heads", "dim")[: 1 + len(leaf.shape)]
+        expect_tensor(_KERNEL, f"state {leaf.name}", state[leaf.name], state_axes, (batch, *leaf.shape), device)
+        expect_dtype(_KERNEL, f"state {leaf.name}", state[leaf.name], (leaf.dtype,))
+    inputs = (q, k, v, fading_k, fading_v, score.detach().to(dtype))
+    return eidetic_attention_chunked(inputs, options, pos=pos, state={leaf.name: state[leaf.name] for leaf in expected})
+
+
+def leaves(options: Options, k: Tensor, score_dtype: torch.dtype) -> tuple[Leaf, ...]:
+    """What is carried: window and fading tails, the best tokens so far, the memory in use; heads split over the tensor group."""
+    heads = tuple(k.shape[2:])
+    found: list[Leaf] = []
+
+    def rows(names: tuple[str, ...], n: int) -> None:
+        found.extend(Leaf(name, (n, *heads), k.dtype, tp=1, grad=True) for name in names)
+
+    rows(("k", "v"), options.window - 1)
+    found.append(Leaf("seen", (), torch.int64, tp=None, grad=False))
+    if options.fading_rows:
+        rows(("fading_k", "fading_v"), options.fading_rows)
+    if options.n_eidetic:
+        rows(("best_k", "best_v"), options.n_eidetic)
+        found.append(Leaf("score", (options.n_eidetic,), score_dtype, tp=None, grad=False))
+        found.append(Leaf("where", (options.n_eidetic,), torch.int64, tp=None, grad=False))
+    if options.n_eidetic + options.n_fading:
+        rows(("frozen_k", "frozen_v"), options.n_eidetic + options.n_fading)
+        found.append(Leaf("frozen", (options.n_eidetic + options.n_fading,), torch.bool, tp=None, grad=False))
+    return tuple(found)
+
+
+def empty(expected: tuple[Leaf, ...], batch: int, device: torch.device) -> State:
+    """The State of nothing read: zeros, and -1 for where an entry's token is."""
+    fills = {"where": -1}
+    return {
+        leaf.name: torch.full((batch, *leaf.shape), fills.get(leaf.name, 0), dtype=leaf.dtype, device=device) for leaf in expected
+    }
+
+
+def innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+    """How badly the last outputs foretell each output (Zancato et al. 2024, section 3.2, which leaves error and weights open):
+
+        score_t = |y_t - sum_j weights_{j-1} y_{t-j}| / sqrt(channels),    1 <= j <= k, over outputs of the same document
+
+    Args:
+        y: outputs of the fading memory, [batch, T, channels]; computed in float32 (float64 for float64), without a gradient.
+        weights: of the outputs before, nearest first, [k].
+        pos: int32 or int64 [batch, T].
+        tail: the k outputs before this piece, oldest first, [batch, k, channels] in y's dtype; zeros where nothing has been read.
+
+    Returns:
+        score [batch, T], float32 or float64, and the new tail, 0 where it is not of the last token's document.
+
+    It is an operator of its own, torch.ops.baton.innovation, so that recomputation of activations can be told to keep its result.
+
+    Raises:
+        KernelError: an argument of another shape or dtype than stated.
+    """
+    if not isinstance(y, Tensor):
+        raise KernelError(f"innovation: y is a {type(y).__name__}, expected a tensor of shape (batch, T, channels)")
+    expect_tensor("innovation", "y", y, ("batch", "T", "channels"), (-1, -1, -1), y.device)
+    batch, length, channels = y.shape
+    expect_tensor("innovation", "weights", weights, ("k",), (-1,), y.device)
+    k = weights.shape[0]
+    expect_tensor("innovation", "tail", tail, ("batch", "k", "channels"), (batch, k, channels), y.device)
+    expect_dtype("innovation", "tail", tail, (y.dtype,))
+    expect_positions("innovation", pos, batch, length, y.device)
+    score, leaving = _innovation(y.detach(), weights.detach(), pos, tail.detach())
+    return score, leaving
+
+
+@torch.library.custom_op("baton::innovation", mutates_args=())
+def _innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+    """As `innovation`, which checks the arguments."""
+    length, k = y.shape[1], weights.shape[0]
+    rows = torch.cat((tail, y), dim=1)
+    dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
+    missed = y.to(dtype, copy=True)
+    for j in range(1, k + 1):
+        back = rows[:, k - j : k - j + length].to(dtype)
+        missed.addcmul_(back.masked_fill((pos < j)[:, :, None], 0.0), weights[j - 1].to(dtype), value=-1)
+    own = torch.arange(k, 0, -1, device=y.device) <= pos[:, -1:] + 1
+    return missed.square().mean(-1).sqrt(), rows[:, length:].masked_fill(~own[:, :, None], 0.0)

@@ -1,0 +1,91 @@
+"""Window attention's public function: checks its arguments, picks an implementation.
+
+The one thing to know: the State is the last window - 1 keys and values (all of them without a window) and how many tokens of the
+document have been read, so a sequence may be cut anywhere, also into pieces shorter than the window.
+"""
+
+import torch
+from torch import Tensor
+
+from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.protocol import State
+from baton.kernels.window_attention.chunked import window_attention_chunked
+
+_KERNEL = "window_attention"
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None,
+    pos: Tensor | None = None,
+    state: State | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, State]:
+    """Causal softmax attention over the last `window` tokens of the own document (Beltagy et al. 2020; Vaswani et al. 2017):
+
+        y_t = sum_j softmax_j(scale q_t k_{t-j}) v_{t-j},    0 <= j < window, j <= pos_t, over the tokens that have been read
+
+    Args:
+        q: queries, [batch, T, heads, dim].
+        k: keys, [batch, T, key heads, dim]; key heads divides heads, each serves that many query heads in a row.
+        v: values, [batch, T, key heads, dim].
+        window: how many tokens a query sees, itself included. None: all of its document; then the State grows with every token.
+        pos: position of each token in its document, int32 or int64 [batch, T]. None: no document starts inside this piece.
+        state: {k, v [batch, window - 1, key heads, dim] in k's dtype, seen int64 [batch]}, what a call before returned; None:
+            nothing has been read, even where pos says that the document began earlier.
+        scale: of the scores; None: dim^-1/2.
+
+    Tensors are float64 all together, or any mix of float32, bfloat16 and float16.
+
+    Returns:
+        y, [batch, T, heads, dim] in q's dtype, and the State that leaves; rows that are not of the last token's document are 0.
+        Both carry exact gradients to q, k, v and the State's keys and values; differentiating twice is refused by autograd.
+
+    Raises:
+        KernelError: an argument of another shape, dtype or device than stated, by name; T = 0.
+    """
+    if not isinstance(q, Tensor):
+        raise KernelError(f"{_KERNEL}: q is a {type(q).__name__}, expected a tensor of shape (batch, T, heads, dim)")
+    device, axes = q.device, ("batch", "T", "key heads", "dim")
+    expect_tensor(_KERNEL, "q", q, ("batch", "T", "heads", "dim"), (-1, -1, -1, -1), device)
+    batch, length, heads, dim = q.shape
+    expect_tensor(_KERNEL, "k", k, axes, (batch, length, -1, dim), device)
+    groups = k.shape[2]
+    if heads % groups:
+        raise KernelError(f"{_KERNEL}: k has shape {tuple(k.shape)}, expected a number of key heads that divides {heads} heads")
+    expect_tensor(_KERNEL, "v", v, axes, (batch, length, groups, dim), device)
+    expect_one_precision(_KERNEL, q=q, k=k, v=v)
+    if window is not None and window < 1:
+        raise KernelError(f"{_KERNEL}: window is {window}, expected at least 1, or None for all of the document")
+    if pos is not None:
+        expect_positions(_KERNEL, pos, batch, length, device)
+    if state is None:
+        state = empty(k, v, 0 if window is None else window - 1)
+    else:
+        rows = state["k"].shape[1] if window is None else window - 1
+        check_tail(_KERNEL, state, {"k": k, "v": v}, rows)
+    return window_attention_chunked(q, k, v, window=window, pos=pos, state=state, scale=dim**-0.5 if scale is None else scale)
+
+
+def empty(k: Tensor, v: Tensor, rows: int) -> State:
+    """The State of nothing read, with room for `rows` keys and values."""
+    batch = k.shape[0]
+    return {
+        "k": k.new_zeros(batch, rows, *k.shape[2:]),
+        "v": v.new_zeros(batch, rows, *v.shape[2:]),
+        "seen": torch.zeros(batch, dtype=torch.int64, device=k.device),
+    }
+
+
+def check_tail(kernel: str, state: State, rows_like: dict[str, Tensor], rows: int) -> None:
+    """Refuse a State whose tails are not `rows` rows of what they are tails of, or whose `seen` is not a count per lane."""
+    for name, like in rows_like.items():
+        batch, _, heads, dim = like.shape
+        axes = ("batch", f"{rows} rows", "key heads", "dim")
+        expect_tensor(kernel, f"state {name}", state[name], axes, (batch, rows, heads, dim), like.device)
+        expect_dtype(kernel, f"state {name}", state[name], (like.dtype,))
+    expect_tensor(kernel, "state seen", state["seen"], ("batch",), (batch,), like.device)
+    expect_dtype(kernel, "state seen", state["seen"], (torch.int64,))

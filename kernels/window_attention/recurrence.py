@@ -1,0 +1,60 @@
+"""Window attention as a recurrence whose State is a tail of keys and values."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from baton.kernels.examples import randn
+from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
+from baton.kernels.window_attention.op import window_attention
+from baton.kernels.window_attention.reference import window_attention_reference
+
+
+@dataclass(frozen=True)
+class WindowAttention(Recurrence):
+    """Inputs q, k, v along time; State {k, v [batch, window - 1, key heads, dim], seen [batch]}. See `op.window_attention`."""
+
+    window: int | None
+    grouped: bool = False
+    input_names = ("q", "k", "v")
+    along = 3
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"window_attention-{self.window}{'-grouped' if self.grouped else ''}"
+
+    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+        return tail_leaves(inputs[1], inputs[2], self.window)
+
+    def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        return window_attention(*inputs, window=self.window, pos=pos, state=state)
+
+    def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        scale = inputs[0].shape[-1] ** -0.5
+        return window_attention_reference(*inputs, window=self.window, pos=pos, state=state, scale=scale)
+
+    def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
+        heads, groups, dim = (6, 2, 17) if wide else (4, 2, 3)
+        groups = groups if self.grouped else heads
+        normal = partial(randn, generator, dtype=dtype)
+        shape = (batch, length, groups, dim)
+        rows = 3 if self.window is None else self.window - 1
+        # lanes that have read less than their tail holds, as much, and more; what was not read is not 0 here
+        seen = torch.tensor([rows + 40, max(0, rows - 2), rows])[:batch]
+        state = {"k": normal(batch, rows, groups, dim), "v": normal(batch, rows, groups, dim), "seen": seen}
+        return (3 * normal(batch, length, heads, dim), normal(*shape), normal(*shape)), state
+
+
+def tail_leaves(k: Tensor, v: Tensor, window: int | None) -> tuple[Leaf, ...]:
+    """Leaves of a tail of keys and values, split over the tensor group by heads."""
+    rows, grows = (0, True) if window is None else (window - 1, False)
+    return (
+        Leaf("k", (rows, *k.shape[2:]), k.dtype, tp=1, grad=True, grows=grows),
+        Leaf("v", (rows, *v.shape[2:]), v.dtype, tp=1, grad=True, grows=grows),
+        Leaf("seen", (), torch.int64, tp=None, grad=False),
+    )
+
+
+RECURRENCES = (WindowAttention(5), WindowAttention(8, grouped=True), WindowAttention(None))

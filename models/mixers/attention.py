@@ -1,0 +1,46 @@
+"""Causal softmax attention with rotary positions: Transformer++, sliding windows, and the attention layers of hybrids.
+
+Source: Vaswani et al. 2017; Su et al. 2021 for the positions; Ainslie et al. 2023 for grouped heads; Beltagy et al. 2020 for the
+window. Heads are split over the tensor group.
+"""
+
+import torch
+from torch import Tensor
+
+from baton.kernels.protocol import Leaf, State
+from baton.kernels.window_attention.op import window_attention
+from baton.models.mixer import Mixer, Site
+from baton.models.rotary import rotate
+from baton.models.settings.attention import AttentionConfig
+
+
+class Attention(Mixer, settings=AttentionConfig):
+    """x [B, T, M], pos [B, T], State {k (turned), v [B, window - 1, key heads, dim], seen [B]} -> y [B, T, M], State."""
+
+    def __init__(self, config: AttentionConfig, site: Site) -> None:
+        super().__init__()
+        self.config, self.compute_dtype = config, site.compute_dtype
+        heads, self.kv_heads = config.head_counts(site.d_model)
+        self.widths = [heads * config.head_dim, self.kv_heads * config.head_dim, self.kv_heads * config.head_dim]
+        self.in_proj = site.column(sum(self.widths), parts=zip(("q", "k", "v"), self.widths, strict=True))
+        self.out_proj = site.output(self.widths[0])
+        self._tensor_size = site.tensor_size
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Keys and values by head; all of the document's without a window."""
+        window = self.config.window
+        shape = (0 if window is None else window - 1, self.kv_heads, self.config.head_dim)
+        return (
+            Leaf("k", shape, self.compute_dtype, tp=1, grad=True, grows=window is None),
+            Leaf("v", shape, self.compute_dtype, tp=1, grad=True, grows=window is None),
+            Leaf("seen", (), torch.int64, tp=None, grad=False),
+        )
+
+    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+        widths = [width // self._tensor_size for width in self.widths]
+        q, k, v = (x.unflatten(-1, (-1, self.config.head_dim)) for x in self.in_proj(x_BTM).split(widths, dim=-1))
+        if self.config.rope_theta is not None:
+            q, k = rotate(q, pos_BT, self.config.rope_theta), rotate(k, pos_BT, self.config.rope_theta)
+        y, state = window_attention(q, k, v, window=self.config.window, pos=pos_BT, state=state)
+        return self.out_proj(y.flatten(2)), state

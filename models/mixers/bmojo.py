@@ -1,0 +1,91 @@
+"""B'MOJO's mixer: a state space whose outputs are fading tokens, and one attention over a window, those, and what surprised it.
+
+Source: Zancato et al. 2024, "B'MOJO: Hybrid State Space Realizations of Foundation Models with Eidetic and Fading Memory",
+Algorithm 1 in its chunked form; what the paper leaves open (sizes, error, predictor, which outputs) is a setting. There is no
+position encoding.
+
+The state space is split by channel and the attention by head. Its output is summed over the tensor group before it is scored, so
+every rank computes the scores of the same numbers and keeps the same tokens.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from baton.kernels.eidetic_attention.chunked import Options
+from baton.kernels.eidetic_attention.op import eidetic_attention, innovation, leaves
+from baton.kernels.protocol import Leaf, State
+from baton.models.mixer import Mixer, Site
+from baton.models.mixers.mamba import Mamba
+from baton.models.settings.bmojo import BMojoConfig
+
+
+class BMojo(Mixer, settings=BMojoConfig):
+    """x [B, T, M], pos [B, T], State {ssm.*, y [B, predictor, M], and eidetic_attention's} -> y [B, T, M], State."""
+
+    # a score in another rounding would select other tokens, and gradients would be another function's
+    kept_operators = (torch.ops.baton.innovation.default,)
+
+    def __init__(self, config: BMojoConfig, site: Site) -> None:
+        super().__init__()
+        self.config, self._tensor_size, self.compute_dtype = config, site.tensor_size, site.compute_dtype
+        # the state space's output is not added to the residual stream
+        self.ssm = Mamba(config.ssm, dataclasses.replace(site, residual_adds=1))
+        heads, self.kv_heads = config.head_counts(site.d_model)
+        width, kv_width = heads * config.head_dim, self.kv_heads * config.head_dim
+        self.d_model = site.d_model
+        self.q_proj = site.column(width)
+        # keys and values of the window, the fading and the eidetic tokens come from the same projection
+        self.kv_proj = site.column(2 * kv_width, parts=(("k", kv_width), ("v", kv_width)))
+        self.out_proj = site.output(width)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        config, ssm = self.config, self.ssm.leaves
+        options = Options(config.window, config.n_fading, config.eidetic, config.fading == "sliding", 1.0)
+        like = torch.empty(0, 0, self.kv_heads, config.head_dim, dtype=self.compute_dtype, device="meta")
+        score_dtype = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+        return (
+            *(dataclasses.replace(leaf, name=f"ssm.{leaf.name}") for leaf in ssm),
+            Leaf("y", (config.predictor, self.d_model), self.compute_dtype, tp=None, grad=False),
+            *leaves(options, like, score_dtype),
+        )
+
+    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+        config = self.config
+        ssm_state = tail = attention_state = None
+        if state is not None:
+            ssm_state = {name.removeprefix("ssm."): leaf for name, leaf in state.items() if name.startswith("ssm.")}
+            attention_state = {name: leaf for name, leaf in state.items() if name != "y" and not name.startswith("ssm.")}
+            tail = state["y"]
+        fading_BTM, ssm_state = self.ssm(x_BTM, pos_BT, ssm_state)
+        if tail is None:
+            tail = fading_BTM.new_zeros(fading_BTM.shape[0], config.predictor, self.d_model)
+        score_BT, tail = innovation(fading_BTM, self._weights(fading_BTM), pos_BT, tail)
+        q = self.q_proj(x_BTM).unflatten(-1, (-1, config.head_dim))
+        k, v = self._keys_and_values(x_BTM)
+        y, attention_state = eidetic_attention(
+            q,
+            k,
+            v,
+            *self._keys_and_values(fading_BTM),
+            score_BT,
+            window=config.window,
+            n_fading=config.n_fading,
+            n_eidetic=config.eidetic,
+            sliding=config.fading == "sliding",
+            pos=pos_BT,
+            state=attention_state,
+        )
+        leaving = {**{f"ssm.{name}": leaf for name, leaf in ssm_state.items()}, "y": tail, **attention_state}
+        return self.out_proj(y.flatten(2)), leaving
+
+    def _keys_and_values(self, x_BTM: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = self.kv_proj(x_BTM).unflatten(-1, (2, -1, self.config.head_dim)).unbind(2)
+        return k, v
+
+    def _weights(self, like: Tensor) -> Tensor:
+        """The fixed weights of the outputs before, nearest first."""
+        weights = 0.5 ** torch.arange(1, self.config.predictor + 1, dtype=torch.float32, device=like.device)
+        return weights / weights.sum()
