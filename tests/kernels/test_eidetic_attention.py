@@ -1,0 +1,187 @@
+"""What is particular to B'MOJO's attention: the paper's interleaved form, its memory, ties, innovation. The law is in test_law.py.
+
+In the law scores are inputs, so both sides of a comparison select the same tokens; that the scores themselves survive a split is
+shown for the mixer, in tests/models/test_bmojo.py.
+"""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.compare import relative_error
+from support.memory import LargestTensor
+from support.recurrences import gradients, law, positions, seeded, seeds
+
+from baton.kernels.eidetic_attention import eidetic_attention, innovation
+from baton.kernels.eidetic_attention.memory import largest
+
+HEADS, DIM = 2, 3
+
+
+def _arguments(seed: int, length: int, batch: int = 1, dtype: torch.dtype = torch.float64):
+    generator = seeded(seed)
+    leaves = [torch.randn(batch, length, HEADS, DIM, generator=generator, dtype=dtype).requires_grad_() for _ in range(5)]
+    return leaves, torch.rand(batch, length, generator=generator, dtype=dtype)
+
+
+@pytest.mark.parametrize(("window", "n_fading", "n_eidetic"), [(8, 3, 5), (4, 4, 2), (4, 0, 6), (4, 1, 0), (3, 0, 0)])
+def test_the_papers_interleaved_form_is_the_same_function(window: int, n_fading: int, n_eidetic: int):
+    """Memory blocks put before the chunks, and one sliding window of window + m keys over all of it (section 3.3 of the paper)."""
+    chunks = 6
+    length, m = window * chunks, n_fading + n_eidetic
+    leaves, score = _arguments(1, length)
+    sizes = {"window": window, "n_fading": n_fading, "n_eidetic": n_eidetic}
+    y, _ = eidetic_attention(*leaves, score, **sizes, pos=torch.arange(length)[None])
+
+    q, k, v, fading_k, fading_v = (x[0] for x in leaves)
+    keys, values, place, is_key = [], [], [], []
+    for c in range(chunks):
+        begin = c * window
+        best = sorted(range(begin), key=lambda s: (-float(score[0, s]), s))[:n_eidetic]
+        fading = list(range(max(0, begin - n_fading), begin))
+        for source_k, source_v, tokens, room in ((k, v, best, n_eidetic), (fading_k, fading_v, fading, n_fading)):
+            keys += [source_k[s] for s in tokens] + [torch.zeros_like(k[0])] * (room - len(tokens))
+            values += [source_v[s] for s in tokens] + [torch.zeros_like(v[0])] * (room - len(tokens))
+            is_key += [True] * len(tokens) + [False] * (room - len(tokens))
+        place += [len(keys) + j for j in range(window)]
+        keys += list(k[begin : begin + window])
+        values += list(v[begin : begin + window])
+        is_key += [True] * window
+    place_T = torch.tensor(place)
+    distance = place_T[:, None] - torch.arange(len(keys))
+    seen = (distance >= 0) & (distance < window + m) & torch.tensor(is_key)
+    scores = torch.einsum("ihk,jhk->hij", q, torch.stack(keys)) * DIM**-0.5
+    expected = torch.einsum("hij,jhk->ihk", scores.masked_fill(~seen, -torch.inf).softmax(-1), torch.stack(values))[None]
+    assert relative_error(y, expected) <= 1e-14
+    for ours, theirs in zip(gradients([y], leaves, seeded(2)), gradients([expected], leaves, seeded(2)), strict=True):
+        assert relative_error(ours, theirs) <= 1e-12
+
+
+@law(max_examples=40)
+@given(
+    seed=seeds,
+    m=st.integers(1, 9),
+    length=st.integers(1, 30),
+    levels=st.integers(1, 4),
+    cuts=st.lists(st.integers(1, 29), max_size=6),
+)
+def test_the_memory_of_any_pieces_is_the_memory_of_the_whole(seed: int, m: int, length: int, levels: int, cuts: list[int]):
+    """Against sorting everything, with as many ties as a few levels of score make."""
+    score = torch.randint(0, levels, (2, length), generator=seeded(seed)).float()
+    where = torch.arange(length).expand(2, -1)
+    kept_score, kept_where = torch.zeros(2, m), torch.full((2, m), -1)
+    for begin, end in itertools.pairwise([0, *sorted({c for c in cuts if c < length}), length]):
+        counted = torch.ones(2, m + end - begin, dtype=torch.bool)
+        selection = largest(m, kept_score, kept_where, score[:, begin:end], where[:, begin:end], counted)
+        kept_score, kept_where = selection.score, selection.where
+    for b in range(2):
+        best = sorted(sorted(range(length), key=lambda t: (-float(score[b, t]), t))[:m])
+        assert kept_where[b].tolist() == best + [-1] * (m - len(best))
+        assert kept_score[b].tolist() == [float(score[b, t]) for t in best] + [0.0] * (m - len(best))
+
+
+def test_among_equal_scores_the_oldest_tokens_stay():
+    leaves, score = _arguments(3, 30)
+    sizes = {"window": 5, "n_fading": 0, "n_eidetic": 4}
+    for pieces in ([30], [1] * 30, [7, 12, 11]):
+        state = None
+        begin = 0
+        for n in pieces:
+            part = slice(begin, begin + n)
+            pos = torch.arange(begin, begin + n)[None]
+            _, state = eidetic_attention(*(x[:, part] for x in leaves), 0 * score[:, part] + 0.5, **sizes, pos=pos, state=state)
+            begin += n
+        assert state["where"].tolist() == [[0, 1, 2, 3]]
+        assert torch.equal(state["frozen_k"], leaves[1][:, :4])
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize("cuts", [[8, 16, 24], [5, 17, 18], [1, 2, 31]], ids=str)
+def test_four_ranks_with_unaligned_documents(sliding: bool, cuts: list[int]):
+    """Cut at multiples of the window in the row (which are none in the documents) and elsewhere; three lanes, random starts."""
+    length, batch = 37, 3
+    for seed in range(6):
+        leaves, score = _arguments(seed, length, batch)
+        pos = positions(seeded(seed + 50), batch, length, 0.06)
+        sizes = {"window": 4, "n_fading": 0 if sliding else 3, "n_eidetic": 5, "sliding": sliding}
+        whole, _ = eidetic_attention(*leaves, score, **sizes, pos=pos)
+        state, pieces = None, []
+        for begin, end in itertools.pairwise([0, *cuts, length]):
+            part = slice(begin, end)
+            y, state = eidetic_attention(*(x[:, part] for x in leaves), score[:, part], **sizes, pos=pos[:, part], state=state)
+            pieces.append(y)
+        split = torch.cat(pieces, dim=1)
+        assert relative_error(split, whole) <= 1e-12
+        for ours, theirs in zip(gradients([split], leaves, seeded(9)), gradients([whole], leaves, seeded(9)), strict=True):
+            assert relative_error(ours, theirs) <= 1e-10
+
+
+def test_a_memory_is_frozen_between_multiples_of_the_window():
+    """What is eidetic at token 8 stays so until token 11, whatever scores come between."""
+    leaves, score = _arguments(4, 16)
+    sizes = {"window": 4, "n_fading": 1, "n_eidetic": 2}
+    frozen = []
+    state = None
+    for t in range(16):
+        _, state = eidetic_attention(
+            *(x[:, t : t + 1] for x in leaves), score[:, t : t + 1] + t, **sizes, pos=torch.tensor([[t]]), state=state
+        )
+        frozen.append(state["frozen_k"])
+    for t in range(1, 16):
+        assert torch.equal(frozen[t], frozen[t - 1]) == (t % 4 != 0)
+    assert torch.equal(frozen[8][:, :2], leaves[1][:, 6:8])
+    assert torch.equal(frozen[8][:, 2:], leaves[3][:, 7:8])
+
+
+def test_no_gradient_flows_through_a_score():
+    leaves, score = _arguments(5, 12)
+    score.requires_grad_()
+    y, _ = eidetic_attention(*leaves, score, window=3, n_fading=1, n_eidetic=2, pos=torch.arange(12)[None])
+    assert torch.autograd.grad(y.sum(), score, allow_unused=True, materialize_grads=True)[0].abs().max() == 0
+
+
+@law(max_examples=20)
+@given(seed=seeds, length=st.integers(1, 20), k=st.integers(1, 5), cut=st.integers(1, 19))
+def test_innovation_is_what_the_outputs_before_do_not_foretell(seed: int, length: int, k: int, cut: int):
+    generator = seeded(seed)
+    y = torch.randn(2, length, 7, generator=generator, dtype=torch.float64)
+    weights = torch.rand(k, generator=generator, dtype=torch.float64)
+    pos = positions(generator, 2, length, 0.2)
+    tail = torch.randn(2, k, 7, generator=generator, dtype=torch.float64)
+    score, leaving = innovation(y, weights, pos, tail)
+    history = torch.cat((tail, y), dim=1)
+    for b in range(2):
+        for t in range(length):
+            foretold = sum((weights[j - 1] * history[b, k + t - j] for j in range(1, k + 1) if j <= pos[b, t]), torch.zeros(7))
+            assert abs(float(score[b, t]) - float((y[b, t] - foretold).norm() / 7**0.5)) <= 1e-12
+    if cut < length:
+        first, state = innovation(y[:, :cut], weights, pos[:, :cut], tail)
+        second, state = innovation(y[:, cut:], weights, pos[:, cut:], state)
+        assert relative_error(torch.cat((first, second), dim=1), score) <= 1e-14
+        assert torch.equal(state, leaving)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"window": 0, "n_fading": 0, "n_eidetic": 0},
+        {"window": 3, "n_fading": 4, "n_eidetic": 0},
+        {"window": 3, "n_fading": 1, "n_eidetic": 0, "sliding": True},
+        {"window": 3, "n_fading": 1, "n_eidetic": -1},
+    ],
+)
+def test_impossible_sizes_are_refused(sizes):
+    leaves, score = _arguments(6, 4)
+    with pytest.raises(ValueError, match="expected a window of at least 1, n_fading between 0 and the window"):
+        eidetic_attention(*leaves, score, **sizes, pos=torch.arange(4)[None])
+
+
+def test_memory_grows_with_the_length_alone():
+    length, window, n_eidetic = 2048, 64, 16
+    leaves, score = _arguments(7, length, dtype=torch.float32)
+    with LargestTensor() as most:
+        y, _ = eidetic_attention(*leaves, score, window=window, n_fading=4, n_eidetic=n_eidetic, pos=torch.arange(length)[None])
+        gradients([y], leaves, seeded(8))
+    assert most.numel <= max(leaves[0].numel(), HEADS * window * (2 * window + 2 * (n_eidetic + 4)))
