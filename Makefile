@@ -2,15 +2,19 @@
 SHELL := /bin/bash
 # -P: the checkout's folders must not become importable under their bare names; transformers, for one, looks for a `kernels`
 PYTEST := .venv/bin/python -P -m pytest
-.PHONY: demo test test-gpu lint typing-tree bench clean
+.PHONY: demo test test-long test-gpu lint typing-tree bench clean
 
 demo:  ## five minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
 	@.venv/bin/python -P -m baton.launcher.demo
 
 test: lint  ## everything that runs without a GPU
-	@scripts/setup.sh test lint
+	@scripts/setup.sh test lint oracles
 	$(PYTEST) -q
+
+test-long:  ## the long forms: every mixer learns, 100,000 steps of every state
+	@scripts/setup.sh test oracles
+	$(PYTEST) -q -m long --timeout 1800
 
 test-gpu:  ## what needs a GPU
 	@scripts/setup.sh test
@@ -31,6 +35,7 @@ bench:  ## the benchmarks that run on a CPU; results go to benchmarks/results
 	@scripts/setup.sh
 	.venv/bin/python benchmarks/data_stream.py
 	.venv/bin/python benchmarks/checkpoint.py
+	.venv/bin/python benchmarks/cpu_scan.py
 
 clean:
 	rm -rf .venv build demo *.egg-info
