@@ -6,13 +6,15 @@ gradient accumulation is DeepSpeed's name for that. tests/parallel/test_zero.py 
 is driven here, and guards every version bump.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from baton.parallel.errors import LayoutError
 from baton.parallel.layout import named_layouts
 from baton.parallel.mesh import Mesh
 
@@ -95,15 +97,30 @@ def deepspeed_config(clip_norm: float) -> dict[str, Any]:
     }
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups from the layouts: decayed and not decayed, in the module's order; an empty group is left out."""
-    groups: list[dict[str, Any]] = [
-        {"name": "decay", "params": [], "weight_decay": weight_decay},
-        {"name": "no_decay", "params": [], "weight_decay": 0.0},
-    ]
-    for _, parameter, layout in named_layouts(module):
-        groups[0 if layout.decay else 1]["params"].append(parameter)
-    return [group for group in groups if group["params"]]
+def parameter_groups(module: nn.Module, weight_decay: float, rates: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Optimizer groups from the layouts, in the module's order: decayed and not decayed, for each learning rate.
+
+    rates: patterns of parameter names that have a learning rate of their own, the first match counts; a group's "rate" says which
+    ("": none). An empty group is left out, and so is a parameter that is not trained.
+
+    Raises:
+        LayoutError: a pattern that no parameter's name matches.
+    """
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    for rate in ("", *rates):
+        for decay in (True, False):
+            name = f"{'' if decay else 'no_'}decay{rate and f' {rate}'}"
+            groups[rate, decay] = {"name": name, "rate": rate, "params": [], "weight_decay": weight_decay if decay else 0.0}
+    unused = dict.fromkeys(rates)
+    for name, parameter, layout in named_layouts(module):
+        matching = [rate for rate in rates if fnmatchcase(name, rate)]
+        for rate in matching:
+            unused.pop(rate, None)
+        if parameter.requires_grad:
+            groups[matching[0] if matching else "", layout.decay]["params"].append(parameter)
+    if unused:
+        raise LayoutError(f"training.optimizer.rates: no parameter's name matches {next(iter(unused))!r}")
+    return [group for group in groups.values() if group["params"]]
 
 
 def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, clip_norm: float) -> Any:

@@ -31,7 +31,7 @@ def build(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> Built:
     model = build_model(config, training, mesh.device, tensor_size=mesh.layout.tensor)
     initialize_parameters(model, training.seed, mesh.tensor_rank, mesh.layout.tensor)
     optimizer = torch.optim.AdamW(
-        zero.parameter_groups(model, training.optimizer.weight_decay),
+        zero.parameter_groups(model, training.optimizer.weight_decay, tuple(training.optimizer.rates)),
         lr=training.optimizer.lr,
         betas=training.optimizer.betas,
         eps=training.optimizer.eps,

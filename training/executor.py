@@ -5,7 +5,7 @@ loss is divided by the number of labels in the whole global batch, which is know
 divided anywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,11 @@ class StepExecutor:
         self.mesh = mesh
         self.clock = clock or StepClock(mesh.device)
 
-    def step(self, batches: Sequence[TokenBatch], lr: float) -> StepResult:
-        """One update from this data rank's micro-batches. Raises RunError, before the update, if anything is not finite."""
+    def step(self, batches: Sequence[TokenBatch], lr: float | Mapping[str, float]) -> StepResult:
+        """One update from this data rank's micro-batches. Raises RunError, before the update, if anything is not finite.
+
+        lr: of all parameters, or of each of the optimizer's rates ("" is everybody else's).
+        """
         labels = torch.stack([(b.labels != IGNORED).sum() for b in batches]).sum()
         dist.all_reduce(labels, group=self.mesh.data_group)
         scale = 1.0 / float(labels)
@@ -70,9 +73,9 @@ class StepExecutor:
         self.clock.mark("optimizer")
         return StepResult(float(total), float(self.engine.get_global_grad_norm()), int(labels))
 
-    def _set_learning_rate(self, lr: float) -> None:
+    def _set_learning_rate(self, lr: float | Mapping[str, float]) -> None:
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr if isinstance(lr, float) else lr[group["rate"]]
 
     def _require_finite(self, loss: Tensor) -> None:
         """The decision to stop is ours and every rank's at once; DeepSpeed would skip the step and say little."""

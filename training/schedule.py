@@ -5,9 +5,16 @@ import math
 from baton.training.config import TrainingConfig
 
 
-def learning_rate(step: int, training: TrainingConfig) -> float:
-    """Learning rate of the step-th update (from 0)."""
-    schedule, peak = training.schedule, training.optimizer.lr
+def learning_rates(step: int, training: TrainingConfig) -> dict[str, float]:
+    """Learning rates of the step-th update: of each pattern of optimizer.rates, and "" of all other parameters."""
+    return {"": learning_rate(step, training)} | {
+        pattern: learning_rate(step, training, peak) for pattern, peak in training.optimizer.rates.items()
+    }
+
+
+def learning_rate(step: int, training: TrainingConfig, peak: float | None = None) -> float:
+    """Learning rate of the step-th update (from 0). peak: None for optimizer.lr."""
+    schedule, peak = training.schedule, training.optimizer.lr if peak is None else peak
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
     if schedule.kind == "cosine":

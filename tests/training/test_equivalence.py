@@ -8,11 +8,12 @@ from support.models import MODEL, micro_batches, step_batch, training
 from baton.models.config import ModelConfig
 from baton.models.lm import IGNORED, LanguageModel
 from baton.models.settings import SMALL_WIDTH, kinds
+from baton.parallel.errors import LayoutError
 from baton.parallel.layout import gather_parameters, initialize_parameters
 from baton.parallel.zero import parameter_groups
 from baton.training.build import build
 from baton.training.executor import StepExecutor
-from baton.training.schedule import learning_rate
+from baton.training.schedule import learning_rates
 
 STEPS = 5
 
@@ -27,14 +28,22 @@ def model_of(mixer):
     return ModelConfig(**MODEL.model_dump() | changes | {"mixers": {name: kinds()[name].small() for name in names}})
 
 
+def settings_of(mixer, **changes):
+    """B'MOJO's state space has a learning rate of its own, as in its paper."""
+    config = training(**changes)
+    if mixer != "bmojo":
+        return config
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"rates": {"*.ssm.*": 9e-3}})})
+
+
 def oracle(precision="float32", mixer="mamba"):
     """One process, torch's AdamW and clipping, the whole batch at once: nothing of DeepSpeed, the executor or splitting."""
-    config = training(precision=precision)
+    config = settings_of(mixer, precision=precision)
     model = LanguageModel(model_of(mixer), compute_dtype=getattr(torch, precision))
     initialize_parameters(model, config.seed, 0, 1)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     o = config.optimizer
-    optimizer = torch.optim.AdamW(parameter_groups(model, o.weight_decay), lr=o.lr, betas=o.betas, eps=o.eps)
+    optimizer = torch.optim.AdamW(parameter_groups(model, o.weight_decay, tuple(o.rates)), lr=o.lr, betas=o.betas, eps=o.eps)
     rows = []
     for step in range(STEPS):
         batch = step_batch(step)
@@ -43,7 +52,7 @@ def oracle(precision="float32", mixer="mamba"):
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
+            group["lr"] = learning_rates(step, config)[group["rate"]]
         optimizer.step()
         for module in model.modules():
             module._compute_copy = None
@@ -52,14 +61,14 @@ def oracle(precision="float32", mixer="mamba"):
 
 
 def steps_on_a_layout(mesh, precision="float32", recompute=False, mixer="mamba"):
-    config = training(precision=precision, recompute=recompute)
+    config = settings_of(mixer, precision=precision, recompute=recompute)
     built = build(model_of(mixer), config, mesh)
     initial = gather_parameters(built.model, mesh.tensor_group)
     executor = StepExecutor(built.model, built.engine, mesh)
     rows = []
     for step in range(STEPS):
         batches = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch)
-        result = executor.step(batches, learning_rate(step, config))
+        result = executor.step(batches, learning_rates(step, config))
         rows.append((result.loss, result.grad_norm, result.labels))
     return rows, initial, gather_parameters(built.model, mesh.tensor_group)
 
@@ -101,6 +110,20 @@ def test_recomputation_and_bfloat16_on_a_layout(pool, single_mesh):
     for (loss, norm, _), (want_loss, want_norm) in zip(found, rows):
         assert loss == pytest.approx(want_loss, rel=1e-2)
         assert norm == pytest.approx(want_norm, rel=5e-2)
+
+
+def test_rates_are_of_the_parameters_that_match(single_mesh):
+    model = LanguageModel(model_of("bmojo"))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, 0.1, ("layers.0.*.ssm.*", "*.ssm.*"))
+    found = {(group["rate"], group["weight_decay"]): {names[p] for p in group["params"]} for group in groups}
+    assert sum(len(group) for group in found.values()) == len(names)
+    for (rate, decay), group in found.items():
+        for name in group:
+            assert rate == ("" if ".ssm." not in name else "layers.0.*.ssm.*" if name.startswith("layers.0") else "*.ssm.*")
+            assert (decay == 0.1) == (not ("norm" in name or name.endswith(("bias", "A_log", ".D")) or "embedding" in name))
+    with pytest.raises(LayoutError, match=r"no parameter's name matches '\*.sms.\*'"):
+        parameter_groups(model, 0.1, ("*.sms.*",))
 
 
 def non_finite(mesh):
