@@ -1,0 +1,95 @@
+"""Gated linear attention as a linear recurrence, for those who hand its state on and those who test it."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.kernels.examples import extreme_log_gates, randn
+from baton.kernels.gated_linear_attention.chunked import gla_state
+from baton.kernels.gated_linear_attention.op import gated_linear_attention
+from baton.kernels.gated_linear_attention.reference import Gate, along_state, gla_reference
+from baton.kernels.in_chunks import compute_dtype
+from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
+
+
+@dataclass(frozen=True)
+class GatedLinearAttention(LinearRecurrence):
+    """Inputs q, k, v and, unless gate is "none", g along time; State {S [batch, heads, d_key, d_value]}.
+
+    See `op.gated_linear_attention`. group: query heads per head, shared: one key and one query for all heads, both in examples;
+    everything else reads them off the inputs.
+    """
+
+    gate: Gate
+    scale: float = 1.0
+    group: int = 1
+    shared: bool = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        heads = "-shared" if self.shared else f"-grouped-{self.group}" if self.group > 1 else ""
+        return f"gated_linear_attention-{self.gate}{heads}"
+
+    @property
+    def input_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("q", "k", "v") if self.gate == "none" else ("q", "k", "v", "g")
+
+    @property
+    def along(self) -> int:  # type: ignore[override]
+        return len(self.input_names)
+
+    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+        k, v = inputs[1], inputs[2]
+        return (Leaf("S", (v.shape[2], k.shape[3], v.shape[3]), compute_dtype(*inputs), tp=0, grad=True),)
+
+    def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        initial = None if state is None else state["S"]
+        y, S = gated_linear_attention(*inputs, gate=self.gate, scale=self.scale, pos=pos, initial_state=initial)
+        return y, {"S": S}
+
+    def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        initial = None if state is None else state["S"]
+        y, S = gla_reference(*inputs, gate=self.gate, scale=self.scale, pos=pos, initial_state=initial)
+        return y, {"S": S}
+
+    def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
+        """exp(sum of g): the product of the decays needs one sum over time."""
+        dtype, v = compute_dtype(*inputs), inputs[2]
+        total = v.new_zeros(v.shape[0], v.shape[2], dtype=dtype) if self.gate == "none" else inputs[3].to(dtype).sum(1)
+        decay = along_state(total, self.gate).exp()
+        return {"S": decay if pos is None else decay.masked_fill((pos == 0).any(1)[:, None, None, None], 0.0)}
+
+    @torch.no_grad()
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[Any, Effect]:
+        """States only: this much less than a run is what can be sent before any output exists."""
+        transition = self.transition(inputs, pos)
+        _, k, v, *gates = inputs
+        S = gla_state(k, v, gates[0] if gates else None, gate=self.gate, pos=pos)
+        return (inputs, pos, transition), self.effect(transition, {"S": S})
+
+    def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
+        heads, d_key, d_value = (3, 17, 35) if wide else (2, 5, 3)
+        normal = partial(randn, generator, dtype=dtype)
+        q_heads, k_heads = (1, 1) if self.shared else (heads * self.group, heads)
+        q, k = normal(batch, length, q_heads, d_key), normal(batch, length, k_heads, d_key)
+        v, S = normal(batch, length, heads, d_value), normal(batch, heads, d_key, d_value)
+        if self.gate == "none":
+            return (q, k, v), {"S": S}
+        channels = {"key": (d_key,), "value": (d_value,), "scalar": ()}[self.gate]
+        return (q, k, v, extreme_log_gates(generator, batch, length, heads, *channels, dtype=dtype)), {"S": S}
+
+
+RECURRENCES = (
+    GatedLinearAttention("key", scale=0.5),
+    GatedLinearAttention("value", scale=0.5),
+    GatedLinearAttention("scalar", scale=0.5),
+    GatedLinearAttention("none", scale=0.5),
+    GatedLinearAttention("key", group=3),
+    GatedLinearAttention("value", group=2),
+    GatedLinearAttention("scalar", group=2),
+    GatedLinearAttention("key", shared=True),
+    GatedLinearAttention("scalar", shared=True),
+)

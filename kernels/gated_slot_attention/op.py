@@ -1,0 +1,81 @@
+"""Gated slot attention's public function: checks its arguments, picks an implementation.
+
+The one thing to know: both states go in and come out in fp32 (float64 for float64 inputs), with exact gradients to both, so any
+sequence may be cut anywhere; outputs, states and gradients are equal to rounding. Neither state depends on q or on the link.
+"""
+
+from typing import get_args
+
+from torch import Tensor
+
+from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.gated_linear_attention.op import expect_attention
+from baton.kernels.gated_slot_attention.chunked import gsa_chunked
+from baton.kernels.gated_slot_attention.reference import Link
+from baton.kernels.protocol import State
+
+_KERNEL = "gated_slot_attention"
+
+
+def gated_slot_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor,
+    *,
+    scale: float = 1.0,
+    link: Link = "softmax",
+    pos: Tensor | None = None,
+    initial_state: State | None = None,
+) -> tuple[Tensor, State]:
+    """Gated slot attention over a piece of a sequence (Zhang et al. 2024, equations 6 and 8; per head, slot i):
+
+        key_i = alpha_i key_i + (1 - alpha_i) k_t        value_i = alpha_i value_i + (1 - alpha_i) v_t
+        y_t = sum_i p_i value_i        p = link(scale (q_t . key_1, ..., q_t . key_slots))
+
+    The output sees its own token. Where pos == 0, all slots are replaced by 0 first: a document never sees the slots of the one
+    before it. With slots of 0 at its start, each slot is a sub-convex combination of the document's keys and values.
+
+    Args:
+        q: queries, [batch, T, query_heads, d_key]. query_heads is a multiple of heads, the group: query head h reads the slots of
+            head h // group. Slots are kept and computed once per head, not per query head.
+        k: keys, [batch, T, heads, d_key].
+        v: values, [batch, T, heads, d_value].
+        log_alpha: logarithm of what each slot keeps, finite and at most 0, no unit, [batch, T, heads, slots]; not checked. What it
+            takes in, 1 - alpha, is computed from the logarithm: pass it in float32, whatever k and v are in.
+        scale: of the scores; the authors train with 1.
+        link: weights out of scores: softmax over the slots, identity, silu, relu or relu2 (the square of relu).
+        pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
+            starts inside this piece.
+        initial_state: the slots that arrive, {k [batch, heads, d_key, slots], v [batch, heads, slots, d_value]}, float32 (float64
+            for float64 inputs). None: zero.
+
+    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32.
+
+    Returns:
+        y, [batch, T, query_heads, d_value] in q's dtype, and the slots that leave, shapes as initial_state, float32 or float64.
+        Both carry exact gradients to every tensor argument; differentiating twice is refused by autograd with a RuntimeError.
+
+    Raises:
+        KernelError: an argument of another shape, dtype or device than stated, by name; an unknown link; T = 0.
+    """
+    if link not in get_args(Link):
+        raise KernelError(f"{_KERNEL}: link is {link!r}, expected one of {get_args(Link)}")
+    expect_attention(_KERNEL, q, k, v, shared=False)
+    batch, length, heads, d_key = k.shape
+    d_value, device = v.shape[3], q.device
+    expect_tensor(_KERNEL, "log_alpha", log_alpha, ("batch", "T", "heads", "slots"), (batch, length, heads, -1), device)
+    slots = log_alpha.shape[3]
+    dtype = expect_one_precision(_KERNEL, q=q, k=k, v=v, log_alpha=log_alpha)
+    if initial_state is not None:
+        if set(initial_state) != {"k", "v"}:
+            raise KernelError(f"{_KERNEL}: initial_state has leaves {sorted(initial_state)}, expected ['k', 'v']")
+        axes, sizes = ("batch", "heads", "d_key", "slots"), (batch, heads, d_key, slots)
+        expect_tensor(_KERNEL, "initial_state k", initial_state["k"], axes, sizes, device)
+        axes, sizes = ("batch", "heads", "slots", "d_value"), (batch, heads, slots, d_value)
+        expect_tensor(_KERNEL, "initial_state v", initial_state["v"], axes, sizes, device)
+        for name, leaf in initial_state.items():
+            expect_dtype(_KERNEL, f"initial_state {name}", leaf, (dtype,))
+    if pos is not None:
+        expect_positions(_KERNEL, pos, batch, length, device)
+    return gsa_chunked(q, k, v, log_alpha, scale=scale, link=link, pos=pos, initial_state=initial_state)

@@ -1,0 +1,72 @@
+"""Gated slot attention as a linear recurrence, for those who hand its state on and those who test it."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.kernels.examples import extreme_log_gates, randn
+from baton.kernels.gated_slot_attention.chunked import gsa_state
+from baton.kernels.gated_slot_attention.op import gated_slot_attention
+from baton.kernels.gated_slot_attention.reference import Link, gsa_reference
+from baton.kernels.in_chunks import compute_dtype
+from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
+
+
+@dataclass(frozen=True)
+class GatedSlotAttention(LinearRecurrence):
+    """Inputs q, k, v, log_alpha along time; State {k [batch, heads, d_key, slots], v [batch, heads, slots, d_value]}.
+
+    Both leaves have one decay, so they travel together. See `op.gated_slot_attention`. group: query heads per head, in examples;
+    everything else reads it off the inputs.
+    """
+
+    link: Link = "softmax"
+    scale: float = 1.0
+    group: int = 1
+    input_names = ("q", "k", "v", "log_alpha")
+    along = 4
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"gated_slot_attention-{self.link}" + (f"-grouped-{self.group}" if self.group > 1 else "")
+
+    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+        _, k, v, log_alpha = inputs
+        heads, slots, dtype = k.shape[2], log_alpha.shape[3], compute_dtype(*inputs)
+        return (
+            Leaf("k", (heads, k.shape[3], slots), dtype, tp=0, grad=True),
+            Leaf("v", (heads, slots, v.shape[3]), dtype, tp=0, grad=True),
+        )
+
+    def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        return gated_slot_attention(*inputs, scale=self.scale, link=self.link, pos=pos, initial_state=state)
+
+    def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        return gsa_reference(*inputs, scale=self.scale, link=self.link, pos=pos, initial_state=state)
+
+    def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
+        """exp(sum of log_alpha), the same along either leaf's slots."""
+        decay = inputs[3].to(compute_dtype(*inputs)).sum(1).exp()
+        if pos is not None:
+            decay = decay.masked_fill((pos == 0).any(1)[:, None, None], 0.0)
+        return {"k": decay[:, :, None, :], "v": decay[:, :, :, None]}
+
+    @torch.no_grad()
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[Any, Effect]:
+        """States only: this much less than a run is what can be sent before any output exists."""
+        transition = self.transition(inputs, pos)
+        return (inputs, pos, transition), self.effect(transition, gsa_state(*inputs[1:], pos=pos))
+
+    def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
+        heads, d_key, slots, d_value = (3, 17, 11, 35) if wide else (2, 5, 4, 3)
+        normal = partial(randn, generator, dtype=dtype)
+        q, k = normal(batch, length, heads * self.group, d_key), normal(batch, length, heads, d_key)
+        log_alpha = extreme_log_gates(generator, batch, length, heads, slots, dtype=dtype)
+        inputs = (q, k, normal(batch, length, heads, d_value), log_alpha)
+        return inputs, {"k": normal(batch, heads, d_key, slots), "v": normal(batch, heads, slots, d_value)}
+
+
+RECURRENCES = (GatedSlotAttention("softmax"), GatedSlotAttention("relu2", scale=0.5), GatedSlotAttention("softmax", group=3))

@@ -1,0 +1,69 @@
+"""Gated linear attention's mixer: linear attention whose keys are forgotten channel by channel, with a gated output.
+
+Source: Yang et al. 2023, "Gated Linear Attention Transformers with Hardware-Efficient Training", section 4.4; the released code for
+what differs there (RMSNorm for LayerNorm, no bias in the output gate, scores over sqrt(d_key)). Heads are split over the tensor
+group; the low-rank code of the decays is computed by every rank.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.kernels.gated_linear_attention.op import gated_linear_attention
+from baton.kernels.protocol import Leaf, State
+from baton.models import init
+from baton.models.feature_map import FEATURE_MAPS
+from baton.models.mixer import Mixer, Site
+from baton.models.norm import HeadRMSNorm
+from baton.models.replicated import ReplicatedLinear
+from baton.models.settings.gla import GLAConfig
+from baton.parallel.tensor import ColumnParallelLinear, copy_to_tensor_group
+
+
+class GLA(Mixer, settings=GLAConfig):
+    """S = Diag(a) S + k v^T, y = W (RMSNorm(S^T q / sqrt(d_key)) silu(W_g x)), a = sigmoid(low rank + bias)^(1 / damping).
+
+    x [B, T, M], pos [B, T], State {S [B, heads, d_key, d_value]} -> y [B, T, M], State.
+    """
+
+    def __init__(self, config: GLAConfig, site: Site) -> None:
+        super().__init__()
+        self.config, self.sizes = config, config.head_sizes(site.d_model)
+        heads, d_key, d_value = self.sizes
+        parts = (("q", heads * d_key), ("k", heads * d_key), ("v", heads * d_value), ("gate", heads * d_value))
+        self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
+        self._widths = [width // site.tensor_size for _, width in parts]
+        self.code_proj = ReplicatedLinear(config.gate_rank, site)
+        self.decay_proj = ColumnParallelLinear(
+            config.gate_rank,
+            heads * d_key,
+            site.fill(config.gate_rank),
+            site.megatron,
+            compute_dtype=site.compute_dtype,
+            own_input=True,
+        )
+        self.decay_bias = site.split((heads * d_key,), init.constant(0.0), decay=False)
+        self.norm = HeadRMSNorm(d_value, site.norm_eps)
+        self.out_proj = site.output(heads * d_value)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The state, fp32 whatever the matmuls use."""
+        return (Leaf("S", tuple(self.sizes), self.norm.weight.dtype, tp=0, grad=True),)
+
+    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+        _, d_key, d_value = self.sizes
+        q, k, v, gate = self.in_proj(x_BTM).split(self._widths, dim=-1)
+        # the bias is added in fp32, and the root taken of the logarithm: in bf16 no decay between 0.996 and 1 exists
+        logits = self.decay_proj(copy_to_tensor_group(self.code_proj(x_BTM))).to(self.decay_bias.dtype) + self.decay_bias
+        o_BTHV, S = gated_linear_attention(
+            FEATURE_MAPS[self.config.feature_map](q).unflatten(2, (-1, d_key)),
+            FEATURE_MAPS[self.config.feature_map](k).unflatten(2, (-1, d_key)),
+            v.unflatten(2, (-1, d_value)),
+            (F.logsigmoid(logits) / self.config.damping).unflatten(2, (-1, d_key)),
+            gate="key",
+            scale=d_key**-0.5,
+            pos=pos_BT,
+            initial_state=None if state is None else state["S"],
+        )
+        y_BTV = self.norm(o_BTHV).flatten(2) * F.silu(gate.to(self.norm.weight.dtype))
+        return self.out_proj(y_BTV), {"S": S}

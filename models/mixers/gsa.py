@@ -1,0 +1,53 @@
+"""Gated slot attention's mixer: softmax attention over a few slots that are written by gated averages.
+
+Source: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling", equations 8 and 9; the released code
+for scores without a scale. Heads are split over the tensor group.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.kernels.gated_slot_attention.op import gated_slot_attention
+from baton.kernels.protocol import Leaf, State
+from baton.models.mixer import Mixer, Site
+from baton.models.norm import SplitRMSNorm
+from baton.models.settings.gsa import GSAConfig
+
+
+class GSA(Mixer, settings=GSAConfig):
+    """Slots a key + (1 - a) k, a value + (1 - a) v; y = W RMSNorm(silu(softmax(keys q) values)); a = sigmoid(linear)^(1 / damping).
+
+    q, k and v are linear, then silu.
+
+    x [B, T, M], pos [B, T], State {k [B, key heads, head_dim, slots], v [B, key heads, slots, head_dim]} -> y [B, T, M], State.
+    """
+
+    def __init__(self, config: GSAConfig, site: Site) -> None:
+        super().__init__()
+        self.config = config
+        heads, self.kv_heads = config.head_counts(site.d_model)
+        width, kv_width = heads * config.head_dim, self.kv_heads * config.head_dim
+        parts = (("q", width), ("k", kv_width), ("v", kv_width), ("alpha", self.kv_heads * config.slots))
+        self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
+        self._widths = [width // site.tensor_size for _, width in parts]
+        self.norm = SplitRMSNorm(width, site)
+        self.out_proj = site.output(width)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The slots, fp32 whatever the matmuls use."""
+        head_dim, slots, dtype = self.config.head_dim, self.config.slots, self.norm.weight.dtype
+        return (
+            Leaf("k", (self.kv_heads, head_dim, slots), dtype, tp=0, grad=True),
+            Leaf("v", (self.kv_heads, slots, head_dim), dtype, tp=0, grad=True),
+        )
+
+    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+        *qkv, alpha = self.in_proj(x_BTM).split(self._widths, dim=-1)
+        q, k, v = (F.silu(x).unflatten(2, (-1, self.config.head_dim)) for x in qkv)
+        # fp32 before the root: in bf16 no alpha between 0.996 and 1 exists
+        log_alpha = F.logsigmoid(alpha.to(self.norm.weight.dtype)) / self.config.damping
+        o_BTHV, state = gated_slot_attention(
+            q, k, v, log_alpha.unflatten(2, (-1, self.config.slots)), link=self.config.link, pos=pos_BT, initial_state=state
+        )
+        return self.out_proj(self.norm(F.silu(o_BTHV).flatten(2))), state

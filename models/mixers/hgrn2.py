@@ -1,0 +1,60 @@
+"""HGRN2's mixer: a recurrent network with a forget gate, its state expanded to a matrix per head.
+
+Source: Qin et al. 2024, "HGRN2: Gated Linear RNNs with State Expansion", section 3.2; flash-linear-attention's layer, with which
+GSA's paper compares, for what the paper leaves out (silu on the output gate only, RMSNorm of the whole width). The lower bound of
+the forget gates is a setting here, not learned across layers. Heads are split over the tensor group.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.kernels.gated_linear_attention.op import gated_linear_attention
+from baton.kernels.protocol import Leaf, State
+from baton.models.mixer import Mixer, Site
+from baton.models.norm import SplitRMSNorm
+from baton.models.settings.hgrn2 import HGRN2Config
+
+
+class HGRN2(Mixer, settings=HGRN2Config):
+    """S = Diag(a) S + (1 - a) v^T, y = W RMSNorm(S^T silu(q)), a = bound + (1 - bound) sigmoid(f).
+
+    x [B, T, M], pos [B, T], State {S [B, heads, d_key, d_value]} -> y [B, T, M], State.
+    """
+
+    def __init__(self, config: HGRN2Config, site: Site) -> None:
+        super().__init__()
+        self.config, self.sizes = config, config.head_sizes(site.d_model)
+        heads, d_key, d_value = self.sizes
+        parts = (("q", heads * d_key), ("f", heads * d_key), ("v", heads * d_value))
+        self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
+        self._widths = [width // site.tensor_size for _, width in parts]
+        self.norm = SplitRMSNorm(heads * d_value, site)
+        self.out_proj = site.output(heads * d_value)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The state, fp32 whatever the matmuls use."""
+        return (Leaf("S", tuple(self.sizes), self.norm.weight.dtype, tp=0, grad=True),)
+
+    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+        _, d_key, d_value = self.sizes
+        q, f, v = self.in_proj(x_BTM).split(self._widths, dim=-1)
+        log_keep, take = self.forget(f.to(self.norm.weight.dtype))
+        o_BTHV, S = gated_linear_attention(
+            F.silu(q).unflatten(2, (-1, d_key)),
+            take.unflatten(2, (-1, d_key)),
+            v.unflatten(2, (-1, d_value)),
+            log_keep.unflatten(2, (-1, d_key)),
+            gate="key",
+            pos=pos_BT,
+            initial_state=None if state is None else state["S"],
+        )
+        return self.out_proj(self.norm(o_BTHV.flatten(2))), {"S": S}
+
+    def forget(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """log a and 1 - a of the forget gates' logits, without a subtraction that would lose gates of nearly 1."""
+        bound = self.config.lower_bound
+        take = (1 - bound) * torch.sigmoid(-f)
+        # without a bound a may underflow to 0, and only logsigmoid knows its logarithm
+        return torch.log1p(-take) if bound else F.logsigmoid(f), take

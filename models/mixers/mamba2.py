@@ -1,0 +1,91 @@
+"""Mamba-2's mixer: a state space with one decay per head and token, whose input and output vectors all heads share.
+
+Source: Dao & Gu 2024, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space Duality",
+section 7; the released code for what the paper leaves out (convolution bias, skip, initial values, gate before the norm). Heads
+are split over the tensor group; B and C, one vector each per token, are computed by every rank, their convolution included.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.kernels.gated_linear_attention.op import gated_linear_attention
+from baton.kernels.protocol import Leaf, State
+from baton.kernels.short_conv.op import short_conv
+from baton.models import init
+from baton.models.mixer import Mixer, Site
+from baton.models.norm import SplitRMSNorm
+from baton.models.replicated import ReplicatedLinear, replicated
+from baton.models.settings.mamba2 import Mamba2Config
+from baton.parallel.layout import Init
+from baton.parallel.tensor import copy_to_tensor_group
+
+
+class Mamba2(Mixer, settings=Mamba2Config):
+    """S = exp(-A dt) S + B (dt u)^T, y = W RMSNorm((S^T C + D u) silu(z)), dt = softplus(linear + bias), A > 0 per head; u, B, C
+    behind a short convolution and silu.
+
+    x [B, T, M], pos [B, T], State {conv_u [B, W - 1, d_inner], conv_bc [B, W - 1, 2 d_state], S [B, heads, d_state, head_dim]}
+    -> y [B, T, M], State.
+    """
+
+    def __init__(self, config: Mamba2Config, site: Site) -> None:
+        super().__init__()
+        self.config, self.compute_dtype = config, site.compute_dtype
+        self.d_inner, self.heads = config.expand * site.d_model, config.heads(site.d_model)
+        parts = (("z", self.d_inner), ("u", self.d_inner), ("dt", self.heads))
+        self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
+        self._widths = [width // site.tensor_size for _, width in parts]
+        self.bc_proj = ReplicatedLinear(2 * config.d_state, site)
+        fill = init.linear(config.d_conv)
+        self.conv_weight = site.split((self.d_inner, config.d_conv), fill, decay=True)
+        self.conv_bias = site.split((self.d_inner,), fill, decay=False)
+        self.bc_conv_weight = replicated((2 * config.d_state, config.d_conv), fill, decay=True)
+        self.bc_conv_bias = replicated((2 * config.d_state,), fill, decay=False)
+        self.A_log = site.split((self.heads,), _log_uniform_rates(config.rate_min, config.rate_max), decay=False)
+        step = init.inverse_softplus_log_uniform(config.dt_min, config.dt_max, config.dt_floor)
+        self.dt_bias = site.split((self.heads,), step, decay=False)
+        self.D = site.split((self.heads,), init.constant(1.0), decay=False)
+        self.norm = SplitRMSNorm(self.d_inner, site)
+        self.out_proj = site.output(self.d_inner)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The convolutions' last inputs and the state (fp32 whatever the matmuls use)."""
+        tail, d_state = self.config.d_conv - 1, self.config.d_state
+        return (
+            Leaf("conv_u", (tail, self.d_inner), self.compute_dtype, tp=1, grad=True),
+            Leaf("conv_bc", (tail, 2 * d_state), self.compute_dtype, tp=None, grad=True),
+            Leaf("S", (self.heads, d_state, self.config.head_dim), self.D.dtype, tp=0, grad=True),
+        )
+
+    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+        z, u, dt = self.in_proj(x_BTM).split(self._widths, dim=-1)
+        conv_u, conv_bc = (None, None) if state is None else (state["conv_u"], state["conv_bc"])
+        u, conv_u = short_conv(u, self.conv_weight, self.conv_bias, pos=pos_BT, tail=conv_u, activation="silu")
+        bc = self.bc_proj(x_BTM)
+        bc, conv_bc = short_conv(bc, self.bc_conv_weight, self.bc_conv_bias, pos=pos_BT, tail=conv_bc, activation="silu")
+        b, c = copy_to_tensor_group(bc).unsqueeze(2).chunk(2, dim=-1)
+        # the bias is fp32 and is added in fp32: rounding it would move the step sizes in jumps of 3 %
+        step_BTH = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
+        u_BTHP = u.to(step_BTH.dtype).unflatten(2, (-1, self.config.head_dim))
+        y_BTHP, S = gated_linear_attention(
+            c,
+            b,
+            u_BTHP * step_BTH.unsqueeze(-1),
+            -torch.exp(self.A_log) * step_BTH,
+            gate="scalar",
+            pos=pos_BT,
+            initial_state=None if state is None else state["S"],
+        )
+        y_BTD = (y_BTHP + self.D.unsqueeze(-1) * u_BTHP).flatten(2)
+        return self.out_proj(self.norm(y_BTD * F.silu(z.to(y_BTD.dtype)))), {"conv_u": conv_u, "conv_bc": conv_bc, "S": S}
+
+
+def _log_uniform_rates(low: float, high: float) -> Init:
+    """log of a rate that is uniform on [low, high]."""
+
+    def fill(w: Tensor, g: torch.Generator) -> None:
+        w.uniform_(low, high, generator=g).log_()
+
+    return fill

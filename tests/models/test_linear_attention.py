@@ -1,0 +1,269 @@
+"""GLA, RetNet, HGRN2, Mamba-2 and GSA are their papers' mixers: formulas, sizes, states. The law is in test_mixers.py."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+from support.compare import relative_error
+from support.fla import naive
+
+from baton.models.config import ModelConfig
+from baton.models.mixer import Site, build_mixer
+from baton.models.settings import kinds
+from baton.parallel.layout import initialize_parameters, parameter_count
+from baton.parallel.tensor import megatron_config
+
+pytestmark = pytest.mark.usefixtures("single_mesh")
+
+MIXERS = ("gla", "retnet", "hgrn2", "mamba2", "gsa")
+B, T, M = 2, 29, 24
+
+
+def _built(kind, d_model=M, dtype=torch.float32, **settings):
+    """A mixer with distinct values everywhere, also where the initial ones are all equal."""
+    mixer = build_mixer(kinds()[kind](**settings), Site(d_model, 3, 1e-5, megatron_config(1, False), dtype))
+    initialize_parameters(mixer, seed=1, tensor_rank=0, tensor_size=1)
+    with torch.no_grad():
+        g = torch.Generator().manual_seed(2)
+        for p in mixer.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=g))
+    return mixer
+
+
+def _tokens(seed=3):
+    """x, its positions in the middle of one document, and its projections' split by the widths given."""
+    x = torch.randn(B, T, M, generator=torch.Generator().manual_seed(seed))
+    return x, torch.arange(T, dtype=torch.int32).repeat(B, 1)
+
+
+def _parts(mixer, x, **widths):
+    """in_proj's parts by name, each [B, T, heads, width]."""
+    flat = F.linear(x, mixer.in_proj.weight).split([heads * width for heads, width in widths.values()], dim=-1)
+    return {name: part.unflatten(2, size) for (name, size), part in zip(widths.items(), flat, strict=True)}
+
+
+def _rms(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+@torch.no_grad()
+def test_gla_is_its_formula():
+    mixer = _built("gla", heads=3, d_key=6, d_value=5, gate_rank=4)
+    x, pos = _tokens()
+    p = _parts(mixer, x, q=(3, 6), k=(3, 6), v=(3, 5), gate=(3, 5))
+    logits = x @ mixer.code_proj.weight.T @ mixer.decay_proj.weight.T + mixer.decay_bias
+    decay = torch.sigmoid(logits.double()).pow(1 / 16).log().float().unflatten(2, (3, 6))
+    o, S = naive("gla").naive_recurrent_gla(p["q"], p["k"], p["v"], decay, output_final_state=True)
+    gated = _rms(o, mixer.norm.weight) * F.silu(p["gate"])
+    y, state = mixer(x, pos, None)
+    assert relative_error(y, gated.flatten(2) @ mixer.out_proj.weight.T) <= 1e-6
+    assert relative_error(state["S"], S) <= 1e-6
+
+
+@torch.no_grad()
+def test_retnet_is_its_formula():
+    """Positions as complex rotations of consecutive angles; the decays are flash-linear-attention's."""
+    mixer = _built("retnet", heads=3, d_key=8, d_value=5)
+    x, pos = _tokens()
+    p = _parts(mixer, x, q=(3, 8), k=(3, 8), v=(3, 5), gate=(3, 5))
+    angles = pos[..., None] * 1e4 ** (-torch.arange(4, dtype=torch.float64) / 4)
+
+    def turned(t):
+        z = torch.complex(t[..., :4].double(), t[..., 4:].double()) * torch.polar(torch.ones_like(angles), angles)[:, :, None]
+        return torch.cat((z.real, z.imag), dim=-1).float()
+
+    o = naive("retention").naive_retention(*(t.transpose(1, 2) for t in (turned(p["q"]), turned(p["k"]), p["v"]))).transpose(1, 2)
+    gated = _rms(o, mixer.norm.weight) * F.silu(p["gate"])
+    assert relative_error(mixer(x, pos, None)[0], gated.flatten(2) @ mixer.out_proj.weight.T) <= 1e-6
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.3])
+@torch.no_grad()
+def test_hgrn2_is_its_formula(bound):
+    mixer = _built("hgrn2", heads=3, d_key=6, d_value=5, lower_bound=bound)
+    x, pos = _tokens()
+    p = _parts(mixer, x, q=(3, 6), f=(3, 6), v=(3, 5))
+    keep = bound + (1 - bound) * torch.sigmoid(p["f"].double())
+    gla = naive("gla").naive_recurrent_gla
+    # theirs divides by sqrt(d_key)
+    o, S = gla(6**0.5 * F.silu(p["q"]), (1 - keep).float(), p["v"], keep.log().float(), output_final_state=True)
+    y, state = mixer(x, pos, None)
+    assert relative_error(y, _rms(o.flatten(2), mixer.norm.weight) @ mixer.out_proj.weight.T) <= 1e-6
+    assert relative_error(state["S"], S) <= 1e-6
+
+
+@pytest.mark.parametrize("bound", [0.0, 1e-6, 0.5])
+def test_forget_gates_are_exact_at_both_ends(bound):
+    """What is kept and what is taken in sum to 1; the logarithm is never above 0 and never infinite."""
+    mixer = _built("hgrn2", heads=3, d_key=6, d_value=5, lower_bound=bound)
+    f = torch.tensor([-200.0, -60.0, -5.0, 0.0, 5.0, 16.0, 40.0, 90.0])
+    log_keep, take = mixer.forget(f)
+    exact_take = (1 - bound) * torch.sigmoid(-f.double())
+    assert relative_error(take, exact_take) <= 1e-6
+    assert (log_keep <= 0).all()
+    assert log_keep.isfinite().all()
+    # far up, keeping all but a millionth must not be rounded to keeping all
+    assert relative_error(log_keep[4:], torch.log1p(-exact_take[4:])) <= 1e-6
+    assert relative_error(log_keep.exp(), 1 - exact_take) <= 1e-6
+
+
+@torch.no_grad()
+def test_mamba2_is_its_formula():
+    """Token by token, from the definition: convolutions as sums over their taps, one state per head."""
+    mixer = _built("mamba2", expand=2, head_dim=8, d_state=5, d_conv=3)
+    heads, width = 6, 48
+    x, pos = _tokens()
+    z, u, dt = F.linear(x, mixer.in_proj.weight).split([width, width, heads], dim=-1)
+
+    def convolved(t, weight, bias):
+        padded = F.pad(t, (0, 0, 2, 0))
+        return F.silu(sum(padded[:, tap : tap + T] * weight[:, tap] for tap in range(3)) + bias)
+
+    u = convolved(u, mixer.conv_weight, mixer.conv_bias).unflatten(2, (heads, 8))
+    b, c = convolved(x @ mixer.bc_proj.weight.T, mixer.bc_conv_weight, mixer.bc_conv_bias).chunk(2, dim=-1)
+    dt = F.softplus(dt + mixer.dt_bias)
+    S, outputs = torch.zeros(B, heads, 8, 5), []
+    for t in range(T):
+        S = torch.exp(-dt[:, t] * mixer.A_log.exp())[..., None, None] * S
+        S = S + (dt[:, t, :, None] * u[:, t])[..., None] * b[:, t, None, None, :]
+        outputs.append(torch.einsum("bhpn,bn->bhp", S, c[:, t]) + mixer.D[:, None] * u[:, t])
+    gated = torch.stack(outputs, dim=1).flatten(2) * F.silu(z)
+    y, state = mixer(x, pos, None)
+    assert relative_error(y, _rms(gated, mixer.norm.weight) @ mixer.out_proj.weight.T) <= 1e-6
+    assert relative_error(state["S"].transpose(2, 3), S) <= 1e-6
+
+
+def test_mamba2_is_transformers_with_the_same_weights():
+    """Output, and the gradients of the input and of every parameter."""
+    from transformers import Mamba2Config
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+    ours = _built("mamba2", expand=2, head_dim=8, d_state=5, d_conv=4)
+    sizes = {"num_heads": 6, "head_dim": 8, "hidden_size": M, "state_size": 5, "expand": 2, "n_groups": 1, "conv_kernel": 4}
+    theirs = Mamba2Mixer(Mamba2Config(num_hidden_layers=1, chunk_size=8, **sizes), layer_idx=0).eval()
+
+    def as_theirs(p):
+        """Our parameters, or their gradients, under their names: they fuse z, x, B, C, dt and the convolutions."""
+        z, u, dt = p["in_proj.weight"].split([48, 48, 6])
+        return {
+            "in_proj.weight": torch.cat((z, u, p["bc_proj.weight"], dt)),
+            "conv1d.weight": torch.cat((p["conv_weight"], p["bc_conv_weight"])).unsqueeze(1),
+            "conv1d.bias": torch.cat((p["conv_bias"], p["bc_conv_bias"])),
+            **{name: p[name] for name in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")},
+        }
+
+    assert len(dict(ours.named_parameters())) == 11
+    theirs.load_state_dict(as_theirs({name: p.detach() for name, p in ours.named_parameters()}), strict=True)
+    x, pos = _tokens()
+    found = x.clone().requires_grad_()
+    expected = x.clone().requires_grad_()
+    y, other = ours(found, pos, None)[0], theirs(expected)
+    other = other[0] if isinstance(other, tuple) else other
+    assert relative_error(y, other) <= 1e-6
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(4))
+    y.backward(dy)
+    other.backward(dy)
+    assert relative_error(found.grad, expected.grad) <= 1e-5
+    grads = as_theirs({name: p.grad for name, p in ours.named_parameters()})
+    for name, p in theirs.named_parameters():
+        assert relative_error(grads[name], p.grad) <= 1e-5, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_gsa_is_its_formula(kv_heads):
+    """silu, then the norm, then the projection; no gate on the output, no scale on the scores."""
+    mixer = _built("gsa", head_dim=6, heads=4, kv_heads=kv_heads, slots=5)
+    x, pos = _tokens()
+    p = _parts(mixer, x, q=(4, 6), k=(kv_heads, 6), v=(kv_heads, 6), alpha=(kv_heads, 5))
+    alpha = torch.sigmoid(p["alpha"].double()).pow(1 / 8)
+    q, k, v = (F.silu(p[name]) for name in "qkv")
+    states = {"scale": 1.0, "output_final_state": True}
+    o, (slots_k, slots_v) = naive("gsa").naive_recurrent_gsa(q, k, v, (1 - alpha).float(), alpha.log().float(), **states)
+    y, state = mixer(x, pos, None)
+    assert relative_error(y, _rms(F.silu(o).flatten(2), mixer.norm.weight) @ mixer.out_proj.weight.T) <= 1e-6
+    assert relative_error(state["k"], slots_k) <= 1e-6
+    assert relative_error(state["v"], slots_v) <= 1e-6
+
+
+# d = 2048, the defaults: matrices in units of d^2 (Zhang et al. 2024, section 4.1 and its baselines), and what else there is
+D = 2048
+PARAMETERS = {
+    "gsa": (4 + 1 / 8, D),
+    "gla": (4, 16 * (D + D // 2) + D // 2 + D // 4),
+    "retnet": (8, 512),
+    "hgrn2": (4, D),
+    "mamba2": (6, D * (64 + 256) + (2 * D + 256) * 5 + 3 * 64 + 2 * D),
+}
+# numbers of state per layer, in units of d (the same paper's comparison; Mamba-2: 2 d channels times d_state)
+STATE = {"gsa": 2 * 64, "gla": 256, "retnet": 512, "hgrn2": 128, "mamba2": 2 * 128}
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_sizes_are_the_papers(kind):
+    with torch.device("meta"):
+        mixer = build_mixer(kinds()[kind](), Site(D, 24, 1e-5, megatron_config(1, False), torch.bfloat16))
+    squares, rest = PARAMETERS[kind]
+    assert parameter_count(mixer) == squares * D**2 + rest
+    carried = sum(torch.Size(leaf.shape).numel() for leaf in mixer.leaves if not leaf.name.startswith("conv"))
+    assert carried == STATE[kind] * D
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+@torch.no_grad()
+def test_bfloat16_matmuls_leave_gates_and_states_in_float32(kind):
+    settings = kinds()[kind].small().model_dump(exclude={"kind"})
+    single, low = (_built(kind, dtype=dtype, **settings) for dtype in (torch.float32, torch.bfloat16))
+    x, pos = _tokens()
+    y, state = single(x, pos, None)
+    low_y, low_state = low(x, pos, None)
+    assert relative_error(low_y, y) <= 3e-2
+    for leaf in low.leaves:
+        assert low_state[leaf.name].dtype == leaf.dtype == (torch.bfloat16 if leaf.name.startswith("conv") else torch.float32)
+        assert relative_error(low_state[leaf.name], state[leaf.name]) <= 3e-2
+
+
+@pytest.mark.parametrize("kind", ["gla", "gsa"])
+@torch.no_grad()
+def test_long_memories_survive_bfloat16(kind):
+    """With a gate's logit of 7, a root of it keeps 0.9999 of the state per token: a number that bfloat16 does not have."""
+    sizes = {"gla": {"heads": 3, "d_key": 6, "d_value": 5}, "gsa": {"head_dim": 6, "heads": 4, "slots": 5}}[kind]
+    mixer = _built(kind, dtype=torch.bfloat16, **sizes)
+    x, pos = _tokens()
+    _, before = mixer(x, pos, None)
+    if kind == "gla":
+        mixer.decay_proj.weight.zero_()
+        mixer.decay_bias.fill_(7.0)
+        mixer.in_proj.weight.zero_()
+    else:
+        mixer.in_proj.weight.zero_()
+        # all of alpha's rows read the first feature, which is made 1
+        mixer.in_proj.weight[-4 * 5 :, 0] = 7.0
+    for module in mixer.modules():
+        module._compute_copy = None
+    silent = torch.zeros(B, T, M)
+    silent[..., 0] = 1.0
+    _, after = mixer(silent, pos + T, before)
+    damping = mixer.config.damping
+    kept = torch.sigmoid(torch.tensor(7.0, dtype=torch.float64)) ** (T / damping)
+    for name, leaf in before.items():
+        assert relative_error(after[name], kept * leaf.double()) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("gla", {"heads": 5}, r"mixers\.gla: d_model / \(2 heads\) = 64 / 10 is not a whole number; set d_key"),
+        ("retnet", {}, r"mixers\.retnet: d_model / d_key = 64 / 256 is not a whole number; set heads"),
+        ("retnet", {"heads": 2, "d_key": 5}, "d_key=5 is odd, and rotary positions turn pairs; make it even"),
+        ("hgrn2", {"heads": 7}, r"mixers\.hgrn2: d_model / heads = 64 / 7 is not a whole number; set d_value"),
+        ("hgrn2", {"lower_bound": 1.0}, "less than 1"),
+        ("mamba2", {"head_dim": 48}, r"expand \* d_model / head_dim = 128 / 48 is not a whole number; set head_dim"),
+        ("mamba2", {"rate_min": 17.0}, r"rate_min=17\.0 exceeds rate_max=16\.0"),
+        ("gsa", {"head_dim": 7}, "head_dim=7 does not divide d_model=64"),
+        ("gsa", {"head_dim": 16, "kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_with_what_to_change(kind, settings, message):
+    with pytest.raises(ValidationError, match=message):
+        ModelConfig(d_model=64, n_layers=2, vocab_size=61, pattern=(kind,), mixers={kind: settings})

@@ -1,0 +1,37 @@
+"""The plain PyTorch definitions of flash-linear-attention (distribution fla-core): recurrences as somebody else wrote them.
+
+The one thing to know: importing its packages imports triton, which a machine without a GPU need not have, so a single file is
+loaded from where the distribution lies, without the packages around it. fla-core is in the extra `oracles`: where it is missing
+a test fails. Its functions compute in float32 whatever they are given.
+"""
+
+import importlib.util
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from types import ModuleType
+
+_DISTRIBUTION = "fla-core"
+
+
+@cache
+def naive(operation: str) -> ModuleType:
+    """The module fla/ops/OPERATION/naive.py, for example naive("gla").naive_recurrent_gla.
+
+    Raises:
+        RuntimeError: the distribution is not installed or has no such file.
+    """
+    wanted = f"fla/ops/{operation}/naive.py"
+    try:
+        files = distribution(_DISTRIBUTION).files or []
+    except PackageNotFoundError:
+        raise RuntimeError(f"{_DISTRIBUTION} is not installed: pip install -c constraints.txt '.[oracles]'") from None
+    found = [Path(str(file.locate())) for file in files if file.as_posix() == wanted]
+    if not found:
+        raise RuntimeError(f"{_DISTRIBUTION} {distribution(_DISTRIBUTION).version} has no file {wanted}")
+    spec = importlib.util.spec_from_file_location(f"fla_naive_{operation.replace('/', '_')}", found[0])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
