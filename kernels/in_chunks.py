@@ -95,10 +95,12 @@ class _InChunks(torch.autograd.Function):
                     tuple(leaves), None if pos is None else pos[:, begin:end], dict(zip(ctx.names, entering, strict=True))
                 )
                 found = _pull_back([y, *leaving.values()], [*leaves, *entering], [dy[:, begin:end], *cotangents])
-            for grad, part in zip(grads[:along], found, strict=False):
-                grad[:, begin:end] = part
-            for grad, part in zip(grads[along:], found[along : len(leaves)], strict=True):
-                grad += part
+            for n, (grad, part) in enumerate(zip(grads, found, strict=False)):
+                assert part is not None  # inputs are floating point
+                if n < along:
+                    grad[:, begin:end] = part
+                else:
+                    grad += part
             cotangents = list(found[len(leaves) :])
         wanted = zip(ctx.needs_input_grad[5:], [*grads, *cotangents], strict=True)
         return (None, None, None, None, None, *(grad if want else None for want, grad in wanted))

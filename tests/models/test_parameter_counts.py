@@ -1,5 +1,7 @@
-"""The models are the papers' models: parameter counts to the digit, without allocating them."""
+"""The models are the papers' models: parameter counts and state sizes, without allocating them."""
 
+import math
+import re
 from importlib.resources import files
 
 import pytest
@@ -69,3 +71,94 @@ def test_counts_by_step_size_rank(rank, millions):
     base = shipped("mamba-370m")
     config = ModelConfig(**base.model_dump() | {"mixers": {"mamba": {"dt_rank": rank}}})
     assert abs(parameter_count(on_meta(config)) / 1e6 - millions) < DIGIT
+
+
+def swiglu(d, hidden):
+    return 3 * d * hidden + d  # gate, up, down; a norm
+
+
+def gsa(d, heads):
+    """Zhang et al., section 3.3: 4 d^2 for q, k, v, o and d H m for the gates; two norms."""
+    return 4 * d * d + d * heads * 64 + 2 * d
+
+
+def lattice(d, heads):
+    """q and k share a projection; v, gate and output; two convolutions of width 4; step sizes with a bias; two norms."""
+    return 4 * d * d + 2 * 4 * d + (d + 1) * heads + 2 * d
+
+
+def bmojo(d):
+    """Mamba's mixer (about 6.25 d^2) and an attention of 4 d^2; a norm."""
+    inner, rank, N = 2 * d, -(-d // 16), 16
+    mamba = 2 * d * inner + inner * 4 + inner + inner * (rank + 2 * N) + rank * inner + inner + inner * N + inner + inner * d
+    return mamba + 4 * d * d + d
+
+
+def attention(d, heads, dim):
+    return 4 * d * heads * dim + d
+
+
+# by arithmetic that shares nothing with the modules: layers, then vocabulary rows (once tied, twice not), then the final norm.
+# Beside them what the papers call the size, in millions; 32000 tokens and a head of its own are why GSA's names are exceeded.
+SIZES = {
+    "gsa-1.3b": (24 * (gsa(2048, 4) + swiglu(2048, 5632)) + 2 * 32000 * 2048 + 2048, 1300),
+    "gsa-2.7b": (32 * (gsa(2560, 5) + swiglu(2560, 6912)) + 2 * 32000 * 2560 + 2560, 2700),
+    "lattice-110m": (12 * (lattice(768, 12) + swiglu(768, 2048)) + 32000 * 768 + 768, 110),
+    "lattice-340m": (24 * (lattice(1024, 16) + swiglu(1024, 2736)) + 32000 * 1024 + 1024, 340),
+    "lattice-1.3b": (24 * (lattice(2048, 32) + swiglu(2048, 5504)) + 32000 * 2048 + 2048, 1300),
+    "bmojo-130m": (17 * bmojo(768) + 32000 * 768 + 768, 130),
+    "bmojo-370m": (31 * bmojo(1024) + 32000 * 1024 + 1024, 370),
+    "bmojo-790m": (30 * bmojo(1536) + 32000 * 1536 + 1536, 790),
+    "bmojo-1.4b": (31 * bmojo(2048) + 32000 * 2048 + 2048, 1400),
+    "bmojo-f-1.4b": (31 * bmojo(2048) + 32000 * 2048 + 2048, 1400),
+    "transformer-125m": (12 * (attention(768, 12, 64) + swiglu(768, 2048)) + 50280 * 768 + 768, 125),
+    "transformer-350m": (24 * (attention(1024, 16, 64) + swiglu(1024, 2816)) + 50280 * 1024 + 1024, 350),
+    "transformer-760m": (24 * (attention(1536, 16, 96) + swiglu(1536, 4096)) + 50280 * 1536 + 1536, 760),
+    "transformer-1.3b": (24 * (attention(2048, 32, 64) + swiglu(2048, 5632)) + 2 * 32000 * 2048 + 2048, 1300),
+    "transformer-2.7b": (32 * (attention(2560, 32, 80) + swiglu(2560, 6912)) + 2 * 32000 * 2560 + 2560, 2700),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_counts_are_the_papers_arithmetic_and_meet_the_name(name):
+    count, millions = SIZES[name]
+    assert parameter_count(on_meta(shipped(name))) == count
+    assert abs(count / 1e6 / millions - 1) < 0.06
+
+
+@pytest.mark.parametrize("path", sorted((files("baton.configs") / "models").iterdir(), key=str), ids=lambda path: path.stem)
+def test_every_shipped_model_is_as_large_as_its_name(path):
+    number, unit = re.search(r"-([0-9.]+)([mb])$", path.stem).groups()
+    millions = float(number) * {"m": 1, "b": 1000}[unit]
+    assert abs(parameter_count(on_meta(shipped(path.stem))) / 1e6 / millions - 1) < 0.07
+
+
+# Zhang et al. and Liu et al., table 2: numbers of state per d_model and (a Transformer's) layer; convolutions' tails are not in it
+STATES = {
+    "mamba-1.4b": 64,
+    "longhorn-1.3b": 64,
+    "gsa-1.3b": 128,
+    "gsa-2.7b": 128,
+    "gla-1.3b": 256,
+    "retnet-1.3b": 512,
+    "hgrn2-1.3b": 128,
+    "hgrn2-2.7b": 128,
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_sizes_are_the_papers(name):
+    config = shipped(name)
+    layers = config.n_layers // 2 if name.startswith(("mamba", "longhorn")) else config.n_layers
+    assert recurrent_numbers(on_meta(config)) == STATES[name] * layers * config.d_model
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("lattice-110m", 12 * 768 * 64), ("lattice-340m", 24 * 1024 * 64)])
+def test_lattices_state_is_a_slot_matrix_per_head(name, numbers):
+    assert recurrent_numbers(on_meta(shipped(name))) == numbers
+
+
+def recurrent_numbers(model):
+    """Numbers carried per sequence, without the convolutions' tails."""
+    leaves = [leaf for layer in model.layers.values() for leaf in layer.leaves]
+    return sum(math.prod(leaf.shape) for leaf in leaves if "conv" not in leaf.name)

@@ -3,7 +3,7 @@
 import torch
 
 from baton.models.config import ModelConfig
-from baton.models.settings import kinds
+from baton.models.settings import SMALL_WIDTH, kinds
 from baton.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
 from baton.training.executor import TokenBatch
 
@@ -11,6 +11,16 @@ MODEL = ModelConfig(
     d_model=32, n_layers=3, vocab_size=61, pad_vocab_to=4, loss_chunk=16, mixers={"mamba": kinds()["mamba"](d_state=4)}
 )
 SEQUENCES, CONTEXT = 8, 24
+
+
+def model_of(mixer):
+    """The small model, or one of another mixer; "hybrid": layers of several sub-blocks, and a head of its own."""
+    if mixer == "mamba":
+        return MODEL
+    pattern = ["mamba+swiglu", "longhorn"] if mixer == "hybrid" else [mixer]
+    names = [name for entry in pattern for name in entry.split("+")]
+    changes = {"d_model": SMALL_WIDTH, "pattern": pattern, "tie_embeddings": mixer != "hybrid"}
+    return ModelConfig(**MODEL.model_dump() | changes | {"mixers": {name: kinds()[name].small() for name in names}})
 
 
 def training(**changes) -> TrainingConfig:

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from support.compare import relative_error
-from support.models import MODEL, micro_batches, step_batch, training
+from support.models import MODEL, micro_batches, model_of, step_batch, training
 
-from baton.models.config import ModelConfig
 from baton.models.lm import IGNORED, LanguageModel
-from baton.models.settings import SMALL_WIDTH, kinds
+from baton.models.settings import kinds
 from baton.parallel.errors import LayoutError
 from baton.parallel.layout import gather_parameters, initialize_parameters
 from baton.parallel.zero import parameter_groups
@@ -16,16 +15,6 @@ from baton.training.executor import StepExecutor
 from baton.training.schedule import learning_rates
 
 STEPS = 5
-
-
-def model_of(mixer):
-    """The small model, or one of another mixer; "hybrid": layers of several sub-blocks, and a head of its own."""
-    if mixer == "mamba":
-        return MODEL
-    pattern = ["mamba+swiglu", "longhorn"] if mixer == "hybrid" else [mixer]
-    names = [name for entry in pattern for name in entry.split("+")]
-    changes = {"d_model": SMALL_WIDTH, "pattern": pattern, "tie_embeddings": mixer != "hybrid"}
-    return ModelConfig(**MODEL.model_dump() | changes | {"mixers": {name: kinds()[name].small() for name in names}})
 
 
 def settings_of(mixer, **changes):
