@@ -372,6 +372,24 @@ def test_bfloat16_is_as_good_as_its_inputs(recurrence: Recurrence):
 
 
 @every_recurrence
+def test_a_nan_stays_in_its_lane_and_is_not_swallowed(recurrence: Recurrence):
+    """It is not refused: a kernel that raised on one rank would leave the others waiting. The step's finite check stops all."""
+    inputs, state = recurrence.example(seeded(57), 2, 9, torch.float32, wide=False)
+    pos = no_starts(recurrence, 2, 9)
+    y, leaving = recurrence.run(inputs, pos, state)
+    weighted = results(*recurrence.run(*(own := fresh(inputs, state))[:1], pos, own[1]), *own, 58)
+    for n in range(recurrence.along):
+        if not weighted[f"d input {n}"].any():
+            continue  # a score chooses and is not computed with
+        broken = inputs[n].clone()
+        broken[0, :5] = torch.nan
+        found, carried = recurrence.run((*inputs[:n], broken, *inputs[n + 1 :]), pos, state)
+        assert torch.equal(found[1], y[1])
+        assert all(torch.equal(carried[name][1], x[1]) for name, x in leaving.items())
+        assert found[0].isnan().any()
+
+
+@every_recurrence
 def test_every_input_of_another_shape_kind_or_place_is_refused_by_name(recurrence: Recurrence):
     inputs, state = recurrence.example(seeded(61), 2, 5, torch.float32, wide=False)
 
