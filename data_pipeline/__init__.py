@@ -9,8 +9,10 @@ In the order of a token's way:
     verify      verify, inspect
     dataset     Dataset: a prepared dataset opened for reading
     lanes       which documents come when, and Cursor
-    stream      BatchStream: what training reads (batches: cutting documents into rows)
+    stream      BatchStream: what training reads (batches: cutting documents into rows; steps: what every stream of lanes shares)
     evaluation  evaluation_batches, documents
-    config      DataConfig, PrepareConfig
+    synthetic   Examples: tasks made from random words (task_stream: TaskStream and task_set, their lanes and evaluation sets)
+    source      open_source: shards or a task, in the one shape that training drives
+    config      DataConfig by kind: ShardsConfig, MqarConfig, InductionConfig, SelectiveCopyConfig; PrepareConfig
     errors      DataError, raised for every bad input
 """

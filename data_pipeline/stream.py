@@ -1,27 +1,24 @@
 """The training stream: lanes of documents, tokenized and cut into batches, with the cursors that resume it at any step.
 
 The one thing to know: a document x1..xn gives inputs [doc, x1..xn] with labels [x1..xn, doc] and pos 0..n, so every label is valid
-and none crosses documents; documents of a lane are joined and cut every `context` inputs. Cursors tell what was *yielded*, never
-what was prefetched.
+and none crosses documents; documents of a lane are joined and cut every `context` inputs. What is the same for every kind of lane
+(steps, ranks, the thread) is in steps.py.
 """
 
-import queue
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.data_pipeline.batches import Batch, check_tokenizer, empty_batch, fill, token_ids
-from baton.data_pipeline.config import DataConfig
+from baton.data_pipeline.batches import Batch, check_tokenizer, fill, token_ids
+from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.evaluation import EvaluationSet, documents, evaluation_batches
 from baton.data_pipeline.files import fingerprint
-from baton.data_pipeline.lanes import Cursor, LaneOrder, Units, check_layout, lanes_of_step
+from baton.data_pipeline.lanes import Cursor, LaneOrder, Units
 from baton.data_pipeline.shards import ShardSummary
+from baton.data_pipeline.steps import StepData, StepPlan, Steps
 from baton.data_pipeline.tokenizer import Ids, Tokenizer
 
 __all__ = [
@@ -37,15 +34,6 @@ __all__ = [
 ]
 
 STREAM_VERSION = 1  # part of the fingerprint: raise it when the order or the cutting changes
-
-
-@dataclass(frozen=True)
-class StepData:
-    """What one data rank consumes in one optimizer step. cursors: of all lanes of the rank, after this step is consumed."""
-
-    step: int
-    micro_batches: list[Batch]
-    cursors: dict[int, Cursor]
 
 
 class _Lane:
@@ -103,7 +91,7 @@ class _OpenUnit:
         return token_ids(self._dataset, self._tokenizer, self._shard, self._first + sample, payload)
 
 
-class BatchStream:
+class BatchStream(Steps[Cursor]):
     """The endless steps of one data rank; iterate over it.
 
     tokenizer: makes the ids of a text dataset, and must be the one that made those of a token dataset. split: which documents.
@@ -112,7 +100,7 @@ class BatchStream:
     data_rank, data_size: this rank among the data-parallel ones; it owns the lanes j with j % data_size == data_rank.
     start_step: number of the first step; step s advances lanes (s*g + i) % G, i < g.
     cursors: where lanes begin, as saved after step start_step - 1; those of other ranks' lanes are ignored; none: the beginning.
-    prefetch: steps made ahead by a background thread. unit_documents, unit_bytes: see DataConfig.
+    prefetch: steps made ahead by a background thread. unit_documents, unit_bytes: see ShardsConfig.
 
     Attributes: `fingerprint`, hex sha256 of everything that decides the lanes' contents; a resumed run must find it unchanged.
     `cursors`, of this rank's lanes after the last step yielded.
@@ -135,71 +123,43 @@ class BatchStream:
         data_size: int,
         start_step: int = 0,
         cursors: Mapping[int, Cursor] | None = None,
-        prefetch: int = DataConfig.model_fields["prefetch"].default,
-        unit_documents: int = DataConfig.model_fields["unit_documents"].default,
-        unit_bytes: int = DataConfig.model_fields["unit_bytes"].default,
+        prefetch: int = ShardsConfig.model_fields["prefetch"].default,
+        unit_documents: int = ShardsConfig.model_fields["unit_documents"].default,
+        unit_bytes: int = ShardsConfig.model_fields["unit_bytes"].default,
     ) -> None:
-        check_layout(lanes=lanes, lanes_per_step=lanes_per_step, micro_batch=micro_batch, data_size=data_size)
-        if context < 1 or prefetch < 1 or unit_documents < 1 or unit_bytes < 1:
-            raise DataError("context, prefetch, unit_documents and unit_bytes must all be at least 1")
-        if not 0 <= data_rank < data_size:
-            raise DataError(f"data_rank {data_rank} is not one of {data_size} data ranks; use 0 to {data_size - 1}")
+        if unit_documents < 1 or unit_bytes < 1:
+            raise DataError("unit_documents and unit_bytes must both be at least 1")
+        plan = StepPlan(
+            context=context,
+            lanes=lanes,
+            lanes_per_step=lanes_per_step,
+            micro_batch=micro_batch,
+            data_rank=data_rank,
+            data_size=data_size,
+            start_step=start_step,
+            prefetch=prefetch,
+        )
+        begin = plan.first_cursors(cursors, Cursor())
         check_tokenizer(dataset, tokenizer)
         shards = dataset.require(split)
-        own = range(data_rank, lanes, data_size)
-        if cursors is None and start_step:
-            raise DataError(f"step {start_step} needs the lanes' cursors; pass those saved after step {start_step - 1}")
-        missing = [lane for lane in own if cursors is not None and lane not in cursors]
-        if missing:
-            raise DataError(
-                f"no cursor for lane {missing[0]} (of {len(missing)} missing); the checkpoint is of a run with other lanes"
-            )
         self.fingerprint = stream_fingerprint(
             dataset, tokenizer, split=split, seed=seed, lanes=lanes, unit_documents=unit_documents, unit_bytes=unit_bytes
         )
-        self.cursors: dict[int, Cursor] = {lane: Cursor() if cursors is None else cursors[lane] for lane in own}
         order = LaneOrder(Units([dataset.index(shard).text_bytes for shard in shards], unit_documents, unit_bytes), seed, lanes)
 
         def read(lane: int, k: int) -> _OpenUnit:
             unit, samples = order.unit(lane, k)
             return _OpenUnit(dataset, tokenizer, shards[unit.shard], unit.first, samples)
 
-        sources = {lane: _Lane(read, lane, cursor) for lane, cursor in self.cursors.items()}
+        sources = {lane: _Lane(read, lane, cursor) for lane, cursor in begin.items()}
 
-        def steps() -> Iterator[StepData]:
-            step = start_step
-            while True:
-                mine = [lane for lane in lanes_of_step(step, lanes, lanes_per_step) if lane in sources]
-                batches = []
-                for i in range(0, len(mine), micro_batch):
-                    batch = empty_batch(micro_batch, context, tuple(mine[i : i + micro_batch]))
-                    for row, lane in enumerate(batch.lanes):
-                        sources[lane].fill(batch, row, tokenizer.doc)
-                    batches.append(batch)
-                yield StepData(step, batches, {lane: source.cursor for lane, source in sources.items()})
-                step += 1
+        def fill_rows(batches: Sequence[Batch]) -> dict[int, Cursor]:
+            for batch in batches:
+                for row, lane in enumerate(batch.lanes):
+                    sources[lane].fill(batch, row, tokenizer.doc)
+            return {lane: source.cursor for lane, source in sources.items()}
 
-        self._steps = _Prefetched(steps(), prefetch)
-        # the thread does not know of this object, so that dropping it without close() stops the thread too
-        self._stop = weakref.finalize(self, self._steps.close)
-
-    def __iter__(self) -> "BatchStream":
-        return self
-
-    def __next__(self) -> StepData:
-        data = self._steps.get()
-        self.cursors = data.cursors
-        return data
-
-    def close(self) -> None:
-        """Stop the background thread; safe to call twice."""
-        self._stop()
-
-    def __enter__(self) -> "BatchStream":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().__init__(plan, begin, fill_rows)
 
 
 def stream_fingerprint(
@@ -207,50 +167,3 @@ def stream_fingerprint(
 ) -> str:
     """Hex sha256 of everything that decides the lanes' contents; arguments as of BatchStream. A resumed run must find it equal."""
     return fingerprint([STREAM_VERSION, dataset.fingerprint, tokenizer.fingerprint, split, seed, lanes, unit_documents, unit_bytes])
-
-
-class _Prefetched:
-    """Runs an endless iterator in a thread, at most `ahead` items ahead; its exception is raised by `get`, after the items before
-    it."""
-
-    def __init__(self, items: Iterator[StepData], ahead: int) -> None:
-        self._items = items
-        self._queue: queue.Queue[StepData | BaseException] = queue.Queue(ahead)
-        self._closing = threading.Event()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="data-prefetch", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            for item in self._items:
-                if not self._put(item):
-                    return
-        except BaseException as error:  # handed to the consumer, whatever it is
-            self._put(error)
-
-    def _put(self, item: StepData | BaseException) -> bool:
-        while not self._closing.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def get(self) -> StepData:
-        while self._failure is None:
-            if self._closing.is_set():
-                raise DataError("the data stream is closed; make a new one")
-            try:
-                item = self._queue.get(timeout=0.5)  # not for ever: another thread may close the stream
-            except queue.Empty:
-                continue
-            if not isinstance(item, BaseException):
-                return item
-            self._failure = item
-        raise self._failure
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join(timeout=10)

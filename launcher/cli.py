@@ -123,11 +123,14 @@ def _train(arguments: argparse.Namespace) -> int:
 def _check_inputs(config: RunConfig) -> None:
     """Refuse data that is missing or does not fit, before any folder is made or process started."""
     from baton.data_pipeline.batches import check_tokenizer
+    from baton.data_pipeline.config import ShardsConfig
     from baton.data_pipeline.stream import Dataset
     from baton.data_pipeline.tokenizer import Tokenizer
     from baton.launcher.errors import ConfigError
     from baton.training.config import with_vocabulary
 
+    if not isinstance(config.data, ShardsConfig):
+        return  # a synthetic task has no files; its settings are checked with all others
     path = config.data.tokenizer
     if not Path(path).is_file():
         raise ConfigError(f"data.tokenizer={path}: no such file; train one with `baton tokenizer train`")

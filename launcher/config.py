@@ -16,7 +16,7 @@ from baton.data_pipeline.config import DataConfig, ShardsConfig, TaskConfig
 from baton.launcher.errors import ConfigError
 from baton.models.config import ModelConfig
 from baton.parallel.config import LayoutConfig, divisors
-from baton.training.config import TrainingConfig
+from baton.training.config import TrainingConfig, with_vocabulary
 
 MAY_CHANGE = (
     "device",
@@ -33,7 +33,7 @@ MAY_CHANGE = (
     "training.evaluation",
 )
 """Settings that a run may change from one start to the next. None of them changes what is learned (beyond rounding); data.path and
-data.tokenizer only say where things lie: their contents are checked by fingerprint."""
+data.tokenizer only say where things lie: their contents are checked by fingerprint. data.cases only say what is measured."""
 
 
 class RunConfig(BaseModel):
@@ -57,17 +57,20 @@ class RunConfig(BaseModel):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def check(self) -> None:
-        """Refuse what cannot run, before any process is started. Raises LayoutError, RunError or ConfigError."""
+        """Refuse what cannot run, before any process is started. Raises LayoutError, RunError, DataError or ConfigError."""
         self.layout.check()
         self.training.check(self.layout.data)
-        tensor = self.layout.tensor
+        tensor, model = self.layout.tensor, self.model
+        if isinstance(self.data, TaskConfig):
+            self.data.check_context(self.training.context)
+            model = with_vocabulary(model, self.data.vocab_size, None)
         sizes = {
             f"model.mixers.{name}.{what}": size
             for name, settings in self.model.mixers.items()
             for what, size in settings.sizes(self.model.d_model).items()
         }
-        if self.model.vocab_size is not None:
-            sizes["the padded vocabulary"] = self.model.padded_vocab_size
+        if model.vocab_size is not None:
+            sizes["the padded vocabulary"] = model.padded_vocab_size
         for name, size in sizes.items():
             if size % tensor:
                 raise ConfigError(

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 
+from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.tokenizer import Tokenizer
+from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import read_config
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
@@ -21,8 +23,14 @@ from baton.training.generation import generate
 def generate_text(
     folder: Path, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int, device: str = "auto"
 ) -> str:
-    """Text that goes on from `prompt`. Raises CheckpointError when the run has no checkpoint that verifies."""
+    """Text that goes on from `prompt`. Raises CheckpointError when the run has no checkpoint that verifies, ConfigError when it has
+    learned no text."""
     config = read_config(folder / "config.yaml")
+    if not isinstance(config.data, ShardsConfig):
+        raise ConfigError(
+            f"{folder}: the run learns the synthetic task {config.data.kind}, which has no text to write; give a run on "
+            f"data.kind=shards (this one's accuracy is in its metrics.jsonl)"
+        )
     tokenizer = Tokenizer(config.data.tokenizer)
     model_config = with_vocabulary(config.model, tokenizer.vocab_size, config.data.tokenizer)
     mesh = meshes.initialize(LayoutConfig(), device=meshes.local_device(0, 1, device), rank=0, store=torch.distributed.HashStore())

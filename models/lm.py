@@ -103,14 +103,14 @@ class LanguageModel(nn.Module):
         return total
 
     def _chunk_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = self._head(hidden)
+        logits = self.local_logits(hidden)
         nll = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.clamp(min=0))
         return torch.where(labels != IGNORED, nll, 0.0).sum()
 
-    def _head(self, hidden: Tensor) -> Tensor:
+    def local_logits(self, hidden: Tensor) -> Tensor:
         """Logits of this rank's share of the vocabulary."""
         return self.embedding.head(hidden) if self.config.tie_embeddings else self.head(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the whole (padded) vocabulary, fp32, on every tensor rank: [.., d_model] to [.., vocab]. For decoding."""
-        return tensor_parallel.gather_from_tensor_model_parallel_region(self._head(hidden)).float()
+        return tensor_parallel.gather_from_tensor_model_parallel_region(self.local_logits(hidden)).float()

@@ -82,7 +82,7 @@ def test_settings_are_torch_free(package):
 def test_shipped_configurations_are_valid():
     from baton.launcher.config import load
 
-    for path in sorted((ROOT / "configs" / "runs").glob("*.yaml")):
+    for path in sorted((ROOT / "configs" / "runs").rglob("*.yaml")):
         load(path)
 
 

@@ -63,8 +63,12 @@ class Board:
 def _draw(writer: SummaryWriter, row: dict[str, Any]) -> None:
     step = row["step"]
     if row["kind"] == "evaluation":
-        writer.add_scalar("validation/loss", row["loss"], step)
-        writer.add_scalar("validation/bits_per_byte", row["bits_per_byte"], step)
+        for name in ("loss", "bits_per_byte", "accuracy"):
+            if name in row:
+                writer.add_scalar(f"validation/{name}", row[name], step)
+        for case, found in row.get("cases", {}).items():
+            for name, value in found.items():
+                writer.add_scalar(f"{name}/{case}", value, step)
         if "sample" in row:
             writer.add_text("sample", f"```\n{row['sample']}\n```", step)
         return

@@ -8,8 +8,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from baton.data_pipeline.stream import Dataset, EvaluationSet, evaluation_batches
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.batches import Batch
+from baton.data_pipeline.source import ShardSource, TaskSource
+from baton.data_pipeline.stream import EvaluationSet, evaluation_batches
+from baton.data_pipeline.task_stream import task_set
 from baton.parallel.mesh import Mesh
 from baton.training import feed
 from baton.training.build import Built
@@ -18,7 +20,7 @@ from baton.training.checkpoint.rectangles import adam_steps, optimizer_rectangle
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.clock import StepClock
 from baton.training.config import TrainingConfig
-from baton.training.evaluation import evaluate
+from baton.training.evaluation import evaluate, score
 from baton.training.executor import StepResult, TokenBatch
 from baton.training.generation import generate
 from baton.training.monitor import Monitor
@@ -50,18 +52,15 @@ class Recorder:
 
 
 class Evaluator:
-    """Validation every so many steps and after the last, with a text sample."""
+    """Validation on text every so many steps and after the last, with a sample of what the model writes."""
 
-    def __init__(
-        self, built: Built, dataset: Dataset, tokenizer: Tokenizer, monitor: Monitor | None, settings: RunSettings
-    ) -> None:
-        self._built, self._dataset, self._tokenizer, self._monitor = built, dataset, tokenizer, monitor
+    def __init__(self, built: Built, source: ShardSource, monitor: Monitor | None, settings: RunSettings) -> None:
+        self._built, self._dataset, self._tokenizer, self._monitor = built, source.dataset, source.tokenizer, monitor
         self._training = settings.training
         self._set: tuple[EvaluationSet, list[TokenBatch]] | None = None
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
-        every, last = self._training.evaluation.every, progress.step == self._training.steps
-        if not every or (progress.step % every and not last):
+        if not _evaluation_is_due(progress, self._training):
             return
         chosen, batches = self._set = self._set or self._read()
         model, mesh = self._built.model, self._built.mesh
@@ -86,8 +85,40 @@ class Evaluator:
             data_rank=mesh.data_rank,
             data_size=mesh.layout.data,
         )
-        shape = (training.micro_batch, training.context)
-        return chosen, [feed.share(b if mesh.tensor_rank == 0 else None, mesh, shape) for b in chosen.batches]
+        return chosen, _shared(chosen.batches, mesh)
+
+
+class TaskEvaluator:
+    """Accuracy on a synthetic task every so many steps and after the last, case by case."""
+
+    def __init__(self, built: Built, source: TaskSource, monitor: Monitor | None, settings: RunSettings) -> None:
+        self._built, self._cases, self._monitor = built, source.config.evaluated(), monitor
+        self._training = settings.training
+        self._sets: dict[str, tuple[int, list[TokenBatch]]] = {}
+
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        if not _evaluation_is_due(progress, self._training):
+            return
+        self._sets = self._sets or self._make()
+        model, mesh = self._built.model, self._built.mesh
+        found = {name: score(model, batches, labels, mesh) for name, (labels, batches) in self._sets.items()}
+        if self._monitor is not None:
+            self._monitor.accuracy(progress.step, progress.tokens, {name: (s.loss, s.accuracy) for name, s in found.items()})
+
+    def _make(self) -> dict[str, tuple[int, list[TokenBatch]]]:
+        mesh, training = self._built.mesh, self._training
+        sets = {
+            name: task_set(
+                case,
+                tokens=training.evaluation.tokens,
+                context=training.context,
+                micro_batch=training.micro_batch,
+                data_rank=mesh.data_rank,
+                data_size=mesh.layout.data,
+            )
+            for name, case in self._cases.items()
+        }
+        return {name: (chosen.labels, _shared(chosen.batches, mesh)) for name, chosen in sets.items()}
 
 
 class Saver:
@@ -126,6 +157,16 @@ class Saver:
         size = self._store.save(rectangles, manifest)
         if size is not None and self._monitor is not None:
             self._monitor.saved(f"step-{progress.step:08d}", time.perf_counter() - start, size)
+
+
+def _evaluation_is_due(progress: Progress, training: TrainingConfig) -> bool:
+    every, last = training.evaluation.every, progress.step == training.steps
+    return bool(every) and (progress.step % every == 0 or last)
+
+
+def _shared(batches: list[Batch], mesh: Mesh) -> list[TokenBatch]:
+    """Batches of tensor rank 0 on every rank of its tensor group, on the device."""
+    return [feed.share(b if mesh.tensor_rank == 0 else None, mesh, (b.tokens.shape[0], b.tokens.shape[1])) for b in batches]
 
 
 def _memory(device: torch.device) -> int:

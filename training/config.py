@@ -11,6 +11,7 @@ from baton.parallel.config import divisors
 from baton.training.errors import RunError
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(gt=0)]
 
 
 class _Settings(BaseModel):
@@ -21,6 +22,9 @@ class OptimizerConfig(_Settings):
     """AdamW with a global gradient norm clip."""
 
     lr: float = Field(gt=0, description="peak learning rate")
+    rates: dict[str, Rate] = Field(
+        default_factory=dict, description="peak learning rate of parameters by name, as {'*.ssm.*': 1e-3}; the first match counts"
+    )
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decay of the two moments; the papers' recipe")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="decoupled; not applied to norms, biases, A_log, D")
@@ -44,11 +48,13 @@ class CheckpointConfig(_Settings):
 
 
 class EvaluationConfig(_Settings):
-    """Loss and bits per byte on the validation split, and a sample of text."""
+    """Loss and bits per byte on the validation split, and a sample of text; of a synthetic task, loss and accuracy."""
 
     every: int = Field(1000, ge=0, description="steps between evaluations, and one after the last step; 0: none at all")
-    tokens: int = Field(1_000_000, ge=1, description="tokens of the validation split, always the same ones")
-    sample_tokens: int = Field(128, ge=0, description="tokens of the text sample written beside each evaluation; 0: none")
+    tokens: int = Field(1_000_000, ge=1, description="tokens of the validation split, always the same ones; of a synthetic "
+                        "task, tokens of each case")  # fmt: skip
+    sample_tokens: int = Field(128, ge=0, description="tokens of the text sample written beside each evaluation; 0: none. A "
+                               "synthetic task has no text")  # fmt: skip
 
 
 class TrainingConfig(_Settings):
@@ -116,11 +122,15 @@ class TrainingConfig(_Settings):
             )
 
 
-def with_vocabulary(config: ModelConfig, vocab_size: int, tokenizer: Path | str) -> ModelConfig:
-    """The model's settings with the tokenizer's vocabulary. Raises RunError when they name different sizes."""
+def with_vocabulary(config: ModelConfig, vocab_size: int, tokenizer: Path | str | None) -> ModelConfig:
+    """The model's settings with the vocabulary of the tokenizer, or (None) of the synthetic task that the run reads.
+
+    Raises RunError when they name different sizes.
+    """
     if config.vocab_size not in (None, vocab_size):
+        where, whose = ("the task", "the task's") if tokenizer is None else (f"the tokenizer {tokenizer}", "the tokenizer's")
         raise RunError(
-            f"model.vocab_size={config.vocab_size}, but the tokenizer {tokenizer} has {vocab_size} tokens; "
-            f"set model.vocab_size={vocab_size}, or null to take the tokenizer's"
+            f"model.vocab_size={config.vocab_size}, but {where} has {vocab_size} tokens; "
+            f"set model.vocab_size={vocab_size}, or null to take {whose}"
         )
     return config.model_copy(update={"vocab_size": vocab_size})

@@ -1,4 +1,8 @@
-"""Validation: loss per token and bits per byte on a fixed set of whole documents."""
+"""Validation: loss per token and bits per byte on a fixed set of whole documents; loss and accuracy on a synthetic task's set.
+
+The one thing to know: every data rank scores its own batches and the sums meet once, at the end; tensor ranks score the same batch,
+each on its share of the vocabulary.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from baton.models.lm import LanguageModel
+from baton.models.lm import IGNORED, LanguageModel
 from baton.parallel.mesh import Mesh
 from baton.training.executor import TokenBatch
 
@@ -30,3 +35,50 @@ def evaluate(model: LanguageModel, batches: Sequence[TokenBatch], text_bytes: in
     dist.all_reduce(total, group=mesh.data_group)
     nats = float(total)
     return Evaluation(nats / tokens, nats / math.log(2) / text_bytes)
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """loss: nats per label. accuracy: share of the labels that are the model's likeliest token, 0 to 1."""
+
+    loss: float
+    accuracy: float
+
+
+@torch.no_grad()
+def score(model: LanguageModel, batches: Sequence[TokenBatch], labels: int, mesh: Mesh) -> TaskScore:
+    """Loss and accuracy at the labelled places. Every data rank brings its own batches; labels: how many, all ranks together."""
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    for batch in batches:
+        asked = batch.labels != IGNORED
+        if not bool(asked.any()):  # completes a round over the ranks
+            continue
+        hidden, _ = model(batch.tokens, batch.pos)
+        # a task asks at few places: only those need logits
+        hidden, wanted = hidden[asked], batch.labels[asked]
+        sums[0] += model.loss(hidden[None], wanted[None])
+        sums[1] += (likeliest(model, hidden, mesh) == wanted).sum()
+    dist.all_reduce(sums, group=mesh.data_group)
+    return TaskScore(float(sums[0]) / labels, float(sums[1]) / labels)
+
+
+@torch.no_grad()
+def likeliest(model: LanguageModel, hidden: Tensor, mesh: Mesh) -> Tensor:
+    """The token with the greatest logit, hidden [N, d_model] to int64 [N]; of equal ones the first, whatever the layout.
+
+    Logits stay split over the tensor group: each rank offers its best, the greatest wins. Rows that pad the vocabulary never do.
+    """
+    vocab_size, found = model.config.vocab_size, []
+    assert vocab_size is not None, "a model that was built knows its vocabulary"
+    for piece in hidden.split(model.config.loss_chunk):
+        logits = model.local_logits(piece).float()
+        ids = mesh.tensor_rank * logits.shape[-1] + torch.arange(logits.shape[-1], device=logits.device)
+        best, place = logits.masked_fill(ids >= vocab_size, -torch.inf).max(dim=-1)
+        token = ids[place]
+        if mesh.layout.tensor > 1:
+            greatest = best.clone()
+            dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=mesh.tensor_group)
+            token = torch.where(best == greatest, token, model.config.padded_vocab_size)
+            dist.all_reduce(token, op=dist.ReduceOp.MIN, group=mesh.tensor_group)
+        found.append(token)
+    return torch.cat(found)

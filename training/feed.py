@@ -8,7 +8,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from baton.data_pipeline.stream import Batch, BatchStream
+from baton.data_pipeline.batches import Batch
+from baton.data_pipeline.steps import Steps
 from baton.parallel.mesh import Mesh
 from baton.training.config import TrainingConfig
 from baton.training.executor import TokenBatch
@@ -22,7 +23,7 @@ class StepBatches:
     cursors: dict[int, Any]
 
 
-def steps(stream: BatchStream | None, mesh: Mesh, training: TrainingConfig) -> Iterator[StepBatches]:
+def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig) -> Iterator[StepBatches]:
     """Endless steps. stream: on tensor rank 0, None elsewhere."""
     shape = (training.micro_batch, training.context)
     micro_batches = training.sequences_per_step // (mesh.layout.data * training.micro_batch)

@@ -1,17 +1,17 @@
 """The loop of a run: resume if there is something to resume, then steps, with everything optional hung on as callbacks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-from baton.data_pipeline.lanes import Cursor
-from baton.data_pipeline.stream import BatchStream, Dataset, stream_fingerprint
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.source import ShardSource, TaskSource, open_source
+from baton.data_pipeline.steps import StepPlan, Steps
 from baton.parallel.layout import parameter_count
 from baton.parallel.mesh import Mesh
 from baton.parallel.tensor import drop_compute_copies
 from baton.training import feed
 from baton.training.build import Built, build, make_deterministic, model_fingerprint
-from baton.training.callbacks import Evaluator, Recorder, Saver
+from baton.training.callbacks import Evaluator, Recorder, Saver, TaskEvaluator
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.rectangles import optimizer_rectangles, set_adam_steps
 from baton.training.checkpoint.store import CheckpointStore
@@ -21,7 +21,7 @@ from baton.training.errors import CheckpointError
 from baton.training.executor import StepExecutor
 from baton.training.monitor import Monitor
 from baton.training.run import Callback, Progress, RunSettings
-from baton.training.schedule import learning_rate
+from baton.training.schedule import learning_rates
 
 
 def train(settings: RunSettings, mesh: Mesh) -> None:
@@ -29,21 +29,14 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     training = settings.training
     training.check(mesh.layout.data)
     make_deterministic(training)
-    tokenizer = Tokenizer(settings.data.tokenizer)
-    dataset = Dataset.open(settings.data.path)
-    config = with_vocabulary(settings.model, tokenizer.vocab_size, settings.data.tokenizer)
+    source = open_source(settings.data)
+    tokenizer = source.config.tokenizer if isinstance(source, ShardSource) else None
+    config = with_vocabulary(settings.model, source.vocab_size, tokenizer)
     built = build(config, training, mesh)
     store = CheckpointStore(settings.folder / "checkpoints", mesh, training.checkpoint.keep_last)
-    stream_digest = stream_fingerprint(
-        dataset,
-        tokenizer,
-        seed=training.seed,
-        lanes=training.lane_count,
-        unit_documents=settings.data.unit_documents,
-        unit_bytes=settings.data.unit_bytes,
-    )
+    stream_digest = source.fingerprint(seed=training.seed, lanes=training.lane_count)
     fingerprints = {"model": model_fingerprint(config), "stream": stream_digest}
-    progress = resume(built, store, fingerprints)
+    progress = resume(built, store, fingerprints, source.cursor)
     if progress.step >= training.steps:
         if mesh.is_main:
             print(f"already complete: {progress.step} steps, {progress.tokens:,} tokens; there is nothing to do", flush=True)
@@ -60,18 +53,23 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         )
     clock = StepClock(mesh.device)
     executor = StepExecutor(built.model, built.engine, mesh, clock)
+    evaluator: Callback
+    if isinstance(source, ShardSource):
+        evaluator = Evaluator(built, source, monitor, settings)
+    else:
+        evaluator = TaskEvaluator(built, source, monitor, settings)
     callbacks: Sequence[Callback] = [
         Recorder(monitor, clock, training, mesh),
-        Evaluator(built, dataset, tokenizer, monitor, settings),
+        evaluator,
         Saver(built, store, monitor, fingerprints, training),
     ]
-    with open_stream(dataset, tokenizer, settings, mesh, progress) as stream:
-        source = feed.steps(stream, mesh, training)
+    with open_stream(source, settings, mesh, progress) as stream:
+        batches = feed.steps(stream, mesh, training)
         while progress.step < training.steps:
             clock.start()
-            data = next(source)
+            data = next(batches)
             clock.mark("data")
-            result = executor.step(data.batches, learning_rate(progress.step, training))
+            result = executor.step(data.batches, learning_rates(progress.step, training))
             progress = Progress(progress.step + 1, progress.tokens + training.global_batch_tokens, data.cursors)
             for callback in callbacks:
                 callback.after_step(progress, result)
@@ -81,16 +79,13 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
 
 
 def open_stream(
-    dataset: Dataset, tokenizer: Tokenizer, settings: RunSettings, mesh: Mesh, progress: Progress
-) -> AbstractContextManager[BatchStream | None]:
+    source: ShardSource | TaskSource, settings: RunSettings, mesh: Mesh, progress: Progress
+) -> AbstractContextManager[Steps[Any] | None]:
     """This rank's stream of batches from where the run stands; None on tensor ranks, which receive instead of reading."""
     if mesh.tensor_rank != 0:
         return nullcontext()
-    training, data = settings.training, settings.data
-    return BatchStream(
-        dataset,
-        tokenizer,
-        seed=training.seed,
+    training = settings.training
+    plan = StepPlan(
         context=training.context,
         lanes=training.lane_count,
         lanes_per_step=training.sequences_per_step,
@@ -98,15 +93,16 @@ def open_stream(
         data_rank=mesh.data_rank,
         data_size=mesh.layout.data,
         start_step=progress.step,
-        cursors=progress.cursors or None,
-        prefetch=data.prefetch,
-        unit_documents=data.unit_documents,
-        unit_bytes=data.unit_bytes,
+        prefetch=settings.data.prefetch,
     )
+    return source.stream(plan, seed=training.seed, cursors=progress.cursors or None)
 
 
-def resume(built: Built, store: CheckpointStore, fingerprints: dict[str, str]) -> Progress:
-    """Load the newest whole checkpoint into the engine; without any, the run stands at its beginning."""
+def resume(built: Built, store: CheckpointStore, fingerprints: dict[str, str], cursor: Callable[[dict[str, Any]], Any]) -> Progress:
+    """Load the newest whole checkpoint into the engine; without any, the run stands at its beginning.
+
+    cursor: makes a lane's cursor of its JSON.
+    """
 
     def accept(manifest: Manifest) -> None:
         for what, ours in fingerprints.items():
@@ -125,7 +121,7 @@ def resume(built: Built, store: CheckpointStore, fingerprints: dict[str, str]) -
     built.engine.optimizer.update_lp_params()
     drop_compute_copies(built.model)
     mesh = built.mesh
-    cursors = {int(j): Cursor.from_json(c) for j, c in manifest.cursors.items() if int(j) % mesh.layout.data == mesh.data_rank}
+    cursors = {int(j): cursor(c) for j, c in manifest.cursors.items() if int(j) % mesh.layout.data == mesh.data_rank}
     if mesh.is_main:
         print(f"resuming from {path.name} ({manifest.tokens:,} tokens)", flush=True)
     return Progress(manifest.step, manifest.tokens, cursors)

@@ -55,6 +55,16 @@ class Monitor:
         print(f"step {step}  validation loss {loss:.4f} nats/token  {bits_per_byte:.4f} bits/byte", flush=True)
         self._restart_window()
 
+    def accuracy(self, step: int, tokens: int, cases: dict[str, tuple[float, float]]) -> None:
+        """A result on a synthetic task: loss in nats per label and accuracy (0 to 1) of every case, and their means over the
+        cases."""
+        loss, accuracy = (sum(values) / len(cases) for values in zip(*cases.values()))
+        named = {name: {"loss": of_case[0], "accuracy": of_case[1]} for name, of_case in cases.items()}
+        self._write({"kind": "evaluation", "step": step, "tokens": tokens, "loss": loss, "accuracy": accuracy, "cases": named})
+        shown = "  ".join(f"{name} {of_case[1]:.2%}" for name, of_case in cases.items())
+        print(f"step {step}  validation loss {loss:.4f} nats/label  accuracy {accuracy:.2%}  ({shown})", flush=True)
+        self._restart_window()
+
     def saved(self, name: str, seconds: float, size: int) -> None:
         """A published checkpoint: its name, seconds it stopped training for, bytes."""
         print(f"saved {name}: {size / 2**20:.1f} MiB in {seconds:.2f} s", flush=True)

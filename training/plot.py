@@ -12,7 +12,8 @@ from baton.training.monitor import read_metrics
 
 
 def plot(folder: Path, out: Path) -> Path:
-    """Draw loss, bits per byte, learning rate and gradient norm, speed and the parts of a step of the run in `folder`."""
+    """Draw loss, bits per byte (of a synthetic task: accuracy by case), learning rate and gradient norm, speed and the parts of a
+    step of the run in `folder`."""
     rows = read_metrics(folder / "metrics.jsonl")
     steps = [row for row in rows if row["kind"] == "train"]
     if not steps:
@@ -27,10 +28,17 @@ def plot(folder: Path, out: Path) -> Path:
     if evaluations:
         at = [row["tokens"] for row in evaluations]
         loss.plot(at, [row["loss"] for row in evaluations], "o-", ms=3, label="validation")
+    of_task = any("cases" in row for row in evaluations)
+    if of_task:
+        for case in evaluations[-1]["cases"]:  # a restart may have changed them
+            shown = [(row["tokens"], row["cases"][case]["accuracy"]) for row in evaluations if case in row["cases"]]
+            bits.plot(*zip(*shown), "o-", ms=3, label=case)
+        bits.legend(fontsize="small")
+    elif evaluations:
         bits.plot(at, [row["bits_per_byte"] for row in evaluations], "o-", ms=3, color="C1")
-    loss.set_ylabel("loss (nats / token)")
+    loss.set_ylabel("loss (nats / label)" if of_task else "loss (nats / token)")
     loss.legend()
-    bits.set_ylabel("validation bits / byte")
+    bits.set_ylabel("validation accuracy" if of_task else "validation bits / byte")
 
     rate.plot(x, [row["lr"] for row in steps], color="C2")
     rate.set_ylabel("learning rate", color="C2")

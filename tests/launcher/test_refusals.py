@@ -63,7 +63,7 @@ SETTINGS = {
     "word without key": (["=3"], ["'=3' is not key=value"]),
     "word that is no YAML": (["training.steps=[1"], ["'training.steps=[1'", "not valid YAML"]),
     "unknown model": (["model=mamba-140m"], ["no model is called 'mamba-140m'", "did you mean mamba-130m?"]),
-    "unlike any model": (["model=gpt"], ["no model is called 'gpt'", "known: longhorn-1.3b, longhorn-125m"]),
+    "unlike any model": (["model=gpt"], ["no model is called 'gpt'", "known: bmojo-1.4b, bmojo-130m"]),
     "missing model file": (["model=nowhere.yaml"], ["nowhere.yaml: no such file"]),
     "data does not divide": (["layout.data=3"], ["layout.data=3 does not divide the 4 sequences", "[1, 2, 4]"]),
     "tensor does not divide": (["layout.tensor=3"], ["layout.tensor=3 does not divide", "[1, 2, 4, 8, 16, 32]"]),

@@ -72,7 +72,7 @@ def run_in_pieces(
 def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], generator: torch.Generator) -> tuple[Tensor, ...]:
     """Gradients of all leaves for random cotangents of all outputs that have one, the final state's included."""
     # numbers that bfloat16 can hold, so that outputs of every precision get the same ones
-    cotangents = [torch.randn(x.shape, generator=generator).to(torch.bfloat16).to(x.dtype) for x in outputs]
+    cotangents = [torch.randn(x.shape, generator=generator).to(torch.bfloat16).to(x.device, x.dtype) for x in outputs]
     reached = [(x, dx) for x, dx in zip(outputs, cotangents, strict=True) if x.requires_grad]
     return torch.autograd.grad(
         [x for x, _ in reached], leaves, [dx for _, dx in reached], allow_unused=True, materialize_grads=True

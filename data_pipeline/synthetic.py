@@ -1,0 +1,181 @@
+"""Synthetic tasks as data: what an example of each task is, made from random words alone.
+
+The one thing to know: example n of a lane is a pure function of (seed, the task's settings, lane, n). A lane is a Philox stream of
+its own, example n owns the words n * W to (n + 1) * W of it, and a task is arithmetic from E examples' words [E, W] to their tokens
+and labels [E, length]. So there is nothing to store and nothing to skip: a place in a lane is the number n.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.data_pipeline.config import InductionConfig, MqarConfig, SelectiveCopyConfig, TaskConfig
+
+Int64 = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+VERSION = 1  # part of every key: raise it when the same words make other examples
+IGNORED = -1  # label of a place that is not scored
+PHILOX_BLOCK = 4  # words that one step of Philox's counter makes
+
+
+class Task(Protocol):
+    """How words become examples. words: W, how many an example takes. asked: places in an example that have a label."""
+
+    words: int
+    asked: int
+
+    def make(self, words: Words) -> tuple[Int64, Int64]:
+        """uint64 [E, W], uniform on all 64 bits -> tokens and labels int64 [E, length], label IGNORED where nothing is asked. A
+        label is what the model must say at that very place."""
+
+
+class Examples:
+    """The examples of a task, by number, in streams that have nothing in common but their rules.
+
+    asked: places in an example that have a label.
+    """
+
+    def __init__(self, config: TaskConfig) -> None:
+        self._task = TASKS[type(config)](config)
+        self.asked = self._task.asked
+        self._stride = -(-self._task.words // PHILOX_BLOCK)
+        self._settings = json.dumps([VERSION, config.deciding()], sort_keys=True)
+
+    def take(self, wanted: Iterable[tuple[tuple[int | str, ...], int, int]]) -> tuple[Int64, Int64]:
+        """Tokens and labels int64 [E, length] of runs of examples (key, number of the first, how many), one after the other.
+
+        key: what tells a stream from others (its purpose, the seed, the lane); the task's settings are part of it in any case.
+        """
+        runs = []
+        for key, first, count in wanted:
+            text = "\n".join([self._settings, *map(str, key)])
+            digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+            philox = np.random.Philox(key=int.from_bytes(digest, "little"), counter=first * self._stride)
+            runs.append(philox.random_raw(count * self._stride * PHILOX_BLOCK).reshape(count, -1))
+        return self._task.make(np.concatenate(runs)[:, : self._task.words])
+
+
+class Mqar:
+    """Multi-query associative recall (Arora et al., "Zoology", appendix on the synthetic task, and the public benchmark).
+
+    tokens: k1 v1 k2 v2 ... of `pairs` different keys, 1 to V/2 - 1, and as many different values, V/2 to V - 1; then slots of two
+    places, some of which begin with a key again; the others, and every second place, hold the filler. Each key is asked for once;
+    slot g = 1, 2, ... is drawn with probability proportional to g^(power - 1), without replacement. label at a key: its value.
+    """
+
+    def __init__(self, config: MqarConfig) -> None:
+        self.config = config
+        self._slots = (config.length - 2 * config.pairs) // 2
+        self._rates = np.arange(1, self._slots + 1, dtype=np.float64) ** (config.power - 1)
+        self._sizes = [config.pairs] * 4 + [self._slots, config.length if config.filler == "random" else 0]
+        self.words, self.asked = sum(self._sizes), config.pairs
+
+    def make(self, words: Words) -> tuple[Int64, Int64]:
+        config, pairs, half = self.config, self.config.pairs, self.config.vocab_size // 2
+        of_keys, key_order, of_values, value_order, of_slots, of_filler = np.split(words, np.cumsum(self._sizes)[:-1], axis=1)
+        keys = 1 + shuffled(different(of_keys, half - 1), key_order)
+        values = half + shuffled(different(of_values, config.vocab_size - half), value_order)
+        if config.filler == "random":
+            tokens = others(below(of_filler, config.vocab_size - pairs), keys, config.vocab_size)
+        else:
+            tokens = np.zeros((len(words), config.length), np.int64)
+        labels = np.full_like(tokens, IGNORED)
+        tokens[:, 0 : 2 * pairs : 2] = keys
+        tokens[:, 1 : 2 * pairs : 2] = values
+        # a race of exponential clocks: the order in which they ring is that of draws without replacement at these rates
+        asked = 2 * pairs + 2 * np.argsort(exponential(of_slots) / self._rates, axis=1, kind="stable")[:, :pairs]
+        np.put_along_axis(tokens, asked, keys, axis=1)
+        np.put_along_axis(labels, asked, values, axis=1)
+        return tokens, labels
+
+
+class Induction:
+    """Induction heads (Gu & Dao, "Mamba", section 4.1.2).
+
+    tokens: uniform on 0 to V - 2, except the special token V - 1 at the end and at one place before, uniform among those that leave
+    room for its successor. label at the end: that successor; nothing else is asked.
+    """
+
+    def __init__(self, config: InductionConfig) -> None:
+        self.config = config
+        self.words, self.asked = config.length + 1, 1
+
+    def make(self, words: Words) -> tuple[Int64, Int64]:
+        length, special = self.config.length, self.config.vocab_size - 1
+        tokens = below(words[:, :length], special)
+        place = below(words[:, length:], length - 2)
+        np.put_along_axis(tokens, place, special, axis=1)
+        tokens[:, -1] = special
+        labels = np.full_like(tokens, IGNORED)
+        labels[:, -1] = np.take_along_axis(tokens, place + 1, axis=1)[:, 0]
+        return tokens, labels
+
+
+class SelectiveCopy:
+    """Selective copying (Gu & Dao, "Mamba", section 4.1.1).
+
+    tokens: blanks 0, among them `data_tokens` tokens uniform on 1 to V - 2 (they may repeat) at places drawn without replacement;
+    then as many tokens V - 1. label at the i-th of those: the i-th data token.
+    """
+
+    def __init__(self, config: SelectiveCopyConfig) -> None:
+        self.config = config
+        self.words, self.asked = 2 * config.data_tokens, config.data_tokens
+
+    def make(self, words: Words) -> tuple[Int64, Int64]:
+        length, count, asking = self.config.length, self.config.data_tokens, self.config.vocab_size - 1
+        data = 1 + below(words[:, :count], asking - 1)
+        places = np.sort(different(words[:, count:], length - count), axis=1)
+        tokens = np.zeros((len(words), length), np.int64)
+        np.put_along_axis(tokens, places, data, axis=1)
+        tokens[:, -count:] = asking
+        labels = np.full_like(tokens, IGNORED)
+        labels[:, -count:] = data
+        return tokens, labels
+
+
+TASKS = {MqarConfig: Mqar, InductionConfig: Induction, SelectiveCopyConfig: SelectiveCopy}
+
+
+def below(words: Words, bound: int) -> Int64:
+    """Each word as an integer from 0 to bound - 1. From its upper 32 bits, so no value is likelier by more than bound / 2^32."""
+    return ((words >> np.uint64(32)) * np.uint64(bound) >> np.uint64(32)).astype(np.int64)
+
+
+def exponential(words: Words) -> npt.NDArray[np.float64]:
+    """Each word as a number of the exponential distribution with rate 1, from its upper 53 bits."""
+    return -np.log(((words >> np.uint64(11)).astype(np.float64) + 1) * 2.0**-53)
+
+
+def different(words: Words, bound: int) -> Int64:
+    """int64 [E, k]: each row a uniform choice of k = words.shape[1] different integers from 0 to bound - 1, in no useful order.
+
+    Floyd's choice: number i is drawn below bound - k + i + 1, and replaced by the largest of those if it was chosen already.
+    Bentley & Floyd, "A sample of brilliance", 1987.
+    """
+    count = words.shape[1]
+    chosen = np.empty((count, len(words)), np.int64)
+    for i in range(count):
+        largest = bound - count + i
+        drawn = below(words[:, i], largest + 1)
+        chosen[i] = np.where((chosen[:i] == drawn).any(axis=0), largest, drawn)
+    return chosen.T
+
+
+def shuffled(rows: Int64, words: Words) -> Int64:
+    """Each row in the order of its words."""
+    return np.take_along_axis(rows, np.argsort(words, axis=1, kind="stable"), axis=1)
+
+
+def others(ranks: Int64, excluded: Int64, bound: int) -> Int64:
+    """The integers of these ranks among those from 0 to bound - 1 that are not in the row's `excluded` (all different)."""
+    # the i-th excluded one (from 0), e, has e - i others below it; in steps of `bound` all rows become one ascending sequence
+    below_them = np.sort(excluded, axis=1) - np.arange(excluded.shape[1])
+    row = np.arange(len(ranks))[:, None]
+    passed = np.searchsorted((below_them + row * bound).ravel(), ranks + row * bound, side="right")
+    return ranks + passed - row * excluded.shape[1]

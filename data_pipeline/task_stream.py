@@ -1,0 +1,103 @@
+"""Synthetic tasks as lanes and as evaluation sets: examples by number, laid into rows.
+
+The one thing to know: a cursor is one integer, the number of the lane's next example, because rows are full of whole examples.
+Training and evaluation draw under different keys: no seed and no lane makes training meet the evaluation's stream.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from baton.data_pipeline.batches import Batch
+from baton.data_pipeline.config import TaskConfig
+from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.files import fingerprint
+from baton.data_pipeline.steps import StepPlan, Steps
+from baton.data_pipeline.synthetic import IGNORED, VERSION, Examples
+
+PIECE_TOKENS = 1 << 18  # tokens made at once: enough to make calls cheap, few enough to bound what is in memory besides the batches
+
+
+@dataclass(frozen=True)
+class ExampleCursor:
+    """A place in a lane of a task. example: number of the next example, so also how many are consumed."""
+
+    example: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        """A JSON object of one integer."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> "ExampleCursor":
+        """What `to_json` made. Raises DataError for anything else."""
+        if not isinstance(value, dict) or set(value) != {"example"} or type(value["example"]) is not int or value["example"] < 0:
+            raise DataError(f"not a cursor of a synthetic task: {value!r}; the checkpoint is damaged or of a run on other data")
+        return cls(value["example"])
+
+
+class TaskStream(Steps[ExampleCursor]):
+    """The endless steps of one data rank; iterate over it. Every row holds context / length examples of its lane, one after the
+    other, each a document with pos from 0.
+
+    config: the task. plan: this rank's rows. seed: of the run. cursors: where lanes begin, as saved after step plan.start_step - 1;
+    those of other ranks' lanes are ignored; none: the beginning.
+
+    Raises DataError: a context that whole examples do not fill, missing cursors.
+    """
+
+    def __init__(
+        self, config: TaskConfig, plan: StepPlan, *, seed: int, cursors: Mapping[int, ExampleCursor] | None = None
+    ) -> None:
+        config.check_context(plan.context)
+        begin = plan.first_cursors(cursors, ExampleCursor())
+        examples = Examples(config)
+        per_row = plan.context // config.length
+        following = {lane: cursor.example for lane, cursor in begin.items()}
+
+        def fill(batches: Sequence[Batch]) -> dict[int, ExampleCursor]:
+            rows = [(batch, row, lane) for batch in batches for row, lane in enumerate(batch.lanes)]
+            at_once = max(1, PIECE_TOKENS // plan.context)
+            for start in range(0, len(rows), at_once):
+                piece = rows[start : start + at_once]
+                tokens, labels = examples.take((("train", seed, lane), following[lane], per_row) for _, _, lane in piece)
+                for number, (batch, row, lane) in enumerate(piece):
+                    made = slice(number * per_row, (number + 1) * per_row)
+                    batch.tokens[row], batch.labels[row] = tokens[made].ravel(), labels[made].ravel()
+                    batch.pos[row] = np.tile(np.arange(config.length), per_row)
+                    following[lane] += per_row
+            return {lane: ExampleCursor(example) for lane, example in following.items()}
+
+        super().__init__(plan, begin, fill)
+
+
+def task_fingerprint(config: TaskConfig, *, seed: int, lanes: int) -> str:
+    """Hex sha256 of everything that decides the lanes' contents. A resumed run must find it equal."""
+    return fingerprint(["task", VERSION, config.deciding(), seed, lanes])
+
+
+@dataclass(frozen=True)
+class TaskSet:
+    """The examples of one evaluation case. batches: this rank's; labels: how many places are asked, over all ranks."""
+
+    batches: list[Batch]
+    labels: int
+
+
+def task_set(config: TaskConfig, *, tokens: int, context: int, micro_batch: int, data_rank: int, data_size: int) -> TaskSet:
+    """The first tokens / length examples of a task's evaluation stream (at least one), an example a row; every run, seed and layout
+    has the same ones. Batches have about as many tokens as those of training, micro_batch * context; rows without labels complete
+    the last round of batches over the ranks. Raises DataError: an impossible size."""
+    if min(tokens, context, micro_batch, data_size) < 1 or not 0 <= data_rank < data_size:
+        raise DataError("tokens, context, micro_batch and data_size must be at least 1, and data_rank one of the data ranks")
+    count, rows = max(1, tokens // config.length), max(1, micro_batch * context // config.length)
+    examples, batches, pos = Examples(config), [], np.arange(config.length, dtype=np.int32)
+    rounds = -(-count // (rows * data_size))
+    for number in range(rounds):
+        first = (number * data_size + data_rank) * rows
+        made, labels = examples.take([(("evaluation",), first, rows)])
+        labels[max(0, count - first) :] = IGNORED
+        batches.append(Batch(made, labels, np.broadcast_to(pos, made.shape), ()))
+    return TaskSet(batches, count * examples.asked)

@@ -1,0 +1,82 @@
+"""The delta rule's public function: checks its arguments, runs them in chunks.
+
+The one thing to know: the state goes in and comes out in fp32 (float64 for float64 inputs), with exact gradients to both, so any
+sequence may be cut anywhere, to rounding. Keys and queries are taken as they are: a key longer than sqrt(2 / beta) makes the state
+grow, so whoever calls this normalises them.
+"""
+
+from torch import Tensor
+
+from baton.kernels.delta_rule.chunked import delta_rule_chunked
+from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+
+_KERNEL = "delta_rule"
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    pos: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The delta rule over a piece of a sequence (DeltaNet), with a decay per head if g is given (Gated DeltaNet). Per head:
+
+        S_t = (I - beta_t k_t k_t^T) exp(g_t) S_{t-1} + beta_t k_t v_t^T
+        o_t = scale S_t^T q_t
+
+    Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", section 2.2, and Yang, Kautz &
+    Hatamizadeh 2025, "Gated Delta Networks", equation 10; their state is the transpose of this one. The state decays before the
+    key's old value is erased from it. Where pos == 0, S_{t-1} is replaced by 0: a document never sees the state of the one before.
+
+    With |k| = 1 and beta from 0 to 2 no state grows but by what is written; beta = 1 replaces what k recalls by v, beta = 0 and
+    g = 0 keep every bit of the state.
+
+    Args:
+        q: queries, [batch, T, heads, d_key].
+        k: keys, [batch, T, heads, d_key], normalised by the caller.
+        v: values, [batch, T, heads, d_value].
+        beta: writing strength, no unit, 0 to 1 (up to 2 where negative eigenvalues are wanted), [batch, T, heads]; not checked.
+        g: logarithm of the decay, finite and at most 0, [batch, T, heads]; not checked. None: no decay.
+        scale: of the output; None: d_key ** -0.5.
+        pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
+            starts inside this piece.
+        initial_state: the state that arrives, [batch, heads, d_key, d_value], float32 (float64 for float64 inputs). None: zero.
+
+    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32.
+
+    Returns:
+        o, [batch, T, heads, d_value] in q's dtype, and the state that leaves, [batch, heads, d_key, d_value], float32 or float64.
+        Both carry exact gradients to every tensor argument; differentiating twice is refused by autograd with a RuntimeError.
+
+    Raises:
+        KernelError: an argument of another shape, dtype or device than stated, by name; T = 0.
+    """
+    axes = ("batch", "T", "heads", "d_key")
+    if not isinstance(q, Tensor):
+        raise KernelError(f"{_KERNEL}: q is a {type(q).__name__}, expected a tensor of shape ({', '.join(axes)})")
+    device = q.device
+    expect_tensor(_KERNEL, "q", q, axes, (-1, -1, -1, -1), device)
+    batch, length, heads, d_key = q.shape
+    expect_tensor(_KERNEL, "k", k, axes, (batch, length, heads, d_key), device)
+    expect_tensor(_KERNEL, "v", v, ("batch", "T", "heads", "d_value"), (batch, length, heads, -1), device)
+    d_value = v.shape[3]
+    expect_tensor(_KERNEL, "beta", beta, ("batch", "T", "heads"), (batch, length, heads), device)
+    tensors = {"q": q, "k": k, "v": v, "beta": beta}
+    if g is not None:
+        expect_tensor(_KERNEL, "g", g, ("batch", "T", "heads"), (batch, length, heads), device)
+        tensors["g"] = g
+    dtype = expect_one_precision(_KERNEL, **tensors)
+    if initial_state is not None:
+        state_axes, sizes = ("batch", "heads", "d_key", "d_value"), (batch, heads, d_key, d_value)
+        expect_tensor(_KERNEL, "initial_state", initial_state, state_axes, sizes, device)
+        expect_dtype(_KERNEL, "initial_state", initial_state, (dtype,))
+    if pos is not None:
+        expect_positions(_KERNEL, pos, batch, length, device)
+    if scale is None:
+        scale = d_key**-0.5
+    return delta_rule_chunked(q, k, v, beta, g, scale=scale, pos=pos, initial_state=initial_state)

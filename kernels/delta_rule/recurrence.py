@@ -1,0 +1,86 @@
+"""The delta rule as a linear recurrence with a matrix for its transition, for those who hand its state on and who test it."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from baton.kernels.delta_rule.chunked import delta_rule_effect
+from baton.kernels.delta_rule.op import delta_rule
+from baton.kernels.delta_rule.reference import delta_rule_reference
+from baton.kernels.examples import extreme_gates, extreme_log_gates, randn
+from baton.kernels.in_chunks import compute_dtype
+from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, MatrixAffine, State
+
+
+@dataclass(frozen=True)
+class DeltaRule(LinearRecurrence):
+    """Inputs q, k, v, beta and, if gated, g along time; State {S [batch, heads, d_key, d_value]}. See `op.delta_rule`.
+
+    scale: of the output; None: d_key ** -0.5.
+    """
+
+    gated: bool
+    scale: float | None = None
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "gated_delta_rule" if self.gated else "delta_rule"
+
+    @property
+    def input_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("q", "k", "v", "beta", "g") if self.gated else ("q", "k", "v", "beta")
+
+    @property
+    def along(self) -> int:  # type: ignore[override]
+        return len(self.input_names)
+
+    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+        shape = (*inputs[1].shape[2:], inputs[2].shape[3])
+        return (Leaf("S", shape, compute_dtype(*inputs), tp=0, grad=True),)
+
+    def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        y, S = delta_rule(*inputs, scale=self.scale, pos=pos, initial_state=None if state is None else state["S"])
+        return y, {"S": S}
+
+    def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        y, S = delta_rule_reference(*inputs, scale=self.scale, pos=pos, initial_state=None if state is None else state["S"])
+        return y, {"S": S}
+
+    def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
+        """The product of all exp(g) (I - beta k k^T), the last one leftmost, [batch, heads, d_key, d_key]."""
+        return {"S": self._effect(inputs, pos)[0]}
+
+    def effect(self, transition: State, add: State) -> Effect:
+        return MatrixAffine(transition, add)
+
+    def adjoint(self, transition: State) -> State:
+        return {"S": transition["S"].transpose(2, 3)}
+
+    @torch.no_grad()
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[Any, Effect]:
+        """One pass without queries for both parts: the transition and what is added share everything but their columns."""
+        matrix, add = self._effect(inputs, pos)
+        return (inputs, pos, {"S": matrix}), self.effect({"S": matrix}, {"S": add})
+
+    def _effect(self, inputs: Inputs, pos: Tensor | None) -> tuple[Tensor, Tensor]:
+        _, k, v, beta, *gate = inputs
+        return delta_rule_effect(k, v, beta, gate[0] if gate else None, pos=pos)
+
+    def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
+        """Keys of length 1, as the mixers make them, some equal to the one before and some 0; beta from 0 to 2."""
+        heads, d_key, d_value = (3, 17, 19) if wide else (2, 3, 4)
+        normal = partial(randn, generator, dtype=dtype)
+        k = normalize(normal(batch, length, heads, d_key), dim=-1)
+        again, nothing = torch.rand(2, batch, length, heads, 1, generator=generator)
+        k = torch.where(again < 0.2, k.roll(1, dims=1), k).masked_fill(nothing < 0.1, 0.0)
+        beta = 2 * extreme_gates(generator, batch, length, heads, dtype=dtype)
+        rule = (normal(batch, length, heads, d_key), k, normal(batch, length, heads, d_value), beta)
+        gate = (extreme_log_gates(generator, batch, length, heads, dtype=dtype),) if self.gated else ()
+        return (*rule, *gate), {"S": normal(batch, heads, d_key, d_value)}
+
+
+RECURRENCES = (DeltaRule(gated=False), DeltaRule(gated=True))

@@ -1,0 +1,89 @@
+"""The skeleton that DeltaNet and Gated DeltaNet share: projections, short convolutions, delta rule, norm per head, projection.
+
+Heads are split over the tensor group: all of one head's channels, its convolutions and its state are one rank's business, so
+nothing is communicated between the two projections. Each of q, k and v has a convolution and a tail of its own, as a tail that held
+all three would not split by heads.
+
+Shapes: B batch, T time, M d_model, H this rank's heads, K d_key, V d_value, W d_conv.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton.kernels.delta_rule.op import delta_rule
+from baton.kernels.protocol import Leaf, State
+from baton.kernels.short_conv.op import short_conv
+from baton.models import init
+from baton.models.mixer import Mixer, Site
+from baton.models.norm import HeadRMSNorm
+from baton.models.settings.delta_rule import DeltaRuleConfig
+
+
+class DeltaRuleMixer(Mixer):
+    """x [B, T, M], pos [B, T], State {conv_q, conv_k [B, W-1, H K], conv_v [B, W-1, H V], S [B, H, K, V]} -> y [B, T, M], State.
+
+    A subclass says what else is projected (extra: names and whole widths, multiples of the heads) and what that is for: `log_decay`
+    and `gate`.
+    """
+
+    def __init__(self, config: DeltaRuleConfig, site: Site, *, extra: Sequence[tuple[str, int]] = ()) -> None:
+        super().__init__()
+        self.config, self.compute_dtype = config, site.compute_dtype
+        self.heads = config.heads(site.d_model)
+        keys, values = self.heads * config.d_key, self.heads * config.d_value
+        parts = (("q", keys), ("k", keys), ("v", values), ("beta", self.heads), *extra)
+        self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
+        self._widths = [width // site.tensor_size for _, width in parts]
+        self.conv_weights = nn.ParameterDict(
+            {name: site.split((width, config.d_conv), init.linear(config.d_conv), decay=True) for name, width in parts[:3]}
+        )
+        self.norm = HeadRMSNorm(config.d_value, site.norm_eps)
+        self.out_proj = site.output(values)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What is carried per sequence: the convolutions' last inputs and the state (fp32 whatever the matmuls use)."""
+        d_key, d_value, tail = self.config.d_key, self.config.d_value, self.config.d_conv - 1
+        widths = {"q": self.heads * d_key, "k": self.heads * d_key, "v": self.heads * d_value}
+        convs = (Leaf(f"conv_{name}", (tail, width), self.compute_dtype, tp=1, grad=True) for name, width in widths.items())
+        return (*convs, Leaf("S", (self.heads, d_key, d_value), self.norm.weight.dtype, tp=0, grad=True))
+
+    @abstractmethod
+    def log_decay(self, extra: Sequence[Tensor]) -> Tensor | None:
+        """log a [B, T, H], at most 0, from the extra projections, in fp32; None: the state does not decay."""
+
+    @abstractmethod
+    def gate(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:
+        """The normalised outputs, gated by the extra projections or as they are."""
+
+    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+        config, dtype = self.config, self.norm.weight.dtype
+        q_BTD, k_BTD, v_BTD, beta_BTH, *extra = self.in_proj(x_BTM).split(self._widths, dim=-1)
+        leaving: State = {}
+
+        def mixed(name: str, u_BTD: Tensor) -> Tensor:
+            weight, leaf = self.conv_weights[name], f"conv_{name}"
+            # the papers' convolutions have no bias
+            bias, tail = weight.new_zeros(len(weight)), None if state is None else state[leaf]
+            out_BTD, leaving[leaf] = short_conv(u_BTD, weight, bias, pos=pos_BT, tail=tail, activation="silu")
+            return out_BTD.unflatten(2, (-1, config.d_value if name == "v" else config.d_key))
+
+        o_BTHV, leaving["S"] = delta_rule(
+            self._unit(mixed("q", q_BTD)),
+            self._unit(mixed("k", k_BTD)),
+            mixed("v", v_BTD),
+            config.beta_max * torch.sigmoid(beta_BTH.to(dtype)),
+            self.log_decay(extra),
+            pos=pos_BT,
+            initial_state=None if state is None else state["S"],
+        )
+        return self.out_proj(self.gate(self.norm(o_BTHV), extra).flatten(2)), leaving
+
+    def _unit(self, x_BTHK: Tensor) -> Tensor:
+        """x / sqrt(|x|^2 + norm_eps) in fp32: a key of bf16 could be longer than 1 and make the state grow."""
+        d_key = x_BTHK.shape[3]
+        return F.rms_norm(x_BTHK.to(self.norm.weight.dtype), (d_key,), eps=self.norm.eps / d_key) * d_key**-0.5

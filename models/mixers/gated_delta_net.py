@@ -1,0 +1,45 @@
+"""Gated DeltaNet's mixer: DeltaNet whose state decays by head and token, with a gated output.
+
+Source: Yang, Kautz & Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", section 3.4; Mamba-2's code, to which
+the paper refers, for the decay's initial values. Heads are split over the tensor group.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.models import init
+from baton.models.delta_rule import DeltaRuleMixer
+from baton.models.mixer import Site
+from baton.models.settings.gated_delta_net import GatedDeltaNetConfig
+from baton.parallel.layout import Init
+
+
+def _log_uniform_rates(low: float, high: float) -> Init:
+    """log of a rate that is uniform on [low, high]."""
+
+    def fill(w: Tensor, g: torch.Generator) -> None:
+        w.uniform_(low, high, generator=g).log_()
+
+    return fill
+
+
+class GatedDeltaNet(DeltaRuleMixer, settings=GatedDeltaNetConfig):
+    """S = a (I - beta k k^T) S + beta k v^T, y = W (RMSNorm(S^T q / sqrt(d_key)) silu(W_g x)), a = exp(-exp(A_log) softplus(W_a x
+    + dt_bias)); the rest as in DeltaNet."""
+
+    def __init__(self, config: GatedDeltaNetConfig, site: Site) -> None:
+        heads = config.heads(site.d_model)
+        super().__init__(config, site, extra=(("dt", heads), ("gate", heads * config.d_value)))
+        self.A_log = site.split((heads,), _log_uniform_rates(config.rate_min, config.rate_max), decay=False)
+        step = init.inverse_softplus_log_uniform(config.dt_min, config.dt_max, config.dt_floor)
+        self.dt_bias = site.split((heads,), step, decay=False)
+
+    def log_decay(self, extra: Sequence[Tensor]) -> Tensor:
+        # the bias is added in fp32: rounded to bf16 it would move the decays in jumps of 3 %
+        return -self.A_log.exp() * F.softplus(extra[0].to(self.dt_bias.dtype) + self.dt_bias)
+
+    def gate(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:
+        return o_BTHV * F.silu(extra[1].to(o_BTHV.dtype)).unflatten(2, o_BTHV.shape[2:])

@@ -1,0 +1,111 @@
+"""DeltaNet and Gated DeltaNet against their papers' equations, put together anew from other people's parts; their sizes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.compare import relative_error
+from support.fla import naive
+
+from baton.models.mixer import Site, build_mixer
+from baton.models.mixers.gated_delta_net import GatedDeltaNet
+from baton.models.settings.delta_net import DeltaNetConfig
+from baton.models.settings.gated_delta_net import GatedDeltaNetConfig
+from baton.parallel.layout import initialize_parameters, parameter_count
+from baton.parallel.tensor import megatron_config
+
+# so small an eps that keys have length 1 to rounding, as in the papers' equations
+D_MODEL, EPS = 24, 1e-9
+
+
+def _built(config, dtype=torch.float32, d_model=D_MODEL):
+    layer = build_mixer(config, Site(d_model, 3, EPS, megatron_config(1, False), dtype))
+    initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
+    return layer
+
+
+def _convolved(x, weight):
+    """SiLU of the causal depthwise convolution, by torch's."""
+    width = weight.shape[1]
+    y = F.conv1d(F.pad(x.transpose(1, 2), (width - 1, 0)), weight[:, None], groups=weight.shape[0])
+    return F.silu(y).transpose(1, 2)
+
+
+@pytest.mark.parametrize("beta_max", [1.0, 2.0])
+@pytest.mark.parametrize("config", [DeltaNetConfig, GatedDeltaNetConfig])
+def test_the_mixer_is_the_papers(config, beta_max, single_mesh):
+    heads, d_key, d_value = 4, 6, 10
+    layer = _built(config(n_heads=heads, d_key=d_key, d_value=d_value, beta_max=beta_max))
+    x = torch.randn(2, 50, D_MODEL, generator=torch.Generator().manual_seed(2))
+    pos = torch.arange(50, dtype=torch.int32).expand(2, 50)
+    with torch.no_grad():
+        layer.norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
+        y, leaving = layer(x, pos, None)
+        widths = [heads * d_key, heads * d_key, heads * d_value, heads]
+        weights = layer.in_proj.weight.split([*widths, *([heads, heads * d_value] if config is GatedDeltaNetConfig else [])])
+        q, k, v = (_convolved(x @ w.T, layer.conv_weights[name]) for w, name in zip(weights, "qkv"))
+        q, k = (F.normalize(u.view(2, 50, heads, d_key), dim=-1) for u in (q, k))
+        v, beta = v.view(2, 50, heads, d_value), beta_max * torch.sigmoid(x @ weights[3].T)
+        if config is DeltaNetConfig:
+            o, S = naive("delta_rule").delta_rule_recurrence(*(u.transpose(1, 2) for u in (q, k, v, beta)))
+            o = o.transpose(1, 2)
+        else:
+            g = -layer.A_log.exp() * F.softplus(x @ weights[4].T + layer.dt_bias)
+            o, S = naive("gated_delta_rule").naive_recurrent_gated_delta_rule(q, k, v, beta, g, output_final_state=True)
+        o = o / (o.square().mean(-1, keepdim=True) + EPS).sqrt() * layer.norm.weight
+        if config is GatedDeltaNetConfig:
+            o = o * F.silu(x @ weights[5].T).view(o.shape)
+        expected = o.flatten(2) @ layer.out_proj.weight.T
+    assert relative_error(leaving["S"], S) <= 2e-6
+    assert relative_error(y, expected) <= 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_are_never_longer_than_one(dtype, single_mesh):
+    """Whatever the matmuls are computed in: with beta_max = 2 a longer key would make the state grow for ever."""
+    layer = _built(DeltaNetConfig(n_heads=4, d_key=6, d_value=10), dtype)
+    scales = torch.tensor([0.0, 1e-6, 1e-2, 1.0, 1e3, 1e6])
+    u = (torch.randn(3, 6, 4, 6, generator=torch.Generator().manual_seed(4)) * scales[:, None, None]).to(dtype)
+    length = layer._unit(u).norm(dim=-1)
+    assert (length <= 1 + 1e-6).all()
+    assert (length[:, 3:] >= 1 - 1e-4).all()
+    assert not length[:, 0].any()
+
+
+def test_initial_decays_are_mamba_2s(single_mesh):
+    config = GatedDeltaNetConfig(n_heads=2000, d_key=1, d_value=1)
+    layer = _built(config)
+    assert isinstance(layer, GatedDeltaNet)
+    rates, steps = layer.A_log.detach().exp(), F.softplus(layer.dt_bias.detach())
+    assert ((rates >= config.rate_min) & (rates <= config.rate_max)).all()
+    assert abs(float(rates.mean()) - 8.5) < 0.5
+    assert ((steps >= config.dt_min * 0.999) & (steps <= config.dt_max * 1.001)).all()
+    assert abs(float(steps.log().mean()) - float(torch.tensor([1e-3, 1e-1]).log().mean())) < 0.15
+
+
+def test_the_released_sizes():
+    """At d_model 2048 DeltaNet's projections have 4 d_model^2 parameters, Gated DeltaNet's 6; heads and convolutions few."""
+    d = 2048
+    with torch.device("meta"):
+        plain, gated = (_meta(config()) for config in (DeltaNetConfig, GatedDeltaNetConfig))
+    assert (plain.heads, gated.heads) == (16, 6)
+    assert parameter_count(plain) == 4 * d * d + 16 * d + 3 * d * 4 + 128
+    assert parameter_count(gated) == 6 * d * d + 2 * 6 * d + (1536 + 1536 + 3072) * 4 + 512 + 2 * 6
+
+
+def _meta(config):
+    return build_mixer(config, Site(2048, 48, EPS, megatron_config(1, False), torch.float32))
+
+
+def test_a_width_that_makes_no_whole_number_of_heads_is_refused():
+    with pytest.raises(ValueError, match=r"1 d_model / d_key is 125/8, not a number of heads; set n_heads or another d_key"):
+        DeltaNetConfig().check(2000)
+    with pytest.raises(ValueError, match=r"3/4 d_model / d_key is 3/2, not a number"):
+        GatedDeltaNetConfig().check(512)
+    assert DeltaNetConfig(n_heads=5).sizes(2000) == {"n_heads": 5}
+
+
+def test_bounds_in_the_wrong_order_are_refused():
+    with pytest.raises(ValueError, match=r"rate_min=20.0 exceeds rate_max=16.0"):
+        GatedDeltaNetConfig(rate_min=20.0)
+    with pytest.raises(ValueError, match=r"dt_min=1.0 exceeds dt_max=0.1"):
+        GatedDeltaNetConfig(dt_min=1.0)
