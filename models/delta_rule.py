@@ -33,7 +33,7 @@ class DeltaRuleMixer(Mixer):
     def __init__(self, config: DeltaRuleConfig, site: Site, *, extra: Sequence[tuple[str, int]] = ()) -> None:
         super().__init__()
         self.config, self.compute_dtype = config, site.compute_dtype
-        self.heads = config.heads(site.d_model)
+        self.heads = config.head_count(site.d_model)
         keys, values = self.heads * config.d_key, self.heads * config.d_value
         parts = (("q", keys), ("k", keys), ("v", values), ("beta", self.heads), *extra)
         self.in_proj = site.column(sum(width for _, width in parts), parts=parts)

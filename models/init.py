@@ -45,6 +45,15 @@ def log_arange(w: Tensor, g: torch.Generator) -> None:
     w.copy_(torch.arange(1, w.shape[-1] + 1, dtype=torch.float32).log().expand_as(w))
 
 
+def log_uniform(low: float, high: float) -> Init:
+    """log of a number that is uniform on [low, high]: Mamba-2's rates."""
+
+    def fill(w: Tensor, g: torch.Generator) -> None:
+        w.uniform_(low, high, generator=g).log_()
+
+    return fill
+
+
 def inverse_softplus_log_uniform(low: float, high: float, floor: float) -> Init:
     """softplus^-1 of a step size that is log-uniform on [low, high], at least `floor`."""
 

@@ -6,7 +6,6 @@ the paper refers, for the decay's initial values. Heads are split over the tenso
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,16 +13,6 @@ from baton.models import init
 from baton.models.delta_rule import DeltaRuleMixer
 from baton.models.mixer import Site
 from baton.models.settings.gated_delta_net import GatedDeltaNetConfig
-from baton.parallel.layout import Init
-
-
-def _log_uniform_rates(low: float, high: float) -> Init:
-    """log of a rate that is uniform on [low, high]."""
-
-    def fill(w: Tensor, g: torch.Generator) -> None:
-        w.uniform_(low, high, generator=g).log_()
-
-    return fill
 
 
 class GatedDeltaNet(DeltaRuleMixer, settings=GatedDeltaNetConfig):
@@ -31,9 +20,9 @@ class GatedDeltaNet(DeltaRuleMixer, settings=GatedDeltaNetConfig):
     + dt_bias)); the rest as in DeltaNet."""
 
     def __init__(self, config: GatedDeltaNetConfig, site: Site) -> None:
-        heads = config.heads(site.d_model)
+        heads = config.head_count(site.d_model)
         super().__init__(config, site, extra=(("dt", heads), ("gate", heads * config.d_value)))
-        self.A_log = site.split((heads,), _log_uniform_rates(config.rate_min, config.rate_max), decay=False)
+        self.A_log = site.split((heads,), init.log_uniform(config.rate_min, config.rate_max), decay=False)
         step = init.inverse_softplus_log_uniform(config.dt_min, config.dt_max, config.dt_floor)
         self.dt_bias = site.split((heads,), step, decay=False)
 

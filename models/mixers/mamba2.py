@@ -17,7 +17,6 @@ from baton.models.mixer import Mixer, Site
 from baton.models.norm import SplitRMSNorm
 from baton.models.replicated import ReplicatedLinear, replicated
 from baton.models.settings.mamba2 import Mamba2Config
-from baton.parallel.layout import Init
 from baton.parallel.tensor import copy_to_tensor_group
 
 
@@ -32,7 +31,7 @@ class Mamba2(Mixer, settings=Mamba2Config):
     def __init__(self, config: Mamba2Config, site: Site) -> None:
         super().__init__()
         self.config, self.compute_dtype = config, site.compute_dtype
-        self.d_inner, self.heads = config.expand * site.d_model, config.heads(site.d_model)
+        self.d_inner, self.heads = config.expand * site.d_model, config.head_count(site.d_model)
         parts = (("z", self.d_inner), ("u", self.d_inner), ("dt", self.heads))
         self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
         self._widths = [width // site.tensor_size for _, width in parts]
@@ -42,7 +41,7 @@ class Mamba2(Mixer, settings=Mamba2Config):
         self.conv_bias = site.split((self.d_inner,), fill, decay=False)
         self.bc_conv_weight = replicated((2 * config.d_state, config.d_conv), fill, decay=True)
         self.bc_conv_bias = replicated((2 * config.d_state,), fill, decay=False)
-        self.A_log = site.split((self.heads,), _log_uniform_rates(config.rate_min, config.rate_max), decay=False)
+        self.A_log = site.split((self.heads,), init.log_uniform(config.rate_min, config.rate_max), decay=False)
         step = init.inverse_softplus_log_uniform(config.dt_min, config.dt_max, config.dt_floor)
         self.dt_bias = site.split((self.heads,), step, decay=False)
         self.D = site.split((self.heads,), init.constant(1.0), decay=False)
@@ -80,12 +79,3 @@ class Mamba2(Mixer, settings=Mamba2Config):
         )
         y_BTD = (y_BTHP + self.D.unsqueeze(-1) * u_BTHP).flatten(2)
         return self.out_proj(self.norm(y_BTD * F.silu(z.to(y_BTD.dtype)))), {"conv_u": conv_u, "conv_bc": conv_bc, "S": S}
-
-
-def _log_uniform_rates(low: float, high: float) -> Init:
-    """log of a rate that is uniform on [low, high]."""
-
-    def fill(w: Tensor, g: torch.Generator) -> None:
-        w.uniform_(low, high, generator=g).log_()
-
-    return fill

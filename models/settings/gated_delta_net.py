@@ -14,7 +14,7 @@ class GatedDeltaNetConfig(DeltaRuleConfig):
     default_keys: ClassVar[Fraction] = Fraction(3, 4)
 
     kind: Literal["gated_delta_net"] = "gated_delta_net"
-    n_heads: int | None = Field(
+    heads: int | None = Field(
         None,
         ge=1,
         description="heads of keys and values; null: 3/4 d_model / d_key, which makes 6 d_model^2 parameters as released",

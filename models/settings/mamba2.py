@@ -30,15 +30,15 @@ class Mamba2Config(MixerConfig):
                 raise ValueError(f"{name}_min={low} exceeds {name}_max={high}; initial values lie between them")
         return self
 
-    def heads(self, d_model: int) -> int:
+    def head_count(self, d_model: int) -> int:
         """The number of heads. Raises ValueError where head_dim does not divide d_inner."""
         return whole("head_dim", "expand * d_model / head_dim", self.expand * d_model, self.head_dim)
 
     def sizes(self, d_model: int) -> dict[str, int]:
-        return {"expand * model.d_model / head_dim": self.heads(d_model)}
+        return {"expand * model.d_model / head_dim": self.head_count(d_model)}
 
     def check(self, d_model: int) -> None:
-        self.heads(d_model)
+        self.head_count(d_model)
 
     @classmethod
     def small(cls) -> "Mamba2Config":

@@ -49,10 +49,12 @@ def test_every_recurrence_on_the_gpu_is_its_definition(recurrence, dtype, determ
         return {name: x.detach().cpu() for name, x in results(y, leaving, own, entering, 2).items()}
 
     expected = run(recurrence.reference, "cpu", torch.float64)
+    rounded = run(recurrence.reference, "cpu", torch.float32)
     found = run(recurrence.run, "cuda", None)
     limit = 2e-5 if dtype == torch.float32 else 2e-2 if recurrence.name.startswith(ROUNDED_WEIGHTS) else 5e-3
     for name, want in expected.items():
-        assert relative_error(found[name], want) <= limit, name
+        # where inputs make even the definition inexact in float32, as keys of 30 make Lattice's Enc, no more than thrice that
+        assert relative_error(found[name], want) <= max(limit, 3 * relative_error(rounded[name], want)), name
     again = run(recurrence.run, "cuda", None)
     assert all(torch.equal(again[name], x) for name, x in found.items()), "two runs differ"
 

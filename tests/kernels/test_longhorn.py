@@ -206,6 +206,26 @@ def test_twenty_thousand_tokens_leave_numbers_within_the_bound():
         assert grad.isfinite().all()
 
 
+@pytest.mark.long
+def test_a_hundred_thousand_tokens_of_large_bfloat16_keys_leave_numbers_within_the_bound():
+    """Lanes: random keys of 30, the same large key again and again. |S| <= sqrt(sum of eps x^2), from a state of zeros."""
+    length = 100_000
+    generator = seeded(21)
+    k = 30 * torch.randn(2, length, 4, generator=generator)
+    k[1] = k[1, :1]
+    beta, x, q = torch.rand(2, length, 3, generator=generator), *torch.randn(2, 2, length, 4, generator=generator)
+    inputs = [t.to(torch.bfloat16) for t in (x[..., :3], k, q, beta)]
+    leaves = [t.requires_grad_() for t in (*inputs, torch.zeros(3))]
+    y, final = longhorn(*leaves)
+    assert (y.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+    assert y.isfinite().all()
+    x, k, _, beta = (t.detach().double() for t in inputs)
+    added = (beta * x.square() / (1 + beta * k.square().sum(-1, keepdim=True))).sum(1)
+    assert (final.detach().abs().amax(2) <= added.sqrt() * (1 + 1e-3)).all()
+    for grad in torch.autograd.grad([y, final], leaves, [torch.ones_like(y), torch.ones_like(final)]):
+        assert grad.isfinite().all()
+
+
 def test_nothing_of_the_size_of_all_expanded_tokens_is_ever_allocated():
     batch, length, channels, d_state = 2, 1024, 96, 16
     leaves = [x.requires_grad_() for x in _arguments(18, batch, length, channels, d_state, torch.float32)]

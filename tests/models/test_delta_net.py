@@ -34,7 +34,7 @@ def _convolved(x, weight):
 @pytest.mark.parametrize("config", [DeltaNetConfig, GatedDeltaNetConfig])
 def test_the_mixer_is_the_papers(config, beta_max, single_mesh):
     heads, d_key, d_value = 4, 6, 10
-    layer = _built(config(n_heads=heads, d_key=d_key, d_value=d_value, beta_max=beta_max))
+    layer = _built(config(heads=heads, d_key=d_key, d_value=d_value, beta_max=beta_max))
     x = torch.randn(2, 50, D_MODEL, generator=torch.Generator().manual_seed(2))
     pos = torch.arange(50, dtype=torch.int32).expand(2, 50)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_the_mixer_is_the_papers(config, beta_max, single_mesh):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_are_never_longer_than_one(dtype, single_mesh):
     """Whatever the matmuls are computed in: with beta_max = 2 a longer key would make the state grow for ever."""
-    layer = _built(DeltaNetConfig(n_heads=4, d_key=6, d_value=10), dtype)
+    layer = _built(DeltaNetConfig(heads=4, d_key=6, d_value=10), dtype)
     scales = torch.tensor([0.0, 1e-6, 1e-2, 1.0, 1e3, 1e6])
     u = (torch.randn(3, 6, 4, 6, generator=torch.Generator().manual_seed(4)) * scales[:, None, None]).to(dtype)
     length = layer._unit(u).norm(dim=-1)
@@ -72,7 +72,7 @@ def test_keys_are_never_longer_than_one(dtype, single_mesh):
 
 
 def test_initial_decays_are_mamba_2s(single_mesh):
-    config = GatedDeltaNetConfig(n_heads=2000, d_key=1, d_value=1)
+    config = GatedDeltaNetConfig(heads=2000, d_key=1, d_value=1)
     layer = _built(config)
     assert isinstance(layer, GatedDeltaNet)
     rates, steps = layer.A_log.detach().exp(), F.softplus(layer.dt_bias.detach())
@@ -97,11 +97,11 @@ def _meta(config):
 
 
 def test_a_width_that_makes_no_whole_number_of_heads_is_refused():
-    with pytest.raises(ValueError, match=r"1 d_model / d_key is 125/8, not a number of heads; set n_heads or another d_key"):
+    with pytest.raises(ValueError, match=r"1 d_model / d_key is 125/8, not a number of heads; set heads or another d_key"):
         DeltaNetConfig().check(2000)
     with pytest.raises(ValueError, match=r"3/4 d_model / d_key is 3/2, not a number"):
         GatedDeltaNetConfig().check(512)
-    assert DeltaNetConfig(n_heads=5).sizes(2000) == {"n_heads": 5}
+    assert DeltaNetConfig(heads=5).sizes(2000) == {"heads": 5}
 
 
 def test_bounds_in_the_wrong_order_are_refused():
