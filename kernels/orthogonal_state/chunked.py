@@ -1,0 +1,150 @@
+"""The orthogonal state recurrence in PyTorch, on any device: what runs on a CPU.
+
+The one thing to know: it is computed in one of two forms, and both are exact. Encoding and similarity with projection run a whole
+chunk in coordinates (`span`); decoding, whose steps couple the slots, no projection, thresholds, and the chunks inside which a
+document starts run token by token (`steps`). Entering and initial slots are divided by their norms once, before the first chunk, if
+slots are projected: in whatever form, gradients then have no part along them.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from baton.kernels.in_chunks import compute_dtype, in_chunks
+from baton.kernels.orthogonal_state.rule import SMALLEST_GATE, Rule, norms
+from baton.kernels.orthogonal_state.span import Span, run_span, span_of
+from baton.kernels.orthogonal_state.steps import run_steps
+from baton.kernels.orthogonal_state.walk import Starts, Tokens
+from baton.kernels.protocol import Inputs, State
+
+# Tokens per chunk, measured on one core with 4 to 48 heads x lanes and d, m of 32 to 128. A slot has as many coordinates as a chunk
+# has tokens, and 32 cost more than 16. Token by token only memory counts: 64 leave the cache.
+_STEPS_LENGTH, _SPAN_LENGTH = 32, 16
+
+
+class Options(NamedTuple):
+    """A rule, and which of the optional inputs are there."""
+
+    rule: Rule
+    forget: bool
+    sparse: bool
+
+    @property
+    def along(self) -> int:
+        return 4 + self.forget + self.sparse
+
+
+class Prepared(NamedTuple):
+    """What is known of a chunk before its state arrives.
+
+    Attributes:
+        tokens: its inputs.
+        span: of its values, or None if it runs token by token.
+        starts: of documents, or None if there are none in it.
+        lanes: batch, heads.
+    """
+
+    tokens: Tokens
+    span: Span | None
+    starts: Starts | None
+    lanes: tuple[int, int]
+
+
+def orthogonal_state_chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    S0: Tensor,
+    *,
+    mu: Tensor | None,
+    tau: Tensor | None,
+    rule: Rule,
+    pos: Tensor | None,
+    initial_state: Tensor | None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `op.orthogonal_state`, which checks the arguments; `chunk` is the number of tokens per chunk."""
+    options = Options(rule, mu is not None, tau is not None)
+    inputs = within_limits(options, (q, k, v, gamma, *(x for x in (mu, tau) if x is not None), S0))
+    S = entering(options, inputs, pos, initial_state)
+
+    def step(piece: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        y, S = advance(options, prepare(options, piece, pos), state["S"])
+        return y.to(q.dtype), {"S": S}
+
+    y, state = in_chunks(step, inputs, options.along, pos=pos, state={"S": S}, chunk=chunk or chunk_length(options))
+    return y, state["S"]
+
+
+def chunk_length(options: Options) -> int:
+    """Tokens per chunk, a function of the options alone."""
+    return _SPAN_LENGTH if _has_span(options) else _STEPS_LENGTH
+
+
+def within_limits(options: Options, inputs: Inputs) -> Inputs:
+    """The inputs (q, k, v, gamma, mu if there is one, tau if there is one, S0) with projection's initial slots and gates."""
+    dtype = compute_dtype(*inputs)
+    S0 = inputs[-1].to(dtype)
+    if not options.rule.project:
+        return (*inputs[:-1], S0)
+    gates = tuple(mu.to(dtype).clamp(min=SMALLEST_GATE) for mu in inputs[4 : 4 + options.forget])
+    return (*inputs[:4], *gates, *inputs[4 + options.forget : -1], S0 / norms(S0))
+
+
+def entering(options: Options, inputs: Inputs, pos: Tensor | None, initial_state: Tensor | None) -> Tensor:
+    """The slots before the first token, [batch, heads, d, m], for inputs `within_limits`."""
+    loaded = inputs[-1].expand(inputs[0].shape[0], *inputs[-1].shape)
+    if initial_state is None:
+        return loaded
+    if pos is not None:
+        # before the division: what arrives in front of a start may be anything
+        initial_state = torch.where((pos[:, 0] == 0)[:, None, None, None], loaded, initial_state)
+    return initial_state / norms(initial_state) if options.rule.project else initial_state
+
+
+def prepare(options: Options, inputs: Inputs, pos: Tensor | None) -> Prepared:
+    """Of one chunk of inputs `within_limits`, everything that does not depend on the state."""
+    dtype = compute_dtype(*inputs)
+    q, k, v, gamma, *optional, S0 = inputs
+    batch, length, heads, _ = q.shape
+
+    def time_first(x: Tensor) -> Tensor:
+        return x.to(dtype).transpose(0, 1).reshape(length, batch * heads, *x.shape[3:]).contiguous()
+
+    gates = [time_first(x)[..., None, None] for x in (gamma, *optional)]
+    mu = gates[1] if options.forget else None
+    tau = gates[-1] if options.sparse else None
+    tokens = Tokens(time_first(q).unsqueeze(2), time_first(k).unsqueeze(2), time_first(v).unsqueeze(3), gates[0], mu, tau)
+    starts = None
+    if pos is not None:
+        mask = (pos == 0).t()
+        # on a GPU this waits for the device, once per chunk
+        starting = mask.any(1).tolist()
+        if any(starting):
+            mask = mask[:, :, None].expand(length, batch, heads).reshape(length, batch * heads, 1, 1)
+            slots = S0.expand(batch, *S0.shape).reshape(batch * heads, *S0.shape[1:])
+            starts = Starts(mask, starting, slots)
+    span = None
+    if _has_span(options) and not (starts and any(starts.tokens[1:])):
+        span = span_of(options.rule, tokens.v)
+    return Prepared(tokens, span, starts, (batch, heads))
+
+
+def advance(options: Options, prepared: Prepared, S: Tensor) -> tuple[Tensor, Tensor]:
+    """A chunk's outputs [batch, L, heads, d], in the dtype of the computation, and leaving slots [batch, heads, d, m]."""
+    tokens, span, starts, (batch, heads) = prepared
+    S = S.reshape(batch * heads, *S.shape[2:])
+    if span is None:
+        y, S = run_steps(options.rule, tokens, starts, S)
+    else:
+        if starts is not None:
+            S = torch.where(starts.mask[0], starts.slots, S)
+        y, S = run_span(options.rule, span, tokens, S)
+    y = y.view(len(y), batch, heads, -1).transpose(0, 1)
+    return y, S.view(batch, heads, *S.shape[1:])
+
+
+def _has_span(options: Options) -> bool:
+    return options.rule.project and options.rule.variant != "dec" and not options.sparse

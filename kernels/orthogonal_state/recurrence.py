@@ -1,0 +1,124 @@
+"""The orthogonal state recurrence for those who hand its state on and those who test it."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from baton.kernels.examples import extreme_gates, extreme_keys, randn
+from baton.kernels.in_chunks import compute_dtype
+from baton.kernels.orthogonal_state.chunked import Options, Prepared, advance, chunk_length, entering, prepare, within_limits
+from baton.kernels.orthogonal_state.op import orthogonal_state
+from baton.kernels.orthogonal_state.reference import orthogonal_state_reference
+from baton.kernels.orthogonal_state.rule import Rule, Variant
+from baton.kernels.protocol import Inputs, Leaf, SequentialRecurrence, State, check
+
+
+class Context(NamedTuple):
+    """A piece of a sequence, waiting for its state."""
+
+    inputs: Inputs
+    pos: Tensor | None
+    chunks: list[Prepared]
+
+
+@dataclass(frozen=True)
+class OrthogonalState(SequentialRecurrence):
+    """Inputs q, k, v, gamma, then mu if it forgets, then tau if it is sparse, along time, then S0; State {S [batch, heads, d, m]}.
+
+    See `op.orthogonal_state`. A State of zeros is none: what nothing was read into is S0, and so is a state of None.
+    """
+
+    variant: Variant = "dec"
+    project: bool = True
+    forget: bool = False
+    sparse: bool = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        options = [("project", self.project), ("forget", self.forget), ("sparse", self.sparse)]
+        return "-".join(["orthogonal_state", self.variant, *(name for name, on in options if on)])
+
+    @property
+    def input_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("q", "k", "v", "gamma", *("mu" for _ in range(self.forget)), *("tau" for _ in range(self.sparse)), "S0")
+
+    @property
+    def along(self) -> int:  # type: ignore[override]
+        return self.options.along
+
+    @property
+    def options(self) -> Options:
+        return Options(Rule(self.variant, self.project), self.forget, self.sparse)
+
+    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+        return (Leaf("S", tuple(inputs[-1].shape), compute_dtype(*inputs), tp=0, grad=True),)
+
+    def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        arguments, initial = dict(zip(self.input_names, inputs, strict=True)), None if state is None else state["S"]
+        y, S = orthogonal_state(**arguments, variant=self.variant, project=self.project, pos=pos, initial_state=initial)
+        return y, {"S": S}
+
+    def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        arguments, initial = dict(zip(self.input_names, inputs, strict=True)), None if state is None else state["S"]
+        y, S = orthogonal_state_reference(**arguments, rule=self.options.rule, pos=pos, initial_state=initial)
+        return y, {"S": S}
+
+    @torch.no_grad()
+    def prepare(self, inputs: Inputs, pos: Tensor | None) -> Context:
+        """Casts, masks, and an orthonormal basis of each chunk's values where the recurrence runs in one."""
+        along, length, step = self.along, inputs[0].shape[1], chunk_length(self.options)
+        chunks = []
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            limited = within_limits(self.options, inputs)
+            for begin in range(0, length, step):
+                piece = (*(x[:, begin : begin + step] for x in limited[:along]), *limited[along:])
+                chunks.append(prepare(self.options, piece, None if pos is None else pos[:, begin : begin + step]))
+        return Context(limited, pos, chunks)
+
+    @torch.no_grad()
+    def run_prepared(self, context: Context, state: State) -> tuple[Tensor, State]:
+        check(state, self.leaves(context.inputs), context.inputs[0].shape[0])
+        ys = []
+        with torch.autocast(context.inputs[0].device.type, enabled=False):
+            S = entering(self.options, context.inputs, context.pos, state["S"])
+            for chunk in context.chunks:
+                y, S = advance(self.options, chunk, S)
+                ys.append(y)
+        return torch.cat(ys, dim=1).to(context.inputs[0].dtype), {"S": S}
+
+    def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
+        heads, d, m = (5, 33, 17) if wide else (3, 5, 3)
+        normal, along = partial(randn, generator, dtype=dtype), (batch, length, heads)
+        k = extreme_keys(generator, *along, m, dtype=dtype)
+        optional = []
+        if self.forget:
+            optional.append(extreme_gates(generator, *along, dtype=dtype))
+        if self.sparse:
+            optional.append(0.05 * normal(*along).clamp(min=0.0))
+        gamma = extreme_gates(generator, *along, dtype=dtype)
+        S0 = torch.linalg.qr(normal(heads, d, m))[0].contiguous()
+        S = normal(batch, heads, d, m)
+        if self.project:
+            S /= torch.linalg.vector_norm(S, dim=-2, keepdim=True)
+        return (normal(*along, m), k, normal(*along, d), gamma, *optional, S0), {"S": S}
+
+    def smooth(self, inputs: Inputs) -> Inputs:
+        """Keys of moderate size, gates above their limit, and thresholds that an entry of nearly 0 does not reach."""
+        mu = tuple(x.clamp(0.05, 0.95) for x in inputs[4 : 4 + self.forget])
+        tau = tuple(x + 0.01 for x in inputs[4 + self.forget : -1])
+        return (inputs[0], inputs[1].clamp(-2.0, 2.0), *inputs[2:4], *mu, *tau, inputs[-1])
+
+
+RECURRENCES = (
+    OrthogonalState("dec"),
+    OrthogonalState("enc"),
+    OrthogonalState("sim"),
+    OrthogonalState("dec", project=False),
+    OrthogonalState("enc", project=False),
+    OrthogonalState("sim", forget=True),
+    OrthogonalState("enc", sparse=True),
+    OrthogonalState("sim", project=False, sparse=True),
+)

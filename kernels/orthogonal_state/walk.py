@@ -1,0 +1,204 @@
+"""The recurrence token by token over the slots of a chunk, there and back: the one loop that every variant and option runs in.
+
+The one thing to know: the backward pass is derived by hand. Forwards the loop keeps the slots after each token and a few vectors;
+backwards every quantity of a step is one or two passes over its slots, where autograd makes and frees a dozen tensors.
+
+Everything is time first and shaped to broadcast against slots: with N = batch x heads, S [N, d, m]; q, k and what each slot has one
+of [L, N, 1, m]; v, h and y [L, N, d, 1]; gamma, mu and tau [L, N, 1, 1].
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from baton.kernels.orthogonal_state.rule import SMALLEST_NORM, Rule, norms
+
+
+class Tokens(NamedTuple):
+    """A chunk of inputs, in the dtype of the computation."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gamma: Tensor
+    mu: Tensor | None
+    tau: Tensor | None
+
+
+class Starts(NamedTuple):
+    """Where documents start in a chunk.
+
+    Attributes:
+        mask: bool [L, N, 1, 1].
+        tokens: for each token, whether a document starts there in any lane.
+        slots: what is loaded there, [N, d, m].
+    """
+
+    mask: Tensor
+    tokens: list[bool]
+    slots: Tensor
+
+
+class Gradients(NamedTuple):
+    """What `Walk.back` finds.
+
+    Attributes:
+        h, k, gamma, mu, tau, S: gradients of the walk's arguments (h without its dependence on the slots in decoding).
+        loaded: of what is loaded at starts.
+        a: of a = Phi^T h, in encoding with what comes through c.
+        radial: with projection, the parts of the slots' cotangents along the slots after each token.
+    """
+
+    h: Tensor
+    k: Tensor
+    gamma: Tensor
+    mu: Tensor | None
+    tau: Tensor | None
+    S: Tensor
+    loaded: Tensor | None
+    a: Tensor
+    radial: Tensor
+
+
+def written(rule: Rule, v: Tensor) -> Tensor:
+    """h as far as it is known without the state: v in encoding, else -v. Its own transpose, for gradients."""
+    return v if rule.variant == "enc" else -v
+
+
+class Walk:
+    """One chunk's steps u = mu s + w (h - phi a), with a = phi . h and w = -gamma c / rho (the equations: `op.orthogonal_state`).
+
+    Attributes:
+        states: the slots before the first token and after each, [L + 1, N, d, m].
+        h, c, a, weight: of every token, in the words above.
+        norm: with projection, what each u was divided by.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        starts: Starts | None,
+        h: Tensor,
+        k: Tensor,
+        gamma: Tensor,
+        mu: Tensor | None,
+        tau: Tensor | None,
+        S: Tensor,
+    ) -> None:
+        """h: as `written` returns it; decoding adds its Phi k to it in place."""
+        self.rule, self.starts, self.h, self.k, self.gamma, self.mu, self.tau = rule, starts, h, k, gamma, mu, tau
+        self.states = S.new_empty(len(k) + 1, *S.shape)
+        self.states[0] = S
+        self.a, self.norm = torch.empty_like(k), torch.empty_like(k)
+        self.rho = None if rule.project else torch.empty_like(k)
+        self.c = torch.empty_like(k) if rule.variant == "enc" else k
+        self.weight = torch.empty_like(k) if rule.variant == "enc" else -gamma * k
+        self._forward()
+
+    def _before(self, t: int, S: Tensor) -> Tensor:
+        """The slots that token t sees, if S are those after the token before."""
+        if self.starts is None or not self.starts.tokens[t]:
+            return S
+        return torch.where(self.starts.mask[t], self.starts.slots, S)
+
+    def _forward(self) -> None:
+        rule, tau = self.rule, self.tau
+        states, h_all, k_all, c_all, a_all = _each(self.states, self.h, self.k, self.c, self.a)
+        weights, norm_all, steps = _each(self.weight, self.norm, -self.gamma)
+        (rho_all,), (mu_all,) = _each(self.rho), _each(self.mu)
+        tangent = torch.empty_like(states[0])
+        for t, (h, k, a, weight) in enumerate(zip(h_all, k_all, a_all, weights, strict=True)):
+            S = Phi = self._before(t, states[t])
+            if rho_all:
+                rho = torch.clamp(norms(S), min=SMALLEST_NORM, out=rho_all[t])
+                Phi = S / rho
+            if rule.variant == "dec":
+                h.baddbmm_(Phi, k.mT)
+            torch.bmm(h.mT, Phi, out=a)
+            if rule.variant == "enc":
+                torch.mul(torch.sub(a, k, out=c_all[t]), steps[t], out=weight)
+            if rho_all:
+                weight /= rho
+            # h - Phi a before it is scaled: a large step leaves the difference of two large multiples of Phi otherwise
+            torch.addcmul(h, Phi, a, value=-1, out=tangent)
+            U = torch.addcmul(mu_all[t] * S if mu_all else S, tangent, weight, out=states[t + 1])
+            emptied = None if tau is None else self._threshold(U, tau[t])
+            if rule.project:
+                U /= norms(U, out=norm_all[t])
+                if emptied is not None:
+                    # what was emptied depends on nothing: its cotangent is divided by this
+                    norm_all[t].masked_fill_(emptied, torch.inf)
+
+    def _threshold(self, U: Tensor, tau: Tensor) -> Tensor:
+        """Equation 18, in place; with projection an emptied slot keeps its largest entry. Returns which were emptied."""
+        size = U.abs()
+        emptied = (size <= tau).all(1, keepdim=True)
+        shrunk = U - torch.clamp(U, -tau, tau)
+        if self.rule.project:
+            largest = torch.zeros_like(U).scatter_(1, size.argmax(1, keepdim=True), 1.0)
+            shrunk = torch.where(emptied, U.sign() * largest, shrunk)
+        U.copy_(shrunk)
+        return emptied
+
+    def back(self, dy: Tensor, q: Tensor, dS: Tensor) -> Gradients:
+        """Gradients, given the leaving slots' cotangent dS; to the slots after token t, dy[t] * q[t] is added.
+
+        dy: [L, N, d, 1 or m].
+        """
+        variant, project, starts, mu, tau, length = self.rule.variant, self.rule.project, self.starts, self.mu, self.tau, len(q)
+        rho = 1.0 if self.rho is None else self.rho
+        factor = torch.addcmul(torch.ones_like(self.gamma) if mu is None else mu, self.weight / rho, self.a, value=-1)
+        dh, da, dalpha, along, radial = (torch.empty_like(x) for x in (self.h, self.k, self.k, self.k, self.k))
+        e_along = torch.empty_like(self.k) if variant == "dec" else None
+        dtau = None if tau is None else torch.empty_like(tau)
+        dloaded = None if starts is None else torch.zeros_like(starts.slots)
+        states, h_all, k_all, a_all, weights, norm_all = _each(self.states, self.h, self.k, self.a, self.weight, self.norm)
+        q_all, dy_all, factors, gammas = _each(q, dy, factor, self.gamma)
+        dh_all, da_all, dalpha_all, along_all, e_along_all, radial_all = _each(dh, da, dalpha, along, e_along, radial)
+        (rho_all,) = _each(self.rho)
+        for t in reversed(range(length)):
+            S, after, h, a, weight = self._before(t, states[t]), states[t + 1], h_all[t], a_all[t], weights[t]
+            dU = torch.addcmul(dS, dy_all[t], q_all[t])
+            if project:
+                torch.sum(after * dU, 1, keepdim=True, out=radial_all[t])
+                dU.addcmul_(after, radial_all[t], value=-1).div_(norm_all[t])
+            if tau is not None and dtau is not None:
+                dtau[t] = -(dU * after.sign()).sum((1, 2), keepdim=True)
+                dU.masked_fill_((after == 0) & (tau[t] != 0), 0.0)
+            Phi = S / rho_all[t] if rho_all else S
+            torch.sum(dU * Phi, 1, keepdim=True, out=along_all[t])
+            dweight = torch.bmm(h.mT, dU, out=dalpha_all[t]).addcmul_(a, along_all[t], value=-1)
+            da_t = torch.mul(weight, along_all[t], out=da_all[t]).neg_()
+            if rho_all:
+                # phi . dphi + rho drho, both with the parts that follow below
+                inward = (a * da_t).addcmul_(weight, torch.addcmul(dweight, a, along_all[t], value=-1))
+                dweight /= rho_all[t]
+            if variant == "enc":
+                da_t.addcmul_(gammas[t], dalpha_all[t], value=-1)
+            dh_t = torch.baddbmm(torch.bmm(dU, weight.mT), Phi, da_t.mT, out=dh_all[t])
+            dS = dU.mul_(factors[t]).addcmul_(h, da_t / rho_all[t] if rho_all else da_t)
+            if variant == "dec":
+                torch.bmm(dh_t.mT, Phi, out=e_along_all[t])
+                dS.addcmul_(dh_t, k_all[t] / rho_all[t] if rho_all else k_all[t])
+            if rho_all:
+                if variant == "enc":
+                    inward.addcmul_(a * gammas[t], dalpha_all[t], value=-1)
+                elif variant == "dec":
+                    inward.addcmul_(e_along_all[t], k_all[t])
+                # where a norm is below its limit, rho is a constant
+                inward.masked_fill_(rho_all[t] <= SMALLEST_NORM, 0.0)
+                dS.addcmul_(Phi, inward / rho_all[t], value=-1)
+            if starts is not None and dloaded is not None and starts.tokens[t]:
+                dloaded += dS.masked_fill(~starts.mask[t], 0.0)
+                dS.masked_fill_(starts.mask[t], 0.0)
+        dc = -self.gamma * dalpha
+        dk = -dc if variant == "enc" else dc if e_along is None else dc + e_along
+        dgamma = -(self.c * dalpha).sum(-1, keepdim=True)
+        dmu = None if mu is None else (along * rho).sum(-1, keepdim=True)
+        return Gradients(dh, dk, dgamma, dmu, dtau, dS, dloaded, da, radial)
+
+
+def _each(*tensors: Tensor | None) -> list[tuple[Tensor, ...]]:
+    """Each tensor's tokens: one view each, made all at once, since indexing costs as much as a small operation."""
+    return [() if x is None else x.unbind(0) for x in tensors]

@@ -1,0 +1,103 @@
+"""Lattice's mixer: a memory of slots that each token turns, read and gated.
+
+Source: Karami & Mirrokni 2025, "Lattice: Learning to Efficiently Compress the Memory", sections 3 and 5; TTT's public code for the
+block, of which the paper says little (one projection for q and k with a convolution each, a norm and a GELU gate behind the state).
+Heads are split over the tensor group: their projections, convolutions and slots are one rank's business.
+
+Shapes: B batch, T time, M d_model, H this rank's heads, K slots, V head_dim, W d_conv.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.kernels.orthogonal_state.op import orthogonal_state
+from baton.kernels.protocol import Leaf, State
+from baton.kernels.short_conv.op import short_conv
+from baton.models import init
+from baton.models.mixer import Mixer, Site
+from baton.models.norm import SplitRMSNorm
+from baton.models.settings.lattice import LatticeConfig
+
+
+class Lattice(Mixer, settings=LatticeConfig):
+    """q, k = conv(W x), v = scale W_v x, y = W_o (RMSNorm(S q) gelu(W_g x)), S turned by steps of step_max sigmoid(W_s x + bias).
+
+    x [B, T, M], pos [B, T], State {conv [B, W-1, H K], S [B, H, V, K]} -> y [B, T, M], State. Both convolutions read the same
+    inputs and share a tail. A state of None is the initial slots, which are not zero.
+    """
+
+    def __init__(self, config: LatticeConfig, site: Site) -> None:
+        super().__init__()
+        self.config, self.compute_dtype, self.norm_eps = config, site.compute_dtype, site.norm_eps
+        self.heads = config.head_count(site.d_model)
+        keys, values = self.heads * config.slots, self.heads * config.head_dim
+        parts = [("qk", keys), ("v", values), ("gate", values), ("step", self.heads)]
+        self.step_bias = site.split((self.heads,), init.constant(config.step_bias), decay=False)
+        if config.forget:
+            parts.append(("forget", self.heads))
+            self.forget_bias = site.split((self.heads,), init.constant(config.forget_bias), decay=False)
+        self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
+        self._widths = [width // site.tensor_size for _, width in parts]
+        self.conv_q, self.conv_k = (site.split((keys, config.d_conv), init.linear(config.d_conv), decay=True) for _ in "qk")
+        if config.initial_slots == "learned":
+            self.S0 = site.split((self.heads, config.head_dim, config.slots), _orthonormal, decay=False)
+        self.norm = SplitRMSNorm(values, site) if config.output_norm else None
+        self.out_proj = site.output(values)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What is carried per sequence: the convolutions' last inputs and the slots (fp32 whatever the matmuls use)."""
+        config = self.config
+        return (
+            Leaf("conv", (config.d_conv - 1, self.heads * config.slots), self.compute_dtype, tp=1, grad=True),
+            Leaf("S", (self.heads, config.head_dim, config.slots), self.step_bias.dtype, tp=0, grad=True),
+        )
+
+    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+        config, dtype = self.config, self.step_bias.dtype
+        qk_BTD, v_BTD, gate_BTD, step_BTH, *forget = self.in_proj(x_BTM).split(self._widths, dim=-1)
+        q_BTHK, conv = self._convolved(qk_BTD, self.conv_q, pos_BT, state)
+        k_BTHK, _ = self._convolved(qk_BTD, self.conv_k, pos_BT, state)
+        # biases are added in fp32: rounded to bf16 they would move in jumps, and a gate near 1 would be 1
+        step_BTH = config.step_max * torch.sigmoid(step_BTH.to(dtype) + self.step_bias)
+        scale = config.head_dim**-0.5 if config.value_scale is None else config.value_scale
+        o_BTHV, S = orthogonal_state(
+            self._unit(q_BTHK) if config.unit_queries else q_BTHK,
+            self._unit(k_BTHK) if config.unit_keys else k_BTHK,
+            (scale * v_BTD).unflatten(2, (-1, config.head_dim)),
+            step_BTH,
+            self._initial_slots(len(self.step_bias), x_BTM.device),
+            mu=torch.sigmoid(forget[0].to(dtype) + self.forget_bias) if config.forget else None,
+            tau=config.sparsity * step_BTH if config.sparsity else None,
+            variant=config.variant,
+            project=config.project,
+            pos=pos_BT,
+            initial_state=None if state is None else state["S"],
+        )
+        o_BTD = o_BTHV.flatten(2)
+        y_BTD = (o_BTD.to(dtype) if self.norm is None else self.norm(o_BTD)) * F.gelu(gate_BTD.to(dtype))
+        return self.out_proj(y_BTD), {"conv": conv, "S": S}
+
+    def _convolved(self, u_BTD: Tensor, weight: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, Tensor]:
+        bias, tail = weight.new_zeros(len(weight)), None if state is None else state["conv"]
+        out_BTD, tail = short_conv(u_BTD, weight, bias, pos=pos_BT, tail=tail, activation=self.config.conv_activation)
+        return out_BTD.unflatten(2, (-1, self.config.slots)), tail
+
+    def _initial_slots(self, heads: int, device: torch.device) -> Tensor:
+        if self.config.initial_slots == "learned":
+            return self.S0
+        # no buffer: nothing to save or to split, and the same bits on every machine
+        frame = torch.eye(self.config.head_dim, self.config.slots, dtype=self.step_bias.dtype, device=device)
+        return frame.expand(heads, -1, -1)
+
+    def _unit(self, x_BTHK: Tensor) -> Tensor:
+        """x / sqrt(|x|^2 + norm_eps), in fp32."""
+        x_BTHK = x_BTHK.to(self.step_bias.dtype)
+        return x_BTHK * torch.rsqrt(x_BTHK.square().sum(-1, keepdim=True) + self.norm_eps)
+
+
+def _orthonormal(w: Tensor, g: torch.Generator) -> None:
+    """Q of a Gaussian matrix per head, signed so that it is uniform among all that have orthonormal columns (Mezzadri 2007)."""
+    q, r = torch.linalg.qr(torch.empty_like(w).normal_(generator=g))
+    w.copy_(q * torch.diagonal(r, dim1=-2, dim2=-1).sign().unsqueeze(-2))

@@ -1,0 +1,70 @@
+"""Settings of Lattice."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from baton.models.settings import MixerConfig
+
+
+class LatticeConfig(MixerConfig):
+    """Slots that change only across what they hold (Karami & Mirrokni, "Lattice: Learning to Efficiently Compress the Memory").
+
+    The paper gives equations and no block: the block, and with it most defaults, are those of TTT's public code, whose data and
+    batch sizes the paper also uses.
+    """
+
+    kind: Literal["lattice"] = "lattice"
+    variant: Literal["dec", "enc", "sim"] = Field(
+        "dec",
+        description="what a token's step improves: decoding the value, encoding it, or their similarity; dec is the paper's best "
+        "or tied in most cells, slots of enc and sim do not depend on each other",
+    )
+    project: bool = Field(True, description="slots are put back on the unit sphere after each step; false is the paper's ablation")
+    heads: int | None = Field(None, ge=1, description="heads; null: d_model / head_dim")
+    head_dim: int = Field(64, ge=1, description="width of a head's values and of its slots; 64 meets the paper's parameter counts")
+    slots: int = Field(64, ge=1, description="slots of a head, at most head_dim; 64 meets the paper's parameter counts")
+    initial_slots: Literal["fixed", "learned"] = Field(
+        "fixed",
+        description="what a document begins with, orthonormal as in the paper: the first unit vectors (which the projections are "
+        "free to turn), or parameters that begin orthonormal at random",
+    )
+    step_max: float = Field(
+        1.0, gt=0, description="step sizes are this times a sigmoid; with unit keys a slot turns by about step / sqrt(slots)"
+    )
+    step_bias: float = Field(0.0, description="initial bias in that sigmoid; 0 begins with turns of 0.03 to 0.06 at 64 slots")
+    forget: bool = Field(
+        False, description="a forget gate per head and token; with projection it is a larger step, and the paper gains nothing"
+    )
+    forget_bias: float = Field(4.0, description="initial bias in the forget gate's sigmoid; 4 begins with 0.98")
+    sparsity: float = Field(0.0, ge=0, description="weight of the slots' L1 norm: thresholds are this times the step; 0: none")
+    d_conv: int = Field(4, ge=2, description="tokens that the causal convolutions of q and k see; 4 as in TTT")
+    conv_activation: Literal["silu"] | None = Field(None, description="after the convolutions; null as in TTT")
+    unit_queries: bool = Field(False, description="queries are scaled to length 1 per head; the output norm does it otherwise")
+    unit_keys: bool = Field(
+        True, description="keys are scaled to length 1 per head: larger ones forget within tokens, or make steps chaotic"
+    )
+    value_scale: float | None = Field(
+        None,
+        gt=0,
+        description="what values are multiplied by; null: head_dim^-1/2, for slots of length 1 are what they are held in",
+    )
+    output_norm: bool = Field(True, description="RMSNorm of all heads together before the gate, as in TTT")
+
+    def head_count(self, d_model: int) -> int:
+        """The number of heads. Raises ValueError where d_model leaves it open."""
+        if self.heads is None and d_model % self.head_dim:
+            raise ValueError(f"head_dim={self.head_dim} does not divide d_model={d_model}; set heads, or another head_dim")
+        return self.heads or d_model // self.head_dim
+
+    def sizes(self, d_model: int) -> dict[str, int]:
+        return {"heads": self.head_count(d_model)}
+
+    def check(self, d_model: int) -> None:
+        self.head_count(d_model)
+        if self.slots > self.head_dim:
+            raise ValueError(f"slots={self.slots} exceeds head_dim={self.head_dim}: no more than that can begin orthonormal")
+
+    @classmethod
+    def small(cls) -> "LatticeConfig":
+        return cls(heads=4, head_dim=7, slots=5)
