@@ -30,11 +30,18 @@ def deterministic():
 ROUNDED_WEIGHTS = ("window_attention", "eidetic_attention")
 
 
+# with keys of 30, Lattice's Enc is chaotic: over a dozen seeds its error in float32 is up to 30 times that of the definition in
+# float32, and as often smaller. So where inputs are extreme, that is what may be lost, and elsewhere nothing is
+CHAOS = 30
+
+
+@pytest.mark.parametrize("extreme", [False, True], ids=["smooth", "extreme"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recurrence", recurrences(), ids=str)
-def test_every_recurrence_on_the_gpu_is_its_definition(recurrence, dtype, deterministic):
+def test_every_recurrence_on_the_gpu_is_its_definition(recurrence, dtype, extreme, deterministic):
     """Against the loop over tokens in float64 on the CPU, on the same rounded inputs; and the same bits again."""
     inputs, state = recurrence.example(seeded(0), 3, 70, torch.float32, wide=True)
+    inputs = inputs if extreme else recurrence.smooth(inputs)
     inputs = (*(x.to(dtype) for x in inputs[: recurrence.along]), *inputs[recurrence.along :])
     state = {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.leaves(inputs)}
     pos = positions(seeded(1), 3, 70, 0.05)
@@ -49,12 +56,11 @@ def test_every_recurrence_on_the_gpu_is_its_definition(recurrence, dtype, determ
         return {name: x.detach().cpu() for name, x in results(y, leaving, own, entering, 2).items()}
 
     expected = run(recurrence.reference, "cpu", torch.float64)
-    rounded = run(recurrence.reference, "cpu", torch.float32)
+    rounded = run(recurrence.reference, "cpu", torch.float32) if extreme else expected
     found = run(recurrence.run, "cuda", None)
     limit = 2e-5 if dtype == torch.float32 else 2e-2 if recurrence.name.startswith(ROUNDED_WEIGHTS) else 5e-3
     for name, want in expected.items():
-        # where inputs make even the definition inexact in float32, as keys of 30 make Lattice's Enc, no more than thrice that
-        assert relative_error(found[name], want) <= max(limit, 3 * relative_error(rounded[name], want)), name
+        assert relative_error(found[name], want) <= max(limit, CHAOS * relative_error(rounded[name], want)), name
     again = run(recurrence.run, "cuda", None)
     assert all(torch.equal(again[name], x) for name, x in found.items()), "two runs differ"
 
