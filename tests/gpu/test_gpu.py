@@ -30,9 +30,9 @@ def deterministic():
 ROUNDED_WEIGHTS = ("window_attention", "eidetic_attention")
 
 
-# with keys of 30, Lattice's Enc is chaotic: over a dozen seeds its error in float32 is up to 30 times that of the definition in
-# float32, and as often smaller. So where inputs are extreme, that is what may be lost, and elsewhere nothing is
-CHAOS = 30
+# Lattice's Enc is chaotic, most of all with keys of 30: over a dozen seeds its error in float32 is up to 30 times that of the
+# definition in float32, and as often smaller. So there, and where inputs are extreme, that much may be lost
+CHAOS, CHAOTIC = 30, "orthogonal_state-enc"
 
 
 @pytest.mark.parametrize("extreme", [False, True], ids=["smooth", "extreme"])
@@ -56,7 +56,8 @@ def test_every_recurrence_on_the_gpu_is_its_definition(recurrence, dtype, extrem
         return {name: x.detach().cpu() for name, x in results(y, leaving, own, entering, 2).items()}
 
     expected = run(recurrence.reference, "cpu", torch.float64)
-    rounded = run(recurrence.reference, "cpu", torch.float32) if extreme else expected
+    lost = extreme or recurrence.name.startswith(CHAOTIC)
+    rounded = run(recurrence.reference, "cpu", torch.float32) if lost else expected
     found = run(recurrence.run, "cuda", None)
     limit = 2e-5 if dtype == torch.float32 else 2e-2 if recurrence.name.startswith(ROUNDED_WEIGHTS) else 5e-3
     for name, want in expected.items():
