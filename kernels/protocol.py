@@ -191,6 +191,7 @@ class Recurrence(ABC):
         input_names: of its inputs in order, as errors call them.
         along: how many of the inputs, the first ones, run along time.
         needs_pos: whether `run` must be told positions also where no document starts.
+        differentiable: whether anything it returns has a gradient.
         exact_cuts: whether outputs and states keep every bit wherever a sequence is cut (all keep them to rounding).
     """
 
@@ -198,6 +199,7 @@ class Recurrence(ABC):
     input_names: ClassVar[tuple[str, ...]]
     along: ClassVar[int]
     needs_pos: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = True
     exact_cuts: ClassVar[bool] = False
 
     def __str__(self) -> str:
@@ -222,27 +224,29 @@ class Recurrence(ABC):
         Tests and checks on the machine compare the forms on them. wide: larger than one vector or tile.
         """
 
+    def early(self, inputs: Inputs, pos: Tensor | None) -> State | None:
+        """The leaving State where it does not depend on the entering one, as a tail of enough tokens; else None. Differentiable."""
+        return None
+
     def smooth(self, inputs: Inputs) -> Inputs:
         """An example's inputs moved to where finite differences are accurate."""
         return inputs
 
     def pull_back(
-        self, inputs: Inputs, pos: Tensor | None, state: State, dy: Tensor, dstate: State | None
+        self, inputs: Inputs, pos: Tensor | None, state: State | None, dy: Tensor, dstate: State | None
     ) -> tuple[tuple[Tensor, ...], State]:
-        """Gradients of inputs and entering state for the cotangents dy and dstate (None: zero)."""
+        """Gradients of inputs and entering state ({} for None) for the cotangents dy and dstate; what dstate leaves out is zero."""
+        given, cotangents_of = state or {}, dstate or {}
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in (*inputs, *state.values())]
-            entering = dict(zip(state, leaves[len(inputs) :], strict=True))
-            y, leaving = self.run(tuple(leaves[: len(inputs)]), pos, entering)
-            outputs, cotangents = [y], [dy]
-            if dstate is not None:
-                carried = [name for name, leaf in leaving.items() if leaf.requires_grad]
-                outputs += [leaving[name] for name in carried]
-                cotangents += [dstate[name] for name in carried]
+            leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in (*inputs, *given.values())]
+            entering = dict(zip(given, leaves[len(inputs) :], strict=True))
+            y, leaving = self.run(tuple(leaves[: len(inputs)]), pos, entering if state is not None else None)
+            carried = [name for name, leaf in leaving.items() if leaf.requires_grad and name in cotangents_of]
+            outputs, cotangents = [y, *(leaving[name] for name in carried)], [dy, *(cotangents_of[name] for name in carried)]
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             found = iter(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True, materialize_grads=True))
             grads = [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
-        return tuple(grads[: len(inputs)]), dict(zip(state, grads[len(inputs) :], strict=True))
+        return tuple(grads[: len(inputs)]), dict(zip(given, grads[len(inputs) :], strict=True))
 
 
 class LinearRecurrence(Recurrence):
@@ -250,8 +254,8 @@ class LinearRecurrence(Recurrence):
 
     The phases of a span, forwards: `begin` without the State that arrives, then advance(effect) leaves, then `finish`. Backwards:
     `begin_backward` without the cotangent that arrives from the right, then advance(effect) leaves to the left, then
-    `finish_backward`. A phase hands what it knows to the next one as `context`. The definitions here derive all of them from
-    `run` and `transition`; a recurrence that can do less work overrides them.
+    `finish_backward`. The definitions here derive all of them from `run` and `transition`; a recurrence that can do less work
+    overrides them.
     """
 
     @abstractmethod
@@ -267,27 +271,24 @@ class LinearRecurrence(Recurrence):
         return transition
 
     @torch.no_grad()
-    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[Any, Effect]:
-        """States only, from nothing."""
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
+        """States only, from nothing: the span's transition, which `begin_backward` is given again, and its effect."""
         transition = self.transition(inputs, pos)
         _, add = self.run(inputs, pos, None)
-        return (inputs, pos, transition), self.effect(transition, add)
+        return transition, self.effect(transition, add)
 
     @torch.no_grad()
-    def finish(self, context: Any, state: State) -> Tensor:
+    def finish(self, inputs: Inputs, pos: Tensor | None, state: State) -> Tensor:
         """Outputs, given the State that entered."""
-        inputs, pos, _ = context
         return self.run(inputs, pos, state)[0]
 
-    def begin_backward(self, context: Any, state: State, dy: Tensor) -> tuple[Any, Effect]:
+    def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> Effect:
         """The effect on cotangents: what dy alone adds to the entering State's cotangent, and the adjoint transition."""
-        inputs, pos, transition = context
         _, add = self.pull_back(inputs, pos, state, dy, None)
-        return (inputs, pos, dy), self.effect(self.adjoint(transition), add)
+        return self.effect(self.adjoint(transition), add)
 
-    def finish_backward(self, context: Any, state: State, dstate: State) -> tuple[Tensor, ...]:
+    def finish_backward(self, inputs: Inputs, pos: Tensor | None, state: State, dy: Tensor, dstate: State) -> tuple[Tensor, ...]:
         """Gradients of the inputs, given the leaving State's cotangent."""
-        inputs, pos, dy = context
         return self.pull_back(inputs, pos, state, dy, dstate)[0]
 
 

@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "data.cases",
     "training.micro_batch",
     "training.recompute",
+    "training.replica_check_every",
     "training.log_every",
     "training.checkpoint",
     "training.evaluation",
@@ -60,6 +61,7 @@ class RunConfig(BaseModel):
         """Refuse what cannot run, before any process is started. Raises LayoutError, RunError, DataError or ConfigError."""
         self.layout.check()
         self.training.check(self.layout.data)
+        self._check_sequence(self.layout.sequence)
         tensor, model = self.layout.tensor, self.model
         if isinstance(self.data, TaskConfig):
             self.data.check_context(self.training.context)
@@ -75,6 +77,20 @@ class RunConfig(BaseModel):
             if size % tensor:
                 raise ConfigError(
                     f"layout.tensor={tensor} does not divide {name}={size}; layout.tensor that does: {divisors(size)}"
+                )
+
+    def _check_sequence(self, ranks: int) -> None:
+        """Refuse a sequence that does not divide over its ranks, and a State that cannot be handed on."""
+        context = self.training.context
+        if context % ranks:
+            raise ConfigError(
+                f"layout.sequence={ranks} does not divide training.context={context}; those that do: {divisors(context)}"
+            )
+        for name, settings in self.model.mixers.items():
+            if ranks > 1 and settings.state_grows:
+                raise ConfigError(
+                    f"layout.sequence={ranks}: model.mixers.{name} looks at the whole document, which no rank can hand on; "
+                    f"set model.mixers.{name}.window, or layout.sequence=1"
                 )
 
 

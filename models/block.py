@@ -1,6 +1,8 @@
 """A layer: sub-blocks x + mixer(norm(x)) one after the other, with the residual stream in fp32."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -10,6 +12,13 @@ from baton.kernels.protocol import Leaf, State
 from baton.models.config import ModelConfig
 from baton.models.mixer import Mixer, Site, build_mixer
 from baton.models.norm import RMSNorm
+from baton.parallel.sequence import SequenceLink
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 class SubBlock(nn.Module):
@@ -33,16 +42,17 @@ class Layer(nn.ModuleDict):
     def __init__(self, names: tuple[str, ...], config: ModelConfig, site: Site) -> None:
         super().__init__({name: SubBlock(name, config, site) for name in names})
 
-    def recomputation(self) -> Any:
+    def recomputation(self, link: SequenceLink | None) -> Any:
         """Contexts of the first forward pass and of its recomputation, for torch's checkpoint."""
+        exchanges = noop_context_fn() if link is None else link.recomputation()
         kept = {operator for block in self.values() for operator in cast(SubBlock, block).mixer.kept_operators}
         if not kept:
-            return noop_context_fn()
+            return exchanges
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-        return create_selective_checkpoint_contexts(policy)
+        return tuple(_both(*pair) for pair in zip(exchanges, create_selective_checkpoint_contexts(policy), strict=True))
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

@@ -14,13 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.kernels.delta_rule.op import delta_rule
+from baton.kernels.delta_rule.recurrence import DeltaRule
 from baton.kernels.protocol import Leaf, State
-from baton.kernels.short_conv.op import short_conv
+from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import init
 from baton.models.mixer import Mixer, Site
 from baton.models.norm import HeadRMSNorm
 from baton.models.settings.delta_rule import DeltaRuleConfig
+
+_CONV = ShortConv("silu")
 
 
 class DeltaRuleMixer(Mixer):
@@ -68,19 +70,22 @@ class DeltaRuleMixer(Mixer):
         def mixed(name: str, u_BTD: Tensor) -> Tensor:
             weight, leaf = self.conv_weights[name], f"conv_{name}"
             # the papers' convolutions have no bias
-            bias, tail = weight.new_zeros(len(weight)), None if state is None else state[leaf]
-            out_BTD, leaving[leaf] = short_conv(u_BTD, weight, bias, pos=pos_BT, tail=tail, activation="silu")
+            inputs, tail = (u_BTD, weight, weight.new_zeros(len(weight))), None if state is None else {"tail": state[leaf]}
+            out_BTD, own = self.carry(_CONV, inputs, pos_BT, tail)
+            leaving[leaf] = own["tail"]
             return out_BTD.unflatten(2, (-1, config.d_value if name == "v" else config.d_key))
 
-        o_BTHV, leaving["S"] = delta_rule(
+        log_decay = self.log_decay(extra)
+        inputs = (
             self._unit(mixed("q", q_BTD)),
             self._unit(mixed("k", k_BTD)),
             mixed("v", v_BTD),
             config.beta_max * torch.sigmoid(beta_BTH.to(dtype)),
-            self.log_decay(extra),
-            pos=pos_BT,
-            initial_state=None if state is None else state["S"],
+            *(() if log_decay is None else (log_decay,)),
         )
+        recurrence = DeltaRule(gated=log_decay is not None)
+        o_BTHV, own = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
+        leaving |= own
         return self.out_proj(self.gate(self.norm(o_BTHV), extra).flatten(2)), leaving
 
     def _unit(self, x_BTHK: Tensor) -> Tensor:

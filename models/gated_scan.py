@@ -12,21 +12,25 @@ from abc import abstractmethod
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.protocol import Leaf, State
-from baton.kernels.short_conv.op import short_conv
+from baton.kernels.protocol import Inputs, Leaf, LinearRecurrence, State
+from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import init
 from baton.models.mixer import Mixer, Site
 from baton.models.settings.gated_scan import GatedScanConfig
 from baton.parallel.layout import Init, layout_of
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_group
 
+_CONV = ShortConv("silu")
+
 
 class GatedScan(Mixer):
     """x [B, T, M], pos [B, T], State {conv [B, W-1, D], scan [B, D, N]} -> y [B, T, M], State.
 
-    A subclass says what the recurrence is: `scan`. step: name of its step sizes' projection and bias; step_bias: the bias's
-    initial values.
+    A subclass says what the recurrence is: `recurrence`, and `scanned`, its inputs. step: name of its step sizes' projection and
+    bias; step_bias: the bias's initial values.
     """
+
+    recurrence: LinearRecurrence
 
     def __init__(self, config: GatedScanConfig, site: Site, *, step: str, step_bias: Init) -> None:
         super().__init__()
@@ -62,26 +66,23 @@ class GatedScan(Mixer):
         )
 
     @abstractmethod
-    def scan(
-        self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, pos_BT: Tensor, state_BDN: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The recurrence with its skip: y [B, T, D] and the leaving state. step_BTD: projected step sizes with their bias, fp32."""
+    def scanned(self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor) -> Inputs:
+        """The recurrence's inputs. step_BTD: projected step sizes with their bias, fp32."""
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         x_BTD, z_BTD = self.in_proj(x_BTM).chunk(2, dim=-1)
-        u_BTD, tail = short_conv(
-            x_BTD,
-            self.conv_weight,
-            self.conv_bias,
-            pos=pos_BT,
-            tail=None if state is None else state["conv"],
-            activation="silu",
+        u_BTD, tail = self.carry(
+            _CONV,
+            (x_BTD, self.conv_weight, self.conv_bias),
+            pos_BT,
+            None if state is None else {"tail": state["conv"]},
         )
         projected = copy_to_tensor_group(self.x_proj(u_BTD))
         code_BTR, in_BTN, out_BTN = projected.split([self.dt_rank, self.config.d_state, self.config.d_state], dim=-1)
         # the bias is fp32 and is added in fp32: rounding it would move Mamba's step sizes in jumps of 3 %
         bias = self.get_parameter(f"{self._step}_bias")
         step_BTD = self.get_submodule(f"{self._step}_proj")(code_BTR).to(bias.dtype) + bias
-        y_BTD, scan = self.scan(u_BTD, step_BTD, in_BTN, out_BTN, pos_BT, None if state is None else state["scan"])
+        (leaf,) = self.recurrence.leaves(scanned := self.scanned(u_BTD, step_BTD, in_BTN, out_BTN))
+        y_BTD, scan = self.carry(self.recurrence, scanned, pos_BT, None if state is None else {leaf.name: state["scan"]})
         gated = y_BTD.to(step_BTD.dtype) * F.silu(z_BTD.to(step_BTD.dtype))
-        return self.out_proj(gated), {"conv": tail, "scan": scan}
+        return self.out_proj(gated), {"conv": tail["tail"], "scan": scan[leaf.name]}

@@ -4,6 +4,8 @@ Everything that is carried from one piece of a sequence to the next is in the re
 pieces equal the whole; hand them a token at a time and that is decoding.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import cast
 
 import torch
@@ -15,8 +17,9 @@ from baton.kernels.protocol import State
 from baton.models import init
 from baton.models.block import Layer
 from baton.models.config import ModelConfig
-from baton.models.mixer import Site
+from baton.models.mixer import Mixer, Site
 from baton.models.norm import RMSNorm
+from baton.parallel.sequence import SequenceLink
 from baton.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, megatron_config
 
 States = dict[str, State]
@@ -31,7 +34,7 @@ class LanguageModel(nn.Module):
 
     tensor_size: ranks of the tensor group this model is split over. compute_dtype: of matmuls and activations between them;
     parameters, the residual stream, step sizes and scan states stay fp32. recompute: keep only each layer's input for backward
-    and run the layer again there.
+    and run the layer again there. link: the neighbours that have the tokens before and after this rank's, or None.
     """
 
     def __init__(
@@ -42,8 +45,10 @@ class LanguageModel(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
         recompute: bool = False,
         deterministic_embedding: bool = False,
+        link: SequenceLink | None = None,
     ) -> None:
         super().__init__()
+        self.link = link
         self.config = config
         self.recompute = recompute
         megatron = megatron_config(tensor_size, deterministic_embedding)
@@ -57,6 +62,9 @@ class LanguageModel(nn.Module):
         )
         site = Site(config.d_model, config.residual_adds, config.norm_eps, megatron, compute_dtype, config.init_std)
         self.layers = nn.ModuleDict({str(n): Layer(names, config, site) for n, names in enumerate(config.layers)})
+        for module in self.modules():
+            if isinstance(module, Mixer):
+                module.link = link
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         if not config.tie_embeddings:
             self.head = VocabParallelHead(
@@ -82,11 +90,15 @@ class LanguageModel(nn.Module):
                     entering,
                     use_reentrant=False,
                     preserve_rng_state=False,
-                    context_fn=cast(Layer, layer).recomputation,
+                    context_fn=partial(cast(Layer, layer).recomputation, self.link),
                 )
             else:
                 x, leaving[number] = layer(x, pos, entering)
         return self.norm(x), leaving
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Within it this rank has whole sequences: decoding."""
+        return nullcontext() if self.link is None else self.link.alone()
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Summed negative log-likelihood (nats, fp32 scalar) of labels [B, T] int64; IGNORED ones count nothing.

@@ -14,9 +14,10 @@ import torch
 from megatron.core import ModelParallelConfig
 from torch import Tensor, nn
 
-from baton.kernels.protocol import Leaf, State
+from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
 from baton.models import init
 from baton.models.settings import MixerConfig
+from baton.parallel import sequence
 from baton.parallel.layout import Init, ParameterLayout, declare
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
@@ -76,6 +77,12 @@ class Mixer(nn.Module, ABC):
     """
 
     kept_operators: ClassVar[tuple[Any, ...]] = ()
+    link: sequence.SequenceLink | None = None
+    """The sequence group's neighbours; None: this rank has whole sequences."""
+
+    def carry(self, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """Outputs and leaving State of a recurrence, whoever has the tokens before these. Everything carried goes through here."""
+        return sequence.carry(self.link, recurrence, inputs, pos, state)
 
     def __init_subclass__(cls, settings: type[MixerConfig] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

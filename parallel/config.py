@@ -14,7 +14,7 @@ class LayoutConfig(BaseModel):
 
     tensor: int = Field(1, ge=1, description="ranks that share one layer's heads or channels; 1: a 1B model fits one GPU")
     pipeline: int = Field(1, ge=1, description="pipeline stages; only 1 is built so far")
-    sequence: int = Field(1, ge=1, description="ranks that share one sequence; only 1 is built so far")
+    sequence: int = Field(1, ge=1, description="ranks that share one sequence, each a span of it; their States are handed on")
     data: int = Field(1, ge=1, description="ranks that read different lanes of the data")
     zero: Literal[1] = Field(1, description="ZeRO stage: optimizer states are partitioned over data x sequence ranks")
 
@@ -24,12 +24,11 @@ class LayoutConfig(BaseModel):
 
     def check(self) -> None:
         """Refuse what is not built. Raises LayoutError."""
-        for name in ("pipeline", "sequence"):
-            if getattr(self, name) != 1:
-                raise LayoutError(
-                    f"layout.{name}={getattr(self, name)}: {name} parallelism is not built yet; set layout.{name}=1 and give "
-                    f"the ranks to layout.data or layout.tensor"
-                )
+        if self.pipeline != 1:
+            raise LayoutError(
+                f"layout.pipeline={self.pipeline}: pipeline parallelism is not built yet; set layout.pipeline=1 and give the ranks "
+                f"to layout.data, layout.sequence or layout.tensor"
+            )
 
 
 def divisors(n: int) -> list[int]:

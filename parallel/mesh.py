@@ -13,6 +13,7 @@ import torch.distributed as dist
 from baton.parallel import compat
 from baton.parallel.config import LayoutConfig
 from baton.parallel.errors import LayoutError
+from baton.parallel.sequence import SequenceLink
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,17 @@ class Mesh:
     device: torch.device
     rank: int
     tensor_rank: int
+    sequence_rank: int
     data_rank: int
     tensor_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
     """Ranks that see different tokens (data x sequence): ZeRO partitions over it, gradients are summed over it."""
+    lane_group: dist.ProcessGroup
+    """Ranks that work on the same sequences (tensor x sequence): what one of them reads, all need."""
     model_group: dist.ProcessGroup
     """Ranks that hold one copy of the model together (tensor x pipeline)."""
+    link: SequenceLink | None
+    """The neighbours in the sequence group; None where it is one rank."""
 
     @property
     def world_size(self) -> int:
@@ -77,11 +83,29 @@ def initialize(
         device=device,
         rank=rank,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        sequence_rank=parallel_state.get_context_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        lane_group=parallel_state.get_tensor_and_context_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
+        link=_sequence_link(layout, rank, device),
     )
+
+
+def _sequence_link(layout: LayoutConfig, rank: int, device: torch.device) -> SequenceLink | None:
+    """This rank's neighbours, with a communicator per direction for every sequence group: all ranks make all of them, in order."""
+    if layout.sequence == 1:
+        return None
+    found = None
+    for first in range(layout.world_size):
+        if first // layout.tensor % layout.sequence:
+            continue
+        ranks = [first + n * layout.tensor for n in range(layout.sequence)]
+        to_right, to_left = (dist.new_group(ranks) for _ in range(2))
+        if rank in ranks:
+            found = SequenceLink(ranks.index(rank), layout.sequence, ranks, to_right, to_left, device)
+    return found
 
 
 def shutdown() -> None:

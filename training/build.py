@@ -11,6 +11,7 @@ from baton.models.lm import LanguageModel
 from baton.parallel import zero
 from baton.parallel.layout import initialize_parameters
 from baton.parallel.mesh import Mesh
+from baton.parallel.sequence import SequenceLink
 from baton.training.checkpoint.rectangles import create_adam_state
 from baton.training.config import TrainingConfig
 
@@ -28,7 +29,7 @@ class Built:
 
 def build(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> Built:
     """Model, optimizer and engine with the values that (seed, name) give each parameter."""
-    model = build_model(config, training, mesh.device, tensor_size=mesh.layout.tensor)
+    model = build_model(config, training, mesh.device, tensor_size=mesh.layout.tensor, link=mesh.link)
     initialize_parameters(model, training.seed, mesh.tensor_rank, mesh.layout.tensor)
     optimizer = torch.optim.AdamW(
         zero.parameter_groups(model, training.optimizer.weight_decay, tuple(training.optimizer.rates)),
@@ -42,7 +43,9 @@ def build(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> Built:
     return Built(model, engine, mesh)
 
 
-def build_model(config: ModelConfig, training: TrainingConfig, device: torch.device, tensor_size: int = 1) -> LanguageModel:
+def build_model(
+    config: ModelConfig, training: TrainingConfig, device: torch.device, tensor_size: int = 1, link: SequenceLink | None = None
+) -> LanguageModel:
     """The model alone, with memory but without values."""
     with device:
         return LanguageModel(
@@ -52,6 +55,7 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
             recompute=training.recompute,
             # F.embedding's backward adds in no fixed order on a GPU
             deterministic_embedding=training.deterministic and device.type == "cuda",
+            link=link,
         )
 
 

@@ -1,4 +1,4 @@
-"""What hangs on the loop: the record, validation, checkpoints. Every rank runs every callback, in this order."""
+"""What hangs on the loop: the record, replicas, validation, checkpoints. Every rank runs every callback, in this order."""
 
 import time
 from importlib.metadata import version
@@ -13,7 +13,7 @@ from baton.data_pipeline.source import ShardSource, TaskSource
 from baton.data_pipeline.stream import EvaluationSet, evaluation_batches
 from baton.data_pipeline.task_stream import task_set
 from baton.parallel.mesh import Mesh
-from baton.training import feed
+from baton.training import feed, replicas
 from baton.training.build import Built
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.rectangles import adam_steps, optimizer_rectangles
@@ -49,6 +49,22 @@ class Recorder:
                 "memory_bytes": _memory(self._device),
             }
         )
+
+
+class ReplicaCheck:
+    """Replicas compared every so many steps, and before anything is saved: what a run resumes from has been found in order."""
+
+    def __init__(self, built: Built, training: TrainingConfig) -> None:
+        self._built, self._training = built, training
+
+    def before_first_step(self, progress: Progress) -> None:
+        if self._training.replica_check_every:
+            replicas.require_equal(self._built, progress.step)
+
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        every = self._training.replica_check_every
+        if every and (progress.step % every == 0 or _save_is_due(progress, self._training)):
+            replicas.require_equal(self._built, progress.step)
 
 
 class Evaluator:
@@ -136,7 +152,7 @@ class Saver:
         self._fingerprints, self._training = fingerprints, training
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
-        if progress.step % self._training.checkpoint.every and progress.step != self._training.steps:
+        if not _save_is_due(progress, self._training):
             return
         start = time.perf_counter()
         if self._monitor is not None:
@@ -159,6 +175,10 @@ class Saver:
             self._monitor.saved(f"step-{progress.step:08d}", time.perf_counter() - start, size)
 
 
+def _save_is_due(progress: Progress, training: TrainingConfig) -> bool:
+    return progress.step % training.checkpoint.every == 0 or progress.step == training.steps
+
+
 def _evaluation_is_due(progress: Progress, training: TrainingConfig) -> bool:
     every, last = training.evaluation.every, progress.step == training.steps
     return bool(every) and (progress.step % every == 0 or last)
@@ -166,7 +186,7 @@ def _evaluation_is_due(progress: Progress, training: TrainingConfig) -> bool:
 
 def _shared(batches: list[Batch], mesh: Mesh) -> list[TokenBatch]:
     """Batches of tensor rank 0 on every rank of its tensor group, on the device."""
-    return [feed.share(b if mesh.tensor_rank == 0 else None, mesh, (b.tokens.shape[0], b.tokens.shape[1])) for b in batches]
+    return [feed.share(b if feed.reads(mesh) else None, mesh, (b.tokens.shape[0], b.tokens.shape[1])) for b in batches]
 
 
 def _memory(device: torch.device) -> int:

@@ -72,6 +72,8 @@ class TrainingConfig(_Settings):
     recompute: bool = Field(False, description="run each block again in backward and keep only its input: less memory")
     deterministic: bool = Field(True, description="refuse kernels whose result varies from run to run")
     log_every: int = Field(10, ge=1, description="steps between lines on the console; metrics.jsonl gets every step")
+    replica_check_every: int = Field(500, ge=0, description="steps between comparisons of what ranks must hold to the bit; also at "
+                                     "every start and before every checkpoint; 0: never")  # fmt: skip
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

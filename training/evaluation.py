@@ -51,7 +51,8 @@ def score(model: LanguageModel, batches: Sequence[TokenBatch], labels: int, mesh
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batch in batches:
         asked = batch.labels != IGNORED
-        if not bool(asked.any()):  # completes a round over the ranks
+        # such a batch only completes a round over the ranks; but a span without a question may be needed by the next one
+        if mesh.layout.sequence == 1 and not bool(asked.any()):
             continue
         hidden, _ = model(batch.tokens, batch.pos)
         # a task asks at few places: only those need logits

@@ -1,4 +1,4 @@
-"""Batches to the ranks that need them: one rank of each tensor group reads, the others receive."""
+"""Batches to the ranks that need them: one rank reads for all that work on the same sequences, and each takes its span of them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class StepBatches:
 
 
 def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig) -> Iterator[StepBatches]:
-    """Endless steps. stream: on tensor rank 0, None elsewhere."""
+    """Endless steps. stream: on a reading rank, None elsewhere."""
     shape = (training.micro_batch, training.context)
     micro_batches = training.sequences_per_step // (mesh.layout.data * training.micro_batch)
     source = iter(stream) if stream is not None else None
@@ -34,12 +34,18 @@ def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig) -> It
         yield StepBatches([share(a, mesh, shape) for a in arrays], dict(data.cursors) if data is not None else {})
 
 
+def reads(mesh: Mesh) -> bool:
+    """Whether this rank reads for the ranks that work on the same sequences."""
+    return mesh.tensor_rank == 0 and mesh.sequence_rank == 0
+
+
 def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int]) -> TokenBatch:
-    """A batch of tensor rank 0 on every rank of its tensor group, on the device. batch: None on the other ranks."""
+    """This rank's span of a batch that a reading rank has, on the device. batch: None on the others; shape: of the whole batch."""
     if batch is not None:
         packed = torch.from_numpy(np.stack([batch.tokens, batch.labels, batch.pos.astype(np.int64)])).to(mesh.device)
     else:
         packed = torch.empty((3, *shape), dtype=torch.int64, device=mesh.device)
-    if mesh.layout.tensor > 1:
-        dist.broadcast(packed, src=dist.get_global_rank(mesh.tensor_group, 0), group=mesh.tensor_group)
+    if mesh.layout.tensor * mesh.layout.sequence > 1:
+        dist.broadcast(packed, src=dist.get_global_rank(mesh.lane_group, 0), group=mesh.lane_group)
+    packed = packed.chunk(mesh.layout.sequence, dim=2)[mesh.sequence_rank].contiguous()
     return TokenBatch(packed[0], packed[1], packed[2].to(torch.int32))

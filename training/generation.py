@@ -29,15 +29,16 @@ def generate(
     piece = torch.tensor([prompt], dtype=torch.int64, device=device)
     pos = torch.arange(len(prompt), dtype=torch.int32, device=device)[None]
     states: States | None = None
-    while len(written) < tokens:
-        hidden, states = model(piece, pos, states)
-        logits = model.logits(hidden[0, -1])[:vocab_size].cpu()
-        token = _draw(logits, temperature, top_k, generator)
-        if token == stop:
-            break
-        written.append(token)
-        piece = torch.tensor([[token]], dtype=torch.int64, device=device)
-        pos = pos[:, -1:] + 1
+    with model.alone():
+        while len(written) < tokens:
+            hidden, states = model(piece, pos, states)
+            logits = model.logits(hidden[0, -1])[:vocab_size].cpu()
+            token = _draw(logits, temperature, top_k, generator)
+            if token == stop:
+                break
+            written.append(token)
+            piece = torch.tensor([[token]], dtype=torch.int64, device=device)
+            pos = pos[:, -1:] + 1
     return written
 
 

@@ -11,7 +11,7 @@ from baton.parallel.mesh import Mesh
 from baton.parallel.tensor import drop_compute_copies
 from baton.training import feed
 from baton.training.build import Built, build, make_deterministic, model_fingerprint
-from baton.training.callbacks import Evaluator, Recorder, Saver, TaskEvaluator
+from baton.training.callbacks import Evaluator, Recorder, ReplicaCheck, Saver, TaskEvaluator
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.rectangles import optimizer_rectangles, set_adam_steps
 from baton.training.checkpoint.store import CheckpointStore
@@ -41,6 +41,8 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         if mesh.is_main:
             print(f"already complete: {progress.step} steps, {progress.tokens:,} tokens; there is nothing to do", flush=True)
         return
+    replica_check = ReplicaCheck(built, training)
+    replica_check.before_first_step(progress)
     monitor = None
     if mesh.is_main:
         print(_greeting(settings, built, progress), flush=True)
@@ -60,6 +62,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         evaluator = TaskEvaluator(built, source, monitor, settings)
     callbacks: Sequence[Callback] = [
         Recorder(monitor, clock, training, mesh),
+        replica_check,
         evaluator,
         Saver(built, store, monitor, fingerprints, training),
     ]
@@ -81,8 +84,8 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
 def open_stream(
     source: ShardSource | TaskSource, settings: RunSettings, mesh: Mesh, progress: Progress
 ) -> AbstractContextManager[Steps[Any] | None]:
-    """This rank's stream of batches from where the run stands; None on tensor ranks, which receive instead of reading."""
-    if mesh.tensor_rank != 0:
+    """This rank's stream of batches from where the run stands; None on ranks that receive instead of reading."""
+    if not feed.reads(mesh):
         return nullcontext()
     training = settings.training
     plan = StepPlan(

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,10 +60,10 @@ class DeltaRule(LinearRecurrence):
         return {"S": transition["S"].transpose(2, 3)}
 
     @torch.no_grad()
-    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[Any, Effect]:
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
         """One pass without queries for both parts: the transition and what is added share everything but their columns."""
         matrix, add = self._effect(inputs, pos)
-        return (inputs, pos, {"S": matrix}), self.effect({"S": matrix}, {"S": add})
+        return {"S": matrix}, self.effect({"S": matrix}, {"S": add})
 
     def _effect(self, inputs: Inputs, pos: Tensor | None) -> tuple[Tensor, Tensor]:
         _, k, v, beta, *gate = inputs

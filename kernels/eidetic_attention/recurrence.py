@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from baton.kernels.eidetic_attention.chunked import Options
-from baton.kernels.eidetic_attention.op import eidetic_attention, empty, leaves
+from baton.kernels.eidetic_attention.op import eidetic_attention, empty, innovation, leaves
 from baton.kernels.eidetic_attention.reference import eidetic_attention_reference
 from baton.kernels.examples import randn
 from baton.kernels.in_chunks import compute_dtype
 from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
+from baton.kernels.window_attention.chunked import new_tail
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,53 @@ class EideticAttention(Recurrence):
         with torch.no_grad():
             _, state = self.run(inputs(pos.shape[1]), pos.clamp(min=0), None)
         return inputs(length), state
+
+
+@dataclass(frozen=True)
+class Innovation(Recurrence):
+    """Input y along time, then the predictor's weights; State {tail [batch, k, channels]}. See `op.innovation`. Without a gradient.
+
+    Not among the RECURRENCES that the law's tests differentiate; its own law is in tests/kernels/test_eidetic_attention.py.
+    """
+
+    name = "innovation"
+    input_names = ("y", "weights")
+    along = 1
+    needs_pos = True
+    differentiable = False
+
+    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+        y, weights = inputs
+        return (Leaf("tail", (weights.shape[0], y.shape[2]), y.dtype, tp=None, grad=False),)
+
+    def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        y, weights = inputs
+        assert pos is not None
+        tail = y.new_zeros(y.shape[0], weights.shape[0], y.shape[2]) if state is None else state["tail"]
+        score, tail = innovation(y, weights, pos, tail)
+        return score, {"tail": tail}
+
+    def early(self, inputs: Inputs, pos: Tensor | None) -> State | None:
+        y, weights = inputs
+        assert pos is not None
+        n = weights.shape[0]
+        return {"tail": new_tail(y, n, pos[:, -1].to(torch.int64) + 1).contiguous()} if y.shape[1] >= n else None
+
+    def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        """One token at a time."""
+        parts = []
+        for t in range(inputs[0].shape[1]):
+            score, state = self.run((inputs[0][:, t : t + 1], inputs[1]), None if pos is None else pos[:, t : t + 1], state)
+            parts.append(score)
+        assert state is not None
+        return torch.cat(parts, dim=1), state
+
+    def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
+        channels = 67 if wide else 5
+        weights = torch.tensor([0.5, 0.25, 0.125], dtype=dtype)
+        return (randn(generator, batch, length, channels, dtype=dtype), weights), {
+            "tail": randn(generator, batch, 3, channels, dtype=dtype)
+        }
 
 
 RECURRENCES = (

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,12 +62,12 @@ class GatedLinearAttention(LinearRecurrence):
         return {"S": decay if pos is None else decay.masked_fill((pos == 0).any(1)[:, None, None, None], 0.0)}
 
     @torch.no_grad()
-    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[Any, Effect]:
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
         """States only: this much less than a run is what can be sent before any output exists."""
         transition = self.transition(inputs, pos)
         _, k, v, *gates = inputs
         S = gla_state(k, v, gates[0] if gates else None, gate=self.gate, pos=pos)
-        return (inputs, pos, transition), self.effect(transition, {"S": S})
+        return transition, self.effect(transition, {"S": S})
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         heads, d_key, d_value = (3, 17, 35) if wide else (2, 5, 3)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,10 +54,10 @@ class GatedSlotAttention(LinearRecurrence):
         return {"k": decay[:, :, None, :], "v": decay[:, :, :, None]}
 
     @torch.no_grad()
-    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[Any, Effect]:
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
         """States only: this much less than a run is what can be sent before any output exists."""
         transition = self.transition(inputs, pos)
-        return (inputs, pos, transition), self.effect(transition, gsa_state(*inputs[1:], pos=pos))
+        return transition, self.effect(transition, gsa_state(*inputs[1:], pos=pos))
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         heads, d_key, slots, d_value = (3, 17, 11, 35) if wide else (2, 5, 4, 3)

@@ -38,6 +38,10 @@ class ShortConv(Recurrence):
         y, tail = short_conv_reference(*inputs, pos=pos, tail=tail, activation=self.activation)
         return y, {"tail": tail}
 
+    def early(self, inputs: Inputs, pos: Tensor | None) -> State | None:
+        n = inputs[1].shape[1] - 1
+        return {"tail": inputs[0][:, inputs[0].shape[1] - n :].contiguous()} if inputs[0].shape[1] >= n else None
+
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         channels, width = (67 if wide else 5), 4
         normal = partial(randn, generator, dtype=dtype)

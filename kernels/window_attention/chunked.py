@@ -90,7 +90,8 @@ def _window_step(inputs: Inputs, pos: Tensor | None, state: State, *, window: in
     length, n = q.shape[1], window - 1
     keys, values = history(state["k"], k), history(state["v"], v)
     y = attend(q, keys.to(q.dtype), values.to(q.dtype), visible(n, length, 0, window - 1, pos, state["seen"]), scale)
-    seen = read_so_far(length, pos, state["seen"])
+    # counted no farther than the tail reaches: then a piece of that length knows it without what was before
+    seen = read_so_far(length, pos, state["seen"]).clamp(max=n)
     return y, {"k": new_tail(keys, n, seen), "v": new_tail(values, n, seen), "seen": seen}
 
 

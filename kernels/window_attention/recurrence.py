@@ -8,6 +8,7 @@ from torch import Tensor
 
 from baton.kernels.examples import randn
 from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
+from baton.kernels.window_attention.chunked import new_tail, read_so_far
 from baton.kernels.window_attention.op import window_attention
 from baton.kernels.window_attention.reference import window_attention_reference
 
@@ -34,6 +35,14 @@ class WindowAttention(Recurrence):
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         scale = inputs[0].shape[-1] ** -0.5
         return window_attention_reference(*inputs, window=self.window, pos=pos, state=state, scale=scale)
+
+    def early(self, inputs: Inputs, pos: Tensor | None) -> State | None:
+        _, k, v = inputs
+        if self.window is None or k.shape[1] < self.window - 1:
+            return None
+        rows = self.window - 1
+        seen = read_so_far(k.shape[1], pos, torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)).clamp(max=rows)
+        return {"k": new_tail(k, rows, seen), "v": new_tail(v, rows, seen), "seen": seen}
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         heads, groups, dim = (6, 2, 17) if wide else (4, 2, 3)

@@ -42,7 +42,7 @@ def window_attention_reference(
     tail = {
         "k": torch.stack([_last(keys, size, k) for _, keys, _, _ in lanes]),
         "v": torch.stack([_last(values, size, v) for _, _, values, _ in lanes]),
-        "seen": torch.tensor([seen for *_, seen in lanes]),
+        "seen": torch.tensor([seen if window is None else min(seen, window - 1) for *_, seen in lanes]),
     }
     return torch.stack([y for y, *_ in lanes]), tail
 

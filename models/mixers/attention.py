@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.protocol import Leaf, State
-from baton.kernels.window_attention.op import window_attention
+from baton.kernels.window_attention.recurrence import WindowAttention
 from baton.models.mixer import Mixer, Site
 from baton.models.rotary import rotate
 from baton.models.settings.attention import AttentionConfig
@@ -42,5 +42,5 @@ class Attention(Mixer, settings=AttentionConfig):
         q, k, v = (x.unflatten(-1, (-1, self.config.head_dim)) for x in self.in_proj(x_BTM).split(widths, dim=-1))
         if self.config.rope_theta is not None:
             q, k = rotate(q, pos_BT, self.config.rope_theta), rotate(k, pos_BT, self.config.rope_theta)
-        y, state = window_attention(q, k, v, window=self.config.window, pos=pos_BT, state=state)
+        y, state = self.carry(WindowAttention(self.config.window), (q, k, v), pos_BT, state)
         return self.out_proj(y.flatten(2)), state

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from baton.kernels.eidetic_attention.chunked import Options
-from baton.kernels.eidetic_attention.op import eidetic_attention, innovation, leaves
+from baton.kernels.eidetic_attention.op import leaves
+from baton.kernels.eidetic_attention.recurrence import EideticAttention, Innovation
 from baton.kernels.protocol import Leaf, State
 from baton.models.mixer import Mixer, Site
 from baton.models.mixers.mamba import Mamba
 from baton.models.settings.bmojo import BMojoConfig
+
+INNOVATION = Innovation()
 
 
 class BMojo(Mixer, settings=BMojoConfig):
@@ -58,27 +61,14 @@ class BMojo(Mixer, settings=BMojoConfig):
         if state is not None:
             ssm_state = {name.removeprefix("ssm."): leaf for name, leaf in state.items() if name.startswith("ssm.")}
             attention_state = {name: leaf for name, leaf in state.items() if name != "y" and not name.startswith("ssm.")}
-            tail = state["y"]
+            tail = {"tail": state["y"]}
         fading_BTM, ssm_state = self.ssm(x_BTM, pos_BT, ssm_state)
-        if tail is None:
-            tail = fading_BTM.new_zeros(fading_BTM.shape[0], config.predictor, self.d_model)
-        score_BT, tail = innovation(fading_BTM, self._weights(fading_BTM), pos_BT, tail)
+        score_BT, tail = self.carry(INNOVATION, (fading_BTM.detach(), self._weights(fading_BTM)), pos_BT, tail)
         q = self.q_proj(x_BTM).unflatten(-1, (-1, config.head_dim))
-        k, v = self._keys_and_values(x_BTM)
-        y, attention_state = eidetic_attention(
-            q,
-            k,
-            v,
-            *self._keys_and_values(fading_BTM),
-            score_BT,
-            window=config.window,
-            n_fading=config.n_fading,
-            n_eidetic=config.eidetic,
-            sliding=config.fading == "sliding",
-            pos=pos_BT,
-            state=attention_state,
-        )
-        leaving = {**{f"ssm.{name}": leaf for name, leaf in ssm_state.items()}, "y": tail, **attention_state}
+        inputs = (q, *self._keys_and_values(x_BTM), *self._keys_and_values(fading_BTM), score_BT)
+        attention = EideticAttention(config.window, config.n_fading, config.eidetic, config.fading == "sliding")
+        y, attention_state = self.carry(attention, inputs, pos_BT, attention_state)
+        leaving = {**{f"ssm.{name}": leaf for name, leaf in ssm_state.items()}, "y": tail["tail"], **attention_state}
         return self.out_proj(y.flatten(2)), leaving
 
     def _keys_and_values(self, x_BTM: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ group; the low-rank code of the decays is computed by every rank.
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.gated_linear_attention.op import gated_linear_attention
+from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import Leaf, State
 from baton.models import init
 from baton.models.feature_map import FEATURE_MAPS
@@ -55,15 +55,13 @@ class GLA(Mixer, settings=GLAConfig):
         q, k, v, gate = self.in_proj(x_BTM).split(self._widths, dim=-1)
         # the bias is added in fp32, and the root taken of the logarithm: in bf16 no decay between 0.996 and 1 exists
         logits = self.decay_proj(copy_to_tensor_group(self.code_proj(x_BTM))).to(self.decay_bias.dtype) + self.decay_bias
-        o_BTHV, S = gated_linear_attention(
+        inputs = (
             FEATURE_MAPS[self.config.feature_map](q).unflatten(2, (-1, d_key)),
             FEATURE_MAPS[self.config.feature_map](k).unflatten(2, (-1, d_key)),
             v.unflatten(2, (-1, d_value)),
             (F.logsigmoid(logits) / self.config.damping).unflatten(2, (-1, d_key)),
-            gate="key",
-            scale=d_key**-0.5,
-            pos=pos_BT,
-            initial_state=None if state is None else state["S"],
         )
+        recurrence = GatedLinearAttention("key", scale=d_key**-0.5)
+        o_BTHV, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
         y_BTV = self.norm(o_BTHV).flatten(2) * F.silu(gate.to(self.norm.weight.dtype))
-        return self.out_proj(y_BTV), {"S": S}
+        return self.out_proj(y_BTV), leaving

@@ -7,7 +7,7 @@ for scores without a scale. Heads are split over the tensor group.
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.gated_slot_attention.op import gated_slot_attention
+from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
 from baton.kernels.protocol import Leaf, State
 from baton.models.mixer import Mixer, Site
 from baton.models.norm import SplitRMSNorm
@@ -47,7 +47,6 @@ class GSA(Mixer, settings=GSAConfig):
         q, k, v = (F.silu(x).unflatten(2, (-1, self.config.head_dim)) for x in qkv)
         # fp32 before the root: in bf16 no alpha between 0.996 and 1 exists
         log_alpha = F.logsigmoid(alpha.to(self.norm.weight.dtype)) / self.config.damping
-        o_BTHV, state = gated_slot_attention(
-            q, k, v, log_alpha.unflatten(2, (-1, self.config.slots)), link=self.config.link, pos=pos_BT, initial_state=state
-        )
+        inputs = (q, k, v, log_alpha.unflatten(2, (-1, self.config.slots)))
+        o_BTHV, state = self.carry(GatedSlotAttention(self.config.link), inputs, pos_BT, state)
         return self.out_proj(self.norm(F.silu(o_BTHV).flatten(2))), state

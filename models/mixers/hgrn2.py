@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.gated_linear_attention.op import gated_linear_attention
+from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import Leaf, State
 from baton.models.mixer import Mixer, Site
 from baton.models.norm import SplitRMSNorm
@@ -41,16 +41,15 @@ class HGRN2(Mixer, settings=HGRN2Config):
         _, d_key, d_value = self.sizes
         q, f, v = self.in_proj(x_BTM).split(self._widths, dim=-1)
         log_keep, take = self.forget(f.to(self.norm.weight.dtype))
-        o_BTHV, S = gated_linear_attention(
+        inputs = (
             F.silu(q).unflatten(2, (-1, d_key)),
             take.unflatten(2, (-1, d_key)),
             v.unflatten(2, (-1, d_value)),
             log_keep.unflatten(2, (-1, d_key)),
-            gate="key",
-            pos=pos_BT,
-            initial_state=None if state is None else state["S"],
         )
-        return self.out_proj(self.norm(o_BTHV.flatten(2))), {"S": S}
+        recurrence = GatedLinearAttention("key")
+        o_BTHV, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
+        return self.out_proj(self.norm(o_BTHV.flatten(2))), leaving
 
     def forget(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """log a and 1 - a of the forget gates' logits, without a subtraction that would lose gates of nearly 1."""

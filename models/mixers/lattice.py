@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.orthogonal_state.op import orthogonal_state
+from baton.kernels.orthogonal_state.recurrence import OrthogonalState
 from baton.kernels.protocol import Leaf, State
-from baton.kernels.short_conv.op import short_conv
+from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import init
 from baton.models.mixer import Mixer, Site
 from baton.models.norm import SplitRMSNorm
@@ -62,27 +62,25 @@ class Lattice(Mixer, settings=LatticeConfig):
         # biases are added in fp32: rounded to bf16 they would move in jumps, and a gate near 1 would be 1
         step_BTH = config.step_max * torch.sigmoid(step_BTH.to(dtype) + self.step_bias)
         scale = config.head_dim**-0.5 if config.value_scale is None else config.value_scale
-        o_BTHV, S = orthogonal_state(
+        inputs = (
             self._unit(q_BTHK) if config.unit_queries else q_BTHK,
             self._unit(k_BTHK) if config.unit_keys else k_BTHK,
             (scale * v_BTD).unflatten(2, (-1, config.head_dim)),
             step_BTH,
+            *((torch.sigmoid(forget[0].to(dtype) + self.forget_bias),) if config.forget else ()),
+            *((config.sparsity * step_BTH,) if config.sparsity else ()),
             self._initial_slots(len(self.step_bias), x_BTM.device),
-            mu=torch.sigmoid(forget[0].to(dtype) + self.forget_bias) if config.forget else None,
-            tau=config.sparsity * step_BTH if config.sparsity else None,
-            variant=config.variant,
-            project=config.project,
-            pos=pos_BT,
-            initial_state=None if state is None else state["S"],
         )
+        recurrence = OrthogonalState(config.variant, config.project, forget=config.forget, sparse=bool(config.sparsity))
+        o_BTHV, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
         o_BTD = o_BTHV.flatten(2)
         y_BTD = (o_BTD.to(dtype) if self.norm is None else self.norm(o_BTD)) * F.gelu(gate_BTD.to(dtype))
-        return self.out_proj(y_BTD), {"conv": conv, "S": S}
+        return self.out_proj(y_BTD), {"conv": conv, **leaving}
 
     def _convolved(self, u_BTD: Tensor, weight: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, Tensor]:
-        bias, tail = weight.new_zeros(len(weight)), None if state is None else state["conv"]
-        out_BTD, tail = short_conv(u_BTD, weight, bias, pos=pos_BT, tail=tail, activation=self.config.conv_activation)
-        return out_BTD.unflatten(2, (-1, self.config.slots)), tail
+        inputs, tail = (u_BTD, weight, weight.new_zeros(len(weight))), None if state is None else {"tail": state["conv"]}
+        out_BTD, tail = self.carry(ShortConv(self.config.conv_activation), inputs, pos_BT, tail)
+        return out_BTD.unflatten(2, (-1, self.config.slots)), tail["tail"]
 
     def _initial_slots(self, heads: int, device: torch.device) -> Tensor:
         if self.config.initial_slots == "learned":

@@ -7,7 +7,8 @@ reference code for what the paper leaves out (low-rank beta with bias 0, skip). 
 import torch
 from torch import Tensor
 
-from baton.kernels.longhorn.op import longhorn
+from baton.kernels.longhorn import recurrence
+from baton.kernels.protocol import Inputs
 from baton.models import init
 from baton.models.gated_scan import GatedScan
 from baton.models.mixer import Site
@@ -18,11 +19,10 @@ class Longhorn(GatedScan, settings=LonghornConfig):
     """S = (1 - eps k^2) S + eps u k, y = S q + D u, with eps = beta / (1 + beta |k|^2) and beta = sigmoid(low rank + bias)."""
 
     config: LonghornConfig
+    recurrence = recurrence.Longhorn()
 
     def __init__(self, config: LonghornConfig, site: Site) -> None:
         super().__init__(config, site, step="beta", step_bias=init.constant(0.0))
 
-    def scan(
-        self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, pos_BT: Tensor, state_BDN: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return longhorn(u_BTD, in_BTN, out_BTN, torch.sigmoid(step_BTD), self.D, pos=pos_BT, initial_state=state_BDN)
+    def scanned(self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor) -> Inputs:
+        return u_BTD, in_BTN, out_BTN, torch.sigmoid(step_BTD), self.D

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.selective_scan.op import selective_scan
+from baton.kernels.protocol import Inputs
+from baton.kernels.selective_scan.recurrence import SelectiveScan
 from baton.models import init
 from baton.models.gated_scan import GatedScan
 from baton.models.mixer import Site
@@ -23,19 +24,8 @@ class Mamba(GatedScan, settings=MambaConfig):
     def __init__(self, config: MambaConfig, site: Site) -> None:
         step_bias = init.inverse_softplus_log_uniform(config.dt_min, config.dt_max, config.dt_floor)
         super().__init__(config, site, step="dt", step_bias=step_bias)
+        self.recurrence = SelectiveScan(config.discretization)
         self.A_log = site.split((config.expand * site.d_model, config.d_state), init.log_arange, decay=False)
 
-    def scan(
-        self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, pos_BT: Tensor, state_BDN: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return selective_scan(
-            u_BTD,
-            F.softplus(step_BTD),
-            -torch.exp(self.A_log),
-            in_BTN,
-            out_BTN,
-            self.D,
-            pos=pos_BT,
-            initial_state=state_BDN,
-            discretization=self.config.discretization,
-        )
+    def scanned(self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor) -> Inputs:
+        return u_BTD, F.softplus(step_BTD), in_BTN, out_BTN, -torch.exp(self.A_log), self.D

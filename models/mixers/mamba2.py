@@ -9,15 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.gated_linear_attention.op import gated_linear_attention
+from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import Leaf, State
-from baton.kernels.short_conv.op import short_conv
+from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import init
 from baton.models.mixer import Mixer, Site
 from baton.models.norm import SplitRMSNorm
 from baton.models.replicated import ReplicatedLinear, replicated
 from baton.models.settings.mamba2 import Mamba2Config
 from baton.parallel.tensor import copy_to_tensor_group
+
+_CONV = ShortConv("silu")
 
 
 class Mamba2(Mixer, settings=Mamba2Config):
@@ -60,22 +62,24 @@ class Mamba2(Mixer, settings=Mamba2Config):
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         z, u, dt = self.in_proj(x_BTM).split(self._widths, dim=-1)
-        conv_u, conv_bc = (None, None) if state is None else (state["conv_u"], state["conv_bc"])
-        u, conv_u = short_conv(u, self.conv_weight, self.conv_bias, pos=pos_BT, tail=conv_u, activation="silu")
-        bc = self.bc_proj(x_BTM)
-        bc, conv_bc = short_conv(bc, self.bc_conv_weight, self.bc_conv_bias, pos=pos_BT, tail=conv_bc, activation="silu")
+        tails = (None, None) if state is None else ({"tail": state["conv_u"]}, {"tail": state["conv_bc"]})
+        u, conv_u = self.carry(_CONV, (u, self.conv_weight, self.conv_bias), pos_BT, tails[0])
+        bc, conv_bc = self.carry(_CONV, (self.bc_proj(x_BTM), self.bc_conv_weight, self.bc_conv_bias), pos_BT, tails[1])
         b, c = copy_to_tensor_group(bc).unsqueeze(2).chunk(2, dim=-1)
         # the bias is fp32 and is added in fp32: rounding it would move the step sizes in jumps of 3 %
         step_BTH = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
         u_BTHP = u.to(step_BTH.dtype).unflatten(2, (-1, self.config.head_dim))
-        y_BTHP, S = gated_linear_attention(
+        inputs = (
             c,
             b,
             u_BTHP * step_BTH.unsqueeze(-1),
             -torch.exp(self.A_log) * step_BTH,
-            gate="scalar",
-            pos=pos_BT,
-            initial_state=None if state is None else state["S"],
         )
+        recurrence = GatedLinearAttention("scalar")
+        y_BTHP, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
         y_BTD = (y_BTHP + self.D.unsqueeze(-1) * u_BTHP).flatten(2)
-        return self.out_proj(self.norm(y_BTD * F.silu(z.to(y_BTD.dtype)))), {"conv_u": conv_u, "conv_bc": conv_bc, "S": S}
+        return self.out_proj(self.norm(y_BTD * F.silu(z.to(y_BTD.dtype)))), {
+            "conv_u": conv_u["tail"],
+            "conv_bc": conv_bc["tail"],
+            **leaving,
+        }

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.gated_linear_attention.op import gated_linear_attention
+from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import Leaf, State
 from baton.models.feature_map import FEATURE_MAPS
 from baton.models.mixer import Mixer, Site
@@ -50,15 +50,13 @@ class RetNet(Mixer, settings=RetNetConfig):
         _, d_key, d_value = self.sizes
         q, k, v, gate = self.in_proj(x_BTM).split(self._widths, dim=-1)
         q, k = (FEATURE_MAPS[self.config.feature_map](x).unflatten(2, (-1, d_key)) for x in (q, k))
-        o_BTHV, S = gated_linear_attention(
+        inputs = (
             rotate(q, pos_BT, self.config.rope_theta),
             rotate(k, pos_BT, self.config.rope_theta),
             v.unflatten(2, (-1, d_value)),
             self.log_decay(x_BTM).expand(*x_BTM.shape[:2], -1),
-            gate="scalar",
-            scale=d_key**-0.5,
-            pos=pos_BT,
-            initial_state=None if state is None else state["S"],
         )
+        recurrence = GatedLinearAttention("scalar", scale=d_key**-0.5)
+        o_BTHV, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
         y_BTV = self.norm(o_BTHV).flatten(2) * F.silu(gate.to(self.norm.weight.dtype))
-        return self.out_proj(y_BTV), {"S": S}
+        return self.out_proj(y_BTV), leaving

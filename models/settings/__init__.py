@@ -11,6 +11,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from baton.models.settings.footprint import Footprint
+
 SMALL_WIDTH = 12
 """d_model that every mixer's `small` settings fit: four tensor ranks, heads of odd width."""
 
@@ -34,8 +36,18 @@ class MixerConfig(BaseModel):
         """What is split over the tensor group, by the name of the setting that decides it: each must be a multiple of its ranks."""
         return {}
 
+    @property
+    def state_grows(self) -> bool:
+        """Whether the State grows with every token, so that it cannot be handed from rank to rank."""
+        return False
+
     def check(self, d_model: int) -> None:
         """Refuse settings that do not fit d_model. Raises ValueError with what to change."""
+
+    def footprint(self, d_model: int) -> Footprint:
+        """What the mixer takes, by arithmetic: parameters, activations, state, exchange. Raises ValueError for a kind that cannot
+        say."""
+        raise ValueError(f"kind {self.kind} does not say what it takes; give {type(self).__name__} a method footprint")
 
     @classmethod
     def small(cls) -> Self:

@@ -5,6 +5,17 @@ from typing import Literal
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
+from baton.models.settings.footprint import (
+    WINDOW_BLOCK,
+    Carrier,
+    Footprint,
+    Kept,
+    StateLeaf,
+    column,
+    column_gradient,
+    row,
+    row_sum,
+)
 
 
 class HeadsConfig(MixerConfig):
@@ -38,12 +49,52 @@ class AttentionConfig(HeadsConfig):
     window: int | None = Field(None, ge=1, description="tokens that a query sees, itself included; null: all of its document")
     rope_theta: float | None = Field(1e4, gt=0, description="base of the rotary angles; null: no positions")
 
+    @property
+    def state_grows(self) -> bool:
+        return self.window is None
+
     def check(self, d_model: int) -> None:
         super().check(d_model)
         if self.rope_theta is not None and self.head_dim % 2:
             raise ValueError(
                 f"head_dim={self.head_dim} is odd, and rotary positions turn pairs; make it even or set rope_theta=null"
             )
+
+    def footprint(self, d_model: int) -> Footprint:
+        heads, kv_heads = self.head_counts(d_model)
+        width, kv_width = heads * self.head_dim, kv_heads * self.head_dim
+        whole = self.window is None
+        shape = (0 if self.window is None else self.window - 1, kv_heads, self.head_dim)
+        kept = [
+            Kept("in_proj input", d_model, "compute", split=False),
+            # the values are a view of it, so all of it stays
+            Kept("q, k and v", width + 2 * kv_width, "compute"),
+            Kept("out_proj input", width, "compute"),
+        ]
+        if self.rope_theta is not None:
+            # of queries and of keys each: a cosine and a sine per pair, the same for all heads
+            kept += [
+                Kept("cosines and sines", 2 * self.head_dim, "float32", split=False),
+                Kept("turned q and k", width + kv_width, "compute"),
+            ]
+        return Footprint(
+            parameters=(column("in_proj", d_model, width + 2 * kv_width), row("out_proj", width, d_model)),
+            kept=tuple(kept),
+            carriers=(
+                Carrier(
+                    "window_attention",
+                    (
+                        StateLeaf("k", shape, "compute", tp=1, grows=whole),
+                        StateLeaf("v", shape, "compute", tp=1, grows=whole),
+                        StateLeaf("seen", (), "int64", tp=None, grad=False),
+                    ),
+                    chunk=None if self.window is None else max(WINDOW_BLOCK, self.window),
+                ),
+            ),
+            reductions=(column_gradient("in_proj", d_model), row_sum("out_proj", d_model)),
+            attended=((width, self.window),),
+            masks=whole,
+        )
 
     @classmethod
     def small(cls) -> "AttentionConfig":

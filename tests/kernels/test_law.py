@@ -145,11 +145,11 @@ def test_begin_advance_finish_is_the_run_and_so_is_its_mirror(
     dleaving = {name: torch.randn(x.shape, generator=generator, dtype=x.dtype) for name, x in leaving.items()}
     grads = torch.autograd.grad([y, *leaving.values()], [*inputs, *state.values()], [dy, *dleaving.values()])
 
-    context, effect = recurrence.begin(inputs, pos)
+    transition, effect = recurrence.begin(inputs, pos)
     sent = effect.advance(state)
-    context_back, effect_back = recurrence.begin_backward(context, state, dy)
-    found = [recurrence.finish(context, state), *sent.values(), *recurrence.finish_backward(context_back, state, dleaving)]
-    found += effect_back.advance(dleaving).values()
+    effect_back = recurrence.begin_backward(inputs, pos, transition, state, dy)
+    found = [recurrence.finish(inputs, pos, state), *sent.values()]
+    found += [*recurrence.finish_backward(inputs, pos, state, dy, dleaving), *effect_back.advance(dleaving).values()]
     for one, other in zip(found, [y, *leaving.values(), *grads], strict=True):
         assert relative_error(one, other) <= TOLERANCE
 
@@ -173,6 +173,17 @@ def test_composed_effects_are_the_effect_of_the_joined_span(
     assert_equal(composed.advance(state), joined.advance(state), TOLERANCE)
     nothing = {name: torch.zeros_like(x) for name, x in state.items()}
     assert_equal(composed.advance(nothing), joined.advance(nothing), TOLERANCE)
+
+
+@every_recurrence
+@pytest.mark.parametrize("length", [1, 3, 40])
+def test_what_leaves_early_is_what_leaves(recurrence: Recurrence, length: int):
+    inputs, state = recurrence.example(seeded(10), 2, length, torch.float64, wide=False)
+    for pos in (no_starts(recurrence, 2, length), positions(seeded(11), 2, length, 0.1)):
+        early = recurrence.early(inputs, pos)
+        if early is not None:
+            check(early, recurrence.leaves(inputs), 2)
+            assert_equal(early, recurrence.run(inputs, pos, state)[1], 0.0)
 
 
 @every_sequential

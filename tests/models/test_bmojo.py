@@ -7,6 +7,7 @@ import torch
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
+from baton.kernels.eidetic_attention import recurrence
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.models.mixer import Site, build_mixer
@@ -79,7 +80,7 @@ def losses_and_gradients(recompute, monkeypatch=None):
     pos = positions(seeded(2), 2, 50, 0.03)
     calls = []
     if monkeypatch is not None:
-        original = bmojo.innovation
+        original = recurrence.innovation
 
         def innovation(y, weights, pos, tail):
             calls.append(len(calls))
@@ -87,7 +88,7 @@ def losses_and_gradients(recompute, monkeypatch=None):
             orders = [torch.arange(y.shape[1]), torch.arange(y.shape[1]).flip(0)]
             return original(y.index_select(1, orders[len(calls) > 2]), weights, pos, tail)
 
-        monkeypatch.setattr(bmojo, "innovation", innovation)
+        monkeypatch.setattr(recurrence, "innovation", innovation)
     loss = model.loss(model(tokens, pos)[0], tokens)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, len(calls)

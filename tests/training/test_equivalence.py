@@ -56,7 +56,9 @@ def steps_on_a_layout(mesh, precision="float32", recompute=False, mixer="mamba")
     executor = StepExecutor(built.model, built.engine, mesh)
     rows = []
     for step in range(STEPS):
-        batches = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch)
+        batches = micro_batches(
+            step, mesh.data_rank, mesh.layout.data, config.micro_batch, mesh.sequence_rank, mesh.layout.sequence
+        )
         result = executor.step(batches, learning_rates(step, config))
         rows.append((result.loss, result.grad_norm, result.labels))
     return rows, initial, gather_parameters(built.model, mesh.tensor_group)
@@ -71,9 +73,21 @@ def whole(model, values):
     return found
 
 
-LAYOUTS = [{"data": 1}, {"data": 2}, {"data": 4}, {"tensor": 2}, {"tensor": 4}, {"tensor": 2, "data": 2}]
+LAYOUTS = [
+    {"data": 1},
+    {"data": 2},
+    {"data": 4},
+    {"tensor": 2},
+    {"tensor": 4},
+    {"sequence": 4},
+    {"sequence": 2, "data": 2},
+    {"tensor": 2, "sequence": 2},
+    {"tensor": 2, "data": 2},
+]
 # every layout for one mixer, the one that has everything for the others
-CELLS = [("mamba", layout) for layout in LAYOUTS] + [(mixer, LAYOUTS[-1]) for mixer in [*kinds(), "hybrid"] if mixer != "mamba"]
+CELLS = [("mamba", layout) for layout in LAYOUTS] + [
+    (mixer, layout) for mixer in [*kinds(), "hybrid"] if mixer != "mamba" for layout in LAYOUTS[-2:]
+]
 
 
 @pytest.mark.parametrize(("mixer", "layout"), CELLS, ids=str)
@@ -91,6 +105,22 @@ def test_layout_equals_one_process(pool, single_mesh, mixer, layout):
             assert torch.equal(initial[name], value), f"{name}: initial values depend on the layout"
         for name, value in expected.items():
             assert relative_error(parameters[name], value) <= 1e-5, name
+
+
+@pytest.mark.parametrize("mixer", ["mamba", "bmojo", "lattice"])
+def test_recomputation_exchanges_nothing(pool, mixer):
+    """Over four sequence ranks: as many messages as without, and the same bits."""
+    plain = pool.run(messages, mixer=mixer, sequence=4)
+    recomputed = pool.run(messages, mixer=mixer, recompute=True, sequence=4)
+    for (rows, counted), (rows_again, counted_again) in zip(plain, recomputed):
+        assert rows == rows_again
+        assert counted == counted_again
+        assert sum(counted.values()) > 0
+
+
+def messages(mesh, mixer, recompute=False):
+    rows, _, _ = steps_on_a_layout(mesh, mixer=mixer, recompute=recompute)
+    return rows, dict(mesh.link.counted)
 
 
 def test_recomputation_and_bfloat16_on_a_layout(pool, single_mesh):

@@ -1,0 +1,127 @@
+"""Replicas: what several ranks hold and must hold to the bit, compared by fingerprints.
+
+The one thing to know: nothing repairs a difference between tensor ranks. ZeRO gathers a parameter from its owner over the data
+ranks after every update, but tensor ranks own their copies of a replicated parameter each for itself, and copies that once differ
+go on drifting apart under a loss that looks healthy. A checkpoint writes tensor rank 0's copy and would hide it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from baton.parallel.layout import named_layouts
+from baton.training.build import Built
+from baton.training.errors import RunError
+
+CHUNK = 1 << 20
+"""Elements fingerprinted at a time: what a fingerprint takes in memory is 24 bytes for each of them."""
+
+# odd 64-bit constants (as int64) of splitmix64: Steele, Lea & Flood, "Fast splittable pseudorandom number generators", 2014
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor whose replicas differ. sides: ranks that agree with each other, the most ranks first, then by lowest rank."""
+
+    name: str
+    sides: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        first, *others = self.sides
+        if len(first) > len(others[0]):
+            odd = sorted(rank for side in others for rank in side)
+            return f"{_ranks(odd)} {'disagrees' if len(odd) == 1 else 'disagree'} with {_ranks(first)}"
+        return f"{' against '.join(_ranks(side) for side in self.sides)}, and no majority says which is right"
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """The bits of a float32 tensor of any shape as one int64, on its device (shape []); equal bits, equal fingerprints.
+
+    Modulo 2^64, the sum over a chunk's elements of bits * multiplier(position), and over chunks in Horner's way. All multipliers
+    are odd, so a change of one element, in however many bits, always changes the fingerprint; other changes escape with a
+    probability of at most about 2^-32. Integers add up to the same in any order, so that it does not vary from run to run.
+
+    Raises:
+        TypeError: the tensor is not float32.
+    """
+    if tensor.dtype != torch.float32:
+        raise TypeError(f"fingerprint: tensor must be torch.float32, not {tensor.dtype}")
+    bits = tensor.detach().reshape(-1).view(torch.int32)
+    multipliers = _multipliers(min(CHUNK, bits.numel()), bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for chunk in bits.split(CHUNK):
+        total = total * GOLDEN + (chunk * multipliers[: chunk.numel()]).sum()
+    return total
+
+
+def differences(
+    names: Sequence[str], split: Sequence[bool], places: Sequence[int], prints: Sequence[Sequence[int]]
+) -> list[Difference]:
+    """What differs, in the order of the names.
+
+    names, split: of the tensors; whether tensor ranks hold parts of it, not replicas. places: tensor rank of each rank.
+    prints: fingerprints [rank][tensor].
+    """
+    found = []
+    for column, (name, is_split) in enumerate(zip(names, split)):
+        for place in sorted(set(places)) if is_split else [None]:
+            sides: dict[int, list[int]] = {}
+            for rank, row in enumerate(prints):
+                if place is None or places[rank] == place:
+                    sides.setdefault(row[column], []).append(rank)
+            if len(sides) > 1:
+                found.append(Difference(name, tuple(sorted(map(tuple, sides.values()), key=lambda side: (-len(side), side)))))
+    return found
+
+
+@torch.no_grad()
+def require_equal(built: Built, step: int) -> None:
+    """Compare all parameters, and AdamW's counts of updates, over the ranks that must agree. Every rank calls it.
+
+    A parameter must agree over the data ranks, and over the tensor ranks too if its layout does not split it; a count of updates
+    over all ranks. One all-gather of 8 bytes per tensor. step: optimizer steps done, for the message.
+
+    Raises:
+        RunError: on every rank alike, naming the first parameter that differs and the ranks that the majority contradicts.
+    """
+    mesh = built.mesh
+    if mesh.world_size == 1:
+        return
+    names, split, prints = [], [], []
+    for name, parameter, layout in named_layouts(built.model):
+        names.append(name)
+        split.append(layout.split is not None)
+        prints.append(fingerprint(parameter))
+    adam = built.engine.optimizer.optimizer
+    for group in adam.param_groups:
+        for flat in group["params"]:
+            names.append(f"AdamW's count of updates (group {group['name']})")
+            split.append(False)
+            prints.append(fingerprint(adam.state[flat]["step"]).to(mesh.device))
+    mine = torch.stack([torch.tensor(mesh.tensor_rank, device=mesh.device), *prints])
+    rows = [torch.empty_like(mine) for _ in range(mesh.world_size)]
+    dist.all_gather(rows, mine)
+    table: list[list[int]] = torch.stack(rows).tolist()
+    found = differences(names, split, [row[0] for row in table], [row[1:] for row in table])
+    if found:
+        raise RunError(
+            f"after step {step}: {found[0].name} differs between ranks that must hold the same bits: {found[0]}; tensors that "
+            f"differ: {len({d.name for d in found})} of {len(names)}. The difference was not saved: start the run again and it "
+            f"resumes from its last checkpoint. If the same rank differs again, suspect its memory or its device"
+        )
+
+
+def _multipliers(count: int, device: torch.device) -> Tensor:
+    """Odd int64 numbers [count] that look random and depend on the position alone, whatever the device."""
+    x = torch.arange(1, count + 1, dtype=torch.int64, device=device) * GOLDEN
+    x = (x ^ (x >> 30)) * MIX
+    return (x ^ (x >> 31)) | 1
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
