@@ -42,8 +42,13 @@ def run(copy, *arguments):
 
 
 def test_the_reader_gets_the_laws_tests(copy):
-    """Of the recurrence, of the mixer (splitting, decoding), and on a tensor- and data-parallel layout."""
-    files = ["tests/kernels/test_law.py", "tests/models/test_mixers.py", "tests/training/test_equivalence.py"]
+    """Of the recurrence, of the mixer (splitting, decoding), over sequence ranks, and on tensor- and data-parallel layouts."""
+    files = [
+        "tests/kernels/test_law.py",
+        "tests/models/test_mixers.py",
+        "tests/training/test_equivalence.py",
+        "tests/parallel/test_sequence.py",
+    ]
     done = run(copy, *files, "-k", "leaky")
     assert done.returncode == 0, done.stdout[-4000:]
     passed = int(re.search(r"(\d+) passed", done.stdout)[1])

@@ -77,7 +77,9 @@ def steps(mesh, precision="float32", save_at=None, mixer="mamba"):
     built = build(model_of(mixer), config, mesh)
     executor, rows, saved = StepExecutor(built.model, built.engine, mesh), [], None
     for step in range(STEPS):
-        batches = [to(b, mesh.device) for b in micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch)]
+        spans = (mesh.sequence_rank, mesh.layout.sequence)
+        own = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch, *spans)
+        batches = [to(b, mesh.device) for b in own]
         result = executor.step(batches, learning_rate(step, config))
         rows.append((result.loss, result.grad_norm))
         if step == save_at:
@@ -109,6 +111,17 @@ def test_every_mixer_trains_on_gpus_as_on_the_cpu(pool, gpu_pool, mixer):
     layout = {"tensor": 2, "data": 2} if gpu_pool.size >= 4 else {"data": 1}
     rows, parameters, _ = pool.run(steps, data=1, mixer=mixer)[0]
     for found, got, _ in gpu_pool.run(steps, **layout, mixer=mixer):
+        same_rows(found, rows, 1e-4)
+        for name, value in parameters.items():
+            assert relative_error(got[name], value) <= 1e-4, name
+
+
+@pytest.mark.parametrize("mixer", ["mamba", "gsa", "lattice", "bmojo", "gated_delta_net"])
+def test_states_go_from_gpu_to_gpu(pool, gpu_pool, mixer):
+    if gpu_pool.size < 2:
+        pytest.skip(f"needs 2 GPUs, there are {gpu_pool.size}")
+    rows, parameters, _ = pool.run(steps, data=1, mixer=mixer)[0]
+    for found, got, _ in gpu_pool.run(steps, sequence=gpu_pool.size, mixer=mixer):
         same_rows(found, rows, 1e-4)
         for name, value in parameters.items():
             assert relative_error(got[name], value) <= 1e-4, name

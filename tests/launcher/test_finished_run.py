@@ -31,7 +31,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 @dataclass
 class Restarted:
-    """complete: nothing is left to do. changed: from step 30 on one rank, with other free settings. The others: other inputs."""
+    """complete: nothing is left to do. changed: from step 30 on two sequence ranks, with other free settings. The others: other inputs."""
 
     complete: Ended
     changed: Ended
@@ -51,7 +51,7 @@ def restarted(inputs, launch, runs, undisturbed, reading) -> Restarted:
                 shutil.rmtree(where / "run" / "checkpoints" / f"step-{step:08d}")
         return launch(where / "run", str(inputs.run), *SAME_PLACES, "layout.data=1", *words, where=where)
 
-    free = ("training.log_every=4", "training.checkpoint.every=3", "training.micro_batch=4", "data.prefetch=1")
+    free = ("training.log_every=4", "training.checkpoint.every=3", "training.micro_batch=4", "data.prefetch=1", "layout.sequence=2")
     running = [start("complete"), start("changed", *free)]
     complete, changed = (one.end() for one in running)
     running = [start("other-tokenizer", tokenizer=inputs.other), start("other-dataset", shards=inputs.elsewhere)]
@@ -70,7 +70,7 @@ def test_a_complete_run_says_so_and_is_left_as_it_is(undisturbed, runs, restarte
 def test_free_settings_and_the_number_of_ranks_may_change(undisturbed, restarted):
     assert (restarted.changed.status, restarted.changed.err) == (0, "")
     assert "resuming from step-00000030 " in restarted.changed.out
-    assert "1 rank(s) on cpu (zero 1)" in restarted.changed.out
+    assert "2 rank(s) on cpu (sequence 2, zero 1)" in restarted.changed.out
     assert restarted.changed.checkpoints == [36, 39, 40]
     both = (restarted.changed.rows, read_metrics(undisturbed / "metrics.jsonl"))
     train, expected = ([row for row in rows if row["kind"] == "train"] for rows in both)

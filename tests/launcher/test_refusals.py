@@ -68,7 +68,11 @@ SETTINGS = {
     "data does not divide": (["layout.data=3"], ["layout.data=3 does not divide the 4 sequences", "[1, 2, 4]"]),
     "tensor does not divide": (["layout.tensor=3"], ["layout.tensor=3 does not divide", "[1, 2, 4, 8, 16, 32]"]),
     "pipeline": (["layout.pipeline=2"], ["layout.pipeline=2", "not built yet", "set layout.pipeline=1"]),
-    "sequence": (["layout.sequence=2"], ["layout.sequence=2", "not built yet", "set layout.sequence=1"]),
+    "sequence does not divide": (["layout.sequence=3"], ["layout.sequence=3 does not divide training.context=32", "[1, 2, 4, 8, 16"]),
+    "a document that cannot be handed on": (
+        ["layout.sequence=2", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 4}}"],
+        ["model.mixers.attention looks at the whole document", "set model.mixers.attention.window"],
+    ),
     "ZeRO stage": (["layout.zero=3"], ["layout.zero=3", "should be 1"]),
     "batch is no multiple": (["training.global_batch_tokens=100"], ["not a multiple of training.context=32", "96 and 128"]),
     "micro-batch": (["training.micro_batch=3"], ["training.micro_batch=3 does not divide the 2 sequences", "[1, 2]"]),
