@@ -68,7 +68,7 @@ SETTINGS = {
     "data does not divide": (["layout.data=3"], ["layout.data=3 does not divide the 4 sequences", "[1, 2, 4]"]),
     "tensor does not divide": (["layout.tensor=3"], ["layout.tensor=3 does not divide", "[1, 2, 4, 8, 16, 32]"]),
     "pipeline": (["layout.pipeline=2"], ["layout.pipeline=2", "not built yet", "set layout.pipeline=1"]),
-    "sequence does not divide": (["layout.sequence=3"], ["layout.sequence=3 does not divide training.context=32", "[1, 2, 4, 8, 16"]),
+    "sequence does not divide": (["layout.sequence=3"], ["layout.sequence=3 does not divide training.context=32", "[1, 2, 4"]),
     "a document that cannot be handed on": (
         ["layout.sequence=2", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 4}}"],
         ["model.mixers.attention looks at the whole document", "set model.mixers.attention.window"],
