@@ -31,7 +31,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 @dataclass
 class Restarted:
-    """complete: nothing is left to do. changed: from step 30 on two sequence ranks, with other free settings. others: other inputs."""
+    """complete: nothing left to do. changed: on two sequence ranks from step 30, with other free settings. others: other inputs."""
 
     complete: Ended
     changed: Ended
