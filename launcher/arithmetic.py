@@ -46,11 +46,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Bytes that each rank sends per optimizer step for one purpose, in a group of `members` ranks that are `stride` apart."""
+    """Bytes that each rank sends per optimizer step for one purpose, in a group of `members` ranks that are `stride` apart; pairs:
+    each to its neighbour, not all in a ring."""
 
     bytes: int
     members: int
     stride: int
+    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ class Arithmetic:
                     for block in self._of(layer)
                     for carrier in block.carriers
                 )
-                found[name] = Exchange(sent * self.micro_batches, 2, p)
+                found[name] = Exchange(sent * self.micro_batches, self.layout.sequence, p, pairs=True)
         if p * self.layout.sequence > 1:
             tokens = 3 * 8 * work.batch * self.training.context
             found["tokens: broadcast to tensor and sequence"] = Exchange(tokens * self.micro_batches, p * self.layout.sequence, 1)

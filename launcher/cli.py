@@ -39,6 +39,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
     train.add_argument("overrides", metavar="key=value", nargs="*", help="settings over the file's, e.g. training.steps=100")
 
+    plan = _command(commands, "plan", _plan, "what a run takes, without a GPU: memory, bytes exchanged, time, what to change")
+    plan.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
+    plan.add_argument("overrides", metavar="key=value", nargs="*", help="settings over the file's, e.g. layout.data=512")
+    plan.add_argument("--cluster", metavar="FILE", help="a cluster's .yaml file, or a100, h100, h200: adds times and a verdict")
+    plan.add_argument("--memory-gib", type=_memory, metavar="N", help="GiB that a rank may fill (default: the cluster's)")
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+
     generate = _command(commands, "generate", _generate, "write text with a run's newest checkpoint")
     generate.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     generate.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
@@ -107,6 +114,51 @@ def _not_negative(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not 0 or a positive number")
     return value
+
+
+def _memory(text: str) -> float:
+    value = _not_negative(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    import json
+
+    from baton.launcher.cluster import load_cluster
+    from baton.launcher.config import load
+    from baton.launcher.plan import make_plan
+
+    config = _with_known_vocabulary(load(arguments.config, arguments.overrides))
+    cluster = None if arguments.cluster is None else load_cluster(arguments.cluster)
+    plan = make_plan(config, cluster, arguments.memory_gib)
+    print(json.dumps(plan.to_json(), indent=2) if arguments.json else "\n".join(plan.lines()))
+    return 2 if plan.fits is False else 0
+
+
+def _with_known_vocabulary(config: RunConfig) -> RunConfig:
+    """The configuration with its task's or tokenizer's vocabulary. A model that names its own needs no tokenizer to be planned."""
+    from baton.data_pipeline.config import ShardsConfig
+    from baton.data_pipeline.tokenizer import Tokenizer
+    from baton.launcher.errors import ConfigError
+    from baton.training.config import with_vocabulary
+
+    if not isinstance(config.data, ShardsConfig):
+        model = with_vocabulary(config.model, config.data.vocab_size, None)
+    elif Path(config.data.tokenizer).is_file():
+        tokenizer = Tokenizer(config.data.tokenizer)
+        model = with_vocabulary(config.model, tokenizer.vocab_size, config.data.tokenizer)
+    elif config.model.vocab_size is None:
+        raise ConfigError(
+            f"model.vocab_size is not known, and data.tokenizer={config.data.tokenizer}: no such file; "
+            f"set model.vocab_size=N to plan without it"
+        )
+    else:
+        return config
+    resolved = config.model_copy(update={"model": model})
+    resolved.check()
+    return resolved
 
 
 def _train(arguments: argparse.Namespace) -> int:

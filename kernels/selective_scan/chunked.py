@@ -6,6 +6,7 @@ Mamba's own, the discretisation of a chunk (Gu & Dao 2023, equation 4) and its g
 Shape suffixes: B batch, T time, L time within a chunk, D channels, N d_state.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -44,7 +45,8 @@ class _Euler(Generator):
 
     def __init__(self, buffers: Buffers, parameters: Sequence[Tensor]) -> None:
         (self.A,) = parameters
-        self.buffers = buffers
+        # not the buffers themselves, which hold this generator: a cycle would keep them until the garbage collector comes
+        self.decay_flat, self.token = buffers.decay_flat, (buffers.batch, buffers.d_state, buffers.channels)
         self.A_ND = self.A.t().to(buffers.dtype).contiguous()
         self.A_log2e_ND = self.A_ND * LOG2_E
         self.dA_ND = torch.zeros_like(self.A_ND)
@@ -56,7 +58,7 @@ class _Euler(Generator):
 
     def _fill_decay(self, delta_LBD: Tensor, decay_LBND: Tensor) -> None:
         torch.mul(delta_LBD[:, :, None, :], self.A_log2e_ND, out=decay_LBND)
-        exp2_(self.buffers.decay_flat, decay_LBND.numel())
+        exp2_(self.decay_flat, decay_LBND.numel())
 
     def gradients(self, along: Sequence[Tensor], decay_LBND: Tensor, h_before_LBND: Tensor, lam_LBND: Tensor) -> tuple[Tensor, ...]:
         """Overwrites decay and lam."""
@@ -79,10 +81,14 @@ class _ZeroOrderHold(_Euler):
         super().__init__(buffers, parameters)
         self.phi_flat = torch.empty(buffers.chunk * buffers.step, dtype=buffers.dtype, device=self.A.device)
 
+    def _phi(self, tokens: int) -> Tensor:
+        """phi of `tokens` tokens, [L, B, N, D]."""
+        return self.phi_flat[: tokens * math.prod(self.token)].view(tokens, *self.token)
+
     def fill(self, along: Sequence[Tensor], decay_LBND: Tensor, add_LBND: Tensor) -> None:
         u_LBD, delta_LBD, B_LBN = along
         self._fill_decay(delta_LBD, decay_LBND)
-        phi_LBND = self.buffers.expanded(self.phi_flat, u_LBD.shape[0])
+        phi_LBND = self._phi(u_LBD.shape[0])
         torch.mul(delta_LBD[:, :, None, :], self.A_ND, out=phi_LBND)
         phi_LBND.expm1_().div_(self.A_ND)
         torch.mul(u_LBD[:, :, None, :], B_LBN[:, :, :, None], out=add_LBND)
@@ -92,7 +98,7 @@ class _ZeroOrderHold(_Euler):
         """Overwrites decay, phi and lam."""
         u_LBD, delta_LBD, B_LBN = along
         A_ND, delta_LB1D = self.A_ND, delta_LBD[:, :, None, :]
-        phi_LBND = self.buffers.expanded(self.phi_flat, u_LBD.shape[0])
+        phi_LBND = self._phi(u_LBD.shape[0])
         # d phi / d delta: exp(delta A) also where a document starts, where the decay itself was set to 0
         slope_LBND = (phi_LBND * A_ND).add_(1.0)
         through_decay_LBND = decay_LBND.mul_(h_before_LBND).mul_(lam_LBND)

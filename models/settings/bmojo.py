@@ -1,10 +1,22 @@
 """Settings of B'MOJO."""
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
 from baton.models.settings.attention import HeadsConfig
+from baton.models.settings.footprint import (
+    EIDETIC_BLOCK,
+    Carrier,
+    Footprint,
+    Kept,
+    StateLeaf,
+    column,
+    column_gradient,
+    row,
+    row_sum,
+)
 from baton.models.settings.mamba import MambaConfig
 
 
@@ -39,6 +51,75 @@ class BMojoConfig(HeadsConfig):
         super().check(d_model)
         if self.n_fading > self.window:
             raise ValueError(f"fading_tokens={self.fading_tokens} exceeds window={self.window}: a memory would reach behind itself")
+
+    def footprint(self, d_model: int) -> Footprint:
+        heads, kv_heads = self.head_counts(d_model)
+        width, kv_width, ssm = heads * self.head_dim, kv_heads * self.head_dim, self.ssm.footprint(d_model)
+        return Footprint(
+            parameters=(
+                *(replace(parameter, name=f"ssm.{parameter.name}") for parameter in ssm.parameters),
+                column("q_proj", d_model, width),
+                # of the tokens, and of the fading memory's outputs
+                column("kv_proj", d_model, 2 * kv_width, uses=2),
+                row("out_proj", width, d_model),
+            ),
+            kept=(
+                *ssm.kept,
+                # each projection casts its input for itself; the state space's is counted there
+                Kept("q_proj input", d_model, "compute", split=False, cast=True),
+                Kept("kv_proj input", d_model, "compute", split=False, cast=True),
+                Kept("fading tokens", d_model, "compute", split=False),
+                Kept("q", width, "compute"),
+                Kept("k and v", 2 * kv_width, "compute"),
+                Kept("fading k and v", 2 * kv_width, "compute"),
+                Kept("scores", 1, "float32", split=False),
+                Kept("out_proj input", width, "compute"),
+            ),
+            carriers=(
+                *(
+                    replace(carrier, leaves=tuple(replace(leaf, name=f"ssm.{leaf.name}") for leaf in carrier.leaves))
+                    for carrier in ssm.carriers
+                ),
+                Carrier(
+                    "innovation",
+                    (StateLeaf("y", (self.predictor, d_model), "compute", tp=None, grad=False),),
+                    chunk=0,
+                ),
+                Carrier("eidetic_attention", self._attention_leaves(kv_heads), chunk=min(EIDETIC_BLOCK, self.window)),
+            ),
+            reductions=(
+                *ssm.reductions,
+                column_gradient("q_proj", d_model),
+                column_gradient("kv_proj", d_model),
+                column_gradient("kv_proj of fading tokens", d_model),
+                row_sum("out_proj", d_model),
+            ),
+            vector_flops=ssm.vector_flops,
+            attended=(
+                (width, self.window),
+                (width, self.n_fading + self.eidetic + (self.window if self.fading == "sliding" else 0)),
+            ),
+        )
+
+    def _attention_leaves(self, kv_heads: int) -> tuple[StateLeaf, ...]:
+        found: list[StateLeaf] = []
+
+        def rows(names: tuple[str, ...], n: int) -> None:
+            found.extend(StateLeaf(name, (n, kv_heads, self.head_dim), "compute", tp=1) for name in names)
+
+        tail, memory = 2 * self.window - 1 if self.fading == "sliding" else self.n_fading, self.eidetic + self.n_fading
+        rows(("k", "v"), self.window - 1)
+        found.append(StateLeaf("seen", (), "int64", tp=None, grad=False))
+        if tail:
+            rows(("fading_k", "fading_v"), tail)
+        if self.eidetic:
+            rows(("best_k", "best_v"), self.eidetic)
+            found.append(StateLeaf("score", (self.eidetic,), "float32", tp=None, grad=False))
+            found.append(StateLeaf("where", (self.eidetic,), "int64", tp=None, grad=False))
+        if memory:
+            rows(("frozen_k", "frozen_v"), memory)
+            found.append(StateLeaf("frozen", (memory,), "bool", tp=None, grad=False))
+        return tuple(found)
 
     @classmethod
     def small(cls) -> "BMojoConfig":

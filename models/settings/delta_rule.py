@@ -6,6 +6,20 @@ from typing import ClassVar
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
+from baton.models.settings.footprint import (
+    DELTA_RULE_CHUNK,
+    Carrier,
+    Footprint,
+    Kept,
+    Parameter,
+    StateLeaf,
+    column,
+    column_gradient,
+    rms_norm,
+    row,
+    row_sum,
+    split,
+)
 
 
 class DeltaRuleConfig(MixerConfig):
@@ -37,6 +51,48 @@ class DeltaRuleConfig(MixerConfig):
 
     def check(self, d_model: int) -> None:
         self.head_count(d_model)
+
+    def footprint(self, d_model: int) -> Footprint:
+        return self.skeleton(d_model, extra=0)
+
+    def skeleton(self, d_model: int, extra: int) -> Footprint:
+        """Everything but what a decay and a gate add. extra: width of their projections."""
+        heads = self.head_count(d_model)
+        keys, values = heads * self.d_key, heads * self.d_value
+        widths = {"q": keys, "k": keys, "v": values}
+        projected, chunk = 2 * keys + values + heads + extra, DELTA_RULE_CHUNK
+        kept = [
+            Kept("in_proj input", d_model, "compute", split=False),
+            Kept("q, k, v and strengths", projected, "compute"),
+            Kept("convolved v", values, "compute"),
+            # a sigmoid, and what it is multiplied to
+            Kept("strengths", 2 * heads, "float32"),
+            *rms_norm("norm", values, rows=heads),
+            Kept("out_proj input", values, "compute"),
+        ]
+        for name in "qk":
+            # without a weight, rms_norm keeps no normalised input on any device
+            kept += [Kept(f"convolved {name}", keys, "float32"), Kept(f"norm of {name}", heads, "float32")]
+            kept.append(Kept(f"unit {name}", keys, "float32"))
+        return Footprint(
+            parameters=(
+                column("in_proj", d_model, projected),
+                *(split(f"conv_weights.{name}", width, self.d_conv) for name, width in widths.items()),
+                Parameter("norm.weight", (self.d_value,), partial=True),
+                row("out_proj", values, d_model),
+            ),
+            kept=tuple(kept),
+            carriers=(
+                *(
+                    Carrier("short_conv", (StateLeaf(f"conv_{name}", (self.d_conv - 1, width), "compute", tp=1),), chunk=0)
+                    for name, width in widths.items()
+                ),
+                Carrier("delta_rule", (StateLeaf("S", (heads, self.d_key, self.d_value), "float32", tp=0),), chunk=chunk),
+            ),
+            reductions=(column_gradient("in_proj", d_model), row_sum("out_proj", d_model)),
+            # two products of keys, the triangular solve and what is read with it; the state is read twice and written once
+            matrix_flops=heads * (2 * chunk * (3 * self.d_key + 2 * self.d_value) + 6 * self.d_key * self.d_value),
+        )
 
     @classmethod
     def small(cls) -> "DeltaRuleConfig":

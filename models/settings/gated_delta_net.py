@@ -1,11 +1,13 @@
 """Settings of Gated DeltaNet."""
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from baton.models.settings.delta_rule import DeltaRuleConfig
+from baton.models.settings.footprint import Footprint, Kept, activated, split
 
 
 class GatedDeltaNetConfig(DeltaRuleConfig):
@@ -36,3 +38,19 @@ class GatedDeltaNetConfig(DeltaRuleConfig):
             if low > high:
                 raise ValueError(f"{name}_min={low} exceeds {name}_max={high}; initial values lie between them")
         return self
+
+    def footprint(self, d_model: int) -> Footprint:
+        heads = self.head_count(d_model)
+        values = heads * self.d_value
+        skeleton = self.skeleton(d_model, extra=heads + values)
+        return replace(
+            skeleton,
+            parameters=(*skeleton.parameters, split("A_log", heads), split("dt_bias", heads)),
+            kept=(
+                *skeleton.kept,
+                # softplus's input and result, and the decay
+                Kept("decays", 3 * heads, "float32"),
+                Kept("normalised output", values, "float32"),
+                *activated("gate", values),
+            ),
+        )

@@ -3,6 +3,19 @@
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
+from baton.models.settings.footprint import (
+    Carrier,
+    Footprint,
+    Kept,
+    Reduction,
+    StateLeaf,
+    activated,
+    column,
+    column_gradient,
+    row,
+    row_sum,
+    split,
+)
 
 
 class GatedScanConfig(MixerConfig):
@@ -15,6 +28,55 @@ class GatedScanConfig(MixerConfig):
 
     def sizes(self, d_model: int) -> dict[str, int]:
         return {"expand * model.d_model": self.expand * d_model}
+
+    def step_rank(self, d_model: int) -> int:
+        """Rank of the step sizes' projection."""
+        return self.dt_rank or -(-d_model // 16)
+
+    def skeleton(self, d_model: int, step: str, flops: int) -> Footprint:
+        """Everything but what the recurrence itself adds. step: name of the step sizes. flops: of the scan, per number of state."""
+        inner, rank = self.expand * d_model, self.step_rank(d_model)
+        code = rank + 2 * self.d_state
+        return Footprint(
+            parameters=(
+                column("in_proj", d_model, 2 * inner),
+                split("conv_weight", inner, self.d_conv),
+                split("conv_bias", inner),
+                row("x_proj", inner, code),
+                column(f"{step}_proj", rank, inner),
+                split(f"{step}_bias", inner),
+                split("D", inner),
+                row("out_proj", inner, d_model),
+            ),
+            kept=(
+                Kept("in_proj input", d_model, "compute", split=False),
+                Kept("x and z", 2 * inner, "compute"),
+                Kept("convolved x", inner, "compute"),
+                Kept("code and vectors", code, "compute", split=False),
+                # after softplus or sigmoid
+                Kept("step sizes", inner, "float32"),
+                Kept("y", inner, "float32"),
+                *activated("z", inner),
+                Kept("out_proj input", inner, "compute"),
+            ),
+            carriers=(
+                Carrier("short_conv", (StateLeaf("conv", (self.d_conv - 1, inner), "compute", tp=1),), chunk=0),
+                Carrier(
+                    "scan",
+                    (StateLeaf("scan", (inner, self.d_state), "float32", tp=0),),
+                    chunk=1,
+                    elements=inner * self.d_state,
+                ),
+            ),
+            reductions=(
+                column_gradient("in_proj", d_model),
+                row_sum("x_proj", code),
+                # every rank's channels use the same code and vectors
+                Reduction("code and vectors", code, "compute", "backward"),
+                row_sum("out_proj", d_model),
+            ),
+            vector_flops=flops * inner * self.d_state,
+        )
 
     @classmethod
     def small(cls) -> "GatedScanConfig":

@@ -4,6 +4,24 @@ from typing import Literal
 
 from pydantic import Field
 
+from baton.models.settings.footprint import (
+    LINEAR_ATTENTION_CHUNK,
+    Carrier,
+    Footprint,
+    Kept,
+    Parameter,
+    Reduction,
+    StateLeaf,
+    activated,
+    column,
+    column_gradient,
+    linear_attention_flops,
+    log_sigmoid,
+    rms_norm,
+    row,
+    row_sum,
+    split,
+)
 from baton.models.settings.linear_attention import FeatureMap, HeadSizes, LinearAttentionConfig, whole
 
 
@@ -23,6 +41,42 @@ class GLAConfig(LinearAttentionConfig):
     def head_sizes(self, d_model: int) -> HeadSizes:
         d_key = self.d_key or whole("d_key", "d_model / (2 heads)", d_model, 2 * self.heads)
         return HeadSizes(self.heads, d_key, self.d_value or whole("d_value", "d_model / heads", d_model, self.heads))
+
+    def footprint(self, d_model: int) -> Footprint:
+        heads, d_key, d_value = self.head_sizes(d_model)
+        keys, values, chunk = heads * d_key, heads * d_value, LINEAR_ATTENTION_CHUNK
+        mapped = () if self.feature_map == "identity" else (Kept("mapped q and k", 2 * keys, "compute"),)
+        return Footprint(
+            parameters=(
+                column("in_proj", d_model, 2 * keys + 2 * values),
+                Parameter("code_proj.weight", (self.gate_rank, d_model), uses=1),
+                column("decay_proj", self.gate_rank, keys),
+                split("decay_bias", keys),
+                Parameter("norm.weight", (d_value,), partial=True),
+                row("out_proj", values, d_model),
+            ),
+            kept=(
+                Kept("in_proj input", d_model, "compute", split=False),
+                Kept("code_proj input", d_model, "compute", split=False, cast=True),
+                Kept("q, k, v and gate", 2 * keys + 2 * values, "compute"),
+                *mapped,
+                Kept("code", self.gate_rank, "compute", split=False),
+                *log_sigmoid("decays", keys, view=False),
+                Kept("decays", keys, "float32"),
+                *rms_norm("norm", values, rows=heads),
+                Kept("normalised output", values, "float32"),
+                *activated("gate", values),
+                Kept("out_proj input", values, "compute"),
+            ),
+            carriers=(Carrier("gated_linear_attention", (StateLeaf("S", (heads, d_key, d_value), "float32", tp=0),), chunk=chunk),),
+            reductions=(
+                column_gradient("in_proj", d_model),
+                # every rank's decays use the same code
+                Reduction("code", self.gate_rank, "compute", "backward"),
+                row_sum("out_proj", d_model),
+            ),
+            matrix_flops=linear_attention_flops(heads, d_key, d_value, chunk),
+        )
 
     @classmethod
     def small(cls) -> "GLAConfig":

@@ -5,6 +5,21 @@ from typing import Literal
 from pydantic import Field
 
 from baton.models.settings.attention import HeadsConfig
+from baton.models.settings.footprint import (
+    LINEAR_ATTENTION_CHUNK,
+    Carrier,
+    Footprint,
+    Kept,
+    StateLeaf,
+    column,
+    column_gradient,
+    linear_attention_flops,
+    log_sigmoid,
+    row,
+    row_sum,
+    split,
+    split_norm,
+)
 
 
 class GSAConfig(HeadsConfig):
@@ -19,6 +34,42 @@ class GSAConfig(HeadsConfig):
     link: Literal["softmax", "identity", "silu", "relu", "relu2"] = Field(
         "softmax", description="what makes weights of slots out of scores; the others are the paper's ablations"
     )
+
+    def footprint(self, d_model: int) -> Footprint:
+        heads, kv_heads = self.head_counts(d_model)
+        dim, slots, chunk = self.head_dim, self.slots, LINEAR_ATTENTION_CHUNK
+        width, kv_width, gates = heads * dim, kv_heads * dim, kv_heads * slots
+        norm, norm_sums = split_norm("norm", width)
+        return Footprint(
+            parameters=(
+                column("in_proj", d_model, width + 2 * kv_width + gates),
+                split("norm.weight", width),
+                row("out_proj", width, d_model),
+            ),
+            kept=(
+                Kept("in_proj input", d_model, "compute", split=False),
+                Kept("q, k, v and gates", width + 2 * kv_width + gates, "compute"),
+                Kept("activated q, k and v", width + 2 * kv_width, "compute"),
+                *log_sigmoid("gates", gates),
+                Kept("gates", gates, "float32"),
+                Kept("output", width, "compute"),
+                *norm,
+                Kept("out_proj input", width, "compute"),
+            ),
+            carriers=(
+                Carrier(
+                    "gated_slot_attention",
+                    (
+                        StateLeaf("k", (kv_heads, dim, slots), "float32", tp=0),
+                        StateLeaf("v", (kv_heads, slots, dim), "float32", tp=0),
+                    ),
+                    chunk=chunk,
+                ),
+            ),
+            reductions=(column_gradient("in_proj", d_model), *norm_sums, row_sum("out_proj", d_model)),
+            # two passes, with the slots for values and for keys
+            matrix_flops=linear_attention_flops(heads, dim, slots, chunk) + linear_attention_flops(heads, slots, dim, chunk),
+        )
 
     @classmethod
     def small(cls) -> "GSAConfig":

@@ -4,6 +4,21 @@ from typing import Literal
 
 from pydantic import Field
 
+from baton.models.settings.footprint import (
+    LINEAR_ATTENTION_CHUNK,
+    Carrier,
+    Footprint,
+    Kept,
+    StateLeaf,
+    column,
+    column_gradient,
+    linear_attention_flops,
+    log_sigmoid,
+    row,
+    row_sum,
+    split,
+    split_norm,
+)
 from baton.models.settings.linear_attention import HeadSizes, LinearAttentionConfig, whole
 
 
@@ -25,6 +40,34 @@ class HGRN2Config(LinearAttentionConfig):
     def head_sizes(self, d_model: int) -> HeadSizes:
         heads = self.heads or whole("heads", "d_model / d_key", d_model, self.d_key)
         return HeadSizes(heads, self.d_key, self.d_value or whole("d_value", "d_model / heads", d_model, heads))
+
+    def footprint(self, d_model: int) -> Footprint:
+        heads, d_key, d_value = self.head_sizes(d_model)
+        keys, values, chunk = heads * d_key, heads * d_value, LINEAR_ATTENTION_CHUNK
+        norm, norm_sums = split_norm("norm", values)
+        # the logarithm of the forget gate is taken of the gate itself where it has a bound
+        logarithm = (Kept("shares taken in, negative", keys, "float32"),) if self.lower_bound else log_sigmoid("f", keys)
+        return Footprint(
+            parameters=(
+                column("in_proj", d_model, 2 * keys + values),
+                split("norm.weight", values),
+                row("out_proj", values, d_model),
+            ),
+            kept=(
+                Kept("in_proj input", d_model, "compute", split=False),
+                Kept("q, f and v", 2 * keys + values, "compute"),
+                Kept("activated q", keys, "compute"),
+                Kept("sigmoid of f", keys, "float32"),
+                Kept("shares taken in", keys, "float32"),
+                *logarithm,
+                Kept("decays", keys, "float32"),
+                *norm,
+                Kept("out_proj input", values, "compute"),
+            ),
+            carriers=(Carrier("gated_linear_attention", (StateLeaf("S", (heads, d_key, d_value), "float32", tp=0),), chunk=chunk),),
+            reductions=(column_gradient("in_proj", d_model), *norm_sums, row_sum("out_proj", d_model)),
+            matrix_flops=linear_attention_flops(heads, d_key, d_value, chunk),
+        )
 
     @classmethod
     def small(cls) -> "HGRN2Config":

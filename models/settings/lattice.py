@@ -5,6 +5,21 @@ from typing import Literal
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
+from baton.models.settings.footprint import (
+    LATTICE_SPAN_CHUNK,
+    LATTICE_STEPS_CHUNK,
+    Carrier,
+    Footprint,
+    Kept,
+    StateLeaf,
+    activated,
+    column,
+    column_gradient,
+    row,
+    row_sum,
+    split,
+    split_norm,
+)
 
 
 class LatticeConfig(MixerConfig):
@@ -65,6 +80,66 @@ class LatticeConfig(MixerConfig):
         if self.slots > self.head_dim:
             raise ValueError(f"slots={self.slots} exceeds head_dim={self.head_dim}: no more than that can begin orthonormal")
 
+    def footprint(self, d_model: int) -> Footprint:
+        heads = self.head_count(d_model)
+        keys, values, slots = heads * self.slots, heads * self.head_dim, heads * self.head_dim * self.slots
+        projected = keys + 2 * values + heads * (1 + self.forget)
+        learned, spans = self.initial_slots == "learned", self.project and self.variant != "dec" and not self.sparsity
+        parameters = [
+            split("step_bias", heads),
+            *([split("forget_bias", heads)] if self.forget else []),
+            column("in_proj", d_model, projected),
+            split("conv_q", keys, self.d_conv),
+            split("conv_k", keys, self.d_conv),
+            *([split("S0", heads, self.head_dim, self.slots)] if learned else []),
+            *([split("norm.weight", values)] if self.output_norm else []),
+            row("out_proj", values, d_model),
+        ]
+        kept = [
+            Kept("in_proj input", d_model, "compute", split=False),
+            Kept("qk, v, gate and step sizes", projected, "compute"),
+            *_key("q", keys, heads, unit=self.unit_queries),
+            *_key("k", keys, heads, unit=self.unit_keys),
+            Kept("scaled v", values, "compute"),
+            # a sigmoid and what it is multiplied to; the forget gate's, and with projection its limited value
+            Kept("step sizes", 2 * heads, "float32"),
+            Kept("forget gates", (1 + self.project) * heads * self.forget, "float32"),
+            Kept("thresholds", heads * bool(self.sparsity), "float32"),
+            # with projection they are divided by their norms, which a gradient to them keeps as well
+            Kept("initial slots", slots, "float32", once=True) if self.project or not learned else None,
+            Kept("output", values, "float32"),
+            *activated("gate", values),
+            Kept("out_proj input", values, "compute"),
+        ]
+        norm, norm_sums = split_norm("norm", values) if self.output_norm else ((), ())
+        return Footprint(
+            parameters=tuple(parameters),
+            kept=(*(tensor for tensor in kept if tensor is not None and tensor.width), *norm),
+            carriers=(
+                # both convolutions read the same inputs
+                Carrier("short_conv", (StateLeaf("conv", (self.d_conv - 1, keys), "compute", tp=1),), chunk=0, messages=2),
+                Carrier(
+                    "orthogonal_state",
+                    (StateLeaf("S", (heads, self.head_dim, self.slots), "float32", tp=0),),
+                    chunk=LATTICE_SPAN_CHUNK if spans else LATTICE_STEPS_CHUNK,
+                ),
+            ),
+            reductions=(column_gradient("in_proj", d_model), *norm_sums, row_sum("out_proj", d_model)),
+            # decoding's h 2, its product with the slots 2, the tangent 2, the step 2, the norm 2 and the division 1, the output 2
+            vector_flops=13 * slots,
+        )
+
     @classmethod
     def small(cls) -> "LatticeConfig":
         return cls(heads=4, head_dim=7, slots=5)
+
+
+def _key(name: str, keys: int, heads: int, *, unit: bool) -> tuple[Kept, ...]:
+    """What is kept of convolved queries or keys: as they are, or in float32 with their lengths and scaled to length 1."""
+    if not unit:
+        return (Kept(f"convolved {name}", keys, "compute"),)
+    return (
+        Kept(f"convolved {name}", keys, "float32"),
+        Kept(f"length of {name}", heads, "float32"),
+        Kept(f"unit {name}", keys, "float32"),
+    )

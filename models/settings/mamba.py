@@ -1,9 +1,11 @@
 """Settings of Mamba."""
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from baton.models.settings.footprint import EXP_FLOPS, Footprint, Kept, split
 from baton.models.settings.gated_scan import GatedScanConfig
 
 
@@ -21,3 +23,17 @@ class MambaConfig(GatedScanConfig):
         if self.dt_min > self.dt_max:
             raise ValueError(f"dt_min={self.dt_min} exceeds dt_max={self.dt_max}; initial step sizes lie between them")
         return self
+
+    def footprint(self, d_model: int) -> Footprint:
+        # the decay's exponent 1, what is added 2, the step 2, the output 2
+        skeleton, inner = self.skeleton(d_model, "dt", EXP_FLOPS + 7), self.expand * d_model
+        return replace(
+            skeleton,
+            parameters=(*skeleton.parameters, split("A_log", inner, self.d_state)),
+            kept=(
+                *skeleton.kept,
+                # softplus keeps what goes in; of A, the exponential and its negative
+                Kept("step sizes before softplus", inner, "float32"),
+                Kept("A", 2 * inner * self.d_state, "float32", once=True),
+            ),
+        )

@@ -5,6 +5,23 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from baton.models.settings import MixerConfig
+from baton.models.settings.footprint import (
+    LINEAR_ATTENTION_CHUNK,
+    Carrier,
+    Footprint,
+    Kept,
+    Parameter,
+    Reduction,
+    StateLeaf,
+    activated,
+    column,
+    column_gradient,
+    linear_attention_flops,
+    row,
+    row_sum,
+    split,
+    split_norm,
+)
 from baton.models.settings.linear_attention import whole
 
 
@@ -39,6 +56,54 @@ class Mamba2Config(MixerConfig):
 
     def check(self, d_model: int) -> None:
         self.head_count(d_model)
+
+    def footprint(self, d_model: int) -> Footprint:
+        inner, heads, state, chunk = self.expand * d_model, self.head_count(d_model), self.d_state, LINEAR_ATTENTION_CHUNK
+        tail = self.d_conv - 1
+        norm, norm_sums = split_norm("norm", inner)
+        return Footprint(
+            parameters=(
+                column("in_proj", d_model, 2 * inner + heads),
+                Parameter("bc_proj.weight", (2 * state, d_model), uses=1),
+                split("conv_weight", inner, self.d_conv),
+                split("conv_bias", inner),
+                Parameter("bc_conv_weight", (2 * state, self.d_conv)),
+                Parameter("bc_conv_bias", (2 * state,)),
+                split("A_log", heads),
+                split("dt_bias", heads),
+                split("D", heads),
+                split("norm.weight", inner),
+                row("out_proj", inner, d_model),
+            ),
+            kept=(
+                Kept("in_proj input", d_model, "compute", split=False),
+                Kept("bc_proj input", d_model, "compute", split=False, cast=True),
+                Kept("z, u and step sizes", 2 * inner + heads, "compute"),
+                # before and after the convolution
+                Kept("B and C", 2 * 2 * state, "compute", split=False),
+                Kept("convolved u", inner, "float32"),
+                # softplus's input and result, and the decay
+                Kept("step sizes", 3 * heads, "float32"),
+                Kept("u times step size", inner, "float32"),
+                Kept("output with skip", inner, "float32"),
+                *activated("z", inner),
+                *norm,
+                Kept("out_proj input", inner, "compute"),
+            ),
+            carriers=(
+                Carrier("short_conv", (StateLeaf("conv_u", (tail, inner), "compute", tp=1),), chunk=0),
+                Carrier("short_conv", (StateLeaf("conv_bc", (tail, 2 * state), "compute", tp=None),), chunk=0),
+                Carrier("gated_linear_attention", (StateLeaf("S", (heads, state, self.head_dim), "float32", tp=0),), chunk=chunk),
+            ),
+            reductions=(
+                column_gradient("in_proj", d_model),
+                # every rank's heads use the same B and C
+                Reduction("B and C", 2 * state, "compute", "backward"),
+                *norm_sums,
+                row_sum("out_proj", d_model),
+            ),
+            matrix_flops=linear_attention_flops(heads, state, self.head_dim, chunk),
+        )
 
     @classmethod
     def small(cls) -> "Mamba2Config":

@@ -4,6 +4,21 @@ from typing import Literal
 
 from pydantic import Field
 
+from baton.models.settings.footprint import (
+    LINEAR_ATTENTION_CHUNK,
+    Carrier,
+    Footprint,
+    Kept,
+    Parameter,
+    StateLeaf,
+    activated,
+    column,
+    column_gradient,
+    linear_attention_flops,
+    rms_norm,
+    row,
+    row_sum,
+)
 from baton.models.settings.linear_attention import FeatureMap, HeadSizes, LinearAttentionConfig, whole
 
 
@@ -28,6 +43,34 @@ class RetNetConfig(LinearAttentionConfig):
         super().check(d_model)
         if self.d_key % 2:
             raise ValueError(f"d_key={self.d_key} is odd, and rotary positions turn pairs; make it even")
+
+    def footprint(self, d_model: int) -> Footprint:
+        heads, d_key, d_value = self.head_sizes(d_model)
+        keys, values, chunk = heads * d_key, heads * d_value, LINEAR_ATTENTION_CHUNK
+        # of the feature maps only relu keeps its result; the others keep what they read, a view of the projection
+        mapped = (Kept("mapped q and k", 2 * keys, "compute"),) if self.feature_map == "relu" else ()
+        return Footprint(
+            parameters=(
+                column("in_proj", d_model, 2 * keys + 2 * values),
+                Parameter("norm.weight", (d_value,), partial=True),
+                row("out_proj", values, d_model),
+            ),
+            kept=(
+                Kept("in_proj input", d_model, "compute", split=False),
+                Kept("q, k, v and gate", 2 * keys + 2 * values, "compute"),
+                *mapped,
+                # of queries and of keys each: a cosine and a sine per pair, the same for all heads
+                Kept("cosines and sines", 2 * d_key, "float32", split=False),
+                Kept("turned q and k", 2 * keys, "compute"),
+                *rms_norm("norm", values, rows=heads),
+                Kept("normalised output", values, "float32"),
+                *activated("gate", values),
+                Kept("out_proj input", values, "compute"),
+            ),
+            carriers=(Carrier("gated_linear_attention", (StateLeaf("S", (heads, d_key, d_value), "float32", tp=0),), chunk=chunk),),
+            reductions=(column_gradient("in_proj", d_model), row_sum("out_proj", d_model)),
+            matrix_flops=linear_attention_flops(heads, d_key, d_value, chunk),
+        )
 
     @classmethod
     def small(cls) -> "RetNetConfig":

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
+from baton.models.settings.footprint import Footprint, Kept, column, column_gradient, row, row_sum
 
 
 class SwiGLUConfig(MixerConfig):
@@ -20,6 +21,19 @@ class SwiGLUConfig(MixerConfig):
 
     def sizes(self, d_model: int) -> dict[str, int]:
         return {"hidden": self.width(d_model)}
+
+    def footprint(self, d_model: int) -> Footprint:
+        hidden = self.width(d_model)
+        return Footprint(
+            parameters=(column("in_proj", d_model, 2 * hidden), row("out_proj", hidden, d_model)),
+            kept=(
+                Kept("in_proj input", d_model, "compute", split=False),
+                Kept("gate and up", 2 * hidden, "compute"),
+                Kept("activated gate", hidden, "compute"),
+                Kept("out_proj input", hidden, "compute"),
+            ),
+            reductions=(column_gradient("in_proj", d_model), row_sum("out_proj", d_model)),
+        )
 
     @classmethod
     def small(cls) -> "SwiGLUConfig":

@@ -1,5 +1,7 @@
 """What is particular to the selective scan: its discretisations, chunks, extremes and memory. The law is in test_law.py."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,6 +10,7 @@ from support.compare import relative_error
 from support.memory import LargestTensor
 from support.recurrences import gradients, law, positions, seeded, seeds
 
+from baton.kernels.diagonal_scan import Buffers
 from baton.kernels.examples import extreme_steps
 from baton.kernels.selective_scan import selective_scan
 from baton.kernels.selective_scan.chunked import chunk_length, selective_scan_chunked
@@ -175,3 +178,22 @@ def test_chunks_are_long_enough_for_their_borders_to_be_cheap_and_short_enough_f
         chunk = chunk_length(batch, channels, d_state)
         assert 16 <= chunk <= 64
         assert chunk == 16 or chunk * batch * channels * d_state <= 1 << 19
+
+
+@both_discretizations
+def test_a_scan_leaves_nothing_behind(discretization: str):
+    """No cycle of references keeps a chunk's expanded buffers alive until the garbage collector comes."""
+    arguments = _arguments(23, 1, 64, 32, 16, torch.float32)
+
+    def buffers() -> int:
+        return sum(isinstance(x, Buffers) for x in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        leaves = [x.requires_grad_() for x in arguments]
+        outputs = selective_scan(*leaves[:6], initial_state=leaves[6], discretization=discretization)
+        gradients(outputs, leaves, seeded(24))
+        assert buffers() == 0
+    finally:
+        gc.enable()

@@ -1,0 +1,83 @@
+"""A cluster as a plan sees it: what its GPUs hold and reach, and how fast they exchange. Torch-free.
+
+The one thing to know: all rates are what is reached, not what a data sheet says; the shipped files say where theirs come from, and
+a file of your own with measured rates makes a better plan.
+"""
+
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from baton.launcher.errors import ConfigError
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class MatmulRates(_Settings):
+    """Of one GPU, in TFLOP/s (10^12 operations; a multiply-add is two)."""
+
+    bfloat16: float = Field(gt=0, description="large matrix products in bfloat16 with float32 sums")
+    float32: float = Field(
+        gt=0, description="in float32 without TensorFloat-32; elementwise arithmetic is counted at this rate too"
+    )
+
+
+class Bandwidth(_Settings):
+    """Of one GPU, one direction, in GB/s (10^9 bytes): what it sends in a large collective."""
+
+    in_node: float = Field(gt=0, description="to the other GPUs of its node")
+    between_nodes: float = Field(gt=0, description="to other nodes, its share of the node's network")
+
+
+class Cluster(_Settings):
+    """Nodes of equal GPUs, as many as the run's layout asks for."""
+
+    name: str = Field(min_length=1, description="of the cluster, for the plan's heading")
+    gpus_per_node: int = Field(ge=1, description="GPUs that the fast network joins")
+    memory_gib: float = Field(gt=0, description="memory of one GPU, GiB (2^30 bytes)")
+    reserved_gib: float = Field(3.0, ge=0, description="what no tensor gets: the CUDA context, NCCL's and cuBLAS's buffers, gaps "
+                                "between the allocator's blocks")  # fmt: skip
+    matmul_tflops: MatmulRates
+    memory_tb_s: float = Field(gt=0, description="reading and writing a GPU's memory, TB/s (10^12 bytes)")
+    bandwidth_gb_s: Bandwidth
+
+    def seconds(self, sent: int, members: int, stride: int, *, pairs: bool = False) -> float:
+        """Time to send `sent` bytes per rank in a group of `members` ranks, numbered `stride` apart, as a ring would.
+
+        A ring enters and leaves a node once, through as many network shares as it has members there. With pairs each rank sends to
+        its neighbour, and the time is that of the slowest, whose neighbour is on another node.
+        """
+        if members * stride <= self.gpus_per_node:
+            rate = self.bandwidth_gb_s.in_node
+        else:
+            together = 1 if pairs else min(members, max(1, self.gpus_per_node // stride))
+            outside = together * self.bandwidth_gb_s.between_nodes
+            rate = outside if together == 1 else min(self.bandwidth_gb_s.in_node, outside)
+        return sent / (rate * 1e9)
+
+
+def load_cluster(where: str) -> Cluster:
+    """A shipped cluster by name (configs/clusters), or one from a .yaml file. Raises ConfigError with one line."""
+    shipped = files("baton.configs") / "clusters"
+    names = sorted(entry.name.removesuffix(".yaml") for entry in shipped.iterdir() if entry.name.endswith(".yaml"))
+    if where not in names and not where.endswith((".yaml", ".yml")):
+        raise ConfigError(f"no cluster is called {where!r}; known: {', '.join(names)} (or the path of a .yaml file)")
+    try:
+        text = (shipped / f"{where}.yaml" if where in names else Path(where)).read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
+    except FileNotFoundError:
+        raise ConfigError(f"{where}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: cannot be read ({error})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+    try:
+        return Cluster.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ConfigError(f"{where}: {key}: {first['msg']}; it needs {', '.join(Cluster.model_fields)}") from None

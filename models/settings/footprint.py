@@ -1,0 +1,285 @@
+"""What a sub-block takes, by arithmetic and without torch: parameters, what autograd keeps, what is carried, what ranks exchange.
+
+The one thing to know: this says again what the modules say, for a machine that cannot build them (a login node; 2.8B parameters on
+a laptop). So it is compared with the modules, parameter by parameter and leaf by leaf, for every kind there is; what autograd keeps
+is compared with what it was seen to keep. A mixer's file and its `footprint` change together.
+
+All widths are of all tensor ranks together. "compute" is the type of matmuls and of the activations between them.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Dtype = Literal["compute", "float32", "int64", "bool"]
+
+# Tokens per chunk of the recurrences' chunked forms, which import torch; tests/launcher/test_plan.py compares them with those.
+LINEAR_ATTENTION_CHUNK = 64
+DELTA_RULE_CHUNK = 64
+LATTICE_STEPS_CHUNK, LATTICE_SPAN_CHUNK = 32, 16
+WINDOW_BLOCK = 64
+EIDETIC_BLOCK = 128
+SCAN_CHUNKS = (16, 32)
+SCAN_CHUNK_ELEMENTS = 1 << 19
+
+# Bytes that every leaf of a message is rounded up to.
+MESSAGE_ALIGNMENT = 16
+
+# An exponential runs on units of an eighth of the rate of multiply-adds, each of which counts 2.
+EXP_FLOPS = 16
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does in one micro-batch.
+
+    batch: sequences. length: tokens of each on this rank. tensor: ranks of the tensor group. compute_bytes: of the compute type, 2
+    or 4. gpu: whether kernels that only a GPU has fused keep less. segment: whether the sequence is shared with other ranks.
+    """
+
+    batch: int
+    length: int
+    tensor: int = 1
+    compute_bytes: int = 2
+    gpu: bool = True
+    segment: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+    def nbytes(self, dtype: Dtype) -> int:
+        """Bytes of one number."""
+        return {"compute": self.compute_bytes, "float32": 4, "int64": 8, "bool": 1}[dtype]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter by the name that its module gives it.
+
+    split: the dimension that is split over the tensor group; None: every rank has all of it. uses: how often a token is multiplied
+    with it; 0: no matmul reads it, so it has no copy in the compute type. partial: every tensor rank has a part of its gradient,
+    and the parts are added up once per step.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | None = None
+    uses: int = 0
+    partial: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def local(self, tensor: int) -> int:
+        """Numbers on one tensor rank."""
+        return self.numel if self.split is None else self.numel // tensor
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that autograd keeps from forward to backward, by its width: numbers per token.
+
+    split: whether the width is divided over the tensor group. cast: a copy in the other type, so it is there only where the compute
+    type is not float32. cpu: kept by what runs on a CPU; a GPU's fused kernel keeps a number per row. once: `width` numbers in all,
+    not per token.
+    """
+
+    name: str
+    width: int
+    dtype: Dtype
+    split: bool = True
+    cast: bool = False
+    cpu: bool = False
+    once: bool = False
+
+    def nbytes(self, work: Work) -> int:
+        if (self.cast and work.compute_bytes == 4) or (self.cpu and work.gpu):
+            return 0
+        width = self.width // work.tensor if self.split else self.width
+        return width * (1 if self.once else work.tokens) * work.nbytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class StateLeaf:
+    """One tensor of a State, as baton.kernels.protocol.Leaf. tp: the dimension split over the tensor group. grad: whether a
+    cotangent comes back for it. grows: dimension 0 is as long as the document."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Dtype
+    tp: int | None
+    grad: bool = True
+    grows: bool = False
+
+    def nbytes(self, work: Work, *, leaving: bool = False) -> int:
+        """Of a micro-batch on one tensor rank; leaving: after the rank's tokens."""
+        shape = (self.shape[0] + work.length, *self.shape[1:]) if self.grows and leaving else self.shape
+        numel = math.prod(shape) // (1 if self.tp is None else work.tensor)
+        return work.batch * numel * work.nbytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A recurrence in the sub-block: what it carries, and how often it keeps that on the way.
+
+    chunk: tokens between the States that are kept for backward; 0: none is kept; None: one, where the piece begins. elements: a
+    diagonal scan's d_inner x d_state, from which its chunk follows. messages: how often the State travels to the next rank of a
+    sequence.
+    """
+
+    name: str
+    leaves: tuple[StateLeaf, ...]
+    chunk: int | None = None
+    elements: int = 0
+    messages: int = 1
+
+    def borders(self, work: Work) -> int:
+        """States kept of one rank's tokens."""
+        # between ranks the chunks' States come back when the recurrence is run again: kept are the one that entered and what the
+        # span makes of it, as large; of a tail only the first
+        if work.segment:
+            return 1 if self.chunk == 0 else 2
+        if not self.chunk:
+            return 0 if self.chunk == 0 else 1
+        return -(-work.length // self.tokens_per_chunk(work))
+
+    def tokens_per_chunk(self, work: Work) -> int:
+        if not self.elements:
+            return self.chunk or work.length
+        step = work.batch * self.elements // work.tensor
+        return max((n for n in SCAN_CHUNKS if n * step <= SCAN_CHUNK_ELEMENTS), default=SCAN_CHUNKS[0])
+
+    def message_bytes(self, work: Work, *, backward: bool) -> int:
+        """What a rank in the middle of a sequence hands on: the State to the right, or its cotangent to the left."""
+        sent = [leaf.nbytes(work) for leaf in self.leaves if leaf.grad or not backward]
+        return self.messages * sum(-(-nbytes // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT for nbytes in sent)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An all-reduce over the tensor group in every micro-batch: `width` numbers per token."""
+
+    name: str
+    width: int
+    dtype: Dtype
+    direction: Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Of one sub-block.
+
+    matrix_flops, vector_flops: of the recurrence, per token, forwards; those on matrix units, and those that are not. attended:
+    (width of all queries, tokens that a query sees at most; None: all before it) of each softmax attention.
+    masks: whether a mask over all pairs of a sequence's tokens exists while its gradients are computed.
+    """
+
+    parameters: tuple[Parameter, ...]
+    kept: tuple[Kept, ...]
+    carriers: tuple[Carrier, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
+    matrix_flops: int = 0
+    vector_flops: int = 0
+    attended: tuple[tuple[int, int | None], ...] = ()
+    masks: bool = False
+
+    @property
+    def leaves(self) -> tuple[StateLeaf, ...]:
+        return tuple(leaf for carrier in self.carriers for leaf in carrier.leaves)
+
+    def kept_bytes(self, work: Work) -> int:
+        """What autograd keeps of a micro-batch, parameters and their copies not counted."""
+        tensors = sum(kept.nbytes(work) for kept in self.kept)
+        states = sum(carrier.borders(work) * sum(leaf.nbytes(work) for leaf in carrier.leaves) for carrier in self.carriers)
+        return tensors + states
+
+    def state_bytes(self, work: Work) -> int:
+        """The State that leaves."""
+        return sum(leaf.nbytes(work, leaving=True) for leaf in self.leaves)
+
+    def arriving_bytes(self, work: Work) -> int:
+        """The State that arrives from the rank before."""
+        return sum(leaf.nbytes(work) for leaf in self.leaves) if work.segment else 0
+
+    def mask_bytes(self, work: Work) -> int:
+        """A truth value and a number in the compute type for every pair of tokens, the later one's half of them."""
+        return work.batch * work.length * (work.length + 1) // 2 * (1 + work.compute_bytes) if self.masks else 0
+
+    def recurrence_flops(self, context: int) -> tuple[float, float]:
+        """Per token, forwards, on matrix units and elsewhere; a context is taken for one document."""
+        pairs = 0.0
+        for width, window in self.attended:
+            seen = (context + 1) / 2 if window is None or window >= context else window - window * (window - 1) / (2 * context)
+            pairs += 4 * width * seen
+        return self.matrix_flops + pairs, float(self.vector_flops)
+
+    def behind_norm(self, d_model: int) -> "Footprint":
+        """With the sub-block's norm: x + mixer(norm(x)), the residual stream in float32."""
+        return replace(
+            self,
+            parameters=(Parameter("norm.weight", (d_model,)), *(replace(p, name=f"mixer.{p.name}") for p in self.parameters)),
+            kept=(*rms_norm("norm", d_model, rows=1, split=False), *self.kept),
+        )
+
+
+def column(name: str, d_in: int, d_out: int, *, uses: int = 1) -> Parameter:
+    """A projection to features that are split over the tensor group."""
+    return Parameter(f"{name}.weight", (d_out, d_in), split=0, uses=uses)
+
+
+def row(name: str, d_in: int, d_out: int) -> Parameter:
+    """A projection from features that are split over the tensor group."""
+    return Parameter(f"{name}.weight", (d_out, d_in), split=1, uses=1)
+
+
+def split(name: str, *shape: int) -> Parameter:
+    """A parameter with a row per channel or head; it stays float32."""
+    return Parameter(name, shape, split=0)
+
+
+def column_gradient(name: str, d_model: int) -> Reduction:
+    """Every rank's features give a part of a column projection's input gradient."""
+    return Reduction(name, d_model, "compute", "backward")
+
+
+def row_sum(name: str, width: int) -> Reduction:
+    """Every rank's features give a part of a row projection's output."""
+    return Reduction(name, width, "compute", "forward")
+
+
+def rms_norm(name: str, width: int, *, rows: int, split: bool = True) -> tuple[Kept, ...]:
+    """What torch's rms_norm over width / rows keeps: its float32 input and a number per row; on a CPU also the normalised input."""
+    return (
+        Kept(f"{name} input", width, "float32", split),
+        Kept(f"{name} scale", rows, "float32", split),
+        Kept(f"{name} normalised", width, "float32", split, cpu=True),
+    )
+
+
+def split_norm(name: str, width: int) -> tuple[tuple[Kept, ...], tuple[Reduction, ...]]:
+    """What models.norm.SplitRMSNorm keeps and exchanges: it is written out, so it keeps the normalised input on any device."""
+    kept = (
+        Kept(f"{name} input", width, "float32"),
+        Kept(f"{name} scale", 1, "float32", split=False),
+        Kept(f"{name} normalised", width, "float32"),
+    )
+    return kept, (Reduction(name, 1, "float32", "forward"), Reduction(name, 1, "float32", "backward"))
+
+
+def activated(name: str, width: int) -> tuple[Kept, ...]:
+    """A gate's activation in float32: the projected gate (of which a float32 copy is kept) and the result, both factors' gradients
+    need it."""
+    return Kept(f"{name} input", width, "float32", cast=True), Kept(f"{name} activated", width, "float32")
+
+
+def log_sigmoid(name: str, width: int, *, view: bool = True) -> tuple[Kept, ...]:
+    """What logsigmoid keeps: its float32 input (view: of a projection, then a copy where that is not float32); on a CPU its
+    exponential too."""
+    return Kept(f"{name} input", width, "float32", cast=view), Kept(f"{name} exponential", width, "float32", cpu=True)
+
+
+def linear_attention_flops(heads: int, d_key: int, d_value: int, chunk: int) -> int:
+    """Of a chunked form: scores and values within the chunk, the state read and written."""
+    return heads * (2 * chunk * (d_key + d_value) + 4 * d_key * d_value)

@@ -1,0 +1,189 @@
+"""What models were seen to keep and to send on one rank of a world whose other ranks do not exist: what plans are compared with.
+
+Run as a program, this file prints it as JSON. Collectives of such a world do nothing, but they are called.
+"""
+
+import json
+from collections import Counter
+
+from baton.launcher.config import RunConfig
+from baton.models.settings import SMALL_WIDTH, kinds
+
+BATCH, CONTEXT = 2, 160
+
+# settings that change what is kept, beside each kind's small ones
+VARIANTS = {
+    **{kind: (kind, {}) for kind in kinds()},
+    "attention, whole documents": ("attention", {"window": None}),
+    "attention without positions": ("attention", {"rope_theta": None}),
+    "bmojo, sliding": ("bmojo", {"fading": "sliding"}),
+    "bmojo-f": ("bmojo", {"eidetic": 0}),
+    "gla, identity": ("gla", {"feature_map": "identity"}),
+    "retnet, relu": ("retnet", {"feature_map": "relu"}),
+    "hgrn2 without a bound": ("hgrn2", {"lower_bound": 0.0}),
+    "lattice, spans": ("lattice", {"variant": "enc", "initial_slots": "learned", "unit_queries": True}),
+    "lattice, everything": ("lattice", {"forget": True, "sparsity": 0.01, "unit_keys": False, "output_norm": False}),
+    "lattice without projection": ("lattice", {"project": False, "forget": True, "initial_slots": "learned"}),
+}
+RECOMPUTED = ("mamba", "gla", "bmojo")
+EXCHANGED = (*kinds(), "lattice, everything")
+HANDED_ON = [variant for variant, (_, changes) in VARIANTS.items() if changes.get("window", 1) is not None]
+SENT_WITH = [("float32", False), ("bfloat16", True)]
+
+
+def run_of(variant, *, precision="float32", recompute=False, device="cpu", **layout):
+    """A run of two layers of the variant's small mixer."""
+    kind, changes = VARIANTS[variant]
+    mixers = {kind: kinds()[kind].small().model_copy(update=changes).model_dump()}
+    model = {"d_model": SMALL_WIDTH, "n_layers": 2, "vocab_size": 64, "pattern": [kind], "mixers": mixers, "loss_chunk": 32}
+    training = {"steps": 1, "context": CONTEXT, "global_batch_tokens": 2 * BATCH * CONTEXT, "micro_batch": BATCH}
+    training |= {"precision": precision, "recompute": recompute, "optimizer": {"lr": 1e-3}}
+    return RunConfig.model_validate({"name": "small", "device": device, "model": model, "training": training, "layout": layout})
+
+
+def measure():
+    """Print, as JSON, what the variants' models keep and send on one rank, and what a step of ZeRO-1 over two ranks sends."""
+    import gc
+
+    import torch
+    import torch.distributed as dist
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from baton.models.lm import LanguageModel
+    from baton.parallel import mesh as meshes
+    from baton.parallel.layout import initialize_parameters
+    from baton.parallel.sequence import SequenceLink
+    from baton.training.build import DTYPES, build
+    from baton.training.executor import StepExecutor, TokenBatch
+
+    torch.set_num_threads(1)
+    join = dist.init_process_group
+
+    def join_nobody(backend, rank, world_size, **settings):
+        join("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    dist.init_process_group = join_nobody
+
+    class Sent(TorchDispatchMode):
+        """Counts the bytes that collectives are given."""
+
+        def __init__(self):
+            super().__init__()
+            self.bytes = Counter()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "c10d":
+                tensors = [x for x in tree_leaves(args[0]) if isinstance(x, torch.Tensor)]
+                self.bytes[func.__name__.split(".")[0]] += sum(x.nbytes for x in tensors)
+            return func(*args, **(kwargs or {}))
+
+    class Living(TorchDispatchMode):
+        """Knows which tensors made within it still live."""
+
+        def __init__(self):
+            super().__init__()
+            self.made = {}
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for x in tree_leaves(result):
+                if isinstance(x, torch.Tensor):
+                    storage = x.untyped_storage()
+                    self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            return result
+
+        def nbytes(self, known):
+            gc.collect()
+            return sum(n for address, (storage, n) in self.made.items() if address not in known and not storage.expired())
+
+    def batch():
+        tokens = torch.randint(64, (BATCH, CONTEXT))
+        return TokenBatch(tokens, tokens.roll(-1, 1), torch.arange(CONTEXT, dtype=torch.int32).repeat(BATCH, 1))
+
+    def model_of(variant, precision, recompute, tensor):
+        """A model that has made its compute copies, and the storages of those and of its parameters."""
+        config = run_of(variant, tensor=tensor)
+        model = LanguageModel(config.model, tensor_size=tensor, compute_dtype=DTYPES[precision], recompute=recompute)
+        initialize_parameters(model, 0, 0, tensor)
+        model.logits(model(read.tokens, read.pos)[0])
+        copies = [copy for module in model.modules() if (copy := getattr(module, "_compute_copy", None)) is not None]
+        return model, {x.untyped_storage()._cdata for x in (*model.parameters(), *copies)}
+
+    def saved(model, known, read):
+        """Bytes of what autograd saves of the stack."""
+        found = {}
+
+        def pack(x):
+            storage = x.untyped_storage()
+            found[storage._cdata] = storage
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            kept = model(read.tokens, read.pos)
+        del kept
+        return sum(storage.nbytes() for address, storage in found.items() if address not in known)
+
+    read, results = batch(), {}
+    mesh = meshes.initialize(run_of("mamba").layout, device=torch.device("cpu"), rank=0, store=None)
+    results["saved"] = {v: {p: saved(*model_of(v, p, False, 1), read) for p in DTYPES} for v in VARIANTS}
+    results["living"] = {}
+    for variant in RECOMPUTED:
+        for recompute in (False, True):
+            model, known = model_of(variant, "bfloat16", recompute, 1)
+            with Living() as living:
+                kept = model(read.tokens, read.pos)
+            results["living"][f"{variant} {recompute}"] = living.nbytes(known)
+            del kept
+    meshes.shutdown()
+
+    mesh = meshes.initialize(run_of("mamba", tensor=2).layout, device=torch.device("cpu"), rank=0, store=None)
+    results["sent"] = {}
+    for variant in EXCHANGED:
+        for precision, recompute in SENT_WITH:
+            model, _ = model_of(variant, precision, recompute, 2)
+            with Sent() as sent:
+                model.loss(model(read.tokens, read.pos)[0], read.labels).backward()
+            results["sent"][f"{variant} {precision} {recompute}"] = sent.bytes.total()
+    meshes.shutdown()
+
+    def receive(link, direction, leaves, batch):
+        """Whatever, instead of what nobody sends: a State is only counted here."""
+        return {leaf.name: torch.ones(batch, *leaf.shape, dtype=leaf.dtype) for leaf in leaves}
+
+    SequenceLink.receive = receive
+    results["handed on"] = {variant: {} for variant in HANDED_ON}
+    for rank, direction in ((0, "right"), (1, "left")):
+        mesh = meshes.initialize(run_of("mamba", sequence=2).layout, device=torch.device("cpu"), rank=rank, store=None)
+        results["saved of a segment"] = {}
+        span = slice(rank * CONTEXT // 2, (rank + 1) * CONTEXT // 2)
+        for variant in HANDED_ON:
+            mesh.link.counted.clear()
+            model = LanguageModel(run_of(variant).model, link=mesh.link)
+            initialize_parameters(model, 0, 0, 1)
+            model(read.tokens[:, span], read.pos[:, span])[0].sum().backward()
+            sent = sum(n for (what, _), n in mesh.link.counted.items() if what == f"{direction} bytes")
+            results["handed on"][variant][direction] = sent
+            part = TokenBatch(read.tokens[:, span], read.labels[:, span], read.pos[:, span])
+            known = {x.untyped_storage()._cdata for x in model.parameters()}
+            results["saved of a segment"][variant] = saved(model, known, part)
+        meshes.shutdown()
+
+    config = run_of("gla", data=2)
+    mesh = meshes.initialize(config.layout, device=torch.device("cpu"), rank=0, store=None)
+    built, sent = build(config.model, config.training, mesh), Sent()
+    step = built.engine.step
+
+    def watched():
+        with sent:
+            step()
+
+    built.engine.step = watched
+    StepExecutor(built.model, built.engine, mesh).step([batch()], 0.0)
+    print(json.dumps({**results, "zero": sent.bytes}))
+
+
+if __name__ == "__main__":
+    measure()
