@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 # -P: the checkout's folders must not become importable under their bare names; transformers, for one, looks for a `kernels`
 PYTEST := .venv/bin/python -P -m pytest
-.PHONY: demo test test-long test-gpu lint typing-tree bench clean
+.PHONY: demo test test-long grid test-gpu lint typing-tree bench clean
 
 demo:  ## five minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
@@ -15,6 +15,10 @@ test: lint  ## everything that runs without a GPU
 test-long:  ## the long forms: every mixer learns, 100,000 steps of every state
 	@scripts/setup.sh test oracles
 	$(PYTEST) -q -m long --timeout 1800
+
+grid:  ## the equality grid: every mixer on every layout; writes docs/equality-grid.md
+	@scripts/setup.sh test
+	.venv/bin/python -P tests/equality_grid.py
 
 test-gpu:  ## what needs a GPU
 	@scripts/setup.sh test

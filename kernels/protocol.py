@@ -303,3 +303,23 @@ class SequentialRecurrence(Recurrence):
         """As `run`, on what `prepare` returned."""
         inputs, pos = context
         return self.run(inputs, pos, state)
+
+
+class StateFirstRecurrence(Recurrence):
+    """A recurrence whose leaving State, though not linear in the entering one, costs little beside the outputs.
+
+    So it is computed and sent first: `leave`, send, `read`. Backwards `read` is pulled back before the leaving State's cotangent
+    arrives, then `leave` with that cotangent, and the gradients are added. `run` is both.
+    """
+
+    @abstractmethod
+    def initial(self, inputs: Inputs) -> State:
+        """The State of nothing read, which `run` takes None for."""
+
+    @abstractmethod
+    def leave(self, inputs: Inputs, pos: Tensor | None, state: State) -> State:
+        """The leaving State alone, every bit as `run` returns it; by plain autograd, with exact gradients to inputs and state."""
+
+    @abstractmethod
+    def read(self, inputs: Inputs, pos: Tensor | None, state: State) -> Tensor:
+        """The outputs alone, every bit as `run` returns them, with exact gradients to inputs and state."""

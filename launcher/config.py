@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from baton.data_pipeline.config import DataConfig, ShardsConfig, TaskConfig
 from baton.launcher.errors import ConfigError
 from baton.models.config import ModelConfig
+from baton.models.stages import cut
 from baton.parallel.config import LayoutConfig, divisors
 from baton.training.config import TrainingConfig, with_vocabulary
 
@@ -62,6 +63,7 @@ class RunConfig(BaseModel):
         self.layout.check()
         self.training.check(self.layout.data)
         self._check_sequence(self.layout.sequence)
+        cut(self.model, self.layout.pipeline, self.training.context)
         tensor, model = self.layout.tensor, self.model
         if isinstance(self.data, TaskConfig):
             self.data.check_context(self.training.context)
@@ -92,6 +94,40 @@ class RunConfig(BaseModel):
                     f"layout.sequence={ranks}: model.mixers.{name} looks at the whole document, which no rank can hand on; "
                     f"set model.mixers.{name}.window, or layout.sequence=1"
                 )
+            tail = settings.longest_tail
+            if ranks > 1 and context // ranks < tail:
+                raise ConfigError(
+                    f"layout.sequence={ranks} leaves {context // ranks} of training.context={context} tokens to a rank, and "
+                    f"model.mixers.{name} hands on its last {tail}; layout.sequence that leaves enough: "
+                    f"{[n for n in divisors(context) if n == 1 or context // n >= tail]}; or with {ranks} ranks "
+                    f"training.context={ranks * tail} or more"
+                )
+
+    def check_ranks(self, started: int) -> None:
+        """Refuse a number of started ranks that is not the layout's. Raises ConfigError naming a layout.data that would fit."""
+        layout = self.layout
+        if started == layout.world_size:
+            return
+        copies, rest = divmod(started, layout.world_size // layout.data)
+        fitting = self.model_copy(update={"layout": layout.model_copy(update={"data": copies})})
+        instead = (
+            f"set layout.data={copies}" if not rest and fitting.is_legal() else f"set a layout whose sizes multiply to {started}"
+        )
+        raise ConfigError(
+            f"the layout is tensor x pipeline x sequence x data = {layout.tensor} x {layout.pipeline} x {layout.sequence} x "
+            f"{layout.data} = {layout.world_size} ranks, but {started} {'was' if started == 1 else 'were'} started; start "
+            f"{layout.world_size}, or {instead}"
+        )
+
+    def is_legal(self) -> bool:
+        """Whether `check` has nothing to refuse."""
+        try:
+            self.check()
+        except Exception as error:
+            if getattr(error, "exit_status", None) != ConfigError.exit_status:
+                raise
+            return False
+        return True
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:

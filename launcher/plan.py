@@ -1,18 +1,18 @@
 """What a run will take, before it has a GPU: memory per rank, bytes exchanged, an estimate of its speed, and what to change.
 
 The one thing to know: memory and bytes are counted (`arithmetic`), times are estimated: work at a cluster's rates, one kind after
-the other, with nothing overlapped. What an estimate leaves out is waiting (for kernels to start, for messages to arrive, for a
-recurrence's steps that follow one another), so it is what good kernels and long sequences approach, not what any run reaches.
+the other, with nothing overlapped, as long as the slowest pipeline stage takes. What an estimate leaves out is waiting (for kernels
+to start, for messages to arrive, for a recurrence's steps that follow one another), so it is what good kernels and long sequences
+approach, not what any run reaches.
 """
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from baton.launcher.arithmetic import Arithmetic, Memory
+from baton.launcher.arithmetic import Arithmetic, Exchange, Memory, of_stages
 from baton.launcher.cluster import Cluster
 from baton.launcher.config import RunConfig
-from baton.launcher.errors import ConfigError
 from baton.parallel.config import divisors
 
 GIB = 1 << 30
@@ -23,9 +23,9 @@ _PARTS = {
     "parameters": "parameters, float32",
     "compute_copies": "compute copies, bfloat16",
     "gradients": "gradients, float32",
-    "optimizer": "master copy and moments (ZeRO-1)",
+    "optimizer": "optimizer",
     "states": "carried states",
-    "activations": "activations of a micro-batch",
+    "activations": "activations",
     "in_hand": "backward of a sub-block",
     "loss": "loss chunk and head gradient",
     "buffers": "optimizer step's buffers",
@@ -34,41 +34,87 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of one optimizer step by what they go into; tokens per second of all ranks; the share of the matmul rate that the
-    model's own arithmetic (without what is computed again) is worth."""
+    """Seconds of one optimizer step by what they go into on the slowest stage; bubble: in which it waits for the others; tokens per
+    second of all ranks; the share of the matmul rate that the model's own arithmetic (without what is computed again) is worth."""
 
     matrix: float
     elementwise: float
     memory: float
     exchange: float
+    bubble: float
     tokens_per_second: float
     utilisation: float
 
     @property
     def step(self) -> float:
-        return self.matrix + self.elementwise + self.memory + self.exchange
+        return self.matrix + self.elementwise + self.memory + self.exchange + self.bubble
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline stage; bytes are of one rank of it.
+
+    parameters: that belong to it, all tensor ranks together. in_flight: micro-batches whose activations are kept at once. exchange:
+    bytes that a rank sends per optimizer step, by purpose.
+    """
+
+    layers: range
+    parameters: int
+    in_flight: int
+    memory: Memory
+    exchange: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "layers": [self.layers.start, self.layers.stop - 1],
+            "parameters": self.parameters,
+            "in_flight": self.in_flight,
+            "memory": {**asdict(self.memory), "peak": self.memory.peak},
+            "exchange": self.exchange,
+        }
 
 
 @dataclass(frozen=True)
 class Plan:
     """A run's plan; bytes are of one rank.
 
-    activations: of a micro-batch, {False: as they are kept, True: with recomputation}. exchange: bytes that a rank sends per
-    optimizer step, by purpose. capacity: bytes that a rank may fill, None: not known. advice: settings that make it fit, "" when it
-    fits or nothing that was tried does.
+    stages: in order. fullest: number of the stage that needs most memory. activations: of a micro-batch on it, {False: as they are
+    kept, True: with recomputation}. capacity: bytes that a rank may fill, None: not known. advice: settings that make it fit, ""
+    when it fits or nothing that was tried does.
     """
 
     config: RunConfig
-    parameters: int
-    memory: Memory
+    stages: tuple[StagePlan, ...]
+    fullest: int
     activations: dict[bool, int]
-    exchange: dict[str, int]
     micro_batches: int
     speed: Speed | None
     capacity: int | None
     advice: tuple[str, ...]
     cluster: str | None
     notes: tuple[str, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return sum(stage.parameters for stage in self.stages)
+
+    @property
+    def memory(self) -> Memory:
+        """Of a rank of the fullest stage."""
+        return self.stages[self.fullest].memory
+
+    @property
+    def exchange(self) -> dict[str, int]:
+        """Bytes that a rank sends per optimizer step, by purpose, on the stage that sends most of it."""
+        names = dict.fromkeys(name for stage in self.stages for name in stage.exchange)
+        return {name: max(stage.exchange.get(name, 0) for stage in self.stages) for name in names}
+
+    @property
+    def bubble(self) -> float:
+        """Share of the micro-batches' time in which a stage waits for others: (stages - 1) / (micro-batches + stages - 1)."""
+        return (len(self.stages) - 1) / (self.micro_batches + len(self.stages) - 1)
 
     @property
     def fits(self) -> bool | None:
@@ -87,6 +133,9 @@ class Plan:
             "memory": {**asdict(self.memory), "peak": self.memory.peak},
             "activations": {"kept": self.activations[False], "recomputed": self.activations[True]},
             "exchange": self.exchange,
+            "stages": [stage.to_json() for stage in self.stages],
+            "fullest_stage": self.fullest,
+            "bubble": self.bubble,
             "seconds": None if self.speed is None else {**asdict(self.speed), "step": self.speed.step},
             "capacity": self.capacity,
             "fits": self.fits,
@@ -100,34 +149,58 @@ class Plan:
         where = f" on {self.cluster}" if self.cluster else ""
         yield (
             f"{config.name}: {self.parameters:,} parameters, {layout.world_size} ranks{where} "
-            f"(tensor {layout.tensor}, sequence {layout.sequence}, data {layout.data}), "
-            f"{self.micro_batches} micro-batches of {config.training.micro_batch} x {config.training.context} tokens a step"
+            f"(tensor {layout.tensor}, pipeline {layout.pipeline}, sequence {layout.sequence}, data {layout.data}, "
+            f"ZeRO-{layout.zero}), {self.micro_batches} micro-batches of {config.training.micro_batch} x {config.training.context} "
+            f"tokens a step"
         )
         yield ""
-        yield "memory per rank"
-        for name, text in _PARTS.items():
+        if len(self.stages) > 1:
+            yield from self._stage_lines()
+        yield f"memory per rank{self._of_stage()}"
+        for name, text in self._parts().items():
             value = getattr(self.memory, name)
             if value:
                 yield _row(text, value)
         yield _row("at the highest moment", self.memory.peak)
         other = not config.training.recompute
-        yield f"  (activations with training.recompute={str(other).lower()}: {_size(self.activations[other])})"
+        yield f"  (a micro-batch's activations with training.recompute={str(other).lower()}: {_size(self.activations[other])})"
         yield ""
-        yield "sent by each rank per step"
+        yield "sent by each rank per step" + (", on the stage that sends most" if len(self.stages) > 1 else "")
         if not self.exchange:
             yield "  nothing: one rank"
         for name, value in self.exchange.items():
             yield _row(name, value)
         yield ""
         if self.speed is not None:
-            yield "time per step, estimated, nothing overlapped, no waiting"
-            for name in ("matrix", "elementwise", "memory", "exchange", "step"):
+            yield "time per step, estimated, nothing overlapped, no waiting" + (" but for stages" if len(self.stages) > 1 else "")
+            for name in ("matrix", "elementwise", "memory", "exchange", "bubble", "step"):
                 label = {"matrix": "matrix products", "elementwise": "elementwise arithmetic", "memory": "memory traffic"}
-                yield f"  {label.get(name, name):<44}{getattr(self.speed, name):>11.3f} s"
+                if name != "bubble" or len(self.stages) > 1:
+                    yield f"  {label.get(name, name):<44}{getattr(self.speed, name):>11.3f} s"
             yield f"  {self.speed.tokens_per_second:,.0f} tokens/s, {self.speed.utilisation:.0%} of the matrix rate"
             yield ""
         yield from self.notes
         yield self.verdict()
+
+    def _parts(self) -> dict[str, str]:
+        zero, kept = self.config.layout.zero, self.stages[self.fullest].in_flight
+        held = f"master copy and moments (ZeRO-{zero})" if zero else "moments, whole (ZeRO-0)"
+        return _PARTS | {
+            "optimizer": held,
+            "activations": f"activations of {'a' if kept == 1 else kept} micro-batch{'es' * (kept > 1)}",
+        }
+
+    def _stage_lines(self) -> Iterator[str]:
+        yield f"{'stage':<7}{'layers':<12}{'parameters':>16}{'micro-batches kept':>21}{'highest moment':>17}"
+        for number, stage in enumerate(self.stages):
+            layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
+            size = _size(stage.memory.peak)
+            yield f"{number:<7}{layers:<12}{stage.parameters:>16,}{stage.in_flight:>21}{size:>17}"
+        yield f"bubble: {self.bubble:.0%} of the micro-batches' time a stage waits for others"
+        yield ""
+
+    def _of_stage(self) -> str:
+        return f" of stage {self.fullest}, which has most" if len(self.stages) > 1 else ""
 
     def verdict(self) -> str:
         """One line."""
@@ -152,39 +225,78 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
     if memory_gib is None and cluster is not None:
         memory_gib = cluster.memory_gib - cluster.reserved_gib
     capacity = None if memory_gib is None else int(memory_gib * GIB)
-    arithmetic = Arithmetic(config)
-    memory = arithmetic.memory()
+    counted = of_stages(config)
+    stages = tuple(
+        StagePlan(
+            layers=one.stage.layers,
+            parameters=one.parameter_count,
+            in_flight=one.in_flight,
+            memory=one.memory(),
+            exchange={name: exchanged.bytes for name, exchanged in one.exchange().items()},
+        )
+        for one in counted
+    )
+    fullest = max(range(len(stages)), key=lambda n: stages[n].memory.peak)
     advice: tuple[str, ...] = ()
-    if capacity is not None and memory.peak > capacity:
+    if capacity is not None and stages[fullest].memory.peak > capacity:
         advice = _first_that_fits(config, capacity, LARGEST_TENSOR if cluster is None else cluster.gpus_per_node)
     return Plan(
         config=config,
-        parameters=arithmetic.parameter_count,
-        memory=memory,
-        activations={again: arithmetic.activations(recompute=again) for again in (False, True)},
-        exchange={name: one.bytes for name, one in arithmetic.exchange().items()},
-        micro_batches=arithmetic.micro_batches,
-        speed=None if cluster is None else _speed(config, arithmetic, cluster),
+        stages=stages,
+        fullest=fullest,
+        activations={again: counted[fullest].activations(recompute=again) for again in (False, True)},
+        micro_batches=counted[0].micro_batches,
+        speed=None if cluster is None else _speed(config, counted, cluster),
         capacity=capacity,
         advice=advice,
         cluster=None if cluster is None else cluster.name,
-        notes=() if cluster is None else tuple(_notes(config, cluster)),
+        notes=tuple(_notes(config, counted[0].micro_batches, cluster)),
     )
 
 
-def _speed(config: RunConfig, arithmetic: Arithmetic, cluster: Cluster) -> Speed:
-    work, rates = arithmetic.operations(), cluster.matmul_tflops
-    rate = getattr(rates, config.training.precision) * 1e12
-    matrix, elementwise = work.matrix / rate, work.vector / (rates.float32 * 1e12)
-    memory = work.memory / (cluster.memory_tb_s * 1e12)
-    exchange = sum(cluster.seconds(one.bytes, one.members, one.stride, pairs=one.pairs) for one in arithmetic.exchange().values())
-    seconds, tokens = matrix + elementwise + memory + exchange, config.training.global_batch_tokens
-    useful = arithmetic.useful_flops() * tokens / (config.layout.world_size * seconds * rate)
-    return Speed(matrix, elementwise, memory, exchange, tokens / seconds, useful)
+def _speed(config: RunConfig, counted: tuple[Arithmetic, ...], cluster: Cluster) -> Speed:
+    waits = (len(counted) - 1) / counted[0].micro_batches
+    rate = getattr(cluster.matmul_tflops, config.training.precision) * 1e12
+    matrix, elementwise, memory, exchange, bubble = max(
+        (_stage_seconds(one, rate, waits, cluster) for one in counted), key=lambda seconds: sum(seconds)
+    )
+    seconds, tokens = matrix + elementwise + memory + exchange + bubble, config.training.global_batch_tokens
+    useful = sum(one.useful_flops() for one in counted) * tokens / (config.layout.world_size * seconds * rate)
+    return Speed(matrix, elementwise, memory, exchange, bubble, tokens / seconds, useful)
 
 
-def _notes(config: RunConfig, cluster: Cluster) -> Iterator[str]:
-    layout, node = config.layout, cluster.gpus_per_node
+def _stage_seconds(arithmetic: Arithmetic, rate: float, waits: float, cluster: Cluster) -> tuple[float, float, float, float, float]:
+    """Seconds of a stage's ranks in Speed's order. waits: micro-batches' worth of waiting for other stages, per micro-batch."""
+    work, exchanges = arithmetic.operations(), arithmetic.exchange().values()
+
+    def sending(one: Exchange) -> float:
+        return cluster.seconds(one.bytes, one.members, one.stride, pairs=one.pairs)
+
+    matrix, elementwise = work.matrix / rate, work.vector / (cluster.matmul_tflops.float32 * 1e12)
+    passing, updating = (x / (cluster.memory_tb_s * 1e12) for x in (work.memory, work.update))
+    each, once = (sum(sending(one) for one in exchanges if one.once is last) for last in (False, True))
+    # the update, and what is exchanged for it, waits for nobody
+    return matrix, elementwise, passing + updating, each + once, (matrix + elementwise + passing + each) * waits
+
+
+def _notes(config: RunConfig, micro_batches: int, cluster: Cluster | None) -> Iterator[str]:
+    layout = config.layout
+    if micro_batches < layout.pipeline:
+        yield (
+            f"note: {micro_batches} micro-batches do not fill layout.pipeline={layout.pipeline} stages, which wait for each other; "
+            f"take more of them (smaller training.micro_batch, larger training.global_batch_tokens, smaller layout.data), or fewer "
+            f"stages"
+        )
+    if layout.sequence > 1 and layout.state_exchange == "gather":
+        yield (
+            "note: States are counted as layout.state_exchange=relay sends them; gather sends those of linear recurrences, with "
+            "their decays, to every rank of a sequence"
+        )
+    if layout.tensor > 1 and layout.split_residual:
+        yield "note: activations are counted as without layout.split_residual, which keeps less of the residual stream"
+    if cluster is None:
+        return
+    node = cluster.gpus_per_node
     if layout.tensor > node or (layout.world_size > node and node % layout.tensor):
         yield f"note: groups of layout.tensor={layout.tensor} ranks reach over nodes of {node} GPUs: every layer waits for it"
     if layout.world_size > node and layout.world_size % node:
@@ -193,14 +305,15 @@ def _notes(config: RunConfig, cluster: Cluster) -> Iterator[str]:
 
 def _first_that_fits(config: RunConfig, capacity: int, largest_tensor: int) -> tuple[str, ...]:
     for words, candidate in _candidates(config, largest_tensor):
-        if Arithmetic(candidate).memory().peak <= capacity:
+        if all(one.memory().peak <= capacity for one in of_stages(candidate)):
             return words
     return ()
 
 
 def _candidates(config: RunConfig, largest_tensor: int) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
     """Legal changes, the least costly first: on the same ranks recomputation, then smaller micro-batches, then both; the same with
-    more data ranks (each then has less of the optimizer), and with more tensor ranks."""
+    ZeRO-1 where there is none, with more data ranks (each then has less of the optimizer), with more tensor ranks, and with more
+    stages."""
     training, layout = config.training, config.layout
     smaller = [n for n in reversed(divisors(training.micro_batch)) if n < training.micro_batch]
     savings: list[dict[str, Any]] = [{}]
@@ -211,26 +324,20 @@ def _candidates(config: RunConfig, largest_tensor: int) -> Iterator[tuple[tuple[
         savings += [{"recompute": True, "micro_batch": n} for n in smaller]
     data = [n for n in divisors(training.sequences_per_step) if n > layout.data]
     tensor = [layout.tensor * n for n in range(2, largest_tensor // layout.tensor + 1)]
-    for ranks in ({}, *({"data": n} for n in data), *({"tensor": n} for n in tensor)):
+    pipeline = [layout.pipeline << n for n in range(1, (config.model.n_layers // layout.pipeline).bit_length())]
+    # without ZeRO more data ranks save nothing
+    zero = {"zero": 1} if layout.zero == 0 else {}
+    more = [{"data": n, **zero} for n in data] + [{"tensor": n} for n in tensor] + [{"pipeline": n} for n in pipeline]
+    for ranks in ({}, *([zero] if zero else []), *more):
         for saving in savings:
             if not ranks and not saving:
                 continue
             candidate = config.model_copy(
                 update={"training": training.model_copy(update=saving), "layout": layout.model_copy(update=ranks)}
             )
-            if _is_legal(candidate):
+            if candidate.is_legal():
                 words = [f"training.{name}={str(value).lower()}" for name, value in saving.items()]
                 yield (*words, *(f"layout.{name}={value}" for name, value in ranks.items())), candidate
-
-
-def _is_legal(config: RunConfig) -> bool:
-    try:
-        config.check()
-    except Exception as error:
-        if getattr(error, "exit_status", None) != ConfigError.exit_status:
-            raise
-        return False
-    return True
 
 
 def _size(nbytes: int) -> str:

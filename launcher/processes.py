@@ -4,6 +4,7 @@ Each rank writes its own log; rank 0's is shown as it grows. A rank that fails e
 that started them.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,11 +15,15 @@ from pathlib import Path
 
 GRACE_S = 10.0
 
+LAST_WORDS_S = 2.0
+"""How long the other ranks may say what they miss of one that has failed, before they are ended."""
+
 
 def run_ranks(world_size: int, attempt: Path) -> int:
     """Run the ranks of `attempt` (a folder with config.yaml) to their end; returns the exit status for the command.
 
-    0: all ranks ended well. 2: a rank refused its input (its sentence has been printed). 1: a rank died; 130, 143: interrupted.
+    0: all ranks ended well. 2: a rank refused its input (its sentence has been printed). 1: a rank died or missed another one's
+    message (who, and what was missed, has been printed); 130, 143: interrupted.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     listener.set_inheritable(True)
@@ -32,6 +37,8 @@ def run_ranks(world_size: int, attempt: Path) -> int:
             time.sleep(0.05)
         # asked again, because the rank that failed first may not be the first that was seen to have
         failed = [(rank, p.returncode) for rank, p in enumerate(ranks) if p.poll()]
+        if any(status != 2 for _, status in failed) and not stopped:
+            _wait(ranks, LAST_WORDS_S)
         _end(ranks)
         shown.update()
     finally:
@@ -41,7 +48,7 @@ def run_ranks(world_size: int, attempt: Path) -> int:
     if stopped:
         print(f"baton: stopped by {signal.Signals(stopped[0]).name}; start the same command to resume", file=sys.stderr)
         return 128 + stopped[0]
-    return _report(failed, attempt) if failed else 0
+    return _report(failed, world_size, attempt) if failed else 0
 
 
 def _start(rank: int, world_size: int, attempt: Path, listener: socket.socket) -> subprocess.Popen[bytes]:
@@ -77,27 +84,43 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
     for p in ranks:
         if p.poll() is None:
             p.terminate()
-    deadline = time.monotonic() + GRACE_S
+    _wait(ranks, GRACE_S)
     for p in ranks:
-        try:
-            p.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        if p.poll() is None:
             p.kill()
             p.wait()
 
 
-def _report(failed: list[tuple[int, int]], attempt: Path) -> int:
+def _wait(ranks: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Until all ranks have ended, `seconds` at most."""
+    deadline = time.monotonic() + seconds
+    for p in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            p.wait(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def _report(failed: list[tuple[int, int]], world_size: int, attempt: Path) -> int:
+    said = {rank: _sentence(_log(attempt, rank)) for rank in range(world_size)}
     refused = [rank for rank, status in failed if status == 2]
     if refused:
-        lines = _log(attempt, refused[0]).read_text(encoding="utf-8", errors="replace").splitlines()
-        sentences = [line for line in lines if line.startswith("baton: ")]
-        print(sentences[-1] if sentences else f"baton: rank {refused[0]} refused to run", file=sys.stderr)
+        print(f"baton: {said[refused[0]] or f'rank {refused[0]} refused to run'}", file=sys.stderr)
         return 2
-    # ranks that miss another one fail as well; a signal came from outside, and is the cause
-    rank, status = min(failed, key=lambda f: f[1] >= 0)
+    # Ranks that miss another one fail as well, and say whom they miss. A signal came from outside, and is the cause; next to it, a
+    # failure that is not for want of a message; else who spoke first.
+    rank, status = min(
+        failed, key=lambda f: (f[1] >= 0, f[1] >= 0 and (said[f[0]] is not None, _log(attempt, f[0]).stat().st_mtime_ns))
+    )
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
-    print(f"baton: rank {rank} {how}; see {_log(attempt, rank)}; start the same command to resume", file=sys.stderr)
+    sentence = said[rank] or next(filter(None, said.values()), None)
+    missed = f" ({sentence.removeprefix(f'rank {rank}: ')})" if sentence else ""
+    print(f"baton: rank {rank} {how}{missed}; see {_log(attempt, rank)}; start the same command to resume", file=sys.stderr)
     return 1
+
+
+def _sentence(log: Path) -> str | None:
+    """What a rank that ended by itself said last."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.removeprefix("baton: ") for line in reversed(lines) if line.startswith("baton: ")), None)
 
 
 def _log(attempt: Path, rank: int) -> Path:

@@ -49,15 +49,18 @@ def main() -> int:
 
 
 def _run(path: Path) -> None:
+    from baton.launcher.run_directory import read_config
+
+    config = read_config(path)
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    # whoever started the ranks: too few of them would wait for the others before anything could be said
+    config.check_ranks(world_size)
     import torch
 
-    from baton.launcher.run_directory import read_config
     from baton.parallel import mesh as meshes
     from baton.training.loop import train
     from baton.training.run import RunSettings
 
-    config = read_config(path)
-    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = meshes.local_device(local_rank, int(os.environ["LOCAL_WORLD_SIZE"]), config.device)
     listening = os.environ.get("BATON_LISTEN_FD")
     store = torch.distributed.TCPStore(

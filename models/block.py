@@ -1,4 +1,8 @@
-"""A layer: sub-blocks x + mixer(norm(x)) one after the other, with the residual stream in fp32."""
+"""A layer: sub-blocks x + mixer(norm(x)) one after the other, with the residual stream in fp32.
+
+The one thing to know: where tensor ranks share the residual stream, x and what is added to it are this rank's part of the tokens
+(baton.parallel.tensor), and the normalised tokens are gathered in front of the mixer, in the compute type.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,6 +17,7 @@ from baton.models.config import ModelConfig
 from baton.models.mixer import Mixer, Site, build_mixer
 from baton.models.norm import RMSNorm
 from baton.parallel.sequence import SequenceLink
+from baton.parallel.tensor import gather_tokens
 
 
 @contextmanager
@@ -22,17 +27,22 @@ def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any
 
 
 class SubBlock(nn.Module):
-    """x [B, T, d_model] fp32, pos [B, T], State or None -> x, State."""
+    """x [B, T, d_model] fp32 (or this rank's part [part_of(B T), d_model]), pos [B, T], State or None -> x, State."""
 
     mixer: Mixer
 
     def __init__(self, name: str, config: ModelConfig, site: Site) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self._split, self._compute_dtype = site.split_residual, site.compute_dtype
+        self.norm = RMSNorm(config.d_model, config.norm_eps, of_part=site.split_residual)
         self.mixer = build_mixer(config.mixers[name], site)
 
     def forward(self, x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
-        y, state = self.mixer(self.norm(x), pos, state)
+        normed = self.norm(x)
+        if self._split:
+            # every projection would cast it anyway, and half as many bytes travel
+            normed = gather_tokens(normed.to(self._compute_dtype), pos.shape)
+        y, state = self.mixer(normed, pos, state)
         return x + y, state
 
 

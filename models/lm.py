@@ -1,10 +1,11 @@
-"""The language model: embedding, layers, final norm, head, and the loss in chunks of tokens.
+"""The language model, or one pipeline stage of it: embedding, layers, final norm, head, and the loss in chunks of tokens.
 
 Everything that is carried from one piece of a sequence to the next is in the returned states: hand them to the next call and two
 pieces equal the whole; hand them a token at a time and that is decoding.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -19,8 +20,11 @@ from baton.models.block import Layer
 from baton.models.config import ModelConfig
 from baton.models.mixer import Mixer, Site
 from baton.models.norm import RMSNorm
+from baton.models.stages import Stage, whole
+from baton.parallel.layout import declare, layout_of
+from baton.parallel.pipeline import PipelineLink
 from baton.parallel.sequence import SequenceLink
-from baton.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, megatron_config
+from baton.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, gather_tokens, megatron_config, part_of
 
 States = dict[str, State]
 """State of each layer, by the layer's number in the whole model."""
@@ -32,9 +36,15 @@ IGNORED = -1
 class LanguageModel(nn.Module):
     """tokens [B, T] int64, pos [B, T] int32, States or None -> hidden [B, T, d_model] fp32, States.
 
+    A stage takes the hidden vectors that the stage before returned in the place of tokens, unless it is the first; only the last
+    one has the final norm and a loss. A tied embedding belongs to the first stage; the last one reads a copy that it is lent.
+
     tensor_size: ranks of the tensor group this model is split over. compute_dtype: of matmuls and activations between them;
     parameters, the residual stream, step sizes and scan states stay fp32. recompute: keep only each layer's input for backward
-    and run the layer again there. link: the neighbours that have the tokens before and after this rank's, or None.
+    and run the layer again there. link: the neighbours that have the tokens before and after this rank's, or None. stage: which
+    layers this rank has (None: all); pipeline: the stages before and after it, or None. split_residual: the tensor ranks share
+    the residual stream and the norms, each a part of the tokens, [part_of(B T), d_model]: such a part goes from stage to stage.
+    The last stage's hidden vectors are gathered, and in the compute type.
     """
 
     def __init__(
@@ -46,26 +56,47 @@ class LanguageModel(nn.Module):
         recompute: bool = False,
         deterministic_embedding: bool = False,
         link: SequenceLink | None = None,
+        stage: Stage | None = None,
+        pipeline: PipelineLink | None = None,
+        split_residual: bool = False,
     ) -> None:
         super().__init__()
-        self.link = link
+        self.stage = stage or whole(config)
+        self.link, self.pipeline = link, pipeline
         self.config = config
         self.recompute = recompute
+        self.tensor_size, self.compute_dtype = tensor_size, compute_dtype
+        self.split_residual = split_residual and tensor_size > 1
         megatron = megatron_config(tensor_size, deterministic_embedding)
-        self.embedding = VocabParallelEmbedding(
-            config.padded_vocab_size,
+        if self.stage.first or (self.stage.last and config.tie_embeddings):
+            self.embedding = VocabParallelEmbedding(
+                config.padded_vocab_size,
+                config.d_model,
+                init.normal(0.02),
+                megatron,
+                compute_dtype=compute_dtype,
+                decay=config.decay_embedding,
+                scatter=self.split_residual,
+            )
+            if config.tie_embeddings and self.stage.count > 1:
+                layout = layout_of(self.embedding.weight)
+                declare(self.embedding.weight, replace(layout, lends=self.stage.first, lent=self.stage.last))
+        site = Site(
             config.d_model,
-            init.normal(0.02),
+            config.residual_adds,
+            config.norm_eps,
             megatron,
-            compute_dtype=compute_dtype,
-            decay=config.decay_embedding,
+            compute_dtype,
+            config.init_std,
+            split_residual=self.split_residual,
         )
-        site = Site(config.d_model, config.residual_adds, config.norm_eps, megatron, compute_dtype, config.init_std)
-        self.layers = nn.ModuleDict({str(n): Layer(names, config, site) for n, names in enumerate(config.layers)})
-        for module in self.modules():
+        self.layers = nn.ModuleDict({str(n): Layer(config.layers[n], config, site) for n in self.stage.layers})
+        for name, module in self.named_modules():
             if isinstance(module, Mixer):
-                module.link = link
-        self.norm = RMSNorm(config.d_model, config.norm_eps)
+                module.link, module.where = link, name.replace(".mixer", "")
+        if not self.stage.last:
+            return
+        self.norm = RMSNorm(config.d_model, config.norm_eps, of_part=self.split_residual)
         if not config.tie_embeddings:
             self.head = VocabParallelHead(
                 config.padded_vocab_size,
@@ -74,10 +105,11 @@ class LanguageModel(nn.Module):
                 megatron,
                 compute_dtype=compute_dtype,
                 decay=config.decay_embedding,
+                own_input=self.split_residual,
             )
 
     def forward(self, tokens: Tensor, pos: Tensor, states: States | None = None) -> tuple[Tensor, States]:
-        x = self.embedding(tokens)
+        x = self.embedding(tokens) if self.stage.first else tokens
         leaving: States = {}
         for number, layer in self.layers.items():
             entering = None if states is None else states[number]
@@ -94,7 +126,28 @@ class LanguageModel(nn.Module):
                 )
             else:
                 x, leaving[number] = layer(x, pos, entering)
-        return self.norm(x), leaving
+        if not self.stage.last:
+            return x, leaving
+        hidden = self.norm(x)
+        return gather_tokens(hidden.to(self.compute_dtype), pos.shape) if self.split_residual else hidden, leaving
+
+    @torch.no_grad()
+    def through_stages(self, tokens: Tensor, pos: Tensor, states: States | None = None) -> tuple[Tensor | None, States]:
+        """The forward pass of all stages, without gradients: hidden vectors on the last one and None on the others, own States."""
+        pipeline = self.pipeline
+        if pipeline is None:
+            return self(tokens, pos, states)
+        x = tokens if pipeline.first else pipeline.expect("forward", self.hidden_shape(tokens)).wait()
+        hidden, leaving = self(x, pos, states)
+        if pipeline.last:
+            return hidden, leaving
+        pipeline.send("forward", hidden)
+        return None, leaving
+
+    def hidden_shape(self, tokens: Tensor) -> tuple[int, ...]:
+        """Of what goes from stage to stage for tokens [B, T]."""
+        rows = (part_of(tokens.numel(), self.tensor_size),) if self.split_residual else tokens.shape
+        return (*rows, self.config.d_model)
 
     def alone(self) -> AbstractContextManager[None]:
         """Within it this rank has whole sequences: decoding."""
@@ -106,7 +159,7 @@ class LanguageModel(nn.Module):
         Logits exist for `loss_chunk` tokens at a time, in forward and in backward (which makes them again).
         """
         flat_hidden, flat_labels = hidden.flatten(0, 1), labels.flatten()
-        total = hidden.new_zeros(())
+        total = self.norm.weight.new_zeros(())
         for h, y in zip(flat_hidden.split(self.config.loss_chunk), flat_labels.split(self.config.loss_chunk)):
             if torch.is_grad_enabled():
                 total = total + checkpoint(self._chunk_loss, h, y, use_reentrant=False, preserve_rng_state=False)

@@ -2,8 +2,13 @@
 
 A mixer maps (x [B, T, d_model], pos [B, T], State or None) to (y [B, T, d_model], State); None is the state before any token. It is
 written like single-device code over tensor-parallel projections; its file says how its heads or channels split.
+
+Where tensor ranks share the residual stream, x is gathered for the mixer and its output projection gives each rank its part of the
+tokens, y [part_of(B T), d_model]. Whoever reads x then finds only this rank's part of x's gradient, and gathering sums the parts:
+so the projections of a Site sum nothing, and what every rank computes alike must not sum either (models.replicated).
 """
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,8 +22,9 @@ from torch import Tensor, nn
 from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
 from baton.models import init
 from baton.models.settings import MixerConfig
-from baton.parallel import sequence
+from baton.parallel.carry import carry
 from baton.parallel.layout import Init, ParameterLayout, declare
+from baton.parallel.sequence import SequenceLink
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 _CLASSES: dict[type[MixerConfig], type["Mixer"]] = {}
@@ -30,7 +36,8 @@ class Site:
 
     residual_adds: how often the whole model adds to its residual stream; output projections' initial values are scaled by its
     -1/2 power. compute_dtype: of matmuls and activations between them. init_std: of normal initial values of the projections; None:
-    uniform ones.
+    uniform ones. split_residual: tensor ranks share the residual stream, each a part of the tokens; the mixer's input is gathered.
+    inner: the mixer is a part of another, which reads its output whole on every rank.
     """
 
     d_model: int
@@ -39,6 +46,12 @@ class Site:
     megatron: ModelParallelConfig
     compute_dtype: torch.dtype
     init_std: float | None = None
+    split_residual: bool = False
+    inner: bool = False
+
+    def inside(self) -> "Site":
+        """Of a mixer within this one: what it gives is not added to the residual stream."""
+        return dataclasses.replace(self, residual_adds=1, inner=True)
 
     @property
     def tensor_size(self) -> int:
@@ -53,13 +66,26 @@ class Site:
         """A projection from d_model to features that are split over the tensor group."""
         fill = fill or self.fill(self.d_model)
         return ColumnParallelLinear(
-            self.d_model, out_features, fill, self.megatron, compute_dtype=self.compute_dtype, parts=tuple(parts)
+            self.d_model,
+            out_features,
+            fill,
+            self.megatron,
+            compute_dtype=self.compute_dtype,
+            parts=tuple(parts),
+            own_input=self.split_residual,
         )
 
     def output(self, in_features: int) -> RowParallelLinear:
-        """The projection from features that are split over the tensor group back to d_model, summed over the group."""
-        fill = self.fill(in_features, scale=self.residual_adds**-0.5)
-        return RowParallelLinear(in_features, self.d_model, fill, self.megatron, compute_dtype=self.compute_dtype)
+        """The projection from features that are split over the tensor group back to d_model, summed over the group; where ranks
+        share the residual stream, each has the sum for its part of the tokens."""
+        return RowParallelLinear(
+            in_features,
+            self.d_model,
+            self.fill(in_features, scale=self.residual_adds**-0.5),
+            self.megatron,
+            compute_dtype=self.compute_dtype,
+            scatter=self.split_residual and not self.inner,
+        )
 
     def split(self, shape: Iterable[int], fill: Init, *, decay: bool) -> nn.Parameter:
         """A parameter with one row per channel or head, split over the tensor group; it stays fp32 in the computation."""
@@ -77,12 +103,14 @@ class Mixer(nn.Module, ABC):
     """
 
     kept_operators: ClassVar[tuple[Any, ...]] = ()
-    link: sequence.SequenceLink | None = None
+    link: SequenceLink | None = None
     """The sequence group's neighbours; None: this rank has whole sequences."""
+    where: str = "a mixer"
+    """This mixer's name in the model, "layers.3.mamba", as errors and counts of messages call it."""
 
     def carry(self, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
         """Outputs and leaving State of a recurrence, whoever has the tokens before these. Everything carried goes through here."""
-        return sequence.carry(self.link, recurrence, inputs, pos, state)
+        return carry(self.link, recurrence, inputs, pos, state, self.where)
 
     def __init_subclass__(cls, settings: type[MixerConfig] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

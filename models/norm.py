@@ -11,12 +11,17 @@ from baton.parallel.layout import ParameterLayout, declare
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the weight's type (fp32)."""
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the weight's type (fp32).
 
-    def __init__(self, d_model: int, eps: float) -> None:
+    of_part: x is this tensor rank's part of the tokens, so the weight's gradient is too.
+    """
+
+    def __init__(self, d_model: int, eps: float, *, of_part: bool = False) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = declare(nn.Parameter(torch.empty(d_model)), ParameterLayout((d_model,), init.constant(1.0), decay=False))
+        partial = frozenset({"tensor"} if of_part else ())
+        layout = ParameterLayout((d_model,), init.constant(1.0), partial_over=partial, decay=False)
+        self.weight = declare(nn.Parameter(torch.empty(d_model)), layout)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)

@@ -1,7 +1,9 @@
 """A projection that every tensor rank computes whole, for what is too narrow to split: codes and vectors that all heads share.
 
 The one thing to know: ranks use the result for their own heads, so each finds only a part of its gradient. Whatever they use must
-go through `copy_to_tensor_group` first, which sums the parts; behind it everything is the same on every rank, gradients included.
+go through `for_own_heads` first, which sums the parts; behind it everything is the same on every rank, gradients included. Where
+the residual stream is shared, nothing is summed there: gradients stay parts, down to the input, whose gathering sums them, and to
+the parameters, whose layouts say so.
 """
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 from baton.models.mixer import Site
 from baton.parallel.layout import Init, ParameterLayout, declare
-from baton.parallel.tensor import ComputeCopy
+from baton.parallel.tensor import ComputeCopy, copy_to_tensor_group
 
 
 class ReplicatedLinear(ComputeCopy, nn.Module):
@@ -18,13 +20,18 @@ class ReplicatedLinear(ComputeCopy, nn.Module):
 
     def __init__(self, out_features: int, site: Site) -> None:
         super().__init__()
-        self.compute_dtype = site.compute_dtype
-        self.weight = replicated((out_features, site.d_model), site.fill(site.d_model), decay=True)
+        self.compute_dtype, self._sum = site.compute_dtype, not site.split_residual
+        self.weight = replicated((out_features, site.d_model), site.fill(site.d_model), site, decay=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.to(self.compute_dtype), self.compute_weight())
 
+    def for_own_heads(self, y: Tensor) -> Tensor:
+        """The result, or what every rank has made of it alike, as this rank's heads use it."""
+        return copy_to_tensor_group(y) if self._sum else y
 
-def replicated(shape: tuple[int, ...], fill: Init, *, decay: bool) -> nn.Parameter:
-    """A parameter that every tensor rank holds and uses alike; it stays fp32 in the computation."""
-    return declare(nn.Parameter(torch.empty(shape)), ParameterLayout(shape, fill, decay=decay))
+
+def replicated(shape: tuple[int, ...], fill: Init, site: Site, *, decay: bool) -> nn.Parameter:
+    """A parameter that every tensor rank holds and uses alike, in front of `for_own_heads`; it stays fp32 in the computation."""
+    partial = frozenset({"tensor"} if site.split_residual else ())
+    return declare(nn.Parameter(torch.empty(shape)), ParameterLayout(shape, fill, partial_over=partial, decay=decay))

@@ -13,21 +13,40 @@ class LayoutConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tensor: int = Field(1, ge=1, description="ranks that share one layer's heads or channels; 1: a 1B model fits one GPU")
-    pipeline: int = Field(1, ge=1, description="pipeline stages; only 1 is built so far")
+    pipeline: int = Field(1, ge=1, description="stages, each with some of the layers; 1: a 1B model fits one GPU")
     sequence: int = Field(1, ge=1, description="ranks that share one sequence, each a span of it; their States are handed on")
     data: int = Field(1, ge=1, description="ranks that read different lanes of the data")
-    zero: Literal[1] = Field(1, description="ZeRO stage: optimizer states are partitioned over data x sequence ranks")
+    zero: Literal[0, 1, 2] = Field(
+        1,
+        description="ZeRO stage: 0: every data rank has the whole optimizer; 1: its states are partitioned over data x sequence "
+        "ranks; 2: gradients are also sent to their owners only, half the bytes (without pipeline)",
+    )
+    split_residual: bool = Field(
+        False,
+        description="tensor ranks share the residual stream and the norms, each a part of the tokens (Megatron's sequence "
+        "parallelism): less memory, the same bytes",
+    )
+    state_exchange: Literal["relay", "gather"] = Field(
+        "relay",
+        description="how States of linear recurrences cross the sequence ranks: from neighbour to neighbour, or gathered by all "
+        "and folded in the same order; the same bits, relay never waits for the slowest rank",
+    )
+    timeout_s: float = Field(600.0, gt=0, description="seconds that a rank waits for a message before it ends with an error")
 
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.sequence * self.data
 
+    def sizes(self) -> dict[str, int]:
+        """The numbers of ranks, and the ZeRO stage."""
+        return {name: getattr(self, name) for name in ("tensor", "pipeline", "sequence", "data", "zero")}
+
     def check(self) -> None:
-        """Refuse what is not built. Raises LayoutError."""
-        if self.pipeline != 1:
+        """Refuse combinations that cannot be. Raises LayoutError."""
+        if self.zero == 2 and self.pipeline > 1:
             raise LayoutError(
-                f"layout.pipeline={self.pipeline}: pipeline parallelism is not built yet; set layout.pipeline=1 and give the ranks "
-                f"to layout.data, layout.sequence or layout.tensor"
+                f"layout.zero=2 with layout.pipeline={self.pipeline}: stages add up whole gradients over their micro-batches, so "
+                f"there is nothing to partition before the step; set layout.zero=1, or layout.pipeline=1"
             )
 
 

@@ -24,6 +24,8 @@ class ParameterLayout:
         own, so a rank holds the same slice of each.
     partial_over: groups ("tensor", "sequence") over whose ranks the gradient is a partial sum that the finalise pass adds up.
     decay: whether weight decay applies.
+    lent: this rank only reads the values: another stage owns the parameter, updates it and lends it (a tied embedding on the last
+        stage). The gradient found here goes to the owner.
     init: initial values of the whole parameter. With the seed and the name they decide every value, whatever the layout.
     """
 
@@ -33,6 +35,8 @@ class ParameterLayout:
     parts: tuple[tuple[str, int], ...] = ()
     partial_over: frozenset[str] = field(default_factory=frozenset)
     decay: bool = True
+    lent: bool = False
+    lends: bool = False
 
     def __post_init__(self) -> None:
         if self.parts and (self.split != 0 or sum(n for _, n in self.parts) != self.shape[0]):
@@ -107,8 +111,8 @@ def named_layouts(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Parame
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Number of parameters of the whole model, all tensor ranks together; works on the meta device."""
-    return sum(torch.Size(layout.shape).numel() for _, _, layout in named_layouts(module))
+    """Number of parameters of a model or stage, all tensor ranks together, lent ones left out; works on the meta device."""
+    return sum(torch.Size(layout.shape).numel() for _, _, layout in named_layouts(module) if not layout.lent)
 
 
 @torch.no_grad()
@@ -135,7 +139,7 @@ def _stable_seed(seed: int, name: str) -> int:
 def gather_parameters(
     module: nn.Module, group: "torch.distributed.ProcessGroup", of: Callable[[nn.Parameter], Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Whole tensors by part name, on the CPU of every rank of the tensor group: for tests, monitors and exports.
+    """Whole tensors of this stage by part name, on the CPU of every rank of the tensor group: for tests, monitors and exports.
 
     of: what to gather for a parameter, shaped like it (default: the parameter itself).
     """

@@ -5,6 +5,7 @@ numbered tensor first, then sequence, data and pipeline.
 """
 
 import datetime
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from baton.parallel import compat
 from baton.parallel.config import LayoutConfig
 from baton.parallel.errors import LayoutError
-from baton.parallel.sequence import SequenceLink
+from baton.parallel.pipeline import PipelineLink, pipeline_link
+from baton.parallel.sequence import SequenceLink, sequence_link
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,22 @@ class Mesh:
     tensor_rank: int
     sequence_rank: int
     data_rank: int
+    pipeline_rank: int
     tensor_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
     """Ranks that see different tokens (data x sequence): ZeRO partitions over it, gradients are summed over it."""
     lane_group: dist.ProcessGroup
-    """Ranks that work on the same sequences (tensor x sequence): what one of them reads, all need."""
+    """Ranks that work on the same sequences (tensor x sequence x pipeline): what the first of them reads, all need."""
+    stage_group: dist.ProcessGroup | None
+    """Ranks that hold the same layers (tensor x sequence x data); None where that is all of them."""
+    embedding_group: dist.ProcessGroup | None
+    """The first and the last stage's ranks that share an embedding; None on others, and where there is one stage."""
     model_group: dist.ProcessGroup
     """Ranks that hold one copy of the model together (tensor x pipeline)."""
     link: SequenceLink | None
     """The neighbours in the sequence group; None where it is one rank."""
+    pipeline: PipelineLink | None
+    """The stages before and after this one; None where there is one."""
 
     @property
     def world_size(self) -> int:
@@ -46,27 +55,25 @@ class Mesh:
         return self.rank == 0
 
 
-def initialize(
-    layout: LayoutConfig, *, device: torch.device, rank: int, store: torch.distributed.Store, timeout_s: float = 600.0
-) -> Mesh:
+def initialize(layout: LayoutConfig, *, device: torch.device, rank: int, store: torch.distributed.Store) -> Mesh:
     """Join the world and build the mesh's groups.
 
-    layout: sizes; their product is the number of processes that call this.
+    layout: sizes; their product is the number of processes that call this. Its timeout_s also bounds every collective.
     device: "cpu" (gloo) or "cuda:i" (NCCL).
-    store: where the processes meet. timeout_s: seconds that a collective may wait before the process gives up.
-    Raises LayoutError for a layout that is not built.
+    store: where the processes meet.
+    Raises LayoutError for a layout that cannot be.
     """
     layout.check()
-    world_size = layout.world_size
     compat.install(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout = datetime.timedelta(seconds=layout.timeout_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,
         rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        world_size=layout.world_size,
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     from megatron.core import parallel_state
@@ -75,9 +82,15 @@ def initialize(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.sequence,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=max(1, round(layout.timeout_s / 60)),
         create_gloo_process_groups=False,
     )
+    stage_size = layout.world_size // layout.pipeline
+    piped = layout.pipeline > 1
+    stages = [range(n * stage_size, (n + 1) * stage_size) for n in range(layout.pipeline)]
+    sharing = layout.tensor * layout.sequence
+    lanes = [[rank for stage in stages for rank in stage[n * sharing : (n + 1) * sharing]] for n in range(layout.data)]
+    has_embedding = piped and (parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage())
     return Mesh(
         layout=layout,
         device=device,
@@ -85,27 +98,23 @@ def initialize(
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         sequence_rank=parallel_state.get_context_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        lane_group=parallel_state.get_tensor_and_context_parallel_group(),
+        # megatron-core has none that leaves out the data ranks alone, or the stages alone
+        lane_group=_own_group(lanes, timeout) if piped else parallel_state.get_tensor_and_context_parallel_group(),
+        stage_group=_own_group(stages, timeout) if piped else None,
+        embedding_group=parallel_state.get_embedding_group() if has_embedding else None,
         model_group=parallel_state.get_model_parallel_group(),
-        link=_sequence_link(layout, rank, device),
+        link=sequence_link(layout, rank, device, layout.timeout_s),
+        pipeline=pipeline_link(layout, rank, parallel_state.get_pipeline_model_parallel_group(), device),
     )
 
 
-def _sequence_link(layout: LayoutConfig, rank: int, device: torch.device) -> SequenceLink | None:
-    """This rank's neighbours, with a communicator per direction for every sequence group: all ranks make all of them, in order."""
-    if layout.sequence == 1:
-        return None
-    found = None
-    for first in range(layout.world_size):
-        if first // layout.tensor % layout.sequence:
-            continue
-        ranks = [first + n * layout.tensor for n in range(layout.sequence)]
-        to_right, to_left = (dist.new_group(ranks) for _ in range(2))
-        if rank in ranks:
-            found = SequenceLink(ranks.index(rank), layout.sequence, ranks, to_right, to_left, device)
-    return found
+def _own_group(groups: Sequence[Sequence[int]], timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """The group that this rank is in; every rank makes all of them, in the same order."""
+    made = [dist.new_group(list(ranks), timeout=timeout) for ranks in groups]
+    return next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
 
 
 def shutdown() -> None:

@@ -1,59 +1,153 @@
 """Sequence parallelism: a rank is a segment. A State arrives from the left neighbour, and leaves to the right.
 
-The one thing to know: `carry` is a recurrence with a receive before and a send after it, as one autograd function; in backward
-the cotangents of the States travel the other way. Nothing else of a model knows about it. What can be known early leaves early: a
-linear recurrence advances the arriving State before its outputs exist, a tail that lies whole in a rank's own tokens leaves before
-anything arrives; only what is neither is run first and sent then. There is no collective over the sequence group inside the stack,
-so rank r is free to go on to the next layer while rank r + 1 does this one.
+The one thing to know: segment s on rank r of P is virtual segment v = s P + r. States go from v to v + 1, cotangents from v to
+v - 1, and the link knows who that is: the neighbour, at the group's ends the other end, or, with one rank, this process itself.
+What enters v = 0 and what leaves the last are the caller's. What is sent when is decided in `parallel.carry`; nothing else of a
+model knows about it.
 
 Entering States are kept with the graph, so that recomputation of activations exchanges nothing.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, Recurrence, State, flat_nbytes, from_flat, to_flat, zeros
+from baton.kernels.protocol import Leaf, State, flat_nbytes, from_flat, to_flat
+from baton.parallel.config import LayoutConfig
+from baton.parallel.errors import ExchangeError
+from baton.parallel.exchange import Channel, channels
+
+Direction = Literal["right", "left"]
+"""States go right, cotangents left."""
+
+_STEP: dict[Direction, int] = {"right": 1, "left": -1}
+_NOUN: dict[Direction, str] = {"right": "the State", "left": "the cotangent of the State"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A virtual segment: `segment` of `segments` on `rank` of `size`."""
+
+    rank: int
+    size: int
+    segment: int = 0
+    segments: int = 1
+
+    def beside(self, step: int) -> "Place | None":
+        """The virtual segment `step` after this one; None beyond the first and the last."""
+        segment, rank = divmod(self.segment * self.size + self.rank + step, self.size)
+        return Place(rank, self.size, segment, self.segments) if 0 <= segment < self.segments else None
+
+    def beyond(self, direction: Direction) -> "Place | None":
+        """Where what goes in `direction` goes from here."""
+        return self.beside(_STEP[direction])
+
+    def before(self, direction: Direction) -> "Place | None":
+        """Where what goes in `direction` comes from."""
+        return self.beside(-_STEP[direction])
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """One recurrence of one layer at one place: what errors and counts call a message. where: the mixer's name in the model."""
+
+    name: str
+    where: str
+    place: Place
+
+    def what(self, direction: Direction) -> str:
+        segment = f", segment {self.place.segment}" if self.place.segments > 1 else ""
+        return f"{_NOUN[direction]} of {self.name} in {self.where}{segment}"
+
+
+class Aside:
+    """A stream beside the one that computes, for what waits for messages; on a CPU, nothing of that.
+
+    What was made on one of the two and is read on the other must not be freed for reuse too early: tensors of the computing stream
+    live until `join`, those made aside are handed to `join`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Within it work goes aside."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._stream):
+                yield
+
+    def follow(self) -> None:
+        """What goes aside from here waits for what the computing stream has been given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def join(self, state: State | None = None) -> None:
+        """What is computed from here waits for what went aside so far; `state` was made there."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_stream(self._stream)
+            for x in (state or {}).values():
+                x.record_stream(current)
 
 
 class SequenceLink:
     """This rank's place in the sequence group, and its neighbours.
 
-    rank, size: in the group. right, left: global ranks of the neighbours, None at the ends. Each direction has a communicator of
-    its own: with two ranks messages of the two directions would meet in one, in no agreed order.
+    rank, ranks: its number in the group and the group's global ranks. channels: "right", "left", "around right" (from the last rank
+    to the first's next segment), "around left" and, where exchange is "gather", "gather"; none for a group of one.
     A link of one rank exchanges nothing, but takes the same steps: so one rank with P segments has the bits of P ranks.
-    counted: messages and bytes sent, by ("right" | "left", recurrence's name).
+
+    exchange: how States of linear recurrences cross the group: relayed, or gathered by all and folded in rank order, the same bits.
+    counted: messages and bytes sent, by ("right" | "left", recurrence's name) and ("right bytes" | "left bytes", its name);
+    counted_by_layer: the same by (.., where, its name). A gathered message counts as one, its bytes once per rank it goes to.
     """
 
     def __init__(
         self,
         rank: int,
-        size: int,
-        ranks: list[int],
-        to_right: dist.ProcessGroup | None,
-        to_left: dist.ProcessGroup | None,
+        ranks: Sequence[int],
         device: torch.device,
+        channels: Mapping[str, Channel] | None = None,
+        exchange: Literal["relay", "gather"] = "relay",
     ) -> None:
-        self.rank, self.size, self.device = rank, size, device
-        self.left = ranks[rank - 1] if rank > 0 else None
-        self.right = ranks[rank + 1] if rank + 1 < size else None
-        self._groups = {"right": to_right, "left": to_left}
-        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self.rank, self.size, self.device, self.exchange = rank, len(ranks), device, exchange
+        self.channels = dict(channels or {})
+        self.aside = Aside(device)
+        self._ranks = ranks
+        self._place = Place(rank, self.size)
+        self._here: defaultdict[tuple[Direction, Place, str, str], deque[State]] = defaultdict(deque)
         self._kept: list[State | None] | None = None
         self._replay: Iterator[State | None] | None = None
         self._alone = False
         self.counted: Counter[tuple[str, str]] = Counter()
+        self.counted_by_layer: Counter[tuple[str, str, str]] = Counter()
 
     @property
     def active(self) -> bool:
         """Whether States go through here: not while every rank works for itself."""
         return not self._alone
+
+    @property
+    def place(self) -> Place:
+        """The virtual segment that this rank works on."""
+        return self._place
+
+    @property
+    def gathers(self) -> bool:
+        """Whether States of linear recurrences are gathered now.
+
+        Not over several segments: the first rank's next segment begins with what leaves the last rank, so a collective would keep
+        all ranks in one layer of one segment, where a relay lets the first go on.
+        """
+        return self.exchange == "gather" and self.size > 1 and self._place.segments == 1
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -64,34 +158,87 @@ class SequenceLink:
         finally:
             self._alone = before
 
-    def send(self, direction: str, state: State, leaves: tuple[Leaf, ...], name: str) -> None:
-        """Hand a State on without waiting, one message of each leaf's own type; nothing at the end of the group."""
-        neighbour = self.right if direction == "right" else self.left
-        if neighbour is None or not leaves:
+    @contextmanager
+    def segment(self, number: int, *, of: int) -> Iterator[None]:
+        """Within it this rank's tokens are its span of segment `number` of `of`, each of them a span per rank.
+
+        Forwards the segments come in ascending order; backwards in descending order, in one call of backward or one each.
+
+        Raises:
+            ValueError: there is no such segment.
+            ExchangeError: with one rank, when the pass before did not go to its last segment and back.
+        """
+        if not 0 <= number < of:
+            raise ValueError(f"segment {number} of {of}: segments are numbered from 0 to {of - 1}")
+        if number == 0 and (left := [key for key, states in self._here.items() if states]):
+            direction, place, name, where = left[0]
+            what = Carrier(name, where, place).what(direction)
+            raise ExchangeError(
+                f"rank {self._ranks[self.rank]}: {what} was not taken in the pass before: go to the last segment forwards, "
+                f"and to the first backwards"
+            )
+        before, self._place = self._place, Place(self.rank, self.size, number, of)
+        try:
+            yield
+        finally:
+            self._place = before
+
+    def send(self, direction: Direction, carrier: Carrier, state: State, leaves: tuple[Leaf, ...]) -> None:
+        """Hand a State on without waiting, one message of each leaf's own type. Not at the end it goes to."""
+        target = carrier.place.beyond(direction)
+        assert target is not None
+        if not leaves:
+            return
+        if self.size == 1:
+            self._here[direction, target, carrier.name, carrier.where].append({leaf.name: state[leaf.name] for leaf in leaves})
             return
         message = to_flat(state, leaves)
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
-        work = dist.isend(message, dst=neighbour, group=self._groups[direction])
-        assert work is not None
-        self._sending.append((work, message))  # the memory must live until it has left
-        self.counted[direction, name] += 1
-        self.counted[f"{direction} bytes", name] += message.numel()
+        channel = self._channel(direction, carrier.place, target)
+        channel.send(message, self._ranks[target.rank], carrier.what(direction))
+        self._count(direction, carrier, message.numel())
 
-    def receive(self, direction: str, leaves: tuple[Leaf, ...], batch: int) -> State:
-        """The State that travels in `direction`, from the neighbour on the other side. Waits for it."""
-        neighbour = self.left if direction == "right" else self.right
-        assert neighbour is not None
+    def receive(self, direction: Direction, carrier: Carrier, leaves: tuple[Leaf, ...], batch: int) -> Callable[[], State]:
+        """Begin to receive the State that goes in `direction` to here; the result waits for it. Not at the end it comes from."""
+        source = carrier.place.before(direction)
+        assert source is not None
         if not leaves:
-            return {}
-        message = torch.empty(flat_nbytes(leaves, batch), dtype=torch.uint8, device=self.device)
-        dist.recv(message, src=neighbour, group=self._groups[direction])
-        return from_flat(message, leaves, batch)
+            return dict
+        if self.size == 1:
+            return lambda: self._take(direction, carrier)
+        channel = self._channel(direction, source, carrier.place)
+        with self.aside.stream():
+            message = torch.empty(flat_nbytes(leaves, batch), dtype=torch.uint8, device=self.device)
+            arrival = channel.expect(message, self._ranks[source.rank], carrier.what(direction))
+
+        def wait() -> State:
+            with self.aside.stream():
+                state = from_flat(arrival.wait(), leaves, batch)
+            self.aside.join(state)
+            return state
+
+        return wait
+
+    def gather(self, direction: Direction, carrier: Carrier, parts: list[Tensor]) -> Callable[[], list[list[Tensor]]]:
+        """Begin to gather every rank's `parts`, of the same shapes, strides and types everywhere; the result waits for all."""
+        leaves = tuple(Leaf(str(n), tuple(x.shape[1:]), x.dtype, None, grad=False) for n, x in enumerate(parts))
+        message = to_flat({leaf.name: x for leaf, x in zip(leaves, parts, strict=True)}, leaves)
+        arrival = self.channels["gather"].gather(message, carrier.what(direction))
+        self._count(direction, carrier, message.numel() * (self.size - 1))
+
+        def wait() -> list[list[Tensor]]:
+            found = []
+            for row in arrival.wait():
+                views = from_flat(row, leaves, parts[0].shape[0]).values()
+                # in the strides of the rank that sent them: a product of matrices may depend on these to its last bit
+                found.append([torch.empty_like(own).copy_(x) for own, x in zip(parts, views, strict=True)])
+            return found
+
+        return wait
 
     def wait(self) -> None:
         """Until everything sent has left this rank."""
-        while self._sending:
-            self._sending.popleft()[0].wait()
+        for channel in self.channels.values():
+            channel.flush()
 
     def recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Contexts of a first forward pass, whose entering States are kept, and of its recomputation, which is given them."""
@@ -115,151 +262,55 @@ class SequenceLink:
 
         return first(), again()
 
-    def entering(self, recurrence: Recurrence, inputs: Inputs, given: State | None) -> State | None:
-        """The State that enters this rank's tokens: what the caller gave at the group's beginning, else what arrives."""
-        if self._replay is not None:
-            return next(self._replay)
-        if self.left is None:
-            state = given
-        else:
-            state = self.receive("right", recurrence.leaves(inputs), inputs[0].shape[0])
-        if self._kept is not None:
-            self._kept.append(state)
-        return state
-
     @property
     def replaying(self) -> bool:
         """Whether this is a recomputation."""
         return self._replay is not None
 
+    def replayed(self) -> State | None:
+        """The State that entered here in the first pass."""
+        assert self._replay is not None
+        return next(self._replay)
 
-def carry(
-    link: SequenceLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None
-) -> tuple[Tensor, State]:
-    """`recurrence.run` over a sequence that the sequence group shares, each rank having the tokens that follow the last one's.
+    def keep(self, state: State | None) -> None:
+        """Remember what entered here, for a recomputation."""
+        if self._kept is not None:
+            self._kept.append(state)
 
-    state: what enters the first rank (None: nothing read yet); the other ranks are not asked. The leaving State of the last rank is
-    the sequence's; on the others it is what they sent, and has no gradient here.
+    def _take(self, direction: Direction, carrier: Carrier) -> State:
+        waiting = self._here[direction, carrier.place, carrier.name, carrier.where]
+        if not waiting:
+            raise ExchangeError(
+                f"rank {self._ranks[self.rank]}: {carrier.what(direction)} is not there: go from the first segment to the last "
+                f"forwards, and from the last to the first backwards"
+            )
+        return waiting.popleft()
+
+    def _channel(self, direction: Direction, source: Place, target: Place) -> Channel:
+        # A backend that works through a communicator's operations in order would deadlock with two ranks if both kinds met in one:
+        # rank 1's hand-over to rank 0's next segment waits until rank 0 takes it, rank 0 takes it after all that it sends for this
+        # segment, and of that rank 1 takes nothing before its own hand-over is done.
+        return self.channels[direction if source.segment == target.segment else f"around {direction}"]
+
+    def _count(self, direction: Direction, carrier: Carrier, nbytes: int) -> None:
+        for key, n in ((direction, 1), (f"{direction} bytes", nbytes)):
+            self.counted[key, carrier.name] += n
+            self.counted_by_layer[key, carrier.where, carrier.name] += n
+
+
+def sequence_link(layout: LayoutConfig, rank: int, device: torch.device, timeout_s: float) -> SequenceLink | None:
+    """This rank's link; None where the layout's sequence groups are one rank each. Every rank of the world calls it.
+
+    timeout_s: seconds that a State may take to come.
     """
-    if link is None or not link.active:
-        return recurrence.run(inputs, pos, state)
-    given = state if link.left is None else None
-    if not recurrence.differentiable:
-        with torch.no_grad():
-            y, leaving, _, _ = _forward(link, recurrence, inputs, pos, given)
-        return y, leaving
-    leaves = recurrence.leaves(inputs)
-    tensors = () if given is None else tuple(given[leaf.name] for leaf in leaves)
-    y, *found = _Carry.apply(link, recurrence, leaves, pos, len(inputs), *inputs, *tensors)
-    return y, {leaf.name: x for leaf, x in zip(leaves, found, strict=True)}
-
-
-def _forward(
-    link: SequenceLink, recurrence: Recurrence, inputs: Inputs, pos: Tensor, given: State | None
-) -> tuple[Tensor, State, State | None, State]:
-    """Outputs, leaving State, entering State, and a linear recurrence's transition ({} for others)."""
-    leaves, batch = recurrence.leaves(inputs), inputs[0].shape[0]
-
-    def send(state: State) -> None:
-        if not link.replaying:
-            link.send("right", state, leaves, recurrence.name)
-
-    if isinstance(recurrence, LinearRecurrence):
-        transition, effect = recurrence.begin(inputs, pos)
-        entering = link.entering(recurrence, inputs, given)
-        if entering is None:
-            entering = zeros(leaves, batch, inputs[0].device)
-        leaving = effect.advance(entering)
-        send(leaving)
-        return recurrence.finish(inputs, pos, entering), leaving, entering, transition
-    early = recurrence.early(inputs, pos)
-    if early is not None:
-        send(early)
-    entering = link.entering(recurrence, inputs, given)
-    y, leaving = recurrence.run(inputs, pos, entering)
-    if early is None:
-        send(leaving)
-    return y, leaving, entering, {}
-
-
-class _Carry(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        link: SequenceLink,
-        recurrence: Recurrence,
-        leaves: tuple[Leaf, ...],
-        pos: Tensor,
-        n_inputs: int,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        inputs = tensors[:n_inputs]
-        given = {leaf.name: x for leaf, x in zip(leaves, tensors[n_inputs:], strict=True)} if len(tensors) > n_inputs else None
-        y, leaving, entering, transition = _forward(link, recurrence, inputs, pos, given)
-        ctx.link, ctx.recurrence, ctx.leaves, ctx.n_inputs = link, recurrence, leaves, n_inputs
-        ctx.given, ctx.entered = given is not None, entering is not None
-        ctx.names = tuple(transition)
-        ctx.save_for_backward(pos, *inputs, *(entering.values() if entering is not None else ()), *transition.values())
-        found = [leaving[leaf.name].clone() for leaf in leaves]
-        ctx.mark_non_differentiable(*(x for x, leaf in zip(found, leaves, strict=True) if not leaf.grad))
-        return y, *found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, *dfound: Tensor) -> tuple[Any, ...]:
-        link, recurrence, leaves = ctx.link, ctx.recurrence, ctx.leaves
-        pos, *saved = ctx.saved_tensors
-        inputs, rest = tuple(saved[: ctx.n_inputs]), saved[ctx.n_inputs :]
-        entering = {leaf.name: x for leaf, x in zip(leaves, rest, strict=False)} if ctx.entered else None
-        moving = tuple(leaf for leaf in leaves if leaf.grad)
-
-        def arriving() -> State:
-            """The leaving State's cotangent: from the right, and at the group's end from whoever used the State."""
-            if link.right is not None:
-                return link.receive("left", moving, dy.shape[0])
-            return {leaf.name: dx for leaf, dx in zip(leaves, dfound, strict=True) if leaf.grad}
-
-        def send(dstate: State) -> None:
-            if link.left is None:
-                return
-            link.send("left", {leaf.name: dstate[leaf.name].to(leaf.dtype) for leaf in moving}, moving, recurrence.name)
-
-        early = None
-        if isinstance(recurrence, LinearRecurrence):
-            assert entering is not None
-            transition = dict(zip(ctx.names, rest[len(leaves) :], strict=True))
-            effect: Effect = recurrence.begin_backward(inputs, pos, transition, entering, dy)
-            dleaving = arriving()
-            dentering = effect.advance(dleaving)
-            send(dentering)
-            grads = recurrence.finish_backward(inputs, pos, entering, dy, dleaving)
-        else:
-            with torch.enable_grad():
-                leaves_of_early = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
-                early = recurrence.early(leaves_of_early, pos)
-            if early is None:
-                grads, dentering = recurrence.pull_back(inputs, pos, entering, dy, arriving())
-                send(dentering)
-            else:
-                # the entering State does not reach the leaving one, so its cotangent does not wait
-                grads, dentering = recurrence.pull_back(inputs, pos, entering, dy, None)
-                send(dentering)
-                grads = _add_early(grads, early, leaves_of_early, arriving())
-        dgiven = [dentering.get(leaf.name) for leaf in leaves] if ctx.given else []
-        return (None, None, None, None, None, *grads, *dgiven)
-
-
-def _add_early(grads: tuple[Tensor, ...], early: State, inputs: Inputs, dleaving: State) -> tuple[Tensor, ...]:
-    """Gradients plus what the early leaving State's cotangent gives the inputs it was made of."""
-    reached = [name for name, x in early.items() if x.requires_grad]
-    wanted = [x for x in inputs if x.requires_grad]
-    found = iter(
-        torch.autograd.grad(
-            [early[name] for name in reached],
-            wanted,
-            [dleaving[name] for name in reached],
-            allow_unused=True,
-            materialize_grads=True,
-        )
-    )
-    return tuple(grad + next(found) if x.requires_grad else grad for grad, x in zip(grads, inputs, strict=True))
+    if layout.sequence == 1:
+        return None
+    firsts = [rank for rank in range(layout.world_size) if rank // layout.tensor % layout.sequence == 0]
+    groups = [[first + n * layout.tensor for n in range(layout.sequence)] for first in firsts]
+    made = dict(zip(("right", "left"), channels(groups, 2, device, timeout_s) or (), strict=True))
+    ends = channels([[ranks[0], ranks[-1]] for ranks in groups], 2, device, timeout_s)
+    made |= dict(zip(("around right", "around left"), ends or (), strict=False))
+    if layout.state_exchange == "gather":
+        made |= dict(zip(("gather",), channels(groups, 1, device, timeout_s) or (), strict=True))
+    own = next(ranks for ranks in groups if rank in ranks)
+    return SequenceLink(own.index(rank), own, device, made, layout.state_exchange)

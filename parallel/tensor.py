@@ -2,12 +2,20 @@
 
 A parameter stays fp32 (ZeRO's master copy is cut from it) and is cast for the matmul once per optimizer step, not once per
 micro-batch: `drop_compute_copies` after every change of the parameters makes the next forward cast anew.
+
+Where tensor ranks share the residual stream (layout.split_residual), each has a part of the tokens: of the N = B T tokens of a
+micro-batch, flat in memory, rank r has tokens [r n, (r + 1) n) with n = ceil(N / ranks). Where ranks do not divide N, as in
+decoding a token at a time, the last parts end with rows that are no token: gathering drops them and scattering makes them zero, so
+nothing depends on them.
 """
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import ModelParallelConfig, tensor_parallel
 from torch import Tensor, nn
 
@@ -29,6 +37,27 @@ def megatron_config(tensor_size: int, deterministic: bool) -> ModelParallelConfi
         gradient_accumulation_fusion=False,
         deterministic_mode=deterministic,
     )
+
+
+def part_of(tokens: int, tensor_size: int) -> int:
+    """Rows of each rank's part of so many tokens."""
+    return -(-tokens // tensor_size)
+
+
+def gather_tokens(part: Tensor, shape: Sequence[int]) -> Tensor:
+    """Every rank's part [part_of(N), d_model] put together on every rank: [*shape, d_model], N tokens in `shape`.
+
+    For consumers that each find only this rank's part of the gradient: in backward the parts are summed, each rank having the sum
+    for its own tokens.
+    """
+    whole = tensor_parallel.gather_from_sequence_parallel_region(part)
+    return whole[: math.prod(shape)].view(*shape, part.shape[-1])
+
+
+def _whole_parts(x: Tensor, tensor_size: int, value: int = 0) -> Tensor:
+    """x with rows of `value` behind it, as many as make equal parts."""
+    missing = -len(x) % tensor_size
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing), value=value) if missing else x
 
 
 class _CopyGradient(torch.autograd.Function):
@@ -76,7 +105,7 @@ class ColumnParallelLinear(ComputeCopy, tensor_parallel.ColumnParallelLinear):
     """y = x W^T with W split by output rows: x [B, T, in] on every rank, y [B, T, out / tensor ranks].
 
     parts: named parts of a fused projection (each split on its own). own_input: the input is already this rank's business
-    (its gradient is summed elsewhere, by copy_to_tensor_group). Source of the splitting: Megatron-LM.
+    (its gradient is summed elsewhere, by copy_to_tensor_group or gather_tokens). Source of the splitting: Megatron-LM.
     """
 
     def __init__(
@@ -103,16 +132,26 @@ class ColumnParallelLinear(ComputeCopy, tensor_parallel.ColumnParallelLinear):
 
 
 class RowParallelLinear(ComputeCopy, tensor_parallel.RowParallelLinear):
-    """y = x W^T with W split by input columns: x [B, T, in / tensor ranks], y [B, T, out] summed over the tensor group."""
+    """y = x W^T with W split by input columns: x [B, T, in / tensor ranks], y [B, T, out] summed over the tensor group.
+
+    scatter: each rank has the sum for its part of the tokens only, y [part_of(B T), out].
+    """
 
     def __init__(
-        self, in_features: int, out_features: int, init: Init, config: ModelParallelConfig, *, compute_dtype: torch.dtype
+        self,
+        in_features: int,
+        out_features: int,
+        init: Init,
+        config: ModelParallelConfig,
+        *,
+        compute_dtype: torch.dtype,
+        scatter: bool = False,
     ) -> None:
         require_divisible("in_features", in_features, config.tensor_model_parallel_size)
         super().__init__(
             in_features,
             out_features,
-            config=config,
+            config=dataclasses.replace(config, sequence_parallel=scatter),
             init_method=lambda w: w,
             bias=False,
             input_is_parallel=True,
@@ -125,11 +164,17 @@ class RowParallelLinear(ComputeCopy, tensor_parallel.RowParallelLinear):
         return super()._forward_impl(input, self.compute_weight(), *args, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.compute_dtype))[0]
+        x = x.to(self.compute_dtype)
+        if self.sequence_parallel:
+            x = _whole_parts(x.flatten(0, 1), self.config.tensor_model_parallel_size)
+        return super().forward(x)[0]
 
 
 class VocabParallelEmbedding(ComputeCopy, tensor_parallel.VocabParallelEmbedding):
-    """Token embedding split by vocabulary rows: ids [B, T] int64 to [B, T, d_model] in fp32 on every rank."""
+    """Token embedding split by vocabulary rows: ids [B, T] int64 to [B, T, d_model] in fp32 on every rank.
+
+    scatter: to this rank's part of the tokens only, [part_of(B T), d_model]; and the head's input comes from gather_tokens.
+    """
 
     def __init__(
         self,
@@ -140,11 +185,18 @@ class VocabParallelEmbedding(ComputeCopy, tensor_parallel.VocabParallelEmbedding
         *,
         compute_dtype: torch.dtype,
         decay: bool,
+        scatter: bool = False,
     ) -> None:
         require_divisible("vocab_size", vocab_size, config.tensor_model_parallel_size)
-        super().__init__(vocab_size, d_model, init_method=lambda w: w, config=config)
+        super().__init__(vocab_size, d_model, init_method=lambda w: w, config=config, reduce_scatter_embeddings=scatter)
         self.compute_dtype = compute_dtype
         declare(self.weight, ParameterLayout((vocab_size, d_model), init, split=0, decay=decay))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if not self.reduce_scatter_embeddings:
+            return super().forward(ids)
+        # no rank has id -1, so its row is zero; megatron-core scatters the second dimension, of [batch, sequence]
+        return super().forward(_whole_parts(ids.flatten(), self.tp_group.size(), value=-1)[None]).squeeze(1)
 
     def head(self, h: Tensor) -> Tensor:
         """Logits of this rank's share of the vocabulary with the tied weight: [.., d_model] to [.., vocab / tensor ranks]."""
@@ -153,14 +205,17 @@ class VocabParallelEmbedding(ComputeCopy, tensor_parallel.VocabParallelEmbedding
             weight=self.compute_weight(),
             bias=None,
             gradient_accumulation_fusion=False,
-            allreduce_dgrad=self.tp_group is not None and self.tp_group.size() > 1,
+            allreduce_dgrad=self.tp_group is not None and self.tp_group.size() > 1 and not self.reduce_scatter_embeddings,
             sequence_parallel=False,
             tp_group=self.tp_group,
         )
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """An untied head: logits of this rank's share of the vocabulary, [.., d_model] to [.., vocab / tensor ranks]."""
+    """An untied head: logits of this rank's share of the vocabulary, [.., d_model] to [.., vocab / tensor ranks].
+
+    own_input: as in ColumnParallelLinear.
+    """
 
     def __init__(
         self,
@@ -171,6 +226,7 @@ class VocabParallelHead(ColumnParallelLinear):
         *,
         compute_dtype: torch.dtype,
         decay: bool,
+        own_input: bool = False,
     ) -> None:
-        super().__init__(d_model, vocab_size, init, config, compute_dtype=compute_dtype)
+        super().__init__(d_model, vocab_size, init, config, compute_dtype=compute_dtype, own_input=own_input)
         declare(self.weight, ParameterLayout((vocab_size, d_model), init, split=0, decay=decay))

@@ -1,21 +1,23 @@
-"""ZeRO by DeepSpeed, driven in the one mode that is exact however backward is called.
+"""ZeRO by DeepSpeed, driven in modes that are exact however backward is called.
 
 The engine owns the optimizer and nothing else. Parameters are fp32; the executor calls autograd itself and gradients add up in
-`.grad`; `engine.step()` sums them over data x sequence, clips by the global norm, steps the optimizer and gathers. "Unmanaged"
-gradient accumulation is DeepSpeed's name for that. tests/parallel/test_zero.py compares it with plain PyTorch in every way it
-is driven here, and guards every version bump.
+`.grad`; `Engine.step` sums them over data x sequence, clips by the global norm, updates and gathers. In DeepSpeed's words: ZeRO-0
+and ZeRO-1 in unmanaged gradient accumulation, ZeRO-2 within `coalesce_grad_reduction`. tests/parallel/test_zero.py compares all
+three with plain PyTorch in every way they are driven here, and guards every version bump.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from baton.parallel.errors import LayoutError
-from baton.parallel.layout import named_layouts
+from baton.parallel.layout import layout_of, named_layouts
 from baton.parallel.mesh import Mesh
 
 
@@ -63,28 +65,32 @@ class DeepSpeedGroups:
         return self._mesh.layout.pipeline
 
 
-def deepspeed_config(clip_norm: float) -> dict[str, Any]:
+def deepspeed_config(clip_norm: float, stage: int) -> dict[str, Any]:
     """Every DeepSpeed setting that matters, stated.
 
     There is no bf16 block on purpose: it would cast every parameter, also those that must stay fp32.
-    clip_norm: global gradient norm above which gradients are scaled down; 0 turns clipping off.
+    clip_norm: global gradient norm above which gradients are scaled down; 0 turns clipping off. stage: of ZeRO.
     """
     return {
         # DeepSpeed checks train_batch_size = micro_batch * accumulation * data ranks and uses it for nothing else here.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
+        # coalesce_grad_reduction insists on True; the boundary is then set by hand
+        "managed_gradient_accumulation": stage == 2,
         # The loss is divided by the labels of the whole global batch before backward; nothing else is divided anywhere.
         "gradient_allreduce_op": "sum",
         "prescale_gradients": False,
-        "gradient_clipping": clip_norm,
+        # at stage 0 it reports no norm in fp32, so the norm and the clip are Engine's
+        "gradient_clipping": clip_norm if stage else 0.0,
         "communication_data_type": "fp32",
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            "stage": 1,
+            "stage": stage,
             "overlap_comm": False,
-            "contiguous_gradients": False,
+            # at stage 2 these two send each gradient to its owner alone; without them everybody is sent everything
+            "contiguous_gradients": stage == 2,
+            "use_multi_rank_bucket_allreduce": False,
             "reduce_scatter": True,
             "round_robin_gradients": False,
             "reduce_bucket_size": 500_000_000,
@@ -97,11 +103,14 @@ def deepspeed_config(clip_norm: float) -> dict[str, Any]:
     }
 
 
-def parameter_groups(module: nn.Module, weight_decay: float, rates: Sequence[str] = ()) -> list[dict[str, Any]]:
+def parameter_groups(
+    module: nn.Module, weight_decay: float, rates: Sequence[str] = (), elsewhere: Iterable[str] = ()
+) -> list[dict[str, Any]]:
     """Optimizer groups from the layouts, in the module's order: decayed and not decayed, for each learning rate.
 
     rates: patterns of parameter names that have a learning rate of their own, the first match counts; a group's "rate" says which
-    ("": none). An empty group is left out, and so is a parameter that is not trained.
+    ("": none). An empty group is left out, and so is a parameter that is not trained, or not here. elsewhere: names of other
+    stages' parameters, which patterns may match as well.
 
     Raises:
         LayoutError: a pattern that no parameter's name matches.
@@ -111,32 +120,149 @@ def parameter_groups(module: nn.Module, weight_decay: float, rates: Sequence[str
         for decay in (True, False):
             name = f"{'' if decay else 'no_'}decay{rate and f' {rate}'}"
             groups[rate, decay] = {"name": name, "rate": rate, "params": [], "weight_decay": weight_decay if decay else 0.0}
-    unused = dict.fromkeys(rates)
+    unused = [rate for rate in rates if not any(fnmatchcase(name, rate) for name in elsewhere)]
     for name, parameter, layout in named_layouts(module):
         matching = [rate for rate in rates if fnmatchcase(name, rate)]
-        for rate in matching:
-            unused.pop(rate, None)
-        if parameter.requires_grad:
+        unused = [rate for rate in unused if rate not in matching]
+        if parameter.requires_grad and not layout.lent:
             groups[matching[0] if matching else "", layout.decay]["params"].append(parameter)
     if unused:
-        raise LayoutError(f"training.optimizer.rates: no parameter's name matches {next(iter(unused))!r}")
+        raise LayoutError(f"training.optimizer.rates: no parameter's name matches {unused[0]!r}")
     return [group for group in groups.values() if group["params"]]
 
 
-def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, clip_norm: float) -> Any:
-    """A DeepSpeed ZeRO-1 engine over the optimizer. The module's parameters must be fp32 and already initialised."""
+@dataclass(frozen=True)
+class Fragment:
+    """What this rank's optimizer holds of one parameter: elements [start, start + n) of its row-major local tensor.
+
+    master, exp_avg, exp_avg_sq: fp32 [n], the optimizer's own memory.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class Engine:
+    """DeepSpeed's engine at ZeRO stage 0, 1 or 2, driven alike: every backward of a step within `gradients`, then `step`."""
+
+    def __init__(self, module: nn.Module, engine: Any, mesh: Mesh, clip_norm: float) -> None:
+        self._module, self._engine, self._mesh, self._clip_norm = module, engine, mesh, clip_norm
+        self.stage: int = mesh.layout.zero
+        self._optimizer: torch.optim.Optimizer = engine.optimizer.optimizer if self.stage else engine.optimizer
+        if self.stage == 0:
+            engine.enable_backward_allreduce = False  # its step would reduce a second time, after the clip
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups: set "lr" there. "name" and "rate" are `parameter_groups`'."""
+        groups: list[dict[str, Any]] = self._engine.optimizer.param_groups
+        return groups
+
+    def gradients(self) -> AbstractContextManager[None]:
+        """Where gradients add up and are finalised; at stage 2 they are reduced when it ends."""
+        manager: AbstractContextManager[None] = self._engine.coalesce_grad_reduction() if self.stage == 2 else nullcontext()
+        return manager
+
+    def step(self) -> float:
+        """Sum gradients over data x sequence, clip, update, gather. Returns the norm before the clip; the gradients are gone."""
+        if self.stage == 0:
+            own = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            self._engine.buffered_allreduce_fallback(grads=own)
+            norm = self._clip()
+            self._engine.step()
+            return norm
+        if self.stage == 2:
+            self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm())
+
+    def _clip(self) -> float:
+        """Scale whole gradients down to the clip's norm; a parameter counts once, however many ranks hold it."""
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        counted = [p.grad for p in parameters if layout_of(p).split is not None or self._mesh.tensor_rank == 0]
+        squares = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        if counted:
+            squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
+        dist.all_reduce(squares, group=self._mesh.model_group)
+        norm = float(squares.sqrt())
+        # the same small number as torch's clip_grad_norm_ and DeepSpeed have against a division by zero
+        if self._clip_norm and norm + 1e-6 > self._clip_norm:
+            torch._foreach_mul_([p.grad for p in parameters], self._clip_norm / (norm + 1e-6))
+        return norm
+
+    def create_state(self) -> None:
+        """Make AdamW's moments now, not in the first step, so that there is something to load into or to save at step 0."""
+        for group in self._optimizer.param_groups:
+            for x in group["params"]:
+                if not self._optimizer.state.get(x):
+                    self._optimizer.state[x] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=x.device if group.get("fused") else "cpu"),
+                        "exp_avg": torch.zeros_like(x),
+                        "exp_avg_sq": torch.zeros_like(x),
+                    }
+
+    @property
+    def updates(self) -> int:
+        """How many updates AdamW has made (its bias correction depends on it)."""
+        return int(next(iter(self.update_counts().values())))
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for counted in self.update_counts().values():
+            counted.fill_(float(count))
+
+    def update_counts(self) -> dict[str, Tensor]:
+        """The same as AdamW keeps them, by what it keeps them for: fp32 scalars, its own memory."""
+        return {
+            f"group {group['name']}" + (f", tensor {n}" if n else ""): self._optimizer.state[x]["step"]
+            for group in self._optimizer.param_groups
+            for n, x in enumerate(group["params"])
+        }
+
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank's optimizer holds, parameter by parameter, after `create_state`."""
+        state = self._optimizer.state
+        if self.stage == 0:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    yield Fragment(p, 0, *(x.detach().view(-1) for x in (p, state[p]["exp_avg"], state[p]["exp_avg_sq"])))
+            return
+        # the moments by the group's flat tensor: DeepSpeed's own links to optimizer fragments cover group 0 only
+        flats = self._engine.optimizer.single_partition_of_fp32_groups
+        for p in self._module.parameters():
+            fragment = getattr(p, "_hp_mapping", None)
+            if fragment is None:
+                continue
+            here, there, flat = fragment.lp_fragment_address, fragment.hp_fragment_address, flats[fragment.param_group_index]
+            own = slice(there.start, there.start + there.numel)
+            yield Fragment(p, here.start, flat.detach()[own], state[flat]["exp_avg"][own], state[flat]["exp_avg_sq"][own])
+
+    def masters_changed(self) -> None:
+        """Give the module what the master copies hold, after somebody wrote there."""
+        if self.stage:
+            self._engine.optimizer.update_lp_params()
+        lend(self._module, self._mesh)
+
+
+def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, clip_norm: float) -> Engine:
+    """An engine at the layout's ZeRO stage over the optimizer. The module's parameters must be fp32 and already initialised."""
     import deepspeed
     from deepspeed.utils import logger
 
     logger.setLevel("WARNING")
+    config = deepspeed_config(clip_norm, mesh.layout.zero)
     engine, *_ = deepspeed.initialize(
-        model=module, optimizer=optimizer, config=deepspeed_config(clip_norm), mpu=DeepSpeedGroups(mesh), dist_init_required=False
+        model=module, optimizer=optimizer, config=config, mpu=DeepSpeedGroups(mesh), dist_init_required=False
     )
-    return engine
+    return Engine(module, engine, mesh, clip_norm)
 
 
 def finalise_gradients(module: nn.Module, mesh: Mesh) -> None:
-    """Add up the gradients that the layouts call partial, one coalesced all-reduce per group, before the engine's step.
+    """Add up the gradients that the layouts call partial, one coalesced all-reduce per group, before the engine's step; and give
+    gradients of lent parameters to their owners.
 
     Raises RuntimeError for a trainable parameter without a gradient: ZeRO-1 skips it silently, and ranks that skip different
     ones exchange buckets that do not match.
@@ -150,6 +276,30 @@ def finalise_gradients(module: nn.Module, mesh: Mesh) -> None:
         for group in layout.partial_over:
             partial[group].append(parameter.grad)
     _all_reduce_coalesced(partial["tensor"], mesh.tensor_group)
+    for parameter in _shared_embedding(module, mesh):
+        assert parameter.grad is not None
+        dist.reduce(parameter.grad, dst=dist.get_global_rank(_group(mesh), 0), group=_group(mesh))
+        if layout_of(parameter).lent:
+            parameter.grad = None
+
+
+@torch.no_grad()
+def lend(module: nn.Module, mesh: Mesh) -> None:
+    """Give the values of lent parameters to the stage that reads them, after they changed: bit for bit the owner's."""
+    for parameter in _shared_embedding(module, mesh):
+        dist.broadcast(parameter, src=dist.get_global_rank(_group(mesh), 0), group=_group(mesh))
+
+
+def _shared_embedding(module: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
+    """The tied embedding on the first and on the last of several stages; nothing elsewhere."""
+    if mesh.embedding_group is None:
+        return []
+    return [p for _, p, layout in named_layouts(module) if layout.lent or layout.lends]
+
+
+def _group(mesh: Mesh) -> dist.ProcessGroup:
+    assert mesh.embedding_group is not None
+    return mesh.embedding_group
 
 
 def _all_reduce_coalesced(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -12,8 +12,8 @@ from support.pool import Pool
 
 @pytest.fixture(scope="session")
 def pool():
-    """Four CPU ranks; see support/pool.py."""
-    pool = Pool(4)
+    """Eight CPU ranks; see support/pool.py."""
+    pool = Pool(8)
     yield pool
     pool.close()
 

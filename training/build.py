@@ -2,17 +2,16 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from baton.models import stages
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel import zero
-from baton.parallel.layout import initialize_parameters
+from baton.parallel.layout import initialize_parameters, parameter_count
 from baton.parallel.mesh import Mesh
-from baton.parallel.sequence import SequenceLink
-from baton.training.checkpoint.rectangles import create_adam_state
 from baton.training.config import TrainingConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -20,42 +19,57 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Built:
-    """A model, its engine, and the mesh they live on."""
+    """A model, or this rank's stage of it, its engine, and the mesh they live on."""
 
     model: LanguageModel
-    engine: Any
+    engine: zero.Engine
     mesh: Mesh
+
+    def parameter_count(self) -> int:
+        """Of the whole model. Every rank calls it."""
+        count = torch.tensor(parameter_count(self.model), device=self.mesh.device)
+        return int(count if self.mesh.pipeline is None else self.mesh.pipeline.sum(count))
 
 
 def build(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> Built:
     """Model, optimizer and engine with the values that (seed, name) give each parameter."""
-    model = build_model(config, training, mesh.device, tensor_size=mesh.layout.tensor, link=mesh.link)
+    model = build_model(config, training, mesh.device, mesh)
     initialize_parameters(model, training.seed, mesh.tensor_rank, mesh.layout.tensor)
+    settings = training.optimizer
     optimizer = torch.optim.AdamW(
-        zero.parameter_groups(model, training.optimizer.weight_decay, tuple(training.optimizer.rates)),
-        lr=training.optimizer.lr,
-        betas=training.optimizer.betas,
-        eps=training.optimizer.eps,
+        zero.parameter_groups(model, settings.weight_decay, tuple(settings.rates), _names_elsewhere(model, mesh)),
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
         fused=mesh.device.type == "cuda",
     )
-    engine = zero.build_engine(model, optimizer, mesh, training.optimizer.clip_norm)
-    create_adam_state(engine)
+    engine = zero.build_engine(model, optimizer, mesh, settings.clip_norm)
+    engine.create_state()
     return Built(model, engine, mesh)
 
 
-def build_model(
-    config: ModelConfig, training: TrainingConfig, device: torch.device, tensor_size: int = 1, link: SequenceLink | None = None
-) -> LanguageModel:
-    """The model alone, with memory but without values."""
+def _names_elsewhere(model: LanguageModel, mesh: Mesh) -> list[str]:
+    """Names of the other stages' parameters."""
+    names = [[name for name, _ in model.named_parameters()]] * dist.get_world_size(mesh.model_group)
+    if mesh.pipeline is not None:
+        dist.all_gather_object(names, names[0], group=mesh.model_group)
+    return [name for rank in names for name in rank]
+
+
+def build_model(config: ModelConfig, training: TrainingConfig, device: torch.device, mesh: Mesh | None = None) -> LanguageModel:
+    """The model alone, with memory but without values. mesh: whose rank it is for; None: the whole model."""
     with device:
         return LanguageModel(
             config,
-            tensor_size=tensor_size,
+            tensor_size=1 if mesh is None else mesh.layout.tensor,
             compute_dtype=DTYPES[training.precision],
             recompute=training.recompute,
             # F.embedding's backward adds in no fixed order on a GPU
             deterministic_embedding=training.deterministic and device.type == "cuda",
-            link=link,
+            link=None if mesh is None else mesh.link,
+            stage=None if mesh is None else stages.cut(config, mesh.layout.pipeline, training.context)[mesh.pipeline_rank],
+            pipeline=None if mesh is None else mesh.pipeline,
+            split_residual=mesh is not None and mesh.layout.split_residual,
         )
 
 

@@ -16,7 +16,7 @@ from baton.parallel.mesh import Mesh
 from baton.training import feed, replicas
 from baton.training.build import Built
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.checkpoint.rectangles import adam_steps, optimizer_rectangles
+from baton.training.checkpoint.rectangles import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.clock import StepClock
 from baton.training.config import TrainingConfig
@@ -163,10 +163,10 @@ class Saver:
         manifest = Manifest(
             step=progress.step,
             tokens=progress.tokens,
-            adam_steps=adam_steps(self._built.engine),
+            adam_steps=self._built.engine.updates,
             cursors={lane: c for part in cursors for lane, c in part.items()},
             fingerprints=self._fingerprints,
-            layout=mesh.layout.model_dump(),
+            layout=mesh.layout.sizes(),
             versions={name: version(name) for name in ("baton-lm", "torch", "deepspeed", "megatron-core")},
         )
         rectangles = optimizer_rectangles(self._built.model, self._built.engine, mesh, for_save=True)

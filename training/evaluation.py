@@ -30,9 +30,10 @@ def evaluate(model: LanguageModel, batches: Sequence[TokenBatch], text_bytes: in
     """Every data rank brings its own batches; text_bytes and tokens are of the whole set, all ranks together."""
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:
-        hidden, _ = model(batch.tokens, batch.pos)
-        total += model.loss(hidden, batch.labels)
-    dist.all_reduce(total, group=mesh.data_group)
+        hidden, _ = model.through_stages(batch.tokens, batch.pos)
+        if hidden is not None:
+            total += model.loss(hidden, batch.labels)
+    _add_up(total, mesh)
     nats = float(total)
     return Evaluation(nats / tokens, nats / math.log(2) / text_bytes)
 
@@ -54,13 +55,22 @@ def score(model: LanguageModel, batches: Sequence[TokenBatch], labels: int, mesh
         # such a batch only completes a round over the ranks; but a span without a question may be needed by the next one
         if mesh.layout.sequence == 1 and not bool(asked.any()):
             continue
-        hidden, _ = model(batch.tokens, batch.pos)
+        hidden, _ = model.through_stages(batch.tokens, batch.pos)
+        if hidden is None:
+            continue
         # a task asks at few places: only those need logits
         hidden, wanted = hidden[asked], batch.labels[asked]
         sums[0] += model.loss(hidden[None], wanted[None])
         sums[1] += (likeliest(model, hidden, mesh) == wanted).sum()
-    dist.all_reduce(sums, group=mesh.data_group)
+    _add_up(sums, mesh)
     return TaskScore(float(sums[0]) / labels, float(sums[1]) / labels)
+
+
+def _add_up(sums: Tensor, mesh: Mesh) -> None:
+    """Over data ranks and stages (all but the last have zeros), in place."""
+    dist.all_reduce(sums, group=mesh.data_group)
+    if mesh.pipeline is not None:
+        mesh.pipeline.sum(sums)
 
 
 @torch.no_grad()

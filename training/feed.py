@@ -36,7 +36,7 @@ def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig) -> It
 
 def reads(mesh: Mesh) -> bool:
     """Whether this rank reads for the ranks that work on the same sequences."""
-    return mesh.tensor_rank == 0 and mesh.sequence_rank == 0
+    return mesh.tensor_rank == 0 and mesh.sequence_rank == 0 and mesh.pipeline_rank == 0
 
 
 def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int]) -> TokenBatch:
@@ -45,7 +45,7 @@ def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int]) -> TokenBatch
         packed = torch.from_numpy(np.stack([batch.tokens, batch.labels, batch.pos.astype(np.int64)])).to(mesh.device)
     else:
         packed = torch.empty((3, *shape), dtype=torch.int64, device=mesh.device)
-    if mesh.layout.tensor * mesh.layout.sequence > 1:
+    if dist.get_world_size(mesh.lane_group) > 1:
         dist.broadcast(packed, src=dist.get_global_rank(mesh.lane_group, 0), group=mesh.lane_group)
     packed = packed.chunk(mesh.layout.sequence, dim=2)[mesh.sequence_rank].contiguous()
     return TokenBatch(packed[0], packed[1], packed[2].to(torch.int32))

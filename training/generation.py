@@ -23,7 +23,7 @@ def generate(
     prompt: ids, at least one; its first is the document mark. vocab_size: ids the tokenizer has (the padding is never drawn).
     temperature: 0 takes the likeliest. top_k: draw among the k likeliest; 0: among all. The draw is a function of the seed.
     """
-    device = model.norm.weight.device
+    device = next(model.parameters()).device
     generator = torch.Generator(device="cpu").manual_seed(seed)
     written: list[int] = []
     piece = torch.tensor([prompt], dtype=torch.int64, device=device)
@@ -31,9 +31,12 @@ def generate(
     states: States | None = None
     with model.alone():
         while len(written) < tokens:
-            hidden, states = model(piece, pos, states)
-            logits = model.logits(hidden[0, -1])[:vocab_size].cpu()
-            token = _draw(logits, temperature, top_k, generator)
+            hidden, states = model.through_stages(piece, pos, states)
+            token = -1
+            if hidden is not None:
+                token = _draw(model.logits(hidden[0, -1])[:vocab_size].cpu(), temperature, top_k, generator)
+            if model.pipeline is not None:
+                token = int(model.pipeline.from_last(torch.tensor(token, device=device)))
             if token == stop:
                 break
             written.append(token)

@@ -6,14 +6,13 @@ from typing import Any
 
 from baton.data_pipeline.source import ShardSource, TaskSource, open_source
 from baton.data_pipeline.steps import StepPlan, Steps
-from baton.parallel.layout import parameter_count
 from baton.parallel.mesh import Mesh
 from baton.parallel.tensor import drop_compute_copies
 from baton.training import feed
 from baton.training.build import Built, build, make_deterministic, model_fingerprint
 from baton.training.callbacks import Evaluator, Recorder, ReplicaCheck, Saver, TaskEvaluator
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.checkpoint.rectangles import optimizer_rectangles, set_adam_steps
+from baton.training.checkpoint.rectangles import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.clock import StepClock
 from baton.training.config import with_vocabulary
@@ -43,9 +42,9 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         return
     replica_check = ReplicaCheck(built, training)
     replica_check.before_first_step(progress)
-    monitor = None
+    monitor, parameters = None, built.parameter_count()
     if mesh.is_main:
-        print(_greeting(settings, built, progress), flush=True)
+        print(_greeting(settings, parameters, mesh, progress), flush=True)
         monitor = Monitor(
             settings.folder,
             step=progress.step,
@@ -120,8 +119,8 @@ def resume(built: Built, store: CheckpointStore, fingerprints: dict[str, str], c
         return Progress(0, 0, {})
     path, manifest = found
     store.read(path, optimizer_rectangles(built.model, built.engine, built.mesh, for_save=False))
-    set_adam_steps(built.engine, manifest.adam_steps)
-    built.engine.optimizer.update_lp_params()
+    built.engine.updates = manifest.adam_steps
+    built.engine.masters_changed()
     drop_compute_copies(built.model)
     mesh = built.mesh
     cursors = {int(j): cursor(c) for j, c in manifest.cursors.items() if int(j) % mesh.layout.data == mesh.data_rank}
@@ -130,10 +129,10 @@ def resume(built: Built, store: CheckpointStore, fingerprints: dict[str, str], c
     return Progress(manifest.step, manifest.tokens, cursors)
 
 
-def _greeting(settings: RunSettings, built: Built, progress: Progress) -> str:
-    mesh, training = built.mesh, settings.training
-    sizes = ", ".join(f"{name} {n}" for name, n in mesh.layout.model_dump().items() if name == "zero" or n > 1)
+def _greeting(settings: RunSettings, parameters: int, mesh: Mesh, progress: Progress) -> str:
+    training = settings.training
+    sizes = ", ".join(f"{name} {n}" for name, n in mesh.layout.sizes().items() if name == "zero" or n > 1)
     return (
-        f"{parameter_count(built.model):,} parameters; {mesh.world_size} rank(s) on {mesh.device.type} ({sizes}); "
+        f"{parameters:,} parameters; {mesh.world_size} rank(s) on {mesh.device.type} ({sizes}); "
         f"{training.global_batch_tokens:,} tokens per step, context {training.context:,}; step {progress.step} of {training.steps}"
     )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from baton.parallel.layout import named_layouts
+from baton.parallel.mesh import Mesh
 from baton.training.build import Built
 from baton.training.errors import RunError
 
@@ -60,19 +61,19 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def differences(
-    names: Sequence[str], split: Sequence[bool], places: Sequence[int], prints: Sequence[Sequence[int]]
+    names: Sequence[str], split: Sequence[bool], places: Sequence[int], prints: Sequence[Sequence[int]], first: int = 0
 ) -> list[Difference]:
     """What differs, in the order of the names.
 
     names, split: of the tensors; whether tensor ranks hold parts of it, not replicas. places: tensor rank of each rank.
-    prints: fingerprints [rank][tensor].
+    prints: fingerprints [rank][tensor]. first: global rank of the first row.
     """
     found = []
     for column, (name, is_split) in enumerate(zip(names, split)):
         for place in sorted(set(places)) if is_split else [None]:
             sides: dict[int, list[int]] = {}
-            for rank, row in enumerate(prints):
-                if place is None or places[rank] == place:
+            for rank, (own, row) in enumerate(zip(places, prints, strict=True), start=first):
+                if place is None or own == place:
                     sides.setdefault(row[column], []).append(rank)
             if len(sides) > 1:
                 found.append(Difference(name, tuple(sorted(map(tuple, sides.values()), key=lambda side: (-len(side), side)))))
@@ -84,7 +85,8 @@ def require_equal(built: Built, step: int) -> None:
     """Compare all parameters, and AdamW's counts of updates, over the ranks that must agree. Every rank calls it.
 
     A parameter must agree over the data ranks, and over the tensor ranks too if its layout does not split it; a count of updates
-    over all ranks. One all-gather of 8 bytes per tensor. step: optimizer steps done, for the message.
+    over all ranks of a stage; what a stage was lent with the owner's. One all-gather of 8 bytes per tensor. step: optimizer steps
+    done, for the message.
 
     Raises:
         RunError: on every rank alike, naming the first parameter that differs and the ranks that the majority contradicts.
@@ -97,23 +99,48 @@ def require_equal(built: Built, step: int) -> None:
         names.append(name)
         split.append(layout.split is not None)
         prints.append(fingerprint(parameter))
-    adam = built.engine.optimizer.optimizer
-    for group in adam.param_groups:
-        for flat in group["params"]:
-            names.append(f"AdamW's count of updates (group {group['name']})")
-            split.append(False)
-            prints.append(fingerprint(adam.state[flat]["step"]).to(mesh.device))
+    for what, count in built.engine.update_counts().items():
+        names.append(f"AdamW's count of updates ({what})")
+        split.append(False)
+        prints.append(fingerprint(count).to(mesh.device))
     mine = torch.stack([torch.tensor(mesh.tensor_rank, device=mesh.device), *prints])
-    rows = [torch.empty_like(mine) for _ in range(mesh.world_size)]
-    dist.all_gather(rows, mine)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(mesh.stage_group))]
+    dist.all_gather(rows, mine, group=mesh.stage_group)
     table: list[list[int]] = torch.stack(rows).tolist()
-    found = differences(names, split, [row[0] for row in table], [row[1:] for row in table])
+    found = differences(names, split, [row[0] for row in table], [row[1:] for row in table], mesh.pipeline_rank * len(table))
+    count = torch.tensor(len(names), device=mesh.device)
+    if mesh.pipeline is not None:
+        mesh.pipeline.sum(count)
+        found = _of_all_stages(mesh, found + _lent(built))
     if found:
         raise RunError(
             f"after step {step}: {found[0].name} differs between ranks that must hold the same bits: {found[0]}; tensors that "
-            f"differ: {len({d.name for d in found})} of {len(names)}. The difference was not saved: start the run again and it "
+            f"differ: {len(found)} of {int(count)}. The difference was not saved: start the run again and it "
             f"resumes from its last checkpoint. If the same rank differs again, suspect its memory or its device"
         )
+
+
+def _lent(built: Built) -> list[Difference]:
+    """Of what is lent from stage to stage: between this rank and its counterpart."""
+    found, group = [], built.mesh.embedding_group
+    for name, parameter, layout in named_layouts(built.model):
+        if group is not None and (layout.lends or layout.lent):
+            prints = [torch.empty((), dtype=torch.int64, device=parameter.device) for _ in range(2)]
+            dist.all_gather(prints, fingerprint(parameter), group=group)
+            if not torch.equal(*prints):
+                found.append(Difference(name, tuple((rank,) for rank in dist.get_process_group_ranks(group))))
+    return found
+
+
+def _of_all_stages(mesh: Mesh, found: list[Difference]) -> list[Difference]:
+    """The differences that any rank has found, on all of them, once each and in the order of the ranks."""
+    any_found = torch.tensor(len(found), device=mesh.device)
+    dist.all_reduce(any_found)
+    if not int(any_found):
+        return []
+    of_ranks: list[list[Difference]] = [[]] * mesh.world_size
+    dist.all_gather_object(of_ranks, found)
+    return list(dict.fromkeys(difference for rank in of_ranks for difference in rank))
 
 
 def _multipliers(count: int, device: torch.device) -> Tensor:

@@ -2,9 +2,10 @@
 
 The one thing to know: a document publishes its memory every `window` tokens, at multiples of the window counted from its start, so
 a block of at most `window` tokens, wherever it is cut, meets at most one publication per lane. So every query sees its window, and
-either the memory that was frozen when the block began or the one published within it; one softmax covers all of them.
+either the memory that was frozen when the block began or the one published within it; one softmax covers all of them. The State
+that leaves a span needs no attention, and of all that was published in the span only the last: `leave` selects once for all blocks.
 
-Shape suffixes: B batch, L tokens of a block, G key heads, K dim, M memory rows (eidetic, then fading), E eidetic, J keys.
+Shape suffixes: B batch, L tokens of a block or span, G key heads, K dim, M memory rows (eidetic, then fading), E eidetic, J keys.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from baton.kernels.protocol import Inputs, State
 from baton.kernels.window_attention.chunked import attend, history, new_tail, read_so_far, visible
 
 _BLOCK = 128
+
+# the inputs that have tails, in order, behind the queries
+_ROWS = ("k", "v", "fading_k", "fading_v")
 
 
 @dataclass(frozen=True)
@@ -48,74 +52,121 @@ def eidetic_attention_chunked(
     return in_chunks(step, inputs, len(inputs), pos=pos, state=state, chunk=min(chunk or _BLOCK, options.window))
 
 
+def leave(inputs: Inputs, options: Options, *, pos: Tensor, state: State) -> State:
+    """The State that leaves a span of any length, as `eidetic_attention_chunked` returns it, to the bit; plain autograd."""
+    pos = pos.to(torch.int64)
+    rows = {name: x for name, x in zip(_ROWS, inputs[1:], strict=False) if name in state}
+    ends = {name: history(state[name], x[:, max(0, x.shape[1] - state[name].shape[1]) :]) for name, x in rows.items()}
+    return _leaving(ends, _remember(inputs, pos, state, options), pos, state)
+
+
 def _step(inputs: Inputs, pos_BL: Tensor, state: State, options: Options) -> tuple[Tensor, State]:
-    q, k, v, fading_k, fading_v, score_BL = inputs
-    length, w, seen = q.shape[1], options.window, state["seen"]
-    keys, values = history(state["k"], k), history(state["v"], v)
-    parts = [(keys, values, visible(w - 1, length, 0, w - 1, pos_BL, seen))]
-    read = read_so_far(length, pos_BL, seen)
-    leaving = {"k": new_tail(keys, w - 1, read), "v": new_tail(values, w - 1, read), "seen": read}
-    if options.fading_rows:
-        n = options.fading_rows
-        fading_keys, fading_values = history(state["fading_k"], fading_k), history(state["fading_v"], fading_v)
-        leaving |= {"fading_k": new_tail(fading_keys, n, read), "fading_v": new_tail(fading_values, n, read)}
-        if options.sliding:
-            parts.append((fading_keys, fading_values, visible(n, length, w, 2 * w - 1, pos_BL, seen)))
-    if options.n_eidetic + options.n_fading:
-        publication = _Publication(pos_BL, w)
-        published: list[tuple[Tensor, Tensor, Tensor]] = []
-        if options.n_eidetic:
-            pool_k, pool_v = torch.cat((state["best_k"].to(k.dtype), k), dim=1), torch.cat((state["best_v"].to(v.dtype), v), dim=1)
-            entries = state["score"], state["where"], score_BL, pos_BL
-            best = largest(options.n_eidetic, *entries, publication.before(options.n_eidetic))
-            published.append((take(pool_k, best.rows, best.valid), take(pool_v, best.rows, best.valid), best.valid))
-            best = largest(options.n_eidetic, *entries, publication.of_last_document(options.n_eidetic))
-            leaving |= {"best_k": take(pool_k, best.rows, best.valid), "best_v": take(pool_v, best.rows, best.valid)}
-            leaving |= {"score": best.score, "where": best.where}
-        if options.n_fading:
-            index, valid = publication.just_before(options.n_fading, seen)
-            published.append((take(fading_keys, index, valid), take(fading_values, index, valid), valid))
-        new_k, new_v, new_valid = (torch.cat(x, dim=1) for x in zip(*published, strict=True))
-        old_k, old_v, old_valid = state["frozen_k"].to(k.dtype), state["frozen_v"].to(v.dtype), state["frozen"]
-        parts.append((old_k, old_v, publication.sees_old_BL[:, :, None] & old_valid[:, None]))
-        parts.append((new_k, new_v, publication.sees_new_BL[:, :, None] & new_valid[:, None]))
-        # what the last token sees is what the next block begins with; a document's first window sees nothing
-        keeps_old, keeps_new = publication.sees_old_BL[:, -1], publication.sees_new_BL[:, -1]
-        leaving["frozen"] = (old_valid & keeps_old[:, None]) | (new_valid & keeps_new[:, None])
-        for name, old, new in (("frozen_k", old_k, new_k), ("frozen_v", old_v, new_v)):
-            kept = torch.where(keeps_new[:, None, None, None], new, old)
-            leaving[name] = kept.masked_fill(~leaving["frozen"][:, :, None, None], 0.0)
+    q, length, w, seen = inputs[0], inputs[0].shape[1], options.window, state["seen"]
+    rows = {name: history(state[name], x) for name, x in zip(_ROWS, inputs[1:], strict=False) if name in state}
+    parts = [(rows["k"], rows["v"], visible(w - 1, length, 0, w - 1, pos_BL, seen))]
+    if options.sliding:
+        parts.append((rows["fading_k"], rows["fading_v"], visible(2 * w - 1, length, w, 2 * w - 1, pos_BL, seen)))
+    memory = _remember(inputs, pos_BL, state, options)
+    if memory is not None:
+        parts.append((memory.old_k, memory.old_v, memory.publication.sees_old_BL[:, :, None] & memory.old_valid[:, None]))
+        parts.append((memory.new_k, memory.new_v, memory.publication.sees_new_BL[:, :, None] & memory.new_valid[:, None]))
     all_keys, all_values = (torch.cat([part[x].to(q.dtype) for part in parts], dim=1) for x in (0, 1))
-    y = attend(q, all_keys, all_values, torch.cat([rows for *_, rows in parts], dim=2), options.scale)
-    return y, {name: leaving[name] for name in state}
+    y = attend(q, all_keys, all_values, torch.cat([seen_BLJ for *_, seen_BLJ in parts], dim=2), options.scale)
+    return y, _leaving(rows, memory, pos_BL, state)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What a span begins with, what it publishes last, and the entries it leaves behind.
+
+    old_k, old_v, new_k, new_v: [B, M, G, K]; old_valid, new_valid: [B, M], which rows hold a token. entries: the best tokens of the
+    last document as leaves of a State; none without eidetic tokens.
+    """
+
+    publication: "_Publication"
+    old_k: Tensor
+    old_v: Tensor
+    old_valid: Tensor
+    new_k: Tensor
+    new_v: Tensor
+    new_valid: Tensor
+    entries: State
+
+
+def _remember(inputs: Inputs, pos_BL: Tensor, state: State, options: Options) -> _Memory | None:
+    """The memory of a span of any length; None where the options have none."""
+    if not options.n_eidetic + options.n_fading:
+        return None
+    _, k, v, fading_k, fading_v, score_BL = inputs
+    publication = _Publication(pos_BL, options.window)
+    published: list[tuple[Tensor, Tensor, Tensor]] = []
+    entries: State = {}
+    if options.n_eidetic:
+        m, candidates = options.n_eidetic, (state["score"], state["where"], score_BL, pos_BL)
+        new, best = largest(m, *candidates, publication.before(m)), largest(m, *candidates, publication.of_last_document(m))
+        rows, valid = torch.cat((new.rows, best.rows), dim=1), torch.cat((new.valid, best.valid), dim=1)
+        new_k, best_k = take(state["best_k"], k, rows, valid).split(m, dim=1)
+        new_v, best_v = take(state["best_v"], v, rows, valid).split(m, dim=1)
+        published.append((new_k, new_v, new.valid))
+        # copies: a view would keep the published rows as well
+        entries = {"best_k": best_k.clone(), "best_v": best_v.clone(), "score": best.score, "where": best.where}
+    if options.n_fading:
+        rows, valid = publication.just_before(options.n_fading, state["seen"])
+        new_k, new_v = take(state["fading_k"], fading_k, rows, valid), take(state["fading_v"], fading_v, rows, valid)
+        published.append((new_k, new_v, valid))
+    new_k, new_v, new_valid = (torch.cat(x, dim=1) for x in zip(*published, strict=True))
+    old_k, old_v = state["frozen_k"].to(k.dtype), state["frozen_v"].to(v.dtype)
+    return _Memory(publication, old_k, old_v, state["frozen"], new_k, new_v, new_valid, entries)
+
+
+def _leaving(rows: State, memory: _Memory | None, pos_BL: Tensor, state: State) -> State:
+    """The State behind a span. rows: by name of their tail, the last rows read, at least as many as the tail has."""
+    read = read_so_far(pos_BL.shape[1], pos_BL, state["seen"])
+    leaving = {"seen": read, **{name: new_tail(x, state[name].shape[1], read) for name, x in rows.items()}}
+    if memory is not None:
+        # what the last token sees is what the next span begins with; a document's first window sees nothing
+        keeps_old, keeps_new = memory.publication.sees_old_BL[:, -1], memory.publication.sees_new_BL[:, -1]
+        frozen = (memory.old_valid & keeps_old[:, None]) | (memory.new_valid & keeps_new[:, None])
+        leaving |= {**memory.entries, "frozen": frozen}
+        for name, old, new in (("frozen_k", memory.old_k, memory.new_k), ("frozen_v", memory.old_v, memory.new_v)):
+            kept = torch.where(keeps_new[:, None, None, None], new, old)
+            leaving[name] = kept.masked_fill(~frozen[:, :, None, None], 0.0)
+    return {name: leaving[name] for name in state}
 
 
 class _Publication:
-    """Where in a block each lane publishes its memory: at the first token whose pos is a positive multiple of the window, if any.
+    """Where in a span each lane publishes its memory last: at the last token whose pos is a positive multiple of the window.
 
-    sees_old_BL, sees_new_BL: whether a token sees the memory that was frozen when the block began, or the one published in it. A
+    sees_old_BL, sees_new_BL: whether a token sees the memory that was frozen when the span began, or the one published last in it.
+    They hold for the last token of any span, and for all of a block of at most `window` tokens, which publishes at most once. A
     token whose document began less than a window ago sees neither, so no start lies between a publication and who sees it.
     """
 
     def __init__(self, pos_BL: Tensor, window: int) -> None:
-        self.pos_BL = pos_BL
-        self.at_L = torch.arange(pos_BL.shape[1], device=pos_BL.device)
+        self.pos_BL, length = pos_BL, pos_BL.shape[1]
+        self.at_L = torch.arange(length, device=pos_BL.device)
         publishes = (pos_BL % window == 0) & (pos_BL > 0)
-        # the length of the block where there is none
-        self.place_B = torch.where(publishes, self.at_L, pos_BL.shape[1]).amin(dim=1)
+        last_B = torch.where(publishes, self.at_L, -1).amax(dim=1)
+        # the length of the span where there is none
+        self.place_B = torch.where(last_B < 0, length, last_B)
         behind = self.at_L >= self.place_B[:, None]
         old_enough = pos_BL >= window
         self.sees_new_BL, self.sees_old_BL = old_enough & behind, old_enough & ~behind
 
     def before(self, entries: int) -> Tensor:
-        """[B, entries + L]: candidates of the published memory, the entries and the tokens before it."""
-        counted = self.at_L < self.place_B[:, None]
-        return torch.nn.functional.pad(counted, (entries, 0), value=True)
+        """[B, entries + L]: candidates of the published memory, the entries and the tokens of its document before it."""
+        last_B = (self.place_B - 1).clamp(min=0)
+        begun_B = torch.where(self.place_B > 0, last_B - self.pos_BL.gather(1, last_B[:, None])[:, 0], -1)
+        return self._candidates(entries, begun_B) & torch.nn.functional.pad(
+            self.at_L < self.place_B[:, None], (entries, 0), value=True
+        )
 
     def of_last_document(self, entries: int) -> Tensor:
-        """[B, entries + L]: candidates at the end of the block, the tokens of the last token's document, and the entries if it
-        began before the block."""
-        begun_B = self.pos_BL.shape[1] - 1 - self.pos_BL[:, -1]
+        """[B, entries + L]: candidates at the end of the span, those of the last token's document."""
+        return self._candidates(entries, self.pos_BL.shape[1] - 1 - self.pos_BL[:, -1])
+
+    def _candidates(self, entries: int, begun_B: Tensor) -> Tensor:
+        """Tokens since the document began, and the entries if that was before the span."""
         counted = self.at_L >= begun_B[:, None]
         return torch.cat(((begun_B < 0)[:, None].expand(-1, entries), counted), dim=1)
 

@@ -57,9 +57,16 @@ def largest(m: int, score_BE: Tensor, where_BE: Tensor, score_BL: Tensor, where_
     )
 
 
-def take(rows: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """rows [B, J, ...] at index [B, m], 0 where not valid: [B, m, ...]."""
-    trailing = rows.shape[2:]
-    wide = (*index.shape, *[1] * len(trailing))
-    found = rows.gather(1, index.view(wide).expand(*index.shape, *trailing))
+def take(before: Tensor, rows: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+    """Row `index` [B, m] of `before` [B, E, ...] followed by `rows` [B, L, ...], 0 where not valid: [B, m, ...] in rows' dtype.
+
+    The two are not put together: to choose from a span copies what is chosen, not the span.
+    """
+    n = before.shape[1]
+    wide = (*index.shape, *[1] * (rows.dim() - 2))
+
+    def choose(source: Tensor, at: Tensor) -> Tensor:
+        return source.gather(1, at.clamp(0, source.shape[1] - 1).view(wide).expand(*index.shape, *source.shape[2:]))
+
+    found = torch.where((index < n).view(wide), choose(before, index).to(rows.dtype), choose(rows, index - n))
     return found.masked_fill(~valid.view(wide), 0.0)

@@ -8,9 +8,9 @@ select equal tokens; the selection is the only thing here that is not continuous
 import torch
 from torch import Tensor
 
-from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked
+from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked, leave
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
-from baton.kernels.protocol import Leaf, State
+from baton.kernels.protocol import Inputs, Leaf, State
 
 _KERNEL = "eidetic_attention"
 
@@ -61,6 +61,42 @@ def eidetic_attention(
     Raises:
         KernelError: an argument of another shape, dtype or device than stated, by name; impossible sizes; T = 0.
     """
+    inputs, options, state = _checked((q, k, v, fading_k, fading_v, score), window, n_fading, n_eidetic, sliding, pos, state, scale)
+    return eidetic_attention_chunked(inputs, options, pos=pos, state=state)
+
+
+def leaving_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fading_k: Tensor,
+    fading_v: Tensor,
+    score: Tensor,
+    *,
+    window: int,
+    n_fading: int,
+    n_eidetic: int,
+    sliding: bool = False,
+    pos: Tensor,
+    state: State | None = None,
+) -> State:
+    """The State that `eidetic_attention` returns for these arguments, to the bit, without its attention.
+
+    It compares scores and copies what it selects, in memory that grows with T alone. Plain autograd: exact gradients to whatever it
+    copies of the inputs and of the State.
+
+    Raises:
+        KernelError: as `eidetic_attention`.
+    """
+    inputs, options, state = _checked((q, k, v, fading_k, fading_v, score), window, n_fading, n_eidetic, sliding, pos, state, None)
+    return leave(inputs, options, pos=pos, state=state)
+
+
+def _checked(
+    inputs: Inputs, window: int, n_fading: int, n_eidetic: int, sliding: bool, pos: Tensor, state: State | None, scale: float | None
+) -> tuple[Inputs, Options, State]:
+    """Arguments of `eidetic_attention`, found as it states them: the score in the dtype that it is compared in, and a State."""
+    q, k, v, fading_k, fading_v, score = inputs
     if not isinstance(q, Tensor):
         raise KernelError(f"{_KERNEL}: q is a {type(q).__name__}, expected a tensor of shape (batch, T, heads, dim)")
     if window < 1 or n_eidetic < 0 or not 0 <= n_fading <= (0 if sliding else window):
@@ -89,7 +125,7 @@ def eidetic_attention(
         expect_tensor(_KERNEL, f"state {leaf.name}", state[leaf.name], state_axes, (batch, *leaf.shape), device)
         expect_dtype(_KERNEL, f"state {leaf.name}", state[leaf.name], (leaf.dtype,))
     inputs = (q, k, v, fading_k, fading_v, score.detach().to(dtype))
-    return eidetic_attention_chunked(inputs, options, pos=pos, state={leaf.name: state[leaf.name] for leaf in expected})
+    return inputs, options, {leaf.name: state[leaf.name] for leaf in expected}
 
 
 def leaves(options: Options, k: Tensor, score_dtype: torch.dtype) -> tuple[Leaf, ...]:

@@ -2,21 +2,22 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton.kernels.eidetic_attention.chunked import Options
-from baton.kernels.eidetic_attention.op import eidetic_attention, empty, innovation, leaves
+from baton.kernels.eidetic_attention.op import eidetic_attention, empty, innovation, leaves, leaving_state
 from baton.kernels.eidetic_attention.reference import eidetic_attention_reference
 from baton.kernels.examples import randn
 from baton.kernels.in_chunks import compute_dtype
-from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
+from baton.kernels.protocol import Inputs, Leaf, Recurrence, State, StateFirstRecurrence
 from baton.kernels.window_attention.chunked import new_tail
 
 
 @dataclass(frozen=True)
-class EideticAttention(Recurrence):
+class EideticAttention(StateFirstRecurrence):
     """Inputs q, k, v, fading_k, fading_v, score along time. See `op.eidetic_attention`."""
 
     window: int
@@ -38,16 +39,26 @@ class EideticAttention(Recurrence):
     def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
         return leaves(self._options(inputs), inputs[1], compute_dtype(*inputs))
 
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        return {"window": self.window, "n_fading": self.n_fading, "n_eidetic": self.n_eidetic, "sliding": self.sliding}
+
+    def initial(self, inputs: Inputs) -> State:
+        return empty(self.leaves(inputs), inputs[0].shape[0], inputs[0].device)
+
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        sizes = {"window": self.window, "n_fading": self.n_fading, "n_eidetic": self.n_eidetic, "sliding": self.sliding}
-        return eidetic_attention(*inputs, **sizes, pos=pos, state=state)  # type: ignore[arg-type]
+        return eidetic_attention(*inputs, **self._sizes, pos=pos, state=state)  # type: ignore[arg-type]
+
+    def leave(self, inputs: Inputs, pos: Tensor | None, state: State) -> State:
+        return leaving_state(*inputs, **self._sizes, pos=pos, state=state)  # type: ignore[arg-type]
+
+    def read(self, inputs: Inputs, pos: Tensor | None, state: State) -> Tensor:
+        return self.run(inputs, pos, state)[0]
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         assert pos is not None
-        if state is None:
-            state = empty(self.leaves(inputs), inputs[0].shape[0], inputs[0].device)
-        sizes = {"window": self.window, "n_fading": self.n_fading, "n_eidetic": self.n_eidetic, "sliding": self.sliding}
-        return eidetic_attention_reference(*inputs, **sizes, pos=pos, state=state, scale=inputs[0].shape[-1] ** -0.5)  # type: ignore[arg-type]
+        state = self.initial(inputs) if state is None else state
+        return eidetic_attention_reference(*inputs, **self._sizes, pos=pos, state=state, scale=inputs[0].shape[-1] ** -0.5)
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         """The State is one that some tokens of a document before have left; scores have ties."""

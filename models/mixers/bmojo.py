@@ -20,6 +20,7 @@ from baton.kernels.protocol import Leaf, State
 from baton.models.mixer import Mixer, Site
 from baton.models.mixers.mamba import Mamba
 from baton.models.settings.bmojo import BMojoConfig
+from baton.parallel.tensor import copy_to_tensor_group
 
 INNOVATION = Innovation()
 
@@ -32,9 +33,8 @@ class BMojo(Mixer, settings=BMojoConfig):
 
     def __init__(self, config: BMojoConfig, site: Site) -> None:
         super().__init__()
-        self.config, self._tensor_size, self.compute_dtype = config, site.tensor_size, site.compute_dtype
-        # the state space's output is not added to the residual stream
-        self.ssm = Mamba(config.ssm, dataclasses.replace(site, residual_adds=1))
+        self.config, self.compute_dtype, self._split_residual = config, site.compute_dtype, site.split_residual
+        self.ssm = Mamba(config.ssm, site.inside())
         heads, self.kv_heads = config.head_counts(site.d_model)
         width, kv_width = heads * config.head_dim, self.kv_heads * config.head_dim
         self.d_model = site.d_model
@@ -65,6 +65,9 @@ class BMojo(Mixer, settings=BMojoConfig):
         fading_BTM, ssm_state = self.ssm(x_BTM, pos_BT, ssm_state)
         score_BT, tail = self.carry(INNOVATION, (fading_BTM.detach(), self._weights(fading_BTM)), pos_BT, tail)
         q = self.q_proj(x_BTM).unflatten(-1, (-1, config.head_dim))
+        if self._split_residual:
+            # the projection leaves x's gradient in parts, which gathering x sums; the fading tokens' parts are summed here
+            fading_BTM = copy_to_tensor_group(fading_BTM)
         inputs = (q, *self._keys_and_values(x_BTM), *self._keys_and_values(fading_BTM), score_BT)
         attention = EideticAttention(config.window, config.n_fading, config.eidetic, config.fading == "sliding")
         y, attention_state = self.carry(attention, inputs, pos_BT, attention_state)

@@ -16,7 +16,7 @@ from baton.models.mixer import Mixer, Site
 from baton.models.norm import HeadRMSNorm
 from baton.models.replicated import ReplicatedLinear
 from baton.models.settings.gla import GLAConfig
-from baton.parallel.tensor import ColumnParallelLinear, copy_to_tensor_group
+from baton.parallel.tensor import ColumnParallelLinear
 
 
 class GLA(Mixer, settings=GLAConfig):
@@ -54,7 +54,8 @@ class GLA(Mixer, settings=GLAConfig):
         _, d_key, d_value = self.sizes
         q, k, v, gate = self.in_proj(x_BTM).split(self._widths, dim=-1)
         # the bias is added in fp32, and the root taken of the logarithm: in bf16 no decay between 0.996 and 1 exists
-        logits = self.decay_proj(copy_to_tensor_group(self.code_proj(x_BTM))).to(self.decay_bias.dtype) + self.decay_bias
+        code_BTR = self.code_proj.for_own_heads(self.code_proj(x_BTM))
+        logits = self.decay_proj(code_BTR).to(self.decay_bias.dtype) + self.decay_bias
         inputs = (
             FEATURE_MAPS[self.config.feature_map](q).unflatten(2, (-1, d_key)),
             FEATURE_MAPS[self.config.feature_map](k).unflatten(2, (-1, d_key)),

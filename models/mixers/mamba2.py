@@ -17,7 +17,6 @@ from baton.models.mixer import Mixer, Site
 from baton.models.norm import SplitRMSNorm
 from baton.models.replicated import ReplicatedLinear, replicated
 from baton.models.settings.mamba2 import Mamba2Config
-from baton.parallel.tensor import copy_to_tensor_group
 
 _CONV = ShortConv("silu")
 
@@ -27,7 +26,7 @@ class Mamba2(Mixer, settings=Mamba2Config):
     behind a short convolution and silu.
 
     x [B, T, M], pos [B, T], State {conv_u [B, W - 1, d_inner], conv_bc [B, W - 1, 2 d_state], S [B, heads, d_state, head_dim]}
-    -> y [B, T, M], State.
+    -> y [B, T, M], State. Where tensor ranks share the residual stream, the cotangent of conv_bc is a part on each of them.
     """
 
     def __init__(self, config: Mamba2Config, site: Site) -> None:
@@ -41,8 +40,8 @@ class Mamba2(Mixer, settings=Mamba2Config):
         fill = init.linear(config.d_conv)
         self.conv_weight = site.split((self.d_inner, config.d_conv), fill, decay=True)
         self.conv_bias = site.split((self.d_inner,), fill, decay=False)
-        self.bc_conv_weight = replicated((2 * config.d_state, config.d_conv), fill, decay=True)
-        self.bc_conv_bias = replicated((2 * config.d_state,), fill, decay=False)
+        self.bc_conv_weight = replicated((2 * config.d_state, config.d_conv), fill, site, decay=True)
+        self.bc_conv_bias = replicated((2 * config.d_state,), fill, site, decay=False)
         self.A_log = site.split((self.heads,), init.log_uniform(config.rate_min, config.rate_max), decay=False)
         step = init.inverse_softplus_log_uniform(config.dt_min, config.dt_max, config.dt_floor)
         self.dt_bias = site.split((self.heads,), step, decay=False)
@@ -65,7 +64,7 @@ class Mamba2(Mixer, settings=Mamba2Config):
         tails = (None, None) if state is None else ({"tail": state["conv_u"]}, {"tail": state["conv_bc"]})
         u, conv_u = self.carry(_CONV, (u, self.conv_weight, self.conv_bias), pos_BT, tails[0])
         bc, conv_bc = self.carry(_CONV, (self.bc_proj(x_BTM), self.bc_conv_weight, self.bc_conv_bias), pos_BT, tails[1])
-        b, c = copy_to_tensor_group(bc).unsqueeze(2).chunk(2, dim=-1)
+        b, c = self.bc_proj.for_own_heads(bc).unsqueeze(2).chunk(2, dim=-1)
         # the bias is fp32 and is added in fp32: rounding it would move the step sizes in jumps of 3 %
         step_BTH = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
         u_BTHP = u.to(step_BTH.dtype).unflatten(2, (-1, self.config.head_dim))

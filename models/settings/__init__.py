@@ -41,6 +41,11 @@ class MixerConfig(BaseModel):
         """Whether the State grows with every token, so that it cannot be handed from rank to rank."""
         return False
 
+    @property
+    def longest_tail(self) -> int:
+        """Tokens of the longest tail in the State: a rank with fewer cannot hand it on without those of the rank before."""
+        return 0
+
     def check(self, d_model: int) -> None:
         """Refuse settings that do not fit d_model. Raises ValueError with what to change."""
 

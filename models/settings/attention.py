@@ -53,6 +53,10 @@ class AttentionConfig(HeadsConfig):
     def state_grows(self) -> bool:
         return self.window is None
 
+    @property
+    def longest_tail(self) -> int:
+        return 0 if self.window is None else self.window - 1
+
     def check(self, d_model: int) -> None:
         super().check(d_model)
         if self.rope_theta is not None and self.head_dim % 2:

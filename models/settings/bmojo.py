@@ -47,6 +47,15 @@ class BMojoConfig(HeadsConfig):
     def sizes(self, d_model: int) -> dict[str, int]:
         return {**super().sizes(d_model), **{f"ssm.{name}": size for name, size in self.ssm.sizes(d_model).items()}}
 
+    @property
+    def longest_tail(self) -> int:
+        return max(self.ssm.longest_tail, self.predictor, self.window - 1, self._fading_tail)
+
+    @property
+    def _fading_tail(self) -> int:
+        """Outputs of the state space that are carried."""
+        return 2 * self.window - 1 if self.fading == "sliding" else self.n_fading
+
     def check(self, d_model: int) -> None:
         super().check(d_model)
         if self.n_fading > self.window:
@@ -107,7 +116,7 @@ class BMojoConfig(HeadsConfig):
         def rows(names: tuple[str, ...], n: int) -> None:
             found.extend(StateLeaf(name, (n, kv_heads, self.head_dim), "compute", tp=1) for name in names)
 
-        tail, memory = 2 * self.window - 1 if self.fading == "sliding" else self.n_fading, self.eidetic + self.n_fading
+        tail, memory = self._fading_tail, self.eidetic + self.n_fading
         rows(("k", "v"), self.window - 1)
         found.append(StateLeaf("seen", (), "int64", tp=None, grad=False))
         if tail:

@@ -49,6 +49,10 @@ class DeltaRuleConfig(MixerConfig):
     def sizes(self, d_model: int) -> dict[str, int]:
         return {"heads": self.head_count(d_model)}
 
+    @property
+    def longest_tail(self) -> int:
+        return self.d_conv - 1
+
     def check(self, d_model: int) -> None:
         self.head_count(d_model)
 

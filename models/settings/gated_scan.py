@@ -29,6 +29,10 @@ class GatedScanConfig(MixerConfig):
     def sizes(self, d_model: int) -> dict[str, int]:
         return {"expand * model.d_model": self.expand * d_model}
 
+    @property
+    def longest_tail(self) -> int:
+        return self.d_conv - 1
+
     def step_rank(self, d_model: int) -> int:
         """Rank of the step sizes' projection."""
         return self.dt_rank or -(-d_model // 16)

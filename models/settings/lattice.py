@@ -75,6 +75,10 @@ class LatticeConfig(MixerConfig):
     def sizes(self, d_model: int) -> dict[str, int]:
         return {"heads": self.head_count(d_model)}
 
+    @property
+    def longest_tail(self) -> int:
+        return self.d_conv - 1
+
     def check(self, d_model: int) -> None:
         self.head_count(d_model)
         if self.slots > self.head_dim:

@@ -54,6 +54,10 @@ class Mamba2Config(MixerConfig):
     def sizes(self, d_model: int) -> dict[str, int]:
         return {"expand * model.d_model / head_dim": self.head_count(d_model)}
 
+    @property
+    def longest_tail(self) -> int:
+        return self.d_conv - 1
+
     def check(self, d_model: int) -> None:
         self.head_count(d_model)
 

@@ -7,8 +7,12 @@ from support.models import micro_batches, model_of, training
 from support.recurrences import positions, results, seeded
 
 from baton.kernels.registry import recurrences
-from baton.models.settings import kinds
-from baton.parallel.layout import gather_parameters
+from baton.models.mixer import Mixer, Site, build_mixer
+from baton.models.settings import SMALL_WIDTH, kinds
+from baton.parallel.config import LayoutConfig
+from baton.parallel.layout import gather_parameters, initialize_parameters
+from baton.parallel.sequence import SequenceLink
+from baton.parallel.tensor import megatron_config
 from baton.training.build import build, make_deterministic
 from baton.training.checkpoint.rectangles import optimizer_rectangles
 from baton.training.executor import StepExecutor, TokenBatch
@@ -94,16 +98,35 @@ def same_rows(found, expected, rel):
         assert norm == pytest.approx(want_norm, rel=rel)
 
 
-@pytest.mark.parametrize("layout", [{"data": 1}, {"data": 2}, {"tensor": 2}, {"tensor": 2, "data": 2}], ids=str)
+LAYOUTS = [
+    {"data": 1},
+    {"data": 2},
+    {"data": 2, "zero": 0},
+    {"data": 2, "zero": 2},
+    {"tensor": 2},
+    {"tensor": 2, "data": 2},
+    {"tensor": 2, "data": 2, "split_residual": True},
+    {"sequence": 2, "state_exchange": "gather"},
+    {"pipeline": 2},
+    {"pipeline": 2, "tensor": 2, "split_residual": True},
+    {"pipeline": 2, "sequence": 2},
+    {"pipeline": 3, "zero": 0},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_training_on_gpus_equals_training_on_the_cpu(pool, gpu_pool, layout):
-    ranks = layout.get("data", 1) * layout.get("tensor", 1)
+    ranks = LayoutConfig(**layout).world_size
     if ranks > gpu_pool.size:
         pytest.skip(f"needs {ranks} GPUs, there are {gpu_pool.size}")
     rows, parameters, _ = pool.run(steps, data=1)[0]
+    seen = set()
     for found, got, _ in gpu_pool.run(steps, **layout):
         same_rows(found, rows, 1e-4)
-        for name, value in parameters.items():
-            assert relative_error(got[name], value) <= 1e-4, name
+        seen |= got.keys()
+        for name, value in got.items():
+            assert relative_error(value, parameters[name]) <= 1e-4, name
+    assert seen == parameters.keys()
 
 
 @pytest.mark.parametrize("mixer", [kind for kind in kinds() if kind != "mamba"])
@@ -125,6 +148,61 @@ def test_states_go_from_gpu_to_gpu(pool, gpu_pool, mixer):
         same_rows(found, rows, 1e-4)
         for name, value in parameters.items():
             assert relative_error(got[name], value) <= 1e-4, name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_are_segments_bit_for_bit_on_gpus(gpu_pool, ranks):
+    """Outputs, leaving State and the entering State's cotangent of every kind; by relay, and gathered."""
+    if gpu_pool.size < ranks:
+        pytest.skip(f"needs {ranks} GPUs, there are {gpu_pool.size}")
+    found = gpu_pool.run(spans, sequence=ranks)
+    gathered = gpu_pool.run(spans, sequence=ranks, state_exchange="gather")
+    alone = gpu_pool.run(spans, ranks, data=1)[0]
+    for kind, (outputs, leaving, entering) in alone.items():
+        for of_ranks in (found, gathered):
+            assert all(torch.equal(rank[kind][0][0], outputs[n]) for n, rank in enumerate(of_ranks)), kind
+            assert all(torch.equal(of_ranks[-1][kind][1][name], x) for name, x in leaving.items()), kind
+            assert all(torch.equal(of_ranks[0][kind][2][name], x) for name, x in entering.items()), kind
+
+
+def spans(mesh, pieces=None):
+    """Of a mixer of each kind with a State: outputs of this rank's span (or of all pieces), leaving State, entering cotangent."""
+    torch.use_deterministic_algorithms(True)
+    link = mesh.link or SequenceLink(0, [0], mesh.device)
+    count, results = pieces or mesh.layout.sequence, {}
+    for kind, settings in kinds().items():
+        if settings.small().state_grows:
+            continue
+        site = Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1, False), torch.float32)
+        with mesh.device:
+            layer = build_mixer(settings.small(), site)
+        initialize_parameters(layer, 1, 0, 1)
+        layer.link = link
+        for module in layer.modules():
+            if isinstance(module, Mixer):
+                module.link = link
+        g = seeded(3)
+        length = 16 * count
+        x, dy = (torch.randn(2, length, SMALL_WIDTH, generator=g).to(mesh.device) for _ in range(2))
+        pos = positions(seeded(4), 2, length, 0.08).to(mesh.device)
+        entering, outputs, cuts = None, [], []
+        if link.rank == 0:
+            with torch.no_grad(), link.alone():
+                _, entering = layer(x[:, :12].flip(1), torch.arange(12, device=mesh.device).repeat(2, 1), None)
+            entering = {name: s.clone().requires_grad_(s.is_floating_point()) for name, s in entering.items()}
+        state = entering
+        for n in range(count) if pieces else [mesh.sequence_rank]:
+            span = slice(16 * n, 16 * (n + 1))
+            y, state = layer(x[:, span], pos[:, span], state)
+            outputs.append(y)
+            cuts.append(dy[:, span])
+        last = link.rank == link.size - 1
+        moving = [s for s in state.values() if s.requires_grad] if last else []
+        torch.autograd.backward([*outputs, *moving], [*cuts, *map(torch.ones_like, moving)])
+        link.wait()
+        of = {} if entering is None else {name: s.grad.cpu() for name, s in entering.items() if s.grad is not None}
+        results[kind] = [y.detach().cpu() for y in outputs], {n: s.detach().cpu() for n, s in state.items()}, of
+    return results
 
 
 def test_bfloat16_follows_float32(gpu_pool):

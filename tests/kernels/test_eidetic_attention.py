@@ -5,6 +5,7 @@ shown for the mixer, in tests/models/test_bmojo.py.
 """
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.compare import relative_error
 from support.memory import LargestTensor
-from support.recurrences import gradients, law, positions, seeded, seeds
+from support.recurrences import fresh, gradients, law, moving, piece, positions, seeded, seeds
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.kernels.eidetic_attention import eidetic_attention, innovation
 from baton.kernels.eidetic_attention.memory import largest
+from baton.kernels.eidetic_attention.recurrence import EideticAttention
 
 HEADS, DIM = 2, 3
 
@@ -133,6 +136,92 @@ def test_a_memory_is_frozen_between_multiples_of_the_window():
         assert torch.equal(frozen[t], frozen[t - 1]) == (t % 4 != 0)
     assert torch.equal(frozen[8][:, :2], leaves[1][:, 6:8])
     assert torch.equal(frozen[8][:, 2:], leaves[3][:, 7:8])
+
+
+SPANS = (
+    EideticAttention(4, 2, 3),
+    EideticAttention(3, 3, 7),
+    EideticAttention(5, 0, 2),
+    EideticAttention(4, 1, 0),
+    EideticAttention(1, 1, 2),
+    EideticAttention(1, 0, 0),
+    EideticAttention(3, 0, 0, sliding=True),
+    EideticAttention(4, 0, 3, sliding=True),
+    EideticAttention(50, 9, 60),
+)
+
+
+@pytest.mark.parametrize("attention", SPANS, ids=str)
+@law(max_examples=25)
+@given(
+    seed=seeds,
+    length=st.integers(1, 60),
+    start_probability=st.sampled_from([0.0, 0.04, 0.15, 0.5]),
+    levels=st.integers(1, 30),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    cuts=st.lists(st.integers(1, 59), max_size=5),
+)
+def test_a_state_that_leaves_first_has_every_bit_of_the_walk(
+    attention: EideticAttention, seed: int, length: int, start_probability: float, levels: int, dtype: torch.dtype, cuts: list[int]
+):
+    """Many publications and starts in a span, or none, and many ties: against the definition, the blocks and any pieces.
+
+    The entering State is one that the first document has left behind, so that positions continue it.
+    """
+    generator = seeded(seed)
+    before = torch.randint(1, 2 * attention.window + 9, (1,), generator=generator).item()
+    (q, *keyed, score), _ = attention.example(generator, 2, before + length, torch.float32, wide=False)
+    score = torch.randint(0, levels, score.shape, generator=generator).float()
+    inputs = (*(x.to(dtype) for x in (q, *keyed)), score.to(dtype))
+    pos = positions(generator, 2, before + length, start_probability)
+    with torch.no_grad():
+        _, state = attention.run(piece(attention, inputs, 0, before), pos[:, :before], None)
+        inputs, pos = piece(attention, inputs, before, before + length), pos[:, before:]
+        found = attention.leave(inputs, pos, state)
+        walked = [attention.run(inputs, pos, state)[1], attention.reference(inputs, pos, state)[1], state]
+        for begin, end in itertools.pairwise([0, *sorted({cut for cut in cuts if cut < length}), length]):
+            walked[2] = attention.leave(piece(attention, inputs, begin, end), pos[:, begin:end], walked[2])
+    for expected in walked:
+        assert found.keys() == expected.keys()
+        for name, x in expected.items():
+            assert found[name].dtype == x.dtype
+            assert torch.equal(found[name], x), name
+
+
+class Operators(TorchDispatchMode):
+    """Within this context, `names` are the operators that ran, autograd's included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+ATTENTION = ("attention", "softmax", "mm")
+
+
+def _attended(names: set[str]) -> set[str]:
+    return {name for name in names if any(part in name for part in ATTENTION)}
+
+
+@pytest.mark.parametrize("attention", [EideticAttention(64, 4, 16), EideticAttention(64, 0, 16, sliding=True)], ids=str)
+def test_nothing_is_attended_to_for_the_leaving_state_forwards_or_backwards(attention: EideticAttention):
+    length = 2048
+    example = attention.example(seeded(11), 1, length, torch.float32, wide=False)
+    pos = positions(seeded(12), 1, length, 0.002)
+    inputs, state = fresh(*example)
+    with Operators() as ran, LargestTensor() as most:
+        left = attention.leave(inputs, pos, state)
+        grads = gradients([*moving(left).values()], [*inputs, *moving(state).values()], seeded(13))
+    assert any(grad.any() for grad in grads)
+    assert not _attended(ran.names)
+    assert most.numel <= max(x.numel() for x in inputs)
+    with Operators() as ran:
+        attention.read(inputs, pos, state).sum().backward()
+    assert _attended(ran.names)
 
 
 def test_no_gradient_flows_through_a_score():

@@ -22,13 +22,14 @@ from support.recurrences import (
     seeds,
 )
 
-from baton.kernels.protocol import LinearRecurrence, Recurrence, SequentialRecurrence, check
+from baton.kernels.protocol import LinearRecurrence, Recurrence, SequentialRecurrence, StateFirstRecurrence, check
 
 TOLERANCE = 1e-10
 
 every_recurrence = pytest.mark.parametrize("recurrence", RECURRENCES, ids=str)
 every_linear = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if isinstance(r, LinearRecurrence)], ids=str)
 every_sequential = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if isinstance(r, SequentialRecurrence)], ids=str)
+every_state_first = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if isinstance(r, StateFirstRecurrence)], ids=str)
 every_optional = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if not r.needs_pos], ids=str)
 every_exact = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if r.exact_cuts], ids=str)
 
@@ -193,6 +194,31 @@ def test_prepare_and_run_is_the_run(recurrence: SequentialRecurrence):
     y, leaving = recurrence.run(inputs, pos, state)
     found, sent = recurrence.run_prepared(recurrence.prepare(inputs, pos), state)
     assert_equal({"y": found, **sent}, {"y": y, **leaving}, TOLERANCE)
+
+
+@every_state_first
+@law(max_examples=20)
+@given(seed=seeds, batch=st.integers(1, 3), length=st.integers(1, 41), start_probability=st.sampled_from([0.0, 0.05, 0.3]))
+def test_leave_and_read_are_the_run_and_so_are_their_gradients(
+    recurrence: StateFirstRecurrence, seed: int, batch: int, length: int, start_probability: float
+):
+    """Outputs and State to the bit; read and leave are pulled back apart, as when the leaving State's cotangent comes later."""
+    generator = seeded(seed)
+    example = recurrence.example(generator, batch, length, torch.float64, wide=False)
+    pos = _positions(recurrence, generator, batch, length, start_probability)
+    for given_state in (example[1], None):
+        inputs, entering = fresh(example[0], recurrence.initial(example[0]) if given_state is None else given_state)
+        y, leaving = recurrence.run(inputs, pos, None if given_state is None else entering)
+        assert torch.equal(recurrence.read(inputs, pos, entering), y)
+        left = recurrence.leave(inputs, pos, entering)
+        check(left, recurrence.leaves(inputs), batch)
+        assert left.keys() == leaving.keys()
+        for name, x in leaving.items():
+            assert torch.equal(left[name], x), name
+    inputs, entering = fresh(*example)
+    expected = results(*recurrence.run(inputs, pos, entering), inputs, entering, seed + 1)
+    y, left = recurrence.read(inputs, pos, entering), recurrence.leave(inputs, pos, entering)
+    assert_equal(results(y, left, inputs, entering, seed + 1), expected, TOLERANCE)
 
 
 @every_recurrence

@@ -1,7 +1,6 @@
 """`baton plan`: its arithmetic is compared with the modules themselves, and with what running models were seen to keep and send."""
 
 import json
-import re
 import subprocess
 import sys
 from importlib.resources import files
@@ -10,16 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 from support import plans
-from support.plans import BATCH, CONTEXT, EXCHANGED, HANDED_ON, RECOMPUTED, SENT_WITH, VARIANTS, run_of
+from support.plans import BATCH, CONTEXT, EXCHANGED, HANDED_ON, RECOMPUTED, SENT_WITH, STAGED, STAGES, VARIANTS, ZERO, run_of
 
-from baton.launcher.arithmetic import REDUCE_BUCKET, Arithmetic
-from baton.launcher.cli import main
-from baton.launcher.cluster import Cluster, load_cluster
+from baton.launcher.arithmetic import REDUCE_BUCKET, Arithmetic, of_stages
 from baton.launcher.config import RunConfig, load
-from baton.launcher.errors import ConfigError
-from baton.launcher.plan import make_plan
 from baton.models.config import ModelConfig
-from baton.models.settings import SMALL_WIDTH, MixerConfig, footprint
+from baton.models.settings import SMALL_WIDTH, footprint
 
 RUN = Path(str(files("baton.configs"))) / "runs" / "papers" / "mamba-1.4b-pile.yaml"
 
@@ -34,37 +29,45 @@ def measured():
 # ---------------------------------------------------------------------------------------------------------- against the modules
 
 
-def on_meta(config, dtype="float32"):
+def on_meta(config, dtype="float32", stage=None):
     import torch
 
     from baton.models.lm import LanguageModel
 
     with torch.device("meta"):
-        return LanguageModel(config, compute_dtype=getattr(torch, dtype))
+        return LanguageModel(config, compute_dtype=getattr(torch, dtype), stage=stage)
 
 
 def shipped():
     return sorted(path.name.removesuffix(".yaml") for path in (files("baton.configs") / "models").iterdir())
 
 
-def planned(model):
-    """The arithmetic of a run of this model."""
+def planned(model, stages=1):
+    """The arithmetic of the stages of a run of this model."""
     training = {"steps": 1, "context": 64, "global_batch_tokens": 64, "optimizer": {"lr": 1e-3}}
-    return Arithmetic(RunConfig.model_validate({"name": "x", "model": model.model_dump(), "training": training}))
+    values = {"name": "x", "model": model.model_dump(), "training": training, "layout": {"pipeline": stages}}
+    return of_stages(RunConfig.model_validate(values))
 
 
-def assert_parameters(config):
-    from baton.parallel.layout import named_layouts
+def assert_parameters(config, stages=1):
+    from baton.parallel.layout import named_layouts, parameter_count
     from baton.parallel.tensor import ComputeCopy
 
-    model = on_meta(config)
-    by_module = {name: (layout.shape, layout.split, bool(layout.partial_over)) for name, _, layout in named_layouts(model)}
-    counted = {p.name: (p.shape, p.split, p.partial) for p in planned(config).parameters}
-    assert counted == by_module
-    copied = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, ComputeCopy)}
-    if not config.tie_embeddings:
-        copied.remove("embedding.weight")  # looked up in float32
-    assert {p.name for p in planned(config).parameters if p.uses} == copied
+    total = 0
+    for one in planned(config, stages):
+        model = on_meta(config, stage=one.stage)
+        by_module = {
+            name: (layout.shape, layout.split, bool(layout.partial_over), layout.lent) for name, _, layout in named_layouts(model)
+        }
+        counted = {p.name: (p.shape, p.split, p.partial, p in one.lent) for p in (*one.parameters, *one.lent)}
+        assert counted == by_module
+        assert one.parameter_count == parameter_count(model)
+        copied = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, ComputeCopy)}
+        if not (config.tie_embeddings and one.stage.last):
+            copied.discard("embedding.weight")  # looked up in float32
+        assert {p.name for p in (*one.parameters, *one.lent) if p.uses} == copied
+        total += one.parameter_count
+    return total
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -76,6 +79,15 @@ def test_parameters_are_the_modules(variant, tied):
 @pytest.mark.parametrize("name", shipped())
 def test_parameters_of_shipped_models_are_the_modules(name):
     assert_parameters(ModelConfig(**yaml.safe_load((files("baton.configs") / "models" / f"{name}.yaml").read_text())))
+
+
+@pytest.mark.parametrize("name", ["hybrid-130m", "bmojo-130m", "transformer-125m"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("stages", [2, 5])
+def test_parameters_of_every_stage_are_the_modules(name, tied, stages):
+    values = yaml.safe_load((files("baton.configs") / "models" / f"{name}.yaml").read_text())
+    config = ModelConfig(**{**values, "tie_embeddings": tied})
+    assert assert_parameters(config, stages) == planned(config)[0].parameter_count
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -111,7 +123,7 @@ def test_chunks_and_buckets_are_the_kernels():
         carrier = footprint.Carrier("scan", (), chunk=1, elements=channels * d_state)
         expected = diagonal_scan.chunk_length(batch, channels // 2, d_state)
         assert carrier.tokens_per_chunk(footprint.Work(batch, 1 << 20, tensor=2)) == expected
-    assert deepspeed_config(1.0)["zero_optimization"]["reduce_bucket_size"] == REDUCE_BUCKET
+    assert all(deepspeed_config(1.0, stage)["zero_optimization"]["reduce_bucket_size"] == REDUCE_BUCKET for stage in ZERO)
 
 
 # ---------------------------------------------------------------------------------------------------- against running models
@@ -151,16 +163,80 @@ def test_tensor_ranks_exchange_what_is_counted(measured, variant, precision, rec
     assert per_micro_batch == measured["sent"][f"{variant} {precision} {recompute}"]
 
 
-def test_zero_exchanges_what_is_counted(measured):
-    exchange = Arithmetic(run_of("gla", data=2)).exchange()
-    numbers = Arithmetic(run_of("gla", data=2)).local_count
-    # beside them the norm, the overflow and the like; partitions are padded
-    assert measured["zero"]["allreduce_"] == pytest.approx(4 * numbers, abs=16)
-    assert measured["zero"]["_allgather_base_"] == pytest.approx(4 * numbers, abs=64)
+LOSS = 2 * 3 * 4 * 2 * BATCH * CONTEXT
+"""Bytes that the loss of two micro-batches all-reduces over its tensor group, which here is this rank alone."""
+
+FEW = 48
+"""Bytes of counts, norms and flags, and of partitions' padding."""
+
+
+@pytest.mark.parametrize("zero", ZERO)
+def test_zero_exchanges_what_is_counted(measured, zero):
+    arithmetic = Arithmetic(run_of("gla", data=2, zero=zero))
+    exchange, given = arithmetic.exchange(), measured["zero"][str(zero)]
+    gradients, gathered = 4 * arithmetic.local_count, 4 * arithmetic.local_count * bool(zero)
+    reduced = {0: given["allreduce_"] - LOSS, 1: given["allreduce_"] - LOSS, 2: given.get("reduce_", 0)}[zero]
+    assert reduced == pytest.approx(gradients, abs=FEW)
+    assert given["allreduce_"] - LOSS - (0 if zero == 2 else gradients) == pytest.approx(0, abs=FEW)
+    assert given.get("_allgather_base_", 0) == pytest.approx(gathered, abs=FEW)
+    # what a ring of two sends of what it is given: all of it once to all-reduce, half of it to reduce or to gather
     assert {name: one.bytes for name, one in exchange.items()} == {
-        "gradients: all-reduce over data": 4 * numbers,
-        "parameters: all-gather over data": 2 * numbers,
+        **(
+            {"gradients: reduce to owners over data": gradients // 2}
+            if zero == 2
+            else {"gradients: all-reduce over data": gradients}
+        ),
+        **({"parameters: all-gather over data": gathered // 2} if zero else {}),
     }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_exchange_what_is_counted(measured, tied):
+    run = run_of("gla", pipeline=STAGES)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"tie_embeddings": tied})})
+    for number, one in enumerate(of_stages(run)):
+        given, exchange = measured["stages"][f"{number} {tied}"], {name: sent.bytes for name, sent in one.exchange().items()}
+        hidden = exchange[
+            "hidden vectors: to the next stage" if number == 0 else "gradients of hidden vectors: to the stage before"
+        ]
+        assert hidden == given["send"]
+        assert "hidden vectors: to the next stage" in exchange or number == 1
+        # each of the two ends gives the collectives all of what one of them sends
+        shared = {
+            "tied embedding: values to the last stage": "broadcast_",
+            "tied embedding: gradient to the first stage": "reduce_",
+        }
+        for name, collective in shared.items():
+            assert given.get(collective, 0) == (4 * one._head if tied else 0)
+            assert exchange.get(name, 0) == (given.get(collective, 0) if number == (collective == "reduce_") else 0)
+        # it is one data rank, so gradients are given to all-reduces that have nothing to do
+        assert given["allreduce_"] == pytest.approx(4 * one.local_count + LOSS * number, abs=FEW)
+
+
+@pytest.mark.parametrize("variant", STAGED)
+def test_activations_of_a_stage_are_what_autograd_keeps(measured, variant):
+    """To 4 %; what goes to the next stage is kept by who sends it."""
+    for one, saved in zip(of_stages(run_of(variant, pipeline=STAGES)), measured["saved of a stage"][variant], strict=True):
+        beside = (BATCH_NUMBERS if one.stage.last else 2 * 8 + 4) + 4 * SMALL_WIDTH
+        assert one.activations(recompute=False) - BATCH * CONTEXT * beside == pytest.approx(saved, rel=0.04)
+
+
+def test_stages_keep_as_many_micro_batches_as_their_schedule_has_ahead():
+    from baton.parallel.pipeline import schedule
+
+    for micro_batches in (1, 3, 4, 9):
+        words = [
+            "layout.pipeline=4",
+            "layout.data=1",
+            "training.micro_batch=1",
+            f"training.global_batch_tokens={2048 * micro_batches}",
+        ]
+        for one in of_stages(load(RUN, words)):
+            kept = most = 0
+            for operation in schedule(one.stage.index, 4, micro_batches):
+                kept += 1 if operation.kind == "forward" else -1
+                most = max(most, kept)
+            assert one.in_flight == most
 
 
 @pytest.mark.parametrize("variant", HANDED_ON)
@@ -173,175 +249,3 @@ def test_sequence_ranks_hand_on_what_is_counted(measured, variant):
     # what a span makes of a State may be a matrix, which is counted as large as the State
     kept = arithmetic.activations(recompute=False) - BATCH * CONTEXT // 2 * (BATCH_NUMBERS + 4 * SMALL_WIDTH)
     assert kept == pytest.approx(measured["saved of a segment"][variant], rel=0.06)
-
-
-# ------------------------------------------------------------------------------------------------------------------ the command
-
-
-@pytest.fixture
-def plan(capsys):
-    """A function: `baton plan` with words; its status, what it printed, and what it said of an error."""
-
-    def run(*words):
-        status = main(["plan", *map(str, words)])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
-
-
-def test_a_plan_needs_no_torch_and_writes_nothing(tmp_path):
-    code = (
-        "import sys; from baton.launcher.cli import main; status = main(sys.argv[1:]); "
-        "print(status, *[m for m in ('torch', 'deepspeed', 'megatron') if m in sys.modules])"
-    )
-    words = ["plan", str(RUN), "--cluster", "h100"]
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "0"
-    assert done.stdout.splitlines()[-2].startswith("fits: ")
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_a_cluster_there_are_no_times_and_no_verdict(plan):
-    status, out, _ = plan(RUN)
-    assert status == 0
-    assert "tokens/s" not in out
-    assert re.fullmatch(
-        r"needs [0-9.]+ GiB per rank; --cluster FILE or --memory-gib N says whether that fits", out.splitlines()[-1]
-    )
-    assert "1,372,178,432 parameters, 8 ranks" in out
-
-
-def test_memory_alone_gives_a_verdict(plan):
-    status, out, _ = plan(RUN, "--memory-gib", 79)
-    assert (status, out.splitlines()[-1][:5]) == (0, "fits:")
-    status, out, _ = plan(RUN, "--memory-gib", 20)
-    assert (status, out.splitlines()[-1][:13]) == (2, "does not fit:")
-    assert "fits with training.recompute=true" in out
-
-
-@pytest.mark.parametrize("cluster", ["a100", "h100", "h200"])
-def test_shipped_clusters_plan_every_shipped_run(cluster):
-    known = load_cluster(cluster)
-    for path in sorted(RUN.parent.glob("*.yaml")):
-        found = make_plan(load(path), known)
-        assert found.memory.peak > 9 * found.parameters
-        assert 0 < found.speed.utilisation < 1
-        assert found.fits or found.advice
-
-
-def test_json_is_the_same_plan(plan):
-    status, out, _ = plan(RUN, "--cluster", "h100", "--json")
-    values = json.loads(out)
-    found = make_plan(load(RUN), load_cluster("h100"))
-    assert status == 0
-    assert (values["parameters"], values["ranks"], values["cluster"], values["fits"]) == (1_372_178_432, 8, "h100", True)
-    assert values["memory"]["peak"] == found.memory.peak
-    assert values["seconds"]["step"] == pytest.approx(found.speed.step)
-    assert values["exchange"] == found.exchange
-
-
-def test_sizes_of_what_stays_are_the_arithmetic_of_adam():
-    """4 bytes of parameters, 4 of gradients, 2 of compute copies, 12 over the data and sequence ranks; all over the tensor's."""
-    n = 1_372_178_432
-    memory = make_plan(load(RUN)).memory
-    assert (memory.parameters, memory.gradients, memory.optimizer) == (4 * n, 4 * n, 12 * n // 8)
-    assert 0.99 * 2 * n < memory.compute_copies < 2 * n
-    halved = make_plan(load(RUN, ["layout.tensor=2"])).memory
-    assert halved.parameters == pytest.approx(2 * n, rel=0.001)
-    assert halved.optimizer == pytest.approx(12 * n / 16, rel=0.001)
-    float32 = make_plan(load(RUN, ["training.precision=float32"])).memory
-    assert float32.compute_copies == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "memory", "advice"),
-    [
-        ((), 20, ("training.recompute=true",)),
-        (("training.recompute=true",), 17.2, ("training.micro_batch=1",)),
-        (("training.recompute=true", "training.micro_batch=1"), 16.5, ("layout.data=16",)),
-        (("training.recompute=true", "training.micro_batch=1"), 10, ("layout.tensor=2",)),
-    ],
-)
-def test_advice_is_the_first_change_that_fits_and_does_fit(words, memory, advice):
-    config = load(RUN, list(words))
-    found = make_plan(config, memory_gib=memory)
-    assert not found.fits
-    assert found.advice == advice
-    assert make_plan(load(RUN, [*words, *advice]), memory_gib=memory).fits
-
-
-def test_where_nothing_helps_the_plan_says_so(plan):
-    status, out, _ = plan(RUN, "--memory-gib", 0.5)
-    assert status == 2
-    assert "nothing that was tried fits" in out.splitlines()[-1]
-
-
-def test_four_thousand_ranks_are_planned_as_one_is(plan):
-    words = ["layout.data=512", "layout.sequence=8", "training.context=1048576", "training.global_batch_tokens=1073741824"]
-    status, out, err = plan(RUN, *words, "training.micro_batch=1", "--cluster", "h200", "--json")
-    values = json.loads(out)
-    assert (status in (0, 2), err, values["ranks"]) == (True, "", 4096)
-    one = json.loads(plan(RUN, "layout.data=1", "training.micro_batch=1", "--json")[1])
-    assert one["exchange"] == {}
-    assert one["memory"]["optimizer"] == 12 * one["parameters"]
-    assert values["memory"]["optimizer"] == pytest.approx(12 * one["parameters"] / 4096, rel=1e-5)
-    assert values["exchange"]["States: to the next rank"] > 0
-
-
-def test_rings_within_a_node_are_faster_and_tensor_groups_share_a_nodes_network():
-    cluster = load_cluster("h100")
-    inside, between = cluster.bandwidth_gb_s.in_node * 1e9, cluster.bandwidth_gb_s.between_nodes * 1e9
-    assert cluster.seconds(10**9, 8, 1) == pytest.approx(10**9 / inside)
-    # eight ranks of a node enter and leave it together; with tensor groups of 4 only two of each data group are in a node
-    assert cluster.seconds(10**9, 64, 1) == pytest.approx(10**9 / (8 * between))
-    assert cluster.seconds(10**9, 16, 4) == pytest.approx(10**9 / (2 * between))
-    # a neighbour on another node is alone
-    assert cluster.seconds(10**9, 8, 1, pairs=True) == pytest.approx(10**9 / inside)
-    assert cluster.seconds(10**9, 16, 1, pairs=True) == pytest.approx(10**9 / between)
-    assert cluster.seconds(10**9, 16, 8) == pytest.approx(10**9 / between)
-
-
-def test_a_cluster_of_ones_own(plan, tmp_path):
-    path = tmp_path / "ours.yaml"
-    values = load_cluster("h100").model_dump() | {"name": "ours", "memory_gib": 40}
-    path.write_text(yaml.safe_dump(values))
-    status, out, _ = plan(RUN, "--cluster", path)
-    assert (status, "on ours" in out, "does not fit" in out) == (2, True, True)
-    assert Cluster(**values).memory_gib == 40
-
-
-REFUSALS = {
-    "unknown key": ((RUN, "training.stepz=3"), "unknown key training.stepz"),
-    "data does not divide": ((RUN, "layout.data=7"), "layout.data=7 does not divide the 256 sequences"),
-    "tensor does not divide": ((RUN, "layout.tensor=3"), "layout.tensor=3 does not divide"),
-    "no vocabulary": ((RUN, "model.vocab_size=null"), "set model.vocab_size=N to plan without it"),
-    "unknown cluster": ((RUN, "--cluster", "b100"), "no cluster is called 'b100'; known: a100, h100, h200"),
-    "no such file": ((RUN, "--cluster", "nowhere.yaml"), "nowhere.yaml: no such file"),
-}
-
-
-@pytest.mark.parametrize(("words", "needle"), REFUSALS.values(), ids=REFUSALS.keys())
-def test_refusals_are_one_line(plan, words, needle):
-    status, out, err = plan(*words)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert needle in err
-
-
-def test_a_cluster_file_is_strict(plan, tmp_path):
-    path = tmp_path / "ours.yaml"
-    for text, needle in (("{name: x}", "gpus_per_node: Field required"), ("[", "not valid YAML"), ("3", "the file: ")):
-        path.write_text(text)
-        status, _, err = plan(RUN, "--cluster", path)
-        assert (status, err.count("\n")) == (2, 1)
-        assert needle in err
-
-
-def test_a_kind_that_does_not_say_what_it_takes_is_refused():
-    class Silent(MixerConfig):
-        kind: str = "silent"
-
-    config = load(RUN)
-    model = config.model.model_copy(update={"mixers": {"mamba": Silent()}})
-    with pytest.raises(ConfigError, match=r"model\.mixers\.mamba: kind silent does not say what it takes"):
-        Arithmetic(config.model_copy(update={"model": model}))

@@ -1,6 +1,7 @@
 """Bad input: exit status 2, one line that says what, where and what to do, nothing half-written, and no process started."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,13 +68,40 @@ SETTINGS = {
     "missing model file": (["model=nowhere.yaml"], ["nowhere.yaml: no such file"]),
     "data does not divide": (["layout.data=3"], ["layout.data=3 does not divide the 4 sequences", "[1, 2, 4]"]),
     "tensor does not divide": (["layout.tensor=3"], ["layout.tensor=3 does not divide", "[1, 2, 4, 8, 16, 32]"]),
-    "pipeline": (["layout.pipeline=2"], ["layout.pipeline=2", "not built yet", "set layout.pipeline=1"]),
+    "more stages than layers": (
+        ["layout.pipeline=3"],
+        ["layout.pipeline=3 is more stages than model.n_layers=2", "set layout.pipeline to 2 or less"],
+    ),
+    "ZeRO-2 with stages": (
+        ["layout.pipeline=2", "layout.zero=2"],
+        ["layout.zero=2 with layout.pipeline=2", "set layout.zero=1, or layout.pipeline=1"],
+    ),
+    "heads do not divide": (
+        ["layout.tensor=4", "model.pattern=[gsa]", "model.mixers={gsa: {head_dim: 8, slots: 4}}"],
+        ["layout.tensor=4 does not divide model.mixers.gsa.heads=2", "[1, 2]"],
+    ),
     "sequence does not divide": (["layout.sequence=3"], ["layout.sequence=3 does not divide training.context=32", "[1, 2, 4"]),
     "a document that cannot be handed on": (
         ["layout.sequence=2", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 4}}"],
         ["model.mixers.attention looks at the whole document", "set model.mixers.attention.window"],
     ),
-    "ZeRO stage": (["layout.zero=3"], ["layout.zero=3", "should be 1"]),
+    "a rank's tokens are fewer than a convolution's tail": (
+        ["layout.sequence=16"],
+        [
+            "layout.sequence=16 leaves 2 of training.context=32 tokens to a rank",
+            "model.mixers.mamba hands on its last 3",
+            "layout.sequence that leaves enough: [1, 2, 4, 8]; or with 16 ranks training.context=48 or more",
+        ],
+    ),
+    "a rank's tokens are fewer than a window": (
+        ["layout.sequence=4", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 4, window: 18}}"],
+        ["leaves 8 of", "model.mixers.attention hands on its last 17", "[1]; or with 4 ranks training.context=68 or more"],
+    ),
+    "a rank's tokens are fewer than B'MOJO's fading tokens": (
+        ["layout.sequence=4", "model.pattern=[bmojo]", "model.mixers={bmojo: {head_dim: 4, window: 5, fading: sliding}}"],
+        ["leaves 8 of", "model.mixers.bmojo hands on its last 9", "[1, 2]; or with 4 ranks training.context=36 or more"],
+    ),
+    "ZeRO stage": (["layout.zero=3"], ["layout.zero=3", "should be 0, 1 or 2"]),
     "batch is no multiple": (["training.global_batch_tokens=100"], ["not a multiple of training.context=32", "96 and 128"]),
     "micro-batch": (["training.micro_batch=3"], ["training.micro_batch=3 does not divide the 2 sequences", "[1, 2]"]),
     "lanes do not divide": (["training.lanes=5"], ["training.lanes=5 is not a multiple of layout.data=2", "6"]),
@@ -284,6 +312,33 @@ def test_help_is_light():
     assert [name for name in modules if name.startswith("baton.")] == ["baton.launcher", "baton.launcher.cli"]
 
 
+def test_a_layout_of_another_number_of_ranks_than_were_started(inputs, tmp_path):
+    """A worker that something else than `baton train` starts, as on a cluster, says so at once and before torch is there."""
+    code = "import sys; from baton.launcher import worker; status = worker.main(); print('torch' in sys.modules); sys.exit(status)"
+
+    def started(ranks: int, **layout: int) -> str:
+        config = load(inputs.run, [f"directory={tmp_path / 'run'}", *(f"layout.{name}={n}" for name, n in layout.items())])
+        path = tmp_path / "config.yaml"
+        path.write_text(config.to_yaml())
+        environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code, path], env=environment, capture_output=True, text=True, check=False, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (2, "")
+        line, torch = done.stdout.splitlines()
+        assert torch == "False"
+        return line
+
+    assert started(4, tensor=2, pipeline=2, data=2) == (
+        "baton: the layout is tensor x pipeline x sequence x data = 2 x 2 x 1 x 2 = 8 ranks, but 4 were started; start 8, "
+        "or set layout.data=1"
+    )
+    # 3 copies would not divide the 4 sequences of a step, and 5 ranks are no copies of 2
+    assert started(6, tensor=2, data=2).endswith("6 were started; start 4, or set a layout whose sizes multiply to 6")
+    assert started(5, tensor=2, data=2).endswith("5 were started; start 4, or set a layout whose sizes multiply to 5")
+    assert started(1, sequence=2, data=1).endswith("1 was started; start 2, or set a layout whose sizes multiply to 1")
+
+
 REFUSE = """
 import json, sys
 from baton.launcher.cli import main
@@ -298,6 +353,7 @@ def test_refusals_need_no_torch(inputs, tmp_path):
     with open_attempt(load(inputs.run, [f"directory={tmp_path / 'run'}"])):
         pass
     bad = ["training.seed=1", "data.path=/nowhere", f"data.path={inputs.tokens}", "layout.tensor=3", "model.vocab_size=9"]
+    bad += ["layout.pipeline=3", "layout={zero: 2, pipeline: 2}", "layout.sequence=16"]
     words = [[str(inputs.run), f"directory={tmp_path / 'run'}", word] for word in bad]
     done = subprocess.run([sys.executable, "-c", REFUSE, json.dumps(words)], capture_output=True, text=True, check=True)
     assert len(done.stderr.splitlines()) == len(words)

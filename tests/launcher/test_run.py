@@ -4,6 +4,7 @@ A launch costs seconds, nearly all of them imports, so each is made once and pro
 """
 
 import json
+import re
 import signal
 import subprocess
 from dataclasses import dataclass
@@ -267,3 +268,51 @@ def test_the_run_directory_keeps_its_contract(inputs, interrupted):
         assert "2 rank(s) on cpu (data 2, zero 1)" in log, "no later start has truncated it"
         first = next(line for line in log.splitlines() if line.startswith("step "))
         assert first in attempt.ended.out, "what rank 0 says is shown"
+
+
+FATE = """
+import os, signal, time
+
+if os.environ.get("RANK") == "1":
+    from baton.parallel.exchange import Channel
+
+    sends = []
+    send = Channel.send
+
+    def fateful(channel, message, to, what):
+        sends.append(what)
+        if len(sends) == 37:
+            FATE
+        send(channel, message, to, what)
+
+    Channel.send = fateful
+"""
+"""A sitecustomize that befalls rank 1 in the third step's backward pass, as it hands a cotangent to rank 0."""
+
+MISSED = r"the cotangent of the State of \S+ in layers\.1\.mamba did not come from rank 1 [^\n]*"
+
+
+@pytest.mark.parametrize(
+    ("fate", "report"),
+    [
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            rf"baton: rank 1 was killed by SIGKILL \(rank 0: {MISSED}\); see \S+/rank-1\.log; ",
+        ),
+        ("time.sleep(1000)", rf"baton: rank 0 failed with status 1 \({MISSED}\); see \S+/rank-0\.log; "),
+        ("raise OSError(28, 'No space')", rf"baton: rank 1 failed with status 1 \(rank 0: {MISSED}\); see \S+/rank-1\.log; "),
+    ],
+    ids=["killed", "hangs", "fails"],
+)
+def test_a_rank_that_goes_silent_is_named_with_the_message_that_is_missed(inputs, launch, tmp_path, monkeypatch, fate, report):
+    """Ranks of a sequence: the report names who was the cause, and the layer and message that another rank was left waiting for."""
+    (tmp_path / "sitecustomize.py").write_text(FATE.replace("FATE", fate))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = ["layout.data=1", "layout.sequence=2", "layout.timeout_s=20", "training.evaluation.every=0"]
+    running = launch(tmp_path / "run", str(inputs.run), *SAME_PLACES, *words, where=inputs.run.parent)
+    ranks = wait_until(lambda: len(found := running.ranks()) == 2 and found, "two ranks")
+    ended = running.end()
+    assert ended.status == 1
+    assert re.fullmatch(report + "start the same command to resume\n", ended.err), ended.err
+    assert [row["step"] for row in ended.rows] == [1, 2]
+    assert all(gone(rank) for rank in ranks)

@@ -255,7 +255,7 @@ def answers_of_ranks(mesh):
     from baton.training.evaluation import likeliest
 
     config = ModelConfig(d_model=WIDTH, n_layers=1, vocab_size=VOCABULARY, pad_vocab_to=8, loss_chunk=64)
-    model = build_model(config, training(), mesh.device, tensor_size=mesh.layout.tensor)
+    model = build_model(config, training(), mesh.device, mesh)
     g = torch.Generator().manual_seed(1)
     rows = torch.randint(-2, 3, (config.padded_vocab_size, WIDTH), generator=g).float()
     rows[VOCABULARY:] *= 100  # the padding would win nearly always

@@ -29,6 +29,9 @@ RECOMPUTED = ("mamba", "gla", "bmojo")
 EXCHANGED = (*kinds(), "lattice, everything")
 HANDED_ON = [variant for variant, (_, changes) in VARIANTS.items() if changes.get("window", 1) is not None]
 SENT_WITH = [("float32", False), ("bfloat16", True)]
+STAGES = 2
+STAGED = ("mamba", "gla", "bmojo", "lattice")
+ZERO = (0, 1, 2)
 
 
 def run_of(variant, *, precision="float32", recompute=False, device="cpu", **layout):
@@ -42,7 +45,7 @@ def run_of(variant, *, precision="float32", recompute=False, device="cpu", **lay
 
 
 def measure():
-    """Print, as JSON, what the variants' models keep and send on one rank, and what a step of ZeRO-1 over two ranks sends."""
+    """Print, as JSON, what the variants' models keep and send on one rank, and what a step sends of ZeRO and of stages."""
     import gc
 
     import torch
@@ -52,9 +55,11 @@ def measure():
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
+    from baton.models import stages
     from baton.models.lm import LanguageModel
     from baton.parallel import mesh as meshes
     from baton.parallel.layout import initialize_parameters
+    from baton.parallel.pipeline import PipelineLink
     from baton.parallel.sequence import SequenceLink
     from baton.training.build import DTYPES, build
     from baton.training.executor import StepExecutor, TokenBatch
@@ -114,6 +119,7 @@ def measure():
 
     def saved(model, known, read):
         """Bytes of what autograd saves of the stack."""
+        x = read.tokens if model.stage.first else torch.randn(*read.tokens.shape, SMALL_WIDTH, requires_grad=True)
         found = {}
 
         def pack(x):
@@ -122,7 +128,7 @@ def measure():
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            kept = model(read.tokens, read.pos)
+            kept = model(x, read.pos)
         del kept
         return sum(storage.nbytes() for address, storage in found.items() if address not in known)
 
@@ -149,9 +155,9 @@ def measure():
             results["sent"][f"{variant} {precision} {recompute}"] = sent.bytes.total()
     meshes.shutdown()
 
-    def receive(link, direction, leaves, batch):
+    def receive(link, direction, carrier, leaves, batch):
         """Whatever, instead of what nobody sends: a State is only counted here."""
-        return {leaf.name: torch.ones(batch, *leaf.shape, dtype=leaf.dtype) for leaf in leaves}
+        return lambda: {leaf.name: torch.ones(batch, *leaf.shape, dtype=leaf.dtype) for leaf in leaves}
 
     SequenceLink.receive = receive
     results["handed on"] = {variant: {} for variant in HANDED_ON}
@@ -171,18 +177,42 @@ def measure():
             results["saved of a segment"][variant] = saved(model, known, part)
         meshes.shutdown()
 
-    config = run_of("gla", data=2)
-    mesh = meshes.initialize(config.layout, device=torch.device("cpu"), rank=0, store=None)
-    built, sent = build(config.model, config.training, mesh), Sent()
-    step = built.engine.step
+    results["saved of a stage"] = {v: [] for v in STAGED}
+    mesh = meshes.initialize(run_of("mamba").layout, device=torch.device("cpu"), rank=0, store=None)
+    for variant in STAGED:
+        config = run_of(variant).model
+        for stage in stages.cut(config, STAGES, CONTEXT):
+            model = LanguageModel(config, stage=stage)
+            initialize_parameters(model, 0, 0, 1)
+            results["saved of a stage"][variant].append(
+                saved(model, {x.untyped_storage()._cdata for x in model.parameters()}, read)
+            )
+    meshes.shutdown()
 
-    def watched():
-        with sent:
-            step()
+    class Came:
+        """What nobody sends between stages."""
 
-    built.engine.step = watched
-    StepExecutor(built.model, built.engine, mesh).step([batch()], 0.0)
-    print(json.dumps({**results, "zero": sent.bytes}))
+        def __init__(self, shape):
+            self.shape = shape
+
+        def wait(self):
+            return torch.ones(self.shape)
+
+    PipelineLink.expect = lambda link, kind, shape: Came(shape)
+
+    def step_of(rank, tied=True, **layout):
+        """Bytes by collective of a rank's step of two micro-batches."""
+        config = run_of("gla", **layout)
+        mesh = meshes.initialize(config.layout, device=torch.device("cpu"), rank=rank, store=None)
+        built = build(config.model.model_copy(update={"tie_embeddings": tied}), config.training, mesh)
+        with Sent() as sent:
+            StepExecutor(built.model, built.engine, mesh).step([batch() for _ in range(2)], 0.0)
+        meshes.shutdown()
+        return sent.bytes
+
+    results["zero"] = {stage: step_of(0, data=2, zero=stage) for stage in ZERO}
+    results["stages"] = {f"{rank} {tied}": step_of(rank, tied, pipeline=STAGES) for rank in range(STAGES) for tied in (True, False)}
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ rendezvous, new groups), and its return values come back in rank order. A rank t
 is started again for the next one.
 """
 
+import importlib
 import importlib.util
 import multiprocessing
 import sys
@@ -12,11 +13,16 @@ import tempfile
 import traceback
 from pathlib import Path
 
+from baton.parallel.config import LayoutConfig
+
 _modules: dict[str, object] = {}
 
 
 def _load(path: str, name: str):
-    """A function by file and name: test modules cannot be imported by name under pytest's importlib mode."""
+    """A function by file and name: test modules cannot be imported by name under pytest's importlib mode; the support package can,
+    so that what its functions return can be unpickled."""
+    if Path(path).parent.name == "support":
+        return getattr(importlib.import_module(f"support.{Path(path).stem}"), name)
     if path not in _modules:
         spec = importlib.util.spec_from_file_location(f"pool_{Path(path).stem}", path)
         module = importlib.util.module_from_spec(spec)
@@ -34,7 +40,6 @@ def _serve(connection, rank: int, device: str) -> None:
 
     torch.set_num_threads(1)
     from baton.parallel import mesh as meshes
-    from baton.parallel.config import LayoutConfig
 
     while True:
         job = connection.recv()
@@ -50,7 +55,6 @@ def _serve(connection, rank: int, device: str) -> None:
                     device=torch.device("cuda", rank) if device == "cuda" else torch.device("cpu"),
                     rank=rank,
                     store=torch.distributed.FileStore(store, layout.world_size),
-                    timeout_s=60,
                 )
                 try:
                     result = _load(path, name)(mesh, *args, **kwargs)
@@ -79,15 +83,14 @@ class Pool:
 
     def run(self, fn, *args, timeout_s: float = 120, **layout_and_kwargs) -> list:
         """fn(mesh, *args, **kwargs) on every rank; keywords tensor, data, … are the layout, the rest goes to fn."""
-        sizes = {k: layout_and_kwargs.pop(k) for k in ("tensor", "pipeline", "sequence", "data") if k in layout_and_kwargs}
-        world = 1
-        for n in sizes.values():
-            world *= n
+        layout = {k: layout_and_kwargs.pop(k) for k in LayoutConfig.model_fields if k in layout_and_kwargs}
+        layout.setdefault("timeout_s", 60)
+        world = LayoutConfig(**layout).world_size
         assert world <= self.size, f"{world} ranks asked of a pool of {self.size}"
         if not self._workers:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
-            job = (fn.__code__.co_filename, fn.__qualname__, sizes, f"{folder}/store", args, layout_and_kwargs)
+            job = (fn.__code__.co_filename, fn.__qualname__, layout, f"{folder}/store", args, layout_and_kwargs)
             active = self._workers[:world]
             for _, connection in active:
                 connection.send(job)
@@ -96,7 +99,10 @@ class Pool:
                 if not connection.poll(timeout_s):
                     self.close(kill=True)
                     raise TimeoutError(f"rank {rank} of {world} did not answer within {timeout_s} s")
-                replies.append(connection.recv())
+                try:
+                    replies.append(connection.recv())
+                except EOFError:
+                    replies.append(("error", "the process has ended"))
         errors = [f"rank {rank}:\n{text}" for rank, (kind, text) in enumerate(replies) if kind == "error"]
         if errors:
             self.close(kill=True)  # a world that broke half-way may leave groups behind

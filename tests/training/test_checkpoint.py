@@ -16,10 +16,8 @@ from baton.training.build import build
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.rectangles import (
     KINDS,
-    adam_steps,
     flat_range_boxes,
     optimizer_rectangles,
-    set_adam_steps,
 )
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.errors import CheckpointError
@@ -43,7 +41,7 @@ def manifest(step, built=None):
     return Manifest(
         step=step,
         tokens=step * 100,
-        adam_steps=adam_steps(built.engine) if built else step,
+        adam_steps=built.engine.updates if built else step,
         cursors={"0": [1, 2, 3]},
         fingerprints={"model": "m"},
         layout={},
@@ -97,14 +95,23 @@ def load(mesh, folder):
     store = CheckpointStore(Path(folder), mesh, keep_last=3, say=said.append)
     path, found = store.load_newest(lambda m: None)
     store.read(path, optimizer_rectangles(built.model, built.engine, mesh, for_save=False))
-    set_adam_steps(built.engine, found.adam_steps)
-    built.engine.optimizer.update_lp_params()
+    built.engine.updates = found.adam_steps
+    built.engine.masters_changed()
     state = whole_state(mesh, built)
     after = executor.step(micro_batches(7, mesh.data_rank, mesh.layout.data, 2), 1e-3)
     return path.name, found, state, after.loss, after.grad_norm, said
 
 
-LAYOUTS = [{"data": 1}, {"data": 4}, {"tensor": 2, "data": 2}, {"tensor": 4}]
+LAYOUTS = [
+    {"data": 1},
+    {"data": 4},
+    {"tensor": 2, "data": 2},
+    {"tensor": 4},
+    {"pipeline": 2, "tensor": 2, "data": 2},
+    {"pipeline": 3, "zero": 0},
+    {"data": 2, "zero": 0},
+    {"data": 2, "zero": 2},
+]
 
 
 @pytest.mark.parametrize("writer", LAYOUTS, ids=str)

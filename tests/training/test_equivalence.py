@@ -1,12 +1,10 @@
-"""One answer on any layout: data and tensor parallelism under ZeRO-1 equal one process of plain PyTorch."""
+"""What else must not depend on the layout: initial values, recomputation, rates, when a step is refused. Equality: test_grid."""
 
 import pytest
 import torch
-from support.compare import relative_error
 from support.models import MODEL, micro_batches, model_of, step_batch, training
 
 from baton.models.lm import IGNORED, LanguageModel
-from baton.models.settings import kinds
 from baton.parallel.errors import LayoutError
 from baton.parallel.layout import gather_parameters, initialize_parameters
 from baton.parallel.zero import parameter_groups
@@ -73,38 +71,16 @@ def whole(model, values):
     return found
 
 
-LAYOUTS = [
-    {"data": 1},
-    {"data": 2},
-    {"data": 4},
-    {"tensor": 2},
-    {"tensor": 4},
-    {"sequence": 4},
-    {"sequence": 2, "data": 2},
-    {"tensor": 2, "sequence": 2},
-    {"tensor": 2, "data": 2},
-]
-# every layout for one mixer, the one that has everything for the others
-CELLS = [("mamba", layout) for layout in LAYOUTS] + [
-    (mixer, layout) for mixer in [*kinds(), "hybrid"] if mixer != "mamba" for layout in LAYOUTS[-2:]
-]
-
-
-@pytest.mark.parametrize(("mixer", "layout"), CELLS, ids=str)
-def test_layout_equals_one_process(pool, single_mesh, mixer, layout):
-    rows, model, start = oracle(mixer=mixer)
-    expected = whole(model, dict(model.named_parameters()))
-    for found, initial, parameters in pool.run(steps_on_a_layout, mixer=mixer, **layout):
+@pytest.mark.parametrize("layout", [{"tensor": 2, "data": 2}, {"tensor": 2, "pipeline": 3}], ids=str)
+@pytest.mark.parametrize("mixer", ["mamba", "hybrid"])
+def test_initial_values_and_labels_do_not_depend_on_the_layout(pool, single_mesh, mixer, layout):
+    _, model, start = oracle(mixer=mixer)
+    begun, seen = whole(model, start), set()
+    for found, initial, _ in pool.run(steps_on_a_layout, mixer=mixer, **layout):
         assert [r[2] for r in found] == [int((step_batch(s).labels != IGNORED).sum()) for s in range(STEPS)]
-        for (loss, norm, _), (want_loss, want_norm) in zip(found, rows):
-            assert loss == pytest.approx(want_loss, rel=1e-5)
-            assert norm == pytest.approx(want_norm, rel=1e-5)
-            assert norm > 0.25, "clipping was not active"
-        assert parameters.keys() == expected.keys()
-        for name, value in whole(model, start).items():
-            assert torch.equal(initial[name], value), f"{name}: initial values depend on the layout"
-        for name, value in expected.items():
-            assert relative_error(parameters[name], value) <= 1e-5, name
+        assert all(torch.equal(value, begun[name]) for name, value in initial.items())
+        seen |= initial.keys()
+    assert seen == begun.keys()
 
 
 @pytest.mark.parametrize("mixer", ["mamba", "bmojo", "lattice"])

@@ -165,6 +165,24 @@ def test_a_flipped_bit_is_found_and_named_on_all_ranks(pool, layout, name, rank,
         assert "tensors that differ: 1 of " in message
 
 
+def test_what_is_lent_is_compared_with_the_owners_and_every_stage_hears_of_any(pool):
+    """Rank 3 is the last stage's second data rank: the bit is in the copy of the embedding that it was lent."""
+    for message in (m for *_, m in pool.run(disturbed_by_name, FIRST, 3, data=2, pipeline=2)):
+        assert f"{FIRST} differs" in message
+        assert "tensors that differ: 2 of " in message
+    for message in (m for *_, m in pool.run(disturbed_by_name, "layers.2.mamba.norm.weight", 2, data=2, pipeline=2)):
+        assert "layers.2.mamba.norm.weight differs between ranks that must hold the same bits: rank 2 against rank 3" in message
+
+
+def disturbed_by_name(mesh, name, rank):
+    """As `disturbed`, where only one stage has the parameter."""
+    config = training(replica_check_every=1)
+    for built, progress, result in steps(mesh, 1, config):
+        if mesh.rank == rank:
+            flip(dict(built.model.named_parameters())[name])
+        return None, said(ReplicaCheck(built, config), progress, result)
+
+
 def test_the_first_of_several_is_named(pool):
     for *_, message in pool.run(disturbed, [(SPLIT, 0), (FIRST, 2), (REPLICATED, 2)], data=4):
         assert f"{FIRST} differs" in message
@@ -182,7 +200,7 @@ def another_count(mesh):
     config = training(replica_check_every=1)
     for built, progress, result in steps(mesh, 1, config):
         if mesh.rank == 1:
-            state = built.engine.optimizer.optimizer.state
+            state = built.engine._optimizer.state
             list(state.values())[-1]["step"].add_(1)
         return said(ReplicaCheck(built, config), progress, result)
 

@@ -1,0 +1,195 @@
+"""The equality grid's corners on GPUs: a model of 100M parameters in bfloat16, 20 steps on each layout, against one GPU.
+
+The one thing to know: rounding alone makes two runs drift apart, so a layout is not held to zero. A control run on one GPU, which
+only takes the batch in other micro-batches, shows how far: a layout passes if its first loss is the one GPU's to 1e-3 and its
+later losses stay within a few times the control's distance.
+
+    python benchmarks/corners.py [--mixers mamba,lattice] [--steps 20] [--name corners]
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from report import Report
+
+from baton.launcher.arithmetic import Arithmetic
+from baton.launcher.config import RunConfig
+from baton.models.config import ModelConfig
+from baton.models.settings import kinds
+from baton.parallel import mesh as meshes
+from baton.parallel.config import LayoutConfig
+from baton.training.build import build, make_deterministic
+from baton.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from baton.training.executor import StepExecutor, TokenBatch
+from baton.training.schedule import learning_rates
+
+FIRST, DRIFT, FLOOR = 1e-3, 4.0, 1e-3  # of the first loss; times the control's distance, or this distance
+PARAMETERS, VOCABULARY, CONTEXT, SEQUENCES = 100e6, 8192, 512, 4
+CORNERS = (
+    {"sequence": 4}, {"tensor": 4}, {"tensor": 2, "sequence": 2}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "sequence": 2},
+)  # fmt: skip
+# widths that four tensor ranks share, windows that fit a quarter of the context
+SETTINGS: dict[str, dict[str, Any]] = {
+    "attention": {"window": 64},
+    "bmojo": {"window": 64, "eidetic": 16},
+    "gsa": {"head_dim": 256},
+    "retnet": {"d_key": 256},
+    "gated_delta_net": {"heads": 4, "d_key": 192, "d_value": 256},
+}
+
+
+def run_of(mixer: str, layout: dict[str, int], micro_batch: int = 2) -> RunConfig:
+    """A model of about PARAMETERS: layers of the mixer and an MLP."""
+    names = {"swiglu": {}} if mixer == "swiglu" else {mixer: SETTINGS.get(mixer, {}), "swiglu": {}}
+    steps = TrainingConfig(
+        steps=1000,
+        context=CONTEXT,
+        global_batch_tokens=SEQUENCES * CONTEXT,
+        micro_batch=micro_batch,
+        precision="bfloat16",
+        recompute=True,
+        optimizer=OptimizerConfig(lr=3e-4, clip_norm=1.0),
+        schedule=ScheduleConfig(kind="constant", warmup_steps=10),
+    )
+
+    def of(layers: int) -> RunConfig:
+        model = ModelConfig(d_model=1024, n_layers=layers, pattern=("+".join(names),), mixers=names, vocab_size=VOCABULARY)
+        return RunConfig(name="corners", model=model, layout=LayoutConfig(**layout), training=steps)
+
+    return min(map(of, range(2, 16)), key=lambda run: abs(Arithmetic(run).parameter_count - PARAMETERS))
+
+
+def layouts_of(mixer: str) -> Iterator[dict[str, int]]:
+    """The corners, with two tensor ranks where four do not divide."""
+    for corner in CORNERS:
+        layout = corner
+        while True:
+            try:
+                run_of(mixer, layout).check()
+            except Exception as error:
+                if getattr(error, "exit_status", None) != 2 or layout.get("tensor", 1) < 4:
+                    raise
+                layout = {**layout, "tensor": layout["tensor"] // 2}
+                continue
+            yield layout
+            break
+
+
+def batches(step: int, run: RunConfig, mesh: meshes.Mesh) -> list[TokenBatch]:
+    """Sequences whose next token is mostly a function of the last, in packed documents; this rank's span of each."""
+    g = torch.Generator().manual_seed(step)
+    noise = torch.randint(VOCABULARY, (SEQUENCES, CONTEXT + 1), generator=g)
+    keep = torch.rand(SEQUENCES, CONTEXT + 1, generator=g) < 0.9
+    tokens = noise.clone()
+    for t in range(1, CONTEXT + 1):
+        tokens[:, t] = torch.where(keep[:, t], (5 * tokens[:, t - 1] + 7) % 97, noise[:, t])
+    starts = torch.rand(SEQUENCES, CONTEXT, generator=g) < 0.01
+    at = torch.arange(CONTEXT).expand(SEQUENCES, -1)
+    pos = at - torch.where(starts, at, 0).cummax(dim=1).values
+    size = CONTEXT // mesh.layout.sequence
+    span = slice(mesh.sequence_rank * size, (mesh.sequence_rank + 1) * size)
+    parts = (tokens[:, :-1][:, span], tokens[:, 1:][:, span], pos.to(torch.int32)[:, span])
+    rows = torch.arange(SEQUENCES).split(run.training.micro_batch)
+    return [TokenBatch(*(x[r].contiguous().to(mesh.device) for x in parts)) for r in rows]
+
+
+def losses(run: RunConfig, mesh: meshes.Mesh, steps: int) -> list[float]:
+    built = build(run.model, run.training, mesh)
+    executor = StepExecutor(built.model, built.engine, mesh)
+    return [executor.step(batches(n, run, mesh), learning_rates(n, run.training)).loss for n in range(steps)]
+
+
+def rank_main(rank: int, folder: str, mixers: list[str], steps: int) -> None:
+    """One GPU's part: the one-GPU runs of some mixers, then every layout with the others."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    make_deterministic(run_of(mixers[0], {}).training)
+
+    def world(name: str, layout: LayoutConfig, own_rank: int) -> meshes.Mesh:
+        store = torch.distributed.FileStore(f"{folder}/{name}.store", layout.world_size)
+        return meshes.initialize(layout, device=device, rank=own_rank, store=store)
+
+    def write(name: str, mixer: str, values: list[float]) -> None:
+        Path(folder, f"{mixer}--{name}.json").write_text(json.dumps(values))
+        print(f"{mixer} on {name}: {values[0]:.5f} .. {values[-1]:.5f}", flush=True)
+
+    mesh = world(f"alone-{rank}", LayoutConfig(), 0)
+    for mixer in mixers[rank :: torch.cuda.device_count()]:
+        for name, micro_batch in (("one GPU", 2), ("control", 1)):
+            write(name, mixer, losses(run_of(mixer, {}, micro_batch), mesh, steps))
+    meshes.shutdown()
+    for layout in all_layouts(mixers):
+        config = LayoutConfig(**layout)
+        if rank >= config.world_size:
+            continue
+        mesh = world(title(layout), config, rank)
+        for mixer in mixers:
+            if layout in layouts_of(mixer):
+                found = losses(run_of(mixer, layout), mesh, steps)
+                if rank == 0:
+                    write(title(layout), mixer, found)
+        meshes.shutdown()
+
+
+def all_layouts(mixers: list[str]) -> list[dict[str, int]]:
+    """Of any mixer, once each, in the order of the corners."""
+    found: list[dict[str, int]] = []
+    for layout in (layout for mixer in mixers for layout in layouts_of(mixer)):
+        if layout not in found:
+            found.append(layout)
+    return found
+
+
+def title(layout: dict[str, int]) -> str:
+    return " x ".join(f"{name} {n}" for name, n in layout.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mixers", default=",".join(kinds()))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--name", default="corners")
+    arguments = parser.parse_args()
+    mixers, gpus = arguments.mixers.split(","), torch.cuda.device_count()
+    report = Report(arguments.name, device=f"{gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (folder, mixers, arguments.steps), nprocs=gpus)
+        found = {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
+    failed = []
+    for mixer in mixers:
+        count = Arithmetic(run_of(mixer, {})).parameter_count
+        alone, control = found[f"{mixer}--one GPU"], found[f"{mixer}--control"]
+        allowed = max(DRIFT * distance(control, alone), FLOOR)
+        report.say(f"{mixer}: {count:,} parameters, loss {alone[0]:.4f} to {alone[-1]:.4f}; control {distance(control, alone):.1e}")
+        for layout in layouts_of(mixer):
+            values = found[f"{mixer}--{title(layout)}"]
+            first, later = abs(values[0] - alone[0]) / alone[0], distance(values, alone)
+            case = f"{mixer}, {title(layout)}"
+            detail = f"first loss to {first:.1e} <= {FIRST:g}, {len(values)} losses to {later:.1e} <= {allowed:.1e}"
+            if first <= FIRST and later <= allowed:
+                report.gate(case, True, detail)
+                report.row(case, "last loss", values[-1], "one GPU", alone[-1], gate=case, higher_is_better=False)
+            else:
+                failed.append(case)
+                report.say(f"gate {case}: {detail}: FAILED")
+    report.say(f"beyond the limits: {failed or 'none'}")
+    report.save()
+    if failed:
+        raise SystemExit(1)
+
+
+def distance(values: list[float], others: list[float]) -> float:
+    """Largest relative difference of two runs' losses."""
+    return max(abs(a - b) / b for a, b in zip(values, others, strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Pipeline parallelism: stages hand hidden vectors on, and their gradients back.
+
+The one thing to know: there is a communicator per direction, and nobody waits for a send. In one communicator a stage's send and
+its neighbour's would wait for each other, unless they are issued as a pair; and pairs would tie this rank to its neighbour's order
+of work, which here is free: a stage's ranks of a sequence follow one another, each at its own pace.
+
+Which operation comes when is `schedule`; who carries it out is training.executor.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from baton.parallel.config import LayoutConfig
+from baton.parallel.exchange import Arrival, Channel, channels
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One pass of one micro-batch through this stage."""
+
+    kind: Literal["forward", "backward"]
+    micro_batch: int
+
+
+def schedule(stage: int, stages: int, micro_batches: int) -> list[Operation]:
+    """One forward, one backward (PipeDream-flush): as many forwards ahead as there are later stages, so that at most
+    `stages - stage` micro-batches are kept at a time; then in turns; then the backwards that are left."""
+    ahead = min(stages - stage - 1, micro_batches)
+    found = [Operation("forward", n) for n in range(ahead)]
+    for n in range(micro_batches - ahead):
+        found += [Operation("forward", ahead + n), Operation("backward", n)]
+    return found + [Operation("backward", n) for n in range(micro_batches - ahead, micro_batches)]
+
+
+class PipelineLink:
+    """This rank's neighbours in its pipeline. stage, stages: its number, and how many there are; ranks: global ranks by stage."""
+
+    def __init__(
+        self,
+        stage: int,
+        ranks: list[int],
+        forward: Channel,
+        backward: Channel,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.stage, self.stages, self._ranks = stage, len(ranks), ranks
+        self._channels = {"forward": forward, "backward": backward}
+        self._group, self._device = group, device
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def send(self, kind: Literal["forward", "backward"], x: Tensor) -> None:
+        """Hand on hidden vectors to the next stage, or their gradient to the one before."""
+        to = self.stage + (1 if kind == "forward" else -1)
+        self._channels[kind].send(x.detach().contiguous(), self._ranks[to], f"stage {self.stage}'s {_NAMES[kind]}")
+
+    def expect(self, kind: Literal["forward", "backward"], shape: tuple[int, ...]) -> Arrival:
+        """Begin to receive fp32 hidden vectors of `shape` from the stage before, or their gradient from the next one."""
+        source = self.stage - (1 if kind == "forward" else -1)
+        message = torch.empty(shape, device=self._device)
+        what = f"{_NAMES[kind]} for stage {self.stage} from stage {source}"
+        return self._channels[kind].expect(message, self._ranks[source], what)
+
+    def wait(self) -> None:
+        """Wait until everything sent has left this rank."""
+        for channel in self._channels.values():
+            channel.flush()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over the stages, on all of them, in place."""
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def from_last(self, x: Tensor) -> Tensor:
+        """The last stage's x, on all stages, in place."""
+        dist.broadcast(x, src=self._ranks[-1], group=self._group)
+        return x
+
+
+_NAMES = {"forward": "hidden vectors", "backward": "gradient of the hidden vectors"}
+
+
+def pipeline_link(layout: LayoutConfig, rank: int, group: dist.ProcessGroup, device: torch.device) -> PipelineLink | None:
+    """This rank's place among the stages; None where there is one. Every rank of the world calls it."""
+    if layout.pipeline == 1:
+        return None
+    stride = layout.world_size // layout.pipeline
+    pipelines = [[first + n * stride for n in range(layout.pipeline)] for first in range(stride)]
+    found = channels(pipelines, 2, device, layout.timeout_s)
+    assert found is not None
+    return PipelineLink(rank // stride, pipelines[rank % stride], found[0], found[1], group, device)

@@ -1,0 +1,277 @@
+"""`baton plan` as a command: its verdicts, what it advises, and what it refuses; on stages and thousands of ranks as on one."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import yaml
+from support.plans import ZERO
+
+from baton.launcher.arithmetic import Arithmetic, of_stages, ring
+from baton.launcher.cli import main
+from baton.launcher.cluster import Cluster, load_cluster
+from baton.launcher.config import load
+from baton.launcher.errors import ConfigError
+from baton.launcher.plan import make_plan
+from baton.models.settings import MixerConfig
+
+RUN = Path(str(files("baton.configs"))) / "runs" / "papers" / "mamba-1.4b-pile.yaml"
+
+
+@pytest.fixture
+def plan(capsys):
+    """A function: `baton plan` with words; its status, what it printed, and what it said of an error."""
+
+    def run(*words):
+        status = main(["plan", *map(str, words)])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def test_a_plan_needs_no_torch_and_writes_nothing(tmp_path):
+    code = (
+        "import sys; from baton.launcher.cli import main; status = main(sys.argv[1:]); "
+        "print(status, *[m for m in ('torch', 'deepspeed', 'megatron') if m in sys.modules])"
+    )
+    words = ["plan", str(RUN), "--cluster", "h100"]
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0"
+    assert done.stdout.splitlines()[-2].startswith("fits: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_cluster_there_are_no_times_and_no_verdict(plan):
+    status, out, _ = plan(RUN)
+    assert status == 0
+    assert "tokens/s" not in out
+    assert re.fullmatch(
+        r"needs [0-9.]+ GiB per rank; --cluster FILE or --memory-gib N says whether that fits", out.splitlines()[-1]
+    )
+    assert "1,372,178,432 parameters, 8 ranks" in out
+
+
+def test_memory_alone_gives_a_verdict(plan):
+    status, out, _ = plan(RUN, "--memory-gib", 79)
+    assert (status, out.splitlines()[-1][:5]) == (0, "fits:")
+    status, out, _ = plan(RUN, "--memory-gib", 20)
+    assert (status, out.splitlines()[-1][:13]) == (2, "does not fit:")
+    assert "fits with training.recompute=true" in out
+
+
+@pytest.mark.parametrize("cluster", ["a100", "h100", "h200"])
+def test_shipped_clusters_plan_every_shipped_run(cluster):
+    known = load_cluster(cluster)
+    for path in sorted(RUN.parent.glob("*.yaml")):
+        found = make_plan(load(path), known)
+        assert found.memory.peak > 9 * found.parameters
+        assert 0 < found.speed.utilisation < 1
+        assert found.fits or found.advice
+
+
+def test_json_is_the_same_plan(plan):
+    status, out, _ = plan(RUN, "--cluster", "h100", "--json")
+    values = json.loads(out)
+    found = make_plan(load(RUN), load_cluster("h100"))
+    assert status == 0
+    assert (values["parameters"], values["ranks"], values["cluster"], values["fits"]) == (1_372_178_432, 8, "h100", True)
+    assert values["memory"]["peak"] == found.memory.peak
+    assert values["seconds"]["step"] == pytest.approx(found.speed.step)
+    assert values["exchange"] == found.exchange
+
+
+def test_sizes_of_what_stays_are_the_arithmetic_of_adam():
+    """4 bytes of parameters, 4 of gradients, 2 of compute copies, 12 over the data and sequence ranks; all over the tensor's."""
+    n = 1_372_178_432
+    memory = make_plan(load(RUN)).memory
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (4 * n, 4 * n, 12 * n // 8)
+    assert 0.99 * 2 * n < memory.compute_copies < 2 * n
+    halved = make_plan(load(RUN, ["layout.tensor=2"])).memory
+    assert halved.parameters == pytest.approx(2 * n, rel=0.001)
+    assert halved.optimizer == pytest.approx(12 * n / 16, rel=0.001)
+    float32 = make_plan(load(RUN, ["training.precision=float32"])).memory
+    assert float32.compute_copies == 0
+
+
+def test_stages_share_the_model_and_the_first_keeps_most_activations():
+    whole = make_plan(load(RUN))
+    found = make_plan(load(RUN, ["layout.pipeline=4"]))
+    assert found.parameters == whole.parameters == sum(stage.parameters for stage in found.stages)
+    assert [stage.layers.stop for stage in found.stages[:-1]] == [stage.layers.start for stage in found.stages[1:]]
+    assert found.fullest == 0
+    assert found.memory == found.stages[0].memory
+    assert [stage.in_flight for stage in found.stages] == [4, 3, 2, 1]
+    # stages 1 and 2 have equal layers, and one micro-batch more or less
+    one, two = (stage.memory.activations for stage in found.stages[1:3])
+    each = of_stages(load(RUN, ["layout.pipeline=4"]))[1].activations(recompute=False)
+    assert len(found.stages[1].layers) == len(found.stages[2].layers)
+    assert one - two == each
+    # the last one is lent the embedding: values, copy and gradient, and no optimizer
+    last, head = found.stages[-1], 50280 * 2048
+    assert last.memory.parameters == last.memory.gradients == 4 * (last.parameters + head)
+    assert last.memory.optimizer == 12 * -(-last.parameters // 8)
+    assert [stage.memory.loss > 0 for stage in found.stages] == [False, False, False, True]
+    untied = make_plan(load(RUN, ["layout.pipeline=4", "model.tie_embeddings=false"])).stages[-1]
+    assert untied.memory.parameters == 4 * untied.parameters
+    assert not any("tied" in name for name in untied.exchange)
+
+
+def test_a_stage_waits_for_the_others():
+    """(stages - 1) / micro-batches of the time of the passes, and none of the update's."""
+    cluster, words = load_cluster("h100"), ["layout.data=1", "layout.pipeline=4", "training.micro_batch=1"]
+    few, many = (make_plan(load(RUN, [*words, f"training.global_batch_tokens={2048 * n}"]), cluster) for n in (4, 64))
+    assert (few.bubble, many.bubble) == (pytest.approx(3 / 7), pytest.approx(3 / 67))
+    for plan, n in ((few, 4), (many, 64)):
+        passes = plan.speed.bubble * n / 3
+        assert 0 < passes < plan.speed.step - plan.speed.bubble
+    assert many.speed.bubble == pytest.approx(few.speed.bubble), "as long, however many follow"
+    assert few.speed.bubble > 0.3 * few.speed.step > 0.3 * many.speed.step / 16
+    assert make_plan(load(RUN), cluster).speed.bubble == 0
+
+
+def test_the_table_has_a_line_per_stage_and_says_when_micro_batches_are_few(plan):
+    words = ["layout.pipeline=4", "layout.data=64", "--cluster", "h100"]
+    status, out, _ = plan(RUN, *words)
+    lines = out.splitlines()
+    at = lines.index("bubble: 60% of the micro-batches' time a stage waits for others")
+    assert [line.split()[0] for line in lines[at - 5 : at]] == ["stage", "0", "1", "2", "3"]
+    assert lines[at - 1].split()[1].endswith("-47")
+    assert "memory per rank of stage 0, which has most" in lines
+    assert "note: 2 micro-batches do not fill layout.pipeline=4 stages" in out
+    assert status == 0
+    assert "do not fill" not in plan(RUN, "layout.pipeline=4", "--cluster", "h100")[1]
+    values = json.loads(plan(RUN, *words, "--json")[1])
+    assert [stage["layers"][0] for stage in values["stages"]] == [int(line.split()[1].split("-")[0]) for line in lines[at - 4 : at]]
+    assert values["fullest_stage"] == 0
+    assert values["memory"] == values["stages"][0]["memory"]
+
+
+def test_gathered_states_are_not_counted_in_silence(plan):
+    words = ["layout.data=4", "layout.sequence=2"]
+    assert "gather sends those of linear recurrences" in plan(RUN, *words, "layout.state_exchange=gather")[1]
+    assert "state_exchange" not in plan(RUN, *words)[1]
+
+
+def test_without_zero_every_rank_has_all_moments():
+    """8 bytes of moments, and no master copy, which the parameters are; from ZeRO-1 on 12 bytes over the ranks."""
+    n = 1_372_178_432
+    memory = {zero: make_plan(load(RUN, [f"layout.zero={zero}"])).memory for zero in ZERO}
+    assert [memory[zero].optimizer for zero in ZERO] == [8 * n, 12 * n // 8, 12 * n // 8]
+    assert len({memory[zero].gradients for zero in ZERO}) == 1, "whole until the step"
+    sent = {zero: make_plan(load(RUN, [f"layout.zero={zero}"])).exchange for zero in ZERO}
+    assert sum(sent[0].values()) == ring(8 * n, 8)
+    assert sum(sent[2].values()) == sum(sent[1].values()) - ring(4 * n, 8)
+    found = make_plan(load(RUN, ["layout.zero=0", "training.recompute=true", "training.micro_batch=1"]), memory_gib=22)
+    assert found.advice == ("layout.zero=1",)
+    assert make_plan(load(RUN, ["training.recompute=true", "training.micro_batch=1"]), memory_gib=22).fits
+
+
+@pytest.mark.parametrize(
+    ("words", "memory", "advice"),
+    [
+        (("layout.tensor=8", "training.recompute=true", "training.micro_batch=1"), 2.3, ("layout.pipeline=2",)),
+        ((), 20, ("training.recompute=true",)),
+        (("training.recompute=true",), 17.2, ("training.micro_batch=1",)),
+        (("training.recompute=true", "training.micro_batch=1"), 16.5, ("layout.data=16",)),
+        (("training.recompute=true", "training.micro_batch=1"), 10, ("layout.tensor=2",)),
+    ],
+)
+def test_advice_is_the_first_change_that_fits_and_does_fit(words, memory, advice):
+    config = load(RUN, list(words))
+    found = make_plan(config, memory_gib=memory)
+    assert not found.fits
+    assert found.advice == advice
+    assert make_plan(load(RUN, [*words, *advice]), memory_gib=memory).fits
+
+
+def test_where_nothing_helps_the_plan_says_so(plan):
+    status, out, _ = plan(RUN, "--memory-gib", 0.5)
+    assert status == 2
+    assert "nothing that was tried fits" in out.splitlines()[-1]
+
+
+def test_four_thousand_ranks_are_planned_as_one_is(plan):
+    words = ["layout.data=512", "layout.sequence=8", "training.context=1048576", "training.global_batch_tokens=1073741824"]
+    status, out, err = plan(RUN, *words, "training.micro_batch=1", "--cluster", "h200", "--json")
+    values = json.loads(out)
+    assert (status in (0, 2), err, values["ranks"]) == (True, "", 4096)
+    one = json.loads(plan(RUN, "layout.data=1", "training.micro_batch=1", "--json")[1])
+    assert one["exchange"] == {}
+    assert one["memory"]["optimizer"] == 12 * one["parameters"]
+    assert values["memory"]["optimizer"] == pytest.approx(12 * one["parameters"] / 4096, rel=1e-5)
+    assert values["exchange"]["States: to the next rank"] > 0
+
+
+def test_four_thousand_ranks_in_stages_are_planned_and_advised_at_once(plan):
+    words = ["layout.data=64", "layout.pipeline=16", "layout.tensor=4", "training.micro_batch=1", "model.n_layers=128"]
+    began = time.process_time()
+    status, out, err = plan(RUN, *words, "--cluster", "h200", "--memory-gib", 1, "--json")
+    seconds = time.process_time() - began
+    values = json.loads(out)
+    assert (status, err, values["ranks"], len(values["stages"])) == (2, "", 4096, 16)
+    assert sum(stage["parameters"] for stage in values["stages"]) == values["parameters"]
+    assert seconds < 20, "every advice was tried, each with a cut of its own"
+
+
+def test_rings_within_a_node_are_faster_and_tensor_groups_share_a_nodes_network():
+    cluster = load_cluster("h100")
+    inside, between = cluster.bandwidth_gb_s.in_node * 1e9, cluster.bandwidth_gb_s.between_nodes * 1e9
+    assert cluster.seconds(10**9, 8, 1) == pytest.approx(10**9 / inside)
+    # eight ranks of a node enter and leave it together; with tensor groups of 4 only two of each data group are in a node
+    assert cluster.seconds(10**9, 64, 1) == pytest.approx(10**9 / (8 * between))
+    assert cluster.seconds(10**9, 16, 4) == pytest.approx(10**9 / (2 * between))
+    # a neighbour on another node is alone
+    assert cluster.seconds(10**9, 8, 1, pairs=True) == pytest.approx(10**9 / inside)
+    assert cluster.seconds(10**9, 16, 1, pairs=True) == pytest.approx(10**9 / between)
+    assert cluster.seconds(10**9, 16, 8) == pytest.approx(10**9 / between)
+
+
+def test_a_cluster_of_ones_own(plan, tmp_path):
+    path = tmp_path / "ours.yaml"
+    values = load_cluster("h100").model_dump() | {"name": "ours", "memory_gib": 40}
+    path.write_text(yaml.safe_dump(values))
+    status, out, _ = plan(RUN, "--cluster", path)
+    assert (status, "on ours" in out, "does not fit" in out) == (2, True, True)
+    assert Cluster(**values).memory_gib == 40
+
+
+REFUSALS = {
+    "unknown key": ((RUN, "training.stepz=3"), "unknown key training.stepz"),
+    "data does not divide": ((RUN, "layout.data=7"), "layout.data=7 does not divide the 256 sequences"),
+    "tensor does not divide": ((RUN, "layout.tensor=3"), "layout.tensor=3 does not divide"),
+    "no vocabulary": ((RUN, "model.vocab_size=null"), "set model.vocab_size=N to plan without it"),
+    "unknown cluster": ((RUN, "--cluster", "b100"), "no cluster is called 'b100'; known: a100, h100, h200"),
+    "no such file": ((RUN, "--cluster", "nowhere.yaml"), "nowhere.yaml: no such file"),
+}
+
+
+@pytest.mark.parametrize(("words", "needle"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_refusals_are_one_line(plan, words, needle):
+    status, out, err = plan(*words)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert needle in err
+
+
+def test_a_cluster_file_is_strict(plan, tmp_path):
+    path = tmp_path / "ours.yaml"
+    for text, needle in (("{name: x}", "gpus_per_node: Field required"), ("[", "not valid YAML"), ("3", "the file: ")):
+        path.write_text(text)
+        status, _, err = plan(RUN, "--cluster", path)
+        assert (status, err.count("\n")) == (2, 1)
+        assert needle in err
+
+
+def test_a_kind_that_does_not_say_what_it_takes_is_refused():
+    class Silent(MixerConfig):
+        kind: str = "silent"
+
+    config = load(RUN)
+    model = config.model.model_copy(update={"mixers": {"mamba": Silent()}})
+    with pytest.raises(ConfigError, match=r"model\.mixers\.mamba: kind silent does not say what it takes"):
+        Arithmetic(config.model_copy(update={"model": model}))

@@ -1,0 +1,224 @@
+"""A layer whose residual stream the tensor ranks share is the layer of one process, and keeps a part of the stream on each rank.
+
+In float64, so that a gradient which is counted twice or lost on some path cannot hide behind rounding.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.compare import relative_error
+from support.models import model_of
+from support.recurrences import positions, seeded
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from baton.models.block import Layer
+from baton.models.lm import LanguageModel
+from baton.models.mixer import Site
+from baton.models.settings import kinds
+from baton.parallel.layout import gather_parameters, initialize_parameters, named_layouts
+from baton.parallel.tensor import gather_tokens, megatron_config, part_of
+from baton.parallel.zero import finalise_gradients
+
+MODELS = [*kinds(), "hybrid"]
+
+
+def layer_of(mixer, tensor_rank=0, tensor_size=1):
+    """A layer in float64 with the values that (seed, name) give."""
+    config = model_of(mixer)
+    site = Site(config.d_model, 3, 1e-5, megatron_config(tensor_size, False), torch.float64, split_residual=tensor_size > 1)
+    layer = Layer(config.layers[0], config, site)
+    initialize_parameters(layer, 7, tensor_rank, tensor_size)
+    return layer.double()
+
+
+def example(mixer, batch, length):
+    """x, pos, an entering State that tokens have left behind, and cotangents of all that leaves."""
+    generator, layer = seeded(5), layer_of(mixer)
+    before, x, dy = (
+        torch.randn(batch, n, model_of(mixer).d_model, generator=generator, dtype=torch.float64) for n in (9, length, length)
+    )
+    pos = positions(generator, batch, 9 + length, 0.15)
+    with torch.no_grad():
+        _, entering = layer(before, pos[:, :9], None)
+    names = [leaf.name for leaf in layer.leaves if leaf.grad]
+    moving = {name: torch.randn(entering[name].shape, generator=generator, dtype=entering[name].dtype) for name in names}
+    return x, pos[:, 9:], entering, dy, moving
+
+
+def on_one(mixer, x, pos, entering, dy, moving):
+    """y, the leaving State and all gradients, by name."""
+    layer, x = layer_of(mixer), x.clone().requires_grad_()
+    given = {name: leaf.clone().requires_grad_(name in moving) for name, leaf in entering.items()}
+    y, leaving = layer(x, pos, given)
+    torch.autograd.backward([y, *(leaving[name] for name in moving)], [dy, *moving.values()])
+    found = {"y": y, "dx": x.grad, **{f"leaving {name}": leaf for name, leaf in leaving.items()}}
+    found |= {f"d entering {name}": given[name].grad for name in moving}
+    for name, parameter, layout in named_layouts(layer):
+        for block in layout.global_blocks(name, 0, 1):
+            found[f"d {block.name}"] = parameter.grad[block.local_row : block.local_row + block.extent[0]]
+    return found
+
+
+def on_ranks(mesh, mixer, x, pos, entering, dy, moving):
+    """The same from ranks that have a part of x each."""
+    rank, size = mesh.tensor_rank, mesh.layout.tensor
+    layer = layer_of(mixer, rank, size)
+    places = {leaf.name: leaf.tp for leaf in layer.leaves}
+    rows = part_of(pos.numel(), size)
+
+    def part(whole):
+        # whatever stands in the rows that are no token
+        padded = torch.full((rows * size, whole.shape[-1]), 7.0, dtype=whole.dtype)
+        padded[: pos.numel()] = whole.flatten(0, 1)
+        return padded[rank * rows : (rank + 1) * rows].clone()
+
+    def own(name, leaf):
+        return leaf if places[name] is None else leaf.chunk(size, dim=places[name] + 1)[rank].contiguous()
+
+    def whole(name, leaf, combine):
+        shares = [torch.empty_like(leaf) for _ in range(size)]
+        dist.all_gather(shares, leaf.detach().contiguous(), group=mesh.tensor_group)
+        return combine(shares) if places[name] is None else torch.cat(shares, dim=places[name] + 1)
+
+    def same(shares):
+        assert all(torch.equal(share, shares[0]) for share in shares)
+        return shares[0]
+
+    here = part(x).requires_grad_()
+    given = {name: own(name, leaf).clone().requires_grad_(name in moving) for name, leaf in entering.items()}
+    y, leaving = layer(here, pos, given)
+    # of what all ranks carry alike, each has a part of the cotangent
+    cotangents = [own(name, leaf) * (places[name] is not None or rank == 0) for name, leaf in moving.items()]
+    torch.autograd.backward([y, *(leaving[name] for name in moving)], [part(dy), *cotangents])
+    finalise_gradients(layer, mesh)
+    found = {"y": gather_tokens(y.detach(), pos.shape), "dx": gather_tokens(here.grad, pos.shape)}
+    found |= {f"leaving {name}": whole(name, leaf, same) for name, leaf in leaving.items()}
+    found |= {f"d entering {name}": whole(name, given[name].grad, sum) for name in moving}
+    gradients = gather_parameters(layer, mesh.tensor_group, of=lambda p: p.grad)
+    return found | {f"d {name}": grad for name, grad in gradients.items()}
+
+
+def all_on_ranks(mesh, examples):
+    return {mixer: on_ranks(mesh, mixer, *given) for mixer, given in examples.items()}
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_every_layer_on_a_shared_residual_stream_is_the_layer(pool, single_mesh, tensor):
+    """3 x 7 tokens, which no number of ranks divides; packed; States enter, and what leaves has cotangents."""
+    examples = {mixer: example(mixer, 3, 7) for mixer in MODELS}
+    expected = {mixer: on_one(mixer, *given) for mixer, given in examples.items()}
+    for found in pool.run(all_on_ranks, examples, tensor=tensor):
+        for mixer in MODELS:
+            assert found[mixer].keys() == expected[mixer].keys()
+            for name, value in found[mixer].items():
+                assert relative_error(value, expected[mixer][name]) <= 1e-10, f"{mixer}: {name}"
+
+
+def model_on(mesh, mixer, compute_dtype, recompute=False):
+    config = model_of(mixer)
+    model = LanguageModel(
+        config,
+        tensor_size=mesh.layout.tensor,
+        compute_dtype=compute_dtype,
+        recompute=recompute,
+        split_residual=mesh.layout.split_residual,
+    )
+    initialize_parameters(model, 0, mesh.tensor_rank, mesh.layout.tensor)
+    tokens, labels = torch.randint(61, (2, 2, 24), generator=seeded(1)).unbind()
+    return model, tokens, labels, positions(seeded(2), 2, 24, 0.1)
+
+
+def kept(mesh, mixer, recompute):
+    """How many numbers of each type autograd keeps of a forward pass in bfloat16; parameters and their copies are not counted."""
+    model, tokens, _, pos = model_on(mesh, mixer, torch.bfloat16, recompute)
+    model(tokens, pos)  # casts the weights
+    weights = [*model.parameters(), *(m._compute_copy for m in model.modules() if getattr(m, "_compute_copy", None) is not None)]
+    theirs = {x.untyped_storage().data_ptr() for x in weights}
+    storages = {}
+
+    def pack(x):
+        if x.untyped_storage().data_ptr() not in theirs:
+            storages[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        hidden, _ = model(tokens, pos)
+    assert hidden.shape == (2, 24, model.config.d_model)
+    found = Counter()
+    for x in storages.values():
+        found[x.dtype] += x.untyped_storage().nbytes() // x.element_size()
+    return found
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_recomputation_keeps_a_part_of_each_layers_input(pool, tensor):
+    """What is kept in float32 are the layers' inputs, and what the final norm needs: with a shared stream a rank has its part."""
+    whole = pool.run(kept, "mamba", True, tensor=tensor)[0]
+    assert whole[torch.float32] > (model_of("mamba").n_layers + 1) * 48 * model_of("mamba").d_model
+    for part in pool.run(kept, "mamba", True, tensor=tensor, split_residual=True):
+        assert part[torch.float32] * tensor == whole[torch.float32]
+        assert part[torch.bfloat16] == whole[torch.bfloat16] == 0
+
+
+def test_without_recomputation_norms_keep_a_part(pool):
+    """The gathered input of a projection is whole in either case, in the compute type."""
+    whole = pool.run(kept, "mamba", False, tensor=2)[0]
+    part = pool.run(kept, "mamba", False, tensor=2, split_residual=True)[0]
+    assert part[torch.bfloat16] == whole[torch.bfloat16]
+    # per norm on a CPU: the residual stream, that normalised, and a number per token
+    width, norms = model_of("mamba").d_model, model_of("mamba").n_layers + 1
+    assert whole[torch.float32] - part[torch.float32] == norms * 24 * (2 * width + 1)
+
+
+def test_one_rank_shares_nothing(single_mesh):
+    """The same bits as without."""
+    found = []
+    for shared in (False, True):
+        model = LanguageModel(model_of("mamba2"), split_residual=shared)
+        initialize_parameters(model, 0, 0, 1)
+        tokens, pos = torch.randint(61, (1, 5), generator=seeded(1)), positions(seeded(2), 1, 5, 0.1)
+        model.loss(model(tokens, pos)[0], tokens).backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that a rank sends over rings within this context, by collective."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks, self.bytes = ranks, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func.__name__.split(".")[0]
+            passes, whole = {"allreduce_": (2, args[0]), "_allgather_base_": (1, args[0]), "_reduce_scatter_base_": (1, args[1])}[
+                name
+            ]
+            nbytes = sum(x.nbytes for x in (whole if isinstance(whole, list) else [whole]))
+            self.bytes[name] += passes * nbytes * (self.ranks - 1) // self.ranks
+        return func(*args, **(kwargs or {}))
+
+
+def sent(mesh, mixers):
+    found = {}
+    for mixer in mixers:
+        model, tokens, labels, pos = model_on(mesh, mixer, torch.bfloat16)
+        with Sent(mesh.layout.tensor) as counted:
+            model.loss(model(tokens, pos)[0], labels).backward()
+        found[mixer] = counted.bytes
+    return found
+
+
+def test_a_shared_residual_stream_sends_no_more_bytes(pool):
+    """Forward and backward, loss and embedding included, without the few numbers of partial gradients."""
+    whole = pool.run(sent, MODELS, tensor=2)[0]
+    part = pool.run(sent, MODELS, tensor=2, split_residual=True)[0]
+    for mixer in MODELS:
+        assert not whole[mixer].keys() & {"_allgather_base_", "_reduce_scatter_base_"}
+        assert part[mixer]["_allgather_base_"] == part[mixer]["_reduce_scatter_base_"] > 0
+        # fewer where several projections read x, whose gradients are summed before they are exchanged, or a code is shared
+        same = mixer not in ("bmojo", "mamba2", "gla")
+        assert (part[mixer].total() == whole[mixer].total()) if same else (part[mixer].total() < whole[mixer].total()), mixer

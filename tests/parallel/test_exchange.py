@@ -1,0 +1,240 @@
+"""Messages leave by themselves, and a rank that misses one ends with a sentence. Run as a program, this file is one rank."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.parallel.errors import ExchangeError
+from baton.parallel.exchange import Watch, channels
+
+RANKS, TIMEOUT_S = 4, 6.0
+FAULTY = 2
+SLACK_S = 20.0
+"""For the ends of processes on a machine that does other things as well."""
+
+SENTENCE = re.compile(
+    r"baton: rank (\d): (the State|the cotangent of the State) of (\S+) in layers\.(\d)\.mamba did not (come from|reach) rank (\d) "
+    r"\(waited ([\d.]+) s of at most 6 s\)"
+)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Work:
+    def __init__(self):
+        self.done = False
+
+    def is_completed(self):
+        return self.done
+
+
+def watch():
+    ended, clock = [], Clock()
+    return Watch(ended.append, clock), clock, ended
+
+
+def say(name):
+    return lambda waited: f"{name} after {waited:g} s"
+
+
+def test_watch_lets_what_comes_in_time_go():
+    watching, clock, ended = watch()
+    works = [Work(), Work(), Work()]
+    for n, work in enumerate(works):
+        watching.add(work, say(str(n)), 10.0)
+    works[1].done = True  # not the oldest
+    clock.now += 9.0
+    watching.look()
+    assert len(watching) == 2
+    works[0].done = works[2].done = True
+    clock.now += 100.0  # late to look, but they had come
+    watching.look()
+    assert not ended
+    assert len(watching) == 0
+
+
+def test_watch_ends_with_what_is_overdue_the_longest():
+    watching, clock, ended = watch()
+    watching.add(Work(), say("patient"), 100.0)
+    watching.add(Work(), say("second"), 10.0)
+    clock.now -= 2.0
+    watching.add(Work(), say("first"), 10.0)
+    clock.now += 11.0
+    watching.look()
+    assert ended == ["first after 11 s"]
+
+
+def test_watch_ends_at_a_deadline_and_not_before():
+    watching, clock, ended = watch()
+    watching.add(Work(), say("a"), 10.0)
+    clock.now += 10.0
+    watching.look()
+    assert not ended
+    clock.now += 0.5
+    watching.look()
+    assert ended == ["a after 10.5 s"]
+
+
+def sending(mesh):
+    """Whether messages are released once they are gone, without anybody waiting; and what is gathered."""
+    right, around = channels([[0, 1]], 2, mesh.device, 30.0)
+    if mesh.rank == 0:
+        messages = [torch.full((1000,), n, dtype=torch.uint8) for n in range(5)]
+        for message in messages:
+            right.send(message, 1, "a message")
+        released = [weakref.ref(message) for message in messages]
+        del messages, message
+        kept = sum(r() is not None for r in released)
+        torch.distributed.barrier()
+        deadline = time.monotonic() + 20
+        while any(r() is not None for r in released) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        result = kept, [r() is None for r in released]
+    else:
+        torch.distributed.barrier()
+        result = [int(right.expect(torch.empty(1000, dtype=torch.uint8), 0, "a message").wait()[7]) for _ in range(5)]
+    gathered = around.gather(torch.full((3,), 10 + mesh.rank), "numbers").wait()
+    right.flush()
+    return result, gathered.tolist()
+
+
+def test_messages_are_released_when_they_have_left(pool):
+    ((kept, released), gathered), taken = pool.run(sending, sequence=2)
+    assert kept == 5, "they left before anybody took them: this shows nothing"
+    assert all(released)
+    assert gathered == [[10, 10, 10], [11, 11, 11]]
+    assert taken == ([0, 1, 2, 3, 4], gathered)
+
+
+def refused(mesh):
+    """What is said about a message to a rank that has given up."""
+    (channel,) = channels([[0, 1]], 1, mesh.device, 1.0)
+    if mesh.rank == 0:
+        with pytest.raises(ExchangeError) as error:
+            channel.expect(torch.empty(4), 1, "an answer").wait()
+        return str(error.value)
+    time.sleep(3.0)
+    return ""
+
+
+def test_a_message_that_does_not_come_is_named(pool):
+    sentence = pool.run(refused, sequence=2)[0]
+    assert re.match(
+        r"rank 0: an answer did not come from rank 1 \(waited 1\.\d s of at most 1 s\): that rank has died, or", sentence
+    )
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("fault", "direction"),
+    [
+        ("killed", "right"),
+        ("hanging", "left"),
+        pytest.param("hanging", "right", marks=pytest.mark.long),
+        pytest.param("killed", "left", marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_is_gone_ends_all_ranks_in_time(tmp_path, fault, direction):
+    """In the middle of a layer's exchange, after a step that went well: every other rank ends and says what it missed."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-P", __file__, str(rank), str(tmp_path), fault, direction],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        deadline = time.monotonic() + 180
+        while not (tmp_path / "fault").exists():
+            assert time.monotonic() < deadline, "the fault never happened"
+            assert any(p.poll() is None for p in ranks), "\n".join(p.communicate()[0] for p in ranks)
+            time.sleep(0.05)
+        began = time.monotonic()
+        others = [p for rank, p in enumerate(ranks) if rank != FAULTY]
+        said = {rank: p.communicate(timeout=TIMEOUT_S + SLACK_S)[0] for rank, p in enumerate(ranks) if p in others}
+        took = time.monotonic() - began
+        assert took < TIMEOUT_S + SLACK_S
+        assert all(p.returncode == ExchangeError.exit_status for p in others), said
+    finally:
+        for p in ranks:
+            p.kill()
+            p.wait()
+    assert ranks[FAULTY].returncode == -signal.SIGKILL
+    missed = {}
+    for rank, text in said.items():
+        (line,) = [line for line in text.splitlines() if line.startswith("baton: ")]
+        found = SENTENCE.match(line)
+        assert found, line
+        assert int(found[1]) == rank
+        assert float(found[7]) <= TIMEOUT_S + 1.0
+        missed[rank] = found
+    # whoever waited for the message that was not sent names it
+    waiting = missed[FAULTY + 1 if direction == "right" else FAULTY - 1]
+    noun = {"right": "the State", "left": "the cotangent of the State"}[direction]
+    assert waiting.group(2, 4, 5, 6) == (noun, "1", "come from", str(FAULTY))
+    print(f"{fault}, {direction}: all ended {took:.1f} s after it; {waiting[0]}")
+
+
+def one_rank(rank, folder, fault, direction):
+    """Steps of a small model over sequence ranks; in the second one, rank FAULTY is gone where it would send from layer 1."""
+    from baton.models.config import ModelConfig
+    from baton.models.lm import LanguageModel
+    from baton.models.settings import SMALL_WIDTH, kinds
+    from baton.parallel import mesh as meshes
+    from baton.parallel.config import LayoutConfig
+    from baton.parallel.layout import initialize_parameters
+
+    torch.set_num_threads(1)
+    config = ModelConfig(d_model=SMALL_WIDTH, n_layers=3, vocab_size=16, mixers={"mamba": kinds()["mamba"].small()})
+    (folder / f"ready-{rank}").touch()
+    while len(list(folder.glob("ready-*"))) < RANKS:  # imports take longer than a message may
+        time.sleep(0.02)
+    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
+    store.set_timeout(timedelta(seconds=60))
+    mesh = meshes.initialize(LayoutConfig(sequence=RANKS, timeout_s=TIMEOUT_S), device=torch.device("cpu"), rank=rank, store=store)
+    model = LanguageModel(config, link=mesh.link)
+    initialize_parameters(model, 0, 0, 1)
+    tokens, pos = torch.randint(16, (1, 8)), 8 * rank + torch.arange(8)[None]
+    send, steps = mesh.link.send, [0]
+
+    def send_or_not(towards, carrier, *message):
+        if rank == FAULTY and len(steps) == 2 and (towards, carrier.where) == (direction, "layers.1.mamba"):
+            (folder / "fault").write_text(json.dumps({"carrier": carrier.name}))
+            if fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1000)
+        send(towards, carrier, *message)
+
+    mesh.link.send = send_or_not
+    while len(steps) < 100:
+        model(tokens, pos)[0].sum().backward()
+        steps.append(0)
+
+
+if __name__ == "__main__":
+    try:
+        one_rank(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+        status = 0
+    except ExchangeError as error:
+        print(f"baton: {error}", flush=True)
+        status = error.exit_status
+    os._exit(status)

@@ -1,0 +1,302 @@
+"""The equality grid: which layouts there are, which of them a short run takes, and what one cell compares.
+
+A cell is a mixer on a layout; it trains a small model for a few steps through DeepSpeed, megatron-core and the executor. What it is
+compared with is one process of plain PyTorch: autograd, torch's AdamW and clipping, the whole batch at once.
+
+B'MOJO selects tokens by scores, so its law reads: equal, given equal selections. In the grid its scores are those of the one
+process; a second run with its own scores reports which selections differ, and by how much of a score.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from baton.models.config import ModelConfig
+from baton.models.lm import IGNORED, LanguageModel
+from baton.models.mixers.bmojo import INNOVATION, BMojo
+from baton.models.settings import kinds
+from baton.parallel.layout import gather_parameters, initialize_parameters
+from baton.parallel.zero import parameter_groups
+from baton.training.build import build
+from baton.training.checkpoint.rectangles import KINDS, optimizer_rectangles
+from baton.training.executor import StepExecutor
+from baton.training.schedule import learning_rates
+from support.compare import relative_error
+from support.models import CONTEXT, SEQUENCES, TokenBatch, model_of, step_batch, training
+
+STEPS, ACCUMULATION, RANKS = 3, 2, 8
+MIXERS = (*kinds(), "hybrid")
+LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}
+ROUNDING = 2
+"""In bfloat16 a gradient norm or a tensor may be further off than the limit where the precision itself moves it: two runs that are
+both as far from the truth as the one process in bfloat16 is from float32's are at most so many times as far from each other."""
+
+# Tiny layers of these cost float32 most of a digit each: with three of width 12, sums in another order alone move their gradients
+# by up to 2e-5. Wider and with two layers they are as well conditioned as the others.
+SIZES = {kind: {"d_model": 48, "n_layers": 2} for kind in ("delta_net", "gated_delta_net", "gla", "lattice")}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Factors of the grid. Data ranks: two where eight processes allow."""
+
+    tensor: int
+    pipeline: int
+    sequence: int
+    zero: int
+
+    @property
+    def data(self) -> int:
+        return 2 if 2 * self.tensor * self.pipeline * self.sequence <= RANKS else 1
+
+    @property
+    def keywords(self) -> dict[str, int]:
+        return {"data": self.data, **{f.name: getattr(self, f.name) for f in fields(self)}}
+
+    def __str__(self) -> str:
+        return f"TP {self.tensor}, PP {self.pipeline}, SP {self.sequence}, DP {self.data}, ZeRO {self.zero}"
+
+
+LAYOUTS = tuple(
+    layout
+    for layout in itertools.starmap(Layout, itertools.product((1, 2), (1, 2), (1, 2, 4), (0, 1, 2)))
+    if layout.tensor * layout.pipeline * layout.sequence <= RANKS and not (layout.zero == 2 and layout.pipeline > 1)
+)
+
+
+def legal(mixer: str) -> tuple[Layout, ...]:
+    """The layouts on which a mixer can run: what grows with the document is handed to nobody."""
+    grows = mixer in kinds() and kinds()[mixer].small().state_grows
+    return tuple(layout for layout in LAYOUTS if not (grows and layout.sequence > 1))
+
+
+def values(layout: Layout) -> set[tuple[str, int]]:
+    """The factors' values in a layout."""
+    return {(f.name, getattr(layout, f.name)) for f in fields(layout)}
+
+
+@cache
+def short_selection() -> dict[Layout, tuple[str, ...]]:
+    """Mixers by layout such that every mixer meets every value of every factor, and every layout, so every combination, some mixer.
+
+    Greedy: each mixer takes the layout with most values that it has not met, of equal ones the one that fewest mixers have.
+    """
+    chosen: dict[Layout, list[str]] = {layout: [] for layout in LAYOUTS}
+    for mixer in MIXERS:
+        options = legal(mixer)
+        missing = set().union(*map(values, options))
+        while missing:
+            best = max(options, key=lambda layout: (len(values(layout) & missing), -len(chosen[layout])))
+            chosen[best].append(mixer)
+            missing -= values(best)
+    for layout, mixers in chosen.items():
+        if not mixers:
+            mixers.append(min(MIXERS, key=lambda mixer: (layout not in legal(mixer), sum(mixer in m for m in chosen.values()))))
+    return {layout: tuple(mixers) for layout, mixers in chosen.items()}
+
+
+def model_for(mixer: str) -> ModelConfig:
+    """The small model of the grid."""
+    return ModelConfig(**model_of(mixer).model_dump() | SIZES.get(mixer, {}))
+
+
+def settings_of(mixer: str, precision: str):
+    """B'MOJO's state space has a learning rate of its own, as in its paper. Steps are small: AdamW makes whole ones of gradients that
+    are little more than rounding, and the next gradients would be those of other parameters."""
+    config = training(precision=precision, steps=STEPS)
+    changes = {"lr": 1e-3, "eps": 1e-5, "rates": {"*.ssm.*": 3e-3} if mixer == "bmojo" else {}}
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=changes)})
+
+
+@dataclass
+class Trained:
+    """rows: (loss, gradient norm) by step. tensors: whole ones after the last step, by kind and name. scores: B'MOJO's by (step,
+    layer), [sequences, context]."""
+
+    rows: list[tuple[float, float]]
+    tensors: dict[str, Tensor]
+    scores: dict[tuple[int, str], Tensor]
+
+
+@cache
+def one_process(mixer: str, precision: str, scores_of: str | None = None) -> Trained:
+    """The oracle: the whole batch at once, and nothing of DeepSpeed, the executor or splitting. scores_of: the precision by whose
+    scores B'MOJO selects; None: its own."""
+    config = settings_of(mixer, precision)
+    model = LanguageModel(model_for(mixer), compute_dtype=getattr(torch, precision))
+    initialize_parameters(model, config.seed, 0, 1)
+    o = config.optimizer
+    optimizer = torch.optim.AdamW(parameter_groups(model, o.weight_decay, tuple(o.rates)), lr=o.lr, betas=o.betas, eps=o.eps)
+    found = Trained([], {}, {})
+    for step in range(STEPS):
+        batch = step_batch(step)
+        optimizer.zero_grad()
+        forced = None
+        if scores_of is not None:
+            forced = {layer: [x] for (at, layer), x in one_process(mixer, scores_of).scores.items() if at == step}
+        with recorded(forced) as scores:
+            loss = model.loss(model(batch.tokens, batch.pos)[0], batch.labels) / (batch.labels != IGNORED).sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rates(step, config)[group["rate"]]
+        optimizer.step()
+        for module in model.modules():
+            module._compute_copy = None
+        found.rows.append((loss.item(), norm.item()))
+        found.scores |= {(step, layer): values[0] for layer, values in scores.items()}
+    for name, p in model.named_parameters():
+        state = optimizer.state[p]
+        for kind, values in zip(KINDS, (p.detach(), state["exp_avg"], state["exp_avg_sq"]), strict=True):
+            for block in p.baton_layout.global_blocks(name, 0, 1):
+                found.tensors[f"{kind}.{block.name}"] = values[block.local_row : block.local_row + block.extent[0]]
+    return found
+
+
+@dataclass
+class Share:
+    """What a rank brings home. boxes: (whole shape, offset, values) of the optimizer's tensors; parameters: of its stage, whole."""
+
+    rows: list[tuple[float, float, int]]
+    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]]
+    parameters: dict[str, Tensor]
+    scores: dict[tuple[int, str], list[tuple[Tensor, slice, Tensor]]]
+
+
+def tasks(mixers: Sequence[str], precision: str) -> list[tuple[str, str, dict | None]]:
+    """What `cells` is told: B'MOJO selects by the one process's scores."""
+    return [(m, precision, one_process(m, precision).scores if m == "bmojo" else None) for m in mixers]
+
+
+def cells(mesh, tasks: Sequence[tuple[str, str, dict | None]]) -> list[Share]:
+    """On every rank of a layout: (mixer, precision, scores to select by) one after the other."""
+    return [cell(mesh, *task) for task in tasks]
+
+
+def cell(mesh, mixer: str, precision: str, forced: dict | None, changes: dict | None = None) -> Share:
+    config = settings_of(mixer, precision)
+    config = config.model_copy(update={"micro_batch": SEQUENCES // (mesh.layout.data * ACCUMULATION), **(changes or {})})
+    built = build(model_for(mixer), config, mesh)
+    executor = StepExecutor(built.model, built.engine, mesh)
+    rows = torch.arange(mesh.data_rank, SEQUENCES, mesh.layout.data).split(config.micro_batch)
+    size = CONTEXT // mesh.layout.sequence
+    span = slice(mesh.sequence_rank * size, (mesh.sequence_rank + 1) * size)
+    share = Share([], {}, {}, {})
+    for step in range(STEPS):
+        whole = step_batch(step)
+        batches = [TokenBatch(whole.tokens[r, span], whole.labels[r, span], whole.pos[r, span]) for r in rows]
+        wanted = None
+        if forced is not None:
+            wanted = {layer: [scores[r, span] for r in rows] for (at, layer), scores in forced.items() if at == step}
+        with recorded(wanted) as scores:
+            result = executor.step(batches, learning_rates(step, config))
+        share.rows.append((result.loss, result.grad_norm, result.labels))
+        for layer, values in scores.items():
+            share.scores[step, layer] = [(r, span, own) for r, own in zip(rows, values, strict=True)]
+    found = optimizer_rectangles(built.model, built.engine, mesh, for_save=True)
+    share.boxes = {key: [(r.whole, r.offset, r.data.clone()) for r in boxes] for key, boxes in found.items()}
+    share.parameters = gather_parameters(built.model, mesh.tensor_group)
+    return share
+
+
+@contextmanager
+def recorded(wanted: dict[str, list[Tensor]] | None = None):
+    """B'MOJO's scores by layer, in the order of the forward passes; wanted: what is selected by instead."""
+    scores: dict[str, list[Tensor]] = {}
+
+    def carry(self, recurrence, inputs, pos, state):
+        y, leaving = super(BMojo, self).carry(recurrence, inputs, pos, state)
+        if recurrence is INNOVATION:
+            layer = self.where or "alone"
+            scores.setdefault(layer, []).append(y.detach().clone())
+            if wanted is not None:
+                y = wanted[layer][len(scores[layer]) - 1].to(y.dtype)
+        return y, leaving
+
+    BMojo.carry = carry
+    try:
+        yield scores
+    finally:
+        del BMojo.carry
+
+
+def errors(expected: Trained, shares: Sequence[Share]) -> dict[str, float]:
+    """Largest relative error of the losses, the gradient norms, and the gathered tensors of each kind; all ranks' together.
+
+    Raises AssertionError if the ranks' boxes do not make up every tensor.
+    """
+    found = {
+        "loss": max(relative(row[0], want[0]) for share in shares for row, want in zip(share.rows, expected.rows, strict=True)),
+        "norm": max(relative(row[1], want[1]) for share in shares for row, want in zip(share.rows, expected.rows, strict=True)),
+    }
+    whole = {key: torch.full(values.shape, math.nan) for key, values in expected.tensors.items()}
+    for share in shares:
+        for key, boxes in share.boxes.items():
+            for shape, offset, data in boxes:
+                assert tuple(whole[key].shape) == shape, key
+                whole[key][tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))] = data
+    for kind in KINDS:
+        of_kind = {key: values for key, values in expected.tensors.items() if key.startswith(f"{kind}.")}
+        found[kind] = max(relative_error(whole[key], values) for key, values in of_kind.items())
+        assert not math.isnan(found[kind]), f"{kind}: no rank has all of it"
+    held = [relative_error(p, expected.tensors[f"master.{name}"]) for share in shares for name, p in share.parameters.items()]
+    names = {name for share in shares for name in share.parameters}
+    assert {f"master.{name}" for name in names} == {key for key in expected.tensors if key.startswith("master.")}
+    return {**found, "parameters": max(held)}
+
+
+@cache
+def rounding(mixer: str, precision: str) -> dict[str, float]:
+    """How far the one process is in this precision from itself in float32."""
+    expected, other = one_process(mixer, "float32"), one_process(mixer, precision, "float32")
+    boxes = {key: [(tuple(x.shape), (0,) * x.dim(), x)] for key, x in other.tensors.items()}
+    parameters = {key.removeprefix("master."): x for key, x in other.tensors.items() if key.startswith("master.")}
+    return errors(expected, [Share([(*row, 0) for row in other.rows], boxes, parameters, {})])
+
+
+def beyond(mixer: str, precision: str, found: dict[str, float]) -> dict[str, float]:
+    """The errors that are larger than they may be; losses are held to the limit in any precision."""
+    limit = dict.fromkeys(found, LIMITS[precision])
+    if precision != "float32":
+        limit |= {key: max(limit[key], ROUNDING * own) for key, own in rounding(mixer, precision).items() if key != "loss"}
+    return {key: error for key, error in found.items() if not error <= limit[key]}
+
+
+def relative(a: float, b: float) -> float:
+    return abs(a - b) / abs(b)
+
+
+def swaps(expected: Trained, shares: Sequence[Share]) -> tuple[int, int, float]:
+    """How B'MOJO's own selections differ from the one process's: entries of published memories that are others, of how many, and
+    the largest difference of the scores of two entries that changed places, relative to the larger one."""
+    settings = model_of("bmojo").mixers["bmojo"]
+    changed, total, gap = 0, 0, 0.0
+    for (step, layer), scores in expected.scores.items():
+        own = torch.full_like(scores, math.nan)
+        for share in shares:
+            for rows, span, values in share.scores.get((step, layer), []):
+                own[rows, span] = values.to(own.dtype)
+        assert not own.isnan().any(), f"{layer}: no rank has scored some tokens"
+        pos = step_batch(step).pos
+        for row in range(SEQUENCES):
+            for place in range(CONTEXT):
+                at = int(pos[row, place])
+                if at == 0 or at % settings.window:
+                    continue
+                candidates = range(max(0, place - at), place)
+                best, free = (set(_largest(s[row], candidates, settings.eidetic)) for s in (scores, own))
+                total += len(best)
+                changed += len(best - free)
+                for one, other in itertools.product(best - free, free - best):
+                    gap = max(gap, relative(float(scores[row, one]), float(scores[row, other])))
+    return changed, total, gap
+
+
+def _largest(scores: Tensor, candidates: range, count: int) -> list[int]:
+    return sorted(candidates, key=lambda t: (-float(scores[t]), t))[:count]

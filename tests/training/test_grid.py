@@ -1,0 +1,77 @@
+"""One answer on any layout: every mixer on tensor, pipeline, sequence and data ranks under ZeRO 0, 1 and 2 equals one process.
+
+Here each mixer meets every value of the factors and every layout, so every combination of them, meets a mixer; `make grid` runs all
+cells and writes docs/equality-grid.md.
+"""
+
+import itertools
+
+import pytest
+import torch
+from support import grid
+
+SHORT = grid.short_selection()
+
+
+def compared(pool, layout, mixers, precision="float32"):
+    """{mixer: errors} of cells on a layout."""
+    found = pool.run(grid.cells, grid.tasks(mixers, precision), timeout_s=600, **layout)
+    return {m: grid.errors(grid.one_process(m, precision), [share[n] for share in found]) for n, m in enumerate(mixers)}
+
+
+@pytest.mark.parametrize("layout", SHORT, ids=str)
+def test_every_layout_equals_one_process(pool, single_mesh, layout):
+    for mixer, found in compared(pool, layout.keywords, SHORT[layout]).items():
+        assert not grid.beyond(mixer, "float32", found), (mixer, found)
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 4}, {"pipeline": 3, "data": 2}, {"data": 4}], ids=str)
+def test_other_sizes_equal_one_process(pool, single_mesh, layout):
+    """Four tensor ranks, stages in the middle of a pipeline, more data ranks than two."""
+    for mixer, found in compared(pool, layout, ("mamba", "hybrid", "retnet")).items():
+        assert not grid.beyond(mixer, "float32", found), (mixer, found)
+
+
+@pytest.mark.parametrize("layout", [grid.Layout(2, 2, 2, 1), grid.Layout(1, 1, 4, 2)], ids=str)
+def test_bfloat16_is_as_near_as_rounding_allows(pool, single_mesh, layout):
+    mixers = ("mamba", "longhorn", "gsa", "bmojo", "lattice")
+    for mixer, found in compared(pool, layout.keywords, mixers, "bfloat16").items():
+        assert not grid.beyond(mixer, "bfloat16", found), (mixer, found, grid.rounding(mixer, "bfloat16"))
+
+
+def test_the_short_run_meets_every_value_with_every_mixer_and_every_combination():
+    for mixer in grid.MIXERS:
+        chosen = [layout for layout, mixers in SHORT.items() if mixer in mixers]
+        assert set().union(*map(grid.values, chosen)) == set().union(*map(grid.values, grid.legal(mixer)))
+        assert set(chosen) <= set(grid.legal(mixer))
+    assert all(SHORT.values())
+    assert set(SHORT) == set(grid.LAYOUTS)
+    combinations = itertools.product((1, 2), (1, 2), (1, 2, 4), (0, 1, 2))
+    refused = [c for c in combinations if grid.Layout(*c) not in SHORT]
+    assert all((pipeline == 2 and zero == 2) or tensor * pipeline * sequence > 8 for tensor, pipeline, sequence, zero in refused)
+
+
+def test_clipping_is_active_and_documents_straddle_shards(single_mesh):
+    """What the grid is worth: without these a wrong scale or a leak would pass."""
+    for mixer in grid.MIXERS:
+        assert min(norm for _, norm in grid.one_process(mixer, "float32").rows) > 0.25, mixer
+    pos = grid.step_batch(0).pos
+    for sequence in (2, 4):
+        starts = pos[:, :: grid.CONTEXT // sequence][:, 1:]
+        assert (starts > 0).any()
+    assert len({int(n) for n in torch.diff((pos == 0).nonzero()[:, 1]) if n > 0}) > 3, "documents have unequal lengths"
+
+
+def test_a_wrong_scale_is_seen(pool, single_mesh, monkeypatch):
+    """The comparison can fail: the same cell against an oracle whose gradients were half as large."""
+    layout = grid.Layout(1, 2, 2, 1)
+    found = [share[0] for share in pool.run(grid.cells, grid.tasks(["longhorn"], "float32"), **layout.keywords)]
+    expected = grid.one_process("longhorn", "float32")
+    wrong = grid.Trained(
+        [(loss, norm / 2) for loss, norm in expected.rows],
+        {key: values / 2 if key.startswith("exp_avg.") else values for key, values in expected.tensors.items()},
+        {},
+    )
+    errors = grid.errors(wrong, found)
+    assert errors["loss"] <= 1e-5
+    assert min(errors["norm"], errors["exp_avg"]) > 0.9
