@@ -66,9 +66,12 @@ def run_of(mixer: str, layout: dict[str, int], micro_batch: int = 2) -> RunConfi
     return min(map(of, range(2, 16)), key=lambda run: abs(Arithmetic(run).parameter_count - PARAMETERS))
 
 
+PAIRS = ({"sequence": 2}, {"tensor": 2}, {"pipeline": 2})
+
+
 def layouts_of(mixer: str) -> Iterator[dict[str, int]]:
-    """The corners, with two tensor ranks where four do not divide."""
-    for corner in CORNERS:
+    """The corners, with two tensor ranks where four do not divide; with two GPUs what two can do."""
+    for corner in CORNERS if torch.cuda.device_count() >= 4 else PAIRS:
         layout = corner
         while True:
             try:

@@ -107,8 +107,8 @@ def model_for(mixer: str) -> ModelConfig:
 
 
 def settings_of(mixer: str, precision: str):
-    """B'MOJO's state space has a learning rate of its own, as in its paper. Steps are small: AdamW makes whole ones of gradients that
-    are little more than rounding, and the next gradients would be those of other parameters."""
+    """B'MOJO's state space has a learning rate of its own, as in its paper. Steps are small: AdamW makes whole ones of gradients
+    that are little more than rounding, and the next gradients would be those of other parameters."""
     config = training(precision=precision, steps=STEPS)
     changes = {"lr": 1e-3, "eps": 1e-5, "rates": {"*.ssm.*": 3e-3} if mixer == "bmojo" else {}}
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=changes)})
