@@ -31,7 +31,7 @@ from baton.training.executor import StepExecutor, TokenBatch
 from baton.training.schedule import learning_rates
 
 FIRST, DRIFT, FLOOR = 1e-3, 4.0, 1e-3  # of the first loss; times the control's distance, or this distance
-PARAMETERS, VOCABULARY, CONTEXT, SEQUENCES = 100e6, 8192, 512, 4
+PARAMETERS, WIDTH, VOCABULARY, CONTEXT, SEQUENCES = 100e6, 1536, 8192, 256, 2
 CORNERS = (
     {"sequence": 4}, {"tensor": 4}, {"tensor": 2, "sequence": 2}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "sequence": 2},
 )  # fmt: skip
@@ -39,13 +39,13 @@ CORNERS = (
 SETTINGS: dict[str, dict[str, Any]] = {
     "attention": {"window": 64},
     "bmojo": {"window": 64, "eidetic": 16},
-    "gsa": {"head_dim": 256},
-    "retnet": {"d_key": 256},
-    "gated_delta_net": {"heads": 4, "d_key": 192, "d_value": 256},
+    "gsa": {"head_dim": 384},
+    "retnet": {"d_key": 192},
+    "gated_delta_net": {"heads": 4, "d_key": 256, "d_value": 512},
 }
 
 
-def run_of(mixer: str, layout: dict[str, int], micro_batch: int = 2) -> RunConfig:
+def run_of(mixer: str, layout: dict[str, int], micro_batch: int = 1) -> RunConfig:
     """A model of about PARAMETERS: layers of the mixer and an MLP."""
     names = {"swiglu": {}} if mixer == "swiglu" else {mixer: SETTINGS.get(mixer, {}), "swiglu": {}}
     steps = TrainingConfig(
@@ -54,16 +54,16 @@ def run_of(mixer: str, layout: dict[str, int], micro_batch: int = 2) -> RunConfi
         global_batch_tokens=SEQUENCES * CONTEXT,
         micro_batch=micro_batch,
         precision="bfloat16",
-        recompute=True,
         optimizer=OptimizerConfig(lr=3e-4, clip_norm=1.0),
         schedule=ScheduleConfig(kind="constant", warmup_steps=10),
     )
 
     def of(layers: int) -> RunConfig:
-        model = ModelConfig(d_model=1024, n_layers=layers, pattern=("+".join(names),), mixers=names, vocab_size=VOCABULARY)
-        return RunConfig(name="corners", model=model, layout=LayoutConfig(**layout), training=steps)
+        model = ModelConfig(d_model=WIDTH, n_layers=layers, pattern=("+".join(names),), mixers=names, vocab_size=VOCABULARY)
+        return RunConfig(name="corners", model=model, training=steps)
 
-    return min(map(of, range(2, 16)), key=lambda run: abs(Arithmetic(run).parameter_count - PARAMETERS))
+    nearest = min(map(of, range(2, 16)), key=lambda run: abs(Arithmetic(run).parameter_count - PARAMETERS))
+    return nearest.model_copy(update={"layout": LayoutConfig(**layout)})
 
 
 PAIRS = ({"sequence": 2}, {"tensor": 2}, {"pipeline": 2})
@@ -125,7 +125,7 @@ def rank_main(rank: int, folder: str, mixers: list[str], steps: int) -> None:
 
     mesh = world(f"alone-{rank}", LayoutConfig(), 0)
     for mixer in mixers[rank :: torch.cuda.device_count()]:
-        for name, micro_batch in (("one GPU", 2), ("control", 1)):
+        for name, micro_batch in (("one GPU", 1), ("control", SEQUENCES)):
             write(name, mixer, losses(run_of(mixer, {}, micro_batch), mesh, steps))
     meshes.shutdown()
     for layout in all_layouts(mixers):

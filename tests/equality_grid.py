@@ -8,6 +8,9 @@ import time
 from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).parent))  # after -P has kept it out
+
 from support import grid
 from support.pool import Pool
 
