@@ -90,6 +90,7 @@ class Arithmetic:
             compute_bytes=2 if self.training.precision == "bfloat16" else 4,
             gpu=config.device != "cpu",
             segment=self.layout.sequence > 1,
+            split_residual=self.layout.split_residual and self.tensor > 1,
         )
         self.micro_batches = self.training.sequences_per_step // (self.layout.data * self.training.micro_batch)
         self.in_flight = min(stage.count - stage.index, self.micro_batches)
@@ -120,7 +121,8 @@ class Arithmetic:
             found.append(Parameter("norm.weight", (model.d_model,)))
             if not tied:
                 found.append(Parameter("head.weight", (model.padded_vocab_size, model.d_model), split=0, uses=1))
-        return tuple(found)
+        # what reads a part of the tokens, or what every rank computes alike, gets a part of its gradient
+        return tuple(replace(p, partial=True) if self.work.split_residual and p.split is None else p for p in found)
 
     @cached_property
     def lent(self) -> tuple[Parameter, ...]:
@@ -166,11 +168,13 @@ class Arithmetic:
     @cached_property
     def around_layers(self) -> int:
         """What is kept besides: tokens, labels and positions, which tokens are another tensor rank's, and float32 numbers of
-        d_model: the last residual stream, and on the last stage what the norm makes of it and (see rms_norm) the normalised."""
+        d_model: the last residual stream, and on the last stage what the norm makes of it and (see rms_norm) the normalised. Where
+        ranks share the stream, what the norm makes of it is gathered, in the compute type."""
         work, stage = self.work, self.stage
         integers = 2 * 8 + 4 + (2 * 8 if stage.last else 0) + (8 + 1 if self.tensor > 1 and stage.first else 0)
-        streams = (2 if work.gpu else 3) if stage.last else 1
-        return work.tokens * (integers + 4 * self.model.d_model * streams)
+        streams = 1 if work.gpu or not stage.last else 2
+        normed = work.nbytes("compute") if work.split_residual else 4
+        return work.tokens * (integers + normed * self.model.d_model * stage.last) + self.hidden_bytes * streams
 
     def activations(self, *, recompute: bool) -> int:
         """What forward keeps of a micro-batch; recompute: each layer's input, and what its first run alone may decide."""
@@ -182,8 +186,8 @@ class Arithmetic:
 
     @property
     def hidden_bytes(self) -> int:
-        """The float32 hidden vectors of a micro-batch, or their gradient: what stages hand on."""
-        return 4 * self.model.d_model * self.work.tokens
+        """The float32 hidden vectors of a micro-batch, or their gradient: what stages hand on. Shared, this rank's part."""
+        return 4 * self.model.d_model * self.work.stream_tokens
 
     @property
     def _expected(self) -> int:
@@ -250,10 +254,12 @@ class Arithmetic:
     def _exchange_over_tensor(self) -> dict[str, Exchange]:
         p = self.tensor
         partial = 4 * sum(parameter.numel for parameter in self.parameters if parameter.partial)
-        volumes = {"partial gradients": partial, **self.tensor_volumes()}
+        volumes = {("partial gradients", "all-reduce"): partial, **self.tensor_volumes()}
         return {
-            f"{name}: all-reduce over tensor": Exchange(ring(2 * volume, p), p, 1, once=name == "partial gradients")
-            for name, volume in volumes.items()
+            f"{purpose}: {collective} over tensor": Exchange(
+                ring((2 if collective == "all-reduce" else 1) * volume, p), p, 1, once=purpose == "partial gradients"
+            )
+            for (purpose, collective), volume in volumes.items()
             if volume and p > 1
         }
 
@@ -261,14 +267,17 @@ class Arithmetic:
         found: dict[str, Exchange] = {}
         p, layout, stage = self.tensor, self.layout, self.stage
         if layout.sequence > 1:
+            carriers = [carrier for layer in self.layers for block in self._of(layer) for carrier in block.carriers]
+            gathered = [carrier for carrier in carriers if carrier.transition and layout.state_exchange == "gather"]
             for name, backward in (("States: to the next rank", False), ("cotangents: to the rank before", True)):
-                sent = sum(
-                    carrier.message_bytes(self.work, backward=backward)
-                    for layer in self.layers
-                    for block in self._of(layer)
-                    for carrier in block.carriers
-                )
-                found[name] = Exchange(sent * self.micro_batches, layout.sequence, p, pairs=True)
+                sent = sum(one.message_bytes(self.work, backward=backward) for one in carriers if one not in gathered)
+                if sent:
+                    found[name] = Exchange(sent * self.micro_batches, layout.sequence, p, pairs=True)
+            effects = sum(carrier.effect_bytes(self.work) for carrier in gathered)
+            if effects:
+                volume = (layout.sequence - 1) * effects * self.micro_batches
+                for name in ("States: all-gather over sequence", "cotangents: all-gather over sequence"):
+                    found[name] = Exchange(volume, layout.sequence, p)
         between = p * layout.sequence * layout.data
         hidden = Exchange(self.hidden_bytes * self.micro_batches, stage.count, between, pairs=True)
         if not stage.last:
@@ -286,27 +295,33 @@ class Arithmetic:
             found["tokens: broadcast to all that need them"] = Exchange(tokens * self.micro_batches, readers, stride)
         return found
 
-    def tensor_volumes(self) -> dict[str, int]:
-        """Bytes that are all-reduced over the tensor group per optimizer step, by purpose."""
-        work, width = self.work, self.model.d_model
-        bytes_of: Counter[str] = Counter()
+    def tensor_volumes(self) -> dict[tuple[str, str], int]:
+        """Bytes of the whole tensors that are all-reduced, all-gathered or reduce-scattered over the tensor group per optimizer
+        step, by purpose and collective."""
+        work, shared, again = self.work, self.work.split_residual, int(self.training.recompute)
+        # of d_model numbers per token in the compute type
+        vectors = self.model.d_model * work.compute_bytes * (work.stream_tokens * self.tensor if shared else work.tokens)
+        both, found = ("all-gather", "reduce-scatter"), Counter[tuple[str, str]]()
         for layer in self.layers:
-            blocks = self._of(layer)
-            for block in blocks:
-                for reduction in block.reductions:
-                    bytes_of[reduction.direction] += reduction.width * work.nbytes(reduction.dtype)
-                    bytes_of["again"] += (reduction.direction == "forward") * reduction.width * work.nbytes(reduction.dtype)
+            for reduction in (reduction for block in self._of(layer) for reduction in block.reductions):
+                if not (shared and reduction.residual):
+                    volume = work.tokens * reduction.width * work.nbytes(reduction.dtype)
+                    runs = 1 + again * (reduction.direction == "forward")
+                    found[f"layers {reduction.direction}", "all-reduce"] += runs * volume
+            for collective in both if shared else ():
+                found["layers forward", collective] += (1 + again) * len(layer) * vectors
+                found["layers backward", collective] += len(layer) * vectors
             # recomputation ends with the last tensor that backward needs, which goes into the layer's last sum
-            bytes_of["again"] -= width * work.compute_bytes
-        # largest logit, own logit and sum of exponentials, twice: a chunk's loss is computed again for its gradients
-        loss = 2 * 3 * 4 + width * work.compute_bytes
-        per_token = {
-            "embedding": 4 * width * self.stage.first,
-            "layers forward": bytes_of["forward"] + self.training.recompute * bytes_of["again"],
-            "layers backward": bytes_of["backward"],
-            "loss": loss * self.stage.last,
-        }
-        return {name: volume * work.tokens * self.micro_batches for name, volume in per_token.items()}
+            found["layers forward", "reduce-scatter" if shared else "all-reduce"] -= again * vectors
+        if self.stage.first:
+            for collective in both if shared else ("all-reduce",):
+                found["embedding", collective] += vectors * 4 // work.compute_bytes
+        if self.stage.last:
+            # largest logit, own logit and sum of exponentials, twice: a chunk's loss is computed again for its gradients
+            found["loss", "all-reduce"] += 2 * 3 * 4 * work.tokens
+            for collective in both if shared else ("all-reduce",):
+                found["loss", collective] += vectors
+        return {name: volume * self.micro_batches for name, volume in found.items() if volume}
 
     # ------------------------------------------------------------------------------------------------------------------ work
 

@@ -287,13 +287,6 @@ def _notes(config: RunConfig, micro_batches: int, cluster: Cluster | None) -> It
             f"take more of them (smaller training.micro_batch, larger training.global_batch_tokens, smaller layout.data), or fewer "
             f"stages"
         )
-    if layout.sequence > 1 and layout.state_exchange == "gather":
-        yield (
-            "note: States are counted as layout.state_exchange=relay sends them; gather sends those of linear recurrences, with "
-            "their decays, to every rank of a sequence"
-        )
-    if layout.tensor > 1 and layout.split_residual:
-        yield "note: activations are counted as without layout.split_residual, which keeps less of the residual stream"
     if cluster is None:
         return
     node = cluster.gpus_per_node

@@ -14,6 +14,7 @@ from baton.models.settings.footprint import (
     StateLeaf,
     column,
     column_gradient,
+    own_input,
     row,
     row_sum,
 )
@@ -74,9 +75,9 @@ class BMojoConfig(HeadsConfig):
             ),
             kept=(
                 *ssm.kept,
-                # each projection casts its input for itself; the state space's is counted there
-                Kept("q_proj input", d_model, "compute", split=False, cast=True),
-                Kept("kv_proj input", d_model, "compute", split=False, cast=True),
+                # the state space's is counted there
+                own_input("q_proj", d_model),
+                own_input("kv_proj", d_model),
                 Kept("fading tokens", d_model, "compute", split=False),
                 Kept("q", width, "compute"),
                 Kept("k and v", 2 * kv_width, "compute"),
@@ -97,10 +98,14 @@ class BMojoConfig(HeadsConfig):
                 Carrier("eidetic_attention", self._attention_leaves(kv_heads), chunk=min(EIDETIC_BLOCK, self.window)),
             ),
             reductions=(
-                *ssm.reductions,
+                # every rank reads the state space's output whole
+                *(
+                    replace(reduction, residual=reduction.residual and reduction.direction == "backward")
+                    for reduction in ssm.reductions
+                ),
                 column_gradient("q_proj", d_model),
                 column_gradient("kv_proj", d_model),
-                column_gradient("kv_proj of fading tokens", d_model),
+                replace(column_gradient("kv_proj of fading tokens", d_model), residual=False),
                 row_sum("out_proj", d_model),
             ),
             vector_flops=ssm.vector_flops,

@@ -91,7 +91,12 @@ class DeltaRuleConfig(MixerConfig):
                     Carrier("short_conv", (StateLeaf(f"conv_{name}", (self.d_conv - 1, width), "compute", tp=1),), chunk=0)
                     for name, width in widths.items()
                 ),
-                Carrier("delta_rule", (StateLeaf("S", (heads, self.d_key, self.d_value), "float32", tp=0),), chunk=chunk),
+                Carrier(
+                    "delta_rule",
+                    (StateLeaf("S", (heads, self.d_key, self.d_value), "float32", tp=0),),
+                    chunk=chunk,
+                    transition=((heads, self.d_key, self.d_key),),
+                ),
             ),
             reductions=(column_gradient("in_proj", d_model), row_sum("out_proj", d_model)),
             # two products of keys, the triangular solve and what is read with it; the state is read twice and written once

@@ -8,6 +8,7 @@ All widths are of all tensor ranks together. "compute" is the type of matmuls an
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -35,6 +36,7 @@ class Work:
 
     batch: sequences. length: tokens of each on this rank. tensor: ranks of the tensor group. compute_bytes: of the compute type, 2
     or 4. gpu: whether kernels that only a GPU has fused keep less. segment: whether the sequence is shared with other ranks.
+    split_residual: whether tensor ranks share the residual stream, each a part of the tokens.
     """
 
     batch: int
@@ -43,10 +45,16 @@ class Work:
     compute_bytes: int = 2
     gpu: bool = True
     segment: bool = False
+    split_residual: bool = False
 
     @property
     def tokens(self) -> int:
         return self.batch * self.length
+
+    @property
+    def stream_tokens(self) -> int:
+        """Of which this rank has the residual stream; where ranks do not divide the tokens, with rows that are no token."""
+        return -(-self.tokens // self.tensor) if self.split_residual else self.tokens
 
     def nbytes(self, dtype: Dtype) -> int:
         """Bytes of one number."""
@@ -59,7 +67,7 @@ class Parameter:
 
     split: the dimension that is split over the tensor group; None: every rank has all of it. uses: how often a token is multiplied
     with it; 0: no matmul reads it, so it has no copy in the compute type. partial: every tensor rank has a part of its gradient,
-    and the parts are added up once per step.
+    and the parts are added up once per step. Where ranks share the residual stream, that is so of all that are not split.
     """
 
     name: str
@@ -83,7 +91,8 @@ class Kept:
 
     split: whether the width is divided over the tensor group. cast: a copy in the other type, so it is there only where the compute
     type is not float32. cpu: kept by what runs on a CPU; a GPU's fused kernel keeps a number per row. once: `width` numbers in all,
-    not per token.
+    not per token. stream: of the residual stream, so of this rank's part of it. own: a projection's own copy of the mixer's input,
+    which is not made of one that was gathered in the compute type.
     """
 
     name: str
@@ -93,12 +102,15 @@ class Kept:
     cast: bool = False
     cpu: bool = False
     once: bool = False
+    stream: bool = False
+    own: bool = False
 
     def nbytes(self, work: Work) -> int:
-        if (self.cast and work.compute_bytes == 4) or (self.cpu and work.gpu):
+        if (self.cast and work.compute_bytes == 4) or (self.cpu and work.gpu) or (self.own and work.split_residual):
             return 0
         width = self.width // work.tensor if self.split else self.width
-        return width * (1 if self.once else work.tokens) * work.nbytes(self.dtype)
+        tokens = work.stream_tokens if self.stream else work.tokens
+        return width * (1 if self.once else tokens) * work.nbytes(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -126,7 +138,8 @@ class Carrier:
 
     chunk: tokens between the States that are kept for backward; 0: none is kept; None: one, where the piece begins. elements: a
     diagonal scan's d_inner x d_state, from which its chunk follows. messages: how often the State travels to the next rank of a
-    sequence.
+    sequence. transition: of a linear recurrence, the shape of what a span of tokens multiplies each leaf by, split as the leaf is;
+    (): it is not linear.
     """
 
     name: str
@@ -134,16 +147,24 @@ class Carrier:
     chunk: int | None = None
     elements: int = 0
     messages: int = 1
+    transition: tuple[tuple[int, ...], ...] = ()
 
-    def borders(self, work: Work) -> int:
-        """States kept of one rank's tokens."""
-        # between ranks the chunks' States come back when the recurrence is run again: kept are the one that entered and what the
-        # span makes of it, as large; of a tail only the first
+    def kept_bytes(self, work: Work) -> int:
+        """What is kept of the States on the way."""
+        state = sum(leaf.nbytes(work) for leaf in self.leaves)
+        # between ranks the chunks' States come back when the recurrence is run again: kept are the one that entered and the
+        # span's transition
         if work.segment:
-            return 1 if self.chunk == 0 else 2
+            return state + sum(leaf.nbytes(work) for leaf in self.factors)
         if not self.chunk:
-            return 0 if self.chunk == 0 else 1
-        return -(-work.length // self.tokens_per_chunk(work))
+            return 0 if self.chunk == 0 else state
+        return -(-work.length // self.tokens_per_chunk(work)) * state
+
+    @property
+    def factors(self) -> tuple[StateLeaf, ...]:
+        """A span's transition, leaf by leaf; () where it is not linear."""
+        pairs = zip(self.leaves, self.transition, strict=True) if self.transition else ()
+        return tuple(replace(leaf, shape=shape) for leaf, shape in pairs)
 
     def tokens_per_chunk(self, work: Work) -> int:
         if not self.elements:
@@ -153,18 +174,31 @@ class Carrier:
 
     def message_bytes(self, work: Work, *, backward: bool) -> int:
         """What a rank in the middle of a sequence hands on: the State to the right, or its cotangent to the left."""
-        sent = [leaf.nbytes(work) for leaf in self.leaves if leaf.grad or not backward]
-        return self.messages * sum(-(-nbytes // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT for nbytes in sent)
+        return self.messages * _aligned(leaf.nbytes(work) for leaf in self.leaves if leaf.grad or not backward)
+
+    def effect_bytes(self, work: Work) -> int:
+        """What a rank gives, either way, where States of linear recurrences are gathered: its span's transition, and what the span
+        adds."""
+        return _aligned(leaf.nbytes(work) for leaf in (*self.factors, *self.leaves))
+
+
+def _aligned(sizes: Iterable[int]) -> int:
+    return sum(-(-nbytes // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT for nbytes in sizes)
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """An all-reduce over the tensor group in every micro-batch: `width` numbers per token."""
+    """An all-reduce over the tensor group in every micro-batch: `width` numbers per token.
+
+    residual: of what is added to the residual stream, or of the gradient of what is read from it. Where ranks share the stream
+    there is none: a mixer's input is gathered once, whoever reads it, and its output scattered.
+    """
 
     name: str
     width: int
     dtype: Dtype
     direction: Literal["forward", "backward"]
+    residual: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,9 +225,7 @@ class Footprint:
 
     def kept_bytes(self, work: Work) -> int:
         """What autograd keeps of a micro-batch, parameters and their copies not counted."""
-        tensors = sum(kept.nbytes(work) for kept in self.kept)
-        states = sum(carrier.borders(work) * sum(leaf.nbytes(work) for leaf in carrier.leaves) for carrier in self.carriers)
-        return tensors + states
+        return sum(kept.nbytes(work) for kept in self.kept) + sum(carrier.kept_bytes(work) for carrier in self.carriers)
 
     def state_bytes(self, work: Work) -> int:
         """The State that leaves."""
@@ -220,7 +252,7 @@ class Footprint:
         return replace(
             self,
             parameters=(Parameter("norm.weight", (d_model,)), *(replace(p, name=f"mixer.{p.name}") for p in self.parameters)),
-            kept=(*rms_norm("norm", d_model, rows=1, split=False), *self.kept),
+            kept=(*(replace(kept, split=False, stream=True) for kept in rms_norm("norm", d_model, rows=1)), *self.kept),
         )
 
 
@@ -240,21 +272,31 @@ def split(name: str, *shape: int) -> Parameter:
 
 
 def column_gradient(name: str, d_model: int) -> Reduction:
-    """Every rank's features give a part of a column projection's input gradient."""
-    return Reduction(name, d_model, "compute", "backward")
+    """Every rank's features give a part of a column projection's input gradient; its input is the mixer's."""
+    return Reduction(name, d_model, "compute", "backward", residual=True)
 
 
-def row_sum(name: str, width: int) -> Reduction:
-    """Every rank's features give a part of a row projection's output."""
-    return Reduction(name, width, "compute", "forward")
+def row_sum(name: str, d_model: int) -> Reduction:
+    """Every rank's features give a part of a row projection's output; its output is the mixer's."""
+    return Reduction(name, d_model, "compute", "forward", residual=True)
 
 
-def rms_norm(name: str, width: int, *, rows: int, split: bool = True) -> tuple[Kept, ...]:
+def replicated_gradient(name: str, width: int) -> Reduction:
+    """Every rank's heads give a part of the gradient of what all ranks compute alike from the mixer's input."""
+    return Reduction(name, width, "compute", "backward", residual=True)
+
+
+def own_input(name: str, d_model: int) -> Kept:
+    """The mixer's input, which each projection casts for itself, as one beside the first keeps it."""
+    return Kept(f"{name} input", d_model, "compute", split=False, cast=True, own=True)
+
+
+def rms_norm(name: str, width: int, *, rows: int) -> tuple[Kept, ...]:
     """What torch's rms_norm over width / rows keeps: its float32 input and a number per row; on a CPU also the normalised input."""
     return (
-        Kept(f"{name} input", width, "float32", split),
-        Kept(f"{name} scale", rows, "float32", split),
-        Kept(f"{name} normalised", width, "float32", split, cpu=True),
+        Kept(f"{name} input", width, "float32"),
+        Kept(f"{name} scale", rows, "float32"),
+        Kept(f"{name} normalised", width, "float32", cpu=True),
     )
 
 

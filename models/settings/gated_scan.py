@@ -70,12 +70,13 @@ class GatedScanConfig(MixerConfig):
                     (StateLeaf("scan", (inner, self.d_state), "float32", tp=0),),
                     chunk=1,
                     elements=inner * self.d_state,
+                    transition=((inner, self.d_state),),
                 ),
             ),
             reductions=(
                 column_gradient("in_proj", d_model),
-                row_sum("x_proj", code),
-                # every rank's channels use the same code and vectors
+                # every rank's channels give a part of the code and vectors, and use all of them
+                Reduction("x_proj", code, "compute", "forward"),
                 Reduction("code and vectors", code, "compute", "backward"),
                 row_sum("out_proj", d_model),
             ),

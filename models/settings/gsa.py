@@ -64,6 +64,7 @@ class GSAConfig(HeadsConfig):
                         StateLeaf("v", (kv_heads, slots, dim), "float32", tp=0),
                     ),
                     chunk=chunk,
+                    transition=((kv_heads, 1, slots), (kv_heads, slots, 1)),
                 ),
             ),
             reductions=(column_gradient("in_proj", d_model), *norm_sums, row_sum("out_proj", d_model)),

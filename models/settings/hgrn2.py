@@ -64,7 +64,14 @@ class HGRN2Config(LinearAttentionConfig):
                 *norm,
                 Kept("out_proj input", values, "compute"),
             ),
-            carriers=(Carrier("gated_linear_attention", (StateLeaf("S", (heads, d_key, d_value), "float32", tp=0),), chunk=chunk),),
+            carriers=(
+                Carrier(
+                    "gated_linear_attention",
+                    (StateLeaf("S", (heads, d_key, d_value), "float32", tp=0),),
+                    chunk=chunk,
+                    transition=((heads, d_key, 1),),
+                ),
+            ),
             reductions=(column_gradient("in_proj", d_model), *norm_sums, row_sum("out_proj", d_model)),
             matrix_flops=linear_attention_flops(heads, d_key, d_value, chunk),
         )

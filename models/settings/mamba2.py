@@ -11,12 +11,13 @@ from baton.models.settings.footprint import (
     Footprint,
     Kept,
     Parameter,
-    Reduction,
     StateLeaf,
     activated,
     column,
     column_gradient,
     linear_attention_flops,
+    own_input,
+    replicated_gradient,
     row,
     row_sum,
     split,
@@ -81,7 +82,7 @@ class Mamba2Config(MixerConfig):
             ),
             kept=(
                 Kept("in_proj input", d_model, "compute", split=False),
-                Kept("bc_proj input", d_model, "compute", split=False, cast=True),
+                own_input("bc_proj", d_model),
                 Kept("z, u and step sizes", 2 * inner + heads, "compute"),
                 # before and after the convolution
                 Kept("B and C", 2 * 2 * state, "compute", split=False),
@@ -97,12 +98,16 @@ class Mamba2Config(MixerConfig):
             carriers=(
                 Carrier("short_conv", (StateLeaf("conv_u", (tail, inner), "compute", tp=1),), chunk=0),
                 Carrier("short_conv", (StateLeaf("conv_bc", (tail, 2 * state), "compute", tp=None),), chunk=0),
-                Carrier("gated_linear_attention", (StateLeaf("S", (heads, state, self.head_dim), "float32", tp=0),), chunk=chunk),
+                Carrier(
+                    "gated_linear_attention",
+                    (StateLeaf("S", (heads, state, self.head_dim), "float32", tp=0),),
+                    chunk=chunk,
+                    transition=((heads, 1, 1),),
+                ),
             ),
             reductions=(
                 column_gradient("in_proj", d_model),
-                # every rank's heads use the same B and C
-                Reduction("B and C", 2 * state, "compute", "backward"),
+                replicated_gradient("B and C", 2 * state),
                 *norm_sums,
                 row_sum("out_proj", d_model),
             ),

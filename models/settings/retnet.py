@@ -67,7 +67,14 @@ class RetNetConfig(LinearAttentionConfig):
                 *activated("gate", values),
                 Kept("out_proj input", values, "compute"),
             ),
-            carriers=(Carrier("gated_linear_attention", (StateLeaf("S", (heads, d_key, d_value), "float32", tp=0),), chunk=chunk),),
+            carriers=(
+                Carrier(
+                    "gated_linear_attention",
+                    (StateLeaf("S", (heads, d_key, d_value), "float32", tp=0),),
+                    chunk=chunk,
+                    transition=((heads, 1, 1),),
+                ),
+            ),
             reductions=(column_gradient("in_proj", d_model), row_sum("out_proj", d_model)),
             matrix_flops=linear_attention_flops(heads, d_key, d_value, chunk),
         )

@@ -18,6 +18,7 @@ from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
 
+pytestmark = pytest.mark.long  # it measures time; what leaves when is tested in test_order.py
 LAYERS, RANKS, TOKENS = 6, 4, 32
 LATENCY = 0.04
 

@@ -32,14 +32,22 @@ SENT_WITH = [("float32", False), ("bfloat16", True)]
 STAGES = 2
 STAGED = ("mamba", "gla", "bmojo", "lattice")
 ZERO = (0, 1, 2)
+SPANS = 4
+# ranks that share a residual stream, whose number does not divide the tokens, in layers of two sub-blocks and of one
+SHARED = ("mamba2", "gla", "bmojo", "mamba", "lattice")
+SHARED_BY = {"tensor": 4, "split_residual": True}
+ODD_CONTEXT = 159
 
 
-def run_of(variant, *, precision="float32", recompute=False, device="cpu", **layout):
-    """A run of two layers of the variant's small mixer."""
+def run_of(variant, *, precision="float32", recompute=False, device="cpu", context=CONTEXT, mlp=False, **layout):
+    """A run of two layers of the variant's small mixer. mlp: the first has an MLP behind it."""
     kind, changes = VARIANTS[variant]
     mixers = {kind: kinds()[kind].small().model_copy(update=changes).model_dump()}
     model = {"d_model": SMALL_WIDTH, "n_layers": 2, "vocab_size": 64, "pattern": [kind], "mixers": mixers, "loss_chunk": 32}
-    training = {"steps": 1, "context": CONTEXT, "global_batch_tokens": 2 * BATCH * CONTEXT, "micro_batch": BATCH}
+    if mlp:
+        mixers["swiglu"] = kinds()["swiglu"].small().model_dump()
+        model["pattern"] = [f"{kind}+swiglu", kind]
+    training = {"steps": 1, "context": context, "global_batch_tokens": 2 * BATCH * context, "micro_batch": BATCH}
     training |= {"precision": precision, "recompute": recompute, "optimizer": {"lr": 1e-3}}
     return RunConfig.model_validate({"name": "small", "device": device, "model": model, "training": training, "layout": layout})
 
@@ -58,7 +66,7 @@ def measure():
     from baton.models import stages
     from baton.models.lm import LanguageModel
     from baton.parallel import mesh as meshes
-    from baton.parallel.layout import initialize_parameters
+    from baton.parallel.layout import initialize_parameters, named_layouts
     from baton.parallel.pipeline import PipelineLink
     from baton.parallel.sequence import SequenceLink
     from baton.training.build import DTYPES, build
@@ -73,7 +81,7 @@ def measure():
     dist.init_process_group = join_nobody
 
     class Sent(TorchDispatchMode):
-        """Counts the bytes that collectives are given."""
+        """Counts the bytes that collectives are given: of whole tensors, whichever end has those."""
 
         def __init__(self):
             super().__init__()
@@ -81,8 +89,9 @@ def measure():
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func.namespace == "c10d":
-                tensors = [x for x in tree_leaves(args[0]) if isinstance(x, torch.Tensor)]
-                self.bytes[func.__name__.split(".")[0]] += sum(x.nbytes for x in tensors)
+                name = func.__name__.split(".")[0]
+                tensors = [x for x in tree_leaves(args[name == "_reduce_scatter_base_"]) if isinstance(x, torch.Tensor)]
+                self.bytes[name] += sum(x.nbytes for x in tensors)
             return func(*args, **(kwargs or {}))
 
     class Living(TorchDispatchMode):
@@ -104,14 +113,20 @@ def measure():
             gc.collect()
             return sum(n for address, (storage, n) in self.made.items() if address not in known and not storage.expired())
 
-    def batch():
-        tokens = torch.randint(64, (BATCH, CONTEXT))
-        return TokenBatch(tokens, tokens.roll(-1, 1), torch.arange(CONTEXT, dtype=torch.int32).repeat(BATCH, 1))
+    def batch(context=CONTEXT):
+        tokens = torch.randint(64, (BATCH, context))
+        return TokenBatch(tokens, tokens.roll(-1, 1), torch.arange(context, dtype=torch.int32).repeat(BATCH, 1))
 
-    def model_of(variant, precision, recompute, tensor):
+    def model_of(variant, precision, recompute, tensor, *, mlp=False, split_residual=False):
         """A model that has made its compute copies, and the storages of those and of its parameters."""
-        config = run_of(variant, tensor=tensor)
-        model = LanguageModel(config.model, tensor_size=tensor, compute_dtype=DTYPES[precision], recompute=recompute)
+        config = run_of(variant, tensor=tensor, mlp=mlp)
+        model = LanguageModel(
+            config.model,
+            tensor_size=tensor,
+            compute_dtype=DTYPES[precision],
+            recompute=recompute,
+            split_residual=split_residual,
+        )
         initialize_parameters(model, 0, 0, tensor)
         model.logits(model(read.tokens, read.pos)[0])
         copies = [copy for module in model.modules() if (copy := getattr(module, "_compute_copy", None)) is not None]
@@ -155,6 +170,25 @@ def measure():
             results["sent"][f"{variant} {precision} {recompute}"] = sent.bytes.total()
     meshes.shutdown()
 
+    mesh = meshes.initialize(run_of("mamba", **SHARED_BY).layout, device=torch.device("cpu"), rank=0, store=None)
+    results["shared"], read = {}, batch(ODD_CONTEXT)
+    for variant in SHARED:
+        found = results["shared"][variant] = {"saved": {}, "living": {}, "sent": {}}
+        for precision in DTYPES:
+            found["saved"][precision] = saved(*model_of(variant, precision, False, mlp=True, **SHARED_BY), read)
+        for precision, recompute in ((precision, recompute) for precision in DTYPES for recompute in (False, True)):
+            model, known = model_of(variant, precision, recompute, mlp=True, **SHARED_BY)
+            with Living() as living:
+                kept = model(read.tokens, read.pos)
+            found["living"][f"{precision} {recompute}"] = living.nbytes(known)
+            del kept
+            with Sent() as sent:
+                model.loss(model(read.tokens, read.pos)[0], read.labels).backward()
+            found["sent"][f"{precision} {recompute}"] = sent.bytes
+        found["partial"] = {name: p.numel() for name, p, layout in named_layouts(model) if layout.partial_over}
+    meshes.shutdown()
+    read = batch()
+
     def receive(link, direction, carrier, leaves, batch):
         """Whatever, instead of what nobody sends: a State is only counted here."""
         return lambda: {leaf.name: torch.ones(batch, *leaf.shape, dtype=leaf.dtype) for leaf in leaves}
@@ -176,6 +210,19 @@ def measure():
             known = {x.untyped_storage()._cdata for x in model.parameters()}
             results["saved of a segment"][variant] = saved(model, known, part)
         meshes.shutdown()
+
+    layout = run_of("mamba", sequence=SPANS, state_exchange="gather").layout
+    mesh = meshes.initialize(layout, device=torch.device("cpu"), rank=1, store=None)
+    results["gathered"], span = {}, slice(CONTEXT // SPANS, 2 * CONTEXT // SPANS)
+    for variant in HANDED_ON:
+        mesh.link.counted.clear()
+        model = LanguageModel(run_of(variant).model, link=mesh.link)
+        initialize_parameters(model, 0, 0, 1)
+        model(read.tokens[:, span], read.pos[:, span])[0].sum().backward()
+        found = results["gathered"][variant] = Counter()
+        for (what, _), n in mesh.link.counted.items():
+            found[what] += n
+    meshes.shutdown()
 
     results["saved of a stage"] = {v: [] for v in STAGED}
     mesh = meshes.initialize(run_of("mamba").layout, device=torch.device("cpu"), rank=0, store=None)
@@ -212,6 +259,7 @@ def measure():
 
     results["zero"] = {stage: step_of(0, data=2, zero=stage) for stage in ZERO}
     results["stages"] = {f"{rank} {tied}": step_of(rank, tied, pipeline=STAGES) for rank in range(STAGES) for tied in (True, False)}
+    results["shared stages"] = [step_of(rank, pipeline=STAGES, **SHARED_BY)["send"] for rank in (0, SHARED_BY["tensor"])]
     print(json.dumps(results))
 
 

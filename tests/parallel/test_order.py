@@ -1,0 +1,120 @@
+"""What leaves before what: the order on which the wavefront rests, without a clock (test_wavefront.py has one)."""
+
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from baton.kernels.registry import recurrences
+from baton.models.mixer import Mixer, Site, build_mixer
+from baton.models.settings import SMALL_WIDTH, kinds
+from baton.parallel.layout import initialize_parameters
+from baton.parallel.sequence import SequenceLink
+from baton.parallel.tensor import megatron_config
+
+# kind: (the carrier whose State the wavefront waits for, what comes before it leaves, what comes after; the same of cotangents)
+ORDERS = {
+    "mamba": ("selective_scan", ["begin"], ["finish"], ["begin_backward"], ["finish_backward"]),
+    "longhorn": ("longhorn", ["begin"], ["finish"], ["begin_backward"], ["finish_backward"]),
+    "gsa": ("gated_slot_attention", ["begin"], ["finish"], ["begin_backward"], ["finish_backward"]),
+    "gla": ("gated_linear_attention", ["begin"], ["finish"], ["begin_backward"], ["finish_backward"]),
+    "gated_delta_net": ("gated_delta_rule", ["begin"], ["finish"], ["begin_backward"], ["finish_backward"]),
+    "bmojo": ("eidetic_attention", ["leave"], ["read"], ["read", "leave"], []),
+    "lattice": ("orthogonal_state", ["run"], [], ["pull_back"], []),
+    "attention": ("window_attention", ["early"], ["run"], ["pull_back"], ["arrival"]),
+}
+PHASES = ("begin", "finish", "begin_backward", "finish_backward", "leave", "read", "early", "run", "pull_back")
+
+
+@contextmanager
+def logged(log):
+    """Phases of recurrences, and the messages of States, in the order in which they happen; only the outermost phase counts."""
+    depth = [0]
+
+    def watch(name, method):
+        def call(self, *args, **kwargs):
+            if not depth[0]:
+                log.append((self.name, name))
+            depth[0] += 1
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                depth[0] -= 1
+
+        return call
+
+    send, receive = SequenceLink.send, SequenceLink.receive
+
+    def sent(self, direction, carrier, *args):
+        log.append((carrier.name, f"sent {direction}"))
+        return send(self, direction, carrier, *args)
+
+    def received(self, direction, carrier, *args):
+        wait = receive(self, direction, carrier, *args)
+
+        def waited():
+            log.append((carrier.name, f"arrival {direction}"))
+            return wait()
+
+        return waited
+
+    with ExitStack() as stack:
+        for cls in {type(r) for r in recurrences()}:
+            for name in PHASES:
+                if hasattr(cls, name):
+                    stack.enter_context(patch.object(cls, name, watch(name, getattr(cls, name))))
+        stack.enter_context(patch.object(SequenceLink, "send", sent))
+        stack.enter_context(patch.object(SequenceLink, "receive", received))
+        yield
+
+
+def events(mesh, names):
+    """Of one layer's forward and of its backward pass, for each kind."""
+    found = {}
+    for kind in names:
+        settings = kinds()[kind].small()
+        if settings.state_grows:
+            settings = settings.model_copy(update={"window": 4})
+        layer = build_mixer(settings, Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1, False), torch.float32))
+        initialize_parameters(layer, 1, 0, 1)
+        for module in layer.modules():
+            if isinstance(module, Mixer):
+                module.link = mesh.link
+        x = torch.randn(1, 24, SMALL_WIDTH, generator=torch.Generator().manual_seed(mesh.rank))
+        pos = torch.arange(24)[None] + 24 * mesh.rank
+        forward, backward = [], []
+        with logged(forward):
+            y, _ = layer(x, pos, None)
+        with logged(backward):
+            y.sum().backward()
+        mesh.link.wait()
+        found[kind] = forward, backward
+    return found
+
+
+def test_what_the_next_rank_waits_for_leaves_as_early_as_it_can(pool):
+    _, middle, _ = pool.run(events, list(ORDERS), sequence=3)
+    for kind, (carrier, before, after, back_before, back_after) in ORDERS.items():
+        forward, backward = ([event for name, event in log if name.startswith(carrier)] for log in middle[kind])
+        for log, direction, earlier, later in (
+            (forward, "right", before, after),
+            (backward, "left", back_before, back_after),
+        ):
+            assert log.count(f"sent {direction}") == 1, (kind, log)
+            at = log.index(f"sent {direction}")
+            for event in earlier:
+                assert event in log[:at], (kind, event, log)
+            for event in later:
+                wanted = f"arrival {direction}" if event == "arrival" else event
+                assert wanted in log[at:], (kind, wanted, log)
+                assert wanted not in log[:at], (kind, wanted, log)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "attention"])
+def test_a_tail_leaves_before_anything_arrives(pool, kind):
+    _, (forward, backward), _ = (rank[kind] for rank in pool.run(events, [kind], sequence=3))
+    name = "short_conv" if kind == "mamba" else "window_attention"
+    for log, direction in ((forward, "right"), (backward, "left")):
+        own = [event for carrier, event in log if carrier.startswith(name)]
+        assert own.index(f"sent {direction}") < own.index(f"arrival {direction}"), own
