@@ -45,9 +45,9 @@ def rank_main(rank: int, ranks: int, folder: str, mixers: list[str]) -> None:
         )
         with device:
             model = LanguageModel(config, compute_dtype=torch.bfloat16, link=mesh.link)
-            initialize_parameters(model, 0, 0, 1)
             tokens = torch.randint(1024, (1, TOKENS), generator=torch.Generator(device).manual_seed(rank))
             pos = torch.arange(rank * TOKENS, (rank + 1) * TOKENS, dtype=torch.int32)[None]
+        initialize_parameters(model, 0, 0, 1)
 
         def run(model: LanguageModel = model, tokens: torch.Tensor = tokens, pos: torch.Tensor = pos) -> None:
             hidden, _ = model(tokens, pos)

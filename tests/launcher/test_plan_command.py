@@ -152,10 +152,38 @@ def test_the_table_has_a_line_per_stage_and_says_when_micro_batches_are_few(plan
     assert values["memory"] == values["stages"][0]["memory"]
 
 
-def test_gathered_states_are_not_counted_in_silence(plan):
-    words = ["layout.data=4", "layout.sequence=2"]
-    assert "gather sends those of linear recurrences" in plan(RUN, *words, "layout.state_exchange=gather")[1]
-    assert "state_exchange" not in plan(RUN, *words)[1]
+def test_gathered_states_go_to_every_rank_of_the_sequence():
+    """Mamba's scan: a decay and a sum for every number of state, to 7 ranks; the convolution's tail goes to one as before."""
+    words = ["layout.data=1", "layout.sequence=8"]
+    relayed, gathered = (make_plan(load(RUN, [*words, *more])) for more in ((), ("layout.state_exchange=gather",)))
+    state = 48 * relayed.micro_batches * 4 * 4096 * 16 * load(RUN).training.micro_batch
+    names = {"States": "to the next rank", "cotangents": "to the rank before"}
+    for what, where in names.items():
+        assert gathered.exchange[f"{what}: all-gather over sequence"] == 7 * 2 * state
+        assert relayed.exchange[f"{what}: {where}"] - gathered.exchange[f"{what}: {where}"] == state
+    assert gathered.memory == relayed.memory
+    # every rank's part passes every link of the ring, where a State goes to a neighbour once
+    cluster = load_cluster("h100")
+    slower, faster = (make_plan(load(RUN, [*words, *more]), cluster) for more in (("layout.state_exchange=gather",), ()))
+    assert slower.speed.exchange > faster.speed.exchange
+
+
+def test_a_shared_residual_stream_saves_memory_and_sends_no_more():
+    """Without recomputation, which gathers what layers read once more."""
+    words = ["layout.tensor=4"]
+    whole, shared = (make_plan(load(RUN, [*words, *more])) for more in ((), ("layout.split_residual=true",)))
+    tokens, width = load(RUN).training.micro_batch * 2048, 2048
+    # three quarters of what 48 norms read (with a number per row) and of the last stream; what the last norm makes is in bfloat16
+    saved = 3 * tokens // 4 * 4 * (48 * (width + 1) + width) + 2 * tokens * width
+    assert whole.memory.activations - shared.memory.activations == saved
+    partial = "partial gradients: all-reduce over tensor"
+    assert partial not in whole.exchange
+    assert shared.exchange[partial] == ring(2 * 4 * 49 * width, 4)
+    assert sum(shared.exchange.values()) - shared.exchange[partial] == sum(whole.exchange.values())
+    again = [make_plan(load(RUN, [*words, "training.recompute=true", *more])) for more in ((), ("layout.split_residual=true",))]
+    assert again[0].memory.activations / 4 < again[1].memory.activations < again[0].memory.activations / 3.5
+    sent = [sum(value for name, value in plan.exchange.items() if name.startswith("layers forward")) for plan in again]
+    assert sent[1] - sent[0] == pytest.approx(48 * whole.micro_batches * ring(2 * tokens * width, 4), rel=1e-9)
 
 
 def test_without_zero_every_rank_has_all_moments():

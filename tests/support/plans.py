@@ -176,15 +176,15 @@ def measure():
         found = results["shared"][variant] = {"saved": {}, "living": {}, "sent": {}}
         for precision in DTYPES:
             found["saved"][precision] = saved(*model_of(variant, precision, False, mlp=True, **SHARED_BY), read)
-        for precision, recompute in ((precision, recompute) for precision in DTYPES for recompute in (False, True)):
-            model, known = model_of(variant, precision, recompute, mlp=True, **SHARED_BY)
+            for recompute in (False, True):
+                model, known = model_of(variant, precision, recompute, mlp=True, **SHARED_BY)
+                with Sent() as sent:
+                    model.loss(model(read.tokens, read.pos)[0], read.labels).backward()
+                found["sent"][f"{precision} {recompute}"] = sent.bytes
             with Living() as living:
                 kept = model(read.tokens, read.pos)
-            found["living"][f"{precision} {recompute}"] = living.nbytes(known)
+            found["living"][precision] = living.nbytes(known)
             del kept
-            with Sent() as sent:
-                model.loss(model(read.tokens, read.pos)[0], read.labels).backward()
-            found["sent"][f"{precision} {recompute}"] = sent.bytes
         found["partial"] = {name: p.numel() for name, p, layout in named_layouts(model) if layout.partial_over}
     meshes.shutdown()
     read = batch()

@@ -5,6 +5,7 @@ rendezvous, new groups), and its return values come back in rank order. A rank t
 is started again for the next one.
 """
 
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -60,6 +61,9 @@ def _serve(connection, rank: int, device: str) -> None:
                     result = _load(path, name)(mesh, *args, **kwargs)
                 finally:
                     meshes.shutdown()
+                    # engines are reference cycles and hold their groups, each with three threads
+                    del mesh
+                    gc.collect()
             connection.send(("ok", result))
         except BaseException:
             connection.send(("error", traceback.format_exc()))
