@@ -28,7 +28,7 @@ from baton.parallel.config import LayoutConfig
 from baton.parallel.layout import initialize_parameters
 
 MIXERS: dict[str, dict[str, Any]] = {"gla": {}, "mamba": {}, "gsa": {"head_dim": 256}, "bmojo": {"window": 128, "eidetic": 16}}
-WIDTH, LAYERS, TOKENS, PASSES = 1024, 6, 2048, 3
+WIDTH, LAYERS, TOKENS, PASSES = 1024, 4, 1024, 3
 NCCL = "nccl"
 
 Span = tuple[float, float]

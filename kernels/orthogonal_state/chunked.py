@@ -69,10 +69,11 @@ def orthogonal_state_chunked(
     options = Options(rule, mu is not None, tau is not None)
     inputs = within_limits(options, (q, k, v, gamma, *(x for x in (mu, tau) if x is not None), S0))
     S = entering(options, inputs, pos, initial_state)
+    dtype = q.dtype  # the step lives as long as the graph: it must not hold q
 
     def step(piece: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
         y, S = advance(options, prepare(options, piece, pos), state["S"])
-        return y.to(q.dtype), {"S": S}
+        return y.to(dtype), {"S": S}
 
     y, state = in_chunks(step, inputs, options.along, pos=pos, state={"S": S}, chunk=chunk or chunk_length(options))
     return y, state["S"]

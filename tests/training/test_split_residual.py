@@ -98,7 +98,8 @@ def steps_of(mesh, mixers, **options):
     return {mixer: steps(mesh, mixer, **options) for mixer in mixers}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+# the one that has everything always, the others in the long form
+@pytest.mark.parametrize("layout", [*(pytest.param(x, marks=pytest.mark.long) for x in LAYOUTS[:-1]), LAYOUTS[-1]], ids=str)
 def test_every_mixer_on_a_shared_residual_stream_equals_one_process(pool, single_mesh, layout):
     """Losses, norms, gradients after the finalise pass and parameters. Sums of many gradients of either sign lose more digits."""
     seen = {mixer: set() for mixer in MIXERS}
