@@ -4,7 +4,10 @@ The one thing to know: rounding alone makes two runs drift apart, so a layout is
 only takes the batch in other micro-batches, shows how far: a layout passes if its first loss is the one GPU's to 1e-3 and its
 later losses stay within a few times the control's distance.
 
-    python benchmarks/corners.py [--mixers mamba,lattice] [--steps 20] [--name corners]
+    python benchmarks/corners.py [--mixers mamba,lattice] [--steps 20] [--name corners] [--ranks 4]
+
+With more ranks than GPUs the ranks share them in turns. NCCL then counts every rank as a host of its own and sends through sockets;
+the communicators, the collectives and their order are those of as many GPUs.
 """
 
 import argparse
@@ -69,9 +72,9 @@ def run_of(mixer: str, layout: dict[str, int], micro_batch: int = 1) -> RunConfi
 PAIRS = ({"sequence": 2}, {"tensor": 2}, {"pipeline": 2})
 
 
-def layouts_of(mixer: str) -> Iterator[dict[str, int]]:
-    """The corners, with two tensor ranks where four do not divide; with two GPUs what two can do."""
-    for corner in CORNERS if torch.cuda.device_count() >= 4 else PAIRS:
+def layouts_of(mixer: str, ranks: int) -> Iterator[dict[str, int]]:
+    """The corners, with two tensor ranks where four do not divide; with two ranks what two can do."""
+    for corner in CORNERS if ranks >= 4 else PAIRS:
         layout = corner
         while True:
             try:
@@ -109,9 +112,12 @@ def losses(run: RunConfig, mesh: meshes.Mesh, steps: int) -> list[float]:
     return [executor.step(batches(n, run, mesh), learning_rates(n, run.training)).loss for n in range(steps)]
 
 
-def rank_main(rank: int, folder: str, mixers: list[str], steps: int) -> None:
-    """One GPU's part: the one-GPU runs of some mixers, then every layout with the others."""
-    device = torch.device("cuda", rank)
+def rank_main(rank: int, ranks: int, folder: str, mixers: list[str], steps: int) -> None:
+    """One rank's part: the one-GPU runs of some mixers, then every layout with the others."""
+    gpus = torch.cuda.device_count()
+    if ranks > gpus:  # NCCL refuses two ranks of a host on one GPU
+        os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo")
+    device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)
     make_deterministic(run_of(mixers[0], {}).training)
 
@@ -124,27 +130,27 @@ def rank_main(rank: int, folder: str, mixers: list[str], steps: int) -> None:
         print(f"{mixer} on {name}: {values[0]:.5f} .. {values[-1]:.5f}", flush=True)
 
     mesh = world(f"alone-{rank}", LayoutConfig(), 0)
-    for mixer in mixers[rank :: torch.cuda.device_count()]:
+    for mixer in mixers[rank::ranks]:
         for name, micro_batch in (("one GPU", 1), ("control", SEQUENCES)):
             write(name, mixer, losses(run_of(mixer, {}, micro_batch), mesh, steps))
     meshes.shutdown()
-    for layout in all_layouts(mixers):
+    for layout in all_layouts(mixers, ranks):
         config = LayoutConfig(**layout)
         if rank >= config.world_size:
             continue
         mesh = world(title(layout), config, rank)
         for mixer in mixers:
-            if layout in layouts_of(mixer):
+            if layout in layouts_of(mixer, ranks):
                 found = losses(run_of(mixer, layout), mesh, steps)
                 if rank == 0:
                     write(title(layout), mixer, found)
         meshes.shutdown()
 
 
-def all_layouts(mixers: list[str]) -> list[dict[str, int]]:
+def all_layouts(mixers: list[str], ranks: int) -> list[dict[str, int]]:
     """Of any mixer, once each, in the order of the corners."""
     found: list[dict[str, int]] = []
-    for layout in (layout for mixer in mixers for layout in layouts_of(mixer)):
+    for layout in (layout for mixer in mixers for layout in layouts_of(mixer, ranks)):
         if layout not in found:
             found.append(layout)
     return found
@@ -159,12 +165,13 @@ def main() -> None:
     parser.add_argument("--mixers", default=",".join(kinds()))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--name", default="corners")
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     arguments = parser.parse_args()
-    mixers, gpus = arguments.mixers.split(","), torch.cuda.device_count()
-    report = Report(arguments.name, device=f"{gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    mixers, gpus, ranks = arguments.mixers.split(","), torch.cuda.device_count(), arguments.ranks
+    report = Report(arguments.name, device=f"{ranks} ranks on {gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, mixers, arguments.steps), nprocs=gpus)
+        mp.spawn(rank_main, (ranks, folder, mixers, arguments.steps), nprocs=ranks)
         found = {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
     failed = []
     for mixer in mixers:
@@ -172,7 +179,7 @@ def main() -> None:
         alone, control = found[f"{mixer}--one GPU"], found[f"{mixer}--control"]
         allowed = max(DRIFT * distance(control, alone), FLOOR)
         report.say(f"{mixer}: {count:,} parameters, loss {alone[0]:.4f} to {alone[-1]:.4f}; control {distance(control, alone):.1e}")
-        for layout in layouts_of(mixer):
+        for layout in layouts_of(mixer, ranks):
             values = found[f"{mixer}--{title(layout)}"]
             first, later = abs(values[0] - alone[0]) / alone[0], distance(values, alone)
             case = f"{mixer}, {title(layout)}"
