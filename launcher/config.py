@@ -82,25 +82,35 @@ class RunConfig(BaseModel):
                 )
 
     def _check_sequence(self, ranks: int) -> None:
-        """Refuse a sequence that does not divide over its ranks, and a State that cannot be handed on."""
-        context = self.training.context
-        if context % ranks:
-            raise ConfigError(
-                f"layout.sequence={ranks} does not divide training.context={context}; those that do: {divisors(context)}"
-            )
+        """Refuse a sequence, or a segment of it, that does not divide over its ranks, and a State that cannot be handed on."""
+        bptt, tokens = self.training.bptt, self.training.segment
+        key = "training.context" if bptt is None else "training.bptt.segment"
+        if tokens % ranks:
+            raise ConfigError(f"layout.sequence={ranks} does not divide {key}={tokens}; those that do: {divisors(tokens)}")
+        carried = self.training.carries or self.training.segments > 1
         for name, settings in self.model.mixers.items():
             if ranks > 1 and settings.state_grows:
                 raise ConfigError(
                     f"layout.sequence={ranks}: model.mixers.{name} looks at the whole document, which no rank can hand on; "
                     f"set model.mixers.{name}.window, or layout.sequence=1"
                 )
-            tail = settings.longest_tail
-            if ranks > 1 and context // ranks < tail:
+            if carried and settings.state_grows:
                 raise ConfigError(
-                    f"layout.sequence={ranks} leaves {context // ranks} of training.context={context} tokens to a rank, and "
+                    f"training.bptt: model.mixers.{name} looks at the whole document, whose keys grow with every segment and "
+                    f"fit in no State; set model.mixers.{name}.window, or training.bptt=null"
+                )
+            tail = settings.longest_tail
+            if ranks > 1 and tokens // ranks < tail:
+                raise ConfigError(
+                    f"layout.sequence={ranks} leaves {tokens // ranks} of {key}={tokens} tokens to a rank, and "
                     f"model.mixers.{name} hands on its last {tail}; layout.sequence that leaves enough: "
-                    f"{[n for n in divisors(context) if n == 1 or context // n >= tail]}; or with {ranks} ranks "
-                    f"training.context={ranks * tail} or more"
+                    f"{[n for n in divisors(tokens) if n == 1 or tokens // n >= tail]}; or with {ranks} ranks "
+                    f"{key}={ranks * tail} or more"
+                )
+            if carried and tokens < tail:
+                raise ConfigError(
+                    f"training.bptt.segment={tokens} is shorter than the last {tail} tokens that model.mixers.{name} hands on; set "
+                    f"training.bptt.segment={tail} or more"
                 )
 
     def check_ranks(self, started: int) -> None:
@@ -150,7 +160,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
 
 def changes(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that differ and may not: "training.seed: 0 -> 1"."""
-    before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
+    before, after = (_flatten(_what_is_learned(run)) for run in (old, new))
     return [
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
@@ -158,6 +168,14 @@ def changes(old: RunConfig, new: RunConfig) -> list[str]:
         and key not in ("name", "directory")
         and not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
     ]
+
+
+def _what_is_learned(run: RunConfig) -> dict[str, Any]:
+    """The settings, with exact segments as what they are equal to: none."""
+    values = run.model_dump(mode="json")
+    if run.training.bptt is not None and run.training.bptt.mode == "exact":
+        values["training"]["bptt"] = None
+    return values
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ The one thing to know: where tensor ranks share the residual stream, x and what 
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -52,18 +52,6 @@ class Layer(nn.ModuleDict):
     def __init__(self, names: tuple[str, ...], config: ModelConfig, site: Site) -> None:
         super().__init__({name: SubBlock(name, config, site) for name in names})
 
-    def recomputation(self, link: SequenceLink | None) -> Any:
-        """Contexts of the first forward pass and of its recomputation, for torch's checkpoint."""
-        exchanges = noop_context_fn() if link is None else link.recomputation()
-        kept = {operator for block in self.values() for operator in cast(SubBlock, block).mixer.kept_operators}
-        if not kept:
-            return exchanges
-
-        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return tuple(_both(*pair) for pair in zip(exchanges, create_selective_checkpoint_contexts(policy), strict=True))
-
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         """What the layer carries per sequence."""
@@ -82,3 +70,17 @@ class Layer(nn.ModuleDict):
             x, own = block(x, pos, entering)
             leaving.update({f"{prefix}{key}": leaf for key, leaf in own.items()})
         return x, leaving
+
+
+def recomputation(layers: Iterable[nn.Module], link: SequenceLink | None) -> Any:
+    """Contexts of a first forward pass through layers and of its recomputation, as torch's checkpoint takes them."""
+    exchanges = noop_context_fn() if link is None else link.recomputation()
+    blocks = [cast(SubBlock, block) for layer in layers for block in cast(Layer, layer).values()]
+    kept = {operator for block in blocks for operator in block.mixer.kept_operators}
+    if not kept:
+        return exchanges
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return tuple(_both(*pair) for pair in zip(exchanges, create_selective_checkpoint_contexts(policy), strict=True))

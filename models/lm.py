@@ -7,16 +7,16 @@ pieces equal the whole; hand them a token at a time and that is decoding.
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from megatron.core import tensor_parallel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from baton.kernels.protocol import State
+from baton.kernels.protocol import Leaf, State
 from baton.models import init
-from baton.models.block import Layer
+from baton.models.block import Layer, recomputation
 from baton.models.config import ModelConfig
 from baton.models.mixer import Mixer, Site
 from baton.models.norm import RMSNorm
@@ -122,7 +122,7 @@ class LanguageModel(nn.Module):
                     entering,
                     use_reentrant=False,
                     preserve_rng_state=False,
-                    context_fn=partial(cast(Layer, layer).recomputation, self.link),
+                    context_fn=partial(recomputation, [layer], self.link),
                 )
             else:
                 x, leaving[number] = layer(x, pos, entering)
@@ -130,6 +130,17 @@ class LanguageModel(nn.Module):
             return x, leaving
         hidden = self.norm(x)
         return gather_tokens(hidden.to(self.compute_dtype), pos.shape) if self.split_residual else hidden, leaving
+
+    def recomputation(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Contexts of a first forward pass, which need not have a graph, and of its recomputation, which takes the same entering
+        States and makes the same choices as that, and exchanges nothing with other sequence ranks."""
+        first, again = recomputation(self.layers.values(), self.link)
+        return first, again
+
+    @property
+    def leaves(self) -> dict[str, tuple[Leaf, ...]]:
+        """What each layer carries per sequence, in whole shapes, by the layer's number."""
+        return {number: cast(Layer, layer).leaves for number, layer in self.layers.items()}
 
     @torch.no_grad()
     def through_stages(self, tokens: Tensor, pos: Tensor, states: States | None = None) -> tuple[Tensor | None, States]:

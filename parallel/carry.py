@@ -71,6 +71,8 @@ class _Passage:
         self.link.aside.follow()
         with self.link.aside.stream():
             state, leaves = make(), self._leaves(direction)
+            if self.link.observer is not None:
+                self.link.observer(direction, self.carrier, state)
             if self.place.beyond(direction) is not None:
                 self.link.send(direction, self.carrier, {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in leaves}, leaves)
         return state
@@ -125,8 +127,7 @@ def _forward(
                 state = passage.fold("right", effect, zeros(passage.leaves, passage.batch, inputs[0].device))
             else:
                 state = passage.fold("right", effect, given)
-        if not replaying:
-            link.keep(state)
+        link.keep(state)
         return state
 
     def send(make: Callable[[], State]) -> State:

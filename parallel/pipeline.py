@@ -20,20 +20,36 @@ from baton.parallel.exchange import Arrival, Channel, channels
 
 @dataclass(frozen=True)
 class Operation:
-    """One pass of one micro-batch through this stage."""
+    """One pass of one segment of a micro-batch through this stage. survey: forward for the States alone, without a graph."""
 
-    kind: Literal["forward", "backward"]
+    kind: Literal["survey", "forward", "backward"]
     micro_batch: int
+    segment: int = 0
 
 
-def schedule(stage: int, stages: int, micro_batches: int) -> list[Operation]:
-    """One forward, one backward (PipeDream-flush): as many forwards ahead as there are later stages, so that at most
-    `stages - stage` micro-batches are kept at a time; then in turns; then the backwards that are left."""
-    ahead = min(stages - stage - 1, micro_batches)
-    found = [Operation("forward", n) for n in range(ahead)]
-    for n in range(micro_batches - ahead):
-        found += [Operation("forward", ahead + n), Operation("backward", n)]
-    return found + [Operation("backward", n) for n in range(micro_batches - ahead, micro_batches)]
+def schedule(stage: int, stages: int, micro_batches: int, segments: int = 1, gradient_segments: int = 1) -> list[Operation]:
+    """What a stage does, in order.
+
+    Where no gradient goes from segment to segment: one forward, one backward (PipeDream-flush) over all of them: as many forwards
+    ahead as there are later stages, so that at most `stages - stage` are kept at a time; then in turns; then the backwards that are
+    left. Else, for every `gradient_segments` segments, all but the last are surveyed, and then, from the last to the first, run
+    forwards (all but the last for the second time) and backwards, so that one is kept at a time.
+    """
+    if gradient_segments == 1:
+        units = [(n, s) for n in range(micro_batches) for s in range(segments)]
+        ahead = min(stages - stage - 1, len(units))
+        found = [Operation("forward", *unit) for unit in units[:ahead]]
+        for later, unit in zip(units[ahead:], units, strict=False):
+            found += [Operation("forward", *later), Operation("backward", *unit)]
+        return found + [Operation("backward", *unit) for unit in units[len(units) - ahead :]]
+    found = []
+    for n in range(micro_batches):
+        for first in range(0, segments, gradient_segments):
+            group = range(first, first + gradient_segments)
+            found += [Operation("survey", n, s) for s in group[:-1]]
+            for s in reversed(group):
+                found += [Operation("forward", n, s), Operation("backward", n, s)]
+    return found
 
 
 class PipelineLink:

@@ -108,6 +108,8 @@ class SequenceLink:
     exchange: how States of linear recurrences cross the group: relayed, or gathered by all and folded in rank order, the same bits.
     counted: messages and bytes sent, by ("right" | "left", recurrence's name) and ("right bytes" | "left bytes", its name);
     counted_by_layer: the same by (.., where, its name). A gathered message counts as one, its bytes once per rank it goes to.
+    observer: is called with every State and cotangent that leaves a segment here, also those that leave the sequence: (direction,
+    carrier, State), on the stream beside the one that computes; not with gathered ones, nor in a recomputation.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class SequenceLink:
         self._kept: list[State | None] | None = None
         self._replay: Iterator[State | None] | None = None
         self._alone = False
+        self.observer: Callable[[Direction, Carrier, State], None] | None = None
         self.counted: Counter[tuple[str, str]] = Counter()
         self.counted_by_layer: Counter[tuple[str, str, str]] = Counter()
 
@@ -162,7 +165,8 @@ class SequenceLink:
     def segment(self, number: int, *, of: int) -> Iterator[None]:
         """Within it this rank's tokens are its span of segment `number` of `of`, each of them a span per rank.
 
-        Forwards the segments come in ascending order; backwards in descending order, in one call of backward or one each.
+        Forwards the segments come in ascending order; backwards in descending order, in one call of backward or one each. Between
+        forwards and backwards a segment may be run again, as `recomputation` says.
 
         Raises:
             ValueError: there is no such segment.
@@ -170,7 +174,7 @@ class SequenceLink:
         """
         if not 0 <= number < of:
             raise ValueError(f"segment {number} of {of}: segments are numbered from 0 to {of - 1}")
-        if number == 0 and (left := [key for key, states in self._here.items() if states]):
+        if number == 0 and not self.replaying and (left := [key for key, states in self._here.items() if states]):
             direction, place, name, where = left[0]
             what = Carrier(name, where, place).what(direction)
             raise ExchangeError(
@@ -235,13 +239,35 @@ class SequenceLink:
 
         return wait
 
+    def send_around(self, state: State, leaves: tuple[Leaf, ...]) -> None:
+        """From the last rank to the first: what leaves the last virtual segment of all layers, as one message."""
+        message = to_flat(state, leaves)
+        carrier = Carrier("all recurrences", "all layers", self._place)
+        self.channels["around right"].send(message, self._ranks[0], carrier.what("right"))
+        self._count("right", carrier, message.numel())
+
+    def receive_around(self, leaves: tuple[Leaf, ...], batch: int) -> State:
+        """On the first rank: what the last one sent by `send_around`."""
+        carrier = Carrier("all recurrences", "all layers", self._place)
+        with self.aside.stream():
+            message = torch.empty(flat_nbytes(leaves, batch), dtype=torch.uint8, device=self.device)
+            state = from_flat(
+                self.channels["around right"].expect(message, self._ranks[-1], carrier.what("right")).wait(), leaves, batch
+            )
+        self.aside.join(state)
+        return state
+
     def wait(self) -> None:
         """Until everything sent has left this rank."""
         for channel in self.channels.values():
             channel.flush()
 
     def recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts of a first forward pass, whose entering States are kept, and of its recomputation, which is given them."""
+        """Contexts of a first forward pass, whose entering States are kept, and of its recomputation, which is given them.
+
+        The recomputation exchanges nothing forwards. Where the first pass had no graph, the recomputation makes it, and cotangents
+        go their way from there.
+        """
         kept: list[State | None] = []
 
         @contextmanager
@@ -254,11 +280,12 @@ class SequenceLink:
 
         @contextmanager
         def again() -> Iterator[None]:
-            before, self._replay = self._replay, iter(kept)
+            # what is kept of a recomputation is for one of its own parts: activations of a segment that is itself run again
+            before, self._replay, self._kept = (self._replay, self._kept), iter(kept), None
             try:
                 yield
             finally:
-                self._replay = before
+                self._replay, self._kept = before
 
         return first(), again()
 

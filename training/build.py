@@ -12,6 +12,7 @@ from baton.models.lm import LanguageModel
 from baton.parallel import zero
 from baton.parallel.layout import initialize_parameters, parameter_count
 from baton.parallel.mesh import Mesh
+from baton.parallel.sequence import SequenceLink
 from baton.training.config import TrainingConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -66,11 +67,16 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
             recompute=training.recompute,
             # F.embedding's backward adds in no fixed order on a GPU
             deterministic_embedding=training.deterministic and device.type == "cuda",
-            link=None if mesh is None else mesh.link,
+            link=None if mesh is None else _link(training, mesh),
             stage=None if mesh is None else stages.cut(config, mesh.layout.pipeline, training.context)[mesh.pipeline_rank],
             pipeline=None if mesh is None else mesh.pipeline,
             split_residual=mesh is not None and mesh.layout.split_residual,
         )
+
+
+def _link(training: TrainingConfig, mesh: Mesh) -> SequenceLink | None:
+    """The neighbours; where segments follow one another on one rank, it is its own."""
+    return SequenceLink(0, [mesh.rank], mesh.device) if mesh.link is None and training.bptt is not None else mesh.link
 
 
 def model_fingerprint(config: ModelConfig) -> str:

@@ -21,9 +21,11 @@ from baton.training.checkpoint.store import CheckpointStore
 from baton.training.clock import StepClock
 from baton.training.config import TrainingConfig
 from baton.training.evaluation import evaluate, score
-from baton.training.executor import StepResult, TokenBatch
+from baton.training.executor import StepResult
 from baton.training.generation import generate
+from baton.training.lane_states import LaneStates
 from baton.training.monitor import Monitor
+from baton.training.passes import TokenBatch
 from baton.training.run import Progress, RunSettings
 from baton.training.schedule import learning_rate
 
@@ -143,12 +145,13 @@ class Saver:
     def __init__(
         self,
         built: Built,
+        lanes: LaneStates | None,
         store: CheckpointStore,
         monitor: Monitor | None,
         fingerprints: dict[str, str],
         training: TrainingConfig,
     ) -> None:
-        self._built, self._store, self._monitor = built, store, monitor
+        self._built, self._lanes, self._store, self._monitor = built, lanes, store, monitor
         self._fingerprints, self._training = fingerprints, training
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
@@ -170,6 +173,8 @@ class Saver:
             versions={name: version(name) for name in ("baton-lm", "torch", "deepspeed", "megatron-core")},
         )
         rectangles = optimizer_rectangles(self._built.model, self._built.engine, mesh, for_save=True)
+        if self._lanes is not None:
+            rectangles |= self._lanes.rectangles(for_save=True)
         size = self._store.save(rectangles, manifest)
         if size is not None and self._monitor is not None:
             self._monitor.saved(f"step-{progress.step:08d}", time.perf_counter() - start, size)

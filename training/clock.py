@@ -5,6 +5,7 @@ import time
 import torch
 
 PARTS = ("data", "forward", "backward", "optimizer")
+"""Of every step; one that surveys segments has that too."""
 
 
 class StepClock:
@@ -38,8 +39,8 @@ class StepClock:
         for (_, before), (part, after) in zip(self._marks, self._marks[1:]):
             if isinstance(before, float):
                 assert isinstance(after, float)
-                sums[part] += after - before
+                sums[part] = sums.get(part, 0.0) + after - before
             else:
                 assert not isinstance(after, float)
-                sums[part] += before.elapsed_time(after) / 1000.0
+                sums[part] = sums.get(part, 0.0) + before.elapsed_time(after) / 1000.0
         return sums

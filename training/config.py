@@ -40,6 +40,21 @@ class ScheduleConfig(_Settings):
     final_lr: float = Field(1e-5, ge=0, description="learning rate at the last step (cosine, wsd); absolute, as in the papers")
 
 
+class BpttConfig(_Settings):
+    """Backpropagation through time, segment by segment: only a segment's activations are kept at a time."""
+
+    mode: Literal["exact", "truncated"] = Field(
+        description="exact: the gradient of the whole sequence, each segment but the last one computed twice; truncated: each lane "
+        "carries its State from step to step, and the gradient is cut"
+    )
+    segment: int = Field(16384, ge=1, description="tokens of a segment, all its sequence ranks together; more: more memory")
+    gradient_segments: int | None = Field(
+        None,
+        ge=1,
+        description="truncated: segments that a gradient goes back through; null: all of a step's. 1 computes nothing twice",
+    )
+
+
 class CheckpointConfig(_Settings):
     """When to save and what to keep."""
 
@@ -74,6 +89,8 @@ class TrainingConfig(_Settings):
     log_every: int = Field(10, ge=1, description="steps between lines on the console; metrics.jsonl gets every step")
     replica_check_every: int = Field(500, ge=0, description="steps between comparisons of what ranks must hold to the bit; also at "
                                      "every start and before every checkpoint; 0: never")  # fmt: skip
+    bptt: BpttConfig | None = Field(None, description="segments, for contexts whose activations do not fit; null: whole sequences"
+                                    )  # fmt: skip
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -87,6 +104,26 @@ class TrainingConfig(_Settings):
     @property
     def lane_count(self) -> int:
         return self.lanes or self.sequences_per_step
+
+    @property
+    def segment(self) -> int:
+        """Tokens that are kept for backward at a time, all sequence ranks together."""
+        return self.context if self.bptt is None else min(self.bptt.segment, self.context)
+
+    @property
+    def segments(self) -> int:
+        """Segments of a sequence."""
+        return self.context // self.segment
+
+    @property
+    def gradient_segments(self) -> int:
+        """Segments that a gradient goes back through."""
+        return (self.bptt.gradient_segments if self.bptt is not None else None) or self.segments
+
+    @property
+    def carries(self) -> bool:
+        """Whether lanes carry their States from step to step."""
+        return self.bptt is not None and self.bptt.mode == "truncated"
 
     def check(self, data_size: int) -> None:
         """Refuse a batch that does not divide. data_size: data-parallel ranks. Raises RunError naming sizes that would work."""
@@ -117,10 +154,34 @@ class TrainingConfig(_Settings):
                 f"training.micro_batch={self.micro_batch} does not divide the {g // data_size} sequences that a data rank takes "
                 f"per step; sizes that do: {divisors(g // data_size)}"
             )
+        self._check_segments()
         if self.schedule.kind == "wsd" and self.schedule.decay_steps + self.schedule.warmup_steps > self.steps:
             raise RunError(
                 f"training.schedule: warmup_steps={self.schedule.warmup_steps} and decay_steps={self.schedule.decay_steps} "
                 f"together exceed training.steps={self.steps}"
+            )
+
+    def _check_segments(self) -> None:
+        """Refuse segments that do not divide. Raises RunError naming sizes that would."""
+        if self.bptt is None:
+            return
+        if self.context % self.segment:
+            sizes = divisors(self.context)
+            nearest = [max(n for n in sizes if n < self.segment), min(n for n in sizes if n > self.segment)]
+            raise RunError(
+                f"training.bptt.segment={self.segment} does not divide training.context={self.context}; nearest that do: {nearest}"
+            )
+        wanted = self.bptt.gradient_segments
+        if wanted is not None and self.bptt.mode == "exact":
+            raise RunError(
+                f"training.bptt.gradient_segments={wanted} with mode=exact, whose gradient goes through all segments; "
+                f"set it to null, or training.bptt.mode=truncated"
+            )
+        if wanted is not None and self.segments % wanted:
+            raise RunError(
+                f"training.bptt.gradient_segments={wanted} does not divide the {self.segments} segments of a sequence "
+                f"(training.context / training.bptt.segment), and no gradient goes from step to step; those that do: "
+                f"{divisors(self.segments)}"
             )
 
 

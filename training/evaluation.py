@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.models.lm import IGNORED, LanguageModel
 from baton.parallel.mesh import Mesh
-from baton.training.executor import TokenBatch
+from baton.training.passes import TokenBatch
 
 
 @dataclass(frozen=True)

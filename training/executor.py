@@ -1,35 +1,27 @@
 """One optimizer step: forward and backward of every micro-batch, finalise, check, update.
 
-A step is an explicit list of operations (parallel.pipeline.schedule), carried out one after the other; with one stage it is
-forward, backward, forward, backward. Autograd is called directly and gradients add up in fp32 `.grad`; the engine sees them only in
-`Engine.step`. The loss is divided by the number of labels in the whole global batch, which is known before the first backward;
-nothing else is divided anywhere.
+A step is an explicit list of operations (parallel.pipeline.schedule), carried out one after the other (training.passes); with one
+stage and whole sequences it is forward, backward, forward, backward. Autograd is called directly and gradients add up in fp32
+`.grad`; the engine sees them only in `Engine.step`. The loss is divided by the number of labels in the whole global batch, which is
+known before the first backward; nothing else is divided anywhere.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from baton.models.lm import IGNORED, LanguageModel
+from baton.models.lm import LanguageModel
 from baton.parallel import zero
 from baton.parallel.mesh import Mesh
-from baton.parallel.pipeline import Operation, schedule
+from baton.parallel.pipeline import schedule
 from baton.parallel.tensor import drop_compute_copies
 from baton.training.clock import StepClock
 from baton.training.errors import RunError
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """tokens, labels int64 [B, T] (label IGNORED counts nothing), pos int32 [B, T]; on the model's device."""
-
-    tokens: Tensor
-    labels: Tensor
-    pos: Tensor
+from baton.training.lane_states import LaneStates
+from baton.training.passes import Passes, Segments, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -42,26 +34,41 @@ class StepResult:
 
 
 class StepExecutor:
-    """Drives a model, or a stage of it, and its engine."""
+    """Drives a model, or a stage of it, and its engine.
 
-    def __init__(self, model: LanguageModel, engine: zero.Engine, mesh: Mesh, clock: StepClock | None = None) -> None:
+    segments: how sequences are cut (None: not at all). lanes: what they carry from step to step.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        engine: zero.Engine,
+        mesh: Mesh,
+        clock: StepClock | None = None,
+        *,
+        segments: Segments | None = None,
+        lanes: LaneStates | None = None,
+    ) -> None:
         self.model = model
         self.engine = engine
         self.mesh = mesh
         self.clock = clock or StepClock(mesh.device)
+        self.segments, self.lanes = segments or Segments(), lanes
 
     def step(self, batches: Sequence[TokenBatch], lr: float | Mapping[str, float]) -> StepResult:
         """One update from this data rank's micro-batches. Raises RunError, before the update, if anything is not finite.
 
         Every stage is given the same batches. lr: of all parameters, or of each of the optimizer's rates ("" is everybody else's).
         """
-        labels = torch.stack([(b.labels != IGNORED).sum() for b in batches]).sum()
+        labels = torch.stack([b.count_labels() for b in batches]).sum()
         dist.all_reduce(labels, group=self.mesh.data_group)
-        passes = _Passes(self.model, batches, 1.0 / float(labels))
+        stage, segments = self.model.stage, self.segments
+        passes = Passes(self.model, batches, 1.0 / float(labels), segments, self.lanes)
         with self.engine.gradients():
-            for operation in schedule(self.model.stage.index, self.model.stage.count, len(batches)):
+            for operation in schedule(stage.index, stage.count, len(batches), segments.count, segments.gradient):
                 passes.do(operation)
                 self.clock.mark(operation.kind)
+            passes.finish()
             self._wait_for_sends()
             zero.finalise_gradients(self.model, self.mesh)
             total = passes.total
@@ -69,6 +76,7 @@ class StepExecutor:
             if self.mesh.pipeline is not None:
                 self.mesh.pipeline.sum(total)
             self._require_finite(total)
+            self._require_equal(passes.differing())
         self._set_learning_rate(lr)
         norm = self.engine.step()
         zero.lend(self.model, self.mesh)
@@ -77,7 +85,7 @@ class StepExecutor:
         return StepResult(float(total), norm, int(labels))
 
     def _wait_for_sends(self) -> None:
-        for link in (self.mesh.pipeline, self.mesh.link):
+        for link in (self.mesh.pipeline, self.model.link):
             if link is not None:
                 link.wait()
 
@@ -96,44 +104,19 @@ class StepExecutor:
                 "look at the documents of this step, then start the run again: it resumes from its last checkpoint"
             )
 
-
-class _Passes:
-    """The micro-batches' way through this stage. total: sum of the losses, scaled; 0 where no loss is."""
-
-    def __init__(self, model: LanguageModel, batches: Sequence[TokenBatch], scale: float) -> None:
-        self._model, self._batches, self._scale, self._link = model, batches, scale, model.pipeline
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self.total = torch.zeros((), device=batches[0].tokens.device)
-
-    def do(self, operation: Operation) -> None:
-        if operation.kind == "forward":
-            self._forward(operation.micro_batch)
-        else:
-            self._backward(operation.micro_batch)
-
-    def _forward(self, n: int) -> None:
-        stage, batch = self._model.stage, self._batches[n]
-        x = batch.tokens if stage.first else self._receive("forward", n).requires_grad_()
-        y, _ = self._model(x, batch.pos)
-        if stage.last:
-            y = self._model.loss(y, batch.labels) * self._scale
-            self.total += y.detach()
-        else:
-            assert self._link is not None
-            self._link.send("forward", y)
-        self._kept[n] = x, y
-
-    def _backward(self, n: int) -> None:
-        stage = self._model.stage
-        x, y = self._kept.pop(n)
-        torch.autograd.backward([y], [None if stage.last else self._receive("backward", n)])
-        if not stage.first:
-            assert self._link is not None
-            assert x.grad is not None
-            self._link.send("backward", x.grad)
-
-    def _receive(self, kind: Literal["forward", "backward"], n: int) -> Tensor:
-        """Not a moment before its operation: on a GPU a receive is a kernel that spins, and CUDA, which loads a kernel when it is
-        first launched, waits for what is running. With receives ahead of the schedule two stages would wait for each other."""
-        assert self._link is not None
-        return self._link.expect(kind, self._model.hidden_shape(self._batches[n].tokens)).wait()
+    def _require_equal(self, differing: list[str]) -> None:
+        """Segments that ran twice must have left the same States."""
+        if self.segments.gradient == 1:
+            return
+        count = torch.tensor(len(differing), device=self.mesh.device)
+        dist.all_reduce(count)
+        if not int(count):
+            return
+        of_ranks: list[list[str]] = [[]] * self.mesh.world_size
+        dist.all_gather_object(of_ranks, differing)
+        rank, names = next((rank, names) for rank, names in enumerate(of_ranks) if names)
+        raise RunError(
+            f"rank {rank}: a segment that was computed twice left another State the second time ({names[0]}; {int(count)} in all), "
+            f"and its gradient would be of another run. The parameters are as before this step. Set training.deterministic=true; "
+            f"where it is, suspect the rank's memory or its device"
+        )

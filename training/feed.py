@@ -12,7 +12,7 @@ from baton.data_pipeline.batches import Batch
 from baton.data_pipeline.steps import Steps
 from baton.parallel.mesh import Mesh
 from baton.training.config import TrainingConfig
-from baton.training.executor import TokenBatch
+from baton.training.passes import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,12 @@ def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig) -> It
     """Endless steps. stream: on a reading rank, None elsewhere."""
     shape = (training.micro_batch, training.context)
     micro_batches = training.sequences_per_step // (mesh.layout.data * training.micro_batch)
+    segments = training.segments
     source = iter(stream) if stream is not None else None
     while True:
         data = next(source) if source is not None else None
         arrays = data.micro_batches if data is not None else [None] * micro_batches
-        yield StepBatches([share(a, mesh, shape) for a in arrays], dict(data.cursors) if data is not None else {})
+        yield StepBatches([share(a, mesh, shape, segments) for a in arrays], dict(data.cursors) if data is not None else {})
 
 
 def reads(mesh: Mesh) -> bool:
@@ -39,13 +40,18 @@ def reads(mesh: Mesh) -> bool:
     return mesh.tensor_rank == 0 and mesh.sequence_rank == 0 and mesh.pipeline_rank == 0
 
 
-def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int]) -> TokenBatch:
-    """This rank's span of a batch that a reading rank has, on the device. batch: None on the others; shape: of the whole batch."""
+def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int = 1) -> TokenBatch:
+    """This rank's span of each segment of a batch that a reading rank has, on the device. batch: None on the others; shape: of the
+    whole batch."""
+    rows, context = shape
     if batch is not None:
-        packed = torch.from_numpy(np.stack([batch.tokens, batch.labels, batch.pos.astype(np.int64)])).to(mesh.device)
+        lanes = batch.lanes or (-1,) * rows
+        packed = np.concatenate([x.ravel().astype(np.int64) for x in (batch.tokens, batch.labels, batch.pos, np.array(lanes))])
+        flat = torch.from_numpy(packed).to(mesh.device)
     else:
-        packed = torch.empty((3, *shape), dtype=torch.int64, device=mesh.device)
+        flat = torch.empty(3 * rows * context + rows, dtype=torch.int64, device=mesh.device)
     if dist.get_world_size(mesh.lane_group) > 1:
-        dist.broadcast(packed, src=dist.get_global_rank(mesh.lane_group, 0), group=mesh.lane_group)
-    packed = packed.chunk(mesh.layout.sequence, dim=2)[mesh.sequence_rank].contiguous()
-    return TokenBatch(packed[0], packed[1], packed[2].to(torch.int32))
+        dist.broadcast(flat, src=dist.get_global_rank(mesh.lane_group, 0), group=mesh.lane_group)
+    spans = flat[: 3 * rows * context].view(3, rows, segments, mesh.layout.sequence, -1)[:, :, :, mesh.sequence_rank]
+    tokens, labels, pos = spans.reshape(3, rows, -1)
+    return TokenBatch(tokens, labels, pos.to(torch.int32), tuple(flat[3 * rows * context :].tolist()))

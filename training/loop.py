@@ -18,7 +18,9 @@ from baton.training.clock import StepClock
 from baton.training.config import with_vocabulary
 from baton.training.errors import CheckpointError
 from baton.training.executor import StepExecutor
+from baton.training.lane_states import LaneStates
 from baton.training.monitor import Monitor
+from baton.training.passes import Segments
 from baton.training.run import Callback, Progress, RunSettings
 from baton.training.schedule import learning_rates
 
@@ -35,7 +37,10 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     store = CheckpointStore(settings.folder / "checkpoints", mesh, training.checkpoint.keep_last)
     stream_digest = source.fingerprint(seed=training.seed, lanes=training.lane_count)
     fingerprints = {"model": model_fingerprint(config), "stream": stream_digest}
-    progress = resume(built, store, fingerprints, source.cursor)
+    lanes = LaneStates(built.model, training, mesh) if training.carries else None
+    if lanes is not None:
+        fingerprints["set of carried States"] = f"{training.lane_count} lanes"
+    progress = resume(built, lanes, store, fingerprints, source.cursor)
     if progress.step >= training.steps:
         if mesh.is_main:
             print(f"already complete: {progress.step} steps, {progress.tokens:,} tokens; there is nothing to do", flush=True)
@@ -53,7 +58,8 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
             config_text=settings.config_text,
         )
     clock = StepClock(mesh.device)
-    executor = StepExecutor(built.model, built.engine, mesh, clock)
+    segments = Segments(training.segments, training.gradient_segments)
+    executor = StepExecutor(built.model, built.engine, mesh, clock, segments=segments, lanes=lanes)
     evaluator: Callback
     if isinstance(source, ShardSource):
         evaluator = Evaluator(built, source, monitor, settings)
@@ -63,7 +69,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         Recorder(monitor, clock, training, mesh),
         replica_check,
         evaluator,
-        Saver(built, store, monitor, fingerprints, training),
+        Saver(built, lanes, store, monitor, fingerprints, training),
     ]
     with open_stream(source, settings, mesh, progress) as stream:
         batches = feed.steps(stream, mesh, training)
@@ -100,8 +106,14 @@ def open_stream(
     return source.stream(plan, seed=training.seed, cursors=progress.cursors or None)
 
 
-def resume(built: Built, store: CheckpointStore, fingerprints: dict[str, str], cursor: Callable[[dict[str, Any]], Any]) -> Progress:
-    """Load the newest whole checkpoint into the engine; without any, the run stands at its beginning.
+def resume(
+    built: Built,
+    lanes: LaneStates | None,
+    store: CheckpointStore,
+    fingerprints: dict[str, str],
+    cursor: Callable[[dict[str, Any]], Any],
+) -> Progress:
+    """Load the newest whole checkpoint into the engine and the lanes; without any, the run stands at its beginning.
 
     cursor: makes a lane's cursor of its JSON.
     """
@@ -118,7 +130,8 @@ def resume(built: Built, store: CheckpointStore, fingerprints: dict[str, str], c
     if found is None:
         return Progress(0, 0, {})
     path, manifest = found
-    store.read(path, optimizer_rectangles(built.model, built.engine, built.mesh, for_save=False))
+    rectangles = optimizer_rectangles(built.model, built.engine, built.mesh, for_save=False)
+    store.read(path, rectangles | ({} if lanes is None else lanes.rectangles(for_save=False)))
     built.engine.updates = manifest.adam_steps
     built.engine.masters_changed()
     drop_compute_copies(built.model)

@@ -41,18 +41,18 @@ class Difference:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """The bits of a float32 tensor of any shape as one int64, on its device (shape []); equal bits, equal fingerprints.
+    """The bits of a tensor of any shape and dtype as one int64, on its device (shape []); equal bits, equal fingerprints.
 
     Modulo 2^64, the sum over a chunk's elements of bits * multiplier(position), and over chunks in Horner's way. All multipliers
     are odd, so a change of one element, in however many bits, always changes the fingerprint; other changes escape with a
     probability of at most about 2^-32. Integers add up to the same in any order, so that it does not vary from run to run.
-
-    Raises:
-        TypeError: the tensor is not float32.
     """
-    if tensor.dtype != torch.float32:
-        raise TypeError(f"fingerprint: tensor must be torch.float32, not {tensor.dtype}")
-    bits = tensor.detach().reshape(-1).view(torch.int32)
+    bits = tensor.detach().reshape(-1)
+    if bits.numel() * bits.element_size() % 4:
+        bits = bits.view(torch.uint8)
+    else:
+        aligned = bits.storage_offset() * bits.element_size() % 4 == 0
+        bits = (bits if aligned else bits.clone()).view(torch.int32)
     multipliers = _multipliers(min(CHUNK, bits.numel()), bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for chunk in bits.split(CHUNK):

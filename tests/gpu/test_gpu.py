@@ -15,7 +15,8 @@ from baton.parallel.sequence import SequenceLink
 from baton.parallel.tensor import megatron_config
 from baton.training.build import build, make_deterministic
 from baton.training.checkpoint.rectangles import optimizer_rectangles
-from baton.training.executor import StepExecutor, TokenBatch
+from baton.training.executor import StepExecutor
+from baton.training.passes import TokenBatch
 from baton.training.schedule import learning_rate
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,9 @@ from baton.models import stages
 from baton.parallel.pipeline import Operation, schedule
 from baton.training.build import build, build_model
 from baton.training.evaluation import evaluate, score
-from baton.training.executor import StepExecutor, _Passes
+from baton.training.executor import StepExecutor
 from baton.training.generation import generate
+from baton.training.passes import Passes, Segments
 from baton.training.schedule import learning_rates
 
 
@@ -53,7 +54,7 @@ def held_at_once(mesh):
     """The most micro-batches that this stage keeps in a step."""
     config = training(micro_batch=1)
     built, most = build(MODEL, config, mesh), 0
-    passes = _Passes(built.model, micro_batches(0, 0, 1, 1), 1.0)
+    passes = Passes(built.model, micro_batches(0, 0, 1, 1), 1.0, Segments(), None)
     for operation in schedule(built.model.stage.index, built.model.stage.count, 8):
         passes.do(operation)
         most = max(most, len(passes._kept))

@@ -69,9 +69,17 @@ def test_every_single_bit_counts_and_so_do_places(monkeypatch):
     assert replicas.fingerprint(torch.zeros(1)).item() != replicas.fingerprint(-torch.zeros(1)).item()
 
 
-def test_a_fingerprint_is_of_float32():
-    with pytest.raises(TypeError, match=r"must be torch.float32, not torch.bfloat16"):
-        replicas.fingerprint(torch.zeros(3, dtype=torch.bfloat16))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64, torch.bool], ids=str)
+def test_a_fingerprint_is_of_any_bits(dtype):
+    """Of an odd number of elements, and wherever they begin in memory."""
+    values = torch.randn(22, generator=torch.Generator().manual_seed(0)).mul(9).to(dtype)
+    found = set()
+    for element in range(1, 22):
+        hurt = values.clone()
+        hurt[element] = values[element] == 0 if dtype is torch.bool else values[element] + 1
+        found.add(replicas.fingerprint(hurt[1:]).item())
+    assert len(found) == 21
+    assert replicas.fingerprint(values[1:].clone()).item() == replicas.fingerprint(values[1:]).item() not in found
 
 
 @pytest.mark.gpu
