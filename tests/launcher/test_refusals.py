@@ -72,6 +72,35 @@ SETTINGS = {
         ["layout.pipeline=3"],
         ["layout.pipeline=3 is more stages than model.n_layers=2", "set layout.pipeline to 2 or less"],
     ),
+    "segments do not divide": (
+        ["training.bptt={mode: exact, segment: 24}"],
+        ["training.bptt.segment=24 does not divide training.context=32", "nearest that do: [16, 32]"],
+    ),
+    "an exact gradient that is cut": (
+        ["training.bptt={mode: exact, segment: 8, gradient_segments: 2}"],
+        ["training.bptt.gradient_segments=2 with mode=exact", "set it to null, or training.bptt.mode=truncated"],
+    ),
+    "segments of a gradient do not divide": (
+        ["training.bptt={mode: truncated, segment: 8, gradient_segments: 3}"],
+        ["training.bptt.gradient_segments=3 does not divide the 4 segments", "no gradient goes from step to step", "[1, 2, 4]"],
+    ),
+    "a segment shorter than a tail": (
+        ["training.bptt={mode: truncated, segment: 2}"],
+        ["training.bptt.segment=2 is shorter than the last 3 tokens", "set training.bptt.segment=3 or more"],
+    ),
+    "ranks do not divide a segment": (
+        ["training.bptt={mode: exact, segment: 8}", "layout={sequence: 3}"],
+        ["layout.sequence=3 does not divide training.bptt.segment=8; those that do: [1, 2, 4, 8]"],
+    ),
+    "a span of a segment shorter than a tail": (
+        ["training.bptt={mode: exact, segment: 8}", "layout={sequence: 4}"],
+        ["leaves 2 of training.bptt.segment=8 tokens to a rank", "training.bptt.segment=12 or more"],
+    ),
+    "full attention in segments": (
+        ["training.bptt={mode: exact, segment: 8}", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 8}}"],
+        ["training.bptt: model.mixers.attention looks at the whole document", "attention.window, or training.bptt=null"],
+    ),
+    "no mode": (["training.bptt={segment: 8}"], ["training.bptt.mode is missing"]),
     "ZeRO-2 with stages": (
         ["layout.pipeline=2", "layout.zero=2"],
         ["layout.zero=2 with layout.pipeline=2", "set layout.zero=1, or layout.pipeline=1"],

@@ -1,0 +1,124 @@
+"""Whole runs in segments: killed in the middle of a step and of a document, resumed on the same ranks and on others."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.compare import relative_error
+from support.runs import SAME_PLACES
+
+from baton.training.checkpoint.planner import SafeReader
+from baton.training.monitor import read_metrics
+
+COMMON = ("training.steps=8", "training.checkpoint.every=3", "training.evaluation.every=0", "training.replica_check_every=2")
+TRUNCATED = (*COMMON, "training.bptt={mode: truncated, segment: 8, gradient_segments: 2}", "training.lanes=8")
+EXACT = (*COMMON, "training.bptt={mode: exact, segment: 8}")
+OTHER_RANKS = ("layout.data=1", "layout.sequence=2", "layout.pipeline=2")
+
+FATE = """
+import os, signal, sys
+
+if os.environ.get("RANK") == "1":
+    from baton.training.passes import Passes
+
+    done, do = [], Passes.do
+
+    def fateful(passes, operation):
+        do(passes, operation)
+        done.append(operation)
+        if len(done) == AFTER:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Passes.do = fateful
+"""
+"""A sitecustomize that kills rank 1 after so many operations."""
+
+
+def killed(launch, inputs, folder, words, operations, tmp_path, monkeypatch):
+    """A run whose rank 1 dies after so many operations; the checkpoint it resumes from."""
+    (tmp_path / "sitecustomize.py").write_text(FATE.replace("AFTER", str(operations)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ended = launch(folder, str(inputs.run), *SAME_PLACES, *words, where=inputs.run.parent).end()
+    monkeypatch.delenv("PYTHONPATH")
+    assert ended.status == 1
+    assert "rank 1 was killed by SIGKILL" in ended.err
+    return ended
+
+
+def complete(launch, inputs, folder, words):
+    ended = launch(folder, str(inputs.run), *SAME_PLACES, *words, where=inputs.run.parent).end()
+    assert (ended.status, ended.err) == (0, "")
+    return ended
+
+
+def learned(folder):
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == list(range(1, 9)), "no step is missing or there twice"
+    return [(row["loss"], row["grad_norm"], row["tokens"]) for row in rows]
+
+
+def checkpoint(folder: Path, step: int = 8) -> tuple[dict[str, torch.Tensor], dict]:
+    """Every tensor of a checkpoint, whole, and its manifest."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    reader = SafeReader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    state = {key: torch.empty(x.size, dtype=x.properties.dtype) for key, x in stored.items()}
+    dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
+    return state, json.loads((path / "manifest.json").read_text())["manifest"]
+
+
+def assert_same_bits(ours, theirs):
+    assert learned(ours) == learned(theirs)
+    (tensors, manifest), (others, other) = checkpoint(ours), checkpoint(theirs)
+    assert tensors.keys() == others.keys()
+    for key, x in tensors.items():
+        assert x.numpy().tobytes() == others[key].numpy().tobytes(), key
+    assert manifest["cursors"] == other["cursors"]
+    return tensors, manifest
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it should be here
+def test_a_truncated_run_killed_in_mid_step_and_mid_document_goes_on_bit_for_bit(inputs, launch, tmp_path, monkeypatch):
+    """And on other ranks: a lane moves whole, with its cursor and its States."""
+    whole, broken, moved = (tmp_path / name for name in ("whole", "broken", "moved"))
+    complete(launch, inputs, whole, TRUNCATED)
+    # a step has two micro-batches of two groups, and each of these surveys one segment and runs two forwards and backwards
+    ended = killed(launch, inputs, broken, TRUNCATED, 4 * 20 + 9, tmp_path, monkeypatch)
+    assert ended.rows[-1]["step"] == 4
+    assert ended.checkpoints == [3]
+    _, manifest = checkpoint(broken, 3)
+    assert all(cursor["offset"] > 0 for lane, cursor in manifest["cursors"].items() if int(lane) < 4), "in the middle of documents"
+    shutil.copytree(broken, moved)
+    complete(launch, inputs, broken, TRUNCATED)
+    tensors, manifest = assert_same_bits(broken, whole)
+    carried = {key: x for key, x in tensors.items() if key.startswith("carried.")}
+    assert set(carried) == {f"carried.layers.{n}.mamba.{leaf}" for n in range(2) for leaf in ("conv", "scan")}
+    for key, x in carried.items():
+        assert len(x) == 8
+        assert all(float(lane.abs().max()) > 0 for lane in x), key
+
+    said = complete(launch, inputs, moved, (*TRUNCATED, *OTHER_RANKS)).out
+    assert "resuming from step-00000003 " in said
+    for ours, theirs in zip(learned(moved), learned(whole), strict=True):
+        assert ours[2] == theirs[2]
+        assert ours[:2] == pytest.approx(theirs[:2], rel=1e-4)
+    others, other = checkpoint(moved)
+    assert other["cursors"] == manifest["cursors"], "no token lost or read twice"
+    for key, x in carried.items():
+        assert relative_error(others[key], x) < 1e-3, key
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [(), OTHER_RANKS, ("layout.data=1", "layout.tensor=2", "training.recompute=true")], ids=str)
+def test_an_exact_run_killed_in_mid_step_goes_on_bit_for_bit(inputs, launch, undisturbed, tmp_path, monkeypatch, layout):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    complete(launch, inputs, whole, (*EXACT, *layout))
+    killed(launch, inputs, broken, (*EXACT, *layout), 100, tmp_path, monkeypatch)
+    complete(launch, inputs, broken, (*EXACT, *layout))
+    assert_same_bits(broken, whole)
+    unsegmented = next(row for row in read_metrics(undisturbed / "metrics.jsonl") if row["kind"] == "train")
+    assert learned(whole)[0][:2] == pytest.approx((unsegmented["loss"], unsegmented["grad_norm"]), rel=1e-5)
