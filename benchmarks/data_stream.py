@@ -25,6 +25,7 @@ from report import Report
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.lanes import LaneOrder, Units
 from baton.data_pipeline.prepare import prepare
+from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.stream import BatchStream, documents
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
 
@@ -35,18 +36,17 @@ READ_BATCH = 64  # documents in a unit by default
 
 
 def open_stream(folder: str, model: str, rank: int, size: int) -> BatchStream:
-    return BatchStream(
-        Dataset.open(folder),
-        Tokenizer(model),
-        seed=SEED,
+    plan = StepPlan.constant(
         context=CONTEXT,
         lanes=LANES,
         lanes_per_step=LANES,
         micro_batch=LANES // size,
         data_rank=rank,
         data_size=size,
-        unit_documents=UNIT_DOCUMENTS,
+        start_step=0,
+        prefetch=2,
     )
+    return BatchStream(Dataset.open(folder), Tokenizer(model), plan, seed=SEED, unit_documents=UNIT_DOCUMENTS)
 
 
 def texts_of_rank(folder: str, rank: int, size: int) -> list[str]:

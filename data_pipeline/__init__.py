@@ -7,9 +7,10 @@ In the order of a token's way:
     sources     input files, and the records in them
     prepare     prepare: inputs to a dataset (tasks: its worker processes; shards: the format on disk)
     verify      verify, inspect
-    dataset     Dataset: a prepared dataset opened for reading
+    dataset     Dataset: a prepared dataset opened for reading (places: folders, URLs and pipes)
     lanes       which documents come when, and Cursor
-    stream      BatchStream: what training reads (batches: cutting documents into rows; steps: what every stream of lanes shares)
+    stream      BatchStream: what training reads (pieces: ids of long documents; batches: cutting documents into rows; steps: what
+                every stream of lanes shares, and StepPlan, the rows of each step)
     evaluation  evaluation_batches, documents
     synthetic   Examples: tasks made from random words (task_stream: TaskStream and task_set, their lanes and evaluation sets)
     source      open_source: shards or a task, in the one shape that training drives

@@ -1,8 +1,10 @@
 """Rows of tokens, labels and positions, and how a document fills them.
 
-The one thing to know: `fill` is the only place where documents become inputs and labels, for training and evaluation alike.
+The one thing to know: `OpenDocument.fill` is the only place where documents become inputs and labels, for training and evaluation
+alike.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +12,6 @@ import numpy.typing as npt
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.shards import ShardSummary, tokens_of
 from baton.data_pipeline.tokenizer import Ids, Tokenizer
 
 
@@ -41,34 +42,49 @@ def check_tokenizer(dataset: Dataset, tokenizer: Tokenizer) -> None:
         )
 
 
-def token_ids(dataset: Dataset, tokenizer: Tokenizer, shard: ShardSummary, sample: int, payload: bytes) -> Ids:
-    """int32[n] ids of one sample, without the mark. Raises DataError when a token sample is not what the index says."""
-    if dataset.content == "text":
-        return tokenizer.encode_utf8(payload)
-    index = dataset.index(shard)
-    where = f"document {index.ids[sample].decode()} of {dataset.location.url(shard.name)}"
-    try:
-        ids = tokens_of(payload)
-    except ValueError as error:
-        raise DataError(f"{where} is no list of token ids ({error}); prepare the dataset again") from error
-    if len(ids) != index.tokens[sample]:
-        raise DataError(f"{where} has {len(ids)} tokens, its index says {index.tokens[sample]}; prepare the dataset again")
-    return ids
+class OpenDocument:
+    """A document on its way into rows, in pieces.
 
+    pieces: its ids, int32, without the mark and without its first `offset - 1` tokens. offset: how many of its inputs (its mark,
+    then its tokens) are consumed. doc: the mark.
 
-def fill(row: int, start: int, ids: Ids, offset: int, doc: int, batch: Batch) -> int:
-    """Copy one document's inputs from `offset` on into row `row` from column `start` on; returns how many fitted."""
-    count = min(len(ids) + 1 - offset, int(batch.tokens.shape[1]) - start)
-    stop, end = start + count, offset + count
-    tokens, labels = batch.tokens[row], batch.labels[row]
-    inside = end - (end > len(ids))  # labels that are tokens of the document; the one after the last is the mark
-    labels[start : start + inside - offset] = ids[offset:inside]
-    if inside != end:
-        labels[stop - 1] = doc
-    if offset:
-        tokens[start:stop] = ids[offset - 1 : end - 1]
-    else:
-        tokens[start] = doc
-        tokens[start + 1 : stop] = ids[: end - 1]
-    batch.pos[row, start:stop] = np.arange(offset, end)
-    return count
+    Attributes: `offset`, as above, now; `over`, whether nothing is left. Raises IndexError: it has fewer than `offset` tokens.
+    """
+
+    def __init__(self, pieces: Iterator[Ids], offset: int, doc: int) -> None:
+        self.offset = offset
+        self.over = False
+        self._pieces = pieces
+        self._doc = doc
+        self._labels: Ids = np.zeros(0, np.int32)  # what follows; the next input is the token before
+        self._last = False
+        self._input = doc
+        if offset:
+            self._more()
+            if self._last:
+                raise IndexError(offset)
+            self._input, self._labels = int(self._labels[0]), self._labels[1:]
+
+    def _more(self) -> None:
+        """Go on to the next piece that holds something; after all of them, the mark."""
+        while not len(self._labels) and not self._last:
+            piece = next(self._pieces, None)
+            self._last = piece is None
+            self._labels = np.array([self._doc], np.int32) if piece is None else piece
+
+    def fill(self, batch: Batch, row: int, start: int) -> int:
+        """Copy its next inputs into row `row` of a batch from column `start` on, until the row is full or the document over;
+        returns the first column left."""
+        width = int(batch.tokens.shape[1])
+        while start < width and not self.over:
+            self._more()
+            count = min(len(self._labels), width - start)
+            stop = start + count
+            batch.labels[row, start:stop] = self._labels[:count]
+            batch.tokens[row, start] = self._input
+            batch.tokens[row, start + 1 : stop] = self._labels[: count - 1]
+            batch.pos[row, start:stop] = np.arange(self.offset, self.offset + count)
+            self._input, self._labels = int(self._labels[count - 1]), self._labels[count:]
+            start, self.offset = stop, self.offset + count
+            self.over = self._last and not len(self._labels)
+        return start

@@ -47,8 +47,9 @@ class ShardsConfig(_Settings):
     unit_bytes: int = Field(
         default=32 * MIB,
         ge=1,
-        description="Most UTF-8 text bytes in a unit (a single larger document is a unit by itself). Bounds a lane's buffer, as "
-        "each lane holds one unit in memory. Part of the data order: fixed for a run.",
+        description="Most UTF-8 text bytes in a unit (a single larger document is a unit by itself). Bounds a lane's buffer: "
+        "it holds one unit's documents, but for those beyond 1 MiB, which are read in pieces. Part of the data order: fixed for a "
+        "run.",
     )
     prefetch: int = Field(
         default=2,

@@ -1,24 +1,22 @@
 """A prepared dataset, opened for reading: its dataset.json, its indexes, and any run of samples out of any shard.
 
-The one thing to know: dataset.json is checked at once, indexes are read when first needed, and a shard is read through the
-webdataset library's `gopen`, so that anything it opens (a folder, http, a pipe) is a dataset; every payload is checked against the
-index.
+The one thing to know: dataset.json is checked at once, indexes are read when first needed, and every payload is checked against the
+index before any of it is given out, also one that is read in pieces (`LongPayload`).
 """
 
-import contextlib
 import hashlib
 import json
 import os
-import re
 import zlib
+from array import array
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, BinaryIO
-from urllib.parse import urlparse
-from urllib.request import url2pathname
+from itertools import groupby
+from typing import Any
 
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint
+from baton.data_pipeline.lanes import unit_starts
+from baton.data_pipeline.places import Location, ShardStream, reason
 from baton.data_pipeline.shards import (
     BLOCK,
     DATASET,
@@ -35,41 +33,12 @@ from baton.data_pipeline.shards import (
 )
 
 _REMEDY = "restore it from a copy, or prepare the dataset again"
-_SKIP_BYTES = 1 << 22
+_BATCH_BYTES = 1 << 25  # payload bytes that `samples` reads at a time
 
-
-class Location:
-    """A folder, or the URL of one. Of a URL, `{}` is replaced by the file's name; without `{}` the name is appended after a
-    slash."""
-
-    def __init__(self, place: str | os.PathLike[str]) -> None:
-        self.text = os.fspath(place)
-        parsed = urlparse(self.text)
-        self.folder: Path | None = None
-        if parsed.scheme == "file":
-            self.folder = Path(url2pathname(parsed.path))
-        elif parsed.scheme != "pipe" and "://" not in self.text:
-            self.folder = Path(self.text).absolute()
-
-    def url(self, name: str) -> str:
-        """Where the file `name` is: what gopen is given."""
-        if self.folder is not None:
-            return str(self.folder / name)
-        return self.text.replace("{}", name) if "{}" in self.text else f"{self.text.rstrip('/')}/{name}"
-
-    def open(self, name: str) -> BinaryIO:
-        """A binary stream of the file `name`. Raises OSError."""
-        if self.folder is not None and not name.endswith(".tar"):
-            return open(self.folder / name, "rb")  # small files need no library (webdataset imports torch)
-        from webdataset.gopen import gopen
-
-        stream: BinaryIO = gopen(self.url(name), "rb")
-        return stream
-
-    def read(self, name: str) -> bytes:
-        """The whole file `name`. Raises OSError."""
-        with self.open(name) as stream:
-            return stream.read()
+#: A payload of more bytes is long: the streams read it in pieces, and never hold it whole.
+LONG_BYTES = 1 << 20
+#: Bytes of a piece: large enough to make calls cheap, small enough for hundreds of lanes.
+PIECE_BYTES = 1 << 17
 
 
 class Dataset:
@@ -169,78 +138,138 @@ class Dataset:
         One sequential read; a stream that cannot seek is read from its start. Raises DataError naming the shard, the
         document and what to do when a sample is missing or damaged.
         """
+        with ShardStream(self.location, shard.name) as stream:
+            return self._payloads(stream, shard, first, count)
+
+    def read_short(self, shard: ShardSummary, first: int, count: int) -> list[bytes | None]:
+        """`read`, but for long payloads (more than LONG_BYTES), which are left out: None in their place. See `LongPayload`."""
+        sizes = self.index(shard).sizes
+        payloads: list[bytes | None] = []
+        with ShardStream(self.location, shard.name) as stream:
+            for long, samples in groupby(range(first, first + count), lambda i: bool(sizes[i] > LONG_BYTES)):
+                run = list(samples)
+                payloads += [None] * len(run) if long else self._payloads(stream, shard, run[0], len(run))
+        return payloads
+
+    def _payloads(self, stream: ShardStream, shard: ShardSummary, first: int, count: int) -> list[bytes]:
         index = self.index(shard)
-        url = self.location.url(shard.name)
         begin = int(index.offsets[first])
         last = first + count - 1
         end = int(index.offsets[last]) + BLOCK + padded(int(index.sizes[last]))
         try:
-            with contextlib.ExitStack() as stack:
-                stream = self.location.open(shard.name)
-                stack.callback(_close, stream)
-                block = _read_range(stream, begin, end - begin)
+            block = stream.read(begin, end - begin)
         except (OSError, ValueError) as error:
-            document = index.ids[first].decode()
-            raise DataError(
-                f"cannot read document {document} of {url}: {reason(error)}; check that it can be reached, or {_REMEDY}"
-            ) from error
+            raise self.unreadable(shard, first, error) from error
         payloads: list[bytes] = []
-        extension = EXTENSIONS[self.content]
         view = memoryview(block)
         for i in range(first, first + count):
-            document, size = index.ids[i].decode(), int(index.sizes[i])
             at = int(index.offsets[i]) - begin
+            size = int(index.sizes[i])
             if at + BLOCK + size > len(block):
-                raise DataError(f"{url} ends before document {document} does; it is truncated: {_REMEDY}")
+                raise self.truncated(shard, i)
             payload = bytes(view[at + BLOCK : at + BLOCK + size])
-            if not is_header_of(block[at : at + BLOCK], f"{document}.{extension}", size) or zlib.crc32(payload) != index.crc32[i]:
-                raise DataError(f"document {document} of {url} is damaged (not what its index says); {_REMEDY}")
+            if not self.is_header(shard, i, block[at : at + BLOCK]) or zlib.crc32(payload) != index.crc32[i]:
+                raise self.damaged(shard, i)
             payloads.append(payload)
         return payloads
 
     def samples(self, split: str, batch: int = 64) -> Iterator[tuple[ShardSummary, int, bytes]]:
-        """(shard, sample number, payload) of every document of a split, in index order, `batch` read at a time. Raises
-        DataError."""
+        """(shard, sample number, payload) of every document of a split, in index order, at most `batch` read at a time, fewer when
+        they are large. Raises DataError."""
+        for shard, first, count in self._batches(split, batch):
+            for i, payload in enumerate(self.read(shard, first, count)):
+                yield shard, first + i, payload
+
+    def samples_short(self, split: str) -> Iterator[tuple[ShardSummary, int, bytes | None]]:
+        """`samples`, with None in the place of long payloads."""
+        for shard, first, count in self._batches(split, 64):
+            for i, payload in enumerate(self.read_short(shard, first, count)):
+                yield shard, first + i, payload
+
+    def _batches(self, split: str, batch: int) -> Iterator[tuple[ShardSummary, int, int]]:
         for shard in self.require(split):
-            for first in range(0, shard.documents, batch):
-                payloads = self.read(shard, first, min(batch, shard.documents - first))
-                for i, payload in enumerate(payloads):
-                    yield shard, first + i, payload
+            firsts = unit_starts(self.index(shard).sizes, batch, _BATCH_BYTES).tolist()
+            for first, end in zip(firsts, [*firsts[1:], shard.documents]):
+                yield shard, first, end - first
+
+    def named(self, shard: ShardSummary, sample: int) -> str:
+        """A sample as errors name it: "document ID of PLACE"."""
+        return f"document {self.index(shard).ids[sample].decode()} of {self.location.url(shard.name)}"
+
+    def is_header(self, shard: ShardSummary, sample: int, block: bytes) -> bool:
+        """Whether 512 bytes are the tar header of this very sample."""
+        index = self.index(shard)
+        return is_header_of(block, f"{index.ids[sample].decode()}.{EXTENSIONS[self.content]}", int(index.sizes[sample]))
+
+    def unreadable(self, shard: ShardSummary, sample: int, error: Exception) -> DataError:
+        """Its place cannot be read."""
+        return DataError(f"cannot read {self.named(shard, sample)}: {reason(error)}; check that it can be reached, or {_REMEDY}")
+
+    def truncated(self, shard: ShardSummary, sample: int) -> DataError:
+        """Its shard ends before it does."""
+        url, document = self.location.url(shard.name), self.index(shard).ids[sample].decode()
+        return DataError(f"{url} ends before document {document} does; it is truncated: {_REMEDY}")
+
+    def damaged(self, shard: ShardSummary, sample: int) -> DataError:
+        """It is not what its index says."""
+        return DataError(f"{self.named(shard, sample)} is damaged (not what its index says); {_REMEDY}")
 
 
-def _read_range(stream: BinaryIO, begin: int, count: int) -> bytes:
-    """`count` bytes from `begin` on; fewer where the stream ends early. Raises OSError, also when what feeds a pipe has failed."""
-    try:
-        stream.seek(begin)
-        left = 0
-    except (AttributeError, OSError):  # a pipe: read up to there
-        left = begin
-    while left:
-        block = stream.read(min(left, _SKIP_BYTES))
-        if not block:
-            break
-        left -= len(block)
-    blocks: list[bytes] = []
-    while count and not left:
-        block = stream.read(count)  # pipes may give less than asked for
-        if not block:
-            break
-        blocks.append(block)
-        count -= len(block)
-    if count:
-        stream.close()  # of a pipe, this waits for its command and raises when that failed
-    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
+class LongPayload:
+    """One payload of a shard, read in pieces of PIECE_BYTES, so that memory does not grow with it.
 
+    It is read twice: once to compare it with the index, so that nothing of a damaged document is ever given out, also when reading
+    begins in its middle; then piece by piece, each compared with what the first reading found. A folder's files are sought in. A
+    stream that cannot seek is transferred up to the document for each of the two, then kept open (one stream for every lane in the
+    middle of a long document); one that breaks off, as a server's may that waits for hours, is opened again where it was.
 
-def reason(error: Exception) -> str:
-    """What went wrong, without the whole command line that webdataset puts into its errors."""
-    status = re.search(r": exit (\d+) \(read\)", str(error))
-    if status:
-        return f"its transfer failed with exit status {status[1]}"
-    return getattr(error, "strerror", None) or str(error)
+    head: its first bytes. Raises DataError naming the shard and the document when it is missing or damaged.
+    """
 
+    def __init__(self, dataset: Dataset, shard: ShardSummary, sample: int) -> None:
+        self._dataset, self._shard, self._sample = dataset, shard, sample
+        index = dataset.index(shard)
+        self._begin, self._size = int(index.offsets[sample]) + BLOCK, int(index.sizes[sample])
+        self._checksums = array("I", [0])  # crc32 of the payload up to each piece
+        self.head = b""
+        with ShardStream(dataset.location, shard.name) as stream:
+            header = self._read(stream, self._begin - BLOCK, BLOCK)
+            for number in range(-(-self._size // PIECE_BYTES)):
+                block = self._piece(stream, number)
+                self.head = self.head or block[: 8 * BLOCK]
+                self._checksums.append(zlib.crc32(block, self._checksums[-1]))
+        if not dataset.is_header(shard, sample, header) or self._checksums[-1] != index.crc32[sample]:
+            raise dataset.damaged(shard, sample)
 
-def _close(stream: BinaryIO) -> None:
-    """Leaving a pipe early makes its command fail; what was read is checked against the index anyway."""
-    with contextlib.suppress(OSError):
-        stream.close()
+    def pieces(self, begin: int = 0) -> Iterator[bytes]:
+        """The payload from byte `begin` on. Raises DataError."""
+        first = begin // PIECE_BYTES  # that this stream gives
+        stream = ShardStream(self._dataset.location, self._shard.name)
+        try:
+            for number in range(first, len(self._checksums) - 1):
+                try:
+                    block = self._piece(stream, number)
+                except DataError:
+                    if number == first:
+                        raise
+                    stream.close()
+                    stream, first = ShardStream(self._dataset.location, self._shard.name), number
+                    block = self._piece(stream, number)
+                if zlib.crc32(block, self._checksums[number]) != self._checksums[number + 1]:
+                    raise self._dataset.damaged(self._shard, self._sample)
+                yield block[max(0, begin - number * PIECE_BYTES) :]
+        finally:
+            stream.close()
+
+    def _piece(self, stream: ShardStream, number: int) -> bytes:
+        start = number * PIECE_BYTES
+        return self._read(stream, self._begin + start, min(PIECE_BYTES, self._size - start))
+
+    def _read(self, stream: ShardStream, begin: int, size: int) -> bytes:
+        try:
+            block = stream.read(begin, size)
+        except (OSError, ValueError) as error:
+            raise self._dataset.unreadable(self._shard, self._sample, error) from error
+        if len(block) < size:
+            raise self._dataset.truncated(self._shard, self._sample)
+        return block

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.data_pipeline.batches import Batch, check_tokenizer, empty_batch, fill, token_ids
+from baton.data_pipeline.batches import Batch, OpenDocument, check_tokenizer, empty_batch
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.pieces import id_pieces
 from baton.data_pipeline.shards import tokens_of
 from baton.data_pipeline.tokenizer import Ids, Tokenizer
 
@@ -50,14 +51,19 @@ def evaluation_batches(
     if min(context, micro_batch, max_tokens, data_size) < 1 or not 0 <= data_rank < data_size:
         raise DataError("context, micro_batch, max_tokens and data_size must be at least 1, and data_rank one of the data ranks")
     check_tokenizer(dataset, tokenizer)
-    chosen: list[Ids] = []
+    chosen: list[list[Ids]] = []
     tokens = text_bytes = 0
-    for shard, sample, payload in dataset.samples(split):
-        ids = token_ids(dataset, tokenizer, shard, sample, payload)
-        if chosen and tokens + len(ids) + 1 > max_tokens:
+    for shard, sample, payload in dataset.samples_short(split):
+        document, count = [], 1  # its mark
+        for ids in id_pieces(dataset, tokenizer, shard, sample, payload):
+            document.append(ids)
+            count += len(ids)
+            if chosen and tokens + count > max_tokens:
+                break  # however long it is
+        if chosen and tokens + count > max_tokens:
             break
-        chosen.append(ids)
-        tokens += len(ids) + 1
+        chosen.append(document)
+        tokens += count
         text_bytes += int(dataset.index(shard).text_bytes[sample])
         if tokens >= max_tokens:
             break
@@ -67,11 +73,10 @@ def evaluation_batches(
     windows.labels[:] = IGNORED
     windows.pos[:] = np.arange(context)  # padding looks like a document, and is never one that goes on
     row = column = 0
-    for ids in chosen:
-        offset = 0
-        while offset <= len(ids):
-            count = fill(row, column, ids, offset, tokenizer.doc, windows)
-            offset, column = offset + count, column + count
+    for pieces in chosen:
+        opened = OpenDocument(iter(pieces), 0, tokenizer.doc)
+        while not opened.over:
+            column = opened.fill(windows, row, column)
             if column == context:
                 row, column = row + 1, 0
     if column:

@@ -3,7 +3,7 @@ them.
 
 The one thing to know: the training order is G endless *lanes*, fixed for a run. Lane j's k-th unit is slot j + k*G of the endless
 sequence perm(seed, epoch 0), perm(seed, epoch 1), ... of all units, and inside a unit documents come in the order perm(seed, epoch,
-unit). Nothing here knows of ranks or steps beyond the arithmetic of `lanes_of_step`, so changing their number changes nothing but
+unit). Nothing here knows of ranks or steps beyond the arithmetic of `next_lanes`, so changing their number changes nothing but
 who reads.
 """
 
@@ -121,9 +121,10 @@ class LaneOrder:
         return unit, permutation(unit.count, "documents", self.seed, epoch, number)
 
 
-def lanes_of_step(step: int, lanes: int, lanes_per_step: int) -> list[int]:
-    """The lanes that step number `step` advances: the next `lanes_per_step` of `lanes`, cyclically."""
-    return [(step * lanes_per_step + i) % lanes for i in range(lanes_per_step)]
+def next_lanes(rows: int, lanes: int, count: int) -> list[int]:
+    """The lanes that a step of `count` rows advances when the steps before it had `rows` in all: the next ones of `lanes`,
+    cyclically."""
+    return [(rows + i) % lanes for i in range(count)]
 
 
 def check_layout(*, lanes: int, lanes_per_step: int, micro_batch: int, data_size: int) -> None:

@@ -191,12 +191,26 @@ def token_payload(ids: npt.NDArray[np.integer], vocab_size: int) -> bytes:
     return buffer.getvalue()
 
 
+def token_layout(head: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
+    """Type, number, and first byte of the ids in a `.tokens.npy` payload of `size` bytes that begins with `head`. Raises ValueError
+    when it is not one."""
+    stream = io.BytesIO(head)
+    version = np.lib.format.read_magic(stream)
+    if version != (1, 0):
+        raise ValueError(f"an array of format {version[0]}.{version[1]}")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    if len(shape) != 1 or dtype not in (np.uint16, np.uint32):
+        raise ValueError(f"token ids of shape {shape} and type {dtype}")
+    begin = stream.tell()
+    if begin % dtype.itemsize or begin + shape[0] * dtype.itemsize != size:
+        raise ValueError(f"{shape[0]} token ids of type {dtype} in {size} bytes")
+    return dtype, shape[0], begin
+
+
 def tokens_of(payload: bytes) -> npt.NDArray[np.int32]:
     """int32[n] ids of a `.tokens.npy` payload. Raises ValueError when it is not one."""
-    ids: npt.NDArray[Any] = np.load(io.BytesIO(payload), allow_pickle=False)
-    if ids.ndim != 1 or ids.dtype not in (np.uint16, np.uint32):
-        raise ValueError(f"token ids of shape {ids.shape} and type {ids.dtype}")
-    return ids.astype(np.int32)
+    dtype, count, begin = token_layout(payload, len(payload))
+    return np.frombuffer(payload, dtype, count, begin).astype(np.int32)
 
 
 def file_size(path: Path) -> int | None:

@@ -5,7 +5,6 @@ other kind has not: a tokenizer's text, or a task's accuracy.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from baton.data_pipeline.config import ShardsConfig, TaskConfig
@@ -44,7 +43,7 @@ class ShardSource:
         return BatchStream(
             self.dataset,
             self.tokenizer,
-            **asdict(plan),
+            plan,
             seed=seed,
             cursors=cursors,
             unit_documents=self.config.unit_documents,

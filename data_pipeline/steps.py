@@ -1,19 +1,22 @@
 """The endless steps of one data rank: which rows a step has, made ahead by a thread, and the cursors of what was yielded.
 
-The one thing to know: lane j lives on data rank j % data_size, and step s advances the lanes (s * g + i) % G, i < g; what a lane
-holds is somebody else's business (`Fill`). Cursors tell what was *yielded*, never what was prefetched.
+The one thing to know: lane j lives on data rank j % data_size, and a step advances the next lanes cyclically, as many as it has
+rows: after R rows of earlier steps, lanes (R + i) % G. How many rows a step has and how long they are may change over the run
+(`Stretch`); what a lane holds is somebody else's business (`Fill`). Cursors tell what was *yielded*, never what was prefetched.
 """
 
 import queue
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Generic, Self, TypeVar
 
 from baton.data_pipeline.batches import Batch, empty_batch
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.lanes import check_layout, lanes_of_step
+from baton.data_pipeline.lanes import check_layout, next_lanes
 
 C = TypeVar("C")
 
@@ -30,31 +33,81 @@ class StepData:
     cursors: dict[int, Any]
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Steps of one shape, from `first_step` to the next stretch or for ever. context: inputs per row. lanes_per_step: g, rows of
+    the global batch. micro_batch: rows per Batch."""
+
+    first_step: int
+    context: int
+    lanes_per_step: int
+    micro_batch: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """Which rows this data rank has in every step.
 
-    context: inputs per row. lanes: G, fixed for a run. lanes_per_step: g, rows of the global batch. micro_batch: rows per Batch.
+    lanes: G, fixed for a run. stretches: the steps' shapes, in order, from step 0 on. With one stretch, step s advances lanes
+    (s*g + i) % G, i < g; with several, the rows of earlier ones count with their own g.
     data_rank, data_size: this rank among the data-parallel ones; it owns the lanes j with j % data_size == data_rank.
-    start_step: number of the first step; step s advances lanes (s*g + i) % G, i < g. prefetch: steps made ahead by the thread.
-    Raises DataError: an impossible layout (legal sizes are named).
+    start_step: number of the first step. prefetch: steps made ahead by the thread.
+    Raises DataError: an impossible layout (legal sizes are named, and the stretch if there are several).
     """
 
-    context: int
     lanes: int
-    lanes_per_step: int
-    micro_batch: int
+    stretches: tuple[Stretch, ...]
     data_rank: int
     data_size: int
     start_step: int
     prefetch: int
 
+    @classmethod
+    def constant(cls, *, context: int, lanes_per_step: int, micro_batch: int, **others: int) -> Self:
+        """A plan whose steps are all alike. others: the fields of StepPlan but for `stretches`."""
+        return cls(stretches=(Stretch(0, context, lanes_per_step, micro_batch),), **others)
+
     def __post_init__(self) -> None:
-        check_layout(lanes=self.lanes, lanes_per_step=self.lanes_per_step, micro_batch=self.micro_batch, data_size=self.data_size)
-        if self.context < 1 or self.prefetch < 1:
-            raise DataError("context and prefetch must both be at least 1")
+        firsts = [stretch.first_step for stretch in self.stretches]
+        if firsts[:1] != [0] or any(a >= b for a, b in pairwise(firsts)):
+            raise DataError(f"the stretches of a run begin at steps {firsts}; begin the first at 0, and each after the one before")
+        self.check(self._check_stretch)
+        if self.prefetch < 1 or self.start_step < 0:
+            raise DataError("prefetch must be at least 1 and start_step at least 0")
         if not 0 <= self.data_rank < self.data_size:
             raise DataError(f"data_rank {self.data_rank} is not one of {self.data_size} data ranks; use 0 to {self.data_size - 1}")
+
+    def check(self, require: Callable[[Stretch], None]) -> None:
+        """Call `require` with every stretch; a DataError of one of several is raised with its steps in front."""
+        for stretch, end in self._spans():
+            try:
+                require(stretch)
+            except DataError as error:
+                if len(self.stretches) == 1:
+                    raise
+                last = "on" if end is None else f"to {end - 1}"
+                raise DataError(f"from step {stretch.first_step} {last}: {error}") from error
+
+    def _spans(self) -> Iterator[tuple[Stretch, int | None]]:
+        """Each stretch and the step after its last; None for ever."""
+        yield from zip(self.stretches, [*(stretch.first_step for stretch in self.stretches[1:]), None])
+
+    def _check_stretch(self, stretch: Stretch) -> None:
+        check_layout(
+            lanes=self.lanes, lanes_per_step=stretch.lanes_per_step, micro_batch=stretch.micro_batch, data_size=self.data_size
+        )
+        if stretch.context < 1:
+            raise DataError(f"context {stretch.context} must be at least 1")
+
+    def stretch(self, step: int) -> Stretch:
+        """The shape of step number `step`."""
+        return self.stretches[bisect_right(self.stretches, step, key=lambda stretch: stretch.first_step) - 1]
+
+    def lanes_of(self, step: int) -> list[int]:
+        """The lanes that step number `step` advances, on all ranks."""
+        ends = ((stretch, step if end is None else min(step, end)) for stretch, end in self._spans())
+        rows = sum(stretch.lanes_per_step * max(0, end - stretch.first_step) for stretch, end in ends)
+        return next_lanes(rows, self.lanes, self.stretch(step).lanes_per_step)
 
     def first_cursors(self, cursors: Mapping[int, C] | None, beginning: C) -> dict[int, C]:
         """Where this rank's lanes begin. cursors: as saved after step start_step - 1, those of other ranks' lanes are ignored;
@@ -83,9 +136,10 @@ class Steps(Generic[C]):
         def steps() -> Iterator[StepData]:
             step = plan.start_step
             while True:
-                mine = [lane for lane in lanes_of_step(step, plan.lanes, plan.lanes_per_step) if lane in own]
-                rows = [tuple(mine[i : i + plan.micro_batch]) for i in range(0, len(mine), plan.micro_batch)]
-                batches = [empty_batch(plan.micro_batch, plan.context, lanes) for lanes in rows]
+                shape = plan.stretch(step)
+                mine = [lane for lane in plan.lanes_of(step) if lane in own]
+                rows = [tuple(mine[i : i + shape.micro_batch]) for i in range(0, len(mine), shape.micro_batch)]
+                batches = [empty_batch(shape.micro_batch, shape.context, lanes) for lanes in rows]
                 yield StepData(step, batches, fill(batches))
                 step += 1
 
@@ -117,16 +171,15 @@ class _Prefetched:
     it."""
 
     def __init__(self, items: Iterator[StepData], ahead: int) -> None:
-        self._items = items
         self._queue: queue.Queue[StepData | BaseException] = queue.Queue(ahead)
         self._closing = threading.Event()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="data-prefetch", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(items,), name="data-prefetch", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, items: Iterator[StepData]) -> None:  # nobody else keeps `items`: streams it has open close when the thread ends
         try:
-            for item in self._items:
+            for item in items:
                 if not self._put(item):
                     return
         except BaseException as error:  # handed to the consumer, whatever it is

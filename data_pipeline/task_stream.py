@@ -45,21 +45,22 @@ class TaskStream(Steps[ExampleCursor]):
     config: the task. plan: this rank's rows. seed: of the run. cursors: where lanes begin, as saved after step plan.start_step - 1;
     those of other ranks' lanes are ignored; none: the beginning.
 
-    Raises DataError: a context that whole examples do not fill, missing cursors.
+    Raises DataError: a context (of any stretch) that whole examples do not fill, missing cursors.
     """
 
     def __init__(
         self, config: TaskConfig, plan: StepPlan, *, seed: int, cursors: Mapping[int, ExampleCursor] | None = None
     ) -> None:
-        config.check_context(plan.context)
+        plan.check(lambda stretch: config.check_context(stretch.context))
         begin = plan.first_cursors(cursors, ExampleCursor())
         examples = Examples(config)
-        per_row = plan.context // config.length
         following = {lane: cursor.example for lane, cursor in begin.items()}
 
         def fill(batches: Sequence[Batch]) -> dict[int, ExampleCursor]:
             rows = [(batch, row, lane) for batch in batches for row, lane in enumerate(batch.lanes)]
-            at_once = max(1, PIECE_TOKENS // plan.context)
+            context = int(batches[0].tokens.shape[1])
+            per_row = context // config.length
+            at_once = max(1, PIECE_TOKENS // context)
             for start in range(0, len(rows), at_once):
                 piece = rows[start : start + at_once]
                 tokens, labels = examples.take((("train", seed, lane), following[lane], per_row) for _, _, lane in piece)

@@ -13,6 +13,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -195,6 +196,23 @@ class Tokenizer:
             parts += self._encode_parts(segment)
         return _joined(parts)
 
+    def encode_blocks(self, blocks: Iterable[bytes]) -> Iterator[Ids]:
+        """`encode_utf8` of a text that comes in blocks, cut anywhere, also inside a character: the same ids, in pieces.
+
+        In memory are a block, its ids, and what has come since the last place that no piece can reach across: a word, mostly. A
+        stretch without such a place (one letter a million times) is kept whole, because its ids depend on all of it.
+        """
+        rest = bytearray()
+        searched = 0  # no place to cut begins before this byte
+        for block in blocks:
+            rest += block
+            cut, searched = self._last_cut(rest, searched)
+            if cut:
+                yield self.encode_utf8(bytes(rest[:cut]))
+                del rest[:cut]
+        if rest:
+            yield self.encode_utf8(bytes(rest))
+
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
@@ -215,6 +233,25 @@ class Tokenizer:
             raise DataError(
                 f"these ids are not valid UTF-8 text (byte {error.start}); decode sampled ids with errors='replace'"
             ) from error
+
+    def _last_cut(self, content: bytearray, start: int) -> tuple[int, int]:
+        """The last place to cut behind a character that begins at `start` or later, 0 if there is none; and where to go on
+        searching when more has come."""
+        space = max(content.rfind(b" ", start), content.rfind(b"\n", start))
+        word = len(content[start:space].rstrip(b" \n")) if space > start else 0
+        if word:
+            return start + word, 0
+        text = content[start:].decode("utf-8", "ignore")  # it may end inside a character
+        for i in range(len(text) - 1, 0, -1):
+            if text[i - 1 : i + 1] not in self._neighbours:
+                return start + len(text[:i].encode()), 0
+        return 0, start + len(text[:-1].encode())
+
+    @cached_property
+    def _neighbours(self) -> frozenset[str]:
+        """Every two characters that stand side by side in a piece. BPE joins nothing across any others."""
+        texts = (piece.decode() for piece in self._bytes_of if len(piece) > 1)
+        return frozenset(text[i : i + 2] for text in texts for i in range(len(text) - 1))
 
     def _encode_parts(self, content: bytes) -> list[Ids]:
         encode = self._processor.encode

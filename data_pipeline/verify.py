@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from baton.data_pipeline.dataset import Dataset, reason
+from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.places import reason
 from baton.data_pipeline.prepare import describe_totals
 from baton.data_pipeline.progress import Progress, shown
 from baton.data_pipeline.shards import BLOCK, EXTENSIONS, Index, ShardSummary, tokens_of

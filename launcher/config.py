@@ -66,7 +66,8 @@ class RunConfig(BaseModel):
         cut(self.model, self.layout.pipeline, self.training.context)
         tensor, model = self.layout.tensor, self.model
         if isinstance(self.data, TaskConfig):
-            self.data.check_context(self.training.context)
+            for _, settings in self.training.stretches:
+                self.data.check_context(settings.context)
             model = with_vocabulary(model, self.data.vocab_size, None)
         sizes = {
             f"model.mixers.{name}.{what}": size
@@ -83,11 +84,16 @@ class RunConfig(BaseModel):
 
     def _check_sequence(self, ranks: int) -> None:
         """Refuse a sequence, or a segment of it, that does not divide over its ranks, and a State that cannot be handed on."""
-        bptt, tokens = self.training.bptt, self.training.segment
-        key = "training.context" if bptt is None else "training.bptt.segment"
+        for number, (_, settings) in enumerate(self.training.stretches):
+            warmup = number < len(self.training.length_warmup) and settings.segment == settings.context
+            key = "training.context" if settings.bptt is None else "training.bptt.segment"
+            self._check_spans(ranks, settings, f"training.length_warmup.{number}.context" if warmup else key)
+
+    def _check_spans(self, ranks: int, training: TrainingConfig, key: str) -> None:
+        tokens = training.segment
         if tokens % ranks:
             raise ConfigError(f"layout.sequence={ranks} does not divide {key}={tokens}; those that do: {divisors(tokens)}")
-        carried = self.training.carries or self.training.segments > 1
+        carried = training.carries or training.segments > 1
         for name, settings in self.model.mixers.items():
             if ranks > 1 and settings.state_grows:
                 raise ConfigError(
@@ -209,7 +215,9 @@ def _put(values: dict[str, Any], keys: list[str], value: Any, word: str) -> None
     if keys[0] == "model" and isinstance(values.get("model"), str) and len(keys) > 1:
         values["model"] = _resolve_model(values["model"], word)
     for key in keys[:-1]:
-        values = values.setdefault(key, {})
+        if values.get(key) is None:  # not there, or null, which a group may be
+            values[key] = {}
+        values = values[key]
         if not isinstance(values, dict):
             raise ConfigError(f"{word!r}: {key} is not a group of settings")
     values[keys[-1]] = value

@@ -6,14 +6,16 @@ to start, for messages to arrive, for a recurrence's steps that follow one anoth
 approach, not what any run reaches.
 """
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from baton.launcher.arithmetic import Arithmetic, Exchange, Memory, of_stages
+from baton.launcher.advice import first_that_fits
+from baton.launcher.arithmetic import Arithmetic, Memory, Operations, of_stages
 from baton.launcher.cluster import Cluster
 from baton.launcher.config import RunConfig
-from baton.parallel.config import divisors
+from baton.launcher.exchange import exchanges
 
 GIB = 1 << 30
 LARGEST_TENSOR = 8
@@ -24,8 +26,12 @@ _PARTS = {
     "compute_copies": "compute copies, bfloat16",
     "gradients": "gradients, float32",
     "optimizer": "optimizer",
-    "states": "carried states",
+    "tokens": "the step's tokens",
+    "lanes": "States of lanes, from step to step",
+    "states": "States that leave",
     "activations": "activations",
+    "borders": "States at segment borders",
+    "inputs": "hidden vectors at segment borders",
     "in_hand": "backward of a sub-block",
     "loss": "loss chunk and head gradient",
     "buffers": "optimizer step's buffers",
@@ -54,8 +60,8 @@ class Speed:
 class StagePlan:
     """One pipeline stage; bytes are of one rank of it.
 
-    parameters: that belong to it, all tensor ranks together. in_flight: micro-batches whose activations are kept at once. exchange:
-    bytes that a rank sends per optimizer step, by purpose.
+    parameters: that belong to it, all tensor ranks together. in_flight: passes (micro-batches, or segments of them) whose
+    activations are kept at once. exchange: bytes that a rank sends per optimizer step, by purpose.
     """
 
     layers: range
@@ -79,9 +85,9 @@ class StagePlan:
 class Plan:
     """A run's plan; bytes are of one rank.
 
-    stages: in order. fullest: number of the stage that needs most memory. activations: of a micro-batch on it, {False: as they are
-    kept, True: with recomputation}. capacity: bytes that a rank may fill, None: not known. advice: settings that make it fit, ""
-    when it fits or nothing that was tried does.
+    stages: in order. fullest: number of the stage that needs most memory. activations: of a pass on it, {False: as they are kept,
+    True: with recomputation}. bubble: share of the passes' time in which a stage waits for others. capacity: bytes that a rank may
+    fill, None: not known. advice: settings that make it fit, () when it fits or nothing that was tried does.
     """
 
     config: RunConfig
@@ -89,6 +95,7 @@ class Plan:
     fullest: int
     activations: dict[bool, int]
     micro_batches: int
+    bubble: float
     speed: Speed | None
     capacity: int | None
     advice: tuple[str, ...]
@@ -112,11 +119,6 @@ class Plan:
         return {name: max(stage.exchange.get(name, 0) for stage in self.stages) for name in names}
 
     @property
-    def bubble(self) -> float:
-        """Share of the micro-batches' time in which a stage waits for others: (stages - 1) / (micro-batches + stages - 1)."""
-        return (len(self.stages) - 1) / (self.micro_batches + len(self.stages) - 1)
-
-    @property
     def fits(self) -> bool | None:
         """None where nobody said how much memory there is."""
         return None if self.capacity is None else self.memory.peak <= self.capacity
@@ -130,6 +132,7 @@ class Plan:
             "cluster": self.cluster,
             "parameters": self.parameters,
             "micro_batches": self.micro_batches,
+            "bptt": self._bptt(),
             "memory": {**asdict(self.memory), "peak": self.memory.peak},
             "activations": {"kept": self.activations[False], "recomputed": self.activations[True]},
             "exchange": self.exchange,
@@ -143,6 +146,18 @@ class Plan:
             "notes": list(self.notes),
         }
 
+    def _bptt(self) -> dict[str, Any] | None:
+        """How sequences are cut; None: not at all."""
+        training = self.config.training
+        if training.bptt is None:
+            return None
+        return {
+            "mode": training.bptt.mode,
+            "segment": training.segment,
+            "segments": training.segments,
+            "gradient_segments": training.gradient_segments,
+        }
+
     def lines(self) -> Iterator[str]:
         """The table, and the verdict as its last line."""
         config, layout = self.config, self.config.layout
@@ -153,6 +168,11 @@ class Plan:
             f"ZeRO-{layout.zero}), {self.micro_batches} micro-batches of {config.training.micro_batch} x {config.training.context} "
             f"tokens a step"
         )
+        if (cut := self._bptt()) is not None:
+            yield (
+                f"{cut['mode']} backpropagation through time: {cut['segments']} segments of {cut['segment']} tokens a sequence, a "
+                f"gradient through {cut['gradient_segments']} of them"
+            )
         yield ""
         if len(self.stages) > 1:
             yield from self._stage_lines()
@@ -163,7 +183,7 @@ class Plan:
                 yield _row(text, value)
         yield _row("at the highest moment", self.memory.peak)
         other = not config.training.recompute
-        yield f"  (a micro-batch's activations with training.recompute={str(other).lower()}: {_size(self.activations[other])})"
+        yield f"  (a {self._pass}'s activations with training.recompute={str(other).lower()}: {_size(self.activations[other])})"
         yield ""
         yield "sent by each rank per step" + (", on the stage that sends most" if len(self.stages) > 1 else "")
         if not self.exchange:
@@ -187,16 +207,25 @@ class Plan:
         held = f"master copy and moments (ZeRO-{zero})" if zero else "moments, whole (ZeRO-0)"
         return _PARTS | {
             "optimizer": held,
-            "activations": f"activations of {'a' if kept == 1 else kept} micro-batch{'es' * (kept > 1)}",
+            "activations": f"activations of {f'a {self._pass}' if kept == 1 else f'{kept} {self._passes}'}",
         }
 
+    @property
+    def _pass(self) -> str:
+        """What goes forwards and backwards at a time."""
+        return "segment" if self.config.training.segments > 1 else "micro-batch"
+
+    @property
+    def _passes(self) -> str:
+        return "segments" if self.config.training.segments > 1 else "micro-batches"
+
     def _stage_lines(self) -> Iterator[str]:
-        yield f"{'stage':<7}{'layers':<12}{'parameters':>16}{'micro-batches kept':>21}{'highest moment':>17}"
+        yield f"{'stage':<7}{'layers':<12}{'parameters':>16}{f'{self._passes} kept':>21}{'highest moment':>17}"
         for number, stage in enumerate(self.stages):
             layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
             size = _size(stage.memory.peak)
             yield f"{number:<7}{layers:<12}{stage.parameters:>16,}{stage.in_flight:>21}{size:>17}"
-        yield f"bubble: {self.bubble:.0%} of the micro-batches' time a stage waits for others"
+        yield f"bubble: {self.bubble:.0%} of the {self._passes}' time a stage waits for others"
         yield ""
 
     def _of_stage(self) -> str:
@@ -211,7 +240,9 @@ class Plan:
         if self.fits:
             return f"fits: {peak} of {_size(self.capacity)} per rank, {off} to spare"
         what = (
-            f"fits with {' '.join(self.advice)}" if self.advice else "nothing that was tried fits; take a smaller model or context"
+            f"fits with {shlex.join(self.advice)}"
+            if self.advice
+            else "nothing that was tried fits; take a smaller model or context"
         )
         return f"does not fit: {peak} of {_size(self.capacity)} per rank, {off} too much; {what}"
 
@@ -232,30 +263,39 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
             parameters=one.parameter_count,
             in_flight=one.in_flight,
             memory=one.memory(),
-            exchange={name: exchanged.bytes for name, exchanged in one.exchange().items()},
+            exchange={name: exchanged.bytes for name, exchanged in exchanges(one).items()},
         )
         for one in counted
     )
     fullest = max(range(len(stages)), key=lambda n: stages[n].memory.peak)
     advice: tuple[str, ...] = ()
     if capacity is not None and stages[fullest].memory.peak > capacity:
-        advice = _first_that_fits(config, capacity, LARGEST_TENSOR if cluster is None else cluster.gpus_per_node)
+        advice = first_that_fits(config, capacity, LARGEST_TENSOR if cluster is None else cluster.gpus_per_node)
     return Plan(
         config=config,
         stages=stages,
         fullest=fullest,
         activations={again: counted[fullest].activations(recompute=again) for again in (False, True)},
         micro_batches=counted[0].micro_batches,
+        bubble=_bubble(counted),
         speed=None if cluster is None else _speed(config, counted, cluster),
         capacity=capacity,
         advice=advice,
         cluster=None if cluster is None else cluster.name,
-        notes=tuple(_notes(config, counted[0].micro_batches, cluster)),
+        notes=tuple(_notes(config, counted[0], cluster)),
     )
 
 
+def _bubble(counted: tuple[Arithmetic, ...]) -> float:
+    """Of the slowest stage. The stages fill and empty once a round, and each then waits for as many passes, forwards and backwards,
+    as there are other stages: (stages - 1) / (passes + stages - 1), or less where some of them are surveyed besides."""
+    slowest = max(counted, key=lambda one: one.operations().cost + one.surveying().cost)
+    own, waits = 1 + slowest.surveying().cost / slowest.operations().cost, (len(counted) - 1) / slowest.round
+    return waits / (own + waits)
+
+
 def _speed(config: RunConfig, counted: tuple[Arithmetic, ...], cluster: Cluster) -> Speed:
-    waits = (len(counted) - 1) / counted[0].micro_batches
+    waits = (len(counted) - 1) / counted[0].round
     rate = getattr(cluster.matmul_tflops, config.training.precision) * 1e12
     matrix, elementwise, memory, exchange, bubble = max(
         (_stage_seconds(one, rate, waits, cluster) for one in counted), key=lambda seconds: sum(seconds)
@@ -266,26 +306,38 @@ def _speed(config: RunConfig, counted: tuple[Arithmetic, ...], cluster: Cluster)
 
 
 def _stage_seconds(arithmetic: Arithmetic, rate: float, waits: float, cluster: Cluster) -> tuple[float, float, float, float, float]:
-    """Seconds of a stage's ranks in Speed's order. waits: micro-batches' worth of waiting for other stages, per micro-batch."""
-    work, exchanges = arithmetic.operations(), arithmetic.exchange().values()
+    """Seconds of a stage's ranks in Speed's order. waits: passes' worth of waiting for other stages, per pass."""
+    sent = exchanges(arithmetic).values()
 
-    def sending(one: Exchange) -> float:
-        return cluster.seconds(one.bytes, one.members, one.stride, pairs=one.pairs)
+    def seconds(work: Operations) -> tuple[float, float, float]:
+        bandwidth = cluster.memory_tb_s * 1e12
+        return work.matrix / rate, work.vector / (cluster.matmul_tflops.float32 * 1e12), work.memory / bandwidth
 
-    matrix, elementwise = work.matrix / rate, work.vector / (cluster.matmul_tflops.float32 * 1e12)
-    passing, updating = (x / (cluster.memory_tb_s * 1e12) for x in (work.memory, work.update))
-    each, once = (sum(sending(one) for one in exchanges if one.once is last) for last in (False, True))
-    # the update, and what is exchanged for it, waits for nobody
-    return matrix, elementwise, passing + updating, each + once, (matrix + elementwise + passing + each) * waits
+    def sending(*, once: bool, survey: bool) -> float:
+        these = [one for one in sent if one.once is once and one.survey is survey]
+        return sum(cluster.seconds(one.bytes, one.members, one.stride, pairs=one.pairs) for one in these)
+
+    work = arithmetic.operations()
+    own, surveyed = seconds(work), seconds(arithmetic.surveying())
+    each = sending(once=False, survey=False)
+    matrix, elementwise, memory = (a + b for a, b in zip(own, surveyed, strict=True))
+    exchange = each + sending(once=False, survey=True) + sending(once=True, survey=False)
+    # the update, and what is exchanged for it, waits for nobody; surveys are in step with the passes forwards
+    return matrix, elementwise, memory + work.update / (cluster.memory_tb_s * 1e12), exchange, (sum(own) + each) * waits
 
 
-def _notes(config: RunConfig, micro_batches: int, cluster: Cluster | None) -> Iterator[str]:
+def _notes(config: RunConfig, one: Arithmetic, cluster: Cluster | None) -> Iterator[str]:
     layout = config.layout
-    if micro_batches < layout.pipeline:
+    if one.round < layout.pipeline and one.together > 1:
         yield (
-            f"note: {micro_batches} micro-batches do not fill layout.pipeline={layout.pipeline} stages, which wait for each other; "
-            f"take more of them (smaller training.micro_batch, larger training.global_batch_tokens, smaller layout.data), or fewer "
-            f"stages"
+            f"note: {one.round} segments that a gradient goes through together do not fill layout.pipeline={layout.pipeline} "
+            f"stages, which wait for each other; take shorter segments (training.bptt.segment), or fewer stages"
+        )
+    elif one.round < layout.pipeline:
+        yield (
+            f"note: {one.round} {'segments' if config.training.segments > 1 else 'micro-batches'} do not fill "
+            f"layout.pipeline={layout.pipeline} stages, which wait for each other; take more of them "
+            f"(smaller training.micro_batch, larger training.global_batch_tokens, smaller layout.data), or fewer stages"
         )
     if cluster is None:
         return
@@ -294,43 +346,6 @@ def _notes(config: RunConfig, micro_batches: int, cluster: Cluster | None) -> It
         yield f"note: groups of layout.tensor={layout.tensor} ranks reach over nodes of {node} GPUs: every layer waits for it"
     if layout.world_size > node and layout.world_size % node:
         yield f"note: {layout.world_size} ranks leave GPUs idle on nodes of {node}"
-
-
-def _first_that_fits(config: RunConfig, capacity: int, largest_tensor: int) -> tuple[str, ...]:
-    for words, candidate in _candidates(config, largest_tensor):
-        if all(one.memory().peak <= capacity for one in of_stages(candidate)):
-            return words
-    return ()
-
-
-def _candidates(config: RunConfig, largest_tensor: int) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
-    """Legal changes, the least costly first: on the same ranks recomputation, then smaller micro-batches, then both; the same with
-    ZeRO-1 where there is none, with more data ranks (each then has less of the optimizer), with more tensor ranks, and with more
-    stages."""
-    training, layout = config.training, config.layout
-    smaller = [n for n in reversed(divisors(training.micro_batch)) if n < training.micro_batch]
-    savings: list[dict[str, Any]] = [{}]
-    if not training.recompute:
-        savings.append({"recompute": True})
-    savings += [{"micro_batch": n} for n in smaller]
-    if not training.recompute:
-        savings += [{"recompute": True, "micro_batch": n} for n in smaller]
-    data = [n for n in divisors(training.sequences_per_step) if n > layout.data]
-    tensor = [layout.tensor * n for n in range(2, largest_tensor // layout.tensor + 1)]
-    pipeline = [layout.pipeline << n for n in range(1, (config.model.n_layers // layout.pipeline).bit_length())]
-    # without ZeRO more data ranks save nothing
-    zero = {"zero": 1} if layout.zero == 0 else {}
-    more = [{"data": n, **zero} for n in data] + [{"tensor": n} for n in tensor] + [{"pipeline": n} for n in pipeline]
-    for ranks in ({}, *([zero] if zero else []), *more):
-        for saving in savings:
-            if not ranks and not saving:
-                continue
-            candidate = config.model_copy(
-                update={"training": training.model_copy(update=saving), "layout": layout.model_copy(update=ranks)}
-            )
-            if candidate.is_legal():
-                words = [f"training.{name}={str(value).lower()}" for name, value in saving.items()]
-                yield (*words, *(f"layout.{name}={value}" for name, value in ranks.items())), candidate
 
 
 def _size(nbytes: int) -> str:

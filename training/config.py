@@ -40,6 +40,13 @@ class ScheduleConfig(_Settings):
     final_lr: float = Field(1e-5, ge=0, description="learning rate at the last step (cosine, wsd); absolute, as in the papers")
 
 
+class LengthConfig(_Settings):
+    """Steps on shorter sequences, before those of training.context."""
+
+    steps: int = Field(ge=1, description="optimizer steps")
+    context: int = Field(ge=1, description="tokens per sequence; a step has as many tokens as ever, and a micro-batch too")
+
+
 class BpttConfig(_Settings):
     """Backpropagation through time, segment by segment: only a segment's activations are kept at a time."""
 
@@ -70,6 +77,25 @@ class EvaluationConfig(_Settings):
                         "task, tokens of each case")  # fmt: skip
     sample_tokens: int = Field(128, ge=0, description="tokens of the text sample written beside each evaluation; 0: none. A "
                                "synthetic task has no text")  # fmt: skip
+    long_tokens: int = Field(0, ge=0, description="tokens of each row of the longest validation documents, whose loss by position "
+                             "and norms of States are written, at the memory of one segment; 0: none")  # fmt: skip
+    long_rows: int = Field(8, ge=1, description="such rows; the longest documents are dealt to them, so that a row goes on with "
+                           "another where one ends")  # fmt: skip
+    credit_segment: int = Field(0, ge=0, description="how far credit travels: the gradient of the last so many tokens' loss by the "
+                                "States so many tokens before, twice as many, ..., on the first long rows; 0: none")  # fmt: skip
+    credit_segments: int = Field(32, ge=2, description="times as many tokens that this looks at")
+
+    @property
+    def long_rows_tokens(self) -> int:
+        """Tokens of a long row that are read; 0: nobody looks at any."""
+        return max(self.long_tokens, self.credit_segment * self.credit_segments) if self.every else 0
+
+
+class MonitoringConfig(_Settings):
+    """What else is written about training."""
+
+    cotangents_every: int = Field(100, ge=0, description="steps between norms of the cotangents that cross the borders of "
+                                  "segments and sequence ranks, by layer; 0: never. None where no State goes on")  # fmt: skip
 
 
 class TrainingConfig(_Settings):
@@ -77,6 +103,8 @@ class TrainingConfig(_Settings):
 
     steps: int = Field(ge=1, description="optimizer steps of the whole run")
     context: int = Field(ge=1, description="tokens per sequence")
+    length_warmup: tuple[LengthConfig, ...] = Field((), description="shorter sequences in the first steps, as [{steps: 1000, "
+                                                    "context: 4096}]; a step has as many tokens")  # fmt: skip
     global_batch_tokens: int = Field(ge=1, description="tokens per optimizer step, all ranks together")
     micro_batch: int = Field(1, ge=1, description="sequences per rank and forward pass; more: faster, more memory")
     lanes: int | None = Field(None, ge=1, description="independent streams of documents, fixed for the run's life; null: one "
@@ -95,6 +123,7 @@ class TrainingConfig(_Settings):
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    monitoring: MonitoringConfig = Field(default_factory=MonitoringConfig)
 
     @property
     def sequences_per_step(self) -> int:
@@ -103,7 +132,24 @@ class TrainingConfig(_Settings):
 
     @property
     def lane_count(self) -> int:
-        return self.lanes or self.sequences_per_step
+        return self.lanes or self.global_batch_tokens // min([self.context, *(length.context for length in self.length_warmup)])
+
+    @property
+    def stretches(self) -> tuple[tuple[int, "TrainingConfig"], ...]:
+        """The first step of each length of sequences, and the settings from there on: a constant length and the run's lanes."""
+        found, first = [], 0
+        for length in self.length_warmup:
+            found.append((first, self._at(length.context)))
+            first += length.steps
+        return (*found, (first, self._at(self.context)))
+
+    def _at(self, context: int) -> "TrainingConfig":
+        changes = {"context": context, "micro_batch": self.micro_batch * self.context // context, "lanes": self.lane_count}
+        return self.model_copy(update={**changes, "length_warmup": ()})
+
+    def at(self, step: int) -> "TrainingConfig":
+        """The settings of a step, whose sequences are all of one length."""
+        return next(settings for first, settings in reversed(self.stretches) if first <= step)
 
     @property
     def segment(self) -> int:
@@ -127,6 +173,9 @@ class TrainingConfig(_Settings):
 
     def check(self, data_size: int) -> None:
         """Refuse a batch that does not divide. data_size: data-parallel ranks. Raises RunError naming sizes that would work."""
+        if self.length_warmup:
+            self._check_lengths(data_size)
+            return
         if self.global_batch_tokens % self.context:
             down = self.global_batch_tokens // self.context * self.context
             raise RunError(
@@ -161,6 +210,28 @@ class TrainingConfig(_Settings):
                 f"together exceed training.steps={self.steps}"
             )
 
+    def _check_lengths(self, data_size: int) -> None:
+        """The same for each length of sequences."""
+        for number, length in enumerate(self.length_warmup):
+            if self.context % length.context:
+                raise RunError(
+                    f"training.length_warmup.{number}.context={length.context} does not divide training.context={self.context}, "
+                    f"and no number of such sequences makes the same micro-batch; those that do: {divisors(self.context)}"
+                )
+        for number, (_, settings) in enumerate(self.stretches):
+            try:
+                settings.check(data_size)
+            except RunError as error:
+                if number == len(self.length_warmup):
+                    raise
+                raise RunError(f"training.length_warmup.{number}: {error}") from None
+        steps = sum(length.steps for length in self.length_warmup)
+        if steps >= self.steps:
+            raise RunError(
+                f"training.length_warmup takes {steps} steps, all of training.steps={self.steps}; leave some for training.context, "
+                f"or set that to the last one of these"
+            )
+
     def _check_segments(self) -> None:
         """Refuse segments that do not divide. Raises RunError naming sizes that would."""
         if self.bptt is None:
@@ -183,6 +254,36 @@ class TrainingConfig(_Settings):
                 f"(training.context / training.bptt.segment), and no gradient goes from step to step; those that do: "
                 f"{divisors(self.segments)}"
             )
+
+
+def check_long_rows(model: ModelConfig, training: TrainingConfig, ranks: int, *, documents: bool) -> None:
+    """Refuse to look at long rows where there are none, or where their States cannot be handed on. ranks: that share a sequence.
+    documents: whether the run reads any. Raises RunError."""
+    evaluation = training.evaluation
+    asked = {
+        "training.evaluation.long_tokens": ("a segment", training.segment if evaluation.long_tokens else 0),
+        "training.evaluation.credit_segment": ("it", evaluation.credit_segment),
+    }
+    for setting, (what, tokens) in asked.items():
+        if not evaluation.every or not tokens:
+            continue
+        if not documents:
+            raise RunError(f"{setting}: a synthetic task has no documents; set it to 0, and add a longer case to data.cases")
+        if tokens % ranks:
+            raise RunError(
+                f"{setting}: {what} has {tokens} tokens, which layout.sequence={ranks} does not divide; make it a multiple"
+            )
+        for name, mixer in model.mixers.items():
+            if mixer.state_grows:
+                raise RunError(
+                    f"{setting}: model.mixers.{name} looks at the whole document, whose keys fit in no State; set "
+                    f"model.mixers.{name}.window, or {setting}=0"
+                )
+            if tokens // ranks < (tail := mixer.longest_tail):
+                raise RunError(
+                    f"{setting}: {what} leaves {tokens // ranks} tokens to a rank, and model.mixers.{name} hands on the last "
+                    f"{tail}; make it {ranks * tail} tokens or more, or set {setting}=0"
+                )
 
 
 def with_vocabulary(config: ModelConfig, vocab_size: int, tokenizer: Path | str | None) -> ModelConfig:

@@ -36,7 +36,7 @@ class StepResult:
 class StepExecutor:
     """Drives a model, or a stage of it, and its engine.
 
-    segments: how sequences are cut (None: not at all). lanes: what they carry from step to step.
+    segments: how sequences are cut (None: not at all), may change between steps. lanes: what they carry from step to step.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """Batches to the ranks that need them: one rank reads for all that work on the same sequences, and each takes its span of them."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,30 +10,45 @@ import torch
 import torch.distributed as dist
 
 from baton.data_pipeline.batches import Batch
-from baton.data_pipeline.steps import Steps
+from baton.data_pipeline.steps import StepPlan, Steps, Stretch
 from baton.parallel.mesh import Mesh
 from baton.training.config import TrainingConfig
-from baton.training.passes import TokenBatch
+from baton.training.passes import Segments, TokenBatch
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """One optimizer step's micro-batches on this rank; cursors of its lanes after the step ({} on ranks that do not read)."""
+    """One optimizer step's micro-batches on this rank, how their sequences are cut, and cursors of its lanes after the step ({} on
+    ranks that do not read)."""
 
     batches: list[TokenBatch]
+    segments: Segments
     cursors: dict[int, Any]
 
 
-def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig) -> Iterator[StepBatches]:
-    """Endless steps. stream: on a reading rank, None elsewhere."""
-    shape = (training.micro_batch, training.context)
-    micro_batches = training.sequences_per_step // (mesh.layout.data * training.micro_batch)
-    segments = training.segments
+def plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: int) -> StepPlan:
+    """Which rows this data rank has in every step from start_step on."""
+    stretches = [(first, at.context, at.sequences_per_step, at.micro_batch) for first, at in training.stretches]
+    return StepPlan(
+        lanes=training.lane_count,
+        stretches=tuple(Stretch(*stretch) for stretch in stretches),
+        data_rank=mesh.data_rank,
+        data_size=mesh.layout.data,
+        start_step=start_step,
+        prefetch=prefetch,
+    )
+
+
+def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig, start_step: int = 0) -> Iterator[StepBatches]:
+    """Endless steps from start_step on. stream: on a reading rank, None elsewhere."""
     source = iter(stream) if stream is not None else None
-    while True:
+    for step in itertools.count(start_step):
+        at = training.at(step)
+        shape, micro_batches = (at.micro_batch, at.context), at.sequences_per_step // (mesh.layout.data * at.micro_batch)
         data = next(source) if source is not None else None
         arrays = data.micro_batches if data is not None else [None] * micro_batches
-        yield StepBatches([share(a, mesh, shape, segments) for a in arrays], dict(data.cursors) if data is not None else {})
+        batches = [share(a, mesh, shape, at.segments) for a in arrays]
+        yield StepBatches(batches, Segments(at.segments, at.gradient_segments), dict(data.cursors) if data is not None else {})
 
 
 def reads(mesh: Mesh) -> bool:

@@ -5,12 +5,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from baton.data_pipeline.source import ShardSource, TaskSource, open_source
-from baton.data_pipeline.steps import StepPlan, Steps
+from baton.data_pipeline.steps import Steps
 from baton.parallel.mesh import Mesh
 from baton.parallel.tensor import drop_compute_copies
 from baton.training import feed
 from baton.training.build import Built, build, make_deterministic, model_fingerprint
-from baton.training.callbacks import Evaluator, Recorder, ReplicaCheck, Saver, TaskEvaluator
+from baton.training.callbacks import CotangentNorms, Evaluator, LongContext, Recorder, ReplicaCheck, Saver, TaskEvaluator
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.rectangles import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore
@@ -20,7 +20,6 @@ from baton.training.errors import CheckpointError
 from baton.training.executor import StepExecutor
 from baton.training.lane_states import LaneStates
 from baton.training.monitor import Monitor
-from baton.training.passes import Segments
 from baton.training.run import Callback, Progress, RunSettings
 from baton.training.schedule import learning_rates
 
@@ -58,25 +57,29 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
             config_text=settings.config_text,
         )
     clock = StepClock(mesh.device)
-    segments = Segments(training.segments, training.gradient_segments)
-    executor = StepExecutor(built.model, built.engine, mesh, clock, segments=segments, lanes=lanes)
+    executor = StepExecutor(built.model, built.engine, mesh, clock, lanes=lanes)
     evaluator: Callback
     if isinstance(source, ShardSource):
         evaluator = Evaluator(built, source, monitor, settings)
     else:
         evaluator = TaskEvaluator(built, source, monitor, settings)
+    cotangents = CotangentNorms(built, monitor, training)
+    cotangents.before_first_step(progress)
     callbacks: Sequence[Callback] = [
         Recorder(monitor, clock, training, mesh),
         replica_check,
         evaluator,
+        LongContext(built, source, monitor, settings),
+        cotangents,
         Saver(built, lanes, store, monitor, fingerprints, training),
     ]
     with open_stream(source, settings, mesh, progress) as stream:
-        batches = feed.steps(stream, mesh, training)
+        batches = feed.steps(stream, mesh, training, progress.step)
         while progress.step < training.steps:
             clock.start()
             data = next(batches)
             clock.mark("data")
+            executor.segments = data.segments
             result = executor.step(data.batches, learning_rates(progress.step, training))
             progress = Progress(progress.step + 1, progress.tokens + training.global_batch_tokens, data.cursors)
             for callback in callbacks:
@@ -93,16 +96,7 @@ def open_stream(
     if not feed.reads(mesh):
         return nullcontext()
     training = settings.training
-    plan = StepPlan(
-        context=training.context,
-        lanes=training.lane_count,
-        lanes_per_step=training.sequences_per_step,
-        micro_batch=training.micro_batch,
-        data_rank=mesh.data_rank,
-        data_size=mesh.layout.data,
-        start_step=progress.step,
-        prefetch=settings.data.prefetch,
-    )
+    plan = feed.plan(training, mesh, progress.step, settings.data.prefetch)
     return source.stream(plan, seed=training.seed, cursors=progress.cursors or None)
 
 

@@ -32,11 +32,12 @@ EXP_FLOPS = 16
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does in one micro-batch.
+    """What one rank does in one pass.
 
     batch: sequences. length: tokens of each on this rank. tensor: ranks of the tensor group. compute_bytes: of the compute type, 2
-    or 4. gpu: whether kernels that only a GPU has fused keep less. segment: whether the sequence is shared with other ranks.
-    split_residual: whether tensor ranks share the residual stream, each a part of the tokens.
+    or 4. gpu: whether kernels that only a GPU has fused keep less. segment: whether the tokens are a segment of a sequence, whose
+    States come from another rank or from the segment before. split_residual: whether tensor ranks share the residual stream, each a
+    part of the tokens.
     """
 
     batch: int
@@ -152,10 +153,10 @@ class Carrier:
     def kept_bytes(self, work: Work) -> int:
         """What is kept of the States on the way."""
         state = sum(leaf.nbytes(work) for leaf in self.leaves)
-        # between ranks the chunks' States come back when the recurrence is run again: kept are the one that entered and the
+        # of a segment the chunks' States come back when the recurrence is run again: kept are the one that entered and the
         # span's transition
         if work.segment:
-            return state + sum(leaf.nbytes(work) for leaf in self.factors)
+            return self.arriving_bytes(work) + sum(leaf.nbytes(work) for leaf in self.factors)
         if not self.chunk:
             return 0 if self.chunk == 0 else state
         return -(-work.length // self.tokens_per_chunk(work)) * state
@@ -165,6 +166,17 @@ class Carrier:
         """A span's transition, leaf by leaf; () where it is not linear."""
         pairs = zip(self.leaves, self.transition, strict=True) if self.transition else ()
         return tuple(replace(leaf, shape=shape) for leaf, shape in pairs)
+
+    def arriving_bytes(self, work: Work) -> int:
+        """The State that arrives from the rank or the segment before, as often as it travels."""
+        return self.messages * sum(leaf.nbytes(work) for leaf in self.leaves) if work.segment else 0
+
+    def decided_bytes(self, work: Work) -> int:
+        """What its first run alone decides. A carrier without any cotangent makes scores, a number per token, and what is chosen
+        hangs on their last bit: so they and the State that left are kept."""
+        if not self.leaves or any(leaf.grad for leaf in self.leaves):
+            return 0
+        return 4 * work.tokens + sum(leaf.nbytes(work) for leaf in self.leaves)
 
     def tokens_per_chunk(self, work: Work) -> int:
         if not self.elements:
@@ -232,8 +244,16 @@ class Footprint:
         return sum(leaf.nbytes(work, leaving=True) for leaf in self.leaves)
 
     def arriving_bytes(self, work: Work) -> int:
-        """The State that arrives from the rank before."""
-        return sum(leaf.nbytes(work) for leaf in self.leaves) if work.segment else 0
+        """The State that arrives from the rank or the segment before."""
+        return sum(carrier.arriving_bytes(work) for carrier in self.carriers)
+
+    def decided_bytes(self, work: Work) -> int:
+        """What is kept of a first run though everything is run again."""
+        return sum(carrier.decided_bytes(work) for carrier in self.carriers)
+
+    def message_bytes(self, work: Work) -> int:
+        """The State that leaves, in a message of all recurrences together."""
+        return _aligned(leaf.nbytes(work) for leaf in self.leaves)
 
     def mask_bytes(self, work: Work) -> int:
         """A truth value and a number in the compute type for every pair of tokens, the later one's half of them."""

@@ -2,12 +2,14 @@
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.prepare import prepare
+from baton.data_pipeline.shards import ShardWriter
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
 
 WORDS = ["the", "lane", "reads", "a", "unit", "of", "documents", "and", "cuts", "it", "where", "context", "ends", "while", "state"]
@@ -84,3 +86,23 @@ def token_folder(corpus, tokenizer, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def dataset(text_folder) -> Dataset:
     return Dataset.open(text_folder)
+
+
+def _write_dataset(folder, contents, content, tokenizer):
+    """A dataset of one training and one validation shard, each of these (payload, text bytes, tokens), as they are."""
+    summaries = []
+    for split in ("train", "validation"):
+        writer = ShardWriter(folder / f"{split}-000000.tar", content)
+        for number, (payload, size, tokens) in enumerate(contents):
+            writer.add(f"{split[:5]}{number:027d}", payload, size, tokens)
+        summaries.append(asdict(writer.close(split)))
+    manifest = {"format": "baton-dataset", "version": 1, "content": content, "settings": {}, "totals": {}, "rejected": {}}
+    manifest |= {"tokenizer": tokenizer.fingerprint if content == "tokens" else None, "shards": summaries}
+    (folder / "dataset.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def write_dataset():
+    """(folder, [(payload, text bytes, tokens)], "text" or "tokens", tokenizer) -> the folder, with such a dataset."""
+    return _write_dataset

@@ -12,6 +12,7 @@ import webdataset
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.stream import BatchStream, documents
 
 
@@ -34,8 +35,9 @@ def served(text_folder, tmp_path):
 
 
 def tokens(dataset, tokenizer):
-    arguments = {"seed": 3, "context": 60, "lanes": 4, "lanes_per_step": 4, "micro_batch": 2, "data_rank": 0, "data_size": 1}
-    with BatchStream(dataset, tokenizer, **arguments, unit_documents=20) as stream:
+    sizes = {"context": 60, "lanes": 4, "lanes_per_step": 4, "micro_batch": 2}
+    plan = StepPlan.constant(**sizes, data_rank=0, data_size=1, start_step=0, prefetch=2)
+    with BatchStream(dataset, tokenizer, plan, seed=3, unit_documents=20) as stream:
         return np.concatenate([batch.tokens for step in islice(stream, 12) for batch in step.micro_batches])
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.lanes import Cursor, permutation
+from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.stream import BatchStream
 
 SEED, LANES, UNIT_DOCUMENTS = 11, 12, 5
@@ -47,18 +48,11 @@ def lane_streams(text_folder, tokenizer):
 
 
 def open_stream(dataset, tokenizer, **changes):
-    arguments = {
-        "seed": SEED,
-        "context": 16,
-        "lanes": LANES,
-        "lanes_per_step": LANES,
-        "micro_batch": 1,
-        "data_rank": 0,
-        "data_size": 1,
-        "unit_documents": UNIT_DOCUMENTS,
-        **changes,
-    }
-    return BatchStream(dataset, tokenizer, **arguments)
+    about_order = {"seed": SEED, "unit_documents": UNIT_DOCUMENTS}
+    for name in ("seed", "unit_documents", "unit_bytes", "split", "cursors"):
+        about_order |= {name: changes.pop(name)} if name in changes else {}
+    plan = {"context": 16, "lanes": LANES, "lanes_per_step": LANES, "micro_batch": 1, "data_rank": 0, "data_size": 1}
+    return BatchStream(dataset, tokenizer, StepPlan.constant(**{**plan, "start_step": 0, "prefetch": 2, **changes}), **about_order)
 
 
 def rows_of(step, into):

@@ -180,7 +180,7 @@ LANES = 12
 def open_stream(config, **changes):
     cursors, seed = changes.pop("cursors", None), changes.pop("seed", 11)
     plan = {"context": 2 * config.length, "lanes": LANES, "lanes_per_step": LANES, "micro_batch": 1, "data_rank": 0, "data_size": 1}
-    return TaskStream(config, StepPlan(**{**plan, "start_step": 0, "prefetch": 2, **changes}), seed=seed, cursors=cursors)
+    return TaskStream(config, StepPlan.constant(**{**plan, "start_step": 0, "prefetch": 2, **changes}), seed=seed, cursors=cursors)
 
 
 def rows_of(step, into):

@@ -1,8 +1,5 @@
 """`baton plan`: its arithmetic is compared with the modules themselves, and with what running models were seen to keep and send."""
 
-import json
-import subprocess
-import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -27,8 +24,9 @@ from support.plans import (
     run_of,
 )
 
-from baton.launcher.arithmetic import REDUCE_BUCKET, Arithmetic, of_stages, ring
+from baton.launcher.arithmetic import REDUCE_BUCKET, Arithmetic, of_stages
 from baton.launcher.config import RunConfig, load
+from baton.launcher.exchange import exchanges, ring, tensor_volumes
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, footprint
 
@@ -37,9 +35,7 @@ RUN = Path(str(files("baton.configs"))) / "runs" / "papers" / "mamba-1.4b-pile.y
 
 @pytest.fixture(scope="module")
 def measured():
-    done = subprocess.run([sys.executable, "-P", plans.__file__], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return plans.measured()
 
 
 # ---------------------------------------------------------------------------------------------------------- against the modules
@@ -144,7 +140,8 @@ def test_chunks_and_buckets_are_the_kernels():
 
 # ---------------------------------------------------------------------------------------------------- against running models
 
-BATCH_NUMBERS = 4 * 8 + 4  # bytes per token of the batch and of what the loss keeps, which the measurement of the stack has not
+LOSS_NUMBERS = 2 * 8  # bytes per token of what the loss keeps of the labels, which the measurement of the stack has not
+READ_NUMBERS = 8 + 4  # bytes per token of the tokens and positions that it has, and that are counted with the whole step's
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -153,7 +150,7 @@ def test_activations_are_what_autograd_keeps(measured, variant, precision):
     """To 3 %: seeds of a chunk and the like are not counted."""
     arithmetic = Arithmetic(run_of(variant, precision=precision))
     # the last norm's output is kept by the loss
-    without = BATCH_NUMBERS + 4 * SMALL_WIDTH
+    without = LOSS_NUMBERS - READ_NUMBERS + 4 * SMALL_WIDTH
     counted = arithmetic.activations(recompute=False) - BATCH * CONTEXT * without
     assert counted == pytest.approx(measured["saved"][variant][precision], rel=0.03)
 
@@ -162,7 +159,7 @@ def test_activations_are_what_autograd_keeps(measured, variant, precision):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_lives_after_forward_is_activations_and_states(measured, variant, recompute):
     arithmetic = Arithmetic(run_of(variant, precision="bfloat16"))
-    counted = arithmetic.activations(recompute=recompute) + arithmetic.states - BATCH * CONTEXT * BATCH_NUMBERS
+    counted = arithmetic.activations(recompute=recompute) + arithmetic.states - BATCH * CONTEXT * LOSS_NUMBERS
     assert counted == pytest.approx(measured["living"][f"{variant} {recompute}"], rel=0.1)
 
 
@@ -175,7 +172,7 @@ def test_a_gpu_keeps_less():
 @pytest.mark.parametrize(("precision", "recompute"), SENT_WITH)
 def test_tensor_ranks_exchange_what_is_counted(measured, variant, precision, recompute):
     arithmetic = Arithmetic(run_of(variant, precision=precision, recompute=recompute, tensor=2))
-    per_micro_batch = sum(arithmetic.tensor_volumes().values()) // arithmetic.micro_batches
+    per_micro_batch = sum(tensor_volumes(arithmetic).values()) // arithmetic.micro_batches
     assert per_micro_batch == measured["sent"][f"{variant} {precision} {recompute}"]
 
 
@@ -189,7 +186,7 @@ def test_activations_on_a_shared_residual_stream_are_what_autograd_keeps(measure
     arithmetic = shared(variant, precision=precision)
     assert arithmetic.work.stream_tokens * SHARED_BY["tensor"] > arithmetic.work.tokens
     # the last norm's output is gathered in the compute type
-    without = BATCH_NUMBERS + arithmetic.work.compute_bytes * SMALL_WIDTH
+    without = LOSS_NUMBERS - READ_NUMBERS + arithmetic.work.compute_bytes * SMALL_WIDTH
     counted = arithmetic.activations(recompute=False) - BATCH * ODD_CONTEXT * without
     assert counted == pytest.approx(measured["shared"][variant]["saved"][precision], rel=0.02)
 
@@ -199,7 +196,8 @@ def test_activations_on_a_shared_residual_stream_are_what_autograd_keeps(measure
 def test_recomputation_on_a_shared_residual_stream_keeps_what_is_counted(measured, variant, precision):
     arithmetic = shared(variant, precision=precision)
     # of the batch its tokens and positions are seen
-    counted = arithmetic.activations(recompute=True) + arithmetic.states - BATCH * ODD_CONTEXT * (BATCH_NUMBERS - 8 - 4)
+    without = LOSS_NUMBERS - READ_NUMBERS
+    counted = arithmetic.activations(recompute=True) + arithmetic.states - BATCH * ODD_CONTEXT * without
     assert counted == pytest.approx(measured["shared"][variant]["living"][precision], rel=0.1)
 
 
@@ -209,7 +207,7 @@ def test_recomputation_on_a_shared_residual_stream_keeps_what_is_counted(measure
 def test_ranks_that_share_a_residual_stream_exchange_what_is_counted(measured, variant, precision, recompute):
     arithmetic = shared(variant, precision=precision, recompute=recompute)
     counted = dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 0)
-    for (_, collective), volume in arithmetic.tensor_volumes().items():
+    for (_, collective), volume in tensor_volumes(arithmetic).items():
         counted[collective] += volume // arithmetic.micro_batches
     sent = measured["shared"][variant]["sent"][f"{precision} {recompute}"]
     names = {"allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
@@ -220,13 +218,13 @@ def test_ranks_that_share_a_residual_stream_exchange_what_is_counted(measured, v
 def test_gradients_are_partial_where_the_layouts_of_a_shared_residual_stream_say_so(measured, variant):
     partial = {p.name: p.numel for p in shared(variant).parameters if p.partial}
     assert partial == measured["shared"][variant]["partial"]
-    exchange = shared(variant).exchange()["partial gradients: all-reduce over tensor"]
+    exchange = exchanges(shared(variant))["partial gradients: all-reduce over tensor"]
     assert (exchange.bytes, exchange.once) == (ring(2 * 4 * sum(partial.values()), SHARED_BY["tensor"]), True)
 
 
 def test_stages_hand_on_parts_of_a_shared_residual_stream(measured):
     for one, given in zip(of_stages(run_of("gla", pipeline=STAGES, **SHARED_BY)), measured["shared stages"], strict=True):
-        hidden = [sent.bytes for name, sent in one.exchange().items() if "hidden vectors" in name]
+        hidden = [sent.bytes for name, sent in exchanges(one).items() if "hidden vectors" in name]
         assert hidden == [given]
         assert one.hidden_bytes * SHARED_BY["tensor"] == 4 * SMALL_WIDTH * one.work.tokens
 
@@ -241,7 +239,7 @@ FEW = 48
 @pytest.mark.parametrize("zero", ZERO)
 def test_zero_exchanges_what_is_counted(measured, zero):
     arithmetic = Arithmetic(run_of("gla", data=2, zero=zero))
-    exchange, given = arithmetic.exchange(), measured["zero"][str(zero)]
+    exchange, given = exchanges(arithmetic), measured["zero"][str(zero)]
     gradients, gathered = 4 * arithmetic.local_count, 4 * arithmetic.local_count * bool(zero)
     reduced = {0: given["allreduce_"] - LOSS, 1: given["allreduce_"] - LOSS, 2: given.get("reduce_", 0)}[zero]
     assert reduced == pytest.approx(gradients, abs=FEW)
@@ -263,7 +261,7 @@ def test_stages_exchange_what_is_counted(measured, tied):
     run = run_of("gla", pipeline=STAGES)
     run = run.model_copy(update={"model": run.model.model_copy(update={"tie_embeddings": tied})})
     for number, one in enumerate(of_stages(run)):
-        given, exchange = measured["stages"][f"{number} {tied}"], {name: sent.bytes for name, sent in one.exchange().items()}
+        given, exchange = measured["stages"][f"{number} {tied}"], {name: sent.bytes for name, sent in exchanges(one).items()}
         hidden = exchange[
             "hidden vectors: to the next stage" if number == 0 else "gradients of hidden vectors: to the stage before"
         ]
@@ -275,7 +273,7 @@ def test_stages_exchange_what_is_counted(measured, tied):
             "tied embedding: gradient to the first stage": "reduce_",
         }
         for name, collective in shared.items():
-            assert given.get(collective, 0) == (4 * one._head if tied else 0)
+            assert given.get(collective, 0) == (4 * one.head_count if tied else 0)
             assert exchange.get(name, 0) == (given.get(collective, 0) if number == (collective == "reduce_") else 0)
         # it is one data rank, so gradients are given to all-reduces that have nothing to do
         assert given["allreduce_"] == pytest.approx(4 * one.local_count + LOSS * number, abs=FEW)
@@ -285,7 +283,7 @@ def test_stages_exchange_what_is_counted(measured, tied):
 def test_activations_of_a_stage_are_what_autograd_keeps(measured, variant):
     """To 4 %; what goes to the next stage is kept by who sends it."""
     for one, saved in zip(of_stages(run_of(variant, pipeline=STAGES)), measured["saved of a stage"][variant], strict=True):
-        beside = (BATCH_NUMBERS if one.stage.last else 2 * 8 + 4) + 4 * SMALL_WIDTH
+        beside = LOSS_NUMBERS * one.stage.last - READ_NUMBERS + 4 * SMALL_WIDTH
         assert one.activations(recompute=False) - BATCH * CONTEXT * beside == pytest.approx(saved, rel=0.04)
 
 
@@ -310,18 +308,18 @@ def test_stages_keep_as_many_micro_batches_as_their_schedule_has_ahead():
 @pytest.mark.parametrize("variant", HANDED_ON)
 def test_sequence_ranks_hand_on_what_is_counted(measured, variant):
     arithmetic = Arithmetic(run_of(variant, sequence=2))
-    exchange = arithmetic.exchange()
+    exchange = exchanges(arithmetic)
     names = {"right": "States: to the next rank", "left": "cotangents: to the rank before"}
     counted = {direction: exchange[name].bytes // 2 if name in exchange else 0 for direction, name in names.items()}
     assert counted == measured["handed on"][variant]
-    kept = arithmetic.activations(recompute=False) - BATCH * CONTEXT // 2 * (BATCH_NUMBERS + 4 * SMALL_WIDTH)
+    kept = arithmetic.activations(recompute=False) - BATCH * CONTEXT // 2 * (LOSS_NUMBERS - READ_NUMBERS + 4 * SMALL_WIDTH)
     assert kept == pytest.approx(measured["saved of a segment"][variant], rel=0.03)
 
 
 @pytest.mark.parametrize("variant", HANDED_ON)
 def test_sequence_ranks_gather_what_is_counted(measured, variant):
     """Of a rank in the middle: what linear recurrences gather, and what the others hand on all the same."""
-    exchange = Arithmetic(run_of(variant, sequence=SPANS, state_exchange="gather")).exchange()
+    exchange = exchanges(Arithmetic(run_of(variant, sequence=SPANS, state_exchange="gather")))
     seen = measured["gathered"][variant]
     for direction, what in (("right", "States: "), ("left", "cotangents: ")):
         assert sum(sent.bytes for name, sent in exchange.items() if name.startswith(what)) == 2 * seen.get(f"{direction} bytes", 0)

@@ -12,11 +12,12 @@ import pytest
 import yaml
 from support.plans import ZERO
 
-from baton.launcher.arithmetic import Arithmetic, of_stages, ring
+from baton.launcher.arithmetic import Arithmetic, of_stages
 from baton.launcher.cli import main
 from baton.launcher.cluster import Cluster, load_cluster
 from baton.launcher.config import load
 from baton.launcher.errors import ConfigError
+from baton.launcher.exchange import ring
 from baton.launcher.plan import make_plan
 from baton.models.settings import MixerConfig
 

@@ -100,6 +100,22 @@ SETTINGS = {
         ["training.bptt={mode: exact, segment: 8}", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 8}}"],
         ["training.bptt: model.mixers.attention looks at the whole document", "attention.window, or training.bptt=null"],
     ),
+    "a shorter length that does not divide": (
+        ["training.length_warmup=[{steps: 2, context: 12}]"],
+        ["training.length_warmup.0.context=12 does not divide training.context=32", "[1, 2, 4, 8, 16, 32]"],
+    ),
+    "a shorter length whose sequences do not fit": (
+        ["training.length_warmup=[{steps: 2, context: 8}]", "training.lanes=6"],
+        ["training.length_warmup.0: training.lanes=6 is less than the 16 sequences of a step"],
+    ),
+    "shorter lengths to the end": (
+        ["training.length_warmup=[{steps: 39, context: 8}, {steps: 1, context: 16}]"],
+        ["training.length_warmup takes 40 steps, all of training.steps=40"],
+    ),
+    "a shorter length that leaves too few tokens to a rank": (
+        ["training.length_warmup=[{steps: 2, context: 4}]", "layout={sequence: 2}"],
+        ["layout.sequence=2 leaves 2 of training.length_warmup.0.context=4 tokens to a rank"],
+    ),
     "no mode": (["training.bptt={segment: 8}"], ["training.bptt.mode is missing"]),
     "ZeRO-2 with stages": (
         ["layout.pipeline=2", "layout.zero=2"],

@@ -14,7 +14,12 @@ from baton.training.checkpoint.planner import SafeReader
 from baton.training.monitor import read_metrics
 
 COMMON = ("training.steps=8", "training.checkpoint.every=3", "training.evaluation.every=0", "training.replica_check_every=2")
-TRUNCATED = (*COMMON, "training.bptt={mode: truncated, segment: 8, gradient_segments: 2}", "training.lanes=8")
+TRUNCATED = (
+    *COMMON,
+    "training.bptt={mode: truncated, segment: 8, gradient_segments: 2}",
+    "training.lanes=8",
+    "training.length_warmup=[{steps: 2, context: 16}]",
+)
 EXACT = (*COMMON, "training.bptt={mode: exact, segment: 8}")
 OTHER_RANKS = ("layout.data=1", "layout.sequence=2", "layout.pipeline=2")
 
@@ -82,11 +87,12 @@ def assert_same_bits(ours, theirs):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it should be here
 def test_a_truncated_run_killed_in_mid_step_and_mid_document_goes_on_bit_for_bit(inputs, launch, tmp_path, monkeypatch):
-    """And on other ranks: a lane moves whole, with its cursor and its States."""
+    """And on other ranks: a lane moves whole, with its cursor and its States. The first steps have shorter sequences."""
     whole, broken, moved = (tmp_path / name for name in ("whole", "broken", "moved"))
     complete(launch, inputs, whole, TRUNCATED)
-    # a step has two micro-batches of two groups, and each of these surveys one segment and runs two forwards and backwards
-    ended = killed(launch, inputs, broken, TRUNCATED, 4 * 20 + 9, tmp_path, monkeypatch)
+    # A group surveys one segment and runs two forwards and backwards. A step has two micro-batches of two groups; in the first two
+    # steps, whose sequences are half as long and twice as many, of one.
+    ended = killed(launch, inputs, broken, TRUNCATED, 2 * 10 + 2 * 20 + 9, tmp_path, monkeypatch)
     assert ended.rows[-1]["step"] == 4
     assert ended.checkpoints == [3]
     _, manifest = checkpoint(broken, 3)

@@ -47,7 +47,7 @@ def learn(mesh, pattern, mixers, task, *, steps, enough=0.99, seed=0):
     one_rank = {"context": task.length, "micro_batch": ROWS, "data_rank": 0, "data_size": 1}
     held_out = task_set(task, tokens=HELD_OUT * task.length, **one_rank)
     batches = [feed.share(batch, mesh, batch.tokens.shape) for batch in held_out.batches]
-    plan = StepPlan(**one_rank, lanes=ROWS, lanes_per_step=ROWS, start_step=0, prefetch=2)
+    plan = StepPlan.constant(**one_rank, lanes=ROWS, lanes_per_step=ROWS, start_step=0, prefetch=2)
     accuracy = 0.0
     with TaskStream(task, plan, seed=seed) as stream:
         for step, data in zip(range(steps), feed.steps(stream, mesh, training)):

@@ -4,7 +4,10 @@ Run as a program, this file prints it as JSON. Collectives of such a world do no
 """
 
 import json
+import subprocess
+import sys
 from collections import Counter
+from functools import cache
 
 from baton.launcher.config import RunConfig
 from baton.models.settings import SMALL_WIDTH, kinds
@@ -37,10 +40,20 @@ SPANS = 4
 SHARED = ("mamba2", "gla", "bmojo", "mamba", "lattice")
 SHARED_BY = {"tensor": 4, "split_residual": True}
 ODD_CONTEXT = 159
+# gradients through all segments, through some of them, and through none but their own
+SEGMENTED = ("mamba", "gla", "bmojo", "lattice")
+CUT_CONTEXT = 80
+BPTT = {
+    "exact": {"mode": "exact", "segment": 20},
+    "truncated": {"mode": "truncated", "segment": 10, "gradient_segments": 4},
+    "cut": {"mode": "truncated", "segment": 20, "gradient_segments": 1},
+}
+LANES = 6
+SEGMENTED_OVER_RANKS = [(variant, bptt) for variant in SEGMENTED for bptt in BPTT if bptt == "truncated" or variant == "gla"]
 
 
-def run_of(variant, *, precision="float32", recompute=False, device="cpu", context=CONTEXT, mlp=False, **layout):
-    """A run of two layers of the variant's small mixer. mlp: the first has an MLP behind it."""
+def run_of(variant, *, precision="float32", recompute=False, device="cpu", context=CONTEXT, mlp=False, bptt=None, **layout):
+    """A run of two layers of the variant's small mixer. mlp: the first has an MLP behind it. bptt: a name of BPTT."""
     kind, changes = VARIANTS[variant]
     mixers = {kind: kinds()[kind].small().model_copy(update=changes).model_dump()}
     model = {"d_model": SMALL_WIDTH, "n_layers": 2, "vocab_size": 64, "pattern": [kind], "mixers": mixers, "loss_chunk": 32}
@@ -49,7 +62,17 @@ def run_of(variant, *, precision="float32", recompute=False, device="cpu", conte
         model["pattern"] = [f"{kind}+swiglu", kind]
     training = {"steps": 1, "context": context, "global_batch_tokens": 2 * BATCH * context, "micro_batch": BATCH}
     training |= {"precision": precision, "recompute": recompute, "optimizer": {"lr": 1e-3}}
+    if bptt is not None:
+        training |= {"bptt": BPTT[bptt], "lanes": LANES}
     return RunConfig.model_validate({"name": "small", "device": device, "model": model, "training": training, "layout": layout})
+
+
+@cache
+def measured():
+    """What `measure` prints, once for all tests: in a process of its own, because it changes what torch.distributed is."""
+    done = subprocess.run([sys.executable, "-P", __file__], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure():
@@ -67,12 +90,15 @@ def measure():
     from baton.models.lm import LanguageModel
     from baton.parallel import mesh as meshes
     from baton.parallel.layout import initialize_parameters, named_layouts
-    from baton.parallel.pipeline import PipelineLink
+    from baton.parallel.pipeline import PipelineLink, schedule
     from baton.parallel.sequence import SequenceLink
-    from baton.training.build import DTYPES, build
-    from baton.training.executor import StepExecutor, TokenBatch
+    from baton.training.build import DTYPES, build, build_model
+    from baton.training.executor import StepExecutor
+    from baton.training.lane_states import LaneStates
+    from baton.training.passes import Passes, Segments, TokenBatch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is there already is not looked at again and again
     join = dist.init_process_group
 
     def join_nobody(backend, rank, world_size, **settings):
@@ -189,8 +215,12 @@ def measure():
     meshes.shutdown()
     read = batch()
 
+    from_here = SequenceLink.receive
+
     def receive(link, direction, carrier, leaves, batch):
         """Whatever, instead of what nobody sends: a State is only counted here."""
+        if link.size == 1:
+            return from_here(link, direction, carrier, leaves, batch)
         return lambda: {leaf.name: torch.ones(batch, *leaf.shape, dtype=leaf.dtype) for leaf in leaves}
 
     SequenceLink.receive = receive
@@ -260,6 +290,52 @@ def measure():
     results["zero"] = {stage: step_of(0, data=2, zero=stage) for stage in ZERO}
     results["stages"] = {f"{rank} {tied}": step_of(rank, tied, pipeline=STAGES) for rank in range(STAGES) for tied in (True, False)}
     results["shared stages"] = [step_of(rank, pipeline=STAGES, **SHARED_BY)["send"] for rank in (0, SHARED_BY["tensor"])]
+
+    SequenceLink.receive_around = lambda link, leaves, batch: {x.name: torch.ones(batch, *x.shape, dtype=x.dtype) for x in leaves}
+
+    def passes_of(variant, bptt, rank=0, recompute=False, **layout):
+        """Of a micro-batch on a rank: bytes that live after the first group's surveys, and at most after the first passes forwards;
+        bytes of its lanes; what its links and its collectives were given in all."""
+        run = run_of(variant, context=CUT_CONTEXT, bptt=bptt, recompute=recompute, **layout)
+        training, mesh = run.training, meshes.initialize(run.layout, device=torch.device("cpu"), rank=rank, store=None)
+        model = build_model(run.model, training, mesh.device, mesh)
+        initialize_parameters(model, 0, mesh.tensor_rank, mesh.layout.tensor)
+        lanes = LaneStates(model, training, mesh) if training.carries else None
+        whole, together = batch(CUT_CONTEXT // run.layout.sequence), training.gradient_segments
+        read = TokenBatch(whole.tokens, whole.labels, whole.pos, (0, 1))
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        carried = [] if lanes is None else [x for state in lanes._states.values() for x in state.values()]
+        counted = [whole.tokens, whole.labels, whole.pos, *carried, *(x for p in model.parameters() for x in (p, p.grad))]
+        known = {x.untyped_storage()._cdata for x in counted}
+        found = {"survey": 0, "forward": 0}
+        with Sent() as sent, Living() as living:
+            passes = Passes(model, [read], 1.0, Segments(training.segments, together), lanes)
+            for n, operation in enumerate(schedule(mesh.pipeline_rank, run.layout.pipeline, 1, training.segments, together)):
+                passes.do(operation)
+                # the last survey, and the two that run forwards after it
+                if together - 2 <= n <= together + 1 and operation.kind != "backward":
+                    found[operation.kind] = max(found[operation.kind], living.nbytes(known))
+            passes.finish()
+        found["sent"], found["handed on"] = sent.bytes, Counter()
+        for (what, name), n in model.link.counted.items():
+            if "bytes" in what:
+                found["handed on"]["around" if name == "all recurrences" else what.removesuffix(" bytes")] += n
+        found["lanes"] = sum(x.nbytes for x in carried)
+        meshes.shutdown()
+        return found
+
+    found = results["segments"] = {}
+    for bptt in BPTT:
+        for variant in SEGMENTED:
+            found[f"{variant} {bptt}"] = passes_of(variant, bptt)
+            for rank in (0, 1) if (variant, bptt) in SEGMENTED_OVER_RANKS else ():
+                found[f"{variant} {bptt} rank {rank}"] = passes_of(variant, bptt, rank, sequence=2)
+        found[f"gla {bptt} again"] = passes_of("gla", bptt, recompute=True)
+        found[f"gla {bptt} stage"] = passes_of("gla", bptt, 1, pipeline=STAGES)
+        for recompute in (False, True):
+            found[f"mamba {bptt} tensor {recompute}"] = passes_of("mamba", bptt, recompute=recompute, tensor=2)
+            found[f"mamba {bptt} shared {recompute}"] = passes_of("mamba", bptt, recompute=recompute, **SHARED_BY)
     print(json.dumps(results))
 
 

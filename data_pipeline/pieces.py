@@ -1,0 +1,65 @@
+"""The token ids of one document, in pieces.
+
+The one thing to know: a document that is in memory is one piece; a long one is read, and if it is text tokenized, piece by piece,
+with the very same ids.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from baton.data_pipeline.dataset import Dataset, LongPayload
+from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.shards import ShardSummary, token_layout
+from baton.data_pipeline.tokenizer import Ids, Tokenizer
+
+
+def id_pieces(
+    dataset: Dataset, tokenizer: Tokenizer, shard: ShardSummary, sample: int, payload: bytes | None, first: int = 0
+) -> Iterator[Ids]:
+    """int32 ids of a sample from its token number `first` on, without the mark; nothing when it has no more.
+
+    payload: its bytes, as `Dataset.read_short` gives them; None for a long one, which is then read as it is needed.
+
+    Memory is that of a piece and its ids, whatever the document's length. Token ids are found at their place. Where a token stands
+    in a text is not known, so a text is tokenized from its start, and what comes before `first` is dropped: the time of tokenizing
+    that much, once, when a run is resumed in its middle. Raises DataError: damaged data.
+    """
+    if dataset.content == "text":
+        return _of_text(dataset, tokenizer, shard, sample, payload, first)
+    return _of_tokens(dataset, shard, sample, payload, first)
+
+
+def _of_text(
+    dataset: Dataset, tokenizer: Tokenizer, shard: ShardSummary, sample: int, payload: bytes | None, first: int
+) -> Iterator[Ids]:
+    if payload is not None:
+        yield tokenizer.encode_utf8(payload)[first:]
+        return
+    for ids in tokenizer.encode_blocks(LongPayload(dataset, shard, sample).pieces()):
+        yield ids[first:]
+        first = max(0, first - len(ids))
+
+
+def _of_tokens(dataset: Dataset, shard: ShardSummary, sample: int, payload: bytes | None, first: int) -> Iterator[Ids]:
+    if payload is not None:
+        dtype, count, begin = _layout(dataset, shard, sample, payload)
+        yield np.frombuffer(payload, dtype, count, begin)[first:].astype(np.int32)
+        return
+    long = LongPayload(dataset, shard, sample)
+    dtype, _, begin = _layout(dataset, shard, sample, long.head)
+    for piece in long.pieces(begin + first * dtype.itemsize):
+        yield np.frombuffer(piece, dtype).astype(np.int32)
+
+
+def _layout(dataset: Dataset, shard: ShardSummary, sample: int, head: bytes) -> tuple[np.dtype[Any], int, int]:
+    """`token_layout`, agreeing with the index. Raises DataError."""
+    index, where = dataset.index(shard), dataset.named(shard, sample)
+    try:
+        layout = token_layout(head, int(index.sizes[sample]))
+    except ValueError as error:
+        raise DataError(f"{where} is no list of token ids ({error}); prepare the dataset again") from error
+    if layout[1] != index.tokens[sample]:
+        raise DataError(f"{where} has {layout[1]} tokens, its index says {index.tokens[sample]}; prepare the dataset again")
+    return layout

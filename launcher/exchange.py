@@ -1,0 +1,174 @@
+"""What ranks send each other in an optimizer step, counted from a run's settings. Torch-free.
+
+The one thing to know: bytes are of a ring: an all-reduce of n bytes over p ranks sends 2 n (p - 1) / p from each, an all-gather
+n (p - 1) / p. Counts, norms and flags of a few numbers are left out. Where a gradient goes through several segments, States cross
+each border once: a segment that is run again takes what was kept. Tensor ranks exchange all of the forward pass again.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from baton.launcher.arithmetic import Arithmetic
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Bytes that each rank sends per optimizer step for one purpose, in a group of `members` ranks that are `stride` apart; pairs:
+    each to its neighbour, not all in a ring; once: when all passes are done, not with each of them; survey: with surveys."""
+
+    bytes: int
+    members: int
+    stride: int
+    pairs: bool = False
+    once: bool = False
+    survey: bool = False
+
+
+def exchanges(one: Arithmetic) -> dict[str, Exchange]:
+    """Of each rank of a stage, by purpose; where its ranks differ, of the one that sends most."""
+    return {**_over_data(one), **_over_tensor(one), **_over_sequence(one), **_of_stages(one), **_of_readers(one)}
+
+
+def _over_data(one: Arithmetic) -> dict[str, Exchange]:
+    shards, p, n = one.shards, one.tensor, 4 * one.local_count
+    if shards == 1:
+        return {}
+    # DeepSpeed's ZeRO-0 and ZeRO-1 all-reduce the gradients whole; ZeRO-2 reduces each piece to its owner
+    if one.layout.zero == 2:
+        found = {"gradients: reduce to owners over data": Exchange(ring(n, shards), shards, p, once=True)}
+    else:
+        found = {"gradients: all-reduce over data": Exchange(ring(2 * n, shards), shards, p, once=True)}
+    if one.layout.zero:
+        found["parameters: all-gather over data"] = Exchange(ring(n, shards), shards, p, once=True)
+    return found
+
+
+def _over_tensor(one: Arithmetic) -> dict[str, Exchange]:
+    p = one.tensor
+    partial = 4 * sum(parameter.numel for parameter in one.parameters if parameter.partial)
+    volumes = {("partial gradients", "all-reduce"): partial, **tensor_volumes(one)}
+    return {
+        f"{purpose}: {collective} over tensor": Exchange(
+            ring((2 if collective == "all-reduce" else 1) * volume, p),
+            p,
+            1,
+            once=purpose == "partial gradients",
+            survey=purpose == _SURVEYS,
+        )
+        for (purpose, collective), volume in volumes.items()
+        if volume and p > 1
+    }
+
+
+_SURVEYS = "surveyed segments"
+
+
+def tensor_volumes(one: Arithmetic) -> dict[tuple[str, str], int]:
+    """Bytes of the whole tensors that are all-reduced, all-gathered or reduce-scattered over the tensor group per optimizer step.
+
+    By purpose and collective.
+    """
+    found = {name: volume * one.passes for name, volume in _volumes_of_a_pass(one).items()}
+    found |= {(_SURVEYS, collective): volume * one.surveys for collective, volume in _volumes_of_a_survey(one).items()}
+    return {name: volume for name, volume in found.items() if volume}
+
+
+def _volumes_of_a_pass(one: Arithmetic) -> Counter[tuple[str, str]]:
+    work, shared, again = one.work, one.work.split_residual, int(one.training.recompute)
+    vectors, both, found = _vectors(one), ("all-gather", "reduce-scatter"), Counter[tuple[str, str]]()
+    for layer in one.layers:
+        for reduction in (reduction for block in one.of_layer(layer) for reduction in block.reductions):
+            if not (shared and reduction.residual):
+                volume = work.tokens * reduction.width * work.nbytes(reduction.dtype)
+                runs = 1 + again * (reduction.direction == "forward")
+                found[f"layers {reduction.direction}", "all-reduce"] += runs * volume
+        for collective in both if shared else ():
+            found["layers forward", collective] += (1 + again) * len(layer) * vectors
+            found["layers backward", collective] += len(layer) * vectors
+        # recomputation ends with the last tensor that backward needs, which goes into the layer's last sum
+        found["layers forward", "reduce-scatter" if shared else "all-reduce"] -= again * vectors
+    if one.stage.first:
+        for collective in both if shared else ("all-reduce",):
+            found["embedding", collective] += vectors * 4 // work.compute_bytes
+    if one.stage.last:
+        # largest logit, own logit and sum of exponentials, twice: a chunk's loss is computed again for its gradients
+        found["loss", "all-reduce"] += 2 * 3 * 4 * work.tokens
+        for collective in both if shared else ("all-reduce",):
+            found["loss", collective] += vectors
+    return found
+
+
+def _volumes_of_a_survey(one: Arithmetic) -> Counter[str]:
+    """Of the forward pass alone, by collective; the stream that the loss would read is made, and gathered where it is shared."""
+    work, shared, found = one.work, one.work.split_residual, Counter[str]()
+    for block in one.every_block:
+        for reduction in block.reductions:
+            if reduction.direction == "forward" and not (shared and reduction.residual):
+                found["all-reduce"] += work.tokens * reduction.width * work.nbytes(reduction.dtype)
+        for collective in ("all-gather", "reduce-scatter") if shared else ():
+            found[collective] += _vectors(one)
+    if one.stage.first:
+        found["reduce-scatter" if shared else "all-reduce"] += _vectors(one) * 4 // work.compute_bytes
+    if one.stage.last and shared:
+        found["all-gather"] += _vectors(one)
+    return found
+
+
+def _vectors(one: Arithmetic) -> int:
+    """Bytes of d_model numbers per token in the compute type."""
+    work = one.work
+    return one.model.d_model * work.compute_bytes * (work.stream_tokens * one.tensor if work.split_residual else work.tokens)
+
+
+def _over_sequence(one: Arithmetic) -> dict[str, Exchange]:
+    found: dict[str, Exchange] = {}
+    ranks, p, work = one.layout.sequence, one.tensor, one.work
+    if ranks == 1:
+        return found
+    carriers = [carrier for block in one.every_block for carrier in block.carriers]
+    # a collective would keep all ranks in one of several segments
+    gathers = one.layout.state_exchange == "gather" and one.together == 1
+    gathered = [carrier for carrier in carriers if carrier.transition and gathers]
+    for name, backward in (("States: to the next rank", False), ("cotangents: to the rank before", True)):
+        sent = sum(carrier.message_bytes(work, backward=backward) for carrier in carriers if carrier not in gathered)
+        if sent:
+            found[name] = Exchange(sent * one.passes, ranks, p, pairs=True)
+    effects = sum(carrier.effect_bytes(work) for carrier in gathered)
+    if effects:
+        for name in ("States: all-gather over sequence", "cotangents: all-gather over sequence"):
+            found[name] = Exchange((ranks - 1) * effects * one.passes, ranks, p)
+    whole = sum(block.message_bytes(work) for block in one.every_block)
+    if one.training.carries and whole:
+        found["States of lanes: to the first rank"] = Exchange(whole * one.passes // one.together, ranks, p, pairs=True)
+    return found
+
+
+def _of_stages(one: Arithmetic) -> dict[str, Exchange]:
+    found: dict[str, Exchange] = {}
+    layout, stage = one.layout, one.stage
+    between = one.tensor * layout.sequence * layout.data
+    hidden = Exchange(one.hidden_bytes * one.passes, stage.count, between, pairs=True)
+    if not stage.last:
+        found["hidden vectors: to the next stage"] = hidden
+    if not stage.first:
+        found["gradients of hidden vectors: to the stage before"] = hidden
+    if one.model.tie_embeddings and stage.first != stage.last:
+        name = "tied embedding: values to the last stage" if stage.first else "tied embedding: gradient to the first stage"
+        found[name] = Exchange(4 * one.head_count, 2, (stage.count - 1) * between, pairs=True, once=True)
+    return found
+
+
+def _of_readers(one: Arithmetic) -> dict[str, Exchange]:
+    layout = one.layout
+    readers = one.tensor * layout.sequence * layout.pipeline
+    if readers == 1:
+        return {}
+    tokens = 3 * 8 * one.work.batch * one.training.context
+    # with stages the readers of a lane are as far apart as the ranks that read others
+    stride = 1 if layout.pipeline == 1 else layout.data
+    return {"tokens: broadcast to all that need them": Exchange(tokens * one.micro_batches, readers, stride)}
+
+
+def ring(volume: int, members: int) -> int:
+    """volume (members - 1) / members, in whole bytes."""
+    return volume * (members - 1) // members

@@ -1,0 +1,282 @@
+"""`baton plan` of segments: compared with what the passes of running models were seen to keep and to send, and what it advises."""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from support import plans
+from support.plans import BPTT, CUT_CONTEXT, LANES, SEGMENTED, SEGMENTED_OVER_RANKS, SHARED_BY, STAGES, run_of
+
+from baton.launcher.advice import LEAST_PASS
+from baton.launcher.arithmetic import of_stages
+from baton.launcher.cli import main
+from baton.launcher.cluster import load_cluster
+from baton.launcher.config import load
+from baton.launcher.exchange import exchanges, tensor_volumes
+from baton.launcher.plan import make_plan
+
+RUN = Path(str(files("baton.configs"))) / "runs" / "papers" / "mamba-1.4b-pile.yaml"
+LONG = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return plans.measured()["segments"]
+
+
+def long_run(*words, context=LONG, sequences=1):
+    """The words of a run of a few long sequences on one rank."""
+    tokens = [f"training.context={context}", f"training.global_batch_tokens={context * sequences}"]
+    return load(RUN, ["layout.data=1", "training.micro_batch=1", *tokens, *words])
+
+
+# ----------------------------------------------------------------------------------------------------------- against running models
+
+
+def arithmetic(variant, bptt, **settings):
+    """Of the run's last stage."""
+    return of_stages(run_of(variant, context=CUT_CONTEXT, bptt=bptt, **settings))[-1]
+
+
+def assert_kept(one, seen, rel=0.03):
+    """Fingerprints of States and the like are not counted. In one process the State that the last survey left waits there;
+    between processes it has been sent."""
+    memory, waiting = one.memory(), one.entering if one.layout.sequence == 1 else 0
+    if one.together > 1:
+        assert memory.borders + memory.inputs + waiting == pytest.approx(seen["survey"], rel=rel)
+    kept = memory.borders + memory.inputs + one.activations(recompute=one.training.recompute)
+    assert kept == pytest.approx(seen["forward"], rel=rel)
+
+
+@pytest.mark.parametrize("variant", SEGMENTED)
+@pytest.mark.parametrize("bptt", BPTT)
+def test_segments_keep_what_is_counted(measured, variant, bptt):
+    one, seen = arithmetic(variant, bptt), measured[f"{variant} {bptt}"]
+    assert one.work.length == BPTT[bptt]["segment"] < CUT_CONTEXT
+    assert_kept(one, seen)
+    # six lanes of which a micro-batch reads two
+    assert seen["lanes"] == one.memory().lanes == (0 if bptt == "exact" else LANES // 2 * one.states)
+
+
+@pytest.mark.parametrize("bptt", BPTT)
+def test_recomputed_segments_and_those_of_later_stages_keep_what_is_counted(measured, bptt):
+    assert_kept(arithmetic("gla", bptt, recompute=True), measured[f"gla {bptt} again"])
+    last = arithmetic("gla", bptt, pipeline=STAGES)
+    assert_kept(last, measured[f"gla {bptt} stage"])
+    assert last.memory().inputs == (last.together - 1) * last.hidden_bytes
+    # hidden vectors come once, their gradients go back once, however often a segment runs
+    assert (
+        exchanges(last)["gradients of hidden vectors: to the stage before"].bytes
+        == 2 * measured[f"gla {bptt} stage"]["sent"]["send"]
+    )
+
+
+@pytest.mark.parametrize(("variant", "bptt"), SEGMENTED_OVER_RANKS)
+def test_segments_over_sequence_ranks_keep_and_send_what_is_counted(measured, variant, bptt):
+    """The two ends differ: the first rank sends nothing to the left of a group, the last one hands on what leaves it as a whole."""
+    one = arithmetic(variant, bptt, sequence=2)
+    first, last = (measured[f"{variant} {bptt} rank {rank}"] for rank in (0, 1))
+    assert_kept(one, last)
+    assert first["lanes"] == one.memory().lanes
+    assert last["lanes"] == 0
+    sent = {name: exchange.bytes // 2 for name, exchange in exchanges(one).items()}
+    assert sent["States: to the next rank"] == first["handed on"]["right"]
+    assert sent["cotangents: to the rank before"] == last["handed on"]["left"]
+    assert sent.get("States of lanes: to the first rank", 0) == last["handed on"].get("around", 0)
+    groups = one.passes // one.together
+    assert last["handed on"].get("right", 0) * one.passes == first["handed on"]["right"] * (one.passes - groups)
+    assert ("around" in last["handed on"]) is one.training.carries
+
+
+@pytest.mark.parametrize("bptt", BPTT)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("how", ["tensor", "shared"])
+def test_tensor_ranks_exchange_surveys_too(measured, bptt, recompute, how):
+    layout = {"tensor": 2} if how == "tensor" else SHARED_BY
+    one = arithmetic("mamba", bptt, recompute=recompute, **layout)
+    seen = measured[f"mamba {bptt} {how} {recompute}"]
+    assert_kept(one, seen, rel=0.06)
+    counted = dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 0)
+    for (_, collective), volume in tensor_volumes(one).items():
+        counted[collective] += volume // one.micro_batches
+    names = {"allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
+    assert {name: n for name, n in counted.items() if n} == {names[name]: n for name, n in seen["sent"].items()}
+    assert ("surveyed segments", "all-reduce") in tensor_volumes(one) or one.together == 1
+
+
+def test_states_are_gathered_only_where_no_gradient_goes_from_segment_to_segment():
+    for bptt in BPTT:
+        names = exchanges(arithmetic("gla", bptt, sequence=2, state_exchange="gather"))
+        assert any("all-gather over sequence" in name for name in names) is (bptt == "cut")
+
+
+# ------------------------------------------------------------------------------------------------------------- against the schedule
+
+
+def makespan(stages, micro_batches, segments, together, seconds):
+    """Of the operations of all stages: one begins when its stage is free and what it needs from a neighbour is there."""
+    from baton.parallel.pipeline import schedule
+
+    lists = [schedule(n, stages, micro_batches, segments, together) for n in range(stages)]
+    free, ended, at = [0.0] * stages, {}, [0] * stages
+    while any(n < len(found) for n, found in zip(at, lists, strict=True)):
+        for stage, found in enumerate(lists):
+            if at[stage] == len(found):
+                continue
+            one = found[at[stage]]
+            unit = (one.micro_batch, one.segment)
+            backward = one.kind == "backward"
+            there = stages - 1 if backward else 0
+            needs = (backward, stage + 1 if backward else stage - 1, unit)
+            if stage != there and needs not in ended:
+                continue
+            start = max(free[stage], 0.0 if stage == there else ended[needs])
+            free[stage] = start + seconds[backward]
+            # of two runs forwards the first one's result is what is sent
+            ended.setdefault((backward, stage, unit), free[stage])
+            at[stage] += 1
+    return max(free)
+
+
+@pytest.mark.parametrize(("sequences", "segments", "through"), [(3, 8, None), (1, 32, None), (2, 8, 1), (5, 1, None), (2, 16, 4)])
+def test_the_bubble_is_the_schedules(sequences, segments, through):
+    mode = f"truncated, gradient_segments: {through}" if through else "exact"
+    bptt = f"training.bptt={{mode: {mode}, segment: {LONG // segments}}}"
+    # layers without a head and a loss, so that stages are equal and a pass backwards takes a forward one's time three times
+    config = long_run(bptt, "layout.pipeline=4", sequences=sequences)
+    plan = make_plan(config)
+    one = of_stages(config)[1]
+    forward = one.surveying().cost / one.surveys * one.passes if one.surveys else one.operations().cost / 4
+    seconds = forward / one.passes, (one.operations().cost - forward) / one.passes
+    took = makespan(4, sequences, segments, one.together, seconds)
+    own = one.operations().cost + one.surveying().cost
+    assert plan.bubble == pytest.approx(1 - own / took, abs=0.01)
+    most = max(kept_at_once(stage, 4, sequences, segments, one.together) for stage in range(4))
+    assert [stage.in_flight for stage in plan.stages] == [kept_at_once(n, 4, sequences, segments, one.together) for n in range(4)]
+    assert most == (1 if one.together > 1 else 4)
+
+
+def kept_at_once(stage, *sizes):
+    """Passes whose activations the schedule has at most."""
+    from baton.parallel.pipeline import schedule
+
+    kept = most = 0
+    for operation in schedule(stage, *sizes):
+        kept += {"survey": 0, "forward": 1, "backward": -1}[operation.kind]
+        most = max(most, kept)
+    return most
+
+
+# ----------------------------------------------------------------------------------------------------------- a million tokens
+
+
+def test_a_million_tokens_in_segments_are_as_much_as_one_and_the_states_between():
+    """Mamba 1.4B, 48 layers: a State of 13.1 MiB (4096 x 16 numbers in float32, 3 x 4096 in bfloat16), 62 of them kept."""
+    state = 48 * (4 * 4096 * 16 + 2 * 3 * 4096)
+    assert state / 2**20 == pytest.approx(13.1, abs=0.05)
+    segment = make_plan(long_run("training.bptt={mode: exact, segment: 16384}", context=16384)).memory
+    found = make_plan(long_run("training.bptt={mode: exact, segment: 16384}")).memory
+    assert segment.borders == 0
+    assert found.borders == (64 - 2) * state
+    tokens = 28 * (LONG - 16384)
+    assert found.peak - segment.peak == found.borders + tokens
+    assert found.activations == segment.activations
+    # on sequence ranks the first segment is entered too, and a rank has its part of the tokens
+    ranks = make_plan(long_run("training.bptt={mode: exact, segment: 131072}", "layout.sequence=8")).memory
+    assert (ranks.borders, ranks.activations, 8 * ranks.tokens) == ((8 - 1) * state, found.activations, found.tokens)
+    truncated = make_plan(long_run("training.bptt={mode: truncated, segment: 16384, gradient_segments: 2}", "training.lanes=5"))
+    assert (truncated.memory.borders, truncated.memory.lanes) == (state, 5 * state)
+
+
+def test_segments_run_forwards_once_more_but_for_the_last():
+    cluster = load_cluster("h200")
+    plain, whole, cut, one = (
+        make_plan(long_run(*words), cluster).speed
+        for words in (
+            (),
+            ("training.recompute=true",),
+            ("training.bptt={mode: exact, segment: 16384}",),
+            ("training.bptt={mode: truncated, segment: 16384, gradient_segments: 1}",),
+        )
+    )
+    assert one.matrix == pytest.approx(plain.matrix)
+    # recomputation runs all of the layers again, segments 63 of 64
+    assert (cut.matrix - plain.matrix) / (whole.matrix - plain.matrix) == pytest.approx(63 / 64, rel=0.01)
+    assert cut.utilisation < plain.utilisation
+    assert cut.exchange == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "memory", "advice"),
+    [
+        ((), 136, ("training.bptt={mode: exact, segment: 16384}",)),
+        (("layout.sequence=8",), 136, ("training.bptt={mode: exact, segment: 131072}",)),
+        (("training.micro_batch=4", "training.global_batch_tokens=4194304"), 136,
+         ("training.bptt={mode: exact, segment: 16384}", "training.micro_batch=1")),
+        # both, where one of them is not enough
+        ((), 40, ("training.recompute=true", "training.bptt={mode: exact, segment: 16384}")),
+        # stages rather recompute what fits so
+        (("layout.pipeline=4", "training.context=65536"), 100, ("training.recompute=true",)),
+        (("layout.pipeline=4",), 100, ("training.bptt={mode: exact, segment: 32768}",)),
+        # what has segments gets shorter ones, and gradients go as far back as they did
+        (("training.bptt={mode: exact, segment: 131072}",), 136, ("training.bptt.segment=16384",)),
+        (("training.bptt={mode: truncated, segment: 65536, gradient_segments: 2}",), 136,
+         ("training.bptt.segment=16384", "training.bptt.gradient_segments=8")),
+        # the last resort: segments so short that the weights' own traffic is felt
+        (("training.context=12288", "training.global_batch_tokens=12288", "layout.sequence=3", "layout.tensor=8",
+          "model.n_layers=1"), 0.48, ("training.bptt={mode: exact, segment: 6144}",)),
+    ],
+)  # fmt: skip
+def test_advice_of_segments_is_the_first_that_fits_and_does_fit(words, memory, advice):
+    config = long_run(*words)
+    found = make_plan(config, memory_gib=memory)
+    assert not found.fits
+    assert found.advice == advice
+    tokens = ["layout.data=1", "training.micro_batch=1", f"training.context={LONG}", f"training.global_batch_tokens={LONG}"]
+    again = load(RUN, [*tokens, *words, *advice])
+    assert make_plan(again, memory_gib=memory).fits
+    # the next longer segments do not fit
+    segment, sizes = again.training.segment, [n for n in range(1, again.training.context + 1) if again.training.context % n == 0]
+    longer = next((n for n in sizes if n > segment), None)
+    if segment < again.training.context and longer < config.training.segment:
+        bptt = again.training.bptt.model_copy(update={"segment": longer, "gradient_segments": None})
+        training = again.training.model_copy(update={"bptt": bptt})
+        assert not make_plan(again.model_copy(update={"training": training}), memory_gib=memory).fits
+
+
+def test_advised_segments_are_legal():
+    """Multiples of the sequence ranks that divide the context, and not shorter than a window's tail on any rank."""
+    words = ["model=bmojo-1.4b", "layout.sequence=3"]
+    config = long_run(*words, context=1_179_648)
+    found = make_plan(config, memory_gib=60)
+    (advice,) = [word for word in found.advice if "bptt" in word]
+    segment = load(RUN, ["training.context=1179648", "training.global_batch_tokens=1179648", "layout.data=1",
+                         "training.micro_batch=1", *words, *found.advice]).training.segment  # fmt: skip
+    assert advice == f"training.bptt={{mode: exact, segment: {segment}}}"
+    assert 1_179_648 % segment == segment % 3 == 0
+    assert segment // 3 >= LEAST_PASS > config.model.mixers["bmojo"].longest_tail
+    # whole documents are in no State, so nobody is told to cut them
+    full = make_plan(long_run("model=transformer-1.3b", context=131072), memory_gib=60)
+    assert not any("bptt" in word for word in full.advice)
+
+
+def test_the_command_says_how_sequences_are_cut(capsys):
+    tokens = ["layout.data=1", "training.micro_batch=1", f"training.context={LONG}", f"training.global_batch_tokens={LONG}"]
+    status = main(["plan", str(RUN), *tokens, "training.bptt={mode: exact, segment: 16384}", "--cluster", "h200"])
+    out = capsys.readouterr().out
+    assert status == 0
+    assert "exact backpropagation through time: 64 segments of 16384 tokens a sequence, a gradient through 64 of them" in out
+    assert "States at segment borders" in out
+    assert "activations of a segment" in out
+    status = main(["plan", str(RUN), *tokens, "--cluster", "h200"])
+    out = capsys.readouterr().out
+    assert status == 2
+    # as a shell takes it
+    assert out.splitlines()[-1].endswith("fits with 'training.bptt={mode: exact, segment: 16384}'")
+    words = ["training.bptt={mode: truncated, segment: 16384, gradient_segments: 2}", "layout.pipeline=4", "--json"]
+    main(["plan", str(RUN), *tokens, *words])
+    values = json.loads(capsys.readouterr().out)
+    assert values["bptt"] == {"mode": "truncated", "segment": 16384, "segments": 64, "gradient_segments": 2}
+    assert values["memory"]["lanes"] > 0
+    assert any(note.startswith("note: 2 segments that a gradient goes through together do not fill") for note in values["notes"])
