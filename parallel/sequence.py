@@ -194,7 +194,8 @@ class SequenceLink:
         if not leaves:
             return
         if self.size == 1:
-            self._here[direction, target, carrier.name, carrier.where].append({leaf.name: state[leaf.name] for leaf in leaves})
+            own = {leaf.name: _compact(state[leaf.name]) for leaf in leaves}
+            self._here[direction, target, carrier.name, carrier.where].append(own)
             return
         message = to_flat(state, leaves)
         channel = self._channel(direction, carrier.place, target)
@@ -323,6 +324,11 @@ class SequenceLink:
         for key, n in ((direction, 1), (f"{direction} bytes", nbytes)):
             self.counted[key, carrier.name] += n
             self.counted_by_layer[key, carrier.where, carrier.name] += n
+
+
+def _compact(x: Tensor) -> Tensor:
+    """x, in no more memory than it needs: a tail is the end of a whole span, which would be kept with it."""
+    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
 def sequence_link(layout: LayoutConfig, rank: int, device: torch.device, timeout_s: float) -> SequenceLink | None:

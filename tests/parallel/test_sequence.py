@@ -207,6 +207,19 @@ def test_one_rank_with_segments_is_that_rank_handing_states_on(single_mesh, kind
     assert not any(link._here.values())
 
 
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_what_waits_for_the_next_segment_takes_no_more_memory_than_it_needs(single_mesh, kind):
+    """A tail is the end of a span; it must not keep the span."""
+    link, (x, pos, *_) = SequenceLink(0, [0], CPU), case(kind, False, torch.float32)
+    layer = layer_of(kind, link, torch.float32)
+    with torch.no_grad(), link.segment(0, of=2):
+        layer(x, pos, None)
+    waiting = [x for states in link._here.values() for state in states for x in state.values()]
+    assert bool(waiting) == bool(layer.leaves)
+    for tensor in waiting:
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gathered_effects_fold_to_the_same_bits(pool, single_mesh, ranks):
     """Outputs, States and cotangents of relayed and of gathered exchange; one gathered message per linear carrier and direction."""
