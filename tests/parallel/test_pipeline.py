@@ -1,5 +1,7 @@
 """Stages: the order of their operations, what they hold, what they lend each other, what runs through them without gradients."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,11 +32,34 @@ def test_a_schedule_runs_every_pass_once_in_order_and_keeps_few(count, micro_bat
             assert held >= 0, "a backward before its forward"
             most = max(most, held)
         assert most == min(count - stage, micro_batches)
+    assert_finishes(orders)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
+def test_a_schedule_of_segments_surveys_what_runs_twice_and_keeps_one(count, micro_batches, groups, together):
+    """From the last segment of those that a gradient goes through to the first; and the stages together finish."""
+    segments = groups * together
+    orders = [schedule(stage, count, micro_batches, segments, together) for stage in range(count)]
+    every = [(n, s) for n in range(micro_batches) for s in range(segments)]
+    for stage, order in enumerate(orders):
+        of = {kind: [(o.micro_batch, o.segment) for o in order if o.kind == kind] for kind in ("survey", "forward", "backward")}
+        assert of["survey"] == [(n, s) for n, s in every if (s + 1) % together]
+        assert of["forward"] == of["backward"] == sorted(every, key=lambda at: (at[0], at[1] // together, -at[1]))
+        held = list(itertools.accumulate({"survey": 0, "forward": 1, "backward": -1}[o.kind] for o in order))
+        assert max(held) == (1 if together > 1 else min(count - stage, len(every)))
+        assert min(held) == 0
+    assert_finishes(orders)
+
+
+def assert_finishes(orders):
+    """No stage waits for ever for what others have not done."""
+    count = len(orders)
     done, places = set(), [0] * count
     while any(place < len(order) for place, order in zip(places, orders, strict=True)):
         ready = []
         for stage, (place, order) in enumerate(zip(places, orders, strict=True)):
-            if place < len(order) and needs(stage, count, order[place]) <= done:
+            if place < len(order) and needs(stage, count, order[place], orders) <= done:
                 ready.append((stage, order[place]))
         assert ready, "every stage waits for another"
         for stage, operation in ready:
@@ -42,12 +67,14 @@ def test_a_schedule_runs_every_pass_once_in_order_and_keeps_few(count, micro_bat
             places[stage] += 1
 
 
-def needs(stage, count, operation):
-    """What other stages must have done before."""
-    if operation.kind == "forward":
-        return {(stage - 1, operation)} if stage else set()
-    found = {(stage, Operation("forward", operation.micro_batch))}
-    return found | ({(stage + 1, operation)} if stage < count - 1 else set())
+def needs(stage, count, operation, orders):
+    """What must have been done before: hidden vectors are sent when a segment runs for the first time."""
+    at = operation.micro_batch, operation.segment
+    if operation.kind == "backward":
+        found = {(stage, Operation("forward", *at))}
+        return found | ({(stage + 1, operation)} if stage < count - 1 else set())
+    first = operation.kind == "survey" or Operation("survey", *at) not in orders[stage]
+    return {(stage - 1, operation)} if stage and first else set()
 
 
 def held_at_once(mesh):

@@ -136,7 +136,8 @@ _ALLOWED = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size", "float32", "strided"},
+    # the types of what is stored: masters, moments, and the leaves of States
+    "torch": {"Size", "strided", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
     # the folder the checkpoint was written to, which the library keeps in its metadata; 3.13 moved the class

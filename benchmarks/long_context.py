@@ -1,0 +1,147 @@
+"""Exact backpropagation through time on GPUs: peak memory and time per token beside a plain backward pass, and on sequence ranks.
+
+The one thing to know: the gates compare loss and gradient norm of the same step; what plain backward cannot hold is said to be out
+of memory, not left out. Times are of whole steps (forward, backward, update), the fastest of a few.
+
+    python benchmarks/long_context.py [--model mamba-130m] [--contexts 32768,131072] [--segment 16384] [--ranks 4]
+
+With more ranks than GPUs the ranks share them in turns and send through sockets: their losses count, their times are not shown.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+import yaml
+from report import Report
+
+from baton.models.config import ModelConfig
+from baton.parallel import mesh as meshes
+from baton.parallel.config import LayoutConfig
+from baton.training.build import build, make_deterministic
+from baton.training.config import OptimizerConfig, TrainingConfig
+from baton.training.executor import StepExecutor
+from baton.training.passes import Segments, TokenBatch
+
+STEPS, NEAR = 3, 1e-3  # steps timed after one that warms up; relative difference of losses and norms, bfloat16
+
+
+def settings(context: int, segment: int | None, *, recompute: bool = False) -> TrainingConfig:
+    bptt = None if segment is None else {"mode": "exact", "segment": segment}
+    return TrainingConfig(
+        steps=10,
+        context=context,
+        global_batch_tokens=context,
+        precision="bfloat16",
+        recompute=recompute,
+        bptt=bptt,
+        optimizer=OptimizerConfig(lr=1e-4),
+    )
+
+
+def batch_of(model: ModelConfig, training: TrainingConfig, mesh: meshes.Mesh) -> TokenBatch:
+    """Packed documents, this rank's spans of the segments."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(model.vocab_size or 0, (1, training.context + 1), generator=generator)
+    pos = torch.arange(training.context)[None] % (training.context // 2 + 1)
+    parts = [tokens[:, :-1], tokens[:, 1:], pos]
+    spans = [x.view(1, training.segments, mesh.layout.sequence, -1)[:, :, mesh.sequence_rank].reshape(1, -1) for x in parts]
+    tokens, labels, pos = (x.contiguous().to(mesh.device) for x in spans)
+    return TokenBatch(tokens, labels, pos.to(torch.int32))
+
+
+def measure(model: ModelConfig, training: TrainingConfig, mesh: meshes.Mesh, steps: int) -> dict[str, float] | None:
+    """Loss and norm of the first step, bytes at the peak, seconds per token; None: out of memory."""
+    built = build(model, training, mesh)
+    segments = Segments(training.segments, training.gradient_segments)
+    executor = StepExecutor(built.model, built.engine, mesh, segments=segments)
+    batch = batch_of(model, training, mesh)
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        first, seconds = executor.step([batch], 1e-4), []
+        for _ in range(steps):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            executor.step([batch], 1e-4)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+    except torch.cuda.OutOfMemoryError:
+        return None
+    finally:
+        del executor, built
+        torch.cuda.empty_cache()
+    found = {"loss": first.loss, "norm": first.grad_norm, "bytes": float(torch.cuda.max_memory_allocated())}
+    return found | ({"seconds": min(seconds) / training.context} if seconds else {})
+
+
+def rank_main(rank: int, ranks: int, folder: str, model: ModelConfig, training: TrainingConfig, steps: int) -> None:
+    """One rank of a sequence group; the first writes what it found."""
+    gpus = torch.cuda.device_count()
+    if ranks > gpus:  # NCCL refuses two ranks of a host on one GPU
+        os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo")
+    device = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(device)
+    make_deterministic(training)
+    store = torch.distributed.FileStore(f"{folder}/store", ranks)
+    mesh = meshes.initialize(LayoutConfig(sequence=ranks), device=device, rank=rank, store=store)
+    found = measure(model, training, mesh, steps)
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    meshes.shutdown()
+
+
+def run(ranks: int, model: ModelConfig, training: TrainingConfig, steps: int) -> Any:
+    """In processes of their own: what one run leaves in memory is not another one's peak."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (ranks, folder, model, training, steps), nprocs=ranks)
+        return json.loads(Path(folder, "found.json").read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="mamba-130m")
+    parser.add_argument("--contexts", default="32768,131072")
+    parser.add_argument("--segment", type=int, default=16384)
+    parser.add_argument("--ranks", type=int, default=0, help="sequence ranks whose loss at the longest context is compared")
+    parser.add_argument("--name", default="long_context")
+    arguments = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    report = Report(arguments.name, device=f"{gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    model = ModelConfig(**yaml.safe_load((files("baton.configs") / "models" / f"{arguments.model}.yaml").read_text()))
+    contexts = [int(n) for n in arguments.contexts.split(",")]
+    exact = None
+    for context in contexts:
+        exact = run(1, model, settings(context, arguments.segment), STEPS)
+        assert exact is not None, f"segments of {arguments.segment} do not fit"
+        for name, recompute in (("plain", False), ("plain, recomputed", True)):
+            case = f"{arguments.model} {context}, {name}"
+            plain = run(1, model, settings(context, None, recompute=recompute), STEPS)
+            if plain is None:
+                report.say(f"{case}: out of memory; exact segments {exact['bytes'] / 2**30:.1f} GiB")
+                continue
+            near = {key: abs(exact[key] - plain[key]) / abs(plain[key]) for key in ("loss", "norm")}
+            report.gate(case, max(near.values()) <= NEAR, f"loss to {near['loss']:.1e}, norm to {near['norm']:.1e} <= {NEAR:g}")
+            for metric, key, scale in (("peak GiB", "bytes", 2**-30), ("us per token", "seconds", 1e6)):
+                report.row(case, metric, exact[key] * scale, name, plain[key] * scale, gate=case, higher_is_better=False)
+        report.say(
+            f"{arguments.model} {context}, exact: {exact['bytes'] / 2**30:.2f} GiB, {exact['seconds'] * 1e6:.2f} us per token"
+        )
+    if arguments.ranks:
+        assert exact is not None
+        several = run(arguments.ranks, model, settings(contexts[-1], arguments.segment), 0)
+        case = f"{arguments.model} {contexts[-1]}, {arguments.ranks} sequence ranks"
+        near = {key: abs(several[key] - exact[key]) / abs(exact[key]) for key in ("loss", "norm")}
+        report.gate(case, max(near.values()) <= NEAR, f"loss to {near['loss']:.1e}, norm to {near['norm']:.1e} <= {NEAR:g}")
+        report.row(case, "loss", several["loss"], "one rank", exact["loss"], gate=case, higher_is_better=False)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What lanes carry from step to step, in memory and in checkpoints."""
+
+import itertools
+import zlib
+
+import pytest
+import torch
+from support.models import MODEL, model_of, training
+
+from baton.data_pipeline.lanes import Cursor
+from baton.models.settings import kinds
+from baton.training.build import build
+from baton.training.checkpoint.manifest import Manifest
+from baton.training.checkpoint.rectangles import optimizer_rectangles
+from baton.training.checkpoint.store import CheckpointStore
+from baton.training.errors import CheckpointError
+from baton.training.lane_states import LaneStates
+from baton.training.loop import resume
+
+TRUNCATED = {"mode": "truncated", "segment": 8}
+WHAT = "set of carried States"
+
+
+def lanes_with_values(built, config, mesh):
+    """Lanes whose States are all different."""
+    lanes, g = LaneStates(built.model, config, mesh), torch.Generator().manual_seed(0)
+    own = range(mesh.data_rank, config.lane_count, mesh.layout.data)
+    for lane in own if mesh.sequence_rank == 0 else ():
+        states = lanes.read([lane])
+        for state in states.values():
+            for name, x in state.items():
+                state[name] = torch.randint(0, 2, x.shape, generator=g).bool() if x.dtype == torch.bool else torch.randn(
+                    x.shape, generator=g
+                ).mul(9).to(x.dtype)  # fmt: skip
+        lanes.write([lane], states)
+    return lanes
+
+
+def values_of(key, rectangle):
+    """What a rectangle of a whole tensor holds, if that is made of its name alone."""
+    g = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    whole = torch.randn(rectangle.whole, generator=g).mul(9).to(rectangle.data.dtype)
+    return whole[tuple(slice(o, o + n) for o, n in zip(rectangle.offset, rectangle.data.shape, strict=True))]
+
+
+def save_by_name(mesh, kind, folder):
+    config = training(bptt=TRUNCATED)
+    built = build(model_of(kind), config, mesh)
+    lanes = LaneStates(built.model, config, mesh)
+    for key, boxes in lanes.rectangles(for_save=False).items():
+        for box in boxes:
+            box.data.copy_(values_of(key, box))
+    save(built, lanes, CheckpointStore(folder, mesh, 2), {})
+
+
+def load_by_name(mesh, kind, folder):
+    """What is in its place, and what is not, by key."""
+    config = training(bptt=TRUNCATED)
+    built = build(model_of(kind), config, mesh)
+    lanes = LaneStates(built.model, config, mesh)
+    resume(built, lanes, CheckpointStore(folder, mesh, 2), {}, Cursor.from_json)
+    boxes = [(key, box) for key, boxes in lanes.rectangles(for_save=False).items() for box in boxes]
+    return [(key, box.offset, torch.equal(box.data, values_of(key, box))) for key, box in boxes]
+
+
+@pytest.mark.parametrize("kind", ["bmojo", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("mamba", "gsa", "lattice"))])
+def test_lanes_move_to_any_other_layout(pool, single_mesh, tmp_path, kind):
+    """Tensor, pipeline, sequence and data ranks on either side."""
+    layouts = ({"tensor": 2, "sequence": 2}, {"data": 4}, {"pipeline": 2, "data": 2}, {"tensor": 2, "pipeline": 2, "data": 2})
+    for n, (before, after) in enumerate(itertools.pairwise((*layouts, layouts[0]))):
+        pool.run(save_by_name, kind, tmp_path / str(n), **before)
+        found = [item for rank in pool.run(load_by_name, kind, tmp_path / str(n), **after) for item in rank]
+        assert all(right for _, _, right in found), (before, after, [item for item in found if not item[2]][:3])
+        layers = {key.split(".")[2] for key, _, _ in found}
+        assert layers == set(map(str, range(model_of(kind).n_layers)))
+        assert {offset[0] for _, offset, _ in found} == set(range(8)), "lanes"
+
+
+def save(built, lanes, store, fingerprints):
+    manifest = Manifest(
+        step=3, tokens=9, adam_steps=0, cursors={}, fingerprints=fingerprints, layout=built.mesh.layout.sizes(), versions={}
+    )
+    rectangles = optimizer_rectangles(built.model, built.engine, built.mesh, for_save=True)
+    assert store.save(rectangles | ({} if lanes is None else lanes.rectangles(for_save=True)), manifest) is not None
+
+
+@pytest.mark.parametrize("kind", [kind for kind, settings in kinds().items() if not settings.small().state_grows])
+def test_what_is_carried_comes_back_from_a_checkpoint_bit_for_bit(single_mesh, tmp_path, kind):
+    """Every leaf of every mixer, of any type."""
+    config = training(bptt=TRUNCATED)
+    built = build(model_of(kind), config, single_mesh)
+    lanes, store = lanes_with_values(built, config, single_mesh), CheckpointStore(tmp_path, single_mesh, 2)
+    save(built, lanes, store, {WHAT: "8 lanes"})
+    loaded = LaneStates(built.model, config, single_mesh)
+    resume(built, loaded, store, {WHAT: "8 lanes"}, Cursor.from_json)
+    every = range(config.lane_count)
+    for number, state in lanes.read(every).items():
+        for name, x in state.items():
+            assert torch.equal(loaded.read(every)[number][name], x), (number, name)
+            assert kind == "swiglu" or len(x) == config.lane_count
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "message"),
+    [
+        (None, 8, "was made with another set of carried States"),
+        (16, 8, "was made with another set of carried States"),
+    ],
+    ids=["not truncated", "other lanes"],
+)
+def test_a_checkpoint_of_other_lanes_is_refused_before_the_first_step(single_mesh, tmp_path, saved, wanted, message):
+    config = training(bptt=TRUNCATED, lanes=wanted)
+    built = build(MODEL, config, single_mesh)
+    store = CheckpointStore(tmp_path, single_mesh, 2)
+    before = None if saved is None else lanes_with_values(built, training(bptt=TRUNCATED, lanes=saved), single_mesh)
+    save(built, before, store, {} if saved is None else {WHAT: f"{saved} lanes"})
+    with pytest.raises(CheckpointError, match=message):
+        resume(built, LaneStates(built.model, config, single_mesh), store, {WHAT: f"{wanted} lanes"}, Cursor.from_json)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_leaf_that_differs(single_mesh, tmp_path):
+    """Where fingerprints do not tell: a State of another shape, or none."""
+    config = training(bptt=TRUNCATED)
+    built = build(MODEL, config, single_mesh)
+    wide = MODEL.model_copy(update={"mixers": {"mamba": kinds()["mamba"](d_state=8)}})
+    store = CheckpointStore(tmp_path, single_mesh, 2)
+    save(built, LaneStates(build(wide, config, single_mesh).model, config, single_mesh), store, {})
+    with pytest.raises(CheckpointError, match=r"carried\.layers\.0\.mamba\.scan has shape \(8, 64, 8\), the model's \(8, 64, 4\)"):
+        resume(built, LaneStates(built.model, config, single_mesh), store, {}, Cursor.from_json)

@@ -1,0 +1,391 @@
+"""Looking at long context: validation in segments, loss by position, norms of States, and the record of a run that does it.
+
+Values are compared with numpy on one process, whole rows at once, on data, sequence, pipeline and tensor ranks. B'MOJO selects by
+its own scores; in float64 these leave nothing to chance.
+"""
+
+import gc
+import json
+import math
+import shutil
+from functools import cache
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from support.compare import relative_error
+from support.grid import model_for
+from support.long_rows import ROWS, SEGMENT, SEGMENTS, TOKENS, Float64, joined, model_on, own_spans, plain, rows_of, whole_batch
+from support.recurrences import seeded
+from support.runs import Launch, published
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from baton.data_pipeline.dataset import Dataset
+from baton.data_pipeline.evaluation import documents
+from baton.data_pipeline.prepare import prepare
+from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from baton.models.config import ModelConfig
+from baton.models.lm import LanguageModel
+from baton.models.settings import SMALL_WIDTH, kinds
+from baton.parallel.layout import initialize_parameters
+from baton.parallel.sequence import SequenceLink
+from baton.training.config import BpttConfig, EvaluationConfig, ScheduleConfig, check_long_rows
+from baton.training.errors import RunError
+from baton.training.evaluation import evaluate, score
+from baton.training.long_context import LongRows, borders, look
+from baton.training.monitor import read_metrics
+from baton.training.passes import TokenBatch
+
+MIXERS = (*(kind for kind, settings in kinds().items() if not settings.small().state_grows), "hybrid")
+LAYOUTS = ({"data": 2}, {"pipeline": 2, "sequence": 2}, {"tensor": 2, "pipeline": 2})
+
+
+def validated(mesh, mixers):
+    """Of each mixer: loss, loss and accuracy at labels, and what is seen by position."""
+    found = []
+    for mixer in mixers:
+        model = model_on(mesh, model_for(mixer), link=SequenceLink(0, [mesh.rank], mesh.device))
+        rows = torch.arange(mesh.data_rank, ROWS, mesh.layout.data)
+        batches = [own_spans(rows_of(whole_batch(), part), mesh, SEGMENTS) for part in rows.split(2)]
+        labels = int(whole_batch().count_labels())
+        with Float64():
+            nats = evaluate(model, [joined(b) for b in batches], 1, labels, mesh, segments=SEGMENTS).loss
+            scored = score(model, [joined(b) for b in batches], labels, mesh, segments=SEGMENTS)
+            model.link = mesh.link  # as in a run that does not cut sequences
+            for module in model.modules():
+                if hasattr(module, "where"):
+                    module.link = mesh.link
+            seen = look(model, [iter(b) for b in batches], mesh, segment=SEGMENT, segments=SEGMENTS)
+            assert model.link is mesh.link
+        found.append((nats, scored.loss, scored.accuracy, seen.losses, seen.positions, seen.norms))
+    return found
+
+
+@cache
+def expected_of(mixer, spans):
+    """The same by numpy from whole rows, and States from running the tokens before each border alone."""
+    model, batch = plain(model_for(mixer)), whole_batch()
+    with torch.no_grad():
+        hidden, _ = model(batch.tokens, batch.pos)
+        logits = model.local_logits(hidden).numpy()
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nats = -np.take_along_axis(log_p, batch.labels.clamp(min=0).numpy()[..., None], -1)[..., 0]
+    counted = batch.labels.numpy() >= 0
+    right = logits[..., :61].argmax(-1) == batch.labels.numpy()
+    buckets = {}
+    for n, p in zip(nats[counted], batch.pos.numpy()[counted], strict=True):
+        buckets.setdefault(int(math.log2(p + 1)), []).append(n)
+    norms = {}
+    for border in range(TOKENS // spans, TOKENS + 1, TOKENS // spans):
+        # rows that go on: the last label before the border counts
+        live = batch.labels[:, border - 1] >= 0
+        with torch.no_grad():
+            _, states = model(batch.tokens[live, :border], batch.pos[live, :border])
+        for layer, leaves in model.leaves.items():
+            for leaf in leaves:
+                if leaf.grad:
+                    mean_square = float(states[layer][leaf.name].square().sum()) / int(live.sum())
+                    norms.setdefault(leaf.name, {}).setdefault(layer, []).append(mean_square**0.5)
+    losses = [(2**k, float(np.mean(buckets[k])), len(buckets[k])) for k in sorted(buckets)]
+    return nats[counted].mean(), right[counted].mean(), losses, norms
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_validation_in_segments_equals_whole_rows(pool, single_mesh, layout):
+    """Every mixer that has a State."""
+    tensor = layout.get("tensor", 1)
+    mixers = [
+        m for m in MIXERS if all(n % tensor == 0 for s in model_for(m).mixers.values() for n in s.sizes(SMALL_WIDTH).values())
+    ]
+    assert len(mixers) >= 5
+    spans = SEGMENTS * layout.get("sequence", 1)
+    for result in pool.run(validated, mixers, timeout_s=300, **layout):
+        for mixer, (nats, scored, accuracy, losses, places, norms) in zip(mixers, result, strict=True):
+            loss, right, buckets, expected = expected_of(mixer, spans)
+            assert (nats, scored) == pytest.approx((loss, loss), rel=1e-6), mixer  # the loss itself is float32
+            assert accuracy == pytest.approx(right)
+            assert [(first, n) for first, _, n in losses] == [(first, n) for first, _, n in buckets]
+            assert [x for _, x, _ in losses] == pytest.approx([x for _, x, _ in buckets], rel=1e-6), mixer
+            assert places == [n * TOKENS // spans for n in range(1, spans + 1)]
+            assert {(name, layer) for name in norms for layer in norms[name]} == {
+                (name, layer) for name in expected for layer in expected[name]
+            }
+            for name, of_layer in expected.items():
+                for layer, values in of_layer.items():
+                    error = relative_error(torch.tensor(norms[name][layer]), torch.tensor(values))
+                    assert error <= 1e-9, (mixer, name, layer, error)
+
+
+def task_evaluations(mesh, segment):
+    """What a run that cuts its sequences into segments of so many tokens records of two cases, one of them no multiple of that."""
+    from support.models import training
+
+    from baton.data_pipeline.config import MqarConfig
+    from baton.data_pipeline.source import TaskSource
+    from baton.training.build import build
+    from baton.training.callbacks import TaskEvaluator
+    from baton.training.run import Progress, RunSettings
+
+    task = MqarConfig(length=16, pairs=2, vocab_size=61, cases=[{}, {"length": 40, "pairs": 4}])
+    bptt = None if segment is None else BpttConfig(mode="exact", segment=segment)
+    sizes = {"context": 32, "global_batch_tokens": 64, "steps": 3, "evaluation": EvaluationConfig(tokens=600)}
+    config = training(bptt=bptt, schedule=ScheduleConfig(kind="constant"), **sizes)
+    settings = RunSettings(Path("none"), model_for("mamba"), task, config, "")
+    rows = []
+
+    class Seen:
+        def accuracy(self, step, tokens, cases):
+            rows.append(cases)
+
+    evaluator = TaskEvaluator(build(model_for("mamba"), config, mesh), TaskSource(task), Seen(), settings)
+    evaluator.after_step(Progress(3, 192, {}), None)
+    return rows
+
+
+@pytest.mark.parametrize("layout", [{"data": 1}, {"sequence": 2}], ids=str)
+def test_a_task_is_scored_in_segments_as_it_is_whole(pool, layout):
+    [[whole]] = pool.run(task_evaluations, None)
+    for [cut] in pool.run(task_evaluations, 16, **layout):
+        assert list(cut) == list(whole) == ["length-16-pairs-2", "length-40-pairs-4"]
+        for name, (loss, accuracy) in whole.items():
+            assert cut[name] == (pytest.approx(loss, rel=1e-6), accuracy)
+
+
+def test_borders_are_dense_at_first_and_sixteen_to_an_octave_later():
+    assert borders(5) == [1, 2, 3, 4, 5]
+    found = borders(1000)
+    assert found[:33] == [*range(1, 33), 34]
+    assert found[-1] == 1000
+    assert all(16 <= sum(n <= x < 2 * n for x in found) <= 16 for n in (16, 32, 64, 128, 256))
+
+
+@cache
+def corpus(folder):
+    """Documents of the test's own source, most of them short and a few long, as a dataset; and a tokenizer."""
+    text = Path(__file__).read_bytes().decode("ascii", errors="ignore")
+    sizes = [3000, 200, 900, 150, 5000, 400, 700, 250, 1500, 300] * 4
+    pieces = [text[37 * n :][:size] for n, size in enumerate(sizes)]
+    (folder / "all.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+    prepare(
+        [folder / "all.jsonl"], folder / "shards", shard_bytes=8_000, validation_fraction=0.3, workers=1, progress=lambda *_: None
+    )
+    train_tokenizer(documents(Dataset.open(folder / "shards"), "train"), folder / "tokenizer.model", 380, threads=1)
+    return folder / "shards", folder / "tokenizer.model"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("long"))
+
+
+@pytest.mark.parametrize("tokens", [500, 100_000])
+def test_rows_are_the_longest_documents_one_after_the_other(data, tokens):
+    dataset, tokenizer = Dataset.open(data[0]), Tokenizer(data[1])
+    texts = sorted((payload.decode() for *_, payload in dataset.samples("validation")), key=lambda t: -len(t))
+    rows = LongRows(dataset, tokenizer, rows=3, tokens=tokens)
+    pieces = rows.segments(range(1, 3), 64)
+    count = -(-rows.tokens // 64)
+    found = [next(pieces) for _ in range(count)]
+    assert rows.tokens <= tokens
+    if tokens == 500:
+        assert rows.tokens == 500
+    for row in (1, 2):
+        inputs, labels, pos = [], [], []
+        for text in texts[row::3]:
+            ids = [int(i) for i in tokenizer.encode(text)]
+            inputs += [tokenizer.doc, *ids]
+            labels += [*ids, tokenizer.doc]
+            pos += range(len(ids) + 1)
+        n = min(len(labels), count * 64)
+        assert tokens == 500 or n == len(labels), "the whole split is read when as much is asked for"
+        got = [np.concatenate([getattr(b, name)[row - 1] for b in found]) for name in ("tokens", "labels", "pos")]
+        assert got[0][:n].tolist() == inputs[:n]
+        assert got[1].tolist() == labels[:n] + [-1] * (count * 64 - n)
+        assert got[2][:n].tolist() == pos[:n]
+
+
+def test_long_rows_are_refused_where_there_are_none_or_states_cannot_go_on():
+    from support.models import training
+
+    def refused(model, ranks=1, documents=True, **evaluation):
+        with pytest.raises(RunError) as caught:
+            check_long_rows(model, training(evaluation=EvaluationConfig(**evaluation)), ranks, documents=documents)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    mamba = model_for("mamba")
+    full = ModelConfig(
+        **mamba.model_dump() | {"pattern": ["attention"], "mixers": {"attention": {"kind": "attention", "heads": 4}}}
+    )
+    assert "add a longer case to data.cases" in refused(mamba, documents=False, long_tokens=100)
+    assert "model.mixers.attention.window" in refused(full, long_tokens=100)
+    assert "layout.sequence=2 does not divide" in refused(mamba, ranks=2, credit_segment=13)
+    assert "make it 6 tokens or more" in refused(mamba, ranks=2, credit_segment=4)
+    check_long_rows(full, training(evaluation=EvaluationConfig(long_tokens=100, every=0)), 1, documents=True)
+
+
+LONG_ROWS, LONG_SEGMENT, WIDTH = 4, 2048, 64
+
+
+def peaks(mesh, counts):
+    """Peak resident bytes of looking at rows of so many segments, one after the other."""
+    config = ModelConfig(**model_for("retnet").model_dump() | {"d_model": WIDTH, "n_layers": 1, "loss_chunk": 256})
+    model, found = LanguageModel(config), []
+    initialize_parameters(model, 0, 0, 1)
+    for count in counts:
+        parts = (long_part(s) for s in range(count))
+        Path("/proc/self/clear_refs").write_text("5")  # begin to count the peak again
+        look(model, [parts], mesh, segment=LONG_SEGMENT, segments=count)
+        [line] = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM")]
+        found.append(int(line.split()[1]) * 1024)
+    return found
+
+
+def long_part(s):
+    pos = torch.arange(s * LONG_SEGMENT, (s + 1) * LONG_SEGMENT, dtype=torch.int32).repeat(LONG_ROWS, 1)
+    tokens = torch.randint(61, pos.shape, generator=seeded(s))
+    return TokenBatch(tokens, tokens, pos)
+
+
+def test_memory_does_not_grow_with_the_row(pool):
+    """What the heap does not give back at once is some megabytes, and is the same after a while."""
+    [[*_, four, sixteen]] = pool.run(peaks, [16, 16, 4, 16], timeout_s=300)
+    hidden = LONG_ROWS * LONG_SEGMENT * WIDTH * 4
+    assert sixteen - four < 3 * hidden, f"12 more segments hold more than the hidden vectors of three: {four}, {sixteen}"
+
+
+RUN_STEPS, EVERY = 12, 3
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    """A run of the real command on two sequence ranks under truncated backpropagation: its folder."""
+    folder = tmp_path_factory.mktemp("run")
+    mixers = {"mamba": {"kind": "mamba", "d_state": 4}, "lattice": {"kind": "lattice", "head_dim": 8, "slots": 4}}
+    values = {
+        "name": "long",
+        "device": "cpu",
+        "model": {"d_model": 16, "n_layers": 2, "pattern": ["mamba", "lattice"], "mixers": mixers},
+        "data": {"path": str(data[0]), "tokenizer": str(data[1]), "unit_documents": 4},
+        "layout": {"sequence": 2},
+        "training": {
+            "steps": RUN_STEPS,
+            "context": 64,
+            "global_batch_tokens": 128,
+            "precision": "float32",
+            "log_every": 1,
+            "bptt": {"mode": "truncated", "segment": 16, "gradient_segments": 2},
+            "optimizer": {"lr": 1e-2},
+            "checkpoint": {"every": 5},
+            "evaluation": {
+                "every": 4,
+                "tokens": 300,
+                "sample_tokens": 0,
+                "long_tokens": 1000,
+                "long_rows": 2,
+                "credit_segment": 8,
+                "credit_segments": 6,
+            },
+            "monitoring": {"cotangents_every": EVERY},
+        },
+    }
+    (folder / "run.yaml").write_text(json.dumps(values))
+    launched = Launch(folder / "run", str(folder / "run.yaml"), where=folder)
+    try:
+        ended = launched.end()
+    finally:
+        if launched.process.poll() is None:
+            launched.process.kill()
+    assert ended.status == 0, ended.err
+    assert "validation loss from position  1: " in ended.out
+    assert "tokens that credit travels, of 40 looked at  " in ended.out
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def resumed(run, pool, tmp_path_factory):
+    """A copy of the run, killed after its last step but with no checkpoint after step 5, and resumed."""
+    folder = tmp_path_factory.mktemp("resumed") / "run"
+    shutil.copytree(run, folder)
+    for later in published(folder):
+        if later > 5:
+            shutil.rmtree(folder / "checkpoints" / f"step-{later:08d}")
+    assert published(folder) == [5]
+    pool.run(resume, str(folder), sequence=2)
+    return folder
+
+
+def resume(mesh, folder):
+    from baton.launcher.run_directory import read_config
+    from baton.training.loop import train
+    from baton.training.run import RunSettings
+
+    config = read_config(Path(folder) / "config.yaml")
+    settings = {"model": config.model, "data": config.data, "training": config.training, "config_text": config.to_yaml()}
+    try:
+        train(RunSettings(folder=Path(folder), **settings), mesh)
+    finally:
+        torch.use_deterministic_algorithms(False)  # the pool serves other tests
+        gc.collect()  # DeepSpeed's engine imports modules when it is collected, which must not happen in another import
+
+
+def of_kind(folder, kind):
+    return [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == kind]
+
+
+def test_a_resumed_run_records_what_it_sees_without_gap_or_overlap(run, resumed):
+    for kind, steps in {"cotangents": [3, 6, 9, 12], "long_context": [4, 8, 12], "credit": [4, 8, 12]}.items():
+        assert [row["step"] for row in of_kind(run, kind)] == steps, kind
+        assert of_kind(resumed, kind) == of_kind(run, kind), "the same, to the last bit"
+
+
+def test_the_record_of_a_run_has_what_was_asked_for(run):
+    for row in of_kind(run, "long_context"):
+        assert row["positions"][:3] == [8, 16, 24]
+        assert row["positions"][-1] == 1008, "whole segments"
+        assert set(row["states"]) == {"mamba.conv", "mamba.scan", "lattice.conv", "lattice.S"}
+        assert row["losses"][0]["labels"] >= 2, "each document's first token"
+        assert sum(bucket["labels"] for bucket in row["losses"]) <= 2 * 1008
+        assert row["losses"][-1]["from"] > 64, "far beyond the training context"
+    for row in of_kind(run, "cotangents"):
+        assert (row["span"], row["borders"]) == (8, [0, 1, 2, 3]), "the cut is a border too"
+        assert {layer for of_layer in row["norms"].values() for layer in of_layer} == {"0", "1"}
+        assert min(row["norms"]["mamba selective_scan-euler"]["0"]) > 0
+    for row in of_kind(run, "credit"):
+        assert (row["span"], len(row["borders"])) == (4, 11)
+        assert set(row["reach"]) == set(row["norms"])
+
+
+def test_tensorboard_shows_it_as_scalars_and_pictures_also_after_a_restart(resumed):
+    events = EventAccumulator(str(resumed / "tensorboard"), size_guidance={"scalars": 0, "images": 0})
+    events.Reload()
+    for kind, tag, value in (
+        ("long_context", "loss_by_position/from_0000064", lambda row: next(b["loss"] for b in row["losses"] if b["from"] == 64)),
+        ("long_context", "state_norm/lattice.S/layer_1", lambda row: row["states"]["lattice.S"]["1"][-1]),
+        ("cotangents", "cotangent_at_first_border/mamba.selective_scan-euler/layer_0",
+         lambda row: row["norms"]["mamba selective_scan-euler"]["0"][0]),
+        ("credit", "credit_reach_tokens/lattice.orthogonal_state-dec-project/layer_1",
+         lambda row: row["reach"]["lattice orthogonal_state-dec-project"]["1"]),
+    ):  # fmt: skip
+        expected = [(row["step"], value(row)) for row in of_kind(resumed, kind)]
+        assert [(e.step, e.value) for e in events.Scalars(tag)] == [(step, pytest.approx(x, rel=1e-6)) for step, x in expected]
+        pictures = {e.step: e for e in events.Images(kind)}  # this reader keeps those from before a restart
+        assert sorted(pictures) == [step for step, _ in expected]
+        assert all(e.width > 300 for e in pictures.values())
+
+
+def test_the_picture_of_a_run_shows_the_last_that_was_seen(run, tmp_path):
+    from baton.training.plot import plot
+
+    with_all = matplotlib.image.imread(plot(run, tmp_path / "all.png"))
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(run / "metrics.jsonl", bare)
+    rows = [
+        line for line in (bare / "metrics.jsonl").read_text().splitlines() if json.loads(line)["kind"] in ("train", "evaluation")
+    ]
+    (bare / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    without = matplotlib.image.imread(plot(bare, tmp_path / "bare.png"))
+    assert with_all.shape[0] > 1.5 * without.shape[0]
