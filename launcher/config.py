@@ -17,7 +17,7 @@ from baton.launcher.errors import ConfigError
 from baton.models.config import ModelConfig
 from baton.models.stages import cut
 from baton.parallel.config import LayoutConfig, divisors
-from baton.training.config import TrainingConfig, with_vocabulary
+from baton.training.config import TrainingConfig, check_long_rows, with_vocabulary
 
 MAY_CHANGE = (
     "device",
@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "training.log_every",
     "training.checkpoint",
     "training.evaluation",
+    "training.monitoring",
 )
 """Settings that a run may change from one start to the next. None of them changes what is learned (beyond rounding); data.path and
 data.tokenizer only say where things lie: their contents are checked by fingerprint. data.cases only say what is measured."""
@@ -63,6 +64,7 @@ class RunConfig(BaseModel):
         self.layout.check()
         self.training.check(self.layout.data)
         self._check_sequence(self.layout.sequence)
+        check_long_rows(self.model, self.training, self.layout.sequence, documents=not isinstance(self.data, TaskConfig))
         cut(self.model, self.layout.pipeline, self.training.context)
         tensor, model = self.layout.tensor, self.model
         if isinstance(self.data, TaskConfig):

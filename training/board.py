@@ -1,9 +1,10 @@
-"""TensorBoard as a view of metrics.jsonl: each row becomes its scalars and texts, and nothing else does.
+"""TensorBoard as a view of metrics.jsonl: each row becomes its scalars, texts and pictures, and nothing else does.
 
 The writer of events works in a thread of its own and says late, or never, that the disk was full. So rows are kept until a flush
 has succeeded, and a writer that failed is replaced by one that writes them again.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,36 @@ def _draw(writer: SummaryWriter, row: dict[str, Any]) -> None:
         if "sample" in row:
             writer.add_text("sample", f"```\n{row['sample']}\n```", step)
         return
+    if row["kind"] in ("long_context", "cotangents", "credit"):
+        for tag, value in _looked_at(row):
+            writer.add_scalar(tag, value, step)
+        # importing matplotlib takes a second that most runs need not wait
+        from baton.training.pictures import picture
+
+        writer.add_image(row["kind"], picture(row), step, dataformats="HWC")
+        return
     for name in ("loss", "lr", "grad_norm"):
         writer.add_scalar(f"train/{name}", row[name], step)
     writer.add_scalar("speed/tokens_per_s", row["tokens_per_s"], step)
     writer.add_scalar("memory/GiB", row["memory_bytes"] / GIB, step)
     for part, seconds in row["seconds"].items():
         writer.add_scalar(f"time/{part}_s", seconds, step)
+
+
+def _looked_at(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Tags and values of a row about long context: each bucket's loss, each layer's State after a whole row, the cotangent at the
+    first and the last border, the reach of credit."""
+    if row["kind"] == "long_context":
+        for bucket in row["losses"]:
+            yield f"loss_by_position/from_{bucket['from']:07d}", bucket["loss"]
+    tables = {"long_context": {"state_norm": ("states", -1)},
+              "cotangents": {"cotangent_at_first_border": ("norms", 0), "cotangent_at_last_border": ("norms", -1)},
+              "credit": {}}  # fmt: skip
+    for tag, (key, place) in tables[row["kind"]].items():
+        for name, of_layer in row[key].items():
+            for layer, norms in of_layer.items():
+                if norms[place] is not None:
+                    yield f"{tag}/{name.replace(' ', '.')}/layer_{layer}", norms[place]
+    for name, of_layer in row.get("reach", {}).items():
+        for layer, tokens in of_layer.items():
+            yield f"credit_reach_tokens/{name.replace(' ', '.')}/layer_{layer}", tokens

@@ -1,9 +1,10 @@
-"""What hangs on the loop: the record, replicas, validation, checkpoints. Every rank runs every callback, in this order."""
+"""What hangs on the loop: the record, replicas, validation, norms, checkpoints. Every rank runs every callback, in this order."""
 
 import time
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from baton.data_pipeline.batches import Batch
 from baton.data_pipeline.source import ShardSource, TaskSource
 from baton.data_pipeline.stream import EvaluationSet, evaluation_batches
 from baton.data_pipeline.task_stream import task_set
+from baton.models.lm import IGNORED
 from baton.parallel.mesh import Mesh
 from baton.training import feed, replicas
 from baton.training.build import Built
@@ -19,11 +21,13 @@ from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.rectangles import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.clock import StepClock
-from baton.training.config import TrainingConfig
+from baton.training.config import TrainingConfig, check_long_rows
+from baton.training.cotangents import Cotangents, Watch, credit
 from baton.training.evaluation import evaluate, score
 from baton.training.executor import StepResult
 from baton.training.generation import generate
 from baton.training.lane_states import LaneStates
+from baton.training.long_context import LongRows, groups_of, look
 from baton.training.monitor import Monitor
 from baton.training.passes import TokenBatch
 from baton.training.run import Progress, RunSettings
@@ -82,7 +86,7 @@ class Evaluator:
             return
         chosen, batches = self._set = self._set or self._read()
         model, mesh = self._built.model, self._built.mesh
-        found = evaluate(model, batches, chosen.text_bytes, chosen.tokens, mesh)
+        found = evaluate(model, batches, chosen.text_bytes, chosen.tokens, mesh, segments=self._training.segments)
         sample = None
         wanted = self._training.evaluation.sample_tokens
         if wanted and mesh.data_rank == 0:
@@ -103,7 +107,7 @@ class Evaluator:
             data_rank=mesh.data_rank,
             data_size=mesh.layout.data,
         )
-        return chosen, _shared(chosen.batches, mesh)
+        return chosen, _shared(chosen.batches, mesh, training.segments)
 
 
 class TaskEvaluator:
@@ -112,21 +116,23 @@ class TaskEvaluator:
     def __init__(self, built: Built, source: TaskSource, monitor: Monitor | None, settings: RunSettings) -> None:
         self._built, self._cases, self._monitor = built, source.config.evaluated(), monitor
         self._training = settings.training
-        self._sets: dict[str, tuple[int, list[TokenBatch]]] = {}
+        self._sets: dict[str, tuple[int, int, list[TokenBatch]]] = {}
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
         if not _evaluation_is_due(progress, self._training):
             return
         self._sets = self._sets or self._make()
         model, mesh = self._built.model, self._built.mesh
-        found = {name: score(model, batches, labels, mesh) for name, (labels, batches) in self._sets.items()}
+        found = {name: score(model, batches, labels, mesh, segments=n) for name, (labels, n, batches) in self._sets.items()}
         if self._monitor is not None:
             self._monitor.accuracy(progress.step, progress.tokens, {name: (s.loss, s.accuracy) for name, s in found.items()})
 
-    def _make(self) -> dict[str, tuple[int, list[TokenBatch]]]:
+    def _make(self) -> dict[str, tuple[int, int, list[TokenBatch]]]:
+        """Of each case: labels, segments, batches."""
         mesh, training = self._built.mesh, self._training
-        sets = {
-            name: task_set(
+        made = {}
+        for name, case in self._cases.items():
+            chosen = task_set(
                 case,
                 tokens=training.evaluation.tokens,
                 context=training.context,
@@ -134,9 +140,80 @@ class TaskEvaluator:
                 data_rank=mesh.data_rank,
                 data_size=mesh.layout.data,
             )
-            for name, case in self._cases.items()
-        }
-        return {name: (chosen.labels, _shared(chosen.batches, mesh)) for name, chosen in sets.items()}
+            segments = 1 if training.bptt is None else -(-case.length // training.segment)
+            whole = [b if segments == 1 else _padded(b, segments * training.segment) for b in chosen.batches]
+            made[name] = chosen.labels, segments, _shared(whole, mesh, segments)
+        return made
+
+
+class LongContext:
+    """Loss by position, norms of States and the reach of credit on long rows, with every evaluation."""
+
+    def __init__(self, built: Built, source: ShardSource | TaskSource, monitor: Monitor | None, settings: RunSettings) -> None:
+        self._built, self._monitor, self._training = built, monitor, settings.training
+        self._rows: LongRows | None = None
+        evaluation, documents = settings.training.evaluation, isinstance(source, ShardSource)
+        check_long_rows(settings.model, settings.training, built.mesh.layout.sequence, documents=documents)
+        if evaluation.long_rows_tokens and isinstance(source, ShardSource):
+            self._rows = LongRows(source.dataset, source.tokenizer, rows=evaluation.long_rows, tokens=evaluation.long_rows_tokens)
+
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        if self._rows is None or not _evaluation_is_due(progress, self._training):
+            return
+        model, mesh, evaluation = self._built.model, self._built.mesh, self._training.evaluation
+        if evaluation.long_tokens:
+            segment = self._training.segment
+            segments = -(-min(evaluation.long_tokens, self._rows.tokens) // segment)
+            groups = groups_of(self._rows, mesh, micro_batch=self._training.micro_batch, segment=segment, segments=segments)
+            looked = look(model, groups, mesh, segment=segment, segments=segments)
+            if self._monitor is not None:
+                self._monitor.long_context(progress.step, progress.tokens, looked.to_json())
+        if evaluation.credit_segment:
+            found = self._credit(self._rows)
+            if self._monitor is not None:
+                seen = None if found is None else {**found.to_json(), "reach": found.reach()}
+                self._monitor.credit(progress.step, progress.tokens, seen)
+
+    def _credit(self, rows: LongRows) -> Cotangents | None:
+        """On those of this data rank's first rows that are one document: no credit goes back beyond a document's start. None: no
+        rank has any."""
+        mesh, evaluation = self._built.mesh, self._training.evaluation
+        segment, segments = evaluation.credit_segment, evaluation.credit_segments
+        groups = groups_of(rows, mesh, micro_batch=self._training.micro_batch, segment=segment, segments=segments)
+        batch = None
+        if spans := list(next(groups, ())):
+            tokens, labels, pos = (torch.cat([getattr(x, name) for x in spans], dim=1) for name in ("tokens", "labels", "pos"))
+            # the last sequence rank, whose labels count, has the rows' last tokens
+            batch = TokenBatch(tokens, torch.where(pos[:, -1:] + 1 < segment * segments, IGNORED, labels), pos)
+        return credit(self._built.model, batch, segments, segment // mesh.layout.sequence, mesh)
+
+
+class CotangentNorms:
+    """Norms of the cotangents at the borders of segments and ranks, every so many steps."""
+
+    def __init__(self, built: Built, monitor: Monitor | None, training: TrainingConfig) -> None:
+        model, mesh = built.model, built.mesh
+        self._monitor, self._training, self._mesh = monitor, training, mesh
+        self._watch = None if model.link is None else Watch(model, model.link, mesh)
+
+    def before_first_step(self, progress: Progress) -> None:
+        if self._watch is not None and self._is_due(progress.step + 1):
+            self._watch.start()
+
+    def after_step(self, progress: Progress, result: StepResult) -> None:
+        if self._watch is None:
+            return
+        if self._is_due(progress.step):
+            self._watch.stop()
+            segment = self._training.at(progress.step - 1).segment
+            found = self._watch.read(segment // self._mesh.layout.sequence, cut=self._training.carries)
+            if self._monitor is not None and found is not None:
+                self._monitor.cotangents(progress.step, progress.tokens, found.to_json())
+        self.before_first_step(progress)
+
+    def _is_due(self, step: int) -> bool:
+        every = self._training.monitoring.cotangents_every
+        return bool(every) and step % every == 0
 
 
 class Saver:
@@ -189,9 +266,16 @@ def _evaluation_is_due(progress: Progress, training: TrainingConfig) -> bool:
     return bool(every) and (progress.step % every == 0 or last)
 
 
-def _shared(batches: list[Batch], mesh: Mesh) -> list[TokenBatch]:
-    """Batches of tensor rank 0 on every rank of its tensor group, on the device."""
-    return [feed.share(b if feed.reads(mesh) else None, mesh, (b.tokens.shape[0], b.tokens.shape[1])) for b in batches]
+def _shared(batches: list[Batch], mesh: Mesh, segments: int) -> list[TokenBatch]:
+    """Batches of a reading rank on every rank that works on the same rows, on the device: its spans of the segments."""
+    return [feed.share(b if feed.reads(mesh) else None, mesh, (b.tokens.shape[0], b.tokens.shape[1]), segments) for b in batches]
+
+
+def _padded(batch: Batch, tokens: int) -> Batch:
+    """Rows of `tokens` tokens; the last ones are not asked."""
+    more = ((0, 0), (0, tokens - batch.tokens.shape[1]))
+    pos = np.broadcast_to(np.arange(tokens, dtype=np.int32), (len(batch.pos), tokens))
+    return Batch(np.pad(batch.tokens, more), np.pad(batch.labels, more, constant_values=IGNORED), pos, batch.lanes)
 
 
 def _memory(device: torch.device) -> int:

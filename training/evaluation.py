@@ -1,18 +1,21 @@
 """Validation: loss per token and bits per byte on a fixed set of whole documents; loss and accuracy on a synthetic task's set.
 
 The one thing to know: every data rank scores its own batches and the sums meet once, at the end; tensor ranks score the same batch,
-each on its share of the vocabulary.
+each on its share of the vocabulary. Long rows are scored segment by segment, States going from each to the next, so that memory is
+that of a segment.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 from torch import Tensor
 
-from baton.models.lm import IGNORED, LanguageModel
+from baton.models.lm import IGNORED, LanguageModel, States
 from baton.parallel.mesh import Mesh
 from baton.training.passes import TokenBatch
 
@@ -26,14 +29,17 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: LanguageModel, batches: Sequence[TokenBatch], text_bytes: int, tokens: int, mesh: Mesh) -> Evaluation:
-    """Every data rank brings its own batches; text_bytes and tokens are of the whole set, all ranks together."""
+def evaluate(
+    model: LanguageModel, batches: Sequence[TokenBatch], text_bytes: int, tokens: int, mesh: Mesh, *, segments: int = 1
+) -> Evaluation:
+    """Every data rank brings its own batches, laid out in `segments`; text_bytes and tokens are of the whole set, all ranks
+    together."""
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:
-        hidden, _ = model.through_stages(batch.tokens, batch.pos)
-        if hidden is not None:
-            total += model.loss(hidden, batch.labels)
-    _add_up(total, mesh)
+        for part, hidden, _ in through_segments(model, (batch.segment(s, segments) for s in range(segments)), segments):
+            if hidden is not None:
+                total += model.loss(hidden, part.labels)
+    add_up(total, mesh)
     nats = float(total)
     return Evaluation(nats / tokens, nats / math.log(2) / text_bytes)
 
@@ -47,26 +53,60 @@ class TaskScore:
 
 
 @torch.no_grad()
-def score(model: LanguageModel, batches: Sequence[TokenBatch], labels: int, mesh: Mesh) -> TaskScore:
-    """Loss and accuracy at the labelled places. Every data rank brings its own batches; labels: how many, all ranks together."""
+def score(model: LanguageModel, batches: Sequence[TokenBatch], labels: int, mesh: Mesh, *, segments: int = 1) -> TaskScore:
+    """Loss and accuracy at the labelled places. Every data rank brings its own batches, laid out in `segments`; labels: how many,
+    all ranks together."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batch in batches:
-        asked = batch.labels != IGNORED
         # such a batch only completes a round over the ranks; but a span without a question may be needed by the next one
-        if mesh.layout.sequence == 1 and not bool(asked.any()):
+        if mesh.layout.sequence == 1 and not bool((batch.labels != IGNORED).any()):
             continue
-        hidden, _ = model.through_stages(batch.tokens, batch.pos)
-        if hidden is None:
-            continue
-        # a task asks at few places: only those need logits
-        hidden, wanted = hidden[asked], batch.labels[asked]
-        sums[0] += model.loss(hidden[None], wanted[None])
-        sums[1] += (likeliest(model, hidden, mesh) == wanted).sum()
-    _add_up(sums, mesh)
+        for part, hidden, _ in through_segments(model, (batch.segment(s, segments) for s in range(segments)), segments):
+            asked = part.labels != IGNORED
+            if hidden is None or not bool(asked.any()):
+                continue
+            # a task asks at few places: only those need logits
+            chosen, wanted = hidden[asked], part.labels[asked]
+            sums[0] += model.loss(chosen[None], wanted[None])
+            sums[1] += (likeliest(model, chosen, mesh) == wanted).sum()
+    add_up(sums, mesh)
     return TaskScore(float(sums[0]) / labels, float(sums[1]) / labels)
 
 
-def _add_up(sums: Tensor, mesh: Mesh) -> None:
+@torch.no_grad()
+def through_segments(
+    model: LanguageModel, parts: Iterable[TokenBatch], segments: int
+) -> Iterator[tuple[TokenBatch, Tensor | None, States]]:
+    """The forward pass of a batch, segment by segment: (this rank's span, its hidden vectors on the last stage and None on the
+    others, leaving States).
+
+    parts: this rank's spans of the `segments` segments, in order; made as they are asked for, they need not all be in memory. With
+    more than one the model needs a link.
+    """
+    for number, part in enumerate(parts):
+        link = model.link
+        if segments > 1 and link is None:
+            raise ValueError("segments follow one another through a link, and the model has none")
+        with nullcontext() if link is None or segments == 1 else link.segment(number, of=segments):
+            hidden, leaving = model.through_stages(part.tokens, part.pos)
+        yield part, hidden, leaving
+        if segments > 1 and model.pipeline is not None:
+            # or an early stage would run ahead, and what it has sent would wait in memory
+            model.pipeline.wait()
+
+
+@torch.no_grad()
+def token_losses(model: LanguageModel, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Negative log-likelihood (nats, fp32 [B, T]) of each label of [B, T] int64, 0 where it is IGNORED. On the last stage."""
+    flat, chunk = labels.flatten(), model.config.loss_chunk
+    found = [
+        tensor_parallel.vocab_parallel_cross_entropy(model.local_logits(h), y.clamp(min=0))
+        for h, y in zip(hidden.flatten(0, 1).split(chunk), flat.split(chunk), strict=True)
+    ]
+    return torch.where(flat != IGNORED, torch.cat(found).float(), 0.0).view(labels.shape)
+
+
+def add_up(sums: Tensor, mesh: Mesh) -> None:
     """Over data ranks and stages (all but the last have zeros), in place."""
     dist.all_reduce(sums, group=mesh.data_group)
     if mesh.pipeline is not None:

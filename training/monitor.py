@@ -65,6 +65,33 @@ class Monitor:
         print(f"step {step}  validation loss {loss:.4f} nats/label  accuracy {accuracy:.2%}  ({shown})", flush=True)
         self._restart_window()
 
+    def long_context(self, step: int, tokens: int, seen: dict[str, Any]) -> None:
+        """Loss and norms of States by position: {losses, positions, states}, see training.long_context.LongLook."""
+        self._write({"kind": "long_context", "step": step, "tokens": tokens, **seen})
+        shown = "  ".join(f"{bucket['from']:,}: {bucket['loss']:.4f}" for bucket in seen["losses"])
+        print(f"step {step}  validation loss from position  {shown}", flush=True)
+        self._restart_window()
+
+    def cotangents(self, step: int, tokens: int, seen: dict[str, Any]) -> None:
+        """Norms of a step's cotangents: {span, borders, norms}, see training.cotangents.Cotangents."""
+        self._write({"kind": "cotangents", "step": step, "tokens": tokens, **seen})
+
+    def credit(self, step: int, tokens: int, seen: dict[str, Any] | None) -> None:
+        """How far the credit of a few tokens' loss travels: {span, borders, norms, reach: tokens, by recurrence and layer}; None:
+        it could not be asked."""
+        if seen is None:
+            print(
+                f"step {step}  how far credit travels is not known: none of the long rows looked at is one document; make "
+                f"training.evaluation.credit_segment or credit_segments less",
+                flush=True,
+            )
+            return
+        self._write({"kind": "credit", "step": step, "tokens": tokens, **seen})
+        shown = "  ".join(f"{name} {min(of.values()):,} to {max(of.values()):,}" for name, of in seen["reach"].items())
+        whole = (seen["borders"][-1] - seen["borders"][0]) * seen["span"]
+        print(f"step {step}  tokens that credit travels, of {whole:,} looked at  {shown}", flush=True)
+        self._restart_window()
+
     def saved(self, name: str, seconds: float, size: int) -> None:
         """A published checkpoint: its name, seconds it stopped training for, bytes."""
         print(f"saved {name}: {size / 2**20:.1f} MiB in {seconds:.2f} s", flush=True)

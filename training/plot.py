@@ -1,5 +1,6 @@
 """A picture of a run's curves, from metrics.jsonl alone."""
 
+import itertools
 from pathlib import Path
 
 import matplotlib
@@ -9,20 +10,26 @@ import matplotlib.pyplot as plt
 
 from baton.training.errors import RunError
 from baton.training.monitor import read_metrics
+from baton.training.pictures import KINDS, panels
 
 
 def plot(folder: Path, out: Path) -> Path:
     """Draw loss, bits per byte (of a synthetic task: accuracy by case), learning rate and gradient norm, speed and the parts of a
-    step of the run in `folder`."""
+    step of the run in `folder`; below them, where the run has looked at long context, the last that it saw."""
     rows = read_metrics(folder / "metrics.jsonl")
     steps = [row for row in rows if row["kind"] == "train"]
     if not steps:
         raise RunError(f"{folder}: no steps in metrics.jsonl; is this a run directory that has trained?")
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
     x = [row["tokens"] for row in steps]
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
+    last = {row["kind"]: row for row in rows if row["kind"] in KINDS}
+    looked = [panel for kind in KINDS if kind in last for panel in panels(last[kind])]
+    below = -(-len(looked) // 2)
+    figure, axes = plt.subplots(2 + below, 2, figsize=(11, 7 + 3.5 * below), constrained_layout=True)
     figure.suptitle(str(folder))
-    (loss, bits), (rate, time) = axes
+    (loss, bits), (rate, time) = axes[:2]
+    for axis, draw in itertools.zip_longest(axes[2:].flat, looked):
+        axis.axis("off") if draw is None else draw(axis)
 
     loss.plot(x, [row["loss"] for row in steps], lw=0.8, label="training")
     if evaluations:

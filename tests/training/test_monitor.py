@@ -94,6 +94,20 @@ def test_a_torn_last_line_is_cut_off(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+def test_credit_that_could_not_be_asked_is_said_and_not_recorded(tmp_path, capsys):
+    monitor = open_monitor(tmp_path)
+    monitor.credit(5, 50, None)
+    norms = {"mamba": {"0": [0.0, 1.0], "1": [0.5, 1.0]}}
+    monitor.credit(10, 100, {"span": 8, "borders": [1, 2], "norms": norms, "reach": {"mamba": {"0": 0, "1": 8}}})
+    monitor.close()
+    [recorded] = read_metrics(tmp_path / "metrics.jsonl")
+    assert (recorded["kind"], recorded["step"]) == ("credit", 10)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("step 5  how far credit travels is not known")
+    assert said[1] == "step 10  tokens that credit travels, of 8 looked at  mamba 0 to 8"
+    assert shown(tmp_path, "credit_reach_tokens/mamba/layer_1")[0] == [(10, 8.0)]
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (61, "1m01s"), (3600, "1h00m00s"), (7325, "2h02m05s")])
 def test_durations_are_readable(seconds, text):
     assert duration(seconds) == text

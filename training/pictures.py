@@ -1,0 +1,79 @@
+"""Pictures of a record's rows about long context: loss by position, norms by layer and place.
+
+The one thing to know: norms are drawn on a logarithmic scale, and a norm of exactly 0, which has no logarithm, is drawn black: what
+has vanished must be seen, and not be taken for what was not measured, which is left white.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import ListedColormap, LogNorm
+from matplotlib.figure import Figure
+
+KINDS = ("long_context", "cotangents", "credit")
+"""Of the rows that have a picture."""
+
+Panel = Callable[[Axes], None]
+_TICKS = 6
+
+
+def panels(row: dict[str, Any]) -> list[Panel]:
+    """What draws a row, one panel each."""
+    if row["kind"] == "long_context":
+        maps = [_map(f"norm of {name}", row["positions"], norms, "tokens read") for name, norms in row["states"].items()]
+        return [lambda axes: _draw_losses(axes, row["losses"]), *maps]
+    places = [border * row["span"] for border in row["borders"]]
+    if row["kind"] == "cotangents":
+        return [_map(f"cotangent: {name}", places, norms, "border (tokens)") for name, norms in row["norms"].items()]
+    before = [places[-1] - place for place in places]
+    return [_map(f"credit: {name}", before, norms, "tokens before the loss") for name, norms in row["norms"].items()]
+
+
+def picture(row: dict[str, Any]) -> npt.NDArray[np.uint8]:
+    """A row's panels side by side, uint8 [height, width, 3]."""
+    drawn = panels(row)
+    figure = Figure(figsize=(4.5 * len(drawn), 3.5), dpi=80, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    for number, draw in enumerate(drawn):
+        draw(figure.add_subplot(1, len(drawn), number + 1))
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def _draw_losses(axes: Axes, losses: list[dict[str, Any]]) -> None:
+    axes.plot([bucket["from"] for bucket in losses], [bucket["loss"] for bucket in losses], "o-", ms=3)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("position in the document, from")
+    axes.set_ylabel("validation loss (nats / token)")
+    axes.grid(alpha=0.3)
+
+
+def _map(title: str, places: list[int], norms: dict[str, list[float | None]], xlabel: str) -> Panel:
+    """Layers by places."""
+
+    def draw(axes: Axes) -> None:
+        layers = sorted(norms, key=int, reverse=True)
+        values = np.array([[np.nan if norm is None else norm for norm in norms[layer]] for layer in layers], dtype=float)
+        found = values[np.isfinite(values) & (values > 0)]
+        if found.size:
+            # one value alone would be a scale without length
+            scale = LogNorm(found.min(), max(found.max(), found.min() * 1.001))
+            image = axes.imshow(
+                np.ma.masked_where(~(values > 0), values), norm=scale, cmap="viridis", aspect="auto", interpolation="nearest"
+            )
+            axes.figure.colorbar(image, ax=axes)
+        zeros = values == 0
+        axes.imshow(np.ma.masked_where(~zeros, zeros), cmap=ListedColormap(["black"]), aspect="auto", interpolation="nearest")
+        axes.set_title(f"{title}; black: 0" if zeros.any() else title, fontsize="small")
+        shown = np.unique(np.linspace(0, len(places) - 1, _TICKS).round().astype(int))
+        axes.set_xticks(shown, [f"{places[n]:,}" for n in shown], fontsize="x-small")
+        shown = np.unique(np.linspace(0, len(layers) - 1, _TICKS).round().astype(int))
+        axes.set_yticks(shown, [layers[n] for n in shown], fontsize="x-small")
+        axes.set_xlabel(xlabel, fontsize="small")
+        axes.set_ylabel("layer", fontsize="small")
+
+    return draw
