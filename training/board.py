@@ -90,7 +90,7 @@ def _draw(writer: SummaryWriter, row: dict[str, Any]) -> None:
 
 
 def _looked_at(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Tags and values of a row about long context: each bucket's loss, each layer's State after a whole row, the cotangent at the
+    """Tags and values of a row about long context: each bucket's loss, each layer's State where the rows end, the cotangent at the
     first and the last border, the reach of credit."""
     if row["kind"] == "long_context":
         for bucket in row["losses"]:
@@ -101,8 +101,8 @@ def _looked_at(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for tag, (key, place) in tables[row["kind"]].items():
         for name, of_layer in row[key].items():
             for layer, norms in of_layer.items():
-                if norms[place] is not None:
-                    yield f"{tag}/{name.replace(' ', '.')}/layer_{layer}", norms[place]
+                if measured := [norm for norm in norms if norm is not None]:
+                    yield f"{tag}/{name.replace(' ', '.')}/layer_{layer}", measured[place]
     for name, of_layer in row.get("reach", {}).items():
         for layer, tokens in of_layer.items():
             yield f"credit_reach_tokens/{name.replace(' ', '.')}/layer_{layer}", tokens

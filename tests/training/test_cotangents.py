@@ -87,7 +87,14 @@ def by_autograd(mixer, spans, last_only):
 
 
 @pytest.mark.parametrize("last_only", [False, True], ids=["step", "credit"])
-@pytest.mark.parametrize("layout", [{"data": 2}, {"sequence": 2}, {"pipeline": 2, "sequence": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(pytest.param(x, marks=pytest.mark.long) for x in ({"data": 2}, {"sequence": 2}, {"tensor": 2})),
+        {"pipeline": 2, "sequence": 2},
+    ],
+    ids=str,
+)
 def test_cotangents_at_borders_are_those_of_retained_states(pool, single_mesh, layout, last_only):
     mixers = ["mamba", "gsa", "lattice", "mamba2", "attention"]
     spans = SEGMENTS * layout.get("sequence", 1)

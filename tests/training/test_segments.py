@@ -25,6 +25,7 @@ from baton.parallel import zero
 from baton.parallel.layout import initialize_parameters, named_layouts
 from baton.parallel.pipeline import schedule
 from baton.parallel.sequence import SequenceLink
+from baton.training.build import make_deterministic
 from baton.training.errors import RunError
 from baton.training.executor import StepExecutor
 from baton.training.lane_states import LaneStates
@@ -37,6 +38,7 @@ SPAN = 6  # tokens of the shortest span: the longest tail of the small mixers
 # of a parameter's gradient. In bfloat16 each segment's part of a weight's gradient is rounded before it is added in fp32.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 ROWS = 2
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,15 @@ def batches_of(case):
     return None if case.gradient is None else whole.segment(0, 2), whole.segment(steps - 1, steps)
 
 
-def model_in(mixer, dtype, **place):
-    model = LanguageModel(model_for(mixer), compute_dtype=dtype, **place)
+def model_in(mixer, dtype, device=CPU, **place):
+    with device:
+        model = LanguageModel(model_for(mixer), compute_dtype=dtype, **place)
     initialize_parameters(model, 0, 0, 1)
     return model.to(torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def to(batch, device):
+    return TokenBatch(batch.tokens.to(device), batch.labels.to(device), batch.pos.to(device), batch.lanes)
 
 
 class Scores:
@@ -85,7 +92,7 @@ class Scores:
                     self.found.setdefault(mixer.where, []).append(y.detach())
                 else:
                     rows, v, of = self.place
-                    y = self.wanted[mixer.where][rows].chunk(of, dim=1)[v].to(y.dtype)
+                    y = self.wanted[mixer.where][rows].chunk(of, dim=1)[v].to(y)
             return y, leaving
 
         BMojo.carry = carry
@@ -121,9 +128,10 @@ def gradients(mesh, case, scores):
     """Of this stage's parameters, summed over the sequence ranks."""
     stage = stages.cut(model_for(case.mixer), mesh.layout.pipeline, 64)[mesh.pipeline_rank]
     link = mesh.link or SequenceLink(0, [mesh.rank], mesh.device)
-    model = model_in(case.mixer, case.dtype, link=link, stage=stage, pipeline=mesh.pipeline, recompute=case.recompute)
+    place = {"link": link, "stage": stage, "pipeline": mesh.pipeline}
+    model = model_in(case.mixer, case.dtype, mesh.device, recompute=case.recompute, **place)
     segments = Segments(case.segments, case.gradient or case.segments)
-    steps, lanes = [batch for batch in batches_of(case) if batch is not None], None
+    steps, lanes = [to(batch, mesh.device) for batch in batches_of(case) if batch is not None], None
     torch.set_default_dtype(next(model.parameters()).dtype)  # of messages between stages
     try:
         if case.gradient is not None:
@@ -137,7 +145,7 @@ def gradients(mesh, case, scores):
     owned = {name: p.grad for name, p, layout in named_layouts(model) if not layout.lent}
     for grad in owned.values():
         dist.all_reduce(grad, group=mesh.data_group)
-    return owned
+    return {name: grad.cpu() for name, grad in owned.items()}
 
 
 def own_spans(batch, mesh, segments):
@@ -165,26 +173,28 @@ def run_step(mesh, model, batch, segments, lanes, micro_batch, wanted):
 
 
 def on_ranks(mesh, jobs):
+    if mesh.device.type == "cuda":
+        make_deterministic(training())
     return [gradients(mesh, Case(*case), scores) for case, scores in jobs]
 
 
-def compare(pool, ranks, pipeline, cases):
-    """Asserts that every parameter's gradient is the reference's."""
+def compare(pool, ranks, pipeline, cases, loosened=1):
+    """Asserts that every parameter's gradient is the reference's. loosened: for sums in another order, by another device."""
     jobs = [(astuple(case), reference(case)[1]) for case in cases]
     results = pool.run(on_ranks, jobs, sequence=ranks, pipeline=pipeline, timeout_s=900)
     for n, case in enumerate(cases):
         expected, seen = reference(case)[0], set()
         for name, grad in (item for result in results for item in result[n].items()):
             error = relative_error(grad, expected[name])
-            assert error <= LIMITS[case.dtype], (case, ranks, pipeline, name, error)
+            assert error <= loosened * LIMITS[case.dtype], (case, ranks, pipeline, name, error)
             seen.add(name)
         assert seen == set(expected)
 
 
-@pytest.mark.parametrize(("ranks", "pipeline"), LAYOUTS)
+@pytest.mark.parametrize(("ranks", "pipeline"), [(1, 1), (4, 1), (2, 2)])
 def test_exact_segments_give_the_unsegmented_gradient(pool, single_mesh, ranks, pipeline):
-    """A third of the mixers on each layout, in every precision; all of them on all in the long form."""
-    own = MIXERS[LAYOUTS.index((ranks, pipeline)) % 3 :: 3]
+    """A third of the mixers on each layout, in every precision; all of them on all layouts in the long form."""
+    own = MIXERS[ranks // 2 :: 3]
     options = itertools.cycle(itertools.product((2, 3, 7), LIMITS))
     compare(pool, ranks, pipeline, [Case(mixer, *next(options)) for mixer in own])
 
@@ -197,10 +207,10 @@ def test_every_mixer_and_number_of_segments_gives_the_unsegmented_gradient(pool,
     compare(pool, ranks, pipeline, [Case(mixer, segments, dtype) for mixer in MIXERS])
 
 
-@pytest.mark.parametrize(("ranks", "pipeline", "segments", "gradient"), [(1, 1, 4, 2), (2, 2, 3, 1), (4, 1, 2, 2), (2, 1, 4, 1)])
+@pytest.mark.parametrize(("ranks", "pipeline", "segments", "gradient"), [(1, 1, 4, 2), (2, 2, 3, 1), (4, 1, 2, 2)])
 def test_truncated_segments_give_the_gradient_that_is_cut_there(pool, single_mesh, ranks, pipeline, segments, gradient):
     """With the States of the step before carried in; gradients through one segment, some and all of a step's."""
-    own = MIXERS[(ranks + segments) % 3 :: 3]
+    own = MIXERS[(ranks // 2 + 1) % 3 :: 3]
     compare(pool, ranks, pipeline, [Case(mixer, segments, torch.float64, gradient) for mixer in own])
 
 
@@ -212,9 +222,20 @@ def test_every_mixer_truncated_gives_the_gradient_that_is_cut(pool, single_mesh,
     compare(pool, ranks, pipeline, [Case(mixer, segments, dtype, gradient) for mixer in MIXERS])
 
 
-@pytest.mark.parametrize(("ranks", "pipeline"), [(1, 1), (2, 2)])
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize(("ranks", "pipeline"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_segments_on_gpus_give_the_gradient_of_the_cpu(gpu_pool, single_mesh, ranks, pipeline, dtype):
+    """Exact, and truncated with the States of the step before; every second run of a segment has the bits of the first."""
+    if ranks * pipeline > gpu_pool.size:
+        pytest.skip(f"needs {ranks * pipeline} GPUs, there are {gpu_pool.size}")
+    cases = [Case(mixer, *cut) for mixer in MIXERS for cut in ((3, dtype), (4, dtype, 2))]
+    compare(gpu_pool, ranks, pipeline, cases, loosened=10)
+
+
+@pytest.mark.parametrize(("ranks", "pipeline"), [pytest.param(1, 1, marks=pytest.mark.long), (2, 2)])
 def test_recomputed_activations_and_micro_batches_change_nothing(pool, single_mesh, ranks, pipeline):
-    mixers = ("mamba", "bmojo", "lattice", "hybrid")
+    mixers = ("mamba", "bmojo") if ranks > 1 else ("mamba", "bmojo", "lattice", "hybrid")
     cases = [Case(mixer, 3, torch.float64, None, recompute=True, micro_batch=1) for mixer in mixers]
     compare(pool, ranks, pipeline, cases + [Case(mixer, 4, torch.float64, 2, recompute=True, micro_batch=1) for mixer in mixers])
 
