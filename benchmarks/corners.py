@@ -4,10 +4,11 @@ The one thing to know: rounding alone makes two runs drift apart, so a layout is
 only takes the batch in other micro-batches, shows how far: a layout passes if its first loss is the one GPU's to 1e-3 and its
 later losses stay within a few times the control's distance.
 
-    python benchmarks/corners.py [--mixers mamba,lattice] [--steps 20] [--name corners] [--ranks 4]
+    python benchmarks/corners.py [--mixers mamba,lattice] [--steps 20] [--name corners] [--ranks 4] [--folder FOLDER]
 
 With more ranks than GPUs the ranks share them in turns. NCCL then counts every rank as a host of its own and sends through sockets;
-the communicators, the collectives and their order are those of as many GPUs.
+the communicators, the collectives and their order are those of as many GPUs. A FOLDER keeps each run's losses: what is there
+already is not run again.
 """
 
 import argparse
@@ -123,25 +124,31 @@ def rank_main(rank: int, ranks: int, folder: str, mixers: list[str], steps: int)
     make_deterministic(run_of(mixers[0], {}).training)
 
     def world(name: str, layout: LayoutConfig, own_rank: int) -> meshes.Mesh:
-        store = torch.distributed.FileStore(f"{folder}/{name}.store", layout.world_size)
+        store = torch.distributed.FileStore(f"{folder}/{name}.{os.getppid()}.store", layout.world_size)
         return meshes.initialize(layout, device=device, rank=own_rank, store=store)
 
+    def path(name: str, mixer: str) -> Path:
+        return Path(folder, f"{mixer}--{name}.json")
+
     def write(name: str, mixer: str, values: list[float]) -> None:
-        Path(folder, f"{mixer}--{name}.json").write_text(json.dumps(values))
+        path(name, mixer).write_text(json.dumps(values))
         print(f"{mixer} on {name}: {values[0]:.5f} .. {values[-1]:.5f}", flush=True)
 
     mesh = world(f"alone-{rank}", LayoutConfig(), 0)
-    for mixer in mixers[rank::ranks]:
-        for name, micro_batch in (("one GPU", 1), ("control", SEQUENCES)):
+    layouts = all_layouts(mixers, ranks)
+    missing = {title(layout): [mixer for mixer in mixers if not path(title(layout), mixer).exists()] for layout in layouts}
+    references = [(mixer, *one) for mixer in mixers for one in (("one GPU", 1), ("control", SEQUENCES))]
+    for mixer, name, micro_batch in references[rank::ranks]:
+        if not path(name, mixer).exists():
             write(name, mixer, losses(run_of(mixer, {}, micro_batch), mesh, steps))
     meshes.shutdown()
-    for layout in all_layouts(mixers, ranks):
+    for layout in layouts:
         config = LayoutConfig(**layout)
         if rank >= config.world_size:
             continue
         mesh = world(title(layout), config, rank)
         for mixer in mixers:
-            if layout in layouts_of(mixer, ranks):
+            if layout in layouts_of(mixer, ranks) and mixer in missing[title(layout)]:
                 found = losses(run_of(mixer, layout), mesh, steps)
                 if rank == 0:
                     write(title(layout), mixer, found)
@@ -167,11 +174,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--name", default="corners")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--folder", help="an existing one that keeps each run's losses")
     arguments = parser.parse_args()
     mixers, gpus, ranks = arguments.mixers.split(","), torch.cuda.device_count(), arguments.ranks
     report = Report(arguments.name, device=f"{ranks} ranks on {gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
     os.environ.setdefault("OMP_NUM_THREADS", "2")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or temporary
         mp.spawn(rank_main, (ranks, folder, mixers, arguments.steps), nprocs=ranks)
         found = {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
     failed = []
