@@ -34,7 +34,9 @@ from baton.training.passes import Passes, Segments, TokenBatch
 MIXERS = (*(kind for kind, settings in kinds().items() if not settings.small().state_grows), "hybrid")
 SEGMENTS, RANKS, STAGES = (1, 2, 3, 7, 16), (1, 2, 4), (1, 2)
 LAYOUTS = tuple(itertools.product(RANKS, STAGES))
-SPAN = 6  # tokens of the shortest span: the longest tail of the small mixers
+# Tokens of the shortest span: the longest tail of the small mixers. In bfloat16 what crosses a border is rounded once more, in the
+# tokens that a tail holds; they must not be half of all.
+SPAN = {torch.float64: 6, torch.float32: 6, torch.bfloat16: 24}
 # of a parameter's gradient. In bfloat16 each segment's part of a weight's gradient is rounded before it is added in fp32.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 ROWS = 2
@@ -56,12 +58,12 @@ class Case:
 def batches_of(case):
     """The step before (None: there is none) and the step: rows that begin inside a document and are packed."""
     g, steps = seeded(case.segments), 1 if case.gradient is None else 2
-    tokens = steps * case.segments * max(RANKS) * SPAN
+    tokens = steps * case.segments * max(RANKS) * SPAN[case.dtype]
     labels = torch.randint(61, (ROWS, tokens), generator=g)
     labels[torch.rand(labels.shape, generator=g) < 0.1] = -1
     pos = positions(g, ROWS, tokens, 0.05).to(torch.int32)
     if case.gradient is not None:  # a lane begins with a document
-        pos[:, :SPAN] = torch.arange(SPAN)
+        pos[:, : SPAN[case.dtype]] = torch.arange(SPAN[case.dtype])
     whole = TokenBatch(torch.randint(61, (ROWS, tokens), generator=g), labels, pos, tuple(range(ROWS)))
     return None if case.gradient is None else whole.segment(0, 2), whole.segment(steps - 1, steps)
 
@@ -223,7 +225,7 @@ def test_every_mixer_truncated_gives_the_gradient_that_is_cut(pool, single_mesh,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # megatron-core's loss is fp32, also of float64
 @pytest.mark.parametrize(("ranks", "pipeline"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_segments_on_gpus_give_the_gradient_of_the_cpu(gpu_pool, single_mesh, ranks, pipeline, dtype):
     """Exact, and truncated with the States of the step before; every second run of a segment has the bits of the first."""
