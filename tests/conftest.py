@@ -9,6 +9,10 @@ import pytest
 import torch
 from support.pool import Pool
 
+if not torch.cuda.is_available():
+    # where there is no GPU Triton's kernels run in its interpreter; it looks when they are imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="session")
 def pool():

@@ -2,7 +2,7 @@
 
 The one thing to know: the decay 1 - eps k_n^2 is formed as a sum of two positive terms, 1 / (1 + beta |k|^2) and eps times the
 squares of the other keys, themselves summed without k_n. A subtraction would leave nothing of it, or less than nothing, where one
-key is large. The walk over chunks, forwards and backwards, is `baton.kernels.diagonal_scan`.
+key is large. The walk over chunks, forwards and backwards, is `baton.kernels.diagonal_scan.chunked`.
 
 Shape suffixes: B batch, T time, L time within a chunk, D channels, N d_state.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.kernels.diagonal_scan import Buffers, Generator, diagonal_scan, over_channels, over_states
+from baton.kernels.diagonal_scan.chunked import Buffers, Generator, diagonal_scan, over_channels, over_states
 
 
 def longhorn_chunked(

@@ -1,7 +1,7 @@
 """The selective scan in vectorised PyTorch, on any device: what runs on a CPU.
 
-The one thing to know: the walk over chunks, forwards and backwards, is `baton.kernels.diagonal_scan`; this file holds what is
-Mamba's own, the discretisation of a chunk (Gu & Dao 2023, equation 4) and its gradients.
+The one thing to know: the walk over chunks, forwards and backwards, is `baton.kernels.diagonal_scan.chunked`; this file holds what
+is Mamba's own, the discretisation of a chunk (Gu & Dao 2023, equation 4) and its gradients.
 
 Shape suffixes: B batch, T time, L time within a chunk, D channels, N d_state.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.kernels.diagonal_scan import Buffers, Generator, chunk_length, diagonal_scan, over_channels, over_states
+from baton.kernels.diagonal_scan.chunked import Buffers, Generator, chunk_length, diagonal_scan, over_channels, over_states
 from baton.kernels.elementwise import LOG2_E, exp2_
 
 # Below this |delta A|, d phi / d A of the zero-order hold is a power series: the closed form cancels

@@ -115,8 +115,9 @@ def test_states_are_the_modules(variant):
 
 
 def test_chunks_and_buckets_are_the_kernels():
-    from baton.kernels import diagonal_scan, protocol
+    from baton.kernels import protocol
     from baton.kernels.delta_rule import chunked as delta_rule
+    from baton.kernels.diagonal_scan import chunked as diagonal_scan
     from baton.kernels.eidetic_attention import chunked as eidetic_attention
     from baton.kernels.gated_linear_attention import chunked as linear_attention
     from baton.kernels.gated_slot_attention import chunked as slot_attention

@@ -83,7 +83,7 @@ def test_initial_values_and_labels_do_not_depend_on_the_layout(pool, single_mesh
     assert seen == begun.keys()
 
 
-@pytest.mark.parametrize("mixer", ["mamba", "bmojo", "lattice"])
+@pytest.mark.parametrize("mixer", ["mamba", "lattice", pytest.param("bmojo", marks=pytest.mark.long)])
 def test_recomputation_exchanges_nothing(pool, mixer):
     """Over four sequence ranks: as many messages as without, and the same bits."""
     plain = pool.run(messages, mixer=mixer, sequence=4)

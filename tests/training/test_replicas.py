@@ -244,7 +244,10 @@ def sound(mesh, mixer, precision="float32"):
     return [said(ReplicaCheck(built, config), progress, result) for built, progress, result in steps(mesh, 3, config, mixer)]
 
 
-@pytest.mark.parametrize("mixer", [*kinds(), "hybrid"])
+OFTEN = ("mamba2", "bmojo", "lattice", "hybrid")
+
+
+@pytest.mark.parametrize("mixer", [*OFTEN, *(pytest.param(kind, marks=pytest.mark.long) for kind in kinds() if kind not in OFTEN)])
 def test_replicas_of_every_mixer_stay_equal_and_the_check_silent(pool, mixer):
     """In bfloat16: what a replicated parameter's gradient is made of is rounded most there."""
     for found in pool.run(sound, mixer, precision="bfloat16", tensor=2, data=2):

@@ -1,0 +1,238 @@
+"""The diagonal scans on a GPU: launches the Triton kernels of `forward` and `backward` and gives them a gradient.
+
+The one thing to know: how a sequence is cut into pieces, and every tile, is a function of shapes and of the `Tiles` alone, so equal
+calls give equal bits on every rank. Inputs may be views: only their last dimension has to be contiguous.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from baton.kernels.diagonal_scan import backward, forward
+from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the kernels are cut.
+
+    Attributes:
+        channels: of a program; a power of two.
+        warps: of a program, forwards and backwards.
+        steps: tokens that are loaded together, forwards.
+        steps_back: the same backwards; divides border, as steps does.
+        border: tokens between two states that are kept for the backward pass; a piece is a multiple of it.
+        programs: the sequence is cut into pieces until there are so many.
+    """
+
+    channels: int = 32
+    warps: int = 1
+    steps: int = 4
+    steps_back: int = 2
+    border: int = 32
+    programs: int = 1024
+
+
+class Inputs(NamedTuple):
+    """What a scan reads, whatever its kind; what a kind or a caller has not is None.
+
+    x, step, z: [B, T, D]. into, query: [B, T, N]. skip, bias: [D]. A: [D, N].
+    """
+
+    x: Tensor
+    step: Tensor
+    into: Tensor
+    query: Tensor
+    skip: Tensor
+    A: Tensor | None
+    bias: Tensor | None
+    z: Tensor | None
+
+
+def scan(
+    inputs: Inputs, *, activate: bool, pos: Tensor | None, initial_state: Tensor | None, tiles: Tiles | None = None
+) -> tuple[Tensor, Tensor]:
+    """y [B, T, D] in x's dtype and the final state [B, D, N] in float32, with exact gradients to all inputs and the state.
+
+    With A it is Mamba's (step sizes, `activate`: softplus of step + bias), without it is Longhorn's (beta, sigmoid). Arguments are
+    checked by the caller; T >= 1, nothing is float64.
+    """
+    run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or Tiles())
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state)):
+        y, final = _Scan.apply(run, initial_state, *inputs)
+        return y, final
+    y, final, _, _ = run.forward(initial_state, keep_borders=False)
+    return y, final
+
+
+def effect(inputs: Inputs, *, activate: bool, pos: Tensor | None, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
+    """What the tokens do to a state, without outputs: decay and add, [B, D, N] in float32 each."""
+    run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or Tiles())
+    decay, add = run.summarize()
+    if run.pieces == 1:
+        return decay[:, 0], add[:, 0]
+    return decay.prod(1), run.fold(decay, add, None)[1]
+
+
+class _Run:
+    """One call's shapes, options and launches."""
+
+    def __init__(self, inputs: Inputs, activate: bool, pos: Tensor | None, tiles: Tiles) -> None:
+        self.inputs = Inputs(*(None if x is None else _rows(x) for x in inputs))  # type: ignore[arg-type]
+        self.pos, self.tiles = pos, tiles
+        self.batch, self.length, self.channels = inputs.x.shape
+        self.d_state = inputs.into.shape[2]
+        self.blocks = -(-self.channels // tiles.channels)
+        self.pieces, self.piece = _pieces(self.batch * self.blocks, self.length, tiles)
+        self.mamba = inputs.A is not None
+        # |k|^2 and, for each n, |k|^2 without k_n^2, as sums of their own terms
+        self.others, self.square = (inputs.x, inputs.x) if self.mamba else _squares(inputs.into)
+        self.options = {
+            "KIND": MAMBA.value if self.mamba else LONGHORN.value,
+            "ACTIVATE": activate,
+            "HAS_POS": pos is not None,
+            "BD": tiles.channels,
+            "BN": 1 << (self.d_state - 1).bit_length(),
+            "num_warps": tiles.warps,
+            "num_stages": 1,
+        }
+
+    def empty(self, *shape: int, like: Tensor | None = None) -> Tensor:
+        x = self.inputs.x
+        return torch.empty(shape, dtype=torch.float32 if like is None else like.dtype, device=x.device)
+
+    def launch(self, kernel: Any, steps: int, *arguments: Any, **options: Any) -> None:
+        even = self.length % steps == 0
+        kernel[(self.blocks, self.batch, self.pieces)](*arguments, **self.options, EVEN=even, STEPS=steps, **options)
+
+    def sizes(self, *tensors: Tensor | None) -> list[int]:
+        """T, D, N, tokens of a piece, then strides of batch and token of tensors [B, T, ...]."""
+        found = [self.length, self.channels, self.d_state, self.piece]
+        for x in tensors:
+            found.extend((0, 0) if x is None else (x.stride(0), x.stride(1)))
+        return found
+
+    def or_x(self, x: Tensor | None) -> Tensor:
+        """A pointer for what is not there and is not read."""
+        return self.inputs.x if x is None else x
+
+    def summarize(self) -> tuple[Tensor, Tensor]:
+        """decay and add of each piece, [B, P, D, N]."""
+        x, step, into, _, _, A, bias, _ = self.inputs
+        decay, add = (self.empty(self.batch, self.pieces, self.channels, self.d_state) for _ in range(2))
+        self.launch(
+            forward.summarize_kernel, self.tiles.steps, x, step, self.or_x(bias), self.or_x(A), into, self.others, self.square,
+            self.or_x(self.pos), decay, add, *self.sizes(x, step, into),
+        )  # fmt: skip
+        return decay, add
+
+    def fold(self, decay: Tensor, add: Tensor, first: Tensor | None, *, backwards: bool = False) -> tuple[Tensor, Tensor]:
+        """What arrives at each piece, [B, P, D, N], and leaves the last, [B, D, N]."""
+        size, block = self.channels * self.d_state, 256
+        arriving, last = torch.empty_like(add), self.empty(self.batch, self.channels, self.d_state)
+        forward.fold_kernel[(-(-size // block), self.batch)](
+            decay, add, self.or_x(first), arriving, last, size, self.pieces,
+            HAS_FIRST=first is not None, BACKWARDS=backwards, BLOCK=block,
+        )  # fmt: skip
+        return arriving, last
+
+    def forward(self, initial_state: Tensor | None, *, keep_borders: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """y, final state, states at borders [B, C, D, N] and the pieces' decays, of which one piece has none."""
+        x, step, into, query, skip, A, bias, z = self.inputs
+        entering, decay = None if initial_state is None else initial_state.contiguous(), None
+        if self.pieces > 1:
+            decay, add = self.summarize()
+            entering, _ = self.fold(decay, add, entering)
+        y = self.empty(self.batch, self.length, self.channels, like=x)
+        final = self.empty(self.batch, self.channels, self.d_state)
+        chunks, borders = -(-self.length // self.tiles.border), None
+        if keep_borders:
+            borders = self.empty(self.batch, chunks, self.channels, self.d_state)
+        self.launch(
+            forward.scan_kernel, self.tiles.steps, x, step, self.or_x(bias), self.or_x(A), into, self.others, self.square, query,
+            skip, self.or_x(z), self.or_x(self.pos), self.or_x(entering), y, final, self.or_x(borders),
+            *self.sizes(x, step, into, query, z),
+            GATED=z is not None, HAS_ENTERING=entering is not None, KEEP_BORDERS=keep_borders, BORDER=self.tiles.border,
+        )  # fmt: skip
+        return y, final, borders, decay
+
+    def backward(self, borders: Tensor, decay: Tensor | None, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the entering state and of all inputs."""
+        x, step, into, query, skip, A, bias, z = self.inputs
+        dy, arriving, steps = _rows(dy), dfinal.contiguous(), self.tiles.steps_back
+        batch, length, channels, d_state = self.batch, self.length, self.channels, self.d_state
+        options = {"GATED": z is not None}
+        if decay is not None:
+            add = torch.empty_like(decay)
+            self.launch(
+                backward.summarize_backward_kernel, steps, step, self.or_x(bias), self.or_x(A), self.others, self.square, query,
+                self.or_x(z), dy, self.or_x(self.pos), add, *self.sizes(step, query, z, dy), **options,
+            )  # fmt: skip
+            arriving, _ = self.fold(decay, add, arriving, backwards=True)
+        states = self.empty(batch * self.pieces, self.tiles.border // steps, channels, d_state)
+        dx, dstep, dz = (None if like is None else self.empty(batch, length, channels, like=like) for like in (x, step, z))
+        dA = None if A is None else self.empty(batch * self.pieces, channels, d_state)
+        dskip, dbias = (self.empty(batch * self.pieces, channels) for _ in range(2))
+        dinto, dquery = (self.empty(self.blocks, batch, length, d_state) for _ in range(2))
+        dentering = self.empty(batch, channels, d_state)
+        self.launch(
+            backward.scan_backward_kernel, steps, x, step, self.or_x(bias), self.or_x(A), into, self.others, self.square, query,
+            skip, self.or_x(z), self.or_x(self.pos), borders, arriving, dy, states, dx, dstep, self.or_x(dz), self.or_x(dA), dskip,
+            dbias, dinto, dquery, dentering, *self.sizes(x, step, into, query, z, dy), BORDER=self.tiles.border, **options,
+        )  # fmt: skip
+        return (
+            dentering,
+            dx,
+            dstep,
+            dinto.sum(0).to(into.dtype),
+            dquery.sum(0).to(query.dtype),
+            dskip.sum(0).to(skip.dtype),
+            None if A is None or dA is None else dA.sum(0).to(A.dtype),
+            None if bias is None else dbias.sum(0).to(bias.dtype),
+            dz,
+        )
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: _Run, initial_state: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        y, final, borders, decay = run.forward(initial_state, keep_borders=True)
+        ctx.activate, ctx.tiles = run.options["ACTIVATE"], run.tiles
+        ctx.save_for_backward(run.pos, borders, decay, *inputs)
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
+        pos, borders, decay, *inputs = ctx.saved_tensors
+        run = _Run(Inputs(*inputs), ctx.activate, pos, ctx.tiles)
+        grads = run.backward(borders, decay, dy, dfinal)
+        return (None, *(grad if want else None for want, grad in zip(ctx.needs_input_grad[1:], grads, strict=True)))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, or a copy whose last dimension is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _pieces(programs: int, length: int, tiles: Tiles) -> tuple[int, int]:
+    """How many pieces a sequence is cut into, and tokens of each, a multiple of border."""
+    chunks = -(-length // tiles.border)
+    wanted = min(-(-tiles.programs // programs), max(1, chunks // 4))
+    piece = -(-chunks // wanted) * tiles.border
+    return -(-length // piece), piece
+
+
+def _squares(k: Tensor) -> tuple[Tensor, Tensor]:
+    """Of keys [B, T, N]: the sum of all squares but n's, [B, T, N], and of all, [B, T], in float32."""
+    batch, length, d_state = k.shape
+    others, square = (torch.empty(shape, dtype=torch.float32, device=k.device) for shape in (k.shape, k.shape[:2]))
+    width = 1 << (d_state - 1).bit_length()
+    tokens = max(1, 2048 // width**2)
+    forward.squares_kernel[(-(-length // tokens), batch)](
+        k, others, square, length, d_state, k.stride(0), k.stride(1), BT=tokens, BN=width
+    )
+    return others, square

@@ -1,0 +1,40 @@
+"""The Triton kernels compile for GPUs that are not here, and keep everything in registers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).resolve().parent.parent / "support" / "compiled.py"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Registers, stack and shared memory of every listed kernel on every architecture; compiled anew, nothing from a cache."""
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    settings["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    done = subprocess.run([sys.executable, "-P", str(PROGRAM)], capture_output=True, text=True, check=False, env=settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_no_kernel_spills(compiled):
+    assert {name: found["stack"] for name, found in compiled.items() if found["stack"]} == {}
+
+
+def test_a_spill_would_be_seen(compiled):
+    """Loading more tokens at once than there are registers for."""
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = (
+        "import compiled; from baton.kernels.diagonal_scan.triton import Tiles;"
+        "name, kernel, constants, warps, dtype = next(x for x in compiled.kernels() if x[0] == 'mamba backward');"
+        "constants = {**constants, 'STEPS': 8};"
+        "print(compiled.report(kernel, compiled.signature(kernel, constants, dtype), constants, 90, warps)['stack'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=settings, cwd=PROGRAM.parent
+    )
+    assert int(done.stdout) > 0

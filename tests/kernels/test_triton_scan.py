@@ -1,0 +1,151 @@
+"""The diagonal scans' Triton kernels, in Triton's interpreter where there is no GPU, against the definitions in float64."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.compare import relative_error
+from support.recurrences import positions, seeded
+
+from baton.kernels.diagonal_scan.triton import Inputs, Tiles, effect, scan
+from baton.kernels.examples import extreme_gates, extreme_keys, extreme_steps
+from baton.kernels.longhorn.reference import longhorn_reference
+from baton.kernels.selective_scan.reference import selective_scan_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WHOLE = Tiles(channels=8, steps=4, steps_back=2, border=8, programs=1)
+CUT = Tiles(channels=8, steps=4, steps_back=2, border=8, programs=100)
+NAMES = ("initial", *Inputs._fields)
+# float32 against float64, and bfloat16: what comes out is rounded to it
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+
+
+def example(kind, batch, length, channels, d_state, *, activate, gated, dtype=torch.float32, seed=0):
+    """Inputs by name in float64, of which `dtype` loses nothing, and cotangents of y and the final state."""
+    g = seeded(seed)
+
+    def randn(*shape, dtype=dtype):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).double()
+
+    tokens = (batch, length)
+    given = {"x": randn(*tokens, channels), "query": randn(*tokens, d_state), "skip": randn(channels)}
+    given["into"] = randn(*tokens, d_state) if kind == "mamba" else extreme_keys(g, *tokens, d_state, dtype=dtype).double()
+    given["step"] = 2 * randn(*tokens, channels)
+    given["bias"] = randn(channels, dtype=torch.float32) if activate else None
+    if not activate:
+        steps = (
+            extreme_steps(g, *tokens, channels, dtype=dtype)
+            if kind == "mamba"
+            else extreme_gates(g, *tokens, channels, dtype=dtype)
+        )
+        given["step"] = steps.double()
+    given["A"] = -randn(channels, d_state, dtype=torch.float32).exp() if kind == "mamba" else None
+    given["A"] = None if given["A"] is None else given["A"].float().double()
+    given["z"] = randn(*tokens, channels) if gated else None
+    given["initial"] = randn(batch, channels, d_state, dtype=torch.float32)
+    return given, (randn(*tokens, channels), randn(batch, channels, d_state, dtype=torch.float32))
+
+
+def definition(given, pos, *, activate):
+    x, step, into, query, skip, A, bias, z = (given[name] for name in Inputs._fields)
+    if activate:
+        step = F.softplus(step + bias) if A is not None else torch.sigmoid(step + bias)
+    if A is not None:
+        y, final = selective_scan_reference(x, step, A, into, query, skip, pos=pos, initial_state=given["initial"])
+    else:
+        y, final = longhorn_reference(x, into, query, step, skip, pos=pos, initial_state=given["initial"])
+    return (y if z is None else y * F.silu(z)), final
+
+
+def kernels(given, pos, *, activate, tiles):
+    inputs = Inputs(*(given[name] for name in Inputs._fields))
+    return scan(inputs, activate=activate, pos=pos, initial_state=given["initial"], tiles=tiles)
+
+
+def with_gradients(run, given, cotangents, **options):
+    """Outputs and gradients by name."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items() if x is not None}
+    y, final = run({**given, **leaves}, **options)
+    grads = torch.autograd.grad(
+        [y, final], list(leaves.values()), [dx.to(y.device, x.dtype) for x, dx in zip((y, final), cotangents)]
+    )
+    return {"y": y, "final": final, **dict(zip(leaves, grads))}
+
+
+def rounded(given, dtype):
+    """As the kernels are given them: states, rates and bias in float32."""
+    whole = ("initial", "A", "bias", "skip")
+    return {name: None if x is None else x.to(DEVICE, torch.float32 if name in whole else dtype) for name, x in given.items()}
+
+
+def compare(kind, sizes, tiles, *, starts, activate, gated, dtype=torch.float32):
+    given, cotangents = example(kind, *sizes, activate=activate, gated=gated, dtype=dtype)
+    pos = positions(seeded(1), *sizes[:2], 0.15) if starts else None
+    expected = with_gradients(definition, given, cotangents, pos=pos, activate=activate)
+    own_pos = None if pos is None else pos.to(DEVICE)
+    found = with_gradients(kernels, rounded(given, dtype), cotangents, pos=own_pos, activate=activate, tiles=tiles)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert relative_error(found[name].double().cpu(), value) <= LIMITS[dtype], name
+
+
+SIZES = ((2, 16, 8, 4), (1, 37, 11, 3))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "longhorn"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("starts", [False, True])
+def test_outputs_and_gradients_are_the_definitions(kind, starts, fused):
+    """Whole and in pieces, even sizes and odd ones, documents packed or not, with and without step function and gate."""
+    for tiles, sizes in zip((WHOLE, CUT) if starts == fused else (CUT, WHOLE), SIZES):
+        compare(kind, sizes, tiles, starts=starts, activate=fused, gated=fused)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "longhorn"])
+def test_bfloat16_is_rounded_once(kind):
+    compare(kind, SIZES[1], CUT, starts=True, activate=True, gated=True, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "longhorn"])
+def test_pieces_with_the_state_handed_on_are_the_whole(kind):
+    """And what `effect` says of a span is what the span does."""
+    given, cotangents = example(kind, 2, 21, 8, 4, activate=True, gated=True)
+    given, pos = rounded(given, torch.float32), positions(seeded(2), 2, 21, 0.1).to(DEVICE)
+
+    def in_two(given, pos, cut):
+        along = ("x", "step", "into", "query", "z")
+        state, outputs = given["initial"], []
+        for span in (slice(0, cut), slice(cut, None)):
+            part = {**given, **{name: given[name][:, span] for name in along}, "initial": state}
+            y, state = kernels(part, pos[:, span], activate=True, tiles=WHOLE)
+            outputs.append(y)
+        return torch.cat(outputs, dim=1), state
+
+    whole = with_gradients(kernels, given, cotangents, pos=pos, activate=True, tiles=WHOLE)
+    for cut in (9,):
+        for name, value in with_gradients(in_two, given, cotangents, pos=pos, cut=cut).items():
+            assert relative_error(value, whole[name]) <= 2e-6, (cut, name)
+    for tiles in (WHOLE, CUT):
+        decay, add = effect(Inputs(*(given[name] for name in Inputs._fields)), activate=True, pos=None, tiles=tiles)
+        _, final = kernels(given, None, activate=True, tiles=WHOLE)
+        assert relative_error(decay * given["initial"] + add, final) <= 1e-6
+
+
+def test_equal_calls_give_equal_bits_and_views_are_taken():
+    given, cotangents = example("mamba", 2, 19, 11, 3, activate=True, gated=True)
+    given = rounded(given, torch.float32)
+    wide = {name: torch.cat((x, x), dim=-1)[..., : x.shape[-1]] for name, x in given.items() if x.dim() == 3 and name != "initial"}
+    assert not any(x.is_contiguous() for x in wide.values())
+    runs = [with_gradients(kernels, {**given, **other}, cotangents, pos=None, activate=True, tiles=CUT) for other in ({}, {}, wide)]
+    for one, other in itertools.pairwise(runs):
+        assert all(torch.equal(other[name], value) for name, value in one.items())
+
+
+def test_without_gradients_the_bits_are_the_same():
+    given, cotangents = example("longhorn", 1, 13, 8, 4, activate=True, gated=False)
+    given = rounded(given, torch.float32)
+    tracked = with_gradients(kernels, given, cotangents, pos=None, activate=True, tiles=CUT)
+    y, final = kernels(given, None, activate=True, tiles=CUT)
+    assert torch.equal(y, tracked["y"])
+    assert torch.equal(final, tracked["final"])

@@ -1,0 +1,76 @@
+"""Registers, stack and shared memory of the Triton kernels, compiled for GPUs that are not here: printed as JSON by this program.
+
+The tiles are those that runs use. A process of its own, because Triton decides when a kernel is imported whether it interprets it.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ARCHITECTURES = (80, 90, 100)
+# of tensors: what is in the activations' dtype; the others are float32, positions int32, and what is no pointer a size
+ACTIVATIONS = {"x", "step", "z", "vec_in", "query", "y", "dx", "dstep", "dz", "dy", "k"}
+SIZES = {"T", "D", "N", "piece", "size", "pieces"}
+
+
+def signature(kernel, constants, dtype):
+    def of(name):
+        if name in SIZES or name.endswith(("_row", "_batch")):
+            return "i32"
+        return {"pos": "*i32"}.get(name, f"*{dtype}" if name in ACTIVATIONS else "*fp32")
+
+    return {name: of(name) for name in kernel.arg_names if name not in constants}
+
+
+def kernels():
+    """(name, kernel, constants, warps, dtype) of every configuration that is held to have no spills."""
+    from baton.kernels.diagonal_scan import backward, forward
+    from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA
+    from baton.kernels.diagonal_scan.triton import Tiles
+
+    tiles = Tiles()
+    for label, kind in (("mamba", MAMBA.value), ("longhorn", LONGHORN.value)):
+        common = {"KIND": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "BD": tiles.channels, "BN": 16}
+        ahead, back = {**common, "STEPS": tiles.steps}, {**common, "STEPS": tiles.steps_back, "GATED": True}
+        whole = {"GATED": True, "HAS_ENTERING": True, "KEEP_BORDERS": True, "BORDER": tiles.border}
+        yield f"{label} summarize", forward.summarize_kernel, ahead, tiles.warps, "bf16"
+        yield f"{label} scan", forward.scan_kernel, {**ahead, **whole}, tiles.warps, "bf16"
+        yield f"{label} summarize backward", backward.summarize_backward_kernel, back, tiles.warps, "bf16"
+        yield f"{label} backward", backward.scan_backward_kernel, {**back, "BORDER": tiles.border}, tiles.warps, "bf16"
+    yield "fold", forward.fold_kernel, {"HAS_FIRST": True, "BACKWARDS": False, "BLOCK": 256}, 4, "bf16"
+    yield "squares", forward.squares_kernel, {"BT": 8, "BN": 16}, 4, "bf16"
+
+
+def report(kernel, known, constants, arch, warps):
+    """Registers, stack (bytes; more than 0 are spills) and shared memory (bytes) of a kernel; pointers, sizes: multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {name: known.get(name, "constexpr") for name in kernel.arg_names}
+    divisible = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.arg_names) if name in known}
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=divisible)
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": 1})
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{word}:(\d+)", text)[1]) for word in ("REG", "STACK"))
+    return {"registers": registers, "stack": stack, "shared": binary.metadata.shared}
+
+
+def main():
+    found = {}
+    for name, kernel, constants, warps, dtype in kernels():
+        known = signature(kernel, constants, dtype)
+        for arch in ARCHITECTURES:
+            found[f"{name}, sm_{arch}"] = report(kernel, known, constants, arch, warps)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
