@@ -192,7 +192,8 @@ class Recurrence(ABC):
         along: how many of the inputs, the first ones, run along time.
         needs_pos: whether `run` must be told positions also where no document starts.
         differentiable: whether anything it returns has a gradient.
-        exact_cuts: whether outputs and states keep every bit wherever a sequence is cut (all keep them to rounding).
+        exact_cuts: whether the forms in PyTorch keep every bit of outputs and states wherever a sequence is cut; all keep them to
+            rounding.
     """
 
     name: str

@@ -5,14 +5,12 @@ calls give equal bits on every rank. Inputs may be views: only their last dimens
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from baton.kernels.diagonal_scan import backward, forward
-from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA
 
 
 @dataclass(frozen=True)
@@ -47,13 +45,18 @@ class Inputs(NamedTuple):
     into: Tensor
     query: Tensor
     skip: Tensor
-    A: Tensor | None
-    bias: Tensor | None
-    z: Tensor | None
+    A: Tensor | None = None
+    bias: Tensor | None = None
+    z: Tensor | None = None
+
+
+def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
+    """Whether these kernels compute for tensors like x: on a GPU, in float32."""
+    return x.is_cuda and compute_dtype == torch.float32
 
 
 def scan(
-    inputs: Inputs, *, activate: bool, pos: Tensor | None, initial_state: Tensor | None, tiles: Tiles | None = None
+    inputs: Inputs, *, pos: Tensor | None, initial_state: Tensor | None, activate: bool = False, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, D] in x's dtype and the final state [B, D, N] in float32, with exact gradients to all inputs and the state.
 
@@ -68,7 +71,7 @@ def scan(
     return y, final
 
 
-def effect(inputs: Inputs, *, activate: bool, pos: Tensor | None, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
+def effect(inputs: Inputs, *, pos: Tensor | None, activate: bool = False, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     """What the tokens do to a state, without outputs: decay and add, [B, D, N] in float32 each."""
     run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or Tiles())
     decay, add = run.summarize()
@@ -77,12 +80,22 @@ def effect(inputs: Inputs, *, activate: bool, pos: Tensor | None, tiles: Tiles |
     return decay.prod(1), run.fold(decay, add, None)[1]
 
 
+def effect_backward(
+    inputs: Inputs, dy: Tensor, *, pos: Tensor | None, activate: bool = False, tiles: Tiles | None = None
+) -> Tensor:
+    """What dy [B, T, D] alone adds to the cotangent of the state that entered, [B, D, N] in float32."""
+    run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or Tiles())
+    add = run.summarize_backward(dy)
+    return add[:, 0] if run.pieces == 1 else run.fold(run.summarize()[0], add, None, backwards=True)[1]
+
+
 class _Run:
     """One call's shapes, options and launches."""
 
     def __init__(self, inputs: Inputs, activate: bool, pos: Tensor | None, tiles: Tiles) -> None:
         self.inputs = Inputs(*(None if x is None else _rows(x) for x in inputs))  # type: ignore[arg-type]
         self.pos, self.tiles = pos, tiles
+        self.forwards, self.backwards = _kernels()
         self.batch, self.length, self.channels = inputs.x.shape
         self.d_state = inputs.into.shape[2]
         self.blocks = -(-self.channels // tiles.channels)
@@ -91,7 +104,7 @@ class _Run:
         # |k|^2 and, for each n, |k|^2 without k_n^2, as sums of their own terms
         self.others, self.square = (inputs.x, inputs.x) if self.mamba else _squares(inputs.into)
         self.options = {
-            "KIND": MAMBA.value if self.mamba else LONGHORN.value,
+            "KIND": (self.forwards.MAMBA if self.mamba else self.forwards.LONGHORN).value,
             "ACTIVATE": activate,
             "HAS_POS": pos is not None,
             "BD": tiles.channels,
@@ -124,16 +137,26 @@ class _Run:
         x, step, into, _, _, A, bias, _ = self.inputs
         decay, add = (self.empty(self.batch, self.pieces, self.channels, self.d_state) for _ in range(2))
         self.launch(
-            forward.summarize_kernel, self.tiles.steps, x, step, self.or_x(bias), self.or_x(A), into, self.others, self.square,
-            self.or_x(self.pos), decay, add, *self.sizes(x, step, into),
+            self.forwards.summarize_kernel, self.tiles.steps, x, step, self.or_x(bias), self.or_x(A), into, self.others,
+            self.square, self.or_x(self.pos), decay, add, *self.sizes(x, step, into),
         )  # fmt: skip
         return decay, add
+
+    def summarize_backward(self, dy: Tensor) -> Tensor:
+        """What dy alone adds to the cotangent of the state that entered each piece, [B, P, D, N]."""
+        _, step, _, query, _, A, bias, z = self.inputs
+        dy, add = _rows(dy), self.empty(self.batch, self.pieces, self.channels, self.d_state)
+        self.launch(
+            self.backwards.summarize_backward_kernel, self.tiles.steps_back, step, self.or_x(bias), self.or_x(A), self.others,
+            self.square, query, self.or_x(z), dy, self.or_x(self.pos), add, *self.sizes(step, query, z, dy), GATED=z is not None,
+        )  # fmt: skip
+        return add
 
     def fold(self, decay: Tensor, add: Tensor, first: Tensor | None, *, backwards: bool = False) -> tuple[Tensor, Tensor]:
         """What arrives at each piece, [B, P, D, N], and leaves the last, [B, D, N]."""
         size, block = self.channels * self.d_state, 256
         arriving, last = torch.empty_like(add), self.empty(self.batch, self.channels, self.d_state)
-        forward.fold_kernel[(-(-size // block), self.batch)](
+        self.forwards.fold_kernel[(-(-size // block), self.batch)](
             decay, add, self.or_x(first), arriving, last, size, self.pieces,
             HAS_FIRST=first is not None, BACKWARDS=backwards, BLOCK=block,
         )  # fmt: skip
@@ -152,8 +175,8 @@ class _Run:
         if keep_borders:
             borders = self.empty(self.batch, chunks, self.channels, self.d_state)
         self.launch(
-            forward.scan_kernel, self.tiles.steps, x, step, self.or_x(bias), self.or_x(A), into, self.others, self.square, query,
-            skip, self.or_x(z), self.or_x(self.pos), self.or_x(entering), y, final, self.or_x(borders),
+            self.forwards.scan_kernel, self.tiles.steps, x, step, self.or_x(bias), self.or_x(A), into, self.others, self.square,
+            query, skip, self.or_x(z), self.or_x(self.pos), self.or_x(entering), y, final, self.or_x(borders),
             *self.sizes(x, step, into, query, z),
             GATED=z is not None, HAS_ENTERING=entering is not None, KEEP_BORDERS=keep_borders, BORDER=self.tiles.border,
         )  # fmt: skip
@@ -164,14 +187,8 @@ class _Run:
         x, step, into, query, skip, A, bias, z = self.inputs
         dy, arriving, steps = _rows(dy), dfinal.contiguous(), self.tiles.steps_back
         batch, length, channels, d_state = self.batch, self.length, self.channels, self.d_state
-        options = {"GATED": z is not None}
         if decay is not None:
-            add = torch.empty_like(decay)
-            self.launch(
-                backward.summarize_backward_kernel, steps, step, self.or_x(bias), self.or_x(A), self.others, self.square, query,
-                self.or_x(z), dy, self.or_x(self.pos), add, *self.sizes(step, query, z, dy), **options,
-            )  # fmt: skip
-            arriving, _ = self.fold(decay, add, arriving, backwards=True)
+            arriving, _ = self.fold(decay, self.summarize_backward(dy), arriving, backwards=True)
         states = self.empty(batch * self.pieces, self.tiles.border // steps, channels, d_state)
         dx, dstep, dz = (None if like is None else self.empty(batch, length, channels, like=like) for like in (x, step, z))
         dA = None if A is None else self.empty(batch * self.pieces, channels, d_state)
@@ -179,9 +196,10 @@ class _Run:
         dinto, dquery = (self.empty(self.blocks, batch, length, d_state) for _ in range(2))
         dentering = self.empty(batch, channels, d_state)
         self.launch(
-            backward.scan_backward_kernel, steps, x, step, self.or_x(bias), self.or_x(A), into, self.others, self.square, query,
-            skip, self.or_x(z), self.or_x(self.pos), borders, arriving, dy, states, dx, dstep, self.or_x(dz), self.or_x(dA), dskip,
-            dbias, dinto, dquery, dentering, *self.sizes(x, step, into, query, z, dy), BORDER=self.tiles.border, **options,
+            self.backwards.scan_backward_kernel, steps, x, step, self.or_x(bias), self.or_x(A), into, self.others, self.square,
+            query, skip, self.or_x(z), self.or_x(self.pos), borders, arriving, dy, states, dx, dstep, self.or_x(dz), self.or_x(dA),
+            dskip, dbias, dinto, dquery, dentering, *self.sizes(x, step, into, query, z, dy),
+            GATED=z is not None, BORDER=self.tiles.border,
         )  # fmt: skip
         return (
             dentering,
@@ -213,6 +231,13 @@ class _Scan(torch.autograd.Function):
         return (None, *(grad if want else None for want, grad in zip(ctx.needs_input_grad[1:], grads, strict=True)))
 
 
+def _kernels() -> tuple[ModuleType, ModuleType]:
+    """Those forwards and those backwards, imported when they are first needed: where there is no GPU there need be no Triton."""
+    from baton.kernels.diagonal_scan import backward, forward
+
+    return forward, backward
+
+
 def _rows(x: Tensor) -> Tensor:
     """x, or a copy whose last dimension is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -232,7 +257,7 @@ def _squares(k: Tensor) -> tuple[Tensor, Tensor]:
     others, square = (torch.empty(shape, dtype=torch.float32, device=k.device) for shape in (k.shape, k.shape[:2]))
     width = 1 << (d_state - 1).bit_length()
     tokens = max(1, 2048 // width**2)
-    forward.squares_kernel[(-(-length // tokens), batch)](
+    _kernels()[0].squares_kernel[(-(-length // tokens), batch)](
         k, others, square, length, d_state, k.stride(0), k.stride(1), BT=tokens, BN=width
     )
     return others, square

@@ -1,11 +1,13 @@
 """Longhorn's public function: checks its arguments, picks an implementation.
 
 The one thing to know: the state goes in and comes out in fp32 (float64 for float64 inputs), with exact gradients to both, so any
-sequence may be cut anywhere: y and the states keep their bits, gradients are equal to rounding.
+sequence may be cut anywhere: the form in PyTorch keeps every bit of y and of the states; Triton's, which cuts long sequences
+itself, and all gradients are equal to rounding.
 """
 
 from torch import Tensor
 
+from baton.kernels.diagonal_scan.triton import Inputs, in_triton, scan
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.longhorn.chunked import longhorn_chunked
 
@@ -40,7 +42,8 @@ def longhorn(
             starts inside this piece.
         initial_state: the state that arrives, [batch, channels, d_state], float32 (float64 for float64 inputs). None: zero.
 
-    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32.
+    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32, on a GPU
+    by Triton's kernels.
 
     Returns:
         y, [batch, T, channels] in x's dtype, and the state that leaves, [batch, channels, d_state], float32 or float64. Both
@@ -65,4 +68,6 @@ def longhorn(
         expect_dtype(_KERNEL, "initial_state", initial_state, (compute_dtype,))
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
+    if in_triton(x, compute_dtype):
+        return scan(Inputs(x, beta, k, q, D), pos=pos, initial_state=initial_state)
     return longhorn_chunked(x, k, q, beta, D, pos=pos, initial_state=initial_state)

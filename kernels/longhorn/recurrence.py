@@ -6,11 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from baton.kernels.diagonal_scan.triton import Inputs as ScanInputs
+from baton.kernels.diagonal_scan.triton import effect, effect_backward, in_triton
 from baton.kernels.examples import extreme_gates, extreme_keys, randn
 from baton.kernels.in_chunks import compute_dtype
 from baton.kernels.longhorn.op import longhorn
 from baton.kernels.longhorn.reference import longhorn_reference
-from baton.kernels.protocol import Inputs, Leaf, LinearRecurrence, State
+from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,17 @@ class Longhorn(LinearRecurrence):
         ones = torch.ones(x.shape[0], x.shape[2], k.shape[2], dtype=compute_dtype(*inputs), device=x.device)
         return {"S": longhorn(torch.zeros_like(x), k, q, beta, D, pos=pos, initial_state=ones)[1]}
 
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
+        if not in_triton(inputs[0], compute_dtype(*inputs)):
+            return super().begin(inputs, pos)
+        decay, add = effect(_scanned(inputs), pos=pos)
+        return {"S": decay}, self.effect({"S": decay}, {"S": add})
+
+    def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> Effect:
+        if not in_triton(inputs[0], compute_dtype(*inputs)):
+            return super().begin_backward(inputs, pos, transition, state, dy)
+        return self.effect(transition, {"S": effect_backward(_scanned(inputs), dy, pos=pos)})
+
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         channels, d_state = (67, 17) if wide else (5, 3)
         normal = partial(randn, generator, dtype=dtype)
@@ -50,6 +63,11 @@ class Longhorn(LinearRecurrence):
 
     def smooth(self, inputs: Inputs) -> Inputs:
         return (inputs[0], inputs[1].clamp(-2.0, 2.0), *inputs[2:])
+
+
+def _scanned(inputs: Inputs) -> ScanInputs:
+    x, k, q, beta, D = inputs
+    return ScanInputs(x, beta, k, q, D)
 
 
 RECURRENCES = (Longhorn(),)

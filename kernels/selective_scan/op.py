@@ -1,13 +1,15 @@
 """The selective scan's public function: checks its arguments, picks an implementation.
 
 The one thing to know: the state goes in and comes out in fp32 (float64 for float64 inputs), with exact gradients to both, so any
-sequence may be cut anywhere: y and the states keep their bits, gradients are equal to rounding.
+sequence may be cut anywhere: the form in PyTorch keeps every bit of y and of the states; Triton's, which cuts long sequences
+itself, and all gradients are equal to rounding.
 """
 
 from typing import Literal, get_args
 
 from torch import Tensor
 
+from baton.kernels.diagonal_scan.triton import Inputs, in_triton, scan
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.selective_scan.chunked import selective_scan_chunked
 
@@ -47,7 +49,8 @@ def selective_scan(
         initial_state: the state that arrives, [batch, channels, d_state], float32 (float64 for float64 inputs). None: zero.
         discretization: of the input term: "euler", as the released models have it, or "zoh", as the paper's equation 4.
 
-    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32.
+    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32. On a GPU
+    Triton's kernels compute "euler" in float32, the form in PyTorch everything else.
 
     Returns:
         y, [batch, T, channels] in u's dtype, and the state that leaves, [batch, channels, d_state], float32 or float64. Both
@@ -75,4 +78,6 @@ def selective_scan(
         expect_positions(_KERNEL, pos, batch, length, device)
     if discretization not in get_args(Discretization):
         raise KernelError(f"{_KERNEL}: discretization is {discretization!r}, expected one of {get_args(Discretization)}")
+    if discretization == "euler" and in_triton(u, compute_dtype):
+        return scan(Inputs(u, delta, B, C, D, A), pos=pos, initial_state=initial_state)
     return selective_scan_chunked(u, delta, A, B, C, D, pos=pos, initial_state=initial_state, zoh=discretization == "zoh")

@@ -6,9 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from baton.kernels.diagonal_scan.triton import Inputs as ScanInputs
+from baton.kernels.diagonal_scan.triton import effect, effect_backward, in_triton
 from baton.kernels.examples import extreme_steps, randn
 from baton.kernels.in_chunks import compute_dtype
-from baton.kernels.protocol import Inputs, Leaf, LinearRecurrence, State
+from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
 from baton.kernels.selective_scan.op import Discretization, selective_scan
 from baton.kernels.selective_scan.reference import selective_scan_reference
 
@@ -48,6 +50,20 @@ class SelectiveScan(LinearRecurrence):
         decay = torch.exp(delta.to(dtype).sum(1)[:, :, None] * A.to(dtype))
         return {"h": decay if pos is None else decay.masked_fill((pos == 0).any(1)[:, None, None], 0.0)}
 
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
+        if not self._in_triton(inputs):
+            return super().begin(inputs, pos)
+        decay, add = effect(_scanned(inputs), pos=pos)
+        return {"h": decay}, self.effect({"h": decay}, {"h": add})
+
+    def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> Effect:
+        if not self._in_triton(inputs):
+            return super().begin_backward(inputs, pos, transition, state, dy)
+        return self.effect(transition, {"h": effect_backward(_scanned(inputs), dy, pos=pos)})
+
+    def _in_triton(self, inputs: Inputs) -> bool:
+        return self.discretization == "euler" and in_triton(inputs[0], compute_dtype(*inputs))
+
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         channels, d_state = (67, 17) if wide else (5, 3)
         normal = partial(randn, generator, dtype=dtype)
@@ -58,6 +74,11 @@ class SelectiveScan(LinearRecurrence):
 
     def smooth(self, inputs: Inputs) -> Inputs:
         return (inputs[0], (inputs[1] + 0.3).clamp(max=2.0), *inputs[2:])
+
+
+def _scanned(inputs: Inputs) -> ScanInputs:
+    u, delta, B, C, A, D = inputs
+    return ScanInputs(u, delta, B, C, D, A)
 
 
 RECURRENCES = (SelectiveScan("euler"), SelectiveScan("zoh"))

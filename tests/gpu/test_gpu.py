@@ -6,6 +6,7 @@ from support.compare import relative_error
 from support.models import micro_batches, model_of, training
 from support.recurrences import positions, results, seeded
 
+from baton.kernels.protocol import LinearRecurrence
 from baton.kernels.registry import recurrences
 from baton.models.mixer import Mixer, Site, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
@@ -69,6 +70,29 @@ def test_every_recurrence_on_the_gpu_is_its_definition(recurrence, dtype, extrem
         assert relative_error(found[name], want) <= max(limit, CHAOS * relative_error(rounded[name], want)), name
     again = run(recurrence.run, "cuda", None)
     assert all(torch.equal(again[name], x) for name, x in found.items()), "two runs differ"
+
+
+LINEAR = [r for r in recurrences() if isinstance(r, LinearRecurrence)]
+
+
+@pytest.mark.parametrize("recurrence", LINEAR, ids=str)
+def test_what_a_span_does_to_states_and_cotangents_is_known_early(recurrence, deterministic):
+    """`begin` and `begin_backward` on the GPU in float32 are the CPU's in float64."""
+    inputs, state = recurrence.example(seeded(0), 3, 70, torch.float32, wide=True)
+    inputs, pos, g = recurrence.smooth(inputs), positions(seeded(1), 3, 70, 0.01), seeded(2)
+
+    def begun(device, dtype):
+        own = tuple(x.to(device, dtype) for x in inputs)
+        entering = {leaf.name: state[leaf.name].to(device, leaf.dtype) for leaf in recurrence.leaves(own)}
+        transition, effect = recurrence.begin(own, pos.to(device))
+        dy = torch.randn(recurrence.run(own, pos.to(device), entering)[0].shape, generator=g.manual_seed(3)).to(device, dtype)
+        cotangents = recurrence.begin_backward(own, pos.to(device), transition, entering, dy)
+        left, right = cotangents.advance(entering), effect.advance(entering)
+        return {**{f"{name} right": x for name, x in right.items()}, **{f"{name} left": x for name, x in left.items()}}
+
+    expected, found = begun("cpu", torch.float64), begun("cuda", torch.float32)
+    for name, want in expected.items():
+        assert relative_error(found[name].cpu(), want) <= 2e-5, name
 
 
 def to(batch, device):

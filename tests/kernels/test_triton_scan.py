@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
-from baton.kernels.diagonal_scan.triton import Inputs, Tiles, effect, scan
+from baton.kernels.diagonal_scan.triton import Inputs, Tiles, effect, effect_backward, scan
 from baton.kernels.examples import extreme_gates, extreme_keys, extreme_steps
 from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
@@ -127,9 +127,15 @@ def test_pieces_with_the_state_handed_on_are_the_whole(kind):
         for name, value in with_gradients(in_two, given, cotangents, pos=pos, cut=cut).items():
             assert relative_error(value, whole[name]) <= 2e-6, (cut, name)
     for tiles in (WHOLE, CUT):
-        decay, add = effect(Inputs(*(given[name] for name in Inputs._fields)), activate=True, pos=None, tiles=tiles)
+        inputs = Inputs(*(given[name] for name in Inputs._fields))
+        decay, add = effect(inputs, activate=True, pos=None, tiles=tiles)
         _, final = kernels(given, None, activate=True, tiles=WHOLE)
         assert relative_error(decay * given["initial"] + add, final) <= 1e-6
+        found = with_gradients(
+            kernels, given, [cotangents[0], torch.zeros_like(cotangents[1])], pos=None, activate=True, tiles=WHOLE
+        )
+        early = effect_backward(inputs, cotangents[0].to(final), pos=None, activate=True, tiles=tiles)
+        assert relative_error(early, found["initial"]) <= 1e-6
 
 
 def test_equal_calls_give_equal_bits_and_views_are_taken():
