@@ -8,6 +8,8 @@ import os
 
 import torch
 
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
 
 def install(device: torch.device) -> None:
     """Prepare this process, before either library builds anything. Idempotent.
@@ -15,8 +17,8 @@ def install(device: torch.device) -> None:
     device: where the model lives; "cpu" replaces the two torch.cuda functions that megatron-core calls, for good.
     """
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed insists on it and takes it for the CUDA device
-    # one hardware queue per GPU, so that megatron-core's all-reduce of an input's gradient starts before the weight's matmul
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # a hardware queue per stream: see sequence_link, which refuses a single one
+    os.environ.setdefault(QUEUES, "32")
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported; without it a warning and a guess
         torch.cuda.current_device = lambda: device  # type: ignore[assignment, return-value]

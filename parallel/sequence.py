@@ -8,6 +8,7 @@ model knows about it.
 Entering States are kept with the graph, so that recomputation of activations exchanges nothing.
 """
 
+import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from baton.kernels.protocol import Leaf, State, flat_nbytes, from_flat, to_flat
+from baton.parallel import compat
 from baton.parallel.config import LayoutConfig
-from baton.parallel.errors import ExchangeError
+from baton.parallel.errors import ExchangeError, LayoutError
 from baton.parallel.exchange import Channel, channels
 
 Direction = Literal["right", "left"]
@@ -335,9 +337,18 @@ def sequence_link(layout: LayoutConfig, rank: int, device: torch.device, timeout
     """This rank's link; None where the layout's sequence groups are one rank each. Every rank of the world calls it.
 
     timeout_s: seconds that a State may take to come.
+
+    Raises:
+        LayoutError: all streams of the GPU share one hardware queue, as megatron-core advises for tensor parallelism alone. There the
+            last rank's hand-over to the first's next segment, which waits until the first has sent all of this one, keeps what the
+            last has yet to receive of this one from starting: all ranks wait for each other.
     """
     if layout.sequence == 1:
         return None
+    if device.type == "cuda" and os.environ.get(compat.QUEUES) == "1":
+        raise LayoutError(
+            f"{compat.QUEUES}=1 is set; with sequence ranks messages would wait for each other: unset it, or use 8 to 32"
+        )
     firsts = [rank for rank in range(layout.world_size) if rank // layout.tensor % layout.sequence == 0]
     groups = [[first + n * layout.tensor for n in range(layout.sequence)] for first in firsts]
     made = dict(zip(("right", "left"), channels(groups, 2, device, timeout_s) or (), strict=True))

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from baton.kernels.protocol import LinearRecurrence
 from baton.models.mixer import Mixer, Site, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
-from baton.parallel.errors import ExchangeError
+from baton.parallel.config import LayoutConfig
+from baton.parallel.errors import ExchangeError, LayoutError
 from baton.parallel.layout import initialize_parameters
-from baton.parallel.sequence import SequenceLink
+from baton.parallel.sequence import SequenceLink, sequence_link
 from baton.parallel.tensor import megatron_config
 
 B, T = 2, 53  # spans of eight ranks are as long as the longest tail, and not all of one length
@@ -370,3 +371,10 @@ def test_segments_out_of_order_are_refused(single_mesh):
         layer(x, pos, None)
     with pytest.raises(ExchangeError, match="was not taken in the pass before"), link.segment(0, of=2):
         pass
+
+
+def test_one_hardware_queue_is_refused_before_any_group_is_made(monkeypatch):
+    """On a GPU with one the ring would stand still: see sequence_link."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(LayoutError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 is set"):
+        sequence_link(LayoutConfig(sequence=2), 0, torch.device("cuda"), 1.0)
