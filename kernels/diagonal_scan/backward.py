@@ -18,69 +18,76 @@ from baton.kernels.diagonal_scan.per_token import (
     activated,
     coefficients,
     decay_of,
-    load_channels,
-    load_rates,
-    load_vector,
+    load_row,
+    load_rows,
+    rates_of,
     sigmoid,
     token_at,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["state_row"])
 def summarize_backward_kernel(
     step, bias, A, others, square, query, z, dy, pos, add_out,
-    T, D, N, piece, step_batch, step_row, query_batch, query_row, z_batch, z_row, dy_batch, dy_row,
-    KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr,
+    T, D, N, piece, state_row, step_batch, step_row, z_batch, z_row, dy_batch, dy_row,
+    KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """What dy alone adds to the cotangent of the state that entered each piece, [B, P, D, N]."""
+    """What dy alone adds to the cotangent of the state that entered each piece, [B, P, N, D]. Blocks are those of `forward`."""
     d, n, b, p = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BN), tl.program_id(1), tl.program_id(2)
     d_in, n_in = d < D, n < N
-    inside = d_in[:, None] & n_in[None, :]
-    rates = load_rates(KIND, A, d, n, inside, N)
+    inside = n_in[:, None] & d_in[None, :]
+    at_state = n[:, None] * state_row + d[None, :]
+    rates = rates_of(tl.load(A + at_state, mask=inside, other=-1.0)) if KIND == MAMBA else 0.0
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
     b = b.to(tl.int64)
-    step += b * step_batch
-    query += b * query_batch
-    z += b * z_batch
-    dy += b * dy_batch
-    others += b * T * N
+    step += b * step_batch + d
+    z += b * z_batch + d
+    dy += b * dy_batch + d
+    query += b * T * N + n
+    others += b * T * N + n
     square += b * T
     pos += b * T
     begin, end = p * piece, tl.minimum((p + 1) * piece, T)
-    carry = tl.zeros([BD, BN], tl.float32)
+    carry = tl.zeros([BN, BD], tl.float32)
     blocks = tl.cdiv(end - begin, STEPS)
+    last = b * 0 + begin + (blocks - 1) * STEPS
+    steps = load_rows(step, last, step_row, d_in, end, STEPS, FULL, EVEN)
+    dys = load_rows(dy, last, dy_row, d_in, end, STEPS, FULL, EVEN)
+    zs = load_rows(z, last, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else dys
     for k in range(blocks):
         t0 = begin + (blocks - 1 - k) * STEPS
-        t0_64 = b * 0 + t0
-        step_0, query_0, z_0 = step + t0_64 * step_row, query + t0_64 * query_row, z + t0_64 * z_row
-        dy_0, others_0 = dy + t0_64 * dy_row, others + t0_64 * N
-        first, second, rest, queries, dys = (), (), (), (), ()
-        for r in tl.static_range(STEPS):
-            t = t0 + STEPS - 1 - r
-            present, fresh = token_at(t, end, EVEN, pos, HAS_POS)
-            size, _ = activated(KIND, ACTIVATE, load_channels(step_0, STEPS - 1 - r, step_row, d, d_in, present) + shift)
-            far = tl.load(square + t, mask=present, other=0.0) if KIND == LONGHORN else 0.0
-            _, f1, f2 = coefficients(KIND, size, far, present, fresh)
-            first += (f1,)
-            second += (f2,)
-            rest += (load_vector(others_0, STEPS - 1 - r, N, n, n_in, present) if KIND == LONGHORN else 0.0,)
-            queries += (load_vector(query_0, STEPS - 1 - r, query_row, n, n_in, present),)
-            z_t = load_channels(z_0, STEPS - 1 - r, z_row, d, d_in, present) if GATED else 0.0
-            dys += (load_channels(dy_0, STEPS - 1 - r, dy_row, d, d_in, present) * (z_t * sigmoid(z_t) if GATED else 1.0),)
-        for r in tl.static_range(STEPS):
-            lam = carry + dys[r][:, None] * queries[r][None, :]
-            carry = decay_of(KIND, rates, first[r], second[r], rest[r]) * lam
-    tl.store(add_out + ((b * tl.num_programs(2) + p) * D + d[:, None]) * N + n[None, :], carry, mask=inside)
+        t1 = b * 0 + tl.maximum(t0 - STEPS, begin)
+        next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
+        next_dys = load_rows(dy, t1, dy_row, d_in, end, STEPS, FULL, EVEN)
+        next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
+        query_0, others_0 = query + (b * 0 + t0) * N, others + (b * 0 + t0) * N
+        for s in tl.static_range(STEPS - 1, -1, -1):
+            present, fresh = token_at(t0 + s, end, EVEN, pos, HAS_POS)
+            size, _ = activated(KIND, ACTIVATE, steps[s].to(tl.float32) + shift)
+            far = tl.load(square + t0 + s, mask=present, other=0.0) if KIND == LONGHORN else 0.0
+            _, first, second = coefficients(KIND, size, far, present, fresh)
+            if KIND == MAMBA:
+                decay = decay_of(KIND, rates, first[None, :], 0.0, 0.0)
+            else:
+                rest = load_row(others_0 + s * N, n_in, present, FULL, EVEN)
+                decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rest[:, None])
+            query_t = load_row(query_0 + s * N, n_in, present, FULL, EVEN)
+            dy_t = dys[s].to(tl.float32)
+            if GATED:
+                z_t = zs[s].to(tl.float32)
+                dy_t *= z_t * sigmoid(z_t)
+            carry = decay * (carry + dy_t[None, :] * query_t[:, None])
+        steps, dys, zs = next_steps, next_dys, next_zs
+    tl.store(add_out + (b * tl.num_programs(2) + p) * D * N + at_state, carry, mask=inside)
 
 
 @triton.jit
 def scan_backward_kernel(
     x, step, bias, A, vec_in, others, square, query, skip, z, pos, borders, arriving, dy, states,
     dx, dstep, dz, dA, dskip, dbias, din_parts, dquery_parts, dentering,
-    T, D, N, piece, x_batch, x_row, step_batch, step_row, in_batch, in_row, query_batch, query_row, z_batch, z_row,
-    dy_batch, dy_row,
-    KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr,
+    T, D, N, piece, x_batch, x_row, step_batch, step_row, z_batch, z_row, dy_batch, dy_row,
+    KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr,
 ):  # fmt: skip
     """Gradients, given the cotangent that arrives from behind each piece, [B, P, D, N].
@@ -94,19 +101,19 @@ def scan_backward_kernel(
     d_in, n_in = d < D, n < N
     inside = d_in[:, None] & n_in[None, :]
     at_state = d[:, None] * N + n[None, :]
-    rates = load_rates(KIND, A, d, n, inside, N)
+    rates = rates_of(tl.load(A + at_state, mask=inside, other=-1.0)) if KIND == MAMBA else 0.0
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
     through = tl.load(skip + d, mask=d_in, other=0.0).to(tl.float32)
-    x += b * x_batch
-    step += b * step_batch
-    vec_in += b * in_batch
-    query += b * query_batch
-    z += b * z_batch
-    dy += b * dy_batch
+    x += b * x_batch + d
+    step += b * step_batch + d
+    vec_in += b * T * N + n
+    query += b * T * N + n
+    z += b * z_batch + d
+    dy += b * dy_batch + d
     dx += b * T * D
     dstep += b * T * D
     dz += b * T * D
-    others += b * T * N
+    others += b * T * N + n
     square += b * T
     pos += b * T
     din_parts += (block.to(tl.int64) * batch + b) * T * N
@@ -130,47 +137,47 @@ def scan_backward_kernel(
             tl.store(states + j * D * N + at_state, h, mask=inside)
             t0 = c0 + j * STEPS
             t0_64 = b * 0 + t0
-            x_0, step_0, vec_in_0 = x + t0_64 * x_row, step + t0_64 * step_row, vec_in + t0_64 * in_row
-            others_0 = others + t0_64 * N
-            taken, first, second, ins, rest = (), (), (), (), ()
+            x_0, step_0, in_0, others_0 = x + t0_64 * x_row, step + t0_64 * step_row, vec_in + t0_64 * N, others + t0_64 * N
             for s in tl.static_range(STEPS):
-                t = t0 + s
                 # all of them exist: only a chunk's last block has fewer
-                present, fresh = token_at(t, end, True, pos, HAS_POS)
-                size, _ = activated(KIND, ACTIVATE, load_channels(step_0, s, step_row, d, d_in, present) + shift)
-                far = tl.load(square + t) if KIND == LONGHORN else 0.0
-                w, f1, f2 = coefficients(KIND, size, far, present, fresh)
-                taken += (w * load_channels(x_0, s, x_row, d, d_in, present),)
-                first += (f1,)
-                second += (f2,)
-                ins += (load_vector(vec_in_0, s, in_row, n, n_in, present),)
-                rest += (load_vector(others_0, s, N, n, n_in, present) if KIND == LONGHORN else 0.0,)
-            for s in tl.static_range(STEPS):
-                h = decay_of(KIND, rates, first[s], second[s], rest[s]) * h + taken[s][:, None] * ins[s][None, :]
+                present, fresh = token_at(t0 + s, end, True, pos, HAS_POS)
+                size, _ = activated(
+                    KIND, ACTIVATE, load_row(step_0 + s * step_row, d_in, present, FULL, True).to(tl.float32) + shift
+                )
+                far = tl.load(square + t0 + s) if KIND == LONGHORN else 0.0
+                w, first, second = coefficients(KIND, size, far, present, fresh)
+                if KIND == MAMBA:
+                    decay = decay_of(KIND, rates, first[:, None], 0.0, 0.0)
+                else:
+                    rest = load_row(others_0 + s * N, n_in, present, FULL, True)
+                    decay = decay_of(KIND, 0.0, first[:, None], second[:, None], rest[None, :])
+                taken = w * load_row(x_0 + s * x_row, d_in, present, FULL, True).to(tl.float32)
+                h = decay * h + taken[:, None] * load_row(in_0 + s * N, n_in, present, FULL, True)[None, :]
         tl.store(states + (blocks - 1) * D * N + at_state, h, mask=inside)
         tl.debug_barrier()
         for j in range(blocks):
             t0 = c0 + (blocks - 1 - j) * STEPS
             h = tl.load(states + (blocks - 1 - j) * D * N + at_state, mask=inside, other=0.0)
             t0_64 = b * 0 + t0
-            x_0, step_0, vec_in_0 = x + t0_64 * x_row, step + t0_64 * step_row, vec_in + t0_64 * in_row
-            query_0, z_0, dy_0 = query + t0_64 * query_row, z + t0_64 * z_row, dy + t0_64 * dy_row
-            others_0 = others + t0_64 * N
+            x_0, step_0, z_0, dy_0 = x + t0_64 * x_row, step + t0_64 * step_row, z + t0_64 * z_row, dy + t0_64 * dy_row
+            in_0, query_0, others_0 = vec_in + t0_64 * N, query + t0_64 * N, others + t0_64 * N
             # the last token first
             xs, weights, ins, slopes, dys, befores, decays, dzs, dqueries = (), (), (), (), (), (), (), (), ()
             for s in tl.static_range(STEPS):
-                t = t0 + s
-                present, fresh = token_at(t, end, EVEN, pos, HAS_POS)
-                size, slope = activated(KIND, ACTIVATE, load_channels(step_0, s, step_row, d, d_in, present) + shift)
-                far = tl.load(square + t, mask=present, other=0.0) if KIND == LONGHORN else 0.0
-                w, f1, f2 = coefficients(KIND, size, far, present, fresh)
-                rest = load_vector(others_0, s, N, n, n_in, present) if KIND == LONGHORN else 0.0
-                x_t, in_t = load_channels(x_0, s, x_row, d, d_in, present), load_vector(vec_in_0, s, in_row, n, n_in, present)
-                query_t, dy_t = (
-                    load_vector(query_0, s, query_row, n, n_in, present),
-                    load_channels(dy_0, s, dy_row, d, d_in, present),
-                )
-                decay = decay_of(KIND, rates, f1, f2, rest)
+                present, fresh = token_at(t0 + s, end, EVEN, pos, HAS_POS)
+                raw = load_row(step_0 + s * step_row, d_in, present, FULL, EVEN).to(tl.float32)
+                size, slope = activated(KIND, ACTIVATE, raw + shift)
+                far = tl.load(square + t0 + s, mask=present, other=0.0) if KIND == LONGHORN else 0.0
+                w, first, second = coefficients(KIND, size, far, present, fresh)
+                x_t = load_row(x_0 + s * x_row, d_in, present, FULL, EVEN).to(tl.float32)
+                dy_t = load_row(dy_0 + s * dy_row, d_in, present, FULL, EVEN).to(tl.float32)
+                in_t = load_row(in_0 + s * N, n_in, present, FULL, EVEN)
+                query_t = load_row(query_0 + s * N, n_in, present, FULL, EVEN)
+                if KIND == MAMBA:
+                    decay = decay_of(KIND, rates, first[:, None], 0.0, 0.0)
+                else:
+                    rest = load_row(others_0 + s * N, n_in, present, FULL, EVEN)
+                    decay = decay_of(KIND, 0.0, first[:, None], second[:, None], rest[None, :])
                 if KIND == MAMBA:
                     before = decay * h
                     h = before + (w * x_t)[:, None] * in_t[None, :]
@@ -178,7 +185,7 @@ def scan_backward_kernel(
                     before = tl.where(fresh, 0.0, h) if HAS_POS else h
                     h = decay * h + (w * x_t)[:, None] * in_t[None, :]
                 if GATED:
-                    z_t = load_channels(z_0, s, z_row, d, d_in, present)
+                    z_t = load_row(z_0 + s * z_row, d_in, present, FULL, EVEN).to(tl.float32)
                     open_t = sigmoid(z_t)
                     y_t = tl.sum(h * query_t[None, :], 1) + through * x_t
                     dzs = (dy_t * y_t * open_t * (1.0 + z_t * (1.0 - open_t)),) + dzs
@@ -196,7 +203,7 @@ def scan_backward_kernel(
             for r in tl.static_range(STEPS):
                 present = True if EVEN else t0 + STEPS - 1 - r < end
                 # read again: it is in cache, and would take registers until here
-                query_t = load_vector(query_0, STEPS - 1 - r, query_row, n, n_in, present)
+                query_t = load_row(query_0 + (STEPS - 1 - r) * N, n_in, present, FULL, EVEN)
                 lam = carry + dys[r][:, None] * query_t[None, :]
                 carry = decays[r] * lam
                 read = tl.sum(lam * ins[r][None, :], 1)

@@ -1,9 +1,12 @@
 """The diagonal scans forwards, in Triton: h = decay h + add, y = (sum_n query h + skip x) silu(z).
 
-The one thing to know: a program owns a block of channels with all their states in registers and walks over time. It loads STEPS
-tokens, then computes them, then stores them: a store in between would keep the compiler from moving the next loads up. Where batch
-and channels alone leave the GPU idle, the sequence is cut into pieces; `summarize_kernel` finds what each does to a state and
+The one thing to know: a program is one warp and owns a block of channels, a lane each, with all their states in its registers, and
+walks over time; so nothing but the loads waits for anything. What it reads of channels it reads STEPS tokens ahead. Where batch and
+channels alone leave the GPU idle, the sequence is cut into pieces; `summarize_kernel` finds what each does to a state and
 `fold_kernel` which state enters it.
+
+That a lane has all states of a channel follows from how states and rates are read: [N, D], in rows of a length that Triton may not
+know. Of what it knows to be contiguous it would give a lane 16 bytes, and sums over d_state would go from lane to lane.
 """
 
 import triton
@@ -16,65 +19,67 @@ from baton.kernels.diagonal_scan.per_token import (
     activated,
     coefficients,
     decay_of,
-    load_channels,
-    load_rates,
-    load_vector,
+    load_row,
+    load_rows,
+    rates_of,
     sigmoid,
     token_at,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["state_row"])
 def summarize_kernel(
     x, step, bias, A, vec_in, others, square, pos, decay_out, add_out,
-    T, D, N, piece, x_batch, x_row, step_batch, step_row, in_batch, in_row,
-    KIND: tl.constexpr, ACTIVATE: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr,
+    T, D, N, piece, state_row, x_batch, x_row, step_batch, step_row,
+    KIND: tl.constexpr, ACTIVATE: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """What a piece does to the state that enters it: decay and add, [B, P, D, N]."""
+    """What a piece does to the state that enters it: decay and add, [B, P, N, D]."""
     d, n, b, p = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BN), tl.program_id(1), tl.program_id(2)
     d_in, n_in = d < D, n < N
-    inside = d_in[:, None] & n_in[None, :]
-    rates = load_rates(KIND, A, d, n, inside, N)
+    inside = n_in[:, None] & d_in[None, :]
+    at_state = n[:, None] * state_row + d[None, :]
+    rates = rates_of(tl.load(A + at_state, mask=inside, other=-1.0)) if KIND == MAMBA else 0.0
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
     b = b.to(tl.int64)
-    x += b * x_batch
-    step += b * step_batch
-    vec_in += b * in_batch
-    others += b * T * N
+    x += b * x_batch + d
+    step += b * step_batch + d
+    vec_in += b * T * N + n
+    others += b * T * N + n
     square += b * T
     pos += b * T
     begin, end = p * piece, tl.minimum((p + 1) * piece, T)
-    h = tl.zeros([BD, BN], tl.float32)
-    kept = tl.zeros([BD, BN], tl.float32) + 1.0
+    h = tl.zeros([BN, BD], tl.float32)
+    kept = tl.zeros([BN, BD], tl.float32) + 1.0
     total = tl.zeros([BD], tl.float32)
+    xs = load_rows(x, b * 0 + begin, x_row, d_in, end, STEPS, FULL, EVEN)
+    steps = load_rows(step, b * 0 + begin, step_row, d_in, end, STEPS, FULL, EVEN)
     for t0 in range(begin, end, STEPS):
-        t0_64 = b * 0 + t0
-        x_0, step_0, vec_in_0 = x + t0_64 * x_row, step + t0_64 * step_row, vec_in + t0_64 * in_row
-        others_0 = others + t0_64 * N
-        taken, first, second, ins, rest = (), (), (), (), ()
+        # behind the last token there may be no memory: the last ones again, of which nothing is read
+        t1 = b * 0 + (tl.minimum(t0 + STEPS, end - STEPS) if EVEN else t0 + STEPS)
+        next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
+        next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
+        in_0, others_0 = vec_in + (b * 0 + t0) * N, others + (b * 0 + t0) * N
         for s in tl.static_range(STEPS):
             present, fresh = token_at(t0 + s, end, EVEN, pos, HAS_POS)
-            size, _ = activated(KIND, ACTIVATE, load_channels(step_0, s, step_row, d, d_in, present) + shift)
+            size, _ = activated(KIND, ACTIVATE, steps[s].to(tl.float32) + shift)
             far = tl.load(square + t0 + s, mask=present, other=0.0) if KIND == LONGHORN else 0.0
-            w, f1, f2 = coefficients(KIND, size, far, present, fresh)
-            taken += (w * load_channels(x_0, s, x_row, d, d_in, present),)
-            first += (f1,)
-            second += (f2,)
-            ins += (load_vector(vec_in_0, s, in_row, n, n_in, present),)
-            rest += (load_vector(others_0, s, N, n, n_in, present) if KIND == LONGHORN else 0.0,)
-        for s in tl.static_range(STEPS):
-            decay = decay_of(KIND, rates, first[s], second[s], rest[s])
-            h = decay * h + taken[s][:, None] * ins[s][None, :]
+            taken, first, second = coefficients(KIND, size, far, present, fresh)
             if KIND == MAMBA:
-                total += first[s]
+                decay = decay_of(KIND, rates, first[None, :], 0.0, 0.0)
+                total += first
             else:
+                rest = load_row(others_0 + s * N, n_in, present, FULL, EVEN)
+                decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rest[:, None])
                 kept *= decay
+            in_t = load_row(in_0 + s * N, n_in, present, FULL, EVEN)
+            h = decay * h + (taken * xs[s].to(tl.float32))[None, :] * in_t[:, None]
+        xs, steps = next_xs, next_steps
     if KIND == MAMBA:
-        kept = tl.exp2(tl.minimum(total, FORGET)[:, None] * rates)
-    at = ((b * tl.num_programs(2) + p) * D + d[:, None]) * N + n[None, :]
-    tl.store(decay_out + at, kept, mask=inside)
-    tl.store(add_out + at, h, mask=inside)
+        kept = tl.exp2(tl.minimum(total, FORGET)[None, :] * rates)
+    at_piece = (b * tl.num_programs(2) + p) * D * N
+    tl.store(decay_out + at_piece + at_state, kept, mask=inside)
+    tl.store(add_out + at_piece + at_state, h, mask=inside)
 
 
 @triton.jit
@@ -83,7 +88,7 @@ def fold_kernel(
     HAS_FIRST: tl.constexpr, BACKWARDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What arrives at each piece, [B, P, size], and what leaves the last one, [B, size]; from the last piece to the first if
-    BACKWARDS. size is D N."""
+    BACKWARDS. size is N D."""
     i, b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     inside = i < size
     h = tl.load(first + b * size + i, mask=inside, other=0.0) if HAS_FIRST else tl.zeros([BLOCK], tl.float32)
@@ -95,68 +100,74 @@ def fold_kernel(
     tl.store(last + b * size + i, h, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["state_row"])
 def scan_kernel(
     x, step, bias, A, vec_in, others, square, query, skip, z, pos, entering, y, final, borders,
-    T, D, N, piece, x_batch, x_row, step_batch, step_row, in_batch, in_row, query_batch, query_row, z_batch, z_row,
+    T, D, N, piece, state_row, x_batch, x_row, step_batch, step_row, z_batch, z_row,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, HAS_ENTERING: tl.constexpr,
-    KEEP_BORDERS: tl.constexpr, EVEN: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr,
+    KEEP_BORDERS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
+    BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr,
 ):  # fmt: skip
     """y [B, T, D], the state behind the last token [B, D, N] and, if kept, the state before each BORDER tokens [B, C, D, N], given
-    the state that enters each piece."""
+    the state that enters each piece [B, P, N, D]."""
     d, n, b, p = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BN), tl.program_id(1), tl.program_id(2)
     d_in, n_in = d < D, n < N
-    inside = d_in[:, None] & n_in[None, :]
-    at_state = d[:, None] * N + n[None, :]
-    rates = load_rates(KIND, A, d, n, inside, N)
+    inside = n_in[:, None] & d_in[None, :]
+    at_state, at_kept = n[:, None] * state_row + d[None, :], d[None, :] * N + n[:, None]
+    rates = rates_of(tl.load(A + at_state, mask=inside, other=-1.0)) if KIND == MAMBA else 0.0
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
     through = tl.load(skip + d, mask=d_in, other=0.0).to(tl.float32)
     b = b.to(tl.int64)
-    x += b * x_batch
-    step += b * step_batch
-    vec_in += b * in_batch
-    query += b * query_batch
-    z += b * z_batch
-    y += b * T * D
-    others += b * T * N
+    x += b * x_batch + d
+    step += b * step_batch + d
+    z += b * z_batch + d
+    vec_in += b * T * N + n
+    query += b * T * N + n
+    others += b * T * N + n
+    y += b * T * D + d
     square += b * T
     pos += b * T
     begin, end = p * piece, tl.minimum((p + 1) * piece, T)
     if HAS_ENTERING:
         h = tl.load(entering + (b * tl.num_programs(2) + p) * D * N + at_state, mask=inside, other=0.0)
     else:
-        h = tl.zeros([BD, BN], tl.float32)
-    for c0 in range(begin, end, BORDER):
+        h = tl.zeros([BN, BD], tl.float32)
+    xs = load_rows(x, b * 0 + begin, x_row, d_in, end, STEPS, FULL, EVEN)
+    steps = load_rows(step, b * 0 + begin, step_row, d_in, end, STEPS, FULL, EVEN)
+    zs = load_rows(z, b * 0 + begin, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else xs
+    for t0 in range(begin, end, STEPS):
         if KEEP_BORDERS:
-            tl.store(borders + (b * tl.cdiv(T, BORDER) + c0 // BORDER) * D * N + at_state, h, mask=inside)
-        for t0 in range(c0, tl.minimum(c0 + BORDER, end), STEPS):
-            t0_64 = b * 0 + t0
-            x_0, step_0, vec_in_0 = x + t0_64 * x_row, step + t0_64 * step_row, vec_in + t0_64 * in_row
-            query_0, z_0, y_0, others_0 = query + t0_64 * query_row, z + t0_64 * z_row, y + t0_64 * D, others + t0_64 * N
-            xs, taken, first, second, ins, rest, queries, gates, outputs = (), (), (), (), (), (), (), (), ()
-            for s in tl.static_range(STEPS):
-                present, fresh = token_at(t0 + s, end, EVEN, pos, HAS_POS)
-                size, _ = activated(KIND, ACTIVATE, load_channels(step_0, s, step_row, d, d_in, present) + shift)
-                far = tl.load(square + t0 + s, mask=present, other=0.0) if KIND == LONGHORN else 0.0
-                w, f1, f2 = coefficients(KIND, size, far, present, fresh)
-                x_t = load_channels(x_0, s, x_row, d, d_in, present)
-                xs += (through * x_t,)
-                taken += (w * x_t,)
-                first += (f1,)
-                second += (f2,)
-                ins += (load_vector(vec_in_0, s, in_row, n, n_in, present),)
-                rest += (load_vector(others_0, s, N, n, n_in, present) if KIND == LONGHORN else 0.0,)
-                queries += (load_vector(query_0, s, query_row, n, n_in, present),)
-                z_t = load_channels(z_0, s, z_row, d, d_in, present) if GATED else 0.0
-                gates += (z_t * sigmoid(z_t) if GATED else 1.0,)
-            for s in tl.static_range(STEPS):
-                h = decay_of(KIND, rates, first[s], second[s], rest[s]) * h + taken[s][:, None] * ins[s][None, :]
-                outputs += ((tl.sum(h * queries[s][None, :], 1) + xs[s]) * gates[s],)
-            for s in tl.static_range(STEPS):
-                present = True if EVEN else t0 + s < end
-                tl.store(y_0 + s * D + d, outputs[s].to(y.dtype.element_ty), mask=d_in & present)
+            if t0 % BORDER == 0:
+                tl.store(borders + (b * tl.cdiv(T, BORDER) + t0 // BORDER) * D * N + at_kept, h, mask=inside)
+        # behind the last token there may be no memory: the last ones again, of which nothing is read
+        t1 = b * 0 + (tl.minimum(t0 + STEPS, end - STEPS) if EVEN else t0 + STEPS)
+        next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
+        next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
+        next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_xs
+        t0_64 = b * 0 + t0
+        in_0, query_0, others_0, y_0 = vec_in + t0_64 * N, query + t0_64 * N, others + t0_64 * N, y + t0_64 * D
+        for s in tl.static_range(STEPS):
+            present, fresh = token_at(t0 + s, end, EVEN, pos, HAS_POS)
+            size, _ = activated(KIND, ACTIVATE, steps[s].to(tl.float32) + shift)
+            far = tl.load(square + t0 + s, mask=present, other=0.0) if KIND == LONGHORN else 0.0
+            taken, first, second = coefficients(KIND, size, far, present, fresh)
+            if KIND == MAMBA:
+                decay = decay_of(KIND, rates, first[None, :], 0.0, 0.0)
+            else:
+                rest = load_row(others_0 + s * N, n_in, present, FULL, EVEN)
+                decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rest[:, None])
+            in_t = load_row(in_0 + s * N, n_in, present, FULL, EVEN)
+            query_t = load_row(query_0 + s * N, n_in, present, FULL, EVEN)
+            x_t = xs[s].to(tl.float32)
+            h = decay * h + (taken * x_t)[None, :] * in_t[:, None]
+            y_t = tl.sum(h * query_t[:, None], 0) + through * x_t
+            if GATED:
+                z_t = zs[s].to(tl.float32)
+                y_t *= z_t * sigmoid(z_t)
+            tl.store(y_0 + s * D, y_t.to(y.dtype.element_ty), mask=d_in & present)
+        xs, steps, zs = next_xs, next_steps, next_zs
     if end == T:
-        tl.store(final + b * D * N + at_state, h, mask=inside)
+        tl.store(final + b * D * N + at_kept, h, mask=inside)
 
 
 @triton.jit

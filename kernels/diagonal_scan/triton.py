@@ -18,19 +18,19 @@ class Tiles:
     """How the kernels are cut.
 
     Attributes:
-        channels: of a program; a power of two.
-        warps: of a program, forwards and backwards.
-        steps: tokens that are loaded together, forwards.
-        steps_back: the same backwards; divides border, as steps does.
+        channels: of a program; a power of two. A lane has one of each 32 forwards.
+        warps: of a program.
+        steps: tokens that are loaded together, one such block ahead of what is computed; divides border.
+        steps_back: tokens whose states are in registers together in the backward pass; divides border.
         border: tokens between two states that are kept for the backward pass; a piece is a multiple of it.
         programs: the sequence is cut into pieces until there are so many.
     """
 
     channels: int = 32
     warps: int = 1
-    steps: int = 4
+    steps: int = 8
     steps_back: int = 2
-    border: int = 32
+    border: int = 16
     programs: int = 1024
 
 
@@ -75,9 +75,9 @@ def effect(inputs: Inputs, *, pos: Tensor | None, activate: bool = False, tiles:
     """What the tokens do to a state, without outputs: decay and add, [B, D, N] in float32 each."""
     run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or Tiles())
     decay, add = run.summarize()
-    if run.pieces == 1:
-        return decay[:, 0], add[:, 0]
-    return decay.prod(1), run.fold(decay, add, None)[1]
+    if run.pieces > 1:
+        decay, add = decay.prod(1), run.fold(decay, add, None)[1]
+    return tuple(x.view(add.shape[0], *add.shape[-2:]).transpose(1, 2).contiguous() for x in (decay, add))  # type: ignore[return-value]
 
 
 def effect_backward(
@@ -86,7 +86,8 @@ def effect_backward(
     """What dy [B, T, D] alone adds to the cotangent of the state that entered, [B, D, N] in float32."""
     run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or Tiles())
     add = run.summarize_backward(dy)
-    return add[:, 0] if run.pieces == 1 else run.fold(run.summarize()[0], add, None, backwards=True)[1]
+    found = add[:, 0] if run.pieces == 1 else run.fold(run.summarize()[0], add, None, backwards=True)[1]
+    return found.transpose(1, 2).contiguous()
 
 
 class _Run:
@@ -98,17 +99,22 @@ class _Run:
         self.forwards, self.backwards = _kernels()
         self.batch, self.length, self.channels = inputs.x.shape
         self.d_state = inputs.into.shape[2]
+        # all channels read them: they are converted once
+        self.into, self.query = (x.to(torch.float32).contiguous() for x in (inputs.into, inputs.query))
+        self.A = inputs.x if inputs.A is None else inputs.A.t().contiguous()
         self.blocks = -(-self.channels // tiles.channels)
         self.pieces, self.piece = _pieces(self.batch * self.blocks, self.length, tiles)
         self.mamba = inputs.A is not None
         # |k|^2 and, for each n, |k|^2 without k_n^2, as sums of their own terms
         self.others, self.square = (inputs.x, inputs.x) if self.mamba else _squares(inputs.into)
+        width = 1 << (self.d_state - 1).bit_length()
         self.options = {
             "KIND": (self.forwards.MAMBA if self.mamba else self.forwards.LONGHORN).value,
             "ACTIVATE": activate,
             "HAS_POS": pos is not None,
+            "FULL": self.channels % tiles.channels == 0 and self.d_state == width,
             "BD": tiles.channels,
-            "BN": 1 << (self.d_state - 1).bit_length(),
+            "BN": width,
             "num_warps": tiles.warps,
             "num_stages": 1,
         }
@@ -121,9 +127,12 @@ class _Run:
         even = self.length % steps == 0
         kernel[(self.blocks, self.batch, self.pieces)](*arguments, **self.options, EVEN=even, STEPS=steps, **options)
 
-    def sizes(self, *tensors: Tensor | None) -> list[int]:
-        """T, D, N, tokens of a piece, then strides of batch and token of tensors [B, T, ...]."""
+    def sizes(self, *tensors: Tensor | None, lanes: bool = True) -> list[int]:
+        """T, D, N, tokens of a piece; for kernels with a channel per lane that of a state's rows; then strides of batch and
+        token of tensors [B, T, ...]."""
         found = [self.length, self.channels, self.d_state, self.piece]
+        if lanes:
+            found.append(self.channels)
         for x in tensors:
             found.extend((0, 0) if x is None else (x.stride(0), x.stride(1)))
         return found
@@ -133,29 +142,29 @@ class _Run:
         return self.inputs.x if x is None else x
 
     def summarize(self) -> tuple[Tensor, Tensor]:
-        """decay and add of each piece, [B, P, D, N]."""
-        x, step, into, _, _, A, bias, _ = self.inputs
-        decay, add = (self.empty(self.batch, self.pieces, self.channels, self.d_state) for _ in range(2))
+        """decay and add of each piece, [B, P, N, D]."""
+        x, step, _, _, _, _, bias, _ = self.inputs
+        decay, add = (self.empty(self.batch, self.pieces, self.d_state, self.channels) for _ in range(2))
         self.launch(
-            self.forwards.summarize_kernel, self.tiles.steps, x, step, self.or_x(bias), self.or_x(A), into, self.others,
-            self.square, self.or_x(self.pos), decay, add, *self.sizes(x, step, into),
+            self.forwards.summarize_kernel, self.tiles.steps, x, step, self.or_x(bias), self.A, self.into, self.others,
+            self.square, self.or_x(self.pos), decay, add, *self.sizes(x, step),
         )  # fmt: skip
         return decay, add
 
     def summarize_backward(self, dy: Tensor) -> Tensor:
-        """What dy alone adds to the cotangent of the state that entered each piece, [B, P, D, N]."""
-        _, step, _, query, _, A, bias, z = self.inputs
-        dy, add = _rows(dy), self.empty(self.batch, self.pieces, self.channels, self.d_state)
+        """What dy alone adds to the cotangent of the state that entered each piece, [B, P, N, D]."""
+        _, step, _, _, _, _, bias, z = self.inputs
+        dy, add = _rows(dy), self.empty(self.batch, self.pieces, self.d_state, self.channels)
         self.launch(
-            self.backwards.summarize_backward_kernel, self.tiles.steps_back, step, self.or_x(bias), self.or_x(A), self.others,
-            self.square, query, self.or_x(z), dy, self.or_x(self.pos), add, *self.sizes(step, query, z, dy), GATED=z is not None,
+            self.backwards.summarize_backward_kernel, self.tiles.steps, step, self.or_x(bias), self.A, self.others,
+            self.square, self.query, self.or_x(z), dy, self.or_x(self.pos), add, *self.sizes(step, z, dy), GATED=z is not None,
         )  # fmt: skip
         return add
 
     def fold(self, decay: Tensor, add: Tensor, first: Tensor | None, *, backwards: bool = False) -> tuple[Tensor, Tensor]:
-        """What arrives at each piece, [B, P, D, N], and leaves the last, [B, D, N]."""
+        """What arrives at each piece, [B, P, N, D], and leaves the last, [B, N, D]."""
         size, block = self.channels * self.d_state, 256
-        arriving, last = torch.empty_like(add), self.empty(self.batch, self.channels, self.d_state)
+        arriving, last = torch.empty_like(add), self.empty(self.batch, self.d_state, self.channels)
         self.forwards.fold_kernel[(-(-size // block), self.batch)](
             decay, add, self.or_x(first), arriving, last, size, self.pieces,
             HAS_FIRST=first is not None, BACKWARDS=backwards, BLOCK=block,
@@ -163,9 +172,9 @@ class _Run:
         return arriving, last
 
     def forward(self, initial_state: Tensor | None, *, keep_borders: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """y, final state, states at borders [B, C, D, N] and the pieces' decays, of which one piece has none."""
-        x, step, into, query, skip, A, bias, z = self.inputs
-        entering, decay = None if initial_state is None else initial_state.contiguous(), None
+        """y, final state [B, D, N], states at borders [B, C, D, N] and the pieces' decays, of which one piece has none."""
+        x, step, _, _, skip, _, bias, z = self.inputs
+        entering, decay = None if initial_state is None else initial_state.transpose(1, 2).contiguous(), None
         if self.pieces > 1:
             decay, add = self.summarize()
             entering, _ = self.fold(decay, add, entering)
@@ -175,9 +184,9 @@ class _Run:
         if keep_borders:
             borders = self.empty(self.batch, chunks, self.channels, self.d_state)
         self.launch(
-            self.forwards.scan_kernel, self.tiles.steps, x, step, self.or_x(bias), self.or_x(A), into, self.others, self.square,
-            query, skip, self.or_x(z), self.or_x(self.pos), self.or_x(entering), y, final, self.or_x(borders),
-            *self.sizes(x, step, into, query, z),
+            self.forwards.scan_kernel, self.tiles.steps, x, step, self.or_x(bias), self.A, self.into, self.others, self.square,
+            self.query, skip, self.or_x(z), self.or_x(self.pos), self.or_x(entering), y, final, self.or_x(borders),
+            *self.sizes(x, step, z),
             GATED=z is not None, HAS_ENTERING=entering is not None, KEEP_BORDERS=keep_borders, BORDER=self.tiles.border,
         )  # fmt: skip
         return y, final, borders, decay
@@ -188,7 +197,8 @@ class _Run:
         dy, arriving, steps = _rows(dy), dfinal.contiguous(), self.tiles.steps_back
         batch, length, channels, d_state = self.batch, self.length, self.channels, self.d_state
         if decay is not None:
-            arriving, _ = self.fold(decay, self.summarize_backward(dy), arriving, backwards=True)
+            first = arriving.transpose(1, 2).contiguous()
+            arriving = self.fold(decay, self.summarize_backward(dy), first, backwards=True)[0].transpose(2, 3).contiguous()
         states = self.empty(batch * self.pieces, self.tiles.border // steps, channels, d_state)
         dx, dstep, dz = (None if like is None else self.empty(batch, length, channels, like=like) for like in (x, step, z))
         dA = None if A is None else self.empty(batch * self.pieces, channels, d_state)
@@ -196,9 +206,9 @@ class _Run:
         dinto, dquery = (self.empty(self.blocks, batch, length, d_state) for _ in range(2))
         dentering = self.empty(batch, channels, d_state)
         self.launch(
-            self.backwards.scan_backward_kernel, steps, x, step, self.or_x(bias), self.or_x(A), into, self.others, self.square,
-            query, skip, self.or_x(z), self.or_x(self.pos), borders, arriving, dy, states, dx, dstep, self.or_x(dz), self.or_x(dA),
-            dskip, dbias, dinto, dquery, dentering, *self.sizes(x, step, into, query, z, dy),
+            self.backwards.scan_backward_kernel, steps, x, step, self.or_x(bias), self.or_x(A), self.into, self.others, self.square,
+            self.query, skip, self.or_x(z), self.or_x(self.pos), borders, arriving, dy, states, dx, dstep, self.or_x(dz),
+            self.or_x(dA), dskip, dbias, dinto, dquery, dentering, *self.sizes(x, step, z, dy, lanes=False),
             GATED=z is not None, BORDER=self.tiles.border,
         )  # fmt: skip
         return (

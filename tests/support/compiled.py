@@ -12,8 +12,8 @@ from pathlib import Path
 
 ARCHITECTURES = (80, 90, 100)
 # of tensors: what is in the activations' dtype; the others are float32, positions int32, and what is no pointer a size
-ACTIVATIONS = {"x", "step", "z", "vec_in", "query", "y", "dx", "dstep", "dz", "dy", "k"}
-SIZES = {"T", "D", "N", "piece", "size", "pieces"}
+ACTIVATIONS = {"x", "step", "z", "y", "dx", "dstep", "dz", "dy", "k"}
+SIZES = {"T", "D", "N", "piece", "size", "pieces", "state_row"}
 
 
 def signature(kernel, constants, dtype):
@@ -33,13 +33,19 @@ def kernels():
 
     tiles = Tiles()
     for label, kind in (("mamba", MAMBA.value), ("longhorn", LONGHORN.value)):
-        common = {"KIND": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "BD": tiles.channels, "BN": 16}
-        ahead, back = {**common, "STEPS": tiles.steps}, {**common, "STEPS": tiles.steps_back, "GATED": True}
+        common = {"KIND": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "FULL": True, "BD": tiles.channels, "BN": 16}
+        ahead, back = ({**common, "STEPS": steps} for steps in (tiles.steps, tiles.steps_back))
         whole = {"GATED": True, "HAS_ENTERING": True, "KEEP_BORDERS": True, "BORDER": tiles.border}
         yield f"{label} summarize", forward.summarize_kernel, ahead, tiles.warps, "bf16"
         yield f"{label} scan", forward.scan_kernel, {**ahead, **whole}, tiles.warps, "bf16"
-        yield f"{label} summarize backward", backward.summarize_backward_kernel, back, tiles.warps, "bf16"
-        yield f"{label} backward", backward.scan_backward_kernel, {**back, "BORDER": tiles.border}, tiles.warps, "bf16"
+        yield f"{label} summarize backward", backward.summarize_backward_kernel, {**ahead, "GATED": True}, tiles.warps, "bf16"
+        yield (
+            f"{label} backward",
+            backward.scan_backward_kernel,
+            {**back, "GATED": True, "BORDER": tiles.border},
+            tiles.warps,
+            "bf16",
+        )
     yield "fold", forward.fold_kernel, {"HAS_FIRST": True, "BACKWARDS": False, "BLOCK": 256}, 4, "bf16"
     yield "squares", forward.squares_kernel, {"BT": 8, "BN": 16}, 4, "bf16"
 
@@ -51,7 +57,8 @@ def report(kernel, known, constants, arch, warps):
     from triton.compiler import ASTSource
 
     types = {name: known.get(name, "constexpr") for name in kernel.arg_names}
-    divisible = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.arg_names) if name in known}
+    special = [not parameter.do_not_specialize for parameter in kernel.params]
+    divisible = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.arg_names) if name in known and special[n]}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=divisible)
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": 1})
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
