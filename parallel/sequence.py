@@ -339,8 +339,8 @@ def sequence_link(layout: LayoutConfig, rank: int, device: torch.device, timeout
     timeout_s: seconds that a State may take to come.
 
     Raises:
-        LayoutError: all streams of the GPU share one hardware queue, as megatron-core advises for tensor parallelism alone. There the
-            last rank's hand-over to the first's next segment, which waits until the first has sent all of this one, keeps what the
+        LayoutError: all streams of the GPU share one hardware queue, as megatron-core advises for tensor parallelism alone. There
+            the last rank's hand-over to the first's next segment, which waits until the first has sent all of this one, keeps what the
             last has yet to receive of this one from starting: all ranks wait for each other.
     """
     if layout.sequence == 1:

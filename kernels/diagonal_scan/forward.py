@@ -136,9 +136,8 @@ def scan_kernel(
     steps = load_rows(step, b * 0 + begin, step_row, d_in, end, STEPS, FULL, EVEN)
     zs = load_rows(z, b * 0 + begin, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else xs
     for t0 in range(begin, end, STEPS):
-        if KEEP_BORDERS:
-            if t0 % BORDER == 0:
-                tl.store(borders + (b * tl.cdiv(T, BORDER) + t0 // BORDER) * D * N + at_kept, h, mask=inside)
+        if KEEP_BORDERS and t0 % BORDER == 0:
+            tl.store(borders + (b * tl.cdiv(T, BORDER) + t0 // BORDER) * D * N + at_kept, h, mask=inside)
         # behind the last token there may be no memory: the last ones again, of which nothing is read
         t1 = b * 0 + (tl.minimum(t0 + STEPS, end - STEPS) if EVEN else t0 + STEPS)
         next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)

@@ -90,7 +90,7 @@ def token_at(t, end, EVEN: tl.constexpr, pos, HAS_POS: tl.constexpr):
 
 @triton.jit
 def load_row(row, inside, present, FULL: tl.constexpr, EVEN: tl.constexpr):
-    """What row points at, and 0 where nothing is. A mask costs instructions: FULL says that `inside`, EVEN that `present` is true."""
+    """What row points at, and 0 where nothing is. Masks cost instructions: FULL says that `inside`, EVEN that `present` is true."""
     if FULL and EVEN:
         return tl.load(row)
     elif FULL:
