@@ -5,12 +5,13 @@ The one thing to know: where tensor ranks share the residual stream, x and what 
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import noop_context_fn
 
 from baton.kernels.protocol import Leaf, State
 from baton.models.config import ModelConfig
@@ -72,15 +73,36 @@ class Layer(nn.ModuleDict):
         return x, leaving
 
 
+class _Kept(TorchDispatchMode):
+    """Within it results of operators are taken from `kept`, or added to it while there is none.
+
+    Not torch's own selective checkpointing: that notes every operator that is called, a hundred bytes each, and a segment's are
+    kept until it is run again.
+    """
+
+    def __init__(self, operators: Set[Any], kept: list[Any], again: bool) -> None:
+        super().__init__()
+        self._operators, self._kept, self._again, self._taken = operators, kept, again, iter(())
+
+    def __enter__(self) -> Any:
+        self._taken = iter(self._kept)
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self._operators:
+            return func(*args, **(kwargs or {}))
+        if not self._again:
+            self._kept.append(func(*args, **(kwargs or {})))
+            return self._kept[-1]
+        return next(self._taken)
+
+
 def recomputation(layers: Iterable[nn.Module], link: SequenceLink | None) -> Any:
     """Contexts of a first forward pass through layers and of its recomputation, as torch's checkpoint takes them."""
     exchanges = noop_context_fn() if link is None else link.recomputation()
     blocks = [cast(SubBlock, block) for layer in layers for block in cast(Layer, layer).values()]
-    kept = {operator for block in blocks for operator in block.mixer.kept_operators}
-    if not kept:
+    operators = {operator for block in blocks for operator in block.mixer.kept_operators}
+    kept: list[Any] = []
+    if not operators:
         return exchanges
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return tuple(_both(*pair) for pair in zip(exchanges, create_selective_checkpoint_contexts(policy), strict=True))
+    return tuple(_both(pass_, _Kept(operators, kept, again)) for pass_, again in zip(exchanges, (False, True), strict=True))

@@ -131,6 +131,7 @@ class SequenceLink:
         self._kept: list[State | None] | None = None
         self._replay: Iterator[State | None] | None = None
         self._alone = False
+        self._around: list[tuple[Direction, Carrier, Tensor, int]] = []
         self.observer: Callable[[Direction, Carrier, State], None] | None = None
         self.counted: Counter[tuple[str, str]] = Counter()
         self.counted_by_layer: Counter[tuple[str, str, str]] = Counter()
@@ -183,9 +184,11 @@ class SequenceLink:
                 f"rank {self._ranks[self.rank]}: {what} was not taken in the pass before: go to the last segment forwards, "
                 f"and to the first backwards"
             )
+        self._go_around()
         before, self._place = self._place, Place(self.rank, self.size, number, of)
         try:
             yield
+            self._go_around()
         finally:
             self._place = before
 
@@ -199,10 +202,14 @@ class SequenceLink:
             own = {leaf.name: _compact(state[leaf.name]) for leaf in leaves}
             self._here[direction, target, carrier.name, carrier.where].append(own)
             return
+        self._go_around(but=(direction, carrier.place.segment))
         message = to_flat(state, leaves)
-        channel = self._channel(direction, carrier.place, target)
-        channel.send(message, self._ranks[target.rank], carrier.what(direction))
         self._count(direction, carrier, message.numel())
+        channel, around = self._channel(direction, carrier.place, target)
+        if around:
+            self._around.append((direction, carrier, message, self._ranks[target.rank]))
+        else:
+            channel.send(message, self._ranks[target.rank], carrier.what(direction))
 
     def receive(self, direction: Direction, carrier: Carrier, leaves: tuple[Leaf, ...], batch: int) -> Callable[[], State]:
         """Begin to receive the State that goes in `direction` to here; the result waits for it. Not at the end it comes from."""
@@ -212,7 +219,8 @@ class SequenceLink:
             return dict
         if self.size == 1:
             return lambda: self._take(direction, carrier)
-        channel = self._channel(direction, source, carrier.place)
+        self._go_around(but=(direction, carrier.place.segment))
+        channel, _ = self._channel(direction, source, carrier.place)
         with self.aside.stream():
             message = torch.empty(flat_nbytes(leaves, batch), dtype=torch.uint8, device=self.device)
             arrival = channel.expect(message, self._ranks[source.rank], carrier.what(direction))
@@ -262,6 +270,7 @@ class SequenceLink:
 
     def wait(self) -> None:
         """Until everything sent has left this rank."""
+        self._go_around()
         for channel in self.channels.values():
             channel.flush()
 
@@ -316,11 +325,29 @@ class SequenceLink:
             )
         return waiting.popleft()
 
-    def _channel(self, direction: Direction, source: Place, target: Place) -> Channel:
+    def _go_around(self, but: tuple[Direction, int] | None = None) -> None:
+        """Send what waits to go from one end of the group to the other's next segment. but: not while (direction, segment) is what
+        is being done.
+
+        It waits until this rank has begun everything else that it does in a segment. On a GPU a send is a kernel that spins until
+        its receiver is there, and the receiver comes to its next segment when it has done with this one, for which it may need that
+        this rank goes on receiving. Yet CUDA waits for what spins when it connects two ranks or loads a kernel for the first time.
+        The rank at the other end is late by no more than the State takes through the group: that is how far behind this one is.
+        """
+        if not self._around or (self._around[0][0], self._around[0][1].place.segment) == but:
+            return
+        waiting, self._around = self._around, []
+        with self.aside.stream():
+            for direction, carrier, message, target in waiting:
+                self.channels[f"around {direction}"].send(message, target, carrier.what(direction))
+
+    def _channel(self, direction: Direction, source: Place, target: Place) -> tuple[Channel, bool]:
+        """The one for a message, and whether it goes around."""
         # A backend that works through a communicator's operations in order would deadlock with two ranks if both kinds met in one:
         # rank 1's hand-over to rank 0's next segment waits until rank 0 takes it, rank 0 takes it after all that it sends for this
         # segment, and of that rank 1 takes nothing before its own hand-over is done.
-        return self.channels[direction if source.segment == target.segment else f"around {direction}"]
+        around = source.segment != target.segment
+        return self.channels[f"around {direction}" if around else direction], around
 
     def _count(self, direction: Direction, carrier: Carrier, nbytes: int) -> None:
         for key, n in ((direction, 1), (f"{direction} bytes", nbytes)):
@@ -340,8 +367,7 @@ def sequence_link(layout: LayoutConfig, rank: int, device: torch.device, timeout
 
     Raises:
         LayoutError: all streams of the GPU share one hardware queue, as megatron-core advises for tensor parallelism alone. There
-            the last rank's hand-over to the first's next segment, which waits until the first has sent all of this one, keeps what the
-            last has yet to receive of this one from starting: all ranks wait for each other.
+            a hand-over that spins until its receiver is there keeps all that comes after it from starting.
     """
     if layout.sequence == 1:
         return None

@@ -9,6 +9,7 @@ import torch
 from baton.kernels.registry import recurrences
 from baton.models.mixer import Mixer, Site, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
+from baton.parallel.exchange import Channel
 from baton.parallel.layout import initialize_parameters
 from baton.parallel.sequence import SequenceLink
 from baton.parallel.tensor import megatron_config
@@ -118,3 +119,49 @@ def test_a_tail_leaves_before_anything_arrives(pool, kind):
     for log, direction in ((forward, "right"), (backward, "left")):
         own = [event for carrier, event in log if carrier.startswith(name)]
         assert own.index(f"sent {direction}") < own.index(f"arrival {direction}"), own
+
+
+def messages(mesh):
+    """What this rank hands to its channels in three segments, forwards and then backwards in one call: (channel, act, what)."""
+    link, log = mesh.link, []
+    names = {id(channel): name for name, channel in link.channels.items()}
+
+    def noted(act, method):
+        def call(self, message, peer, what):
+            log.append((names[id(self)], act, what))
+            return method(self, message, peer, what)
+
+        return call
+
+    layer = build_mixer(kinds()["mamba"].small(), Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1, False), torch.float32))
+    initialize_parameters(layer, 1, 0, 1)
+    for module in layer.modules():
+        if isinstance(module, Mixer):
+            module.link = link
+    with (
+        patch.object(Channel, "send", noted("send", Channel.send)),
+        patch.object(Channel, "expect", noted("expect", Channel.expect)),
+    ):
+        total = 0.0
+        for s in range(3):
+            with link.segment(s, of=3):
+                pos = torch.arange(12)[None] + 12 * (s * mesh.layout.sequence + mesh.sequence_rank)
+                total = total + layer(torch.randn(1, 12, SMALL_WIDTH, requires_grad=True), pos, None)[0].sum()
+        total.backward()
+        link.wait()
+    return log
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_goes_around_waits_until_the_segment_is_done(pool, ranks):
+    """Else, on a GPU, all ranks may wait for each other: see SequenceLink."""
+    logs = pool.run(messages, sequence=ranks)
+    for direction, noun, log in (("right", "the State", logs[-1]), ("left", "the cotangent", logs[0])):
+        own = [(channel, act, what) for channel, act, what in log if what.startswith(noun)]
+        sent = [n for n, (channel, act, _) in enumerate(own) if (channel, act) == (f"around {direction}", "send")]
+        assert len(sent) == 2 * 2  # two carriers, two borders between segments
+        for n in sent:
+            segment = own[n][2].rpartition(", ")[2]
+            others = [m for m, (channel, _, what) in enumerate(own) if what.endswith(segment) and channel == direction]
+            assert others
+            assert max(others) < n, own
