@@ -21,6 +21,7 @@ from baton.kernels.diagonal_scan.per_token import (
     load_row,
     load_rows,
     rates_of,
+    released,
     sigmoid,
     token_at,
 )
@@ -29,7 +30,8 @@ from baton.kernels.diagonal_scan.per_token import (
 @triton.jit(do_not_specialize=["state_row"])
 def summarize_backward_kernel(
     step, bias, A, others, square, query, z, dy, pos, add_out,
-    T, D, N, piece, state_row, step_batch, step_row, z_batch, z_row, dy_batch, dy_row,
+    T, piece, state_row, step_batch, z_batch, dy_batch,
+    D: tl.constexpr, N: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +66,7 @@ def summarize_backward_kernel(
         query_0, others_0 = query + (b * 0 + t0) * N, others + (b * 0 + t0) * N
         for s in tl.static_range(STEPS - 1, -1, -1):
             present, fresh = token_at(t0 + s, end, EVEN, pos, HAS_POS)
-            size, _ = activated(KIND, ACTIVATE, steps[s].to(tl.float32) + shift)
+            size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
             far = tl.load(square + t0 + s, mask=present, other=0.0) if KIND == LONGHORN else 0.0
             _, first, second = coefficients(KIND, size, far, present, fresh)
             if KIND == MAMBA:
@@ -73,9 +75,9 @@ def summarize_backward_kernel(
                 rest = load_row(others_0 + s * N, n_in, present, FULL, EVEN)
                 decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rest[:, None])
             query_t = load_row(query_0 + s * N, n_in, present, FULL, EVEN)
-            dy_t = dys[s].to(tl.float32)
+            dy_t = released(dys[s], dy)
             if GATED:
-                z_t = zs[s].to(tl.float32)
+                z_t = released(zs[s], z)
                 dy_t *= z_t * sigmoid(z_t)
             carry = decay * (carry + dy_t[None, :] * query_t[:, None])
         steps, dys, zs = next_steps, next_dys, next_zs
@@ -86,7 +88,8 @@ def summarize_backward_kernel(
 def scan_backward_kernel(
     x, step, bias, A, vec_in, others, square, query, skip, z, pos, borders, arriving, dy, states,
     dx, dstep, dz, dA, dskip, dbias, din_parts, dquery_parts, dentering,
-    T, D, N, piece, x_batch, x_row, step_batch, step_row, z_batch, z_row, dy_batch, dy_row,
+    T, piece, x_batch, step_batch, z_batch, dy_batch,
+    D: tl.constexpr, N: tl.constexpr, x_row: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr,
 ):  # fmt: skip

@@ -22,6 +22,7 @@ from baton.kernels.diagonal_scan.per_token import (
     load_row,
     load_rows,
     rates_of,
+    released,
     sigmoid,
     token_at,
 )
@@ -30,7 +31,8 @@ from baton.kernels.diagonal_scan.per_token import (
 @triton.jit(do_not_specialize=["state_row"])
 def summarize_kernel(
     x, step, bias, A, vec_in, others, square, pos, decay_out, add_out,
-    T, D, N, piece, state_row, x_batch, x_row, step_batch, step_row,
+    T, piece, state_row, x_batch, step_batch,
+    D: tl.constexpr, N: tl.constexpr, x_row: tl.constexpr, step_row: tl.constexpr,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +64,7 @@ def summarize_kernel(
         in_0, others_0 = vec_in + (b * 0 + t0) * N, others + (b * 0 + t0) * N
         for s in tl.static_range(STEPS):
             present, fresh = token_at(t0 + s, end, EVEN, pos, HAS_POS)
-            size, _ = activated(KIND, ACTIVATE, steps[s].to(tl.float32) + shift)
+            size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
             far = tl.load(square + t0 + s, mask=present, other=0.0) if KIND == LONGHORN else 0.0
             taken, first, second = coefficients(KIND, size, far, present, fresh)
             if KIND == MAMBA:
@@ -73,7 +75,7 @@ def summarize_kernel(
                 decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rest[:, None])
                 kept *= decay
             in_t = load_row(in_0 + s * N, n_in, present, FULL, EVEN)
-            h = decay * h + (taken * xs[s].to(tl.float32))[None, :] * in_t[:, None]
+            h = decay * h + (taken * released(xs[s], x))[None, :] * in_t[:, None]
         xs, steps = next_xs, next_steps
     if KIND == MAMBA:
         kept = tl.exp2(tl.minimum(total, FORGET)[None, :] * rates)
@@ -103,7 +105,8 @@ def fold_kernel(
 @triton.jit(do_not_specialize=["state_row"])
 def scan_kernel(
     x, step, bias, A, vec_in, others, square, query, skip, z, pos, entering, y, final, borders,
-    T, D, N, piece, state_row, x_batch, x_row, step_batch, step_row, z_batch, z_row,
+    T, piece, state_row, x_batch, step_batch, z_batch,
+    D: tl.constexpr, N: tl.constexpr, x_row: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, HAS_ENTERING: tl.constexpr,
     KEEP_BORDERS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr,
@@ -144,26 +147,30 @@ def scan_kernel(
         next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
         next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_xs
         t0_64 = b * 0 + t0
-        in_0, query_0, others_0, y_0 = vec_in + t0_64 * N, query + t0_64 * N, others + t0_64 * N, y + t0_64 * D
+        ins = load_rows(vec_in, t0_64, N, n_in, end, STEPS, FULL, EVEN)
+        queries = load_rows(query, t0_64, N, n_in, end, STEPS, FULL, EVEN)
+        rests = load_rows(others, t0_64, N, n_in, end, STEPS, FULL, EVEN) if KIND == LONGHORN else ins
+        outputs = ()
         for s in tl.static_range(STEPS):
             present, fresh = token_at(t0 + s, end, EVEN, pos, HAS_POS)
-            size, _ = activated(KIND, ACTIVATE, steps[s].to(tl.float32) + shift)
+            size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
             far = tl.load(square + t0 + s, mask=present, other=0.0) if KIND == LONGHORN else 0.0
             taken, first, second = coefficients(KIND, size, far, present, fresh)
             if KIND == MAMBA:
                 decay = decay_of(KIND, rates, first[None, :], 0.0, 0.0)
             else:
-                rest = load_row(others_0 + s * N, n_in, present, FULL, EVEN)
-                decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rest[:, None])
-            in_t = load_row(in_0 + s * N, n_in, present, FULL, EVEN)
-            query_t = load_row(query_0 + s * N, n_in, present, FULL, EVEN)
-            x_t = xs[s].to(tl.float32)
-            h = decay * h + (taken * x_t)[None, :] * in_t[:, None]
-            y_t = tl.sum(h * query_t[:, None], 0) + through * x_t
+                decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rests[s][:, None])
+            x_t = released(xs[s], x)
+            h = decay * h + (taken * x_t)[None, :] * ins[s][:, None]
+            y_t = tl.sum(h * queries[s][:, None], 0) + through * x_t
             if GATED:
-                z_t = zs[s].to(tl.float32)
+                z_t = released(zs[s], z)
                 y_t *= z_t * sigmoid(z_t)
-            tl.store(y_0 + s * D, y_t.to(y.dtype.element_ty), mask=d_in & present)
+            outputs += (y_t,)
+        # last, for a store keeps the compiler from moving later loads up
+        for s in tl.static_range(STEPS):
+            present = True if EVEN else t0 + s < end
+            tl.store(y + (t0_64 + s) * D, outputs[s].to(y.dtype.element_ty), mask=d_in & present)
         xs, steps, zs = next_xs, next_steps, next_zs
     if end == T:
         tl.store(final + b * D * N + at_kept, h, mask=inside)

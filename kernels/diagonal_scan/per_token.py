@@ -75,7 +75,7 @@ def decay_of(KIND: tl.constexpr, rates, first, second, others):
     if KIND == MAMBA:
         return tl.exp2(first * rates)
     else:
-        return tl.minimum(second + first * others, 1.0)
+        return tl.clamp(second + first * others, 0.0, 1.0)  # of one instruction
 
 
 @triton.jit
@@ -100,10 +100,30 @@ def load_row(row, inside, present, FULL: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def held(x):
+    """What was loaded, in registers of 32 bits: narrower ones the compiler packs in pairs, and waits for the load to do it."""
+    if x.dtype == tl.float32:
+        return x
+    else:
+        return x.to(tl.uint16, bitcast=True).to(tl.uint32)
+
+
+@triton.jit
+def released(x, like):
+    """What is held, in fp32. like: a pointer to where it was loaded from."""
+    if like.dtype.element_ty == tl.float32:
+        return x
+    elif like.dtype.element_ty == tl.bfloat16:
+        return (x << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def load_rows(base, t0, row, inside, end, STEPS: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr):
-    """The rows of STEPS tokens from t0 on, as they are in memory; base points at token 0's."""
+    """The rows of STEPS tokens from t0 on, held; base points at token 0's."""
     base += t0 * row
     found = ()
     for s in tl.static_range(STEPS):
-        found += (load_row(base + s * row, inside, t0 + s < end, FULL, EVEN),)
+        found += (held(load_row(base + s * row, inside, t0 + s < end, FULL, EVEN)),)
     return found

@@ -21,6 +21,7 @@ class Tiles:
         channels: of a program; a power of two. A lane has one of each 32 forwards.
         warps: of a program.
         steps: tokens that are loaded together, one such block ahead of what is computed; divides border.
+        steps_adjoint: the same for the pass that finds what a piece does to a cotangent.
         steps_back: tokens whose states are in registers together in the backward pass; divides border.
         border: tokens between two states that are kept for the backward pass; a piece is a multiple of it.
         programs: the sequence is cut into pieces until there are so many.
@@ -29,6 +30,7 @@ class Tiles:
     channels: int = 32
     warps: int = 1
     steps: int = 8
+    steps_adjoint: int = 4
     steps_back: int = 2
     border: int = 16
     programs: int = 1024
@@ -109,6 +111,10 @@ class _Run:
         self.others, self.square = (inputs.x, inputs.x) if self.mamba else _squares(inputs.into)
         width = 1 << (self.d_state - 1).bit_length()
         self.options = {
+            "T": self.length,
+            "piece": self.piece,
+            "D": self.channels,
+            "N": self.d_state,
             "KIND": (self.forwards.MAMBA if self.mamba else self.forwards.LONGHORN).value,
             "ACTIVATE": activate,
             "HAS_POS": pos is not None,
@@ -127,15 +133,10 @@ class _Run:
         even = self.length % steps == 0
         kernel[(self.blocks, self.batch, self.pieces)](*arguments, **self.options, EVEN=even, STEPS=steps, **options)
 
-    def sizes(self, *tensors: Tensor | None, lanes: bool = True) -> list[int]:
-        """T, D, N, tokens of a piece; for kernels with a channel per lane that of a state's rows; then strides of batch and
-        token of tensors [B, T, ...]."""
-        found = [self.length, self.channels, self.d_state, self.piece]
-        if lanes:
-            found.append(self.channels)
-        for x in tensors:
-            found.extend((0, 0) if x is None else (x.stride(0), x.stride(1)))
-        return found
+    def strides(self, **tensors: Tensor | None) -> dict[str, int]:
+        """Of tensors [B, T, ...] by name: of batch, and of a token, which the kernels are compiled for."""
+        found = {f"{name}_batch": 0 if x is None else x.stride(0) for name, x in tensors.items()}
+        return found | {f"{name}_row": 0 if x is None else x.stride(1) for name, x in tensors.items()}
 
     def or_x(self, x: Tensor | None) -> Tensor:
         """A pointer for what is not there and is not read."""
@@ -147,7 +148,7 @@ class _Run:
         decay, add = (self.empty(self.batch, self.pieces, self.d_state, self.channels) for _ in range(2))
         self.launch(
             self.forwards.summarize_kernel, self.tiles.steps, x, step, self.or_x(bias), self.A, self.into, self.others,
-            self.square, self.or_x(self.pos), decay, add, *self.sizes(x, step),
+            self.square, self.or_x(self.pos), decay, add, state_row=self.channels, **self.strides(x=x, step=step),
         )  # fmt: skip
         return decay, add
 
@@ -156,8 +157,9 @@ class _Run:
         _, step, _, _, _, _, bias, z = self.inputs
         dy, add = _rows(dy), self.empty(self.batch, self.pieces, self.d_state, self.channels)
         self.launch(
-            self.backwards.summarize_backward_kernel, self.tiles.steps, step, self.or_x(bias), self.A, self.others,
-            self.square, self.query, self.or_x(z), dy, self.or_x(self.pos), add, *self.sizes(step, z, dy), GATED=z is not None,
+            self.backwards.summarize_backward_kernel, self.tiles.steps_adjoint, step, self.or_x(bias), self.A, self.others,
+            self.square, self.query, self.or_x(z), dy, self.or_x(self.pos), add,
+            state_row=self.channels, **self.strides(step=step, z=z, dy=dy), GATED=z is not None,
         )  # fmt: skip
         return add
 
@@ -186,7 +188,7 @@ class _Run:
         self.launch(
             self.forwards.scan_kernel, self.tiles.steps, x, step, self.or_x(bias), self.A, self.into, self.others, self.square,
             self.query, skip, self.or_x(z), self.or_x(self.pos), self.or_x(entering), y, final, self.or_x(borders),
-            *self.sizes(x, step, z),
+            state_row=self.channels, **self.strides(x=x, step=step, z=z),
             GATED=z is not None, HAS_ENTERING=entering is not None, KEEP_BORDERS=keep_borders, BORDER=self.tiles.border,
         )  # fmt: skip
         return y, final, borders, decay
@@ -208,7 +210,7 @@ class _Run:
         self.launch(
             self.backwards.scan_backward_kernel, steps, x, step, self.or_x(bias), self.or_x(A), self.into, self.others, self.square,
             self.query, skip, self.or_x(z), self.or_x(self.pos), borders, arriving, dy, states, dx, dstep, self.or_x(dz),
-            self.or_x(dA), dskip, dbias, dinto, dquery, dentering, *self.sizes(x, step, z, dy, lanes=False),
+            self.or_x(dA), dskip, dbias, dinto, dquery, dentering, **self.strides(x=x, step=step, z=z, dy=dy),
             GATED=z is not None, BORDER=self.tiles.border,
         )  # fmt: skip
         return (

@@ -10,15 +10,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+CHANNELS = 4096
 ARCHITECTURES = (80, 90, 100)
 # of tensors: what is in the activations' dtype; the others are float32, positions int32, and what is no pointer a size
 ACTIVATIONS = {"x", "step", "z", "y", "dx", "dstep", "dz", "dy", "k"}
-SIZES = {"T", "D", "N", "piece", "size", "pieces", "state_row"}
+SIZES = {"T", "N", "piece", "size", "pieces", "state_row", "k_row"}
 
 
 def signature(kernel, constants, dtype):
     def of(name):
-        if name in SIZES or name.endswith(("_row", "_batch")):
+        if name in SIZES or name.endswith("_batch"):
             return "i32"
         return {"pos": "*i32"}.get(name, f"*{dtype}" if name in ACTIVATIONS else "*fp32")
 
@@ -27,18 +28,26 @@ def signature(kernel, constants, dtype):
 
 def kernels():
     """(name, kernel, constants, warps, dtype) of every configuration that is held to have no spills."""
+    for name, kernel, constants, warps, dtype in _kernels():
+        rows = {p.name: CHANNELS for p in kernel.params if p.is_constexpr and p.name.endswith("_row")}
+        yield name, kernel, {**constants, **rows}, warps, dtype
+
+
+def _kernels():
+    """As `kernels`, without the lengths of rows."""
     from baton.kernels.diagonal_scan import backward, forward
     from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA
     from baton.kernels.diagonal_scan.triton import Tiles
 
     tiles = Tiles()
     for label, kind in (("mamba", MAMBA.value), ("longhorn", LONGHORN.value)):
-        common = {"KIND": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "FULL": True, "BD": tiles.channels, "BN": 16}
-        ahead, back = ({**common, "STEPS": steps} for steps in (tiles.steps, tiles.steps_back))
+        common = {"KIND": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "FULL": True}
+        common |= {"D": CHANNELS, "N": 16, "BD": tiles.channels, "BN": 16}
+        ahead, adjoint, back = ({**common, "STEPS": n} for n in (tiles.steps, tiles.steps_adjoint, tiles.steps_back))
         whole = {"GATED": True, "HAS_ENTERING": True, "KEEP_BORDERS": True, "BORDER": tiles.border}
         yield f"{label} summarize", forward.summarize_kernel, ahead, tiles.warps, "bf16"
         yield f"{label} scan", forward.scan_kernel, {**ahead, **whole}, tiles.warps, "bf16"
-        yield f"{label} summarize backward", backward.summarize_backward_kernel, {**ahead, "GATED": True}, tiles.warps, "bf16"
+        yield f"{label} summarize backward", backward.summarize_backward_kernel, {**adjoint, "GATED": True}, tiles.warps, "bf16"
         yield (
             f"{label} backward",
             backward.scan_backward_kernel,
