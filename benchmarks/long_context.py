@@ -31,6 +31,7 @@ from baton.training.executor import StepExecutor
 from baton.training.passes import Segments, TokenBatch
 
 STEPS, NEAR = 3, 1e-3  # steps timed after one that warms up; relative difference of losses and norms, bfloat16
+TIMEOUT_S = 90  # of a message between ranks
 
 
 def settings(context: int, segment: int | None, *, recompute: bool = False) -> TrainingConfig:
@@ -90,7 +91,7 @@ def rank_main(rank: int, ranks: int, folder: str, model: ModelConfig, training: 
     torch.cuda.set_device(device)
     make_deterministic(training)
     store = torch.distributed.FileStore(f"{folder}/store", ranks)
-    mesh = meshes.initialize(LayoutConfig(sequence=ranks), device=device, rank=rank, store=store)
+    mesh = meshes.initialize(LayoutConfig(sequence=ranks, timeout_s=TIMEOUT_S), device=device, rank=rank, store=store)
     found = measure(model, training, mesh, steps)
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
@@ -133,6 +134,7 @@ def main() -> None:
         report.say(
             f"{arguments.model} {context}, exact: {exact['bytes'] / 2**30:.2f} GiB, {exact['seconds'] * 1e6:.2f} us per token"
         )
+    report.save()  # should the ranks below fail, this is not lost
     if arguments.ranks:
         assert exact is not None
         several = run(arguments.ranks, model, settings(contexts[-1], arguments.segment), 0)

@@ -19,13 +19,10 @@ from baton.kernels.diagonal_scan.per_token import (
     activated,
     coefficients,
     decay_of,
-    load_row,
-    load_rows,
     rates_of,
-    released,
-    sigmoid,
     token_at,
 )
+from baton.kernels.rows import load_row, load_rows, released, sigmoid
 
 
 @triton.jit(do_not_specialize=["state_row"])

@@ -1,4 +1,4 @@
-"""What a diagonal scan's Triton kernels do with one token: load it, and make its decay and what it takes in.
+"""What a diagonal scan's Triton kernels make of one token: its decay and what it takes in.
 
 The one thing to know: here, and in the gradients of it in `backward`, is where Mamba and Longhorn differ. Arithmetic is fp32; a
 token that does not exist (behind the end of its piece) is loaded as zeros and changes nothing.
@@ -10,15 +10,12 @@ program's block is [BN, BD] forwards and [BD, BN] backwards.
 import triton
 import triton.language as tl
 
+from baton.kernels.rows import LOG2_E, sigmoid
+
 MAMBA, LONGHORN = tl.constexpr(0), tl.constexpr(1)
-LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+LN_2 = tl.constexpr(0.6931471805599453)
 FORGET = tl.constexpr(1e38)  # a step so long that Mamba forgets everything
 LEAST_RATE = tl.constexpr(-1e-30)  # a rate is negative; times FORGET it must not be 0
-
-
-@triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp2(-x * LOG2_E))
 
 
 @triton.jit
@@ -86,44 +83,3 @@ def token_at(t, end, EVEN: tl.constexpr, pos, HAS_POS: tl.constexpr):
     if HAS_POS:
         fresh = tl.load(pos + t, mask=t < end, other=1) == 0
     return present, fresh
-
-
-@triton.jit
-def load_row(row, inside, present, FULL: tl.constexpr, EVEN: tl.constexpr):
-    """What row points at, and 0 where nothing is. Masks cost instructions: FULL says that `inside`, EVEN that `present` is true."""
-    if FULL and EVEN:
-        return tl.load(row)
-    elif FULL:
-        return tl.load(row, mask=present, other=0.0)
-    else:
-        return tl.load(row, mask=inside & present, other=0.0)
-
-
-@triton.jit
-def held(x):
-    """What was loaded, in registers of 32 bits: narrower ones the compiler packs in pairs, and waits for the load to do it."""
-    if x.dtype == tl.float32:
-        return x
-    else:
-        return x.to(tl.uint16, bitcast=True).to(tl.uint32)
-
-
-@triton.jit
-def released(x, like):
-    """What is held, in fp32. like: a pointer to where it was loaded from."""
-    if like.dtype.element_ty == tl.float32:
-        return x
-    elif like.dtype.element_ty == tl.bfloat16:
-        return (x << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def load_rows(base, t0, row, inside, end, STEPS: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr):
-    """The rows of STEPS tokens from t0 on, held; base points at token 0's."""
-    base += t0 * row
-    found = ()
-    for s in tl.static_range(STEPS):
-        found += (held(load_row(base + s * row, inside, t0 + s < end, FULL, EVEN)),)
-    return found

@@ -34,7 +34,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: 
     sum_BTC = _taps(x, weight, bias, tail, _too_far(pos, weight.shape[1]))
     if silu:
         sum_BTC.mul_(_sigmoid(sum_BTC))
-    return sum_BTC.to(x.dtype), _new_tail(x, tail, weight.shape[1] - 1)
+    return sum_BTC.to(x.dtype), new_tail(x, tail, weight.shape[1] - 1)
 
 
 def _too_far(pos: Tensor | None, width: int) -> list[Tensor | None]:
@@ -64,7 +64,7 @@ def _taps(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, too_far:
     return sum_BTC
 
 
-def _new_tail(x: Tensor, tail: Tensor | None, n: int) -> Tensor:
+def new_tail(x: Tensor, tail: Tensor | None, n: int) -> Tensor:
     """The last n tokens of tail and piece: a copy, so that it does not keep the piece alive."""
     batch, length, channels = x.shape
     if length >= n:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.short_conv.chunked import short_conv_chunked
+from baton.kernels.short_conv.triton import in_triton, short_conv_triton
 
 Activation = Literal["silu"]
 
@@ -38,7 +39,8 @@ def short_conv(
         tail: the width - 1 inputs before this piece, oldest first, [batch, width - 1, channels] in x's dtype. None: zeros.
         activation: "silu" for y * sigmoid(y) on the output, or None.
 
-    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32.
+    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32, on a GPU
+    by Triton's kernels.
 
     Returns:
         y, [batch, T, channels] in x's dtype, and the new tail, [batch, width - 1, channels] in x's dtype: the last width - 1
@@ -64,4 +66,6 @@ def short_conv(
         expect_positions(_KERNEL, pos, batch, length, device)
     if activation is not None and activation not in get_args(Activation):
         raise KernelError(f"{_KERNEL}: activation is {activation!r}, expected None or one of {get_args(Activation)}")
+    if in_triton(x):
+        return short_conv_triton(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu")
     return short_conv_chunked(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu")

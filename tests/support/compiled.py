@@ -13,8 +13,8 @@ from pathlib import Path
 CHANNELS = 4096
 ARCHITECTURES = (80, 90, 100)
 # of tensors: what is in the activations' dtype; the others are float32, positions int32, and what is no pointer a size
-ACTIVATIONS = {"x", "step", "z", "y", "dx", "dstep", "dz", "dy", "k"}
-SIZES = {"T", "N", "piece", "size", "pieces", "state_row", "k_row"}
+ACTIVATIONS = {"x", "step", "z", "y", "dx", "dstep", "dz", "dy", "k", "tail", "dtail", "dtail_out"}
+SIZES = {"T", "N", "piece", "span", "size", "pieces", "state_row", "k_row"}
 
 
 def signature(kernel, constants, dtype):
@@ -38,8 +38,10 @@ def _kernels():
     from baton.kernels.diagonal_scan import backward, forward
     from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA
     from baton.kernels.diagonal_scan.triton import Tiles
+    from baton.kernels.short_conv import taps
+    from baton.kernels.short_conv.triton import Tiles as ConvTiles
 
-    tiles = Tiles()
+    tiles, conv_tiles = Tiles(), ConvTiles()
     for label, kind in (("mamba", MAMBA.value), ("longhorn", LONGHORN.value)):
         common = {"KIND": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "FULL": True}
         common |= {"D": CHANNELS, "N": 16, "BD": tiles.channels, "BN": 16}
@@ -55,6 +57,10 @@ def _kernels():
             tiles.warps,
             "bf16",
         )
+    conv = {"HAS_TAIL": True, "HAS_POS": True, "SILU": True, "FULL": True, "D": CHANNELS, "W": 4}
+    conv |= {"BD": conv_tiles.channels, "STEPS": conv_tiles.steps}
+    yield "conv", taps.conv_kernel, {**conv, "EVEN": True}, 1, "bf16"
+    yield "conv backward", taps.conv_backward_kernel, conv, 1, "bf16"
     yield "fold", forward.fold_kernel, {"HAS_FIRST": True, "BACKWARDS": False, "BLOCK": 256}, 4, "bf16"
     yield "squares", forward.squares_kernel, {"BT": 8, "BN": 16}, 4, "bf16"
 

@@ -1,0 +1,124 @@
+"""The short convolution on a GPU: launches the Triton kernels of `taps` and gives them a gradient.
+
+The one thing to know: spans are a function of shapes and of the `Tiles` alone, so equal calls give equal bits. The input may be a
+view: only its last dimension has to be contiguous.
+"""
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from baton.kernels.short_conv.chunked import new_tail
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the kernels are cut.
+
+    Attributes:
+        channels: of a program of one warp; a power of two.
+        steps: tokens that are loaded together, one such block ahead of what is computed.
+        span: tokens of a program; a multiple of steps.
+    """
+
+    channels: int = 128
+    steps: int = 4
+    span: int = 128
+
+
+def in_triton(x: Tensor) -> bool:
+    """Whether these kernels compute for tensors like x: on a GPU, in float32."""
+    return x.is_cuda and x.dtype != torch.float64
+
+
+def short_conv_triton(
+    x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor | None, silu: bool, tiles: Tiles | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `op.short_conv`, which checks the arguments."""
+    tiles, pos = tiles or Tiles(), None if pos is None else pos.to(torch.int32)
+    inputs = (x, weight, bias, tail)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
+        y, leaving = _ShortConv.apply(*inputs, pos, silu, tiles)
+        return y, leaving
+    return _forward(x, weight, bias, tail, pos, silu, tiles)
+
+
+def _kernels() -> ModuleType:
+    """Imported when they are first needed: where there is no GPU there need be no Triton."""
+    from baton.kernels.short_conv import taps
+
+    return taps
+
+
+def _grid(x: Tensor, tiles: Tiles) -> tuple[int, int, int]:
+    batch, length, channels = x.shape
+    return -(-channels // tiles.channels), batch, -(-length // tiles.span)
+
+
+def _options(x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, silu: bool, tiles: Tiles) -> dict[str, Any]:
+    return {
+        "T": x.shape[1],
+        "span": tiles.span,
+        "x_batch": x.stride(0),
+        "D": x.shape[2],
+        "x_row": x.stride(1),
+        "W": width,
+        "HAS_TAIL": tail is not None,
+        "HAS_POS": pos is not None,
+        "SILU": silu,
+        "FULL": x.shape[2] % tiles.channels == 0,
+        "BD": tiles.channels,
+        "STEPS": tiles.steps,
+        "num_warps": 1,
+        "num_stages": 1,
+    }
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool, tiles: Tiles
+) -> tuple[Tensor, Tensor]:
+    rows, width = _rows(x), weight.shape[1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _kernels().conv_kernel[_grid(x, tiles)](
+        rows, weight.contiguous(), bias.contiguous(), x if tail is None else tail.contiguous(), x if pos is None else pos, y,
+        EVEN=x.shape[1] % tiles.steps == 0, **_options(rows, width, tail, pos, silu, tiles),
+    )  # fmt: skip
+    return y, new_tail(x, tail, width - 1)
+
+
+class _ShortConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool, tiles: Tiles
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight, bias, tail, pos)
+        ctx.silu, ctx.tiles = silu, tiles
+        return _forward(x, weight, bias, tail, pos, silu, tiles)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dleaving: Tensor) -> tuple[Any, ...]:
+        x, weight, bias, tail, pos = ctx.saved_tensors
+        rows, dy, tiles, width = _rows(x), _rows(dy), ctx.tiles, weight.shape[1]
+        batch, _, channels = x.shape
+        grid = _grid(x, tiles)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dtail = x if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
+        dweight = torch.empty(batch * grid[2], width, channels, dtype=torch.float32, device=x.device)
+        dbias = torch.empty(batch * grid[2], channels, dtype=torch.float32, device=x.device)
+        _kernels().conv_backward_kernel[grid](
+            rows, weight.contiguous(), bias.contiguous(), x if tail is None else tail.contiguous(), x if pos is None else pos, dy,
+            dleaving.contiguous(), dx, dtail, dweight, dbias, dy_batch=dy.stride(0), dy_row=dy.stride(1),
+            **_options(rows, width, tail, pos, ctx.silu, tiles),
+        )  # fmt: skip
+        grads = (dx, dweight.sum(0).t().to(weight.dtype), dbias.sum(0).to(bias.dtype), None if tail is None else dtail)
+        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:4], grads, strict=True)), None, None, None)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, or a copy whose last dimension is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,83 @@
+"""The short convolution's Triton kernels, in Triton's interpreter where there is no GPU, against the definition in float64."""
+
+import pytest
+import torch
+from support.compare import relative_error
+from support.recurrences import positions, seeded
+
+from baton.kernels.short_conv.reference import short_conv_reference
+from baton.kernels.short_conv.triton import Tiles, short_conv_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TILES = Tiles(channels=8, steps=4, span=8)
+LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}  # bfloat16: what comes out is rounded to it
+
+
+def example(length, width, *, tail, starts, dtype, channels=11, batch=2):
+    """Inputs of which `dtype` loses nothing, in float64; positions that begin inside a document; cotangents."""
+    g = seeded(length + width)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).double()
+
+    given = {"x": randn(batch, length, channels), "weight": randn(channels, width), "bias": randn(channels)}
+    given["tail"] = randn(batch, width - 1, channels) if tail else None
+    pos = positions(g, batch, length, 0.2) if starts else None
+    return given, pos, (randn(batch, length, channels), randn(batch, width - 1, channels))
+
+
+def with_gradients(function, given, pos, cotangents, **options):
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items() if x is not None}
+    y, leaving = function(leaves["x"], leaves["weight"], leaves["bias"], pos=pos, tail=leaves.get("tail"), **options)
+    grads = torch.autograd.grad([y, leaving], list(leaves.values()), [dx.to(y.device, y.dtype) for dx in cotangents])
+    return {"y": y, "leaving": leaving, **dict(zip(leaves, grads))}
+
+
+def compare(length, width, *, tail, starts, silu, dtype=torch.float32, tiles=TILES):
+    given, pos, cotangents = example(length, width, tail=tail, starts=starts, dtype=dtype)
+    expected = with_gradients(short_conv_reference, given, pos, cotangents, activation="silu" if silu else None)
+    rounded = {name: None if x is None else x.to(DEVICE, dtype) for name, x in given.items()}
+    own_pos = None if pos is None else pos.to(DEVICE)
+    found = with_gradients(short_conv_triton, rounded, own_pos, cotangents, silu=silu, tiles=tiles)
+    for name, value in expected.items():
+        assert relative_error(found[name].double().cpu(), value) <= LIMITS[dtype], (name, length, width)
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize("tail", [False, True])
+def test_outputs_and_gradients_are_the_definitions(tail, starts, silu):
+    """Within a span, over spans whose last one is short, and pieces shorter than the tail."""
+    for length, width in ((8, 4), (21, 4), (2, 4), (16, 3), (5, 1), (9, 2)):
+        if width > 1 or not tail:
+            compare(length, width, tail=tail, starts=starts, silu=silu)
+
+
+def test_bfloat16_is_rounded_once():
+    compare(21, 4, tail=True, starts=True, silu=True, dtype=torch.bfloat16)
+
+
+def test_cut_anywhere_the_bits_are_the_same():
+    """Also where spans of the pieces are others."""
+    given, pos, _ = example(21, 4, tail=True, starts=True, dtype=torch.float32)
+    x, weight, bias, tail = (given[name].to(DEVICE, torch.float32) for name in ("x", "weight", "bias", "tail"))
+    whole, last = short_conv_triton(x, weight, bias, pos=pos.to(DEVICE), tail=tail, silu=True, tiles=TILES)
+    for cut in (1, 2, 7, 19):
+        first, between = short_conv_triton(x[:, :cut], weight, bias, pos=pos[:, :cut].to(DEVICE), tail=tail, silu=True, tiles=TILES)
+        second, leaving = short_conv_triton(
+            x[:, cut:], weight, bias, pos=pos[:, cut:].to(DEVICE), tail=between, silu=True, tiles=TILES
+        )
+        assert torch.equal(torch.cat((first, second), dim=1), whole)
+        assert torch.equal(leaving, last)
+
+
+def test_views_are_taken_and_equal_calls_give_equal_bits():
+    given, pos, cotangents = example(21, 4, tail=True, starts=True, dtype=torch.float32)
+    given = {name: x.to(DEVICE, torch.float32) for name, x in given.items()}
+    wide = {**given, "x": torch.cat((given["x"], given["x"]), dim=-1)[..., : given["x"].shape[-1]]}
+    assert not wide["x"].is_contiguous()
+    found = [
+        with_gradients(short_conv_triton, each, pos.to(DEVICE), cotangents, silu=True, tiles=TILES) for each in (given, given, wide)
+    ]
+    for other in found[1:]:
+        assert all(torch.equal(other[name], value) for name, value in found[0].items())
