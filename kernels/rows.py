@@ -54,3 +54,11 @@ def load_rows(base, t0, row, inside, end, STEPS: tl.constexpr, FULL: tl.constexp
     for s in tl.static_range(STEPS):
         found += (held(load_row(base + s * row, inside, t0 + s < end, FULL, EVEN)),)
     return found
+
+
+@triton.jit
+def loads_begun():
+    """Loads written before it begin before what is written behind it: a memory may be written anew behind a barrier. Without it the
+    assembler moves a load down to where it is used, to save registers, and the load is not ahead of anything. With one warp it
+    costs nothing."""
+    tl.debug_barrier()

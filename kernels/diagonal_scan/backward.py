@@ -13,15 +13,14 @@ import triton.language as tl
 
 from baton.kernels.diagonal_scan.per_token import (
     LN_2,
-    LONGHORN,
     MAMBA,
     activated,
     coefficients,
     decay_of,
     rates_of,
-    token_at,
+    shared_at,
 )
-from baton.kernels.rows import load_row, load_rows, released, sigmoid
+from baton.kernels.rows import load_rows, loads_begun, released, sigmoid
 
 
 @triton.jit(do_not_specialize=["state_row"])
@@ -54,36 +53,40 @@ def summarize_backward_kernel(
     steps = load_rows(step, last, step_row, d_in, end, STEPS, FULL, EVEN)
     dys = load_rows(dy, last, dy_row, d_in, end, STEPS, FULL, EVEN)
     zs = load_rows(z, last, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else dys
+    _in_t, query_t, rest, far, pos_t = shared_at(
+        last + STEPS - 1, end, query, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL
+    )
     for k in range(blocks):
         t0 = begin + (blocks - 1 - k) * STEPS
         t1 = b * 0 + tl.maximum(t0 - STEPS, begin)
         next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
         next_dys = load_rows(dy, t1, dy_row, d_in, end, STEPS, FULL, EVEN)
         next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
-        query_0, others_0 = query + (b * 0 + t0) * N, others + (b * 0 + t0) * N
         for s in tl.static_range(STEPS - 1, -1, -1):
-            present, fresh = token_at(t0 + s, end, EVEN, pos, HAS_POS)
+            t_next = b * 0 + t0 + (s - 1) if s > 0 else t1 + (STEPS - 1)
+            shared = shared_at(t_next, end, query, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+            loads_begun()
+            present = True if EVEN else t0 + s < end
+            fresh = pos_t == 0 if HAS_POS else False
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
-            far = tl.load(square + t0 + s, mask=present, other=0.0) if KIND == LONGHORN else 0.0
             _, first, second = coefficients(KIND, size, far, present, fresh)
             if KIND == MAMBA:
                 decay = decay_of(KIND, rates, first[None, :], 0.0, 0.0)
             else:
-                rest = load_row(others_0 + s * N, n_in, present, FULL, EVEN)
                 decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rest[:, None])
-            query_t = load_row(query_0 + s * N, n_in, present, FULL, EVEN)
             dy_t = released(dys[s], dy)
             if GATED:
                 z_t = released(zs[s], z)
                 dy_t *= z_t * sigmoid(z_t)
             carry = decay * (carry + dy_t[None, :] * query_t[:, None])
+            _in_t, query_t, rest, far, pos_t = shared
         steps, dys, zs = next_steps, next_dys, next_zs
     tl.store(add_out + (b * tl.num_programs(2) + p) * D * N + at_state, carry, mask=inside)
 
 
 @triton.jit
 def scan_backward_kernel(
-    x, step, bias, A, vec_in, others, square, query, skip, z, pos, borders, arriving, dy, states,
+    x, step, bias, A, vec_in, others, square, query, skip, z, y, pos, borders, arriving, dy, states,
     dx, dstep, dz, dA, dskip, dbias, din_parts, dquery_parts, dentering,
     T, piece, x_batch, step_batch, z_batch, dy_batch,
     D: tl.constexpr, N: tl.constexpr, x_row: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
@@ -109,6 +112,7 @@ def scan_backward_kernel(
     vec_in += b * T * N + n
     query += b * T * N + n
     z += b * z_batch + d
+    y += b * T * D + d
     dy += b * dy_batch + d
     dx += b * T * D
     dstep += b * T * D
@@ -130,111 +134,118 @@ def scan_backward_kernel(
         c0 = begin + (chunks - 1 - k) * BORDER
         c1 = tl.minimum(c0 + BORDER, end)
         blocks = tl.cdiv(c1 - c0, STEPS)
+        # of the last block what the adjoint alone reads, then block by block what both read
+        t0 = b * 0 + c0 + (blocks - 1) * STEPS
+        dys = load_rows(dy, t0, dy_row, d_in, end, STEPS, FULL, EVEN)
+        zs = load_rows(z, t0, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else dys
+        ys = load_rows(y, t0, D, d_in, end, STEPS, FULL, EVEN) if GATED else dys
+        t0 = b * 0 + c0
+        xs = load_rows(x, t0, x_row, d_in, end, STEPS, FULL, EVEN)
+        steps = load_rows(step, t0, step_row, d_in, end, STEPS, FULL, EVEN)
+        shared = ()
+        for s in tl.static_range(STEPS):
+            shared += shared_at(t0 + s, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
         h = tl.load(borders + (b * tl.cdiv(T, BORDER) + c0 // BORDER) * D * N + at_state, mask=inside, other=0.0)
         # what the memory held is read by every thread before it is written anew, and the other way round below
-        tl.debug_barrier()
+        loads_begun()
         for j in range(blocks - 1):
+            t0 = b * 0 + c0 + (j + 1) * STEPS
+            next_xs = load_rows(x, t0, x_row, d_in, end, STEPS, FULL, EVEN)
+            next_steps = load_rows(step, t0, step_row, d_in, end, STEPS, FULL, EVEN)
+            next_shared = ()
+            for s in tl.static_range(STEPS):
+                next_shared += shared_at(t0 + s, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+            loads_begun()
             tl.store(states + j * D * N + at_state, h, mask=inside)
-            t0 = c0 + j * STEPS
-            t0_64 = b * 0 + t0
-            x_0, step_0, in_0, others_0 = x + t0_64 * x_row, step + t0_64 * step_row, vec_in + t0_64 * N, others + t0_64 * N
             for s in tl.static_range(STEPS):
                 # all of them exist: only a chunk's last block has fewer
-                present, fresh = token_at(t0 + s, end, True, pos, HAS_POS)
-                size, _ = activated(
-                    KIND, ACTIVATE, load_row(step_0 + s * step_row, d_in, present, FULL, True).to(tl.float32) + shift
-                )
-                far = tl.load(square + t0 + s) if KIND == LONGHORN else 0.0
-                w, first, second = coefficients(KIND, size, far, present, fresh)
+                in_t, _, rest, far, pos_t = shared[5 * s : 5 * s + 5]
+                fresh = pos_t == 0 if HAS_POS else False
+                size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
+                w, first, second = coefficients(KIND, size, far, True, fresh)
                 if KIND == MAMBA:
                     decay = decay_of(KIND, rates, first[:, None], 0.0, 0.0)
                 else:
-                    rest = load_row(others_0 + s * N, n_in, present, FULL, True)
                     decay = decay_of(KIND, 0.0, first[:, None], second[:, None], rest[None, :])
-                taken = w * load_row(x_0 + s * x_row, d_in, present, FULL, True).to(tl.float32)
-                h = decay * h + taken[:, None] * load_row(in_0 + s * N, n_in, present, FULL, True)[None, :]
-        tl.store(states + (blocks - 1) * D * N + at_state, h, mask=inside)
+                h = decay * h + (w * released(xs[s], x))[:, None] * in_t[None, :]
+            xs, steps, shared = next_xs, next_steps, next_shared
         tl.debug_barrier()
         for j in range(blocks):
-            t0 = c0 + (blocks - 1 - j) * STEPS
-            h = tl.load(states + (blocks - 1 - j) * D * N + at_state, mask=inside, other=0.0)
-            t0_64 = b * 0 + t0
-            x_0, step_0, z_0, dy_0 = x + t0_64 * x_row, step + t0_64 * step_row, z + t0_64 * z_row, dy + t0_64 * dy_row
-            in_0, query_0, others_0 = vec_in + t0_64 * N, query + t0_64 * N, others + t0_64 * N
-            # the last token first
-            xs, weights, ins, slopes, dys, befores, decays, dzs, dqueries = (), (), (), (), (), (), (), (), ()
+            t0 = b * 0 + c0 + (blocks - 1 - j) * STEPS
+            # behind the first block nothing more is read: the first again
+            t1 = tl.maximum(t0 - STEPS, c0)
+            next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
+            next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
+            next_dys = load_rows(dy, t1, dy_row, d_in, end, STEPS, FULL, EVEN)
+            next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
+            next_ys = load_rows(y, t1, D, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
+            next_shared = ()
             for s in tl.static_range(STEPS):
-                present, fresh = token_at(t0 + s, end, EVEN, pos, HAS_POS)
-                raw = load_row(step_0 + s * step_row, d_in, present, FULL, EVEN).to(tl.float32)
-                size, slope = activated(KIND, ACTIVATE, raw + shift)
-                far = tl.load(square + t0 + s, mask=present, other=0.0) if KIND == LONGHORN else 0.0
+                next_shared += shared_at(t1 + s, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+            loads_begun()
+            # the last token first
+            weights, slopes, cuts, befores, decays = (), (), (), (), ()
+            for s in tl.static_range(STEPS):
+                in_t, query_t, rest, far, pos_t = shared[5 * s : 5 * s + 5]
+                present = True if EVEN else t0 + s < end
+                fresh = pos_t == 0 if HAS_POS else False
+                size, slope = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
                 w, first, second = coefficients(KIND, size, far, present, fresh)
-                x_t = load_row(x_0 + s * x_row, d_in, present, FULL, EVEN).to(tl.float32)
-                dy_t = load_row(dy_0 + s * dy_row, d_in, present, FULL, EVEN).to(tl.float32)
-                in_t = load_row(in_0 + s * N, n_in, present, FULL, EVEN)
-                query_t = load_row(query_0 + s * N, n_in, present, FULL, EVEN)
                 if KIND == MAMBA:
                     decay = decay_of(KIND, rates, first[:, None], 0.0, 0.0)
-                else:
-                    rest = load_row(others_0 + s * N, n_in, present, FULL, EVEN)
-                    decay = decay_of(KIND, 0.0, first[:, None], second[:, None], rest[None, :])
-                if KIND == MAMBA:
                     before = decay * h
-                    h = before + (w * x_t)[:, None] * in_t[None, :]
+                    h = before + (w * released(xs[s], x))[:, None] * in_t[None, :]
                 else:
+                    decay = decay_of(KIND, 0.0, first[:, None], second[:, None], rest[None, :])
                     before = tl.where(fresh, 0.0, h) if HAS_POS else h
-                    h = decay * h + (w * x_t)[:, None] * in_t[None, :]
+                    h = decay * h + (w * released(xs[s], x))[:, None] * in_t[None, :]
+                dy_t = released(dys[s], dy)
                 if GATED:
-                    z_t = load_row(z_0 + s * z_row, d_in, present, FULL, EVEN).to(tl.float32)
+                    z_t = released(zs[s], z)
                     open_t = sigmoid(z_t)
-                    y_t = tl.sum(h * query_t[None, :], 1) + through * x_t
-                    dzs = (dy_t * y_t * open_t * (1.0 + z_t * (1.0 - open_t)),) + dzs
+                    dz_t = dy_t * released(ys[s], y) * open_t * (1.0 + z_t * (1.0 - open_t))
+                    tl.store(dz + (t0 + s) * D + d, dz_t.to(dz.dtype.element_ty), mask=d_in & present)
                     dy_t *= z_t * open_t
-                dqueries = (tl.sum(h * dy_t[:, None], 0),) + dqueries
-                xs = (x_t,) + xs
+                tl.store(dquery_parts + (t0 + s) * N + n, tl.sum(h * dy_t[:, None], 0), mask=n_in & present)
                 weights = (w,) + weights
                 # d beta = d eps / (1 + beta |k|^2)^2
                 slopes = (slope if KIND == MAMBA else slope / ((1.0 + size * far) * (1.0 + size * far)),) + slopes
-                ins = (in_t,) + ins
-                dys = (dy_t,) + dys
+                cuts = (dy_t,) + cuts
                 befores = (before,) + befores
                 decays = (decay,) + decays
-            dxs, dsteps, dins = (), (), ()
+            # not earlier: it would take registers from what the adjoint needs
+            h = tl.load(states + tl.maximum(blocks - 2 - j, 0) * D * N + at_state, mask=inside, other=0.0)
+            loads_begun()
             for r in tl.static_range(STEPS):
-                present = True if EVEN else t0 + STEPS - 1 - r < end
-                # read again: it is in cache, and would take registers until here
-                query_t = load_row(query_0 + (STEPS - 1 - r) * N, n_in, present, FULL, EVEN)
-                lam = carry + dys[r][:, None] * query_t[None, :]
+                t = t0 + STEPS - 1 - r
+                present = True if EVEN else t < end
+                in_t, query_t, rest, far, pos_t = shared[5 * (STEPS - 1 - r) : 5 * (STEPS - r)]
+                x_t = released(xs[STEPS - 1 - r], x)
+                lam = carry + cuts[r][:, None] * query_t[None, :]
                 carry = decays[r] * lam
-                read = tl.sum(lam * ins[r][None, :], 1)
+                read = tl.sum(lam * in_t[None, :], 1)
                 if KIND == MAMBA:
                     faded = lam * befores[r]
                     grad_rates += faded * weights[r][:, None]
-                    dsize = tl.sum(faded * rates, 1) * LN_2 + xs[r] * read
-                    dins += (tl.sum(lam * (weights[r] * xs[r])[:, None], 0),)
+                    dsize = tl.sum(faded * rates, 1) * LN_2 + x_t * read
+                    din = tl.sum(lam * (weights[r] * x_t)[:, None], 0)
                 else:
                     # what the key fails to recall, not its parts: they cancel where the state has learned
-                    missed = lam * (xs[r][:, None] - ins[r][None, :] * befores[r])
-                    dsize = tl.sum(missed * ins[r][None, :], 1)
+                    missed = lam * (x_t[:, None] - in_t[None, :] * befores[r])
+                    dsize = tl.sum(missed * in_t[None, :], 1)
                     eps = weights[r]
-                    along = tl.sum((2.0 * eps)[:, None] * missed - (eps * xs[r])[:, None] * lam, 0)
-                    dins += (along - 2.0 * ins[r] * tl.sum(dsize * eps * eps, 0),)
-                dxs += (weights[r] * read + through * dys[r],)
-                grad_skip += dys[r] * xs[r]
-                draw = dsize * slopes[r]
-                draw = tl.where(d_in & present, draw, 0.0)
+                    along = tl.sum((2.0 * eps)[:, None] * missed - (eps * x_t)[:, None] * lam, 0)
+                    din = along - 2.0 * in_t * tl.sum(dsize * eps * eps, 0)
+                dx_t = weights[r] * read + through * cuts[r]
+                grad_skip += cuts[r] * x_t
+                draw = tl.where(d_in & present, dsize * slopes[r], 0.0)
                 grad_shift += draw
-                dsteps += (draw,)
-            for r in tl.static_range(STEPS):
-                present = True if EVEN else t0 + STEPS - 1 - r < end
-                at = t0_64 * D + (STEPS - 1 - r) * D + d
-                tl.store(dx + at, dxs[r].to(dx.dtype.element_ty), mask=d_in & present)
-                tl.store(dstep + at, dsteps[r].to(dstep.dtype.element_ty), mask=d_in & present)
-                if GATED:
-                    tl.store(dz + at, dzs[r].to(dz.dtype.element_ty), mask=d_in & present)
-                at = t0_64 * N + (STEPS - 1 - r) * N + n
-                tl.store(din_parts + at, dins[r], mask=n_in & present)
-                tl.store(dquery_parts + at, dqueries[r], mask=n_in & present)
+                tl.store(dx + t * D + d, dx_t.to(dx.dtype.element_ty), mask=d_in & present)
+                tl.store(dstep + t * D + d, draw.to(dstep.dtype.element_ty), mask=d_in & present)
+                tl.store(din_parts + t * N + n, din, mask=n_in & present)
+            xs, steps, dys, zs, ys, shared = next_xs, next_steps, next_dys, next_zs, next_ys, next_shared
+        # the last states are read before the next chunk's are written
+        tl.debug_barrier()
     if KIND == MAMBA:
         tl.store(dA + at_piece * N + at_state, grad_rates, mask=inside)
     tl.store(dskip + at_piece + d, grad_skip, mask=d_in)

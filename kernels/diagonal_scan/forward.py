@@ -14,15 +14,14 @@ import triton.language as tl
 
 from baton.kernels.diagonal_scan.per_token import (
     FORGET,
-    LONGHORN,
     MAMBA,
     activated,
     coefficients,
     decay_of,
     rates_of,
-    token_at,
+    shared_at,
 )
-from baton.kernels.rows import load_row, load_rows, released, sigmoid
+from baton.kernels.rows import load_rows, loads_begun, released, sigmoid
 
 
 @triton.jit(do_not_specialize=["state_row"])
@@ -53,26 +52,30 @@ def summarize_kernel(
     total = tl.zeros([BD], tl.float32)
     xs = load_rows(x, b * 0 + begin, x_row, d_in, end, STEPS, FULL, EVEN)
     steps = load_rows(step, b * 0 + begin, step_row, d_in, end, STEPS, FULL, EVEN)
+    in_t, _query_t, rest, far, pos_t = shared_at(
+        b * 0 + begin, end, vec_in, vec_in, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL
+    )
     for t0 in range(begin, end, STEPS):
         # behind the last token there may be no memory: the last ones again, of which nothing is read
         t1 = b * 0 + (tl.minimum(t0 + STEPS, end - STEPS) if EVEN else t0 + STEPS)
         next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
         next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
-        in_0, others_0 = vec_in + (b * 0 + t0) * N, others + (b * 0 + t0) * N
         for s in tl.static_range(STEPS):
-            present, fresh = token_at(t0 + s, end, EVEN, pos, HAS_POS)
+            t_next = b * 0 + t0 + (s + 1) if s + 1 < STEPS else t1
+            shared = shared_at(t_next, end, vec_in, vec_in, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+            loads_begun()
+            present = True if EVEN else t0 + s < end
+            fresh = pos_t == 0 if HAS_POS else False
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
-            far = tl.load(square + t0 + s, mask=present, other=0.0) if KIND == LONGHORN else 0.0
             taken, first, second = coefficients(KIND, size, far, present, fresh)
             if KIND == MAMBA:
                 decay = decay_of(KIND, rates, first[None, :], 0.0, 0.0)
                 total += first
             else:
-                rest = load_row(others_0 + s * N, n_in, present, FULL, EVEN)
                 decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rest[:, None])
                 kept *= decay
-            in_t = load_row(in_0 + s * N, n_in, present, FULL, EVEN)
             h = decay * h + (taken * released(xs[s], x))[None, :] * in_t[:, None]
+            in_t, _query_t, rest, far, pos_t = shared
         xs, steps = next_xs, next_steps
     if KIND == MAMBA:
         kept = tl.exp2(tl.minimum(total, FORGET)[None, :] * rates)
@@ -101,15 +104,15 @@ def fold_kernel(
 
 @triton.jit(do_not_specialize=["state_row"])
 def scan_kernel(
-    x, step, bias, A, vec_in, others, square, query, skip, z, pos, entering, y, final, borders,
+    x, step, bias, A, vec_in, others, square, query, skip, z, pos, entering, y, gated, final, borders,
     T, piece, state_row, x_batch, step_batch, z_batch,
     D: tl.constexpr, N: tl.constexpr, x_row: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, HAS_ENTERING: tl.constexpr,
     KEEP_BORDERS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr,
 ):  # fmt: skip
-    """y [B, T, D], the state behind the last token [B, D, N] and, if kept, the state before each BORDER tokens [B, C, D, N], given
-    the state that enters each piece [B, P, N, D]."""
+    """y and, of a gated scan, y silu(z) [B, T, D], the state behind the last token [B, D, N] and, if kept, the state before each
+    BORDER tokens [B, C, D, N], given the state that enters each piece [B, P, N, D]. A gated scan's y is for the backward pass."""
     d, n, b, p = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BN), tl.program_id(1), tl.program_id(2)
     d_in, n_in = d < D, n < N
     inside = n_in[:, None] & d_in[None, :]
@@ -125,6 +128,7 @@ def scan_kernel(
     query += b * T * N + n
     others += b * T * N + n
     y += b * T * D + d
+    gated += b * T * D + d
     square += b * T
     pos += b * T
     begin, end = p * piece, tl.minimum((p + 1) * piece, T)
@@ -135,6 +139,9 @@ def scan_kernel(
     xs = load_rows(x, b * 0 + begin, x_row, d_in, end, STEPS, FULL, EVEN)
     steps = load_rows(step, b * 0 + begin, step_row, d_in, end, STEPS, FULL, EVEN)
     zs = load_rows(z, b * 0 + begin, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else xs
+    in_t, query_t, rest, far, pos_t = shared_at(
+        b * 0 + begin, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL
+    )
     for t0 in range(begin, end, STEPS):
         if KEEP_BORDERS and t0 % BORDER == 0:
             tl.store(borders + (b * tl.cdiv(T, BORDER) + t0 // BORDER) * D * N + at_kept, h, mask=inside)
@@ -144,30 +151,34 @@ def scan_kernel(
         next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
         next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_xs
         t0_64 = b * 0 + t0
-        ins = load_rows(vec_in, t0_64, N, n_in, end, STEPS, FULL, EVEN)
-        queries = load_rows(query, t0_64, N, n_in, end, STEPS, FULL, EVEN)
-        rests = load_rows(others, t0_64, N, n_in, end, STEPS, FULL, EVEN) if KIND == LONGHORN else ins
-        outputs = ()
+        outputs, gated_outputs = (), ()
         for s in tl.static_range(STEPS):
-            present, fresh = token_at(t0 + s, end, EVEN, pos, HAS_POS)
+            t_next = t0_64 + (s + 1) if s + 1 < STEPS else t1
+            shared = shared_at(t_next, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+            loads_begun()
+            present = True if EVEN else t0 + s < end
+            fresh = pos_t == 0 if HAS_POS else False
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
-            far = tl.load(square + t0 + s, mask=present, other=0.0) if KIND == LONGHORN else 0.0
             taken, first, second = coefficients(KIND, size, far, present, fresh)
             if KIND == MAMBA:
                 decay = decay_of(KIND, rates, first[None, :], 0.0, 0.0)
             else:
-                decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rests[s][:, None])
+                decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rest[:, None])
             x_t = released(xs[s], x)
-            h = decay * h + (taken * x_t)[None, :] * ins[s][:, None]
-            y_t = tl.sum(h * queries[s][:, None], 0) + through * x_t
+            h = decay * h + (taken * x_t)[None, :] * in_t[:, None]
+            y_t = tl.sum(h * query_t[:, None], 0) + through * x_t
+            outputs += (y_t,)
             if GATED:
                 z_t = released(zs[s], z)
-                y_t *= z_t * sigmoid(z_t)
-            outputs += (y_t,)
+                gated_outputs += (y_t * z_t * sigmoid(z_t),)
+            in_t, query_t, rest, far, pos_t = shared
         # last, for a store keeps the compiler from moving later loads up
         for s in tl.static_range(STEPS):
             present = True if EVEN else t0 + s < end
-            tl.store(y + (t0_64 + s) * D, outputs[s].to(y.dtype.element_ty), mask=d_in & present)
+            if GATED:
+                tl.store(gated + (t0_64 + s) * D, gated_outputs[s].to(gated.dtype.element_ty), mask=d_in & present)
+            if KEEP_BORDERS or not GATED:
+                tl.store(y + (t0_64 + s) * D, outputs[s].to(y.dtype.element_ty), mask=d_in & present)
         xs, steps, zs = next_xs, next_steps, next_zs
     if end == T:
         tl.store(final + b * D * N + at_kept, h, mask=inside)

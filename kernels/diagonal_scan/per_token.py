@@ -10,7 +10,7 @@ program's block is [BN, BD] forwards and [BD, BN] backwards.
 import triton
 import triton.language as tl
 
-from baton.kernels.rows import LOG2_E, sigmoid
+from baton.kernels.rows import LOG2_E, load_row, sigmoid
 
 MAMBA, LONGHORN = tl.constexpr(0), tl.constexpr(1)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -76,10 +76,21 @@ def decay_of(KIND: tl.constexpr, rates, first, second, others):
 
 
 @triton.jit
-def token_at(t, end, EVEN: tl.constexpr, pos, HAS_POS: tl.constexpr):
-    """Whether token t exists and whether a document starts with it."""
+def shared_at(
+    t, end, vec_in, query, others, square, pos, inside,
+    N: tl.constexpr, KIND: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """What all channels read of token t: the rows in, query and others [BN], square, and its pos. Zeros of a token that does not
+    exist; what a kind or a call has not is not read."""
     present = True if EVEN else t < end
-    fresh = False
+    in_t = load_row(vec_in + t * N, inside, present, FULL, EVEN)
+    query_t = load_row(query + t * N, inside, present, FULL, EVEN)
+    rest = in_t
+    far = 0.0
+    pos_t = 1
+    if KIND == LONGHORN:
+        rest = load_row(others + t * N, inside, present, FULL, EVEN)
+        far = tl.load(square + t) if EVEN else tl.load(square + t, mask=present, other=0.0)
     if HAS_POS:
-        fresh = tl.load(pos + t, mask=t < end, other=1) == 0
-    return present, fresh
+        pos_t = tl.load(pos + t) if EVEN else tl.load(pos + t, mask=present, other=1)
+    return in_t, query_t, rest, far, pos_t

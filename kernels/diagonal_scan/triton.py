@@ -29,7 +29,7 @@ class Tiles:
 
     channels: int = 32
     warps: int = 1
-    steps: int = 8
+    steps: int = 4
     steps_adjoint: int = 4
     steps_back: int = 2
     border: int = 16
@@ -69,8 +69,8 @@ def scan(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state)):
         y, final = _Scan.apply(run, initial_state, *inputs)
         return y, final
-    y, final, _, _ = run.forward(initial_state, keep_borders=False)
-    return y, final
+    output, final, *_ = run.forward(initial_state, keep=False)
+    return output, final
 
 
 def effect(inputs: Inputs, *, pos: Tensor | None, activate: bool = False, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ class _Run:
             "piece": self.piece,
             "D": self.channels,
             "N": self.d_state,
-            "KIND": (self.forwards.MAMBA if self.mamba else self.forwards.LONGHORN).value,
+            "KIND": _kind(self.mamba),
             "ACTIVATE": activate,
             "HAS_POS": pos is not None,
             "FULL": self.channels % tiles.channels == 0 and self.d_state == width,
@@ -173,27 +173,34 @@ class _Run:
         )  # fmt: skip
         return arriving, last
 
-    def forward(self, initial_state: Tensor | None, *, keep_borders: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """y, final state [B, D, N], states at borders [B, C, D, N] and the pieces' decays, of which one piece has none."""
+    def forward(
+        self, initial_state: Tensor | None, *, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The output, the final state [B, D, N] and, if kept, what `backward` needs: states at borders [B, C, D, N], outputs before
+        the gate, and the pieces' decays, of which one piece has none."""
         x, step, _, _, skip, _, bias, z = self.inputs
         entering, decay = None if initial_state is None else initial_state.transpose(1, 2).contiguous(), None
         if self.pieces > 1:
             decay, add = self.summarize()
             entering, _ = self.fold(decay, add, entering)
-        y = self.empty(self.batch, self.length, self.channels, like=x)
+        output = self.empty(self.batch, self.length, self.channels, like=x)
+        ungated = output if z is None else torch.empty_like(output) if keep else None
         final = self.empty(self.batch, self.channels, self.d_state)
         chunks, borders = -(-self.length // self.tiles.border), None
-        if keep_borders:
+        if keep:
             borders = self.empty(self.batch, chunks, self.channels, self.d_state)
         self.launch(
             self.forwards.scan_kernel, self.tiles.steps, x, step, self.or_x(bias), self.A, self.into, self.others, self.square,
-            self.query, skip, self.or_x(z), self.or_x(self.pos), self.or_x(entering), y, final, self.or_x(borders),
+            self.query, skip, self.or_x(z), self.or_x(self.pos), self.or_x(entering), self.or_x(ungated), output, final,
+            self.or_x(borders),
             state_row=self.channels, **self.strides(x=x, step=step, z=z),
-            GATED=z is not None, HAS_ENTERING=entering is not None, KEEP_BORDERS=keep_borders, BORDER=self.tiles.border,
+            GATED=z is not None, HAS_ENTERING=entering is not None, KEEP_BORDERS=keep, BORDER=self.tiles.border,
         )  # fmt: skip
-        return y, final, borders, decay
+        return output, final, borders, None if z is None else ungated, decay
 
-    def backward(self, borders: Tensor, decay: Tensor | None, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        self, borders: Tensor, ungated: Tensor | None, decay: Tensor | None, dy: Tensor, dfinal: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Gradients of the entering state and of all inputs."""
         x, step, into, query, skip, A, bias, z = self.inputs
         dy, arriving, steps = _rows(dy), dfinal.contiguous(), self.tiles.steps_back
@@ -209,9 +216,9 @@ class _Run:
         dentering = self.empty(batch, channels, d_state)
         self.launch(
             self.backwards.scan_backward_kernel, steps, x, step, self.or_x(bias), self.or_x(A), self.into, self.others, self.square,
-            self.query, skip, self.or_x(z), self.or_x(self.pos), borders, arriving, dy, states, dx, dstep, self.or_x(dz),
-            self.or_x(dA), dskip, dbias, dinto, dquery, dentering, **self.strides(x=x, step=step, z=z, dy=dy),
-            GATED=z is not None, BORDER=self.tiles.border,
+            self.query, skip, self.or_x(z), self.or_x(ungated), self.or_x(self.pos), borders, arriving, dy, states,
+            dx, dstep, self.or_x(dz), self.or_x(dA), dskip, dbias, dinto, dquery, dentering,
+            **self.strides(x=x, step=step, z=z, dy=dy), GATED=z is not None, BORDER=self.tiles.border,
         )  # fmt: skip
         return (
             dentering,
@@ -229,17 +236,17 @@ class _Run:
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: _Run, initial_state: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        y, final, borders, decay = run.forward(initial_state, keep_borders=True)
+        output, final, *kept = run.forward(initial_state, keep=True)
         ctx.activate, ctx.tiles = run.options["ACTIVATE"], run.tiles
-        ctx.save_for_backward(run.pos, borders, decay, *inputs)
-        return y, final
+        ctx.save_for_backward(run.pos, *kept, *inputs)
+        return output, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
-        pos, borders, decay, *inputs = ctx.saved_tensors
+        pos, borders, ungated, decay, *inputs = ctx.saved_tensors
         run = _Run(Inputs(*inputs), ctx.activate, pos, ctx.tiles)
-        grads = run.backward(borders, decay, dy, dfinal)
+        grads = run.backward(borders, ungated, decay, dy, dfinal)
         return (None, *(grad if want else None for want, grad in zip(ctx.needs_input_grad[1:], grads, strict=True)))
 
 
@@ -248,6 +255,12 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
     from baton.kernels.diagonal_scan import backward, forward
 
     return forward, backward
+
+
+def _kind(mamba: bool) -> int:
+    from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA
+
+    return (MAMBA if mamba else LONGHORN).value
 
 
 def _rows(x: Tensor) -> Tensor:

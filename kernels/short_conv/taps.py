@@ -11,7 +11,7 @@ Shape suffixes: B batch, T time, W width, D channels, S spans. A program's block
 import triton
 import triton.language as tl
 
-from baton.kernels.rows import load_rows, released, sigmoid
+from baton.kernels.rows import load_rows, loads_begun, released, sigmoid
 
 
 @triton.jit
@@ -70,6 +70,15 @@ def moved_on(window, x_t, W: tl.constexpr):
 
 
 @triton.jit
+def positions(pos, t0, end, STEPS: tl.constexpr, EVEN: tl.constexpr, HAS_POS: tl.constexpr):
+    """pos of STEPS tokens from t0 on; no document starts with a token that does not exist."""
+    found = ()
+    for s in tl.static_range(STEPS if HAS_POS else 0):
+        found += (tl.load(pos + t0 + s) if EVEN else tl.load(pos + t0 + s, mask=t0 + s < end, other=1),)
+    return found
+
+
+@triton.jit
 def conv_kernel(
     x, weight, bias, tail, pos, y, T, span, x_batch,
     D: tl.constexpr, x_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr,
@@ -86,12 +95,15 @@ def conv_kernel(
     taps, shift = load_taps(weight, d, d_in, W), tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32)
     window = first_window(x, tail, pos, b * 0 + begin, x_row, d_in, W, D, HAS_TAIL, HAS_POS)
     xs = load_rows(x, b * 0 + begin, x_row, d_in, end, STEPS, FULL, EVEN)
+    at = positions(pos, b * 0 + begin, end, STEPS, EVEN, HAS_POS)
     for t0 in range(begin, end, STEPS):
         t1 = b * 0 + (tl.minimum(t0 + STEPS, end - STEPS) if EVEN else t0 + STEPS)
         next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
+        next_at = positions(pos, t1, end, STEPS, EVEN, HAS_POS)
+        loads_begun()
         outputs = ()
         for s in tl.static_range(STEPS):
-            fresh = tl.load(pos + t0 + s, mask=t0 + s < end, other=0) == 0 if HAS_POS else False
+            fresh = at[s] == 0 if HAS_POS else False
             window, x_t = forgotten(window, fresh, HAS_POS, W), released(xs[s], x)
             total = convolved(shift, taps, window, x_t, W)
             outputs += (total * sigmoid(total) if SILU else total,)
@@ -99,7 +111,7 @@ def conv_kernel(
         for s in tl.static_range(STEPS):
             row = y + (b * 0 + t0 + s) * D
             tl.store(row, outputs[s].to(y.dtype.element_ty), mask=d_in & (True if EVEN else t0 + s < end))
-        xs = next_xs
+        xs, at = next_xs, next_at
 
 
 @triton.jit
@@ -132,15 +144,17 @@ def conv_backward_kernel(
         dtaps += (dshift,)
     xs = load_rows(x, b * 0 + begin, x_row, d_in, behind, STEPS, FULL, False)
     dys = load_rows(dy, b * 0 + begin, dy_row, d_in, behind, STEPS, FULL, False)
+    at = positions(pos, b * 0 + begin, behind, STEPS, False, HAS_POS)
     for t0 in range(begin, end + W - 1, STEPS):
         t1 = b * 0 + t0 + STEPS
         next_xs = load_rows(x, t1, x_row, d_in, behind, STEPS, FULL, False)
         next_dys = load_rows(dy, t1, dy_row, d_in, behind, STEPS, FULL, False)
+        next_at = positions(pos, t1, behind, STEPS, False, HAS_POS)
+        loads_begun()
         done = ()
         for s in tl.static_range(STEPS):
             t = t0 + s
-            at = tl.load(pos + t, mask=t < behind, other=W) if HAS_POS else W
-            window, x_t = forgotten(window, at == 0, HAS_POS, W), released(xs[s], x)
+            window, x_t = forgotten(window, at[s] == 0 if HAS_POS else False, HAS_POS, W), released(xs[s], x)
             g = released(dys[s], dy)
             if SILU:
                 total = convolved(shift, taps, window, x_t, W)
@@ -152,7 +166,7 @@ def conv_backward_kernel(
             for i in tl.static_range(W - 1):
                 grown += (dtaps[i] + own * window[i],)
                 to_past = taps[i] * g
-                added += (waiting[i] + (tl.where(at >= W - 1 - i, to_past, 0.0) if HAS_POS else to_past),)
+                added += (waiting[i] + (tl.where(at[s] >= W - 1 - i, to_past, 0.0) if HAS_POS else to_past),)
             grown += (dtaps[W - 1] + own * x_t,)
             dtaps = grown
             added += (taps[W - 1] * g,)
@@ -171,7 +185,7 @@ def conv_backward_kernel(
             if HAS_TAIL:
                 row = dtail + (b * 0 + t + W - 1) * D
                 tl.store(row, total.to(dtail.dtype.element_ty), mask=d_in & (t < 0) & (begin == 0))
-        xs, dys = next_xs, next_dys
+        xs, dys, at = next_xs, next_dys, next_at
     at_span = b * tl.num_programs(2) + tl.program_id(2)
     for i in tl.static_range(W):
         tl.store(dweight + (at_span * W + i) * D + d, dtaps[i], mask=d_in)

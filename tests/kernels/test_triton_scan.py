@@ -87,7 +87,9 @@ def compare(kind, sizes, tiles, *, starts, activate, gated, dtype=torch.float32)
     found = with_gradients(kernels, rounded(given, dtype), cotangents, pos=own_pos, activate=activate, tiles=tiles)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert relative_error(found[name].double().cpu(), value) <= LIMITS[dtype], name
+        # the gate's gradient is made of the output as it was rounded
+        limit = 8e-3 if name == "z" and dtype == torch.bfloat16 else LIMITS[dtype]
+        assert relative_error(found[name].double().cpu(), value) <= limit, name
 
 
 SIZES = ((2, 16, 8, 4), (1, 37, 11, 3))

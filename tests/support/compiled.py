@@ -13,7 +13,7 @@ from pathlib import Path
 CHANNELS = 4096
 ARCHITECTURES = (80, 90, 100)
 # of tensors: what is in the activations' dtype; the others are float32, positions int32, and what is no pointer a size
-ACTIVATIONS = {"x", "step", "z", "y", "dx", "dstep", "dz", "dy", "k", "tail", "dtail", "dtail_out"}
+ACTIVATIONS = {"x", "step", "z", "y", "dx", "dstep", "dz", "dy", "k", "tail", "dtail", "dtail_out", "gated"}
 SIZES = {"T", "N", "piece", "span", "size", "pieces", "state_row", "k_row"}
 
 
