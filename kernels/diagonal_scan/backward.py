@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from baton.kernels.diagonal_scan.per_token import (
-    LN_2,
     MAMBA,
     activated,
     coefficients,
@@ -29,7 +28,7 @@ def summarize_backward_kernel(
     T, piece, state_row, step_batch, z_batch, dy_batch,
     D: tl.constexpr, N: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
-    BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
+    BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """What dy alone adds to the cotangent of the state that entered each piece, [B, P, N, D]. Blocks are those of `forward`."""
     d, n, b, p = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BN), tl.program_id(1), tl.program_id(2)
@@ -53,9 +52,9 @@ def summarize_backward_kernel(
     steps = load_rows(step, last, step_row, d_in, end, STEPS, FULL, EVEN)
     dys = load_rows(dy, last, dy_row, d_in, end, STEPS, FULL, EVEN)
     zs = load_rows(z, last, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else dys
-    _in_t, query_t, rest, far, pos_t = shared_at(
-        last + STEPS - 1, end, query, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL
-    )
+    rows = ()
+    for s in tl.static_range(AHEAD):
+        rows += shared_at(last + (STEPS - 1 - s), end, query, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
     for k in range(blocks):
         t0 = begin + (blocks - 1 - k) * STEPS
         t1 = b * 0 + tl.maximum(t0 - STEPS, begin)
@@ -63,9 +62,11 @@ def summarize_backward_kernel(
         next_dys = load_rows(dy, t1, dy_row, d_in, end, STEPS, FULL, EVEN)
         next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
         for s in tl.static_range(STEPS - 1, -1, -1):
-            t_next = b * 0 + t0 + (s - 1) if s > 0 else t1 + (STEPS - 1)
-            shared = shared_at(t_next, end, query, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+            t_next = b * 0 + t0 + (s - AHEAD) if s >= AHEAD else t1 + (STEPS + s - AHEAD)
+            rows += shared_at(t_next, end, query, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
             loads_begun()
+            _in_t, query_t, rest, far, pos_t = rows[:5]
+            rows = rows[5:]
             present = True if EVEN else t0 + s < end
             fresh = pos_t == 0 if HAS_POS else False
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
@@ -79,7 +80,6 @@ def summarize_backward_kernel(
                 z_t = released(zs[s], z)
                 dy_t *= z_t * sigmoid(z_t)
             carry = decay * (carry + dy_t[None, :] * query_t[:, None])
-            _in_t, query_t, rest, far, pos_t = shared
         steps, dys, zs = next_steps, next_dys, next_zs
     tl.store(add_out + (b * tl.num_programs(2) + p) * D * N + at_state, carry, mask=inside)
 
@@ -130,48 +130,45 @@ def scan_backward_kernel(
     grad_skip = tl.zeros([BD], tl.float32)
     grad_shift = tl.zeros([BD], tl.float32)
     chunks = tl.cdiv(end - begin, BORDER)
+    BLOCKS: tl.constexpr = BORDER // STEPS
     for k in range(chunks):
-        c0 = begin + (chunks - 1 - k) * BORDER
-        c1 = tl.minimum(c0 + BORDER, end)
-        blocks = tl.cdiv(c1 - c0, STEPS)
-        # of the last block what the adjoint alone reads, then block by block what both read
-        t0 = b * 0 + c0 + (blocks - 1) * STEPS
+        c0 = b * 0 + begin + (chunks - 1 - k) * BORDER
+        # of the last block what the adjoint alone reads, and of all what both read
+        t0 = c0 + (BLOCKS - 1) * STEPS
         dys = load_rows(dy, t0, dy_row, d_in, end, STEPS, FULL, EVEN)
         zs = load_rows(z, t0, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else dys
         ys = load_rows(y, t0, D, d_in, end, STEPS, FULL, EVEN) if GATED else dys
-        t0 = b * 0 + c0
-        xs = load_rows(x, t0, x_row, d_in, end, STEPS, FULL, EVEN)
-        steps = load_rows(step, t0, step_row, d_in, end, STEPS, FULL, EVEN)
-        shared = ()
+        xs = load_rows(x, c0, x_row, d_in, end, BORDER, FULL, EVEN)
+        steps = load_rows(step, c0, step_row, d_in, end, BORDER, FULL, EVEN)
+        rows = ()
         for s in tl.static_range(STEPS):
-            shared += shared_at(t0 + s, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+            rows += shared_at(c0 + s, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
         h = tl.load(borders + (b * tl.cdiv(T, BORDER) + c0 // BORDER) * D * N + at_state, mask=inside, other=0.0)
         # what the memory held is read by every thread before it is written anew, and the other way round below
         loads_begun()
-        for j in range(blocks - 1):
-            t0 = b * 0 + c0 + (j + 1) * STEPS
-            next_xs = load_rows(x, t0, x_row, d_in, end, STEPS, FULL, EVEN)
-            next_steps = load_rows(step, t0, step_row, d_in, end, STEPS, FULL, EVEN)
-            next_shared = ()
+        for j in tl.static_range(BLOCKS - 1):
+            next_rows = ()
             for s in tl.static_range(STEPS):
-                next_shared += shared_at(t0 + s, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+                t = c0 + (j + 1) * STEPS + s
+                next_rows += shared_at(t, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
             loads_begun()
             tl.store(states + j * D * N + at_state, h, mask=inside)
             for s in tl.static_range(STEPS):
-                # all of them exist: only a chunk's last block has fewer
-                in_t, _, rest, far, pos_t = shared[5 * s : 5 * s + 5]
+                in_t, _, rest, far, pos_t = rows[5 * s : 5 * s + 5]
+                present = True if EVEN else c0 + j * STEPS + s < end
                 fresh = pos_t == 0 if HAS_POS else False
-                size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
-                w, first, second = coefficients(KIND, size, far, True, fresh)
+                size, _ = activated(KIND, ACTIVATE, released(steps[j * STEPS + s], step) + shift)
+                w, first, second = coefficients(KIND, size, far, present, fresh)
                 if KIND == MAMBA:
                     decay = decay_of(KIND, rates, first[:, None], 0.0, 0.0)
                 else:
                     decay = decay_of(KIND, 0.0, first[:, None], second[:, None], rest[None, :])
-                h = decay * h + (w * released(xs[s], x))[:, None] * in_t[None, :]
-            xs, steps, shared = next_xs, next_steps, next_shared
+                h = decay * h + (w * released(xs[j * STEPS + s], x))[:, None] * in_t[None, :]
+            rows = next_rows
+        xs, steps = xs[BORDER - STEPS :], steps[BORDER - STEPS :]
         tl.debug_barrier()
-        for j in range(blocks):
-            t0 = b * 0 + c0 + (blocks - 1 - j) * STEPS
+        for j in range(BLOCKS):
+            t0 = c0 + (BLOCKS - 1 - j) * STEPS
             # behind the first block nothing more is read: the first again
             t1 = tl.maximum(t0 - STEPS, c0)
             next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
@@ -179,14 +176,14 @@ def scan_backward_kernel(
             next_dys = load_rows(dy, t1, dy_row, d_in, end, STEPS, FULL, EVEN)
             next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
             next_ys = load_rows(y, t1, D, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
-            next_shared = ()
+            next_rows = ()
             for s in tl.static_range(STEPS):
-                next_shared += shared_at(t1 + s, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+                next_rows += shared_at(t1 + s, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
             loads_begun()
             # the last token first
             weights, slopes, cuts, befores, decays = (), (), (), (), ()
             for s in tl.static_range(STEPS):
-                in_t, query_t, rest, far, pos_t = shared[5 * s : 5 * s + 5]
+                in_t, query_t, rest, far, pos_t = rows[5 * s : 5 * s + 5]
                 present = True if EVEN else t0 + s < end
                 fresh = pos_t == 0 if HAS_POS else False
                 size, slope = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
@@ -214,12 +211,12 @@ def scan_backward_kernel(
                 befores = (before,) + befores
                 decays = (decay,) + decays
             # not earlier: it would take registers from what the adjoint needs
-            h = tl.load(states + tl.maximum(blocks - 2 - j, 0) * D * N + at_state, mask=inside, other=0.0)
+            h = tl.load(states + tl.maximum(BLOCKS - 2 - j, 0) * D * N + at_state, mask=inside, other=0.0)
             loads_begun()
             for r in tl.static_range(STEPS):
                 t = t0 + STEPS - 1 - r
                 present = True if EVEN else t < end
-                in_t, query_t, rest, far, pos_t = shared[5 * (STEPS - 1 - r) : 5 * (STEPS - r)]
+                in_t, query_t, rest, far, pos_t = rows[5 * (STEPS - 1 - r) : 5 * (STEPS - r)]
                 x_t = released(xs[STEPS - 1 - r], x)
                 lam = carry + cuts[r][:, None] * query_t[None, :]
                 carry = decays[r] * lam
@@ -227,7 +224,7 @@ def scan_backward_kernel(
                 if KIND == MAMBA:
                     faded = lam * befores[r]
                     grad_rates += faded * weights[r][:, None]
-                    dsize = tl.sum(faded * rates, 1) * LN_2 + x_t * read
+                    dsize = tl.sum(faded * rates, 1) + x_t * read
                     din = tl.sum(lam * (weights[r] * x_t)[:, None], 0)
                 else:
                     # what the key fails to recall, not its parts: they cancel where the state has learned
@@ -243,7 +240,7 @@ def scan_backward_kernel(
                 tl.store(dx + t * D + d, dx_t.to(dx.dtype.element_ty), mask=d_in & present)
                 tl.store(dstep + t * D + d, draw.to(dstep.dtype.element_ty), mask=d_in & present)
                 tl.store(din_parts + t * N + n, din, mask=n_in & present)
-            xs, steps, dys, zs, ys, shared = next_xs, next_steps, next_dys, next_zs, next_ys, next_shared
+            xs, steps, dys, zs, ys, rows = next_xs, next_steps, next_dys, next_zs, next_ys, next_rows
         # the last states are read before the next chunk's are written
         tl.debug_barrier()
     if KIND == MAMBA:

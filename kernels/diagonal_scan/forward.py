@@ -30,7 +30,7 @@ def summarize_kernel(
     T, piece, state_row, x_batch, step_batch,
     D: tl.constexpr, N: tl.constexpr, x_row: tl.constexpr, step_row: tl.constexpr,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
-    BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
+    BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """What a piece does to the state that enters it: decay and add, [B, P, N, D]."""
     d, n, b, p = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BN), tl.program_id(1), tl.program_id(2)
@@ -52,18 +52,20 @@ def summarize_kernel(
     total = tl.zeros([BD], tl.float32)
     xs = load_rows(x, b * 0 + begin, x_row, d_in, end, STEPS, FULL, EVEN)
     steps = load_rows(step, b * 0 + begin, step_row, d_in, end, STEPS, FULL, EVEN)
-    in_t, _query_t, rest, far, pos_t = shared_at(
-        b * 0 + begin, end, vec_in, vec_in, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL
-    )
+    rows = ()
+    for s in tl.static_range(AHEAD):
+        rows += shared_at(b * 0 + begin + s, end, vec_in, vec_in, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
     for t0 in range(begin, end, STEPS):
         # behind the last token there may be no memory: the last ones again, of which nothing is read
         t1 = b * 0 + (tl.minimum(t0 + STEPS, end - STEPS) if EVEN else t0 + STEPS)
         next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
         next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
         for s in tl.static_range(STEPS):
-            t_next = b * 0 + t0 + (s + 1) if s + 1 < STEPS else t1
-            shared = shared_at(t_next, end, vec_in, vec_in, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+            t_next = b * 0 + t0 + (s + AHEAD) if s + AHEAD < STEPS else t1 + (s + AHEAD - STEPS)
+            rows += shared_at(t_next, end, vec_in, vec_in, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
             loads_begun()
+            in_t, _query_t, rest, far, pos_t = rows[:5]
+            rows = rows[5:]
             present = True if EVEN else t0 + s < end
             fresh = pos_t == 0 if HAS_POS else False
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
@@ -75,7 +77,6 @@ def summarize_kernel(
                 decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rest[:, None])
                 kept *= decay
             h = decay * h + (taken * released(xs[s], x))[None, :] * in_t[:, None]
-            in_t, _query_t, rest, far, pos_t = shared
         xs, steps = next_xs, next_steps
     if KIND == MAMBA:
         kept = tl.exp2(tl.minimum(total, FORGET)[None, :] * rates)
@@ -109,7 +110,7 @@ def scan_kernel(
     D: tl.constexpr, N: tl.constexpr, x_row: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, HAS_ENTERING: tl.constexpr,
     KEEP_BORDERS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
-    BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr,
+    BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, BORDER: tl.constexpr,
 ):  # fmt: skip
     """y and, of a gated scan, y silu(z) [B, T, D], the state behind the last token [B, D, N] and, if kept, the state before each
     BORDER tokens [B, C, D, N], given the state that enters each piece [B, P, N, D]. A gated scan's y is for the backward pass."""
@@ -139,9 +140,9 @@ def scan_kernel(
     xs = load_rows(x, b * 0 + begin, x_row, d_in, end, STEPS, FULL, EVEN)
     steps = load_rows(step, b * 0 + begin, step_row, d_in, end, STEPS, FULL, EVEN)
     zs = load_rows(z, b * 0 + begin, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else xs
-    in_t, query_t, rest, far, pos_t = shared_at(
-        b * 0 + begin, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL
-    )
+    rows = ()
+    for s in tl.static_range(AHEAD):
+        rows += shared_at(b * 0 + begin + s, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
     for t0 in range(begin, end, STEPS):
         if KEEP_BORDERS and t0 % BORDER == 0:
             tl.store(borders + (b * tl.cdiv(T, BORDER) + t0 // BORDER) * D * N + at_kept, h, mask=inside)
@@ -153,9 +154,11 @@ def scan_kernel(
         t0_64 = b * 0 + t0
         outputs, gated_outputs = (), ()
         for s in tl.static_range(STEPS):
-            t_next = t0_64 + (s + 1) if s + 1 < STEPS else t1
-            shared = shared_at(t_next, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+            t_next = t0_64 + (s + AHEAD) if s + AHEAD < STEPS else t1 + (s + AHEAD - STEPS)
+            rows += shared_at(t_next, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
             loads_begun()
+            in_t, query_t, rest, far, pos_t = rows[:5]
+            rows = rows[5:]
             present = True if EVEN else t0 + s < end
             fresh = pos_t == 0 if HAS_POS else False
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
@@ -171,7 +174,6 @@ def scan_kernel(
             if GATED:
                 z_t = released(zs[s], z)
                 gated_outputs += (y_t * z_t * sigmoid(z_t),)
-            in_t, query_t, rest, far, pos_t = shared
         # last, for a store keeps the compiler from moving later loads up
         for s in tl.static_range(STEPS):
             present = True if EVEN else t0 + s < end

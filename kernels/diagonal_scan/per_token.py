@@ -13,7 +13,6 @@ import triton.language as tl
 from baton.kernels.rows import LOG2_E, load_row, sigmoid
 
 MAMBA, LONGHORN = tl.constexpr(0), tl.constexpr(1)
-LN_2 = tl.constexpr(0.6931471805599453)
 FORGET = tl.constexpr(1e38)  # a step so long that Mamba forgets everything
 LEAST_RATE = tl.constexpr(-1e-30)  # a rate is negative; times FORGET it must not be 0
 
@@ -46,23 +45,26 @@ def activated(KIND: tl.constexpr, ACTIVATE: tl.constexpr, raw):
 
 @triton.jit
 def rates_of(A):
-    """log2(e) A."""
-    return tl.minimum(A * LOG2_E, LEAST_RATE)
+    """A, of which none is 0."""
+    return tl.minimum(A, LEAST_RATE)
 
 
 @triton.jit
 def coefficients(KIND: tl.constexpr, step, square, present, fresh):
     """Per channel: what is taken in of in x, and what `decay_of` reads.
 
+    The latter are other numbers than the former (a factor of log2(e), a sign), so that what is taken in is used for nothing but the
+    product with x. Then the compiler forms the product before it moves it to the lanes of a block, and not x as soon as it comes.
+
     present: the token exists; one that does not changes nothing. fresh: a document starts with it.
     """
     if KIND == MAMBA:
         taken = tl.where(present, step, 0.0)
-        return taken, tl.where(fresh, FORGET, taken), taken
+        return taken, tl.where(fresh, FORGET, taken * LOG2_E), taken
     else:
         floor = 1.0 / (1.0 + step * square)
         taken = tl.where(present, step * floor, 0.0)
-        return taken, tl.where(fresh, 0.0, taken), tl.where(fresh, 0.0, tl.where(present, floor, 1.0))
+        return taken, tl.where(fresh, 0.0, -taken), tl.where(fresh, 0.0, tl.where(present, floor, 1.0))
 
 
 @triton.jit
@@ -72,7 +74,7 @@ def decay_of(KIND: tl.constexpr, rates, first, second, others):
     if KIND == MAMBA:
         return tl.exp2(first * rates)
     else:
-        return tl.clamp(second + first * others, 0.0, 1.0)  # of one instruction
+        return tl.clamp(second - first * others, 0.0, 1.0)  # of one instruction
 
 
 @triton.jit

@@ -22,6 +22,7 @@ class Tiles:
         warps: of a program.
         steps: tokens that are loaded together, one such block ahead of what is computed; divides border.
         steps_adjoint: the same for the pass that finds what a piece does to a cotangent.
+        ahead: tokens whose rows of states (in, query) are loaded ahead; at most steps and steps_adjoint.
         steps_back: tokens whose states are in registers together in the backward pass; divides border.
         border: tokens between two states that are kept for the backward pass; a piece is a multiple of it.
         programs: the sequence is cut into pieces until there are so many.
@@ -29,8 +30,9 @@ class Tiles:
 
     channels: int = 32
     warps: int = 1
-    steps: int = 4
+    steps: int = 8
     steps_adjoint: int = 4
+    ahead: int = 2
     steps_back: int = 2
     border: int = 16
     programs: int = 1024
@@ -130,7 +132,7 @@ class _Run:
         return torch.empty(shape, dtype=torch.float32 if like is None else like.dtype, device=x.device)
 
     def launch(self, kernel: Any, steps: int, *arguments: Any, **options: Any) -> None:
-        even = self.length % steps == 0
+        even = self.length % options.get("BORDER", steps) == 0
         kernel[(self.blocks, self.batch, self.pieces)](*arguments, **self.options, EVEN=even, STEPS=steps, **options)
 
     def strides(self, **tensors: Tensor | None) -> dict[str, int]:
@@ -148,7 +150,8 @@ class _Run:
         decay, add = (self.empty(self.batch, self.pieces, self.d_state, self.channels) for _ in range(2))
         self.launch(
             self.forwards.summarize_kernel, self.tiles.steps, x, step, self.or_x(bias), self.A, self.into, self.others,
-            self.square, self.or_x(self.pos), decay, add, state_row=self.channels, **self.strides(x=x, step=step),
+            self.square, self.or_x(self.pos), decay, add, state_row=self.channels,
+            **self.strides(x=x, step=step), AHEAD=self.tiles.ahead,
         )  # fmt: skip
         return decay, add
 
@@ -160,6 +163,7 @@ class _Run:
             self.backwards.summarize_backward_kernel, self.tiles.steps_adjoint, step, self.or_x(bias), self.A, self.others,
             self.square, self.query, self.or_x(z), dy, self.or_x(self.pos), add,
             state_row=self.channels, **self.strides(step=step, z=z, dy=dy), GATED=z is not None,
+            AHEAD=self.tiles.ahead,
         )  # fmt: skip
         return add
 
@@ -195,6 +199,7 @@ class _Run:
             self.or_x(borders),
             state_row=self.channels, **self.strides(x=x, step=step, z=z),
             GATED=z is not None, HAS_ENTERING=entering is not None, KEEP_BORDERS=keep, BORDER=self.tiles.border,
+            AHEAD=self.tiles.ahead,
         )  # fmt: skip
         return output, final, borders, None if z is None else ungated, decay
 

@@ -46,6 +46,7 @@ def _kernels():
         common = {"KIND": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "FULL": True}
         common |= {"D": CHANNELS, "N": 16, "BD": tiles.channels, "BN": 16}
         ahead, adjoint, back = ({**common, "STEPS": n} for n in (tiles.steps, tiles.steps_adjoint, tiles.steps_back))
+        ahead, adjoint = ({**x, "AHEAD": tiles.ahead} for x in (ahead, adjoint))
         whole = {"GATED": True, "HAS_ENTERING": True, "KEEP_BORDERS": True, "BORDER": tiles.border}
         yield f"{label} summarize", forward.summarize_kernel, ahead, tiles.warps, "bf16"
         yield f"{label} scan", forward.scan_kernel, {**ahead, **whole}, tiles.warps, "bf16"
