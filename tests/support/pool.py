@@ -1,8 +1,9 @@
 """A persistent pool of processes for distributed tests: imports are paid once, every test gets a fresh world.
 
 A test hands over a module-level function `fn(mesh, *args)`; it runs on every rank of the asked layout, in its own world (new
-rendezvous, new groups), and its return values come back in rank order. A rank that raises or hangs fails the test, and the pool
-is started again for the next one.
+rendezvous, new groups), and its return values come back in rank order. On GPUs, where a world's communicators take seconds to make
+and seconds to end, a world serves until another layout is asked for. A rank that raises or hangs fails the test, and the pool is
+started again for the next one.
 """
 
 import gc
@@ -42,31 +43,38 @@ def _serve(connection, rank: int, device: str) -> None:
     torch.set_num_threads(1)
     from baton.parallel import mesh as meshes
 
+    mesh, world = None, None
     while True:
         job = connection.recv()
         if job is None:
+            if mesh is not None:
+                _leave()
             return
         path, name, layout, store, args, kwargs = job
         try:
-            layout = LayoutConfig(**layout)
-            result = None
-            if rank < layout.world_size:
-                mesh = meshes.initialize(
-                    layout,
-                    device=torch.device("cuda", rank) if device == "cuda" else torch.device("cpu"),
-                    rank=rank,
-                    store=torch.distributed.FileStore(store, layout.world_size),
-                )
+            if mesh is not None and layout != world:
+                mesh = _leave()
+            config, result = LayoutConfig(**layout), None
+            if rank < config.world_size:
                 try:
+                    if mesh is None:
+                        own = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+                        shared = torch.distributed.FileStore(store, config.world_size)
+                        mesh, world = meshes.initialize(config, device=own, rank=rank, store=shared), layout
                     result = _load(path, name)(mesh, *args, **kwargs)
                 finally:
-                    meshes.shutdown()
-                    # engines are reference cycles and hold their groups, each with three threads
-                    del mesh
-                    gc.collect()
+                    mesh = _leave() if device == "cpu" else mesh
             connection.send(("ok", result))
         except BaseException:
             connection.send(("error", traceback.format_exc()))
+
+
+def _leave() -> None:
+    from baton.parallel import mesh as meshes
+
+    meshes.shutdown()
+    # engines are reference cycles and hold their groups, each with three threads
+    gc.collect()
 
 
 class Pool:
@@ -95,14 +103,15 @@ class Pool:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
             job = (fn.__code__.co_filename, fn.__qualname__, layout, f"{folder}/store", args, layout_and_kwargs)
-            active = self._workers[:world]
+            # on GPUs also those without work: they may have to leave a world together with the others
+            active = self._workers[:world] if self.device == "cpu" else self._workers
             for _, connection in active:
                 connection.send(job)
             replies = []
             for rank, (_, connection) in enumerate(active):
                 if not connection.poll(timeout_s):
                     self.close(kill=True)
-                    raise TimeoutError(f"rank {rank} of {world} did not answer within {timeout_s} s")
+                    raise TimeoutError(f"rank {rank} of {len(active)} did not answer within {timeout_s} s")
                 try:
                     replies.append(connection.recv())
                 except EOFError:
@@ -111,7 +120,7 @@ class Pool:
         if errors:
             self.close(kill=True)  # a world that broke half-way may leave groups behind
             raise AssertionError("\n".join(errors))
-        return [result for _, result in replies]
+        return [result for _, result in replies[:world]]
 
     def close(self, kill: bool = False) -> None:
         for process, connection in self._workers:
