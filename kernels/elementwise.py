@@ -1,4 +1,4 @@
-"""An exponential whose bits do not depend on where an element lies in memory, shared by the recurrences.
+"""What the recurrences share element by element: an exponential whose bits do not depend on where an element lies in memory.
 
 The one thing to know: on a CPU, torch.exp2, sigmoid and silu compute the last few elements of each thread's range with another
 routine than the rest, so the same number gives other bits when a sequence is cut elsewhere. torch.exp does not, but is 2.5 times
@@ -6,6 +6,7 @@ slower here. So buffers are rounded up to whole vectors and each thread gets who
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E)
@@ -38,6 +39,11 @@ def exp2_(buffer: Tensor, numel: int) -> None:
         length = grains * _GRAIN if grains else len(flat) - start
         flat[start : start + length].exp2_()
         start += length
+
+
+def gated(y: Tensor, z: Tensor, compute_dtype: torch.dtype) -> Tensor:
+    """y silu(z) in y's dtype, computed in compute_dtype; on a CPU its last bits depend on where an element lies."""
+    return (y.to(compute_dtype) * F.silu(z.to(compute_dtype))).to(y.dtype)
 
 
 def _round_up(numel: int) -> int:

@@ -9,7 +9,6 @@ Shapes: B batch, T time, M d_model, D this rank's channels, N d_state, R rank of
 
 from abc import abstractmethod
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.protocol import Inputs, Leaf, LinearRecurrence, State
@@ -66,8 +65,9 @@ class GatedScan(Mixer):
         )
 
     @abstractmethod
-    def scanned(self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor) -> Inputs:
-        """The recurrence's inputs. step_BTD: projected step sizes with their bias, fp32."""
+    def scanned(self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, z_BTD: Tensor, bias_D: Tensor) -> Inputs:
+        """The gated recurrence's inputs. step_BTD: projected step sizes, to which the recurrence adds bias_D in fp32: rounding the
+        sum would move Mamba's step sizes in jumps of 3 %."""
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         x_BTD, z_BTD = self.in_proj(x_BTM).chunk(2, dim=-1)
@@ -79,10 +79,8 @@ class GatedScan(Mixer):
         )
         projected = copy_to_tensor_group(self.x_proj(u_BTD))
         code_BTR, in_BTN, out_BTN = projected.split([self.dt_rank, self.config.d_state, self.config.d_state], dim=-1)
-        # the bias is fp32 and is added in fp32: rounding it would move Mamba's step sizes in jumps of 3 %
-        bias = self.get_parameter(f"{self._step}_bias")
-        step_BTD = self.get_submodule(f"{self._step}_proj")(code_BTR).to(bias.dtype) + bias
-        (leaf,) = self.recurrence.leaves(scanned := self.scanned(u_BTD, step_BTD, in_BTN, out_BTN))
+        step_BTD = self.get_submodule(f"{self._step}_proj")(code_BTR)
+        scanned = self.scanned(u_BTD, step_BTD, in_BTN, out_BTN, z_BTD, self.get_parameter(f"{self._step}_bias"))
+        (leaf,) = self.recurrence.leaves(scanned)
         y_BTD, scan = self.carry(self.recurrence, scanned, pos_BT, None if state is None else {leaf.name: state["scan"]})
-        gated = y_BTD.to(step_BTD.dtype) * F.silu(z_BTD.to(step_BTD.dtype))
-        return self.out_proj(gated), {"conv": tail["tail"], "scan": scan[leaf.name]}
+        return self.out_proj(y_BTD), {"conv": tail["tail"], "scan": scan[leaf.name]}

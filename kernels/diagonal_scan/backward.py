@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.diagonal_scan.per_token import (
+    LN_2,
     MAMBA,
     activated,
     coefficients,
@@ -181,7 +182,7 @@ def scan_backward_kernel(
                 next_rows += shared_at(t1 + s, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
             loads_begun()
             # the last token first
-            weights, slopes, cuts, befores, decays = (), (), (), (), ()
+            weights, firsts, slopes, cuts, befores, decays = (), (), (), (), (), ()
             for s in tl.static_range(STEPS):
                 in_t, query_t, rest, far, pos_t = rows[5 * s : 5 * s + 5]
                 present = True if EVEN else t0 + s < end
@@ -205,6 +206,7 @@ def scan_backward_kernel(
                     dy_t *= z_t * open_t
                 tl.store(dquery_parts + (t0 + s) * N + n, tl.sum(h * dy_t[:, None], 0), mask=n_in & present)
                 weights = (w,) + weights
+                firsts = (first,) + firsts
                 # d beta = d eps / (1 + beta |k|^2)^2
                 slopes = (slope if KIND == MAMBA else slope / ((1.0 + size * far) * (1.0 + size * far)),) + slopes
                 cuts = (dy_t,) + cuts
@@ -223,7 +225,7 @@ def scan_backward_kernel(
                 read = tl.sum(lam * in_t[None, :], 1)
                 if KIND == MAMBA:
                     faded = lam * befores[r]
-                    grad_rates += faded * weights[r][:, None]
+                    grad_rates += faded * firsts[r][:, None]
                     dsize = tl.sum(faded * rates, 1) + x_t * read
                     din = tl.sum(lam * (weights[r] * x_t)[:, None], 0)
                 else:
@@ -244,7 +246,7 @@ def scan_backward_kernel(
         # the last states are read before the next chunk's are written
         tl.debug_barrier()
     if KIND == MAMBA:
-        tl.store(dA + at_piece * N + at_state, grad_rates, mask=inside)
+        tl.store(dA + at_piece * N + at_state, grad_rates * LN_2, mask=inside)
     tl.store(dskip + at_piece + d, grad_skip, mask=d_in)
     tl.store(dbias + at_piece + d, grad_shift, mask=d_in)
     if p == 0:

@@ -13,6 +13,7 @@ import triton.language as tl
 from baton.kernels.rows import LOG2_E, load_row, sigmoid
 
 MAMBA, LONGHORN = tl.constexpr(0), tl.constexpr(1)
+LN_2 = tl.constexpr(0.6931471805599453)
 FORGET = tl.constexpr(1e38)  # a step so long that Mamba forgets everything
 LEAST_RATE = tl.constexpr(-1e-30)  # a rate is negative; times FORGET it must not be 0
 

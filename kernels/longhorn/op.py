@@ -8,6 +8,7 @@ itself, and all gradients are equal to rounding.
 from torch import Tensor
 
 from baton.kernels.diagonal_scan.triton import Inputs, in_triton, scan
+from baton.kernels.elementwise import gated
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.longhorn.chunked import longhorn_chunked
 
@@ -21,13 +22,16 @@ def longhorn(
     beta: Tensor,
     D: Tensor,
     *,
+    z: Tensor | None = None,
+    beta_bias: Tensor | None = None,
+    beta_sigmoid: bool = False,
     pos: Tensor | None = None,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Longhorn's recurrence over a piece of a sequence (Liu et al. 2024, Algorithm 1; per channel i and state index n):
 
         S_t[i, n] = (1 - eps_i k_n^2) S_{t-1}[i, n] + eps_i x_i k_n        eps_i = beta_i / (1 + beta_i |k|^2)
-        y_t[i] = sum_n S_t[i, n] q_n + D_i x_i
+        y_t[i] = (sum_n S_t[i, n] q_n + D_i x_i) silu(z_t[i])
 
     Where pos == 0, the decay 1 - eps k^2 is replaced by 0: a document never sees the state of the one before it. The decay lies
     between 1 / (1 + beta |k|^2) and 1 for any key, so keys need no normalisation; a key of 0 changes nothing.
@@ -36,8 +40,11 @@ def longhorn(
         x: the values, [batch, T, channels].
         k: keys, shared by the channels, [batch, T, d_state].
         q: queries, shared by the channels, [batch, T, d_state].
-        beta: how much each channel takes in, after the sigmoid, no unit, 0 to 1, [batch, T, channels]; not checked.
+        beta: how much each channel takes in, no unit, [batch, T, channels]; 0 to 1 if beta_sigmoid is False; not checked.
         D: skip per channel, [channels] (not in the paper's algorithm, but in the authors' code; zeros turn it off).
+        z: gate, [batch, T, channels]. None: y is not gated.
+        beta_bias: added to beta per channel, before the sigmoid and in the precision of the computation, [channels]. None: 0.
+        beta_sigmoid: whether what is taken in is sigmoid(beta + beta_bias), not beta + beta_bias.
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
         initial_state: the state that arrives, [batch, channels, d_state], float32 (float64 for float64 inputs). None: zero.
@@ -62,12 +69,25 @@ def longhorn(
     expect_tensor(_KERNEL, "q", q, ("batch", "T", "d_state"), (batch, length, d_state), device)
     expect_tensor(_KERNEL, "beta", beta, ("batch", "T", "channels"), (batch, length, channels), device)
     expect_tensor(_KERNEL, "D", D, ("channels",), (channels,), device)
-    compute_dtype = expect_one_precision(_KERNEL, x=x, k=k, q=q, beta=beta, D=D)
+    given = {"x": x, "k": k, "q": q, "beta": beta, "D": D}
+    if z is not None:
+        expect_tensor(_KERNEL, "z", z, ("batch", "T", "channels"), (batch, length, channels), device)
+        given["z"] = z
+    if beta_bias is not None:
+        expect_tensor(_KERNEL, "beta_bias", beta_bias, ("channels",), (channels,), device)
+        given["beta_bias"] = beta_bias
+    compute_dtype = expect_one_precision(_KERNEL, **given)
     if initial_state is not None:
         expect_tensor(_KERNEL, "initial_state", initial_state, ("batch", "channels", "d_state"), (batch, channels, d_state), device)
         expect_dtype(_KERNEL, "initial_state", initial_state, (compute_dtype,))
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
     if in_triton(x, compute_dtype):
-        return scan(Inputs(x, beta, k, q, D), pos=pos, initial_state=initial_state)
-    return longhorn_chunked(x, k, q, beta, D, pos=pos, initial_state=initial_state)
+        inputs = Inputs(x, beta, k, q, D, bias=beta_bias, z=z)
+        return scan(inputs, pos=pos, initial_state=initial_state, activate=beta_sigmoid)
+    if beta_bias is not None:
+        beta = beta.to(compute_dtype) + beta_bias.to(compute_dtype)
+    if beta_sigmoid:
+        beta = beta.to(compute_dtype).sigmoid()
+    y, S = longhorn_chunked(x, k, q, beta, D, pos=pos, initial_state=initial_state)
+    return (y if z is None else gated(y, z, compute_dtype)), S

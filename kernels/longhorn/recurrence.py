@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.diagonal_scan.triton import Inputs as ScanInputs
@@ -17,57 +18,85 @@ from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
 
 @dataclass(frozen=True)
 class Longhorn(LinearRecurrence):
-    """Inputs x, k, q, beta along time, then D; State {S [batch, channels, d_state]}. See `op.longhorn`."""
+    """Inputs x, k, q, beta along time, then D; State {S [batch, channels, d_state]}. See `op.longhorn`.
 
-    name = "longhorn"
-    input_names = ("x", "k", "q", "beta", "D")
-    along = 4
-    exact_cuts = True
+    gated: also z along time, and beta_bias last; beta is before the sigmoid.
+    """
+
+    gated: bool = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "longhorn-gated" if self.gated else "longhorn"
+
+    @property
+    def input_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("x", "k", "q", "beta", "z", "D", "beta_bias") if self.gated else ("x", "k", "q", "beta", "D")
+
+    @property
+    def along(self) -> int:  # type: ignore[override]
+        return 5 if self.gated else 4
+
+    @property
+    def exact_cuts(self) -> bool:  # type: ignore[override]
+        return not self.gated
 
     def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
         shape = (inputs[0].shape[2], inputs[1].shape[2])
         return (Leaf("S", shape, compute_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        y, S = longhorn(*inputs, pos=pos, initial_state=None if state is None else state["S"])
+        given = {**self._named(inputs), "beta_sigmoid": self.gated}
+        y, S = longhorn(**given, pos=pos, initial_state=None if state is None else state["S"])  # type: ignore[arg-type]
         return y, {"S": S}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        y, S = longhorn_reference(*inputs, pos=pos, initial_state=None if state is None else state["S"])
-        return y, {"S": S}
+        named = self._named(inputs)
+        beta = torch.sigmoid(named["beta"] + named["beta_bias"]) if self.gated else named["beta"]
+        x, k, q, D = (named[name] for name in ("x", "k", "q", "D"))
+        y, S = longhorn_reference(x, k, q, beta, D, pos=pos, initial_state=None if state is None else state["S"])
+        return (y * F.silu(named["z"]) if self.gated else y), {"S": S}
 
     def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
         """The product of the decays: what is left of a state of ones when nothing is added."""
-        x, k, q, beta, D = inputs
-        ones = torch.ones(x.shape[0], x.shape[2], k.shape[2], dtype=compute_dtype(*inputs), device=x.device)
-        return {"S": longhorn(torch.zeros_like(x), k, q, beta, D, pos=pos, initial_state=ones)[1]}
+        named, dtype = self._named(inputs), compute_dtype(*inputs)
+        x, k, q, beta, D = (named[name] for name in ("x", "k", "q", "beta", "D"))
+        ones = torch.ones(x.shape[0], x.shape[2], k.shape[2], dtype=dtype, device=x.device)
+        options = {"beta_bias": named.get("beta_bias"), "beta_sigmoid": self.gated, "pos": pos, "initial_state": ones}
+        return {"S": longhorn(torch.zeros_like(x), k, q, beta, D, **options)[1]}  # type: ignore[arg-type]
 
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
         if not in_triton(inputs[0], compute_dtype(*inputs)):
             return super().begin(inputs, pos)
-        decay, add = effect(_scanned(inputs), pos=pos)
+        decay, add = effect(self._scanned(inputs), pos=pos, activate=self.gated)
         return {"S": decay}, self.effect({"S": decay}, {"S": add})
 
     def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> Effect:
         if not in_triton(inputs[0], compute_dtype(*inputs)):
             return super().begin_backward(inputs, pos, transition, state, dy)
-        return self.effect(transition, {"S": effect_backward(_scanned(inputs), dy, pos=pos)})
+        return self.effect(transition, {"S": effect_backward(self._scanned(inputs), dy, pos=pos, activate=self.gated)})
+
+    def _named(self, inputs: Inputs) -> dict[str, Tensor]:
+        return dict(zip(self.input_names, inputs, strict=True))
+
+    def _scanned(self, inputs: Inputs) -> ScanInputs:
+        named = self._named(inputs)
+        x, beta, k, q, D = (named[name] for name in ("x", "beta", "k", "q", "D"))
+        return ScanInputs(x, beta, k, q, D, bias=named.get("beta_bias"), z=named.get("z"))
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         channels, d_state = (67, 17) if wide else (5, 3)
         normal = partial(randn, generator, dtype=dtype)
         k = extreme_keys(generator, batch, length, d_state, dtype=dtype)
         beta = extreme_gates(generator, batch, length, channels, dtype=dtype)
-        inputs = (normal(batch, length, channels), k, normal(batch, length, d_state), beta, normal(channels))
+        x, q = normal(batch, length, channels), normal(batch, length, d_state)
+        inputs: Inputs = (x, k, q, beta, normal(channels))
+        if self.gated:
+            inputs = (x, k, q, torch.logit(beta, 1e-9), normal(batch, length, channels), normal(channels), normal(channels))
         return inputs, {"S": normal(batch, channels, d_state)}
 
     def smooth(self, inputs: Inputs) -> Inputs:
         return (inputs[0], inputs[1].clamp(-2.0, 2.0), *inputs[2:])
 
 
-def _scanned(inputs: Inputs) -> ScanInputs:
-    x, k, q, beta, D = inputs
-    return ScanInputs(x, beta, k, q, D)
-
-
-RECURRENCES = (Longhorn(),)
+RECURRENCES = (Longhorn(), Longhorn(gated=True))

@@ -7,9 +7,11 @@ itself, and all gradients are equal to rounding.
 
 from typing import Literal, get_args
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.diagonal_scan.triton import Inputs, in_triton, scan
+from baton.kernels.elementwise import gated
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.selective_scan.chunked import selective_scan_chunked
 
@@ -26,6 +28,9 @@ def selective_scan(
     C: Tensor,
     D: Tensor,
     *,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
     pos: Tensor | None = None,
     initial_state: Tensor | None = None,
     discretization: Discretization = "euler",
@@ -33,17 +38,20 @@ def selective_scan(
     """Mamba's recurrence over a piece of a sequence (Gu & Dao 2023, equations 2 and 4; per channel d and state index n):
 
         h_t = exp(delta_t A) h_{t-1} + phi_t B_t u_t        phi = delta (euler) or expm1(delta A) / A (zoh)
-        y_t = sum_n C_t h_t + D u_t
+        y_t = (sum_n C_t h_t + D u_t) silu(z_t)
 
     Where pos == 0, exp(...) is replaced by 0: a document never sees the state of the one before it.
 
     Args:
         u: the input, [batch, T, channels].
-        delta: step sizes after softplus, no unit, >= 0, [batch, T, channels].
+        delta: step sizes, no unit, [batch, T, channels]; >= 0 if delta_softplus is False.
         A: rates, [channels, d_state], strictly negative (A = -exp(A_log)); not checked.
         B: input projection, shared by the channels, [batch, T, d_state].
         C: output projection, shared by the channels, [batch, T, d_state].
         D: skip per channel, [channels].
+        z: gate, [batch, T, channels]. None: y is not gated.
+        delta_bias: added to delta per channel, before the softplus and in the precision of the computation, [channels]. None: 0.
+        delta_softplus: whether the step sizes are softplus(delta + delta_bias), not delta + delta_bias.
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
         initial_state: the state that arrives, [batch, channels, d_state], float32 (float64 for float64 inputs). None: zero.
@@ -70,7 +78,14 @@ def selective_scan(
     expect_tensor(_KERNEL, "B", B, ("batch", "T", "d_state"), (batch, length, d_state), device)
     expect_tensor(_KERNEL, "C", C, ("batch", "T", "d_state"), (batch, length, d_state), device)
     expect_tensor(_KERNEL, "D", D, ("channels",), (channels,), device)
-    compute_dtype = expect_one_precision(_KERNEL, u=u, delta=delta, A=A, B=B, C=C, D=D)
+    given = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D}
+    if z is not None:
+        expect_tensor(_KERNEL, "z", z, ("batch", "T", "channels"), (batch, length, channels), device)
+        given["z"] = z
+    if delta_bias is not None:
+        expect_tensor(_KERNEL, "delta_bias", delta_bias, ("channels",), (channels,), device)
+        given["delta_bias"] = delta_bias
+    compute_dtype = expect_one_precision(_KERNEL, **given)
     if initial_state is not None:
         expect_tensor(_KERNEL, "initial_state", initial_state, ("batch", "channels", "d_state"), (batch, channels, d_state), device)
         expect_dtype(_KERNEL, "initial_state", initial_state, (compute_dtype,))
@@ -79,5 +94,11 @@ def selective_scan(
     if discretization not in get_args(Discretization):
         raise KernelError(f"{_KERNEL}: discretization is {discretization!r}, expected one of {get_args(Discretization)}")
     if discretization == "euler" and in_triton(u, compute_dtype):
-        return scan(Inputs(u, delta, B, C, D, A), pos=pos, initial_state=initial_state)
-    return selective_scan_chunked(u, delta, A, B, C, D, pos=pos, initial_state=initial_state, zoh=discretization == "zoh")
+        inputs = Inputs(u, delta, B, C, D, A, delta_bias, z)
+        return scan(inputs, pos=pos, initial_state=initial_state, activate=delta_softplus)
+    if delta_bias is not None:
+        delta = delta.to(compute_dtype) + delta_bias.to(compute_dtype)
+    if delta_softplus:
+        delta = F.softplus(delta.to(compute_dtype))
+    y, h = selective_scan_chunked(u, delta, A, B, C, D, pos=pos, initial_state=initial_state, zoh=discretization == "zoh")
+    return (y if z is None else gated(y, z, compute_dtype)), h

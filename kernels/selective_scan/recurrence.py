@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.diagonal_scan.triton import Inputs as ScanInputs
@@ -17,52 +18,77 @@ from baton.kernels.selective_scan.reference import selective_scan_reference
 
 @dataclass(frozen=True)
 class SelectiveScan(LinearRecurrence):
-    """Inputs u, delta, B, C along time, then A, D; State {h [batch, channels, d_state]}. See `op.selective_scan`."""
+    """Inputs u, delta, B, C along time, then A, D; State {h [batch, channels, d_state]}. See `op.selective_scan`.
+
+    gated: also z along time, and delta_bias last; delta is before the softplus.
+    """
 
     discretization: Discretization = "euler"
-    input_names = ("u", "delta", "B", "C", "A", "D")
-    along = 4
-    exact_cuts = True
+    gated: bool = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"selective_scan-{self.discretization}"
+        return f"selective_scan-{self.discretization}{'-gated' if self.gated else ''}"
+
+    @property
+    def input_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("u", "delta", "B", "C", "z", "A", "D", "delta_bias") if self.gated else ("u", "delta", "B", "C", "A", "D")
+
+    @property
+    def along(self) -> int:  # type: ignore[override]
+        return 5 if self.gated else 4
+
+    @property
+    def exact_cuts(self) -> bool:  # type: ignore[override]
+        return not self.gated
 
     def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
-        return (Leaf("h", tuple(inputs[4].shape), compute_dtype(*inputs), tp=0, grad=True),)
+        return (Leaf("h", tuple(self._named(inputs)["A"].shape), compute_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        u, delta, B, C, A, D = inputs
-        initial = None if state is None else state["h"]
-        y, h = selective_scan(u, delta, A, B, C, D, pos=pos, initial_state=initial, discretization=self.discretization)
+        given = {**self._named(inputs), "delta_softplus": self.gated, "discretization": self.discretization}
+        y, h = selective_scan(**given, pos=pos, initial_state=None if state is None else state["h"])  # type: ignore[arg-type]
         return y, {"h": h}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        u, delta, B, C, A, D = inputs
+        named = self._named(inputs)
+        u, delta, A, B, C, D = (named[name] for name in ("u", "delta", "A", "B", "C", "D"))
         initial = None if state is None else state["h"]
+        if self.gated:
+            delta = F.softplus(delta + named["delta_bias"])
         y, h = selective_scan_reference(u, delta, A, B, C, D, pos=pos, initial_state=initial, discretization=self.discretization)
-        return y, {"h": h}
+        return (y * F.silu(named["z"]) if self.gated else y), {"h": h}
 
     def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
         """exp(A sum of delta): the product of the decays needs one sum over time."""
-        _, delta, _, _, A, _ = inputs
-        dtype = compute_dtype(*inputs)
-        decay = torch.exp(delta.to(dtype).sum(1)[:, :, None] * A.to(dtype))
+        named, dtype = self._named(inputs), compute_dtype(*inputs)
+        delta = named["delta"].to(dtype)
+        if self.gated:
+            delta = F.softplus(delta + named["delta_bias"].to(dtype))
+        decay = torch.exp(delta.sum(1)[:, :, None] * named["A"].to(dtype))
         return {"h": decay if pos is None else decay.masked_fill((pos == 0).any(1)[:, None, None], 0.0)}
 
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
         if not self._in_triton(inputs):
             return super().begin(inputs, pos)
-        decay, add = effect(_scanned(inputs), pos=pos)
+        decay, add = effect(self._scanned(inputs), pos=pos, activate=self.gated)
         return {"h": decay}, self.effect({"h": decay}, {"h": add})
 
     def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> Effect:
         if not self._in_triton(inputs):
             return super().begin_backward(inputs, pos, transition, state, dy)
-        return self.effect(transition, {"h": effect_backward(_scanned(inputs), dy, pos=pos)})
+        return self.effect(transition, {"h": effect_backward(self._scanned(inputs), dy, pos=pos, activate=self.gated)})
 
     def _in_triton(self, inputs: Inputs) -> bool:
         return self.discretization == "euler" and in_triton(inputs[0], compute_dtype(*inputs))
+
+    def _named(self, inputs: Inputs) -> dict[str, Tensor]:
+        return dict(zip(self.input_names, inputs, strict=True))
+
+    def _scanned(self, inputs: Inputs) -> ScanInputs:
+        named = self._named(inputs)
+        u, delta, B, C, D, A = (named[name] for name in ("u", "delta", "B", "C", "D", "A"))
+        return ScanInputs(u, delta, B, C, D, A, named.get("delta_bias"), named.get("z"))
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         channels, d_state = (67, 17) if wide else (5, 3)
@@ -70,15 +96,16 @@ class SelectiveScan(LinearRecurrence):
         u, delta = normal(batch, length, channels), extreme_steps(generator, batch, length, channels, dtype=dtype)
         A = -torch.exp(normal(channels, d_state))
         B, C = normal(batch, length, d_state), normal(batch, length, d_state)
-        return (u, delta, B, C, A, normal(channels)), {"h": normal(batch, channels, d_state)}
+        inputs: Inputs = (u, delta, B, C, A, normal(channels))
+        if self.gated:
+            # before the softplus the least steps are far below 0
+            before, z = delta + torch.log(-torch.expm1(-delta.clamp(min=1e-12))), normal(batch, length, channels)
+            inputs = (u, before, B, C, z, A, normal(channels), normal(channels))
+        return inputs, {"h": normal(batch, channels, d_state)}
 
     def smooth(self, inputs: Inputs) -> Inputs:
-        return (inputs[0], (inputs[1] + 0.3).clamp(max=2.0), *inputs[2:])
+        step = inputs[1].clamp(-3.0, 2.0) if self.gated else (inputs[1] + 0.3).clamp(max=2.0)
+        return (inputs[0], step, *inputs[2:])
 
 
-def _scanned(inputs: Inputs) -> ScanInputs:
-    u, delta, B, C, A, D = inputs
-    return ScanInputs(u, delta, B, C, D, A)
-
-
-RECURRENCES = (SelectiveScan("euler"), SelectiveScan("zoh"))
+RECURRENCES = (SelectiveScan("euler"), SelectiveScan("zoh"), SelectiveScan("euler", gated=True), SelectiveScan("zoh", gated=True))

@@ -5,7 +5,6 @@ initial values). Channels are split over the tensor group.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.protocol import Inputs
@@ -24,8 +23,8 @@ class Mamba(GatedScan, settings=MambaConfig):
     def __init__(self, config: MambaConfig, site: Site) -> None:
         step_bias = init.inverse_softplus_log_uniform(config.dt_min, config.dt_max, config.dt_floor)
         super().__init__(config, site, step="dt", step_bias=step_bias)
-        self.recurrence = SelectiveScan(config.discretization)
+        self.recurrence = SelectiveScan(config.discretization, gated=True)
         self.A_log = site.split((config.expand * site.d_model, config.d_state), init.log_arange, decay=False)
 
-    def scanned(self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor) -> Inputs:
-        return u_BTD, F.softplus(step_BTD), in_BTN, out_BTN, -torch.exp(self.A_log), self.D
+    def scanned(self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, z_BTD: Tensor, bias_D: Tensor) -> Inputs:
+        return u_BTD, step_BTD, in_BTN, out_BTN, z_BTD, -torch.exp(self.A_log), self.D, bias_D
