@@ -19,6 +19,7 @@ class Tiles:
 
     Attributes:
         channels: of a program; a power of two. A lane has one of each 32 forwards.
+        channels_back: of a program of the backward pass.
         warps: of a program.
         steps: tokens that are loaded together, one such block ahead of what is computed; divides border.
         steps_adjoint: the same for the pass that finds what a piece does to a cotangent.
@@ -29,6 +30,7 @@ class Tiles:
     """
 
     channels: int = 32
+    channels_back: int = 32
     warps: int = 1
     steps: int = 8
     steps_adjoint: int = 4
@@ -36,6 +38,13 @@ class Tiles:
     steps_back: int = 2
     border: int = 16
     programs: int = 1024
+
+
+def tiles_for(d_state: int) -> Tiles:
+    """What a program has room for in its registers."""
+    if d_state <= 16:
+        return Tiles()
+    return Tiles(channels=16, channels_back=8) if d_state <= 32 else Tiles(channels=8, channels_back=4)
 
 
 class Inputs(NamedTuple):
@@ -67,7 +76,7 @@ def scan(
     With A it is Mamba's (step sizes, `activate`: softplus of step + bias), without it is Longhorn's (beta, sigmoid). Arguments are
     checked by the caller; T >= 1, nothing is float64.
     """
-    run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or Tiles())
+    run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or tiles_for(inputs.into.shape[2]))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state)):
         y, final = _Scan.apply(run, initial_state, *inputs)
         return y, final
@@ -77,7 +86,7 @@ def scan(
 
 def effect(inputs: Inputs, *, pos: Tensor | None, activate: bool = False, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     """What the tokens do to a state, without outputs: decay and add, [B, D, N] in float32 each."""
-    run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or Tiles())
+    run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or tiles_for(inputs.into.shape[2]))
     decay, add = run.summarize()
     if run.pieces > 1:
         decay, add = decay.prod(1), run.fold(decay, add, None)[1]
@@ -88,7 +97,7 @@ def effect_backward(
     inputs: Inputs, dy: Tensor, *, pos: Tensor | None, activate: bool = False, tiles: Tiles | None = None
 ) -> Tensor:
     """What dy [B, T, D] alone adds to the cotangent of the state that entered, [B, D, N] in float32."""
-    run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or Tiles())
+    run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or tiles_for(inputs.into.shape[2]))
     add = run.summarize_backward(dy)
     found = add[:, 0] if run.pieces == 1 else run.fold(run.summarize()[0], add, None, backwards=True)[1]
     return found.transpose(1, 2).contiguous()
@@ -106,8 +115,7 @@ class _Run:
         # all channels read them: they are converted once
         self.into, self.query = (x.to(torch.float32).contiguous() for x in (inputs.into, inputs.query))
         self.A = inputs.x if inputs.A is None else inputs.A.t().contiguous()
-        self.blocks = -(-self.channels // tiles.channels)
-        self.pieces, self.piece = _pieces(self.batch * self.blocks, self.length, tiles)
+        self.pieces, self.piece = _pieces(self.batch * -(-self.channels // tiles.channels), self.length, tiles)
         self.mamba = inputs.A is not None
         # |k|^2 and, for each n, |k|^2 without k_n^2, as sums of their own terms
         self.others, self.square = (inputs.x, inputs.x) if self.mamba else _squares(inputs.into)
@@ -120,8 +128,6 @@ class _Run:
             "KIND": _kind(self.mamba),
             "ACTIVATE": activate,
             "HAS_POS": pos is not None,
-            "FULL": self.channels % tiles.channels == 0 and self.d_state == width,
-            "BD": tiles.channels,
             "BN": width,
             "num_warps": tiles.warps,
             "num_stages": 1,
@@ -133,7 +139,10 @@ class _Run:
 
     def launch(self, kernel: Any, steps: int, *arguments: Any, **options: Any) -> None:
         even = self.length % options.get("BORDER", steps) == 0
-        kernel[(self.blocks, self.batch, self.pieces)](*arguments, **self.options, EVEN=even, STEPS=steps, **options)
+        channels = options.setdefault("BD", self.tiles.channels)
+        full = self.channels % channels == 0 and self.d_state == self.options["BN"]
+        grid = (-(-self.channels // channels), self.batch, self.pieces)
+        kernel[grid](*arguments, **self.options, EVEN=even, FULL=full, STEPS=steps, **options)
 
     def strides(self, **tensors: Tensor | None) -> dict[str, int]:
         """Of tensors [B, T, ...] by name: of batch, and of a token, which the kernels are compiled for."""
@@ -217,13 +226,15 @@ class _Run:
         dx, dstep, dz = (None if like is None else self.empty(batch, length, channels, like=like) for like in (x, step, z))
         dA = None if A is None else self.empty(batch * self.pieces, channels, d_state)
         dskip, dbias = (self.empty(batch * self.pieces, channels) for _ in range(2))
-        dinto, dquery = (self.empty(self.blocks, batch, length, d_state) for _ in range(2))
+        blocks = -(-channels // self.tiles.channels_back)
+        dinto, dquery = (self.empty(blocks, batch, length, d_state) for _ in range(2))
         dentering = self.empty(batch, channels, d_state)
         self.launch(
             self.backwards.scan_backward_kernel, steps, x, step, self.or_x(bias), self.or_x(A), self.into, self.others, self.square,
             self.query, skip, self.or_x(z), self.or_x(ungated), self.or_x(self.pos), borders, arriving, dy, states,
             dx, dstep, self.or_x(dz), self.or_x(dA), dskip, dbias, dinto, dquery, dentering,
             **self.strides(x=x, step=step, z=z, dy=dy), GATED=z is not None, BORDER=self.tiles.border,
+            BD=self.tiles.channels_back,
         )  # fmt: skip
         return (
             dentering,

@@ -4,14 +4,17 @@ The tiles are those that runs use. A process of its own, because Triton decides 
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 CHANNELS = 4096
 ARCHITECTURES = (80, 90, 100)
+MAIN = 90  # the only one for what is a variant of another kernel, "NAME, VARIANT"
 # of tensors: what is in the activations' dtype; the others are float32, positions int32, and what is no pointer a size
 ACTIVATIONS = {"x", "step", "z", "y", "dx", "dstep", "dz", "dy", "k", "tail", "dtail", "dtail_out", "gated"}
 SIZES = {"T", "N", "piece", "span", "size", "pieces", "state_row", "k_row"}
@@ -37,14 +40,20 @@ def _kernels():
     """As `kernels`, without the lengths of rows."""
     from baton.kernels.diagonal_scan import backward, forward
     from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA
-    from baton.kernels.diagonal_scan.triton import Tiles
+    from baton.kernels.diagonal_scan.triton import tiles_for
     from baton.kernels.short_conv import taps
     from baton.kernels.short_conv.triton import Tiles as ConvTiles
 
-    tiles, conv_tiles = Tiles(), ConvTiles()
-    for label, kind in (("mamba", MAMBA.value), ("longhorn", LONGHORN.value)):
+    conv_tiles = ConvTiles()
+    # every kind with the usual d_state, Mamba with the largest
+    for label, kind, d_state in (
+        ("mamba", MAMBA.value, 16),
+        ("longhorn", LONGHORN.value, 16),
+        ("mamba, d_state 64,", MAMBA.value, 64),
+    ):
+        tiles = tiles_for(d_state)
         common = {"KIND": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "FULL": True}
-        common |= {"D": CHANNELS, "N": 16, "BD": tiles.channels, "BN": 16}
+        common |= {"D": CHANNELS, "N": d_state, "BD": tiles.channels, "BN": d_state}
         ahead, adjoint, back = ({**common, "STEPS": n} for n in (tiles.steps, tiles.steps_adjoint, tiles.steps_back))
         ahead, adjoint = ({**x, "AHEAD": tiles.ahead} for x in (ahead, adjoint))
         whole = {"GATED": True, "HAS_ENTERING": True, "KEEP_BORDERS": True, "BORDER": tiles.border}
@@ -54,7 +63,7 @@ def _kernels():
         yield (
             f"{label} backward",
             backward.scan_backward_kernel,
-            {**back, "GATED": True, "BORDER": tiles.border},
+            {**back, "GATED": True, "BORDER": tiles.border, "BD": tiles.channels_back},
             tiles.warps,
             "bf16",
         )
@@ -86,13 +95,20 @@ def report(kernel, known, constants, arch, warps):
     return {"registers": registers, "stack": stack, "shared": binary.metadata.shared}
 
 
+def one(number, arch):
+    """The report of the number-th configuration."""
+    name, kernel, constants, warps, dtype = list(kernels())[number]
+    return f"{name}, sm_{arch}", report(kernel, signature(kernel, constants, dtype), constants, arch, warps)
+
+
 def main():
-    found = {}
-    for name, kernel, constants, warps, dtype in kernels():
-        known = signature(kernel, constants, dtype)
-        for arch in ARCHITECTURES:
-            found[f"{name}, sm_{arch}"] = report(kernel, known, constants, arch, warps)
-    json.dump(found, sys.stdout)
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        jobs = [
+            pool.submit(one, number, arch)
+            for number, (name, *_) in enumerate(kernels())
+            for arch in ((MAIN,) if ", " in name else ARCHITECTURES)
+        ]
+        json.dump(dict(job.result() for job in jobs), sys.stdout)
 
 
 if __name__ == "__main__":
