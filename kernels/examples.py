@@ -35,3 +35,16 @@ def extreme_log_gates(generator: torch.Generator, *shape: int, dtype: torch.dtyp
     """Logarithms of gates, finite and at most 0: from exactly 0 (keep all) over -1e-6 to -50 (keep nothing)."""
     scales = torch.tensor([0.0, 1e-6, 0.05, 0.3, 1.0, 50.0], dtype=dtype)
     return -torch.rand(*shape, generator=generator, dtype=dtype) * scales[torch.randint(0, 6, shape, generator=generator)]
+
+
+def positions(generator: torch.Generator, batch: int, length: int, start_probability: float) -> Tensor:
+    """Positions [batch, length] that begin inside a document (sometimes at its start) and start new ones at random, often right
+    after another."""
+    pos = torch.empty(batch, length, dtype=torch.int64)
+    current = torch.randint(0, 6, (batch,), generator=generator)
+    starts = torch.rand(batch, length, generator=generator) < start_probability
+    for t in range(length):
+        current = torch.where(starts[:, t], 0, current)
+        pos[:, t] = current
+        current = current + 1
+    return pos

@@ -192,6 +192,8 @@ class Recurrence(ABC):
         along: how many of the inputs, the first ones, run along time.
         needs_pos: whether `run` must be told positions also where no document starts.
         differentiable: whether anything it returns has a gradient.
+        chaotic: whether an error in a last bit grows from token to token until it is all there is.
+        bfloat16_limit: relative error that outputs and gradients may have with inputs in bfloat16.
         exact_cuts: whether the forms in PyTorch keep every bit of outputs and states wherever a sequence is cut; all keep them to
             rounding.
     """
@@ -201,6 +203,8 @@ class Recurrence(ABC):
     along: ClassVar[int]
     needs_pos: ClassVar[bool] = False
     differentiable: ClassVar[bool] = True
+    chaotic: bool = False
+    bfloat16_limit: ClassVar[float] = 5e-3
     exact_cuts: ClassVar[bool] = False
 
     def __str__(self) -> str:

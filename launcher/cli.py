@@ -46,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--memory-gib", type=_memory, metavar="N", help="GiB that a rank may fill (default: the cluster's)")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
 
+    doctor = _command(commands, "doctor", _doctor, "compare every recurrence with its definition on this machine")
+    doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
     generate = _command(commands, "generate", _generate, "write text with a run's newest checkpoint")
     generate.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     generate.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
@@ -135,6 +138,24 @@ def _plan(arguments: argparse.Namespace) -> int:
     plan = make_plan(config, cluster, arguments.memory_gib)
     print(json.dumps(plan.to_json(), indent=2) if arguments.json else "\n".join(plan.lines()))
     return 2 if plan.fits is False else 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from baton.kernels.check import check
+    from baton.kernels.registry import recurrences
+    from baton.parallel.mesh import local_device
+
+    device = local_device(0, 1, arguments.device)
+    findings = []
+    for recurrence in recurrences():
+        for dtype in (torch.float32, torch.bfloat16):
+            findings.append(check(recurrence, device, dtype))
+            print(findings[-1], flush=True)
+    failed = sum(not finding.passed for finding in findings)
+    print(f"{len(findings) - failed} of {len(findings)} checks on {device} passed")
+    return 1 if failed else 0
 
 
 def _with_known_vocabulary(config: RunConfig) -> RunConfig:

@@ -9,3 +9,9 @@ class RunError(Exception):
 
 class CheckpointError(RunError):
     """A checkpoint that is damaged, missing, or of another run."""
+
+
+class KernelCheckError(RunError):
+    """A kernel does not compute on this machine what its definition says."""
+
+    exit_status = 1

@@ -9,7 +9,7 @@ from baton.data_pipeline.steps import Steps
 from baton.parallel.mesh import Mesh
 from baton.parallel.tensor import drop_compute_copies
 from baton.training import feed
-from baton.training.build import Built, build, make_deterministic, model_fingerprint
+from baton.training.build import Built, build, check_kernels, make_deterministic, model_fingerprint
 from baton.training.callbacks import CotangentNorms, Evaluator, LongContext, Recorder, ReplicaCheck, Saver, TaskEvaluator
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.rectangles import optimizer_rectangles
@@ -44,6 +44,8 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         if mesh.is_main:
             print(f"already complete: {progress.step} steps, {progress.tokens:,} tokens; there is nothing to do", flush=True)
         return
+    if mesh.device.type == "cuda":  # on a CPU there are no kernels of our own, and nothing is compiled for the machine
+        check_kernels(built, training)
     replica_check = ReplicaCheck(built, training)
     replica_check.before_first_step(progress)
     monitor, parameters = None, built.parameter_count()

@@ -4,8 +4,9 @@ import pytest
 import torch
 from support.compare import relative_error
 from support.models import micro_batches, model_of, training
-from support.recurrences import positions, results, seeded
+from support.recurrences import positions, seeded
 
+from baton.kernels.check import check
 from baton.kernels.protocol import LinearRecurrence
 from baton.kernels.registry import recurrences
 from baton.models.mixer import Mixer, Site, build_mixer
@@ -32,44 +33,13 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-# in bf16 the fused attention on a GPU rounds its weights too
-ROUNDED_WEIGHTS = ("window_attention", "eidetic_attention")
-
-
-# Lattice's Enc is chaotic, most of all with keys of 30: over a dozen seeds its error in float32 is up to 30 times that of the
-# definition in float32, and as often smaller. So there, and where inputs are extreme, that much may be lost
-CHAOS, CHAOTIC = 30, "orthogonal_state-enc"
-
-
 @pytest.mark.parametrize("extreme", [False, True], ids=["smooth", "extreme"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recurrence", recurrences(), ids=str)
 def test_every_recurrence_on_the_gpu_is_its_definition(recurrence, dtype, extreme, deterministic):
     """Against the loop over tokens in float64 on the CPU, on the same rounded inputs; and the same bits again."""
-    inputs, state = recurrence.example(seeded(0), 3, 70, torch.float32, wide=True)
-    inputs = inputs if extreme else recurrence.smooth(inputs)
-    inputs = (*(x.to(dtype) for x in inputs[: recurrence.along]), *inputs[recurrence.along :])
-    state = {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.leaves(inputs)}
-    pos = positions(seeded(1), 3, 70, 0.05)
-
-    def run(function, device, cast):
-        def leaf(x):
-            x = x.detach().to(device)
-            return (x.to(cast or x.dtype) if x.is_floating_point() else x).requires_grad_(x.is_floating_point())
-
-        own, entering = tuple(leaf(x) for x in inputs), {name: leaf(x) for name, x in state.items()}
-        y, leaving = function(own, pos.to(device), entering)
-        return {name: x.detach().cpu() for name, x in results(y, leaving, own, entering, 2).items()}
-
-    expected = run(recurrence.reference, "cpu", torch.float64)
-    lost = extreme or recurrence.name.startswith(CHAOTIC)
-    rounded = run(recurrence.reference, "cpu", torch.float32) if lost else expected
-    found = run(recurrence.run, "cuda", None)
-    limit = 2e-5 if dtype == torch.float32 else 2e-2 if recurrence.name.startswith(ROUNDED_WEIGHTS) else 5e-3
-    for name, want in expected.items():
-        assert relative_error(found[name], want) <= max(limit, CHAOS * relative_error(rounded[name], want)), name
-    again = run(recurrence.run, "cuda", None)
-    assert all(torch.equal(again[name], x) for name, x in found.items()), "two runs differ"
+    finding = check(recurrence, torch.device("cuda"), dtype, extreme=extreme)
+    assert finding.passed, str(finding)
 
 
 LINEAR = [r for r in recurrences() if isinstance(r, LinearRecurrence)]

@@ -1,0 +1,104 @@
+"""Every recurrence against its definition on the machine at hand: compilers have made wrong kernels for new GPUs without a word.
+
+The one thing to know: a check runs a recurrence as training does, in float32 or bfloat16, on its own wide example with documents
+packed and a State that enters and leaves, and compares outputs, States and all gradients with the loop over tokens in float64 on
+the CPU, on the same rounded inputs; then once more, for the same bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.kernels.examples import positions
+from baton.kernels.protocol import Inputs, Recurrence, State
+
+FLOAT32_LIMIT = 2e-5
+CHAOS = 30  # times what the definition loses in float32 may be lost where a last bit grows, or inputs are extreme
+_BATCH, _TOKENS = 3, 70
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found.
+
+    tensor: the one that is worst beside what it may be off, "y", "leaving NAME", "d input N" or "d entering NAME". error:
+    ||a - b|| / ||b||, absolute where b is 0. limit: the most it may be. repeatable: two runs had the same bits.
+    """
+
+    recurrence: str
+    dtype: torch.dtype
+    tensor: str
+    error: float
+    limit: float
+    repeatable: bool
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit and self.repeatable  # nan is not
+
+    def __str__(self) -> str:
+        said = "" if self.repeatable else ", two runs differ"
+        verdict = "passed" if self.passed else "FAILED"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.recurrence:<44} {dtype:<9} {self.error:.1e} of {self.limit:.1e} ({self.tensor}){said}: {verdict}"
+
+
+def check(recurrence: Recurrence, device: torch.device, dtype: torch.dtype, *, extreme: bool = False) -> Finding:
+    """Compare. dtype: of what runs along time; extreme: gates, steps and keys that reach the ends of their ranges."""
+    inputs, state = recurrence.example(torch.Generator().manual_seed(0), _BATCH, _TOKENS, torch.float32, wide=True)
+    inputs = inputs if extreme else recurrence.smooth(inputs)
+    inputs = (*(x.to(dtype) for x in inputs[: recurrence.along]), *inputs[recurrence.along :])
+    state = {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.leaves(inputs)}
+    pos = positions(torch.Generator().manual_seed(1), _BATCH, _TOKENS, 0.05)
+
+    def run(defined: bool, where: torch.device, cast: torch.dtype | None) -> dict[str, Tensor]:
+        def leaf(x: Tensor) -> Tensor:
+            x = x.detach().to(where)
+            return (x.to(cast or x.dtype) if x.is_floating_point() else x).requires_grad_(x.is_floating_point())
+
+        own, entering = tuple(leaf(x) for x in inputs), {name: leaf(x) for name, x in state.items()}
+        with torch.enable_grad():
+            y, leaving = (recurrence.reference if defined else recurrence.run)(own, pos.to(where), entering)
+            return {name: x.detach().cpu() for name, x in results(y, leaving, own, entering, 2).items()}
+
+    cpu = torch.device("cpu")
+    expected, found, again = run(True, cpu, torch.float64), run(False, device, None), run(False, device, None)
+    loose = extreme or recurrence.chaotic
+    rounded = run(True, cpu, torch.float32) if loose else expected
+    least = FLOAT32_LIMIT if dtype == torch.float32 else recurrence.bfloat16_limit
+    rows = []
+    for name, want in expected.items():
+        limit = max(least, CHAOS * _error(rounded[name], want)) if loose else least
+        rows.append((_error(found[name], want), limit, name))
+    # nan first: it is larger than any limit, but compares as smaller
+    error, limit, worst = max(rows, key=lambda row: (row[0] != row[0], row[0] / row[1]))
+    return Finding(str(recurrence), dtype, worst, error, limit, all(torch.equal(again[name], x) for name, x in found.items()))
+
+
+def results(y: Tensor, state: State, inputs: Inputs, entering: State, seed: int) -> dict[str, Tensor]:
+    """Outputs, leaving State and the gradients of everything for random cotangents, by name."""
+    grads = gradients([y, *moving(state).values()], [*inputs, *moving(entering).values()], torch.Generator().manual_seed(seed))
+    names = [*(f"d input {n}" for n in range(len(inputs))), *(f"d entering {name}" for name in moving(entering))]
+    return {"y": y, **{f"leaving {name}": x for name, x in state.items()}, **dict(zip(names, grads, strict=True))}
+
+
+def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Gradients of all leaves for random cotangents of all outputs that have one, the final state's included."""
+    # numbers that bfloat16 can hold, so that outputs of every precision get the same ones
+    cotangents = [torch.randn(x.shape, generator=generator).to(torch.bfloat16).to(x.device, x.dtype) for x in outputs]
+    reached = [(x, dx) for x, dx in zip(outputs, cotangents, strict=True) if x.requires_grad]
+    return torch.autograd.grad(
+        [x for x, _ in reached], leaves, [dx for _, dx in reached], allow_unused=True, materialize_grads=True
+    )
+
+
+def moving(state: State) -> State:
+    """The leaves that can have a gradient."""
+    return {name: x for name, x in state.items() if x.is_floating_point()}
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    difference, size = (found.double() - expected.double()).norm(), expected.double().norm()
+    return float(difference / size if size else difference)

@@ -1,0 +1,84 @@
+"""What a model computes with is compared with its definition before the first step, and on demand."""
+
+import pytest
+import torch
+from support.models import model_of, training
+
+from baton.kernels.check import check
+from baton.kernels.selective_scan.recurrence import SelectiveScan
+from baton.launcher.cli import main
+from baton.models.config import ModelConfig
+from baton.models.mixer import Mixer, recurrences_of
+from baton.models.settings import kinds
+from baton.training.build import build, check_kernels
+from baton.training.errors import KernelCheckError
+
+
+def checked(mesh, mixer):
+    """Names of what a model's mixers carry, as found and as they then do; and the check itself."""
+    built = build(model_of(mixer), training(), mesh)
+    found = recurrences_of(built.model, built.model.config.d_model, mesh.link)
+    check_kernels(built, training())
+    Mixer.seen = seen = set()
+    tokens = torch.randint(32, (2, 32), generator=torch.Generator().manual_seed(0))
+    built.model(tokens, torch.arange(32).repeat(2, 1))
+    Mixer.seen = None
+    return [str(r) for r in found], sorted(str(r) for r in seen)
+
+
+@pytest.mark.parametrize("mixer", [*kinds(), "hybrid"])
+def test_what_a_model_carries_is_found_and_checked(pool, mixer):
+    for found, used in pool.run(checked, mixer=mixer, data=1):
+        assert found == used
+        assert found or mixer == "swiglu"
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "split_residual": True}], ids=str)
+def test_ranks_find_the_same(pool, layout):
+    names = [found for found, _ in pool.run(found_by, **layout)]
+    assert names[0]
+    assert all(found == names[0] for found in names)
+
+
+def found_by(mesh):
+    built = build(model_of("hybrid"), training(), mesh)
+    return [str(r) for r in recurrences_of(built.model, built.model.config.d_model, mesh.link)], None
+
+
+def wrong_scan(mesh):
+    """The message when a scan's state is off by a thousandth, and what a check of the right one says."""
+    config = ModelConfig(**model_of("mamba").model_dump())
+    built, right = build(config, training(), mesh), SelectiveScan.run
+
+    def wrong(self, inputs, pos, state):
+        y, leaving = right(self, inputs, pos, state)
+        return y, {name: 1.001 * x for name, x in leaving.items()}
+
+    SelectiveScan.run = wrong
+    try:
+        check_kernels(built, training(precision="float32"))
+    except KernelCheckError as error:
+        return str(error), str(check(SelectiveScan("zoh"), mesh.device, torch.float32))
+    finally:
+        SelectiveScan.run = right
+    return None
+
+
+def test_a_wrong_kernel_is_named_before_the_first_step(pool):
+    ((message, elsewhere),) = pool.run(wrong_scan, data=1)
+    assert message.startswith("rank 0: on cpu a kernel does not compute what its definition says: selective_scan-euler-gated")
+    assert "leaving h" in message
+    assert "FAILED" in message
+    assert "FAILED" in elsewhere
+
+
+def test_the_doctor_looks_at_every_recurrence(capsys, monkeypatch):
+    both = (SelectiveScan("euler"), SelectiveScan("zoh"))
+    monkeypatch.setattr("baton.kernels.registry.recurrences", lambda: both)
+    assert main(["doctor", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "4 of 4 checks on cpu passed"
+    monkeypatch.setattr(SelectiveScan, "reference", lambda self, inputs, pos, state: (2 * inputs[0], state))
+    assert main(["doctor", "--device", "cpu"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert all("FAILED" in line for line in lines[:-1])
+    assert lines[-1] == "0 of 4 checks on cpu passed"
