@@ -141,18 +141,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    import torch
-
-    from baton.kernels.check import check
-    from baton.kernels.registry import recurrences
     from baton.parallel.mesh import local_device
+    from baton.training.doctor import findings_on
 
-    device = local_device(0, 1, arguments.device)
-    findings = []
-    for recurrence in recurrences():
-        for dtype in (torch.float32, torch.bfloat16):
-            findings.append(check(recurrence, device, dtype))
-            print(findings[-1], flush=True)
+    device, findings = local_device(0, 1, arguments.device), []
+    for finding in findings_on(device):
+        print(finding, flush=True)
+        findings.append(finding)
     failed = sum(not finding.passed for finding in findings)
     print(f"{len(findings) - failed} of {len(findings)} checks on {device} passed")
     return 1 if failed else 0

@@ -6,18 +6,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from baton.kernels.check import check
 from baton.models import stages
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
-from baton.models.mixer import recurrences_of
 from baton.parallel import zero
 from baton.parallel.layout import initialize_parameters, parameter_count
 from baton.parallel.mesh import Mesh
 from baton.parallel.sequence import SequenceLink
-from baton.parallel.tensor import drop_compute_copies
 from baton.training.config import TrainingConfig
-from baton.training.errors import KernelCheckError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -96,21 +92,3 @@ def make_deterministic(training: TrainingConfig) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def check_kernels(built: Built, training: TrainingConfig) -> None:
-    """Compare every recurrence that this rank's layers use with its definition, on this rank's device.
-
-    Raises:
-        KernelCheckError: one computes something else.
-    """
-    model, mesh = built.model, built.mesh
-    dtype = DTYPES[training.precision]
-    for recurrence in recurrences_of(model, model.config.d_model, mesh.link):
-        finding = check(recurrence, mesh.device, dtype)
-        if not finding.passed:
-            raise KernelCheckError(
-                f"rank {mesh.rank}: on {mesh.device} a kernel does not compute what its definition says: {finding}; see "
-                f"`baton doctor`, and try another version of Triton or of the driver"
-            )
-    drop_compute_copies(model)

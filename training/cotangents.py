@@ -27,7 +27,7 @@ FADED = 1e-3
 """Credit has faded where its norm is less than this share of what it is at the border nearest to the loss."""
 
 Norms = dict[str, dict[str, list[float | None]]]
-"""By recurrence, "mamba selective_scan-euler", and layer: one for each border; None where nothing passes."""
+"""By recurrence, "mamba selective_scan-euler-gated", and layer: one for each border; None where nothing passes."""
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from baton.data_pipeline.steps import Steps
 from baton.parallel.mesh import Mesh
 from baton.parallel.tensor import drop_compute_copies
 from baton.training import feed
-from baton.training.build import Built, build, check_kernels, make_deterministic, model_fingerprint
+from baton.training.build import Built, build, make_deterministic, model_fingerprint
 from baton.training.callbacks import CotangentNorms, Evaluator, LongContext, Recorder, ReplicaCheck, Saver, TaskEvaluator
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.rectangles import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.clock import StepClock
 from baton.training.config import with_vocabulary
+from baton.training.doctor import check_kernels
 from baton.training.errors import CheckpointError
 from baton.training.executor import StepExecutor
 from baton.training.lane_states import LaneStates

@@ -22,6 +22,7 @@ WINDOW_BLOCK = 64
 EIDETIC_BLOCK = 128
 SCAN_CHUNKS = (16, 32)
 SCAN_CHUNK_ELEMENTS = 1 << 19
+SCAN_BORDER = 16  # of the scans' kernels on a GPU
 
 # Bytes that every leaf of a message is rounded up to.
 MESSAGE_ALIGNMENT = 16
@@ -93,7 +94,9 @@ class Kept:
     split: whether the width is divided over the tensor group. cast: a copy in the other type, so it is there only where the compute
     type is not float32. cpu: kept by what runs on a CPU; a GPU's fused kernel keeps a number per row. once: `width` numbers in all,
     not per token. stream: of the residual stream, so of this rank's part of it. own: a projection's own copy of the mixer's input,
-    which is not made of one that was gathered in the compute type.
+    which is not made of one that was gathered in the compute type. inside: of a recurrence that a GPU has a fused kernel for, and
+    that a segment runs again for its gradient: "graph", what autograd keeps where neither is so; "input", what both keep instead;
+    "kernel", what the fused kernel keeps besides.
     """
 
     name: str
@@ -105,8 +108,16 @@ class Kept:
     once: bool = False
     stream: bool = False
     own: bool = False
+    inside: Literal["graph", "input", "kernel"] | None = None
 
     def nbytes(self, work: Work) -> int:
+        kept = {
+            "graph": not work.gpu and not work.segment,
+            "input": work.gpu or work.segment,
+            "kernel": work.gpu and not work.segment,
+        }
+        if self.inside is not None and not kept[self.inside]:
+            return 0
         if (self.cast and work.compute_bytes == 4) or (self.cpu and work.gpu) or (self.own and work.split_residual):
             return 0
         width = self.width // work.tensor if self.split else self.width
@@ -181,6 +192,8 @@ class Carrier:
     def tokens_per_chunk(self, work: Work) -> int:
         if not self.elements:
             return self.chunk or work.length
+        if work.gpu:
+            return SCAN_BORDER
         step = work.batch * self.elements // work.tensor
         return max((n for n in SCAN_CHUNKS if n * step <= SCAN_CHUNK_ELEMENTS), default=SCAN_CHUNKS[0])
 

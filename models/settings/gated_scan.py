@@ -1,5 +1,7 @@
 """What Mamba and Longhorn share."""
 
+from dataclasses import replace
+
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
@@ -57,10 +59,12 @@ class GatedScanConfig(MixerConfig):
                 Kept("x and z", 2 * inner, "compute"),
                 Kept("convolved x", inner, "compute"),
                 Kept("code and vectors", code, "compute", split=False),
+                Kept("projected step sizes", inner, "compute", inside="input"),
                 # after softplus or sigmoid
-                Kept("step sizes", inner, "float32"),
-                Kept("y", inner, "float32"),
-                *activated("z", inner),
+                Kept("step sizes", inner, "float32", inside="graph"),
+                Kept("y", inner, "float32", inside="graph"),
+                Kept("y before the gate", inner, "compute", inside="kernel"),
+                *(replace(kept, inside="graph") for kept in activated("z", inner)),
                 Kept("out_proj input", inner, "compute"),
             ),
             carriers=(

@@ -33,7 +33,7 @@ class MambaConfig(GatedScanConfig):
             kept=(
                 *skeleton.kept,
                 # softplus keeps what goes in; of A, the exponential and its negative
-                Kept("step sizes before softplus", inner, "float32"),
+                Kept("step sizes before softplus", inner, "float32", inside="graph"),
                 Kept("A", 2 * inner * self.d_state, "float32", once=True),
             ),
         )

@@ -118,6 +118,7 @@ def test_chunks_and_buckets_are_the_kernels():
     from baton.kernels import protocol
     from baton.kernels.delta_rule import chunked as delta_rule
     from baton.kernels.diagonal_scan import chunked as diagonal_scan
+    from baton.kernels.diagonal_scan.triton import Tiles
     from baton.kernels.eidetic_attention import chunked as eidetic_attention
     from baton.kernels.gated_linear_attention import chunked as linear_attention
     from baton.kernels.gated_slot_attention import chunked as slot_attention
@@ -135,7 +136,8 @@ def test_chunks_and_buckets_are_the_kernels():
     for batch, channels, d_state in ((1, 64, 16), (1, 1024, 16), (4, 4096, 16), (1, 2048, 5), (2, 1024, 4)):
         carrier = footprint.Carrier("scan", (), chunk=1, elements=channels * d_state)
         expected = diagonal_scan.chunk_length(batch, channels // 2, d_state)
-        assert carrier.tokens_per_chunk(footprint.Work(batch, 1 << 20, tensor=2)) == expected
+        assert carrier.tokens_per_chunk(footprint.Work(batch, 1 << 20, tensor=2, gpu=False)) == expected
+        assert carrier.tokens_per_chunk(footprint.Work(batch, 1 << 20, tensor=2)) == Tiles().border
     assert all(deepspeed_config(1.0, stage)["zero_optimization"]["reduce_bucket_size"] == REDUCE_BUCKET for stage in ZERO)
 
 

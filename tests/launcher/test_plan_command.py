@@ -263,11 +263,11 @@ def test_rings_within_a_node_are_faster_and_tensor_groups_share_a_nodes_network(
 
 def test_a_cluster_of_ones_own(plan, tmp_path):
     path = tmp_path / "ours.yaml"
-    values = load_cluster("h100").model_dump() | {"name": "ours", "memory_gib": 40}
+    values = load_cluster("h100").model_dump() | {"name": "ours", "memory_gib": 24}
     path.write_text(yaml.safe_dump(values))
     status, out, _ = plan(RUN, "--cluster", path)
     assert (status, "on ours" in out, "does not fit" in out) == (2, True, True)
-    assert Cluster(**values).memory_gib == 40
+    assert Cluster(**values).memory_gib == 24
 
 
 REFUSALS = {

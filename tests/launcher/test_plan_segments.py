@@ -210,19 +210,19 @@ def test_segments_run_forwards_once_more_but_for_the_last():
 @pytest.mark.parametrize(
     ("words", "memory", "advice"),
     [
-        ((), 136, ("training.bptt={mode: exact, segment: 16384}",)),
-        (("layout.sequence=8",), 136, ("training.bptt={mode: exact, segment: 131072}",)),
+        ((), 136, ("training.bptt={mode: exact, segment: 32768}",)),
+        (("layout.sequence=8",), 136, ("training.bptt={mode: exact, segment: 262144}",)),
         (("training.micro_batch=4", "training.global_batch_tokens=4194304"), 136,
-         ("training.bptt={mode: exact, segment: 16384}", "training.micro_batch=1")),
+         ("training.bptt={mode: exact, segment: 32768}", "training.micro_batch=1")),
         # both, where one of them is not enough
         ((), 40, ("training.recompute=true", "training.bptt={mode: exact, segment: 16384}")),
         # stages rather recompute what fits so
         (("layout.pipeline=4", "training.context=65536"), 100, ("training.recompute=true",)),
-        (("layout.pipeline=4",), 100, ("training.bptt={mode: exact, segment: 32768}",)),
+        (("layout.pipeline=4",), 100, ("training.bptt={mode: exact, segment: 65536}",)),
         # what has segments gets shorter ones, and gradients go as far back as they did
-        (("training.bptt={mode: exact, segment: 131072}",), 136, ("training.bptt.segment=16384",)),
+        (("training.bptt={mode: exact, segment: 131072}",), 136, ("training.bptt.segment=32768",)),
         (("training.bptt={mode: truncated, segment: 65536, gradient_segments: 2}",), 136,
-         ("training.bptt.segment=16384", "training.bptt.gradient_segments=8")),
+         ("training.bptt.segment=32768", "training.bptt.gradient_segments=4")),
         # the last resort: segments so short that the weights' own traffic is felt
         (("training.context=12288", "training.global_batch_tokens=12288", "layout.sequence=3", "layout.tensor=8",
           "model.n_layers=1"), 0.48, ("training.bptt={mode: exact, segment: 6144}",)),
@@ -273,7 +273,7 @@ def test_the_command_says_how_sequences_are_cut(capsys):
     out = capsys.readouterr().out
     assert status == 2
     # as a shell takes it
-    assert out.splitlines()[-1].endswith("fits with 'training.bptt={mode: exact, segment: 16384}'")
+    assert out.splitlines()[-1].endswith("fits with 'training.bptt={mode: exact, segment: 32768}'")
     words = ["training.bptt={mode: truncated, segment: 16384, gradient_segments: 2}", "layout.pipeline=4", "--json"]
     main(["plan", str(RUN), *tokens, *words])
     values = json.loads(capsys.readouterr().out)

@@ -18,7 +18,7 @@ from baton.training.pictures import picture
 
 # recurrence -> the leaves that its messages hold
 CARRIED = {
-    "mamba": {"mamba short_conv-silu": ["conv"], "mamba selective_scan-euler": ["scan"]},
+    "mamba": {"mamba short_conv-silu": ["conv"], "mamba selective_scan-euler-gated": ["scan"]},
     "gsa": {"gsa gated_slot_attention-softmax": ["k", "v"]},
     "lattice": {"lattice orthogonal_state-dec-project": ["S"]},
     "mamba2": {"mamba2 short_conv-silu": ["conv_u", "conv_bc"], "mamba2 gated_linear_attention-scalar": ["S"]},
@@ -147,9 +147,9 @@ def black(pixels):
 
 def test_what_has_vanished_is_black_and_what_was_not_measured_is_not():
     norms = {"0": [1e-30, 1e-3, 1.0], "1": [1e-20, 1e-3, 1.0]}
-    row = {"kind": "cotangents", "span": 4, "borders": [1, 2, 3], "norms": {"mamba selective_scan-euler": norms}}
+    row = {"kind": "cotangents", "span": 4, "borders": [1, 2, 3], "norms": {"mamba selective_scan-euler-gated": norms}}
     nothing = black(picture(row))
-    assert black(picture(row | {"norms": {"mamba selective_scan-euler": {**norms, "1": [None, None, 1.0]}}})) <= nothing
+    assert black(picture(row | {"norms": {"mamba selective_scan-euler-gated": {**norms, "1": [None, None, 1.0]}}})) <= nothing
     one, two = (black(picture(row | {"norms": {"x": {**norms, "1": ([0.0] * n + [1.0] * 3)[:3]}}})) for n in (1, 2))
     assert nothing + 500 < one
     assert two - one == pytest.approx(one - nothing, rel=0.2)

@@ -359,7 +359,7 @@ def test_the_record_of_a_run_has_what_was_asked_for(run):
     for row in of_kind(run, "cotangents"):
         assert (row["span"], row["borders"]) == (8, [0, 1, 2, 3]), "the cut is a border too"
         assert {layer for of_layer in row["norms"].values() for layer in of_layer} == {"0", "1"}
-        assert min(row["norms"]["mamba selective_scan-euler"]["0"]) > 0
+        assert min(row["norms"]["mamba selective_scan-euler-gated"]["0"]) > 0
     for row in of_kind(run, "credit"):
         assert (row["span"], len(row["borders"])) == (4, 11)
         assert set(row["reach"]) == set(row["norms"])
@@ -376,8 +376,8 @@ def test_tensorboard_shows_it_as_scalars_and_pictures_also_after_a_restart(resum
     for kind, tag, value in (
         ("long_context", "loss_by_position/from_0000064", lambda row: next(b["loss"] for b in row["losses"] if b["from"] == 64)),
         ("long_context", "state_norm/lattice.S/layer_1", last_measured),
-        ("cotangents", "cotangent_at_first_border/mamba.selective_scan-euler/layer_0",
-         lambda row: row["norms"]["mamba selective_scan-euler"]["0"][0]),
+        ("cotangents", "cotangent_at_first_border/mamba.selective_scan-euler-gated/layer_0",
+         lambda row: row["norms"]["mamba selective_scan-euler-gated"]["0"][0]),
         ("credit", "credit_reach_tokens/lattice.orthogonal_state-dec-project/layer_1",
          lambda row: row["reach"]["lattice orthogonal_state-dec-project"]["1"]),
     ):  # fmt: skip

@@ -1,0 +1,37 @@
+"""Kernels against their definitions on the machine at hand: all of them on demand, those of a model before its first step."""
+
+from collections.abc import Iterator
+
+import torch
+
+from baton.kernels.check import Finding, check
+from baton.kernels.registry import recurrences
+from baton.models.mixer import recurrences_of
+from baton.parallel.tensor import drop_compute_copies
+from baton.training.build import DTYPES, Built
+from baton.training.config import TrainingConfig
+from baton.training.errors import KernelCheckError
+
+
+def findings_on(device: torch.device) -> Iterator[Finding]:
+    """Of every recurrence there is, in every precision that runs can have."""
+    for recurrence in recurrences():
+        for dtype in DTYPES.values():
+            yield check(recurrence, device, dtype)
+
+
+def check_kernels(built: Built, training: TrainingConfig) -> None:
+    """Compare every recurrence that this rank's layers use with its definition, on this rank's device.
+
+    Raises:
+        KernelCheckError: one computes something else.
+    """
+    model, mesh = built.model, built.mesh
+    for recurrence in recurrences_of(model, model.config.d_model, mesh.link):
+        finding = check(recurrence, mesh.device, DTYPES[training.precision])
+        if not finding.passed:
+            raise KernelCheckError(
+                f"rank {mesh.rank}: on {mesh.device} a kernel does not compute what its definition says: {finding}; see "
+                f"`baton doctor`, and try another version of Triton or of the driver"
+            )
+    drop_compute_copies(model)
