@@ -128,6 +128,10 @@ def scan_backward_kernel(
     begin, end = p * piece, tl.minimum((p + 1) * piece, T)
     carry = tl.load(arriving + at_piece * N + at_state, mask=inside, other=0.0)
     grad_rates = tl.zeros([BD, BN], tl.float32)
+    # rows of states leave from the block's first channel, in the lanes that they are in
+    nothing = tl.zeros([BD, BN], tl.float32)
+    at_row = n[None, :] + 0 * d[:, None]
+    first_row = (d == block * BD)[:, None] & n_in[None, :]
     grad_skip = tl.zeros([BD], tl.float32)
     grad_shift = tl.zeros([BD], tl.float32)
     chunks = tl.cdiv(end - begin, BORDER)
@@ -204,7 +208,8 @@ def scan_backward_kernel(
                     dz_t = dy_t * released(ys[s], y) * open_t * (1.0 + z_t * (1.0 - open_t))
                     tl.store(dz + (t0 + s) * D + d, dz_t.to(dz.dtype.element_ty), mask=d_in & present)
                     dy_t *= z_t * open_t
-                tl.store(dquery_parts + (t0 + s) * N + n, tl.sum(h * dy_t[:, None], 0), mask=n_in & present)
+                dquery = tl.sum(h * dy_t[:, None], 0)
+                tl.store(dquery_parts + (t0 + s) * N + at_row, dquery[None, :] + nothing, mask=first_row & present)
                 weights = (w,) + weights
                 firsts = (first,) + firsts
                 # d beta = d eps / (1 + beta |k|^2)^2
@@ -226,7 +231,7 @@ def scan_backward_kernel(
                 if KIND == MAMBA:
                     faded = lam * befores[r]
                     grad_rates += faded * firsts[r][:, None]
-                    dsize = tl.sum(faded * rates, 1) + x_t * read
+                    dsize = x_t * read + tl.sum(faded * rates, 1)
                     din = tl.sum(lam * (weights[r] * x_t)[:, None], 0)
                 else:
                     # what the key fails to recall, not its parts: they cancel where the state has learned
@@ -241,7 +246,7 @@ def scan_backward_kernel(
                 grad_shift += draw
                 tl.store(dx + t * D + d, dx_t.to(dx.dtype.element_ty), mask=d_in & present)
                 tl.store(dstep + t * D + d, draw.to(dstep.dtype.element_ty), mask=d_in & present)
-                tl.store(din_parts + t * N + n, din, mask=n_in & present)
+                tl.store(din_parts + t * N + at_row, din[None, :] + nothing, mask=first_row & present)
             xs, steps, dys, zs, ys, rows = next_xs, next_steps, next_dys, next_zs, next_ys, next_rows
         # the last states are read before the next chunk's are written
         tl.debug_barrier()
