@@ -151,7 +151,8 @@ def test_the_kill_of_all_ranks_was_in_mid_training(interrupted):
     ended = interrupted.killed_all.ended
     assert ended.checkpoints[-1] < ended.rows[-1]["step"] < STEPS, "after a checkpoint, not on one"
     assert ended.status == 1
-    assert ended.err.startswith("baton: rank 0 was killed by SIGKILL; see ")
+    # of two that die at once the one whose end is seen first is named
+    assert ended.err.startswith(("baton: rank 0 was killed by SIGKILL; see ", "baton: rank 1 was killed by SIGKILL; see "))
 
 
 def test_the_death_of_one_rank_ends_the_others_and_is_reported(interrupted):
