@@ -20,9 +20,9 @@ grid:  ## the equality grid: every mixer on every layout; writes docs/equality-g
 	@scripts/setup.sh test
 	.venv/bin/python -P tests/equality_grid.py
 
-test-gpu:  ## what needs a GPU
+test-gpu:  ## what needs a GPU; 6 processes share the GPUs, since the time goes into compiling and into communicators
 	@scripts/setup.sh test
-	$(PYTEST) -q -m gpu
+	$(PYTEST) -q -m gpu -n 6
 
 lint: typing-tree
 	@scripts/setup.sh test lint
