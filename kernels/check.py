@@ -1,8 +1,8 @@
 """Every recurrence against its definition on the machine at hand: compilers have made wrong kernels for new GPUs without a word.
 
 The one thing to know: a check runs a recurrence as training does, in float32 or bfloat16, on its own wide example with documents
-packed and a State that enters and leaves, and compares outputs, States and all gradients with the loop over tokens in float64 on
-the CPU, on the same rounded inputs; then once more, for the same bits.
+packed and a State that enters and leaves, inputs and positions being views of wider ones, and compares outputs, States and all
+gradients with the loop over tokens in float64 on the CPU, on the same rounded inputs; then once more, for the same bits.
 """
 
 from collections.abc import Sequence
@@ -51,16 +51,18 @@ def check(recurrence: Recurrence, device: torch.device, dtype: torch.dtype, *, e
     inputs = inputs if extreme else recurrence.smooth(inputs)
     inputs = (*(x.to(dtype) for x in inputs[: recurrence.along]), *inputs[recurrence.along :])
     state = {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.leaves(inputs)}
-    pos = positions(torch.Generator().manual_seed(1), _BATCH, _TOKENS, 0.05)
+    pos = positions(torch.Generator().manual_seed(1), _BATCH, _TOKENS, 0.05).to(torch.int32)
 
     def run(defined: bool, where: torch.device, cast: torch.dtype | None) -> dict[str, Tensor]:
-        def leaf(x: Tensor) -> Tensor:
+        def leaf(x: Tensor, view: bool = False) -> Tensor:
             x = x.detach().to(where)
-            return (x.to(cast or x.dtype) if x.is_floating_point() else x).requires_grad_(x.is_floating_point())
+            x = x.to(cast or x.dtype) if x.is_floating_point() else x
+            return (_part_of_wider(x, dim=-1) if view else x).requires_grad_(x.is_floating_point())
 
-        own, entering = tuple(leaf(x) for x in inputs), {name: leaf(x) for name, x in state.items()}
+        own = tuple(leaf(x, view=n < recurrence.along and not defined) for n, x in enumerate(inputs))
+        entering = {name: leaf(x) for name, x in state.items()}
         with torch.enable_grad():
-            y, leaving = (recurrence.reference if defined else recurrence.run)(own, pos.to(where), entering)
+            y, leaving = (recurrence.reference if defined else recurrence.run)(own, _part_of_wider(pos.to(where), dim=1), entering)
             return {name: x.detach().cpu() for name, x in results(y, leaving, own, entering, 2).items()}
 
     cpu = torch.device("cpu")
@@ -97,6 +99,11 @@ def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], generator: to
 def moving(state: State) -> State:
     """The leaves that can have a gradient."""
     return {name: x for name, x in state.items() if x.is_floating_point()}
+
+
+def _part_of_wider(x: Tensor, dim: int) -> Tensor:
+    """x as a view of a tensor twice as large along dim, which holds another thing beside it."""
+    return torch.cat((x, x.flip(dim)), dim).narrow(dim, 0, x.shape[dim])
 
 
 def _error(found: Tensor, expected: Tensor) -> float:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from baton.kernels import launch
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -76,7 +78,7 @@ def scan(
     With A it is Mamba's (step sizes, `activate`: softplus of step + bias), without it is Longhorn's (beta, sigmoid). Arguments are
     checked by the caller; T >= 1, nothing is float64.
     """
-    run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or tiles_for(inputs.into.shape[2]))
+    run = _Run(inputs, activate, launch.positions(pos), tiles or tiles_for(inputs.into.shape[2]))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state)):
         y, final = _Scan.apply(run, initial_state, *inputs)
         return y, final
@@ -86,7 +88,7 @@ def scan(
 
 def effect(inputs: Inputs, *, pos: Tensor | None, activate: bool = False, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     """What the tokens do to a state, without outputs: decay and add, [B, D, N] in float32 each."""
-    run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or tiles_for(inputs.into.shape[2]))
+    run = _Run(inputs, activate, launch.positions(pos), tiles or tiles_for(inputs.into.shape[2]))
     decay, add = run.summarize()
     if run.pieces > 1:
         decay, add = decay.prod(1), run.fold(decay, add, None)[1]
@@ -97,7 +99,7 @@ def effect_backward(
     inputs: Inputs, dy: Tensor, *, pos: Tensor | None, activate: bool = False, tiles: Tiles | None = None
 ) -> Tensor:
     """What dy [B, T, D] alone adds to the cotangent of the state that entered, [B, D, N] in float32."""
-    run = _Run(inputs, activate, None if pos is None else pos.to(torch.int32), tiles or tiles_for(inputs.into.shape[2]))
+    run = _Run(inputs, activate, launch.positions(pos), tiles or tiles_for(inputs.into.shape[2]))
     add = run.summarize_backward(dy)
     found = add[:, 0] if run.pieces == 1 else run.fold(run.summarize()[0], add, None, backwards=True)[1]
     return found.transpose(1, 2).contiguous()
@@ -107,7 +109,7 @@ class _Run:
     """One call's shapes, options and launches."""
 
     def __init__(self, inputs: Inputs, activate: bool, pos: Tensor | None, tiles: Tiles) -> None:
-        self.inputs = Inputs(*(None if x is None else _rows(x) for x in inputs))  # type: ignore[arg-type]
+        self.inputs = Inputs(*(None if x is None else launch.in_rows(x) for x in inputs))  # type: ignore[arg-type]
         self.pos, self.tiles = pos, tiles
         self.forwards, self.backwards = _kernels()
         self.batch, self.length, self.channels = inputs.x.shape
@@ -167,7 +169,7 @@ class _Run:
     def summarize_backward(self, dy: Tensor) -> Tensor:
         """What dy alone adds to the cotangent of the state that entered each piece, [B, P, N, D]."""
         _, step, _, _, _, _, bias, z = self.inputs
-        dy, add = _rows(dy), self.empty(self.batch, self.pieces, self.d_state, self.channels)
+        dy, add = launch.in_rows(dy), self.empty(self.batch, self.pieces, self.d_state, self.channels)
         self.launch(
             self.backwards.summarize_backward_kernel, self.tiles.steps_adjoint, step, self.or_x(bias), self.A, self.others,
             self.square, self.query, self.or_x(z), dy, self.or_x(self.pos), add,
@@ -217,7 +219,7 @@ class _Run:
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the entering state and of all inputs."""
         x, step, into, query, skip, A, bias, z = self.inputs
-        dy, arriving, steps = _rows(dy), dfinal.contiguous(), self.tiles.steps_back
+        dy, arriving, steps = launch.in_rows(dy), dfinal.contiguous(), self.tiles.steps_back
         batch, length, channels, d_state = self.batch, self.length, self.channels, self.d_state
         if decay is not None:
             first = arriving.transpose(1, 2).contiguous()
@@ -277,11 +279,6 @@ def _kind(mamba: bool) -> int:
     from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA
 
     return (MAMBA if mamba else LONGHORN).value
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x, or a copy whose last dimension is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _pieces(programs: int, length: int, tiles: Tiles) -> tuple[int, int]:

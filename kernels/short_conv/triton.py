@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from baton.kernels import launch
 from baton.kernels.short_conv.chunked import new_tail
 
 
@@ -39,7 +40,7 @@ def short_conv_triton(
     x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor | None, silu: bool, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `op.short_conv`, which checks the arguments."""
-    tiles, pos = tiles or Tiles(), None if pos is None else pos.to(torch.int32)
+    tiles, pos = tiles or Tiles(), launch.positions(pos)
     inputs = (x, weight, bias, tail)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         y, leaving = _ShortConv.apply(*inputs, pos, silu, tiles)
@@ -81,7 +82,7 @@ def _options(x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, sil
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
-    rows, width = _rows(x), weight.shape[1]
+    rows, width = launch.in_rows(x), weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _kernels().conv_kernel[_grid(x, tiles)](
         rows, weight.contiguous(), bias.contiguous(), x if tail is None else tail.contiguous(), x if pos is None else pos, y,
@@ -103,7 +104,7 @@ class _ShortConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dleaving: Tensor) -> tuple[Any, ...]:
         x, weight, bias, tail, pos = ctx.saved_tensors
-        rows, dy, tiles, width = _rows(x), _rows(dy), ctx.tiles, weight.shape[1]
+        rows, dy, tiles, width = launch.in_rows(x), launch.in_rows(dy), ctx.tiles, weight.shape[1]
         batch, _, channels = x.shape
         grid = _grid(x, tiles)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -117,8 +118,3 @@ class _ShortConv(torch.autograd.Function):
         )  # fmt: skip
         grads = (dx, dweight.sum(0).t().to(weight.dtype), dbias.sum(0).to(bias.dtype), None if tail is None else dtail)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:4], grads, strict=True)), None, None, None)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x, or a copy whose last dimension is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()

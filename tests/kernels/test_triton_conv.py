@@ -75,9 +75,12 @@ def test_views_are_taken_and_equal_calls_give_equal_bits():
     given, pos, cotangents = example(21, 4, tail=True, starts=True, dtype=torch.float32)
     given = {name: x.to(DEVICE, torch.float32) for name, x in given.items()}
     wide = {**given, "x": torch.cat((given["x"], given["x"]), dim=-1)[..., : given["x"].shape[-1]]}
-    assert not wide["x"].is_contiguous()
+    pos = pos.to(DEVICE, torch.int32)
+    of_longer = torch.cat((pos, torch.zeros_like(pos)), dim=1)[:, : pos.shape[1]]
+    assert not any(x.is_contiguous() for x in (wide["x"], of_longer))
     found = [
-        with_gradients(short_conv_triton, each, pos.to(DEVICE), cotangents, silu=True, tiles=TILES) for each in (given, given, wide)
+        with_gradients(short_conv_triton, each, positions, cotangents, silu=True, tiles=TILES)
+        for each, positions in ((given, pos), (given, pos), (wide, of_longer))
     ]
     for other in found[1:]:
         assert all(torch.equal(other[name], value) for name, value in found[0].items())

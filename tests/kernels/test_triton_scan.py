@@ -144,8 +144,13 @@ def test_equal_calls_give_equal_bits_and_views_are_taken():
     given, cotangents = example("mamba", 2, 19, 11, 3, activate=True, gated=True)
     given = rounded(given, torch.float32)
     wide = {name: torch.cat((x, x), dim=-1)[..., : x.shape[-1]] for name, x in given.items() if x.dim() == 3 and name != "initial"}
-    assert not any(x.is_contiguous() for x in wide.values())
-    runs = [with_gradients(kernels, {**given, **other}, cotangents, pos=None, activate=True, tiles=CUT) for other in ({}, {}, wide)]
+    pos = positions(seeded(1), 2, 19, 0.3).to(DEVICE, torch.int32)
+    of_longer = torch.cat((pos, torch.zeros_like(pos)), dim=1)[:, :19]
+    assert not any(x.is_contiguous() for x in (*wide.values(), of_longer))
+    runs = [
+        with_gradients(kernels, {**given, **other}, cotangents, pos=where, activate=True, tiles=CUT)
+        for other, where in (({}, pos), ({}, pos), (wide, of_longer))
+    ]
     for one, other in itertools.pairwise(runs):
         assert all(torch.equal(other[name], value) for name, value in one.items())
 

@@ -1,0 +1,17 @@
+"""What all launches of Triton kernels do with their arguments: kernels know one stride per tensor at most, the others must follow.
+
+The one thing to know: positions come as slices of a whole sequence's, in int32 already, so nothing would copy them by chance.
+"""
+
+import torch
+from torch import Tensor
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """x, or a copy of it whose last dimension is contiguous; kernels are given the other strides."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def positions(pos: Tensor | None) -> Tensor | None:
+    """int32 [B, T], contiguous, of positions as callers have them."""
+    return None if pos is None else pos.to(torch.int32).contiguous()
