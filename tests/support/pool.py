@@ -6,18 +6,21 @@ and seconds to end, a world serves until another layout is asked for. A rank tha
 started again for the next one.
 """
 
+import faulthandler
 import gc
 import importlib
 import importlib.util
 import multiprocessing
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
 from baton.parallel.config import LayoutConfig
 
 _modules: dict[str, object] = {}
+_ENDING_S = 10.0  # that all processes of a pool may take together
 
 
 def _load(path: str, name: str):
@@ -47,6 +50,7 @@ def _serve(connection, rank: int, device: str) -> None:
     while True:
         job = connection.recv()
         if job is None:
+            faulthandler.dump_traceback_later(_ENDING_S / 2)  # who is late to end says where
             if mesh is not None:
                 _leave()
             return
@@ -128,6 +132,7 @@ class Pool:
                 process.kill()
             else:
                 connection.send(None)
+        last = time.monotonic() + _ENDING_S
         for process, _ in self._workers:
-            process.join(timeout=10)
+            process.join(timeout=max(0.0, last - time.monotonic()))
         self._workers = []
