@@ -24,7 +24,7 @@ import torch
 from report import Report
 from torch import Tensor
 
-from baton.kernels.diagonal_scan.triton import Inputs, Tiles, effect, scan, tiles_for
+from baton.kernels.diagonal_scan.triton import Inputs, Tiles, default_tiles, effect, scan
 from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
 from baton.kernels.short_conv.op import short_conv
@@ -148,7 +148,7 @@ def gate(report: Report, case: Case) -> None:
     expected = gradients(definition, inputs, pos, state, torch.float64)
     worst, name, passed, equal = 0.0, "", True, True
     torch.use_deterministic_algorithms(True)  # fills what is not written with NaN
-    for tiles in (replace(tiles_for(case.d_state), programs=1), replace(tiles_for(case.d_state), programs=1 << 20)):
+    for tiles in (replace(default_tiles(case.d_state), programs=1), replace(default_tiles(case.d_state), programs=1 << 20)):
         run = with_tiles(tiles)
         found, again = (gradients(run, inputs, pos, state, None) for _ in range(2))
         equal = equal and all(torch.equal(again[key], x) for key, x in found.items())

@@ -1,4 +1,4 @@
-"""The one exception of this package, and the checks that raise it.
+"""The exceptions of this package, and the checks that raise the first.
 
 The one thing to know: a kernel never broadcasts its arguments. Whatever does not have exactly the expected shape, dtype and
 device is refused by name before anything is computed, so a transposed matrix cannot train for a week.
@@ -13,6 +13,12 @@ FLOAT_DTYPES = (*REDUCED_DTYPES, torch.float32, torch.float64)
 
 class KernelError(ValueError):
     """An argument of a kernel is unusable. The message names the kernel, the argument, what it is and what was expected."""
+
+
+class TilesError(Exception):
+    """The table of tiles cannot be used or written."""
+
+    exit_status = 2
 
 
 def expect_tensor(

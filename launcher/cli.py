@@ -49,6 +49,13 @@ def _parser() -> argparse.ArgumentParser:
     doctor = _command(commands, "doctor", _doctor, "compare every recurrence with its definition on this machine")
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
+    tune = _command(
+        commands, "tune", _tune, "find the quickest tiles of a run's kernels on this GPU, for the table that all runs use"
+    )
+    tune.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
+    tune.add_argument("overrides", metavar="key=value", nargs="*", help="settings over the file's, e.g. training.micro_batch=8")
+    tune.add_argument("--table", type=Path, metavar="FILE", help="the table to change (default: the package's own)")
+
     generate = _command(commands, "generate", _generate, "write text with a run's newest checkpoint")
     generate.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     generate.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
@@ -151,6 +158,22 @@ def _doctor(arguments: argparse.Namespace) -> int:
     failed = sum(not finding.passed for finding in findings)
     print(f"{len(findings) - failed} of {len(findings)} checks on {device} passed")
     return 1 if failed else 0
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from baton.launcher.config import load
+    from baton.launcher.errors import ConfigError
+    from baton.parallel.mesh import local_device
+    from baton.training.tune import PATH, tune_for
+
+    config, device = _with_known_vocabulary(load(arguments.config, arguments.overrides)), local_device(0, 1, "auto")
+    if device.type != "cuda":
+        raise ConfigError("there is no GPU here: kernels are tuned on a GPU of the kind that will run them")
+    path = arguments.table or PATH
+    for tuned in tune_for(config.model, config.training, config.layout, device, path):
+        print(tuned, flush=True)
+    print(f"written to {path}")
+    return 0
 
 
 def _with_known_vocabulary(config: RunConfig) -> RunConfig:

@@ -1,7 +1,6 @@
 """What hangs on the loop: the record, replicas, validation, norms, checkpoints. Every rank runs every callback, in this order."""
 
 import time
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from baton.models.lm import IGNORED
 from baton.parallel.mesh import Mesh
 from baton.training import feed, replicas
 from baton.training.build import Built
-from baton.training.checkpoint.manifest import Manifest
+from baton.training.checkpoint.manifest import Manifest, versions
 from baton.training.checkpoint.rectangles import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.clock import StepClock
@@ -247,7 +246,7 @@ class Saver:
             cursors={lane: c for part in cursors for lane, c in part.items()},
             fingerprints=self._fingerprints,
             layout=mesh.layout.sizes(),
-            versions={name: version(name) for name in ("baton-lm", "torch", "deepspeed", "megatron-core")},
+            versions=versions(),
         )
         rectangles = optimizer_rectangles(self._built.model, self._built.engine, mesh, for_save=True)
         if self._lanes is not None:

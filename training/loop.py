@@ -11,7 +11,7 @@ from baton.parallel.tensor import drop_compute_copies
 from baton.training import feed
 from baton.training.build import Built, build, make_deterministic, model_fingerprint
 from baton.training.callbacks import CotangentNorms, Evaluator, LongContext, Recorder, ReplicaCheck, Saver, TaskEvaluator
-from baton.training.checkpoint.manifest import Manifest
+from baton.training.checkpoint.manifest import Manifest, versions
 from baton.training.checkpoint.rectangles import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.clock import StepClock
@@ -136,6 +136,11 @@ def resume(
     cursors = {int(j): cursor(c) for j, c in manifest.cursors.items() if int(j) % mesh.layout.data == mesh.data_rank}
     if mesh.is_main:
         print(f"resuming from {path.name} ({manifest.tokens:,} tokens)", flush=True)
+        changed = [
+            f"{name} {manifest.versions[name]} -> {v}" for name, v in versions().items() if manifest.versions.get(name, v) != v
+        ]
+        if changed:
+            print(f"since {path.name}: {', '.join(changed)}; what is computed is the same but for its last bits", flush=True)
     return Progress(manifest.step, manifest.tokens, cursors)
 
 

@@ -11,127 +11,122 @@ The adjoint, with lam_t = dLoss/dh_t: lam_t = query_t dy_t + decay_{t+1} lam_{t+
 import triton
 import triton.language as tl
 
+from baton.kernels.diagonal_scan.over_channels import leave_sums, over_channels
 from baton.kernels.diagonal_scan.per_token import (
     LN_2,
     MAMBA,
     activated,
     coefficients,
     decay_of,
-    rates_of,
+    load_states,
+    over_states,
+    positions_from,
+    rates_at,
+    row_length,
     shared_at,
+    starts,
+    starts_among,
+    states_of,
+    store_states,
 )
-from baton.kernels.rows import load_rows, loads_begun, released, sigmoid
+from baton.kernels.rows import load_rows, loads_begun, reciprocal, released, sigmoid
 
 
-@triton.jit(do_not_specialize=["state_row"])
+@triton.jit
 def summarize_backward_kernel(
-    step, bias, A, others, square, query, z, dy, pos, add_out,
-    T, piece, state_row, step_batch, z_batch, dy_batch,
+    step, bias, A, rows, z, dy, pos, add_out,
+    T, piece, step_batch, z_batch, dy_batch,
     D: tl.constexpr, N: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """What dy alone adds to the cotangent of the state that entered each piece, [B, P, N, D]. Blocks are those of `forward`."""
-    d, n, b, p = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BN), tl.program_id(1), tl.program_id(2)
-    d_in, n_in = d < D, n < N
-    inside = n_in[:, None] & d_in[None, :]
-    at_state = n[:, None] * state_row + d[None, :]
-    rates = rates_of(tl.load(A + at_state, mask=inside, other=-1.0)) if KIND == MAMBA else 0.0
+    """What dy alone adds to the cotangent of the state that entered each piece, [B, P, D, N]."""
+    b, p = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    d, d_in, n, inside, at_state = states_of(tl.program_id(0), D, N, BD, BN)
+    rates, blank = rates_at(A + at_state, inside, KIND, FULL)
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
-    b = b.to(tl.int64)
     step += b * step_batch + d
     z += b * z_batch + d
     dy += b * dy_batch + d
-    query += b * T * N + n
-    others += b * T * N + n
-    square += b * T
+    rows += b * T * row_length(KIND, BN)
     pos += b * T
     begin, end = p * piece, tl.minimum((p + 1) * piece, T)
-    carry = tl.zeros([BN, BD], tl.float32)
+    carry = blank
     blocks = tl.cdiv(end - begin, STEPS)
     last = b * 0 + begin + (blocks - 1) * STEPS
     steps = load_rows(step, last, step_row, d_in, end, STEPS, FULL, EVEN)
     dys = load_rows(dy, last, dy_row, d_in, end, STEPS, FULL, EVEN)
     zs = load_rows(z, last, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else dys
-    rows = ()
+    positions = positions_from(last, end, pos, STEPS, HAS_POS, EVEN)
+    ahead = ()
     for s in tl.static_range(AHEAD):
-        rows += shared_at(last + (STEPS - 1 - s), end, query, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+        ahead += shared_at(last + (STEPS - 1 - s), end, rows, n, BN, True, KIND, EVEN)
     for k in range(blocks):
         t0 = begin + (blocks - 1 - k) * STEPS
         t1 = b * 0 + tl.maximum(t0 - STEPS, begin)
         next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
+        next_positions = positions_from(t1, end, pos, STEPS, HAS_POS, EVEN)
+        bits = starts_among(positions, STEPS, HAS_POS)
         next_dys = load_rows(dy, t1, dy_row, d_in, end, STEPS, FULL, EVEN)
         next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
         for s in tl.static_range(STEPS - 1, -1, -1):
             t_next = b * 0 + t0 + (s - AHEAD) if s >= AHEAD else t1 + (STEPS + s - AHEAD)
-            rows += shared_at(t_next, end, query, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+            ahead += shared_at(t_next, end, rows, n, BN, True, KIND, EVEN)
             loads_begun()
-            _in_t, query_t, rest, far, pos_t = rows[:5]
-            rows = rows[5:]
+            _in_t, query_t, rest, far = ahead[:4]
+            ahead = ahead[4:]
             present = True if EVEN else t0 + s < end
-            fresh = pos_t == 0 if HAS_POS else False
+            fresh = starts(bits, s, HAS_POS)
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
             _, first, second = coefficients(KIND, size, far, present, fresh)
             if KIND == MAMBA:
-                decay = decay_of(KIND, rates, first[None, :], 0.0, 0.0)
+                decay = decay_of(KIND, rates, first[:, None, None], 0.0, 0.0)
             else:
-                decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rest[:, None])
+                decay = decay_of(KIND, 0.0, first[:, None, None], second[:, None, None], rest[None, :, :])
             dy_t = released(dys[s], dy)
             if GATED:
                 z_t = released(zs[s], z)
                 dy_t *= z_t * sigmoid(z_t)
-            carry = decay * (carry + dy_t[None, :] * query_t[:, None])
-        steps, dys, zs = next_steps, next_dys, next_zs
-    tl.store(add_out + (b * tl.num_programs(2) + p) * D * N + at_state, carry, mask=inside)
+            carry = decay * (carry + dy_t[:, None, None] * query_t[None, :, :])
+        steps, dys, zs, positions = next_steps, next_dys, next_zs, next_positions
+    store_states(add_out + (b * tl.num_programs(2) + p) * D * N + at_state, carry, inside, FULL)
 
 
 @triton.jit
 def scan_backward_kernel(
-    x, step, bias, A, vec_in, others, square, query, skip, z, y, pos, borders, arriving, dy, states,
-    dx, dstep, dz, dA, dskip, dbias, din_parts, dquery_parts, dentering,
+    x, step, bias, A, rows, skip, z, y, pos, borders, arriving, dy, states,
+    dx, dstep, dz, dA, dskip, dbias, parts, dentering,
     T, piece, x_batch, step_batch, z_batch, dy_batch,
     D: tl.constexpr, N: tl.constexpr, x_row: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
-    BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr,
+    BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr, WARP_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Gradients, given the cotangent that arrives from behind each piece, [B, P, D, N].
 
-    dx, dstep, dz [B, T, D]; of each piece dA [B, P, D, N], dskip and dbias [B, P, D]; of each block of channels din and dquery
-    [D / BD, B, T, N]; dentering [B, D, N] of the first piece. states is memory for BORDER / STEPS states per piece.
+    dx, dstep, dz [B, T, D]; of each piece dA [B, P, D, N], dskip and dbias [B, P, D]; of each block of channels its
+    part of din and dquery, [D / BD, B, T, 2, N]; dentering [B, D, N] of the first piece. states is memory for BORDER / STEPS states
+    per piece.
     """
     block, b, p = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, pieces = tl.num_programs(1), tl.num_programs(2)
-    d, n = block * BD + tl.arange(0, BD), tl.arange(0, BN)
-    d_in, n_in = d < D, n < N
-    inside = d_in[:, None] & n_in[None, :]
-    at_state = d[:, None] * N + n[None, :]
-    rates = rates_of(tl.load(A + at_state, mask=inside, other=-1.0)) if KIND == MAMBA else 0.0
+    d, d_in, n, inside, at_state = states_of(block, D, N, BD, BN)
+    rates, _blank = rates_at(A + at_state, inside, KIND, FULL)
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
     through = tl.load(skip + d, mask=d_in, other=0.0).to(tl.float32)
     x += b * x_batch + d
     step += b * step_batch + d
-    vec_in += b * T * N + n
-    query += b * T * N + n
     z += b * z_batch + d
     y += b * T * D + d
     dy += b * dy_batch + d
-    dx += b * T * D
-    dstep += b * T * D
-    dz += b * T * D
-    others += b * T * N + n
-    square += b * T
+    out = b * T * D + d
+    rows += b * T * row_length(KIND, BN)
     pos += b * T
-    din_parts += (block.to(tl.int64) * batch + b) * T * N
-    dquery_parts += (block.to(tl.int64) * batch + b) * T * N
+    parts += (block.to(tl.int64) * batch + b) * T * (2 * N)
     at_piece = (b * pieces + p) * D
     states += at_piece * N * (BORDER // STEPS)
     begin, end = p * piece, tl.minimum((p + 1) * piece, T)
-    carry = tl.load(arriving + at_piece * N + at_state, mask=inside, other=0.0)
-    grad_rates = tl.zeros([BD, BN], tl.float32)
-    # rows of states leave from the block's first channel, in the lanes that they are in
-    nothing = tl.zeros([BD, BN], tl.float32)
-    at_row = n[None, :] + 0 * d[:, None]
-    first_row = (d == block * BD)[:, None] & n_in[None, :]
+    carry = load_states(arriving + at_piece * N + at_state, inside, FULL)
+    grad_rates = tl.zeros([BD, BN // 4, 4], tl.float32)
     grad_skip = tl.zeros([BD], tl.float32)
     grad_shift = tl.zeros([BD], tl.float32)
     chunks = tl.cdiv(end - begin, BORDER)
@@ -145,31 +140,33 @@ def scan_backward_kernel(
         ys = load_rows(y, t0, D, d_in, end, STEPS, FULL, EVEN) if GATED else dys
         xs = load_rows(x, c0, x_row, d_in, end, BORDER, FULL, EVEN)
         steps = load_rows(step, c0, step_row, d_in, end, BORDER, FULL, EVEN)
-        rows = ()
+        positions = positions_from(c0, end, pos, BORDER, HAS_POS, EVEN)
+        shared = ()
         for s in tl.static_range(STEPS):
-            rows += shared_at(c0 + s, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
-        h = tl.load(borders + (b * tl.cdiv(T, BORDER) + c0 // BORDER) * D * N + at_state, mask=inside, other=0.0)
+            shared += shared_at(c0 + s, end, rows, n, BN, BLOCKS == 1, KIND, EVEN)
+        h = load_states(borders + (b * tl.cdiv(T, BORDER) + c0 // BORDER) * D * N + at_state, inside, FULL)
+        bits = starts_among(positions, BORDER, HAS_POS)
         # what the memory held is read by every thread before it is written anew, and the other way round below
         loads_begun()
         for j in tl.static_range(BLOCKS - 1):
-            next_rows = ()
+            next_shared = ()
             for s in tl.static_range(STEPS):
                 t = c0 + (j + 1) * STEPS + s
-                next_rows += shared_at(t, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+                next_shared += shared_at(t, end, rows, n, BN, j == BLOCKS - 2, KIND, EVEN)
             loads_begun()
-            tl.store(states + j * D * N + at_state, h, mask=inside)
+            store_states(states + j * D * N + at_state, h, inside, FULL)
             for s in tl.static_range(STEPS):
-                in_t, _, rest, far, pos_t = rows[5 * s : 5 * s + 5]
+                in_t, _in_t, rest, far = shared[4 * s : 4 * s + 4]
                 present = True if EVEN else c0 + j * STEPS + s < end
-                fresh = pos_t == 0 if HAS_POS else False
+                fresh = starts(bits, j * STEPS + s, HAS_POS)
                 size, _ = activated(KIND, ACTIVATE, released(steps[j * STEPS + s], step) + shift)
                 w, first, second = coefficients(KIND, size, far, present, fresh)
                 if KIND == MAMBA:
-                    decay = decay_of(KIND, rates, first[:, None], 0.0, 0.0)
+                    decay = decay_of(KIND, rates, first[:, None, None], 0.0, 0.0)
                 else:
-                    decay = decay_of(KIND, 0.0, first[:, None], second[:, None], rest[None, :])
-                h = decay * h + (w * released(xs[j * STEPS + s], x))[:, None] * in_t[None, :]
-            rows = next_rows
+                    decay = decay_of(KIND, 0.0, first[:, None, None], second[:, None, None], rest[None, :, :])
+                h = decay * h + (w * released(xs[j * STEPS + s], x))[:, None, None] * in_t[None, :, :]
+            shared = next_shared
         xs, steps = xs[BORDER - STEPS :], steps[BORDER - STEPS :]
         tl.debug_barrier()
         for j in range(BLOCKS):
@@ -178,81 +175,81 @@ def scan_backward_kernel(
             t1 = tl.maximum(t0 - STEPS, c0)
             next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
             next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
-            next_dys = load_rows(dy, t1, dy_row, d_in, end, STEPS, FULL, EVEN)
-            next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
-            next_ys = load_rows(y, t1, D, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
-            next_rows = ()
-            for s in tl.static_range(STEPS):
-                next_rows += shared_at(t1 + s, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
             loads_begun()
             # the last token first
-            weights, firsts, slopes, cuts, befores, decays = (), (), (), (), (), ()
+            weights, slopes, cuts, befores, decays, dqueries, dins = (), (), (), (), (), (), ()
             for s in tl.static_range(STEPS):
-                in_t, query_t, rest, far, pos_t = rows[5 * s : 5 * s + 5]
+                in_t, _in_t, rest, far = shared[4 * s : 4 * s + 4]
                 present = True if EVEN else t0 + s < end
-                fresh = pos_t == 0 if HAS_POS else False
+                fresh = starts(bits, (BLOCKS - 1 - j) * STEPS + s, HAS_POS)
                 size, slope = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
                 w, first, second = coefficients(KIND, size, far, present, fresh)
                 if KIND == MAMBA:
-                    decay = decay_of(KIND, rates, first[:, None], 0.0, 0.0)
-                    before = decay * h
-                    h = before + (w * released(xs[s], x))[:, None] * in_t[None, :]
+                    decay = decay_of(KIND, rates, first[:, None, None], 0.0, 0.0)
+                    before = h
                 else:
-                    decay = decay_of(KIND, 0.0, first[:, None], second[:, None], rest[None, :])
+                    decay = decay_of(KIND, 0.0, first[:, None, None], second[:, None, None], rest[None, :, :])
                     before = tl.where(fresh, 0.0, h) if HAS_POS else h
-                    h = decay * h + (w * released(xs[s], x))[:, None] * in_t[None, :]
+                h = decay * h + (w * released(xs[s], x))[:, None, None] * in_t[None, :, :]
                 dy_t = released(dys[s], dy)
                 if GATED:
                     z_t = released(zs[s], z)
                     open_t = sigmoid(z_t)
                     dz_t = dy_t * released(ys[s], y) * open_t * (1.0 + z_t * (1.0 - open_t))
-                    tl.store(dz + (t0 + s) * D + d, dz_t.to(dz.dtype.element_ty), mask=d_in & present)
+                    tl.store(dz + (out + (t0 + s) * D), dz_t.to(dz.dtype.element_ty), mask=d_in & present)
                     dy_t *= z_t * open_t
-                dquery = tl.sum(h * dy_t[:, None], 0)
-                tl.store(dquery_parts + (t0 + s) * N + at_row, dquery[None, :] + nothing, mask=first_row & present)
+                dqueries += (over_channels(h * dy_t[:, None, None], WARP_SUMS),)
                 weights = (w,) + weights
-                firsts = (first,) + firsts
                 # d beta = d eps / (1 + beta |k|^2)^2
-                slopes = (slope if KIND == MAMBA else slope / ((1.0 + size * far) * (1.0 + size * far)),) + slopes
+                slopes = (slope if KIND == MAMBA else slope * reciprocal((1.0 + size * far) * (1.0 + size * far)),) + slopes
                 cuts = (dy_t,) + cuts
                 befores = (before,) + befores
                 decays = (decay,) + decays
-            # not earlier: it would take registers from what the adjoint needs
-            h = tl.load(states + tl.maximum(BLOCKS - 2 - j, 0) * D * N + at_state, mask=inside, other=0.0)
-            loads_begun()
+            leave_sums(parts + (t0 * (2 * N) + N), dqueries, n, end - t0, N, STEPS, EVEN, WARP_SUMS)
+            next_shared = ()
             for r in tl.static_range(STEPS):
+                if r == STEPS - 1:
+                    # not earlier: they would take registers from what the adjoint needs
+                    next_dys = load_rows(dy, t1, dy_row, d_in, end, STEPS, FULL, EVEN)
+                    next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
+                    next_ys = load_rows(y, t1, D, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
+                    for s in tl.static_range(STEPS):
+                        next_shared += shared_at(t1 + s, end, rows, n, BN, True, KIND, EVEN)
+                    h = load_states(states + tl.maximum(BLOCKS - 2 - j, 0) * D * N + at_state, inside, FULL)
+                    loads_begun()
                 t = t0 + STEPS - 1 - r
-                present = True if EVEN else t < end
-                in_t, query_t, rest, far, pos_t = rows[5 * (STEPS - 1 - r) : 5 * (STEPS - r)]
+                exists = d_in if EVEN else d_in & (t < end)
+                in_t, query_t, rest, far = shared[4 * (STEPS - 1 - r) : 4 * (STEPS - r)]
                 x_t = released(xs[STEPS - 1 - r], x)
-                lam = carry + cuts[r][:, None] * query_t[None, :]
+                lam = carry + cuts[r][:, None, None] * query_t[None, :, :]
                 carry = decays[r] * lam
-                read = tl.sum(lam * in_t[None, :], 1)
+                read = over_states(lam * in_t[None, :, :])
                 if KIND == MAMBA:
-                    faded = lam * befores[r]
-                    grad_rates += faded * firsts[r][:, None]
-                    dsize = x_t * read + tl.sum(faded * rates, 1)
-                    din = tl.sum(lam * (weights[r] * x_t)[:, None], 0)
+                    faded = carry * befores[r]
+                    grad_rates += faded * weights[r][:, None, None]
+                    dsize = x_t * read + LN_2 * over_states(faded * rates)
+                    din = lam * (weights[r] * x_t)[:, None, None]
                 else:
                     # what the key fails to recall, not its parts: they cancel where the state has learned
-                    missed = lam * (x_t[:, None] - in_t[None, :] * befores[r])
-                    dsize = tl.sum(missed * in_t[None, :], 1)
+                    missed = lam * (x_t[:, None, None] - in_t[None, :, :] * befores[r])
+                    dsize = over_states(missed * in_t[None, :, :])
                     eps = weights[r]
-                    along = tl.sum((2.0 * eps)[:, None] * missed - (eps * x_t)[:, None] * lam, 0)
-                    din = along - 2.0 * in_t * tl.sum(dsize * eps * eps, 0)
+                    din = (2.0 * eps)[:, None, None] * missed - (eps * x_t)[:, None, None] * lam
+                    din -= (2.0 * dsize * eps * eps)[:, None, None] * in_t[None, :, :]
                 dx_t = weights[r] * read + through * cuts[r]
                 grad_skip += cuts[r] * x_t
-                draw = tl.where(d_in & present, dsize * slopes[r], 0.0)
+                draw = dsize * slopes[r] if FULL and EVEN else tl.where(exists, dsize * slopes[r], 0.0)
                 grad_shift += draw
-                tl.store(dx + t * D + d, dx_t.to(dx.dtype.element_ty), mask=d_in & present)
-                tl.store(dstep + t * D + d, draw.to(dstep.dtype.element_ty), mask=d_in & present)
-                tl.store(din_parts + t * N + at_row, din[None, :] + nothing, mask=first_row & present)
-            xs, steps, dys, zs, ys, rows = next_xs, next_steps, next_dys, next_zs, next_ys, next_rows
+                tl.store(dx + (out + t * D), dx_t.to(dx.dtype.element_ty), mask=exists)
+                tl.store(dstep + (out + t * D), draw.to(dstep.dtype.element_ty), mask=exists)
+                dins = (over_channels(din, WARP_SUMS),) + dins
+            leave_sums(parts + t0 * (2 * N), dins, n, end - t0, N, STEPS, EVEN, WARP_SUMS)
+            xs, steps, dys, zs, ys, shared = next_xs, next_steps, next_dys, next_zs, next_ys, next_shared
         # the last states are read before the next chunk's are written
         tl.debug_barrier()
     if KIND == MAMBA:
-        tl.store(dA + at_piece * N + at_state, grad_rates * LN_2, mask=inside)
+        store_states(dA + at_piece * N + at_state, grad_rates, inside, FULL)
     tl.store(dskip + at_piece + d, grad_skip, mask=d_in)
     tl.store(dbias + at_piece + d, grad_shift, mask=d_in)
     if p == 0:
-        tl.store(dentering + b * D * N + at_state, carry, mask=inside)
+        store_states(dentering + b * D * N + at_state, carry, inside, FULL)

@@ -4,9 +4,6 @@ The one thing to know: a program is one warp and owns a block of channels, a lan
 walks over time; so nothing but the loads waits for anything. What it reads of channels it reads STEPS tokens ahead. Where batch and
 channels alone leave the GPU idle, the sequence is cut into pieces; `summarize_kernel` finds what each does to a state and
 `fold_kernel` which state enters it.
-
-That a lane has all states of a channel follows from how states and rates are read: [N, D], in rows of a length that Triton may not
-know. Of what it knows to be contiguous it would give a lane 16 bytes, and sums over d_state would go from lane to lane.
 """
 
 import triton
@@ -14,75 +11,82 @@ import triton.language as tl
 
 from baton.kernels.diagonal_scan.per_token import (
     FORGET,
+    LONGHORN,
     MAMBA,
     activated,
     coefficients,
     decay_of,
-    rates_of,
+    load_states,
+    over_states,
+    positions_from,
+    rates_at,
+    row_length,
     shared_at,
+    starts,
+    starts_among,
+    states_of,
+    store_states,
 )
 from baton.kernels.rows import load_rows, loads_begun, released, sigmoid
 
 
-@triton.jit(do_not_specialize=["state_row"])
+@triton.jit
 def summarize_kernel(
-    x, step, bias, A, vec_in, others, square, pos, decay_out, add_out,
-    T, piece, state_row, x_batch, step_batch,
+    x, step, bias, A, rows, pos, decay_out, add_out,
+    T, piece, x_batch, step_batch,
     D: tl.constexpr, N: tl.constexpr, x_row: tl.constexpr, step_row: tl.constexpr,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """What a piece does to the state that enters it: decay and add, [B, P, N, D]."""
-    d, n, b, p = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BN), tl.program_id(1), tl.program_id(2)
-    d_in, n_in = d < D, n < N
-    inside = n_in[:, None] & d_in[None, :]
-    at_state = n[:, None] * state_row + d[None, :]
-    rates = rates_of(tl.load(A + at_state, mask=inside, other=-1.0)) if KIND == MAMBA else 0.0
+    """What a piece does to the state that enters it: decay and add, [B, P, D, N]."""
+    b, p = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    d, d_in, n, inside, at_state = states_of(tl.program_id(0), D, N, BD, BN)
+    rates, blank = rates_at(A + at_state, inside, KIND, FULL)
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
-    b = b.to(tl.int64)
     x += b * x_batch + d
     step += b * step_batch + d
-    vec_in += b * T * N + n
-    others += b * T * N + n
-    square += b * T
+    rows += b * T * row_length(KIND, BN)
     pos += b * T
     begin, end = p * piece, tl.minimum((p + 1) * piece, T)
-    h = tl.zeros([BN, BD], tl.float32)
-    kept = tl.zeros([BN, BD], tl.float32) + 1.0
+    h = blank
+    kept = blank + 1.0
     total = tl.zeros([BD], tl.float32)
     xs = load_rows(x, b * 0 + begin, x_row, d_in, end, STEPS, FULL, EVEN)
     steps = load_rows(step, b * 0 + begin, step_row, d_in, end, STEPS, FULL, EVEN)
-    rows = ()
+    positions = positions_from(b * 0 + begin, end, pos, STEPS, HAS_POS, EVEN)
+    ahead = ()
     for s in tl.static_range(AHEAD):
-        rows += shared_at(b * 0 + begin + s, end, vec_in, vec_in, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+        ahead += shared_at(b * 0 + begin + s, end, rows, n, BN, False, KIND, EVEN)
     for t0 in range(begin, end, STEPS):
         # behind the last token there may be no memory: the last ones again, of which nothing is read
         t1 = b * 0 + (tl.minimum(t0 + STEPS, end - STEPS) if EVEN else t0 + STEPS)
         next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
         next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
+        next_positions = positions_from(t1, end, pos, STEPS, HAS_POS, EVEN)
+        bits = starts_among(positions, STEPS, HAS_POS)
         for s in tl.static_range(STEPS):
             t_next = b * 0 + t0 + (s + AHEAD) if s + AHEAD < STEPS else t1 + (s + AHEAD - STEPS)
-            rows += shared_at(t_next, end, vec_in, vec_in, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+            ahead += shared_at(t_next, end, rows, n, BN, False, KIND, EVEN)
             loads_begun()
-            in_t, _query_t, rest, far, pos_t = rows[:5]
-            rows = rows[5:]
+            in_t, _query_t, rest, far = ahead[:4]
+            ahead = ahead[4:]
             present = True if EVEN else t0 + s < end
-            fresh = pos_t == 0 if HAS_POS else False
+            fresh = starts(bits, s, HAS_POS)
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
             taken, first, second = coefficients(KIND, size, far, present, fresh)
             if KIND == MAMBA:
-                decay = decay_of(KIND, rates, first[None, :], 0.0, 0.0)
+                decay = decay_of(KIND, rates, first[:, None, None], 0.0, 0.0)
                 total += first
             else:
-                decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rest[:, None])
+                decay = decay_of(KIND, 0.0, first[:, None, None], second[:, None, None], rest[None, :, :])
                 kept *= decay
-            h = decay * h + (taken * released(xs[s], x))[None, :] * in_t[:, None]
-        xs, steps = next_xs, next_steps
+            h = decay * h + (taken * released(xs[s], x))[:, None, None] * in_t[None, :, :]
+        xs, steps, positions = next_xs, next_steps, next_positions
     if KIND == MAMBA:
-        kept = tl.exp2(tl.minimum(total, FORGET)[None, :] * rates)
+        kept = tl.exp2(tl.minimum(total, FORGET)[:, None, None] * rates)
     at_piece = (b * tl.num_programs(2) + p) * D * N
-    tl.store(decay_out + at_piece + at_state, kept, mask=inside)
-    tl.store(add_out + at_piece + at_state, h, mask=inside)
+    store_states(decay_out + at_piece + at_state, kept, inside, FULL)
+    store_states(add_out + at_piece + at_state, h, inside, FULL)
 
 
 @triton.jit
@@ -91,7 +95,7 @@ def fold_kernel(
     HAS_FIRST: tl.constexpr, BACKWARDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What arrives at each piece, [B, P, size], and what leaves the last one, [B, size]; from the last piece to the first if
-    BACKWARDS. size is N D."""
+    BACKWARDS. size is D N."""
     i, b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     inside = i < size
     h = tl.load(first + b * size + i, mask=inside, other=0.0) if HAS_FIRST else tl.zeros([BLOCK], tl.float32)
@@ -103,73 +107,70 @@ def fold_kernel(
     tl.store(last + b * size + i, h, mask=inside)
 
 
-@triton.jit(do_not_specialize=["state_row"])
+@triton.jit
 def scan_kernel(
-    x, step, bias, A, vec_in, others, square, query, skip, z, pos, entering, y, gated, final, borders,
-    T, piece, state_row, x_batch, step_batch, z_batch,
+    x, step, bias, A, rows, skip, z, pos, entering, y, gated, final, borders,
+    T, piece, x_batch, step_batch, z_batch,
     D: tl.constexpr, N: tl.constexpr, x_row: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, HAS_ENTERING: tl.constexpr,
     KEEP_BORDERS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, BORDER: tl.constexpr,
 ):  # fmt: skip
     """y and, of a gated scan, y silu(z) [B, T, D], the state behind the last token [B, D, N] and, if kept, the state before each
-    BORDER tokens [B, C, D, N], given the state that enters each piece [B, P, N, D]. A gated scan's y is for the backward pass."""
-    d, n, b, p = tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BN), tl.program_id(1), tl.program_id(2)
-    d_in, n_in = d < D, n < N
-    inside = n_in[:, None] & d_in[None, :]
-    at_state, at_kept = n[:, None] * state_row + d[None, :], d[None, :] * N + n[:, None]
-    rates = rates_of(tl.load(A + at_state, mask=inside, other=-1.0)) if KIND == MAMBA else 0.0
+    BORDER tokens [B, C, D, N], given the state that enters each piece [B, P, D, N]. A gated scan's y is for the backward pass."""
+    b, p = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    d, d_in, n, inside, at_state = states_of(tl.program_id(0), D, N, BD, BN)
+    rates, blank = rates_at(A + at_state, inside, KIND, FULL)
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
     through = tl.load(skip + d, mask=d_in, other=0.0).to(tl.float32)
-    b = b.to(tl.int64)
     x += b * x_batch + d
     step += b * step_batch + d
     z += b * z_batch + d
-    vec_in += b * T * N + n
-    query += b * T * N + n
-    others += b * T * N + n
     y += b * T * D + d
     gated += b * T * D + d
-    square += b * T
+    rows += b * T * row_length(KIND, BN)
     pos += b * T
     begin, end = p * piece, tl.minimum((p + 1) * piece, T)
     if HAS_ENTERING:
-        h = tl.load(entering + (b * tl.num_programs(2) + p) * D * N + at_state, mask=inside, other=0.0)
+        h = load_states(entering + (b * tl.num_programs(2) + p) * D * N + at_state, inside, FULL)
     else:
-        h = tl.zeros([BN, BD], tl.float32)
+        h = blank
     xs = load_rows(x, b * 0 + begin, x_row, d_in, end, STEPS, FULL, EVEN)
     steps = load_rows(step, b * 0 + begin, step_row, d_in, end, STEPS, FULL, EVEN)
     zs = load_rows(z, b * 0 + begin, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else xs
-    rows = ()
+    positions = positions_from(b * 0 + begin, end, pos, STEPS, HAS_POS, EVEN)
+    ahead = ()
     for s in tl.static_range(AHEAD):
-        rows += shared_at(b * 0 + begin + s, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+        ahead += shared_at(b * 0 + begin + s, end, rows, n, BN, True, KIND, EVEN)
     for t0 in range(begin, end, STEPS):
         if KEEP_BORDERS and t0 % BORDER == 0:
-            tl.store(borders + (b * tl.cdiv(T, BORDER) + t0 // BORDER) * D * N + at_kept, h, mask=inside)
+            store_states(borders + (b * tl.cdiv(T, BORDER) + t0 // BORDER) * D * N + at_state, h, inside, FULL)
         # behind the last token there may be no memory: the last ones again, of which nothing is read
         t1 = b * 0 + (tl.minimum(t0 + STEPS, end - STEPS) if EVEN else t0 + STEPS)
         next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
         next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
+        next_positions = positions_from(t1, end, pos, STEPS, HAS_POS, EVEN)
+        bits = starts_among(positions, STEPS, HAS_POS)
         next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_xs
         t0_64 = b * 0 + t0
         outputs, gated_outputs = (), ()
         for s in tl.static_range(STEPS):
             t_next = t0_64 + (s + AHEAD) if s + AHEAD < STEPS else t1 + (s + AHEAD - STEPS)
-            rows += shared_at(t_next, end, vec_in, query, others, square, pos, n_in, N, KIND, HAS_POS, EVEN, FULL)
+            ahead += shared_at(t_next, end, rows, n, BN, True, KIND, EVEN)
             loads_begun()
-            in_t, query_t, rest, far, pos_t = rows[:5]
-            rows = rows[5:]
+            in_t, query_t, rest, far = ahead[:4]
+            ahead = ahead[4:]
             present = True if EVEN else t0 + s < end
-            fresh = pos_t == 0 if HAS_POS else False
+            fresh = starts(bits, s, HAS_POS)
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
             taken, first, second = coefficients(KIND, size, far, present, fresh)
             if KIND == MAMBA:
-                decay = decay_of(KIND, rates, first[None, :], 0.0, 0.0)
+                decay = decay_of(KIND, rates, first[:, None, None], 0.0, 0.0)
             else:
-                decay = decay_of(KIND, 0.0, first[None, :], second[None, :], rest[:, None])
+                decay = decay_of(KIND, 0.0, first[:, None, None], second[:, None, None], rest[None, :, :])
             x_t = released(xs[s], x)
-            h = decay * h + (taken * x_t)[None, :] * in_t[:, None]
-            y_t = tl.sum(h * query_t[:, None], 0) + through * x_t
+            h = decay * h + (taken * x_t)[:, None, None] * in_t[None, :, :]
+            y_t = over_states(h * query_t[None, :, :]) + through * x_t
             outputs += (y_t,)
             if GATED:
                 z_t = released(zs[s], z)
@@ -181,21 +182,29 @@ def scan_kernel(
                 tl.store(gated + (t0_64 + s) * D, gated_outputs[s].to(gated.dtype.element_ty), mask=d_in & present)
             if KEEP_BORDERS or not GATED:
                 tl.store(y + (t0_64 + s) * D, outputs[s].to(y.dtype.element_ty), mask=d_in & present)
-        xs, steps, zs = next_xs, next_steps, next_zs
+        xs, steps, zs, positions = next_xs, next_steps, next_zs, next_positions
     if end == T:
-        tl.store(final + b * D * N + at_kept, h, mask=inside)
+        store_states(final + b * D * N + at_state, h, inside, FULL)
 
 
 @triton.jit
-def squares_kernel(k, others, square, T, N, k_batch, k_row, BT: tl.constexpr, BN: tl.constexpr):
-    """Of keys: sum of all squares but n's, [B, T, N], and of all, [B, T]. No difference is taken: it would leave no digits where
-    one key is large."""
+def pack_kernel(
+    into, query, rows, T, N, into_batch, into_row, query_batch, query_row, KIND: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr
+):
+    """What all channels read of a token, side by side in float32 and zeros where a state is not: in [BN] (of Longhorn a key), query
+    [BN] and, of Longhorn, of its key's squares the sum of all but n's, [BN], and of all. No difference is taken: it would leave no
+    digits where one key is large."""
     b, t = tl.program_id(1).to(tl.int64), tl.program_id(0) * BT + tl.arange(0, BT)
     n, m = tl.arange(0, BN), tl.arange(0, BN)
-    at = b * k_batch + t[:, None].to(tl.int64) * k_row + m[None, :]
-    keys = tl.load(k + at, mask=(t < T)[:, None] & (m < N)[None, :], other=0.0).to(tl.float32)
-    squares = (keys * keys)[:, None, :]
-    rest = tl.sum(tl.where((n[:, None] == m[None, :])[None, :, :], 0.0, squares), 2)
-    rows = b * T + t
-    tl.store(others + rows[:, None] * N + n[None, :], rest, mask=(t < T)[:, None] & (n < N)[None, :])
-    tl.store(square + rows, tl.sum(keys * keys, 1), mask=t < T)
+    t_in, long = (t < T)[:, None], t[:, None].to(tl.int64)
+    inside = t_in & (m < N)[None, :]
+    keys = tl.load(into + b * into_batch + long * into_row + m[None, :], mask=inside, other=0.0).to(tl.float32)
+    queries = tl.load(query + b * query_batch + long * query_row + m[None, :], mask=inside, other=0.0).to(tl.float32)
+    row = rows + (b * T + long) * row_length(KIND, BN)
+    tl.store(row + m[None, :], keys, mask=t_in)
+    tl.store(row + BN + m[None, :], queries, mask=t_in)
+    if KIND == LONGHORN:
+        squares = keys * keys
+        rest = tl.sum(tl.where((n[:, None] == m[None, :])[None, :, :], 0.0, squares[:, None, :]), 2)
+        tl.store(row + 2 * BN + n[None, :], rest, mask=t_in)
+        tl.store(row + 3 * BN, tl.sum(squares, 1)[:, None], mask=t_in)

@@ -3,14 +3,16 @@
 The one thing to know: here, and in the gradients of it in `backward`, is where Mamba and Longhorn differ. Arithmetic is fp32; a
 token that does not exist (behind the end of its piece) is loaded as zeros and changes nothing.
 
-Shape suffixes, in all of this folder's kernels: B batch, T time, D channels, N d_state, P pieces, C chunks of BORDER tokens. A
-program's block is [BN, BD] forwards and [BD, BN] backwards.
+Shape suffixes, in all of this folder's kernels: B batch, T time, D channels, N d_state, P pieces, C chunks of BORDER tokens.
+
+A program's block of states is [BD, BN / 4, 4]: so the compiler gives a lane a whole channel, with all its states in registers, four
+of them side by side in memory, and sums over states never leave a lane.
 """
 
 import triton
 import triton.language as tl
 
-from baton.kernels.rows import LOG2_E, load_row, sigmoid
+from baton.kernels.rows import LOG2_E, load_row, reciprocal, sigmoid
 
 MAMBA, LONGHORN = tl.constexpr(0), tl.constexpr(1)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -45,55 +47,113 @@ def activated(KIND: tl.constexpr, ACTIVATE: tl.constexpr, raw):
 
 
 @triton.jit
-def rates_of(A):
-    """A, of which none is 0."""
-    return tl.minimum(A, LEAST_RATE)
-
-
-@triton.jit
 def coefficients(KIND: tl.constexpr, step, square, present, fresh):
     """Per channel: what is taken in of in x, and what `decay_of` reads.
-
-    The latter are other numbers than the former (a factor of log2(e), a sign), so that what is taken in is used for nothing but the
-    product with x. Then the compiler forms the product before it moves it to the lanes of a block, and not x as soon as it comes.
 
     present: the token exists; one that does not changes nothing. fresh: a document starts with it.
     """
     if KIND == MAMBA:
         taken = tl.where(present, step, 0.0)
-        return taken, tl.where(fresh, FORGET, taken * LOG2_E), taken
+        return taken, tl.where(fresh, FORGET, taken), taken
     else:
-        floor = 1.0 / (1.0 + step * square)
+        floor = reciprocal(1.0 + step * square)
         taken = tl.where(present, step * floor, 0.0)
-        return taken, tl.where(fresh, 0.0, -taken), tl.where(fresh, 0.0, tl.where(present, floor, 1.0))
+        return taken, tl.where(fresh, 0.0, taken), tl.where(fresh, 0.0, tl.where(present, floor, 1.0))
 
 
 @triton.jit
 def decay_of(KIND: tl.constexpr, rates, first, second, others):
-    """A block's decays of one token: exp(step A), or 1 / (1 + beta |k|^2) + eps (|k|^2 - k_n^2), which is 1 - eps k_n^2 without a
-    subtraction. first and second are the coefficients of channels, others is of states; they broadcast to the block."""
+    """A block's decays of one token: exp(step A), rates being A log2(e), or 1 / (1 + beta |k|^2) + eps (|k|^2 - k_n^2), which is
+    1 - eps k_n^2 without a subtraction. first and second are the coefficients of channels, others is of states; they broadcast to
+    the block."""
     if KIND == MAMBA:
         return tl.exp2(first * rates)
     else:
-        return tl.clamp(second - first * others, 0.0, 1.0)  # of one instruction
+        return tl.clamp(second + first * others, 0.0, 1.0)  # of one instruction
+
+
+@triton.constexpr_function
+def row_length(kind, n):
+    """Of what all channels share of a token: in and query, and of Longhorn others and square; whole vectors."""
+    return 2 * n if kind == MAMBA.value else 3 * n + 4
+
+
+@triton.jit
+def states_of(block, D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
+    """Of a block of channels: channels [BD], which of them exist, states [BN / 4, 4], which elements [BD, BN / 4, 4] exist, and
+    where they lie in a [D, N] tensor."""
+    d = block * BD + tl.arange(0, BD)
+    n = 4 * tl.arange(0, BN // 4)[:, None] + tl.arange(0, 4)[None, :]
+    d_in = d < D
+    return d, d_in, n, d_in[:, None, None] & (n < N)[None, :, :], d[:, None, None] * N + n[None, :, :]
+
+
+@triton.jit
+def load_states(at, inside, FULL: tl.constexpr, OTHER: tl.constexpr = 0.0):
+    """A block of states; FULL: all of it exists."""
+    return tl.load(at) if FULL else tl.load(at, mask=inside, other=OTHER)
+
+
+@triton.jit
+def store_states(at, h, inside, FULL: tl.constexpr):
+    if FULL:
+        tl.store(at, h)
+    else:
+        tl.store(at, h, mask=inside)
+
+
+@triton.jit
+def rates_at(A, inside, KIND: tl.constexpr, FULL: tl.constexpr):
+    """A log2(e), of which none is 0, and a block of zeros. Of Longhorn A are zeros: how a block of states
+    lies in a warp the compiler takes from how one is loaded, so one is."""
+    if KIND == MAMBA:
+        rates = tl.minimum(load_states(A, inside, FULL, -1.0) * LOG2_E, LEAST_RATE)
+        return rates, tl.zeros(rates.shape, tl.float32)
+    else:
+        blank = load_states(A, inside, FULL)
+        return 0.0, blank
+
+
+@triton.jit
+def over_states(x):
+    """The sum over states, [BD]."""
+    return tl.sum(tl.sum(x, 2), 1)
 
 
 @triton.jit
 def shared_at(
-    t, end, vec_in, query, others, square, pos, inside,
-    N: tl.constexpr, KIND: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
+    t, end, rows, n, N: tl.constexpr, QUERY: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """What all channels read of token t: the rows in, query and others [BN], square, and its pos. Zeros of a token that does not
-    exist; what a kind or a call has not is not read."""
+    """What all channels read of token t: in, query and others [BN / 4, 4], and square. Zeros of a token that does not exist; what a
+    kind has not, and the query unless QUERY, is not read. rows: as `pack_kernel` leaves them, for N states."""
     present = True if EVEN else t < end
-    in_t = load_row(vec_in + t * N, inside, present, FULL, EVEN)
-    query_t = load_row(query + t * N, inside, present, FULL, EVEN)
+    row = rows + t * row_length(KIND, N)
+    in_t = load_row(row + n, True, present, True, EVEN)
+    query_t = load_row(row + (N + n), True, present, True, EVEN) if QUERY else in_t
     rest = in_t
     far = 0.0
-    pos_t = 1
     if KIND == LONGHORN:
-        rest = load_row(others + t * N, inside, present, FULL, EVEN)
-        far = tl.load(square + t) if EVEN else tl.load(square + t, mask=present, other=0.0)
+        rest = load_row(row + (2 * N + n), True, present, True, EVEN)
+        far = load_row(row + 3 * N, True, present, True, EVEN)
+    return in_t, query_t, rest, far
+
+
+@triton.jit
+def positions_from(t0, end, pos, STEPS: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr):
+    """Of STEPS tokens from t0 on."""
     if HAS_POS:
-        pos_t = tl.load(pos + t) if EVEN else tl.load(pos + t, mask=present, other=1)
-    return in_t, query_t, rest, far, pos_t
+        t = t0 + tl.arange(0, STEPS)
+        return tl.load(pos + t) if EVEN else tl.load(pos + t, mask=t < end, other=1)
+    else:
+        return 0
+
+
+@triton.jit
+def starts_among(positions, STEPS: tl.constexpr, HAS_POS: tl.constexpr):
+    """A bit per token, of those that documents start with."""
+    return tl.sum(tl.where(positions == 0, 1 << tl.arange(0, STEPS), 0), 0) if HAS_POS else 0
+
+
+@triton.jit
+def starts(bits, s, HAS_POS: tl.constexpr):
+    return (bits >> s) & 1 == 1 if HAS_POS else False

@@ -4,7 +4,7 @@ The one thing to know: how a sequence is cut into pieces, and every tile, is a f
 calls give equal bits on every rank. Inputs may be views: only their last dimension has to be contiguous.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels import launch
+from baton.kernels import tiles as table
+
+KERNEL = "diagonal_scan"
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,8 @@ class Tiles:
         channels_back: of a program of the backward pass.
         warps: of a program.
         steps: tokens that are loaded together, one such block ahead of what is computed; divides border.
-        steps_adjoint: the same for the pass that finds what a piece does to a cotangent.
-        ahead: tokens whose rows of states (in, query) are loaded ahead; at most steps and steps_adjoint.
+        steps_summary: the same for the passes that find what a piece does to a state and to a cotangent.
+        ahead: tokens whose rows of states (in, query) are loaded ahead; at most steps and steps_summary.
         steps_back: tokens whose states are in registers together in the backward pass; divides border.
         border: tokens between two states that are kept for the backward pass; a piece is a multiple of it.
         programs: the sequence is cut into pieces until there are so many.
@@ -35,18 +38,11 @@ class Tiles:
     channels_back: int = 32
     warps: int = 1
     steps: int = 8
-    steps_adjoint: int = 4
+    steps_summary: int = 4
     ahead: int = 2
     steps_back: int = 2
     border: int = 16
     programs: int = 1024
-
-
-def tiles_for(d_state: int) -> Tiles:
-    """What a program has room for in its registers."""
-    if d_state <= 16:
-        return Tiles()
-    return Tiles(channels=16, channels_back=8) if d_state <= 32 else Tiles(channels=8, channels_back=4)
 
 
 class Inputs(NamedTuple):
@@ -65,6 +61,26 @@ class Inputs(NamedTuple):
     z: Tensor | None = None
 
 
+def shape_of(kind: str, d_state: int, batch: int, channels: int) -> table.Shape:
+    """What tiles depend on. warps: that a GPU would have without pieces, in classes."""
+    return {"kind": kind, "d_state": d_state, "warps": table.power_of_two(batch * -(-channels // 32))}
+
+
+def default_tiles(d_state: int) -> Tiles:
+    """What a program has room for in its registers."""
+    if d_state <= 16:
+        return Tiles()
+    return Tiles(channels=16, channels_back=8) if d_state <= 32 else Tiles(channels=8, channels_back=4)
+
+
+def _tiles_for(inputs: Inputs, activate: bool) -> Tiles:
+    batch, length, channels = inputs.x.shape
+    d_state, kind = inputs.into.shape[2], "longhorn" if inputs.A is None else "mamba"
+    sizes = {"batch": batch, "tokens": length, "channels": channels, "activate": activate, "gated": inputs.z is not None}
+    shape = shape_of(kind, d_state, batch, channels)
+    return replace(default_tiles(d_state), **table.find(KERNEL, inputs.x.device, shape, sizes))
+
+
 def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
     """Whether these kernels compute for tensors like x: on a GPU, in float32."""
     return x.is_cuda and compute_dtype == torch.float32
@@ -78,7 +94,7 @@ def scan(
     With A it is Mamba's (step sizes, `activate`: softplus of step + bias), without it is Longhorn's (beta, sigmoid). Arguments are
     checked by the caller; T >= 1, nothing is float64.
     """
-    run = _Run(inputs, activate, launch.positions(pos), tiles or tiles_for(inputs.into.shape[2]))
+    run = _Run(inputs, activate, launch.positions(pos), tiles or _tiles_for(inputs, activate))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state)):
         y, final = _Scan.apply(run, initial_state, *inputs)
         return y, final
@@ -88,21 +104,20 @@ def scan(
 
 def effect(inputs: Inputs, *, pos: Tensor | None, activate: bool = False, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     """What the tokens do to a state, without outputs: decay and add, [B, D, N] in float32 each."""
-    run = _Run(inputs, activate, launch.positions(pos), tiles or tiles_for(inputs.into.shape[2]))
+    run = _Run(inputs, activate, launch.positions(pos), tiles or _tiles_for(inputs, activate))
     decay, add = run.summarize()
     if run.pieces > 1:
         decay, add = decay.prod(1), run.fold(decay, add, None)[1]
-    return tuple(x.view(add.shape[0], *add.shape[-2:]).transpose(1, 2).contiguous() for x in (decay, add))  # type: ignore[return-value]
+    return tuple(x.view(add.shape[0], *add.shape[-2:]) for x in (decay, add))  # type: ignore[return-value]
 
 
 def effect_backward(
     inputs: Inputs, dy: Tensor, *, pos: Tensor | None, activate: bool = False, tiles: Tiles | None = None
 ) -> Tensor:
     """What dy [B, T, D] alone adds to the cotangent of the state that entered, [B, D, N] in float32."""
-    run = _Run(inputs, activate, launch.positions(pos), tiles or tiles_for(inputs.into.shape[2]))
+    run = _Run(inputs, activate, launch.positions(pos), tiles or _tiles_for(inputs, activate))
     add = run.summarize_backward(dy)
-    found = add[:, 0] if run.pieces == 1 else run.fold(run.summarize()[0], add, None, backwards=True)[1]
-    return found.transpose(1, 2).contiguous()
+    return add[:, 0] if run.pieces == 1 else run.fold(run.summarize()[0], add, None, backwards=True)[1]
 
 
 class _Run:
@@ -114,14 +129,12 @@ class _Run:
         self.forwards, self.backwards = _kernels()
         self.batch, self.length, self.channels = inputs.x.shape
         self.d_state = inputs.into.shape[2]
-        # all channels read them: they are converted once
-        self.into, self.query = (x.to(torch.float32).contiguous() for x in (inputs.into, inputs.query))
-        self.A = inputs.x if inputs.A is None else inputs.A.t().contiguous()
         self.pieces, self.piece = _pieces(self.batch * -(-self.channels // tiles.channels), self.length, tiles)
         self.mamba = inputs.A is not None
-        # |k|^2 and, for each n, |k|^2 without k_n^2, as sums of their own terms
-        self.others, self.square = (inputs.x, inputs.x) if self.mamba else _squares(inputs.into)
-        width = 1 << (self.d_state - 1).bit_length()
+        # Longhorn's are zeros: see `rates_at`
+        self.A = inputs.x.new_zeros(self.channels, self.d_state, dtype=torch.float32) if inputs.A is None else inputs.A.contiguous()
+        width = max(4, 1 << (self.d_state - 1).bit_length())
+        self.rows = self.pack(width)
         self.options = {
             "T": self.length,
             "piece": self.piece,
@@ -155,33 +168,51 @@ class _Run:
         """A pointer for what is not there and is not read."""
         return self.inputs.x if x is None else x
 
+    def pack(self, width: int) -> Tensor:
+        """in, query and what else all channels read of a token, side by side [B, T, rows]: read at once, and converted once."""
+        from baton.kernels.diagonal_scan.per_token import row_length
+
+        into, query = launch.in_rows(self.inputs.into), launch.in_rows(self.inputs.query)
+        kind = _kind(self.mamba)
+        rows, tokens = self.empty(self.batch, self.length, row_length(kind, width)), max(1, 2048 // width**2)
+        self.forwards.pack_kernel[(-(-self.length // tokens), self.batch)](
+            into, query, rows, self.length, self.d_state, *into.stride()[:2], *query.stride()[:2], KIND=kind, BT=tokens, BN=width
+        )
+        return rows
+
+    def warp_sums(self, steps: int) -> bool:
+        """Whether tensor cores add over the lanes of a warp; see `over_channels`."""
+        x = self.inputs.x
+        fits = (
+            self.d_state == self.options["BN"] == 16 and self.tiles.channels_back == 32 and self.tiles.warps == 1 and steps % 2 == 0
+        )
+        return x.is_cuda and torch.version.cuda is not None and x.dtype != torch.float32 and fits
+
     def summarize(self) -> tuple[Tensor, Tensor]:
-        """decay and add of each piece, [B, P, N, D]."""
+        """decay and add of each piece, [B, P, D, N]."""
         x, step, _, _, _, _, bias, _ = self.inputs
-        decay, add = (self.empty(self.batch, self.pieces, self.d_state, self.channels) for _ in range(2))
+        decay, add = (self.empty(self.batch, self.pieces, self.channels, self.d_state) for _ in range(2))
         self.launch(
-            self.forwards.summarize_kernel, self.tiles.steps, x, step, self.or_x(bias), self.A, self.into, self.others,
-            self.square, self.or_x(self.pos), decay, add, state_row=self.channels,
-            **self.strides(x=x, step=step), AHEAD=self.tiles.ahead,
+            self.forwards.summarize_kernel, self.tiles.steps_summary, x, step, self.or_x(bias), self.A, self.rows,
+            self.or_x(self.pos), decay, add, **self.strides(x=x, step=step), AHEAD=self.tiles.ahead,
         )  # fmt: skip
         return decay, add
 
     def summarize_backward(self, dy: Tensor) -> Tensor:
-        """What dy alone adds to the cotangent of the state that entered each piece, [B, P, N, D]."""
+        """What dy alone adds to the cotangent of the state that entered each piece, [B, P, D, N]."""
         _, step, _, _, _, _, bias, z = self.inputs
-        dy, add = launch.in_rows(dy), self.empty(self.batch, self.pieces, self.d_state, self.channels)
+        dy, add = launch.in_rows(dy), self.empty(self.batch, self.pieces, self.channels, self.d_state)
         self.launch(
-            self.backwards.summarize_backward_kernel, self.tiles.steps_adjoint, step, self.or_x(bias), self.A, self.others,
-            self.square, self.query, self.or_x(z), dy, self.or_x(self.pos), add,
-            state_row=self.channels, **self.strides(step=step, z=z, dy=dy), GATED=z is not None,
+            self.backwards.summarize_backward_kernel, self.tiles.steps_summary, step, self.or_x(bias), self.A, self.rows,
+            self.or_x(z), dy, self.or_x(self.pos), add, **self.strides(step=step, z=z, dy=dy), GATED=z is not None,
             AHEAD=self.tiles.ahead,
         )  # fmt: skip
         return add
 
     def fold(self, decay: Tensor, add: Tensor, first: Tensor | None, *, backwards: bool = False) -> tuple[Tensor, Tensor]:
-        """What arrives at each piece, [B, P, N, D], and leaves the last, [B, N, D]."""
+        """What arrives at each piece, [B, P, D, N], and leaves the last, [B, D, N]."""
         size, block = self.channels * self.d_state, 256
-        arriving, last = torch.empty_like(add), self.empty(self.batch, self.d_state, self.channels)
+        arriving, last = torch.empty_like(add), self.empty(self.batch, self.channels, self.d_state)
         self.forwards.fold_kernel[(-(-size // block), self.batch)](
             decay, add, self.or_x(first), arriving, last, size, self.pieces,
             HAS_FIRST=first is not None, BACKWARDS=backwards, BLOCK=block,
@@ -194,7 +225,7 @@ class _Run:
         """The output, the final state [B, D, N] and, if kept, what `backward` needs: states at borders [B, C, D, N], outputs before
         the gate, and the pieces' decays, of which one piece has none."""
         x, step, _, _, skip, _, bias, z = self.inputs
-        entering, decay = None if initial_state is None else initial_state.transpose(1, 2).contiguous(), None
+        entering, decay = None if initial_state is None else initial_state.contiguous(), None
         if self.pieces > 1:
             decay, add = self.summarize()
             entering, _ = self.fold(decay, add, entering)
@@ -205,10 +236,9 @@ class _Run:
         if keep:
             borders = self.empty(self.batch, chunks, self.channels, self.d_state)
         self.launch(
-            self.forwards.scan_kernel, self.tiles.steps, x, step, self.or_x(bias), self.A, self.into, self.others, self.square,
-            self.query, skip, self.or_x(z), self.or_x(self.pos), self.or_x(entering), self.or_x(ungated), output, final,
-            self.or_x(borders),
-            state_row=self.channels, **self.strides(x=x, step=step, z=z),
+            self.forwards.scan_kernel, self.tiles.steps, x, step, self.or_x(bias), self.A, self.rows, skip, self.or_x(z),
+            self.or_x(self.pos), self.or_x(entering), self.or_x(ungated), output, final, self.or_x(borders),
+            **self.strides(x=x, step=step, z=z),
             GATED=z is not None, HAS_ENTERING=entering is not None, KEEP_BORDERS=keep, BORDER=self.tiles.border,
             AHEAD=self.tiles.ahead,
         )  # fmt: skip
@@ -222,28 +252,28 @@ class _Run:
         dy, arriving, steps = launch.in_rows(dy), dfinal.contiguous(), self.tiles.steps_back
         batch, length, channels, d_state = self.batch, self.length, self.channels, self.d_state
         if decay is not None:
-            first = arriving.transpose(1, 2).contiguous()
-            arriving = self.fold(decay, self.summarize_backward(dy), first, backwards=True)[0].transpose(2, 3).contiguous()
+            arriving = self.fold(decay, self.summarize_backward(dy), arriving, backwards=True)[0]
         states = self.empty(batch * self.pieces, self.tiles.border // steps, channels, d_state)
         dx, dstep, dz = (None if like is None else self.empty(batch, length, channels, like=like) for like in (x, step, z))
         dA = None if A is None else self.empty(batch * self.pieces, channels, d_state)
         dskip, dbias = (self.empty(batch * self.pieces, channels) for _ in range(2))
         blocks = -(-channels // self.tiles.channels_back)
-        dinto, dquery = (self.empty(blocks, batch, length, d_state) for _ in range(2))
+        parts = self.empty(blocks, batch, length, 2, d_state)
         dentering = self.empty(batch, channels, d_state)
         self.launch(
-            self.backwards.scan_backward_kernel, steps, x, step, self.or_x(bias), self.or_x(A), self.into, self.others, self.square,
-            self.query, skip, self.or_x(z), self.or_x(ungated), self.or_x(self.pos), borders, arriving, dy, states,
-            dx, dstep, self.or_x(dz), self.or_x(dA), dskip, dbias, dinto, dquery, dentering,
+            self.backwards.scan_backward_kernel, steps, x, step, self.or_x(bias), self.A, self.rows, skip, self.or_x(z),
+            self.or_x(ungated), self.or_x(self.pos), borders, arriving, dy, states,
+            dx, dstep, self.or_x(dz), self.or_x(dA), dskip, dbias, parts, dentering,
             **self.strides(x=x, step=step, z=z, dy=dy), GATED=z is not None, BORDER=self.tiles.border,
-            BD=self.tiles.channels_back,
+            BD=self.tiles.channels_back, WARP_SUMS=self.warp_sums(steps),
         )  # fmt: skip
+        dinto, dquery = parts.sum(0).unbind(2)
         return (
             dentering,
             dx,
             dstep,
-            dinto.sum(0).to(into.dtype),
-            dquery.sum(0).to(query.dtype),
+            dinto.to(into.dtype),
+            dquery.to(query.dtype),
             dskip.sum(0).to(skip.dtype),
             None if A is None or dA is None else dA.sum(0).to(A.dtype),
             None if bias is None else dbias.sum(0).to(bias.dtype),
@@ -287,15 +317,3 @@ def _pieces(programs: int, length: int, tiles: Tiles) -> tuple[int, int]:
     wanted = min(-(-tiles.programs // programs), max(1, chunks // 4))
     piece = -(-chunks // wanted) * tiles.border
     return -(-length // piece), piece
-
-
-def _squares(k: Tensor) -> tuple[Tensor, Tensor]:
-    """Of keys [B, T, N]: the sum of all squares but n's, [B, T, N], and of all, [B, T], in float32."""
-    batch, length, d_state = k.shape
-    others, square = (torch.empty(shape, dtype=torch.float32, device=k.device) for shape in (k.shape, k.shape[:2]))
-    width = 1 << (d_state - 1).bit_length()
-    tokens = max(1, 2048 // width**2)
-    _kernels()[0].squares_kernel[(-(-length // tokens), batch)](
-        k, others, square, length, d_state, k.stride(0), k.stride(1), BT=tokens, BN=width
-    )
-    return others, square

@@ -4,7 +4,7 @@ The one thing to know: spans are a function of shapes and of the `Tiles` alone, 
 view: only its last dimension has to be contiguous.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels import launch
+from baton.kernels import tiles as table
 from baton.kernels.short_conv.chunked import new_tail
+
+KERNEL = "short_conv"
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,23 @@ def short_conv_triton(
     x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor | None, silu: bool, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `op.short_conv`, which checks the arguments."""
-    tiles, pos = tiles or Tiles(), launch.positions(pos)
+    tiles, pos = tiles or _tiles_for(x, weight), launch.positions(pos)
     inputs = (x, weight, bias, tail)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         y, leaving = _ShortConv.apply(*inputs, pos, silu, tiles)
         return y, leaving
     return _forward(x, weight, bias, tail, pos, silu, tiles)
+
+
+def shape_of(width: int, element_bytes: int) -> table.Shape:
+    """What tiles depend on."""
+    return {"width": width, "element_bytes": element_bytes}
+
+
+def _tiles_for(x: Tensor, weight: Tensor) -> Tiles:
+    batch, length, channels = x.shape
+    sizes = {"batch": batch, "tokens": length, "channels": channels}
+    return replace(Tiles(), **table.find(KERNEL, x.device, shape_of(weight.shape[1], x.element_size()), sizes))
 
 
 def _kernels() -> ModuleType:

@@ -14,8 +14,8 @@ from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WHOLE = Tiles(channels=8, channels_back=8, steps=4, steps_adjoint=4, steps_back=2, border=8, programs=1)
-CUT = Tiles(channels=8, channels_back=8, steps=4, steps_adjoint=4, steps_back=2, border=8, programs=100)
+WHOLE = Tiles(channels=8, channels_back=8, steps=4, steps_summary=4, steps_back=2, border=8, programs=1)
+CUT = Tiles(channels=8, channels_back=8, steps=4, steps_summary=4, steps_back=2, border=8, programs=100)
 NAMES = ("initial", *Inputs._fields)
 # float32 against float64, and bfloat16: what comes out is rounded to it
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 CHANNELS = 4096
 ARCHITECTURES = (80, 90, 100)
 MAIN = 90  # the only one for what is a variant of another kernel, "NAME, VARIANT"
 # of tensors: what is in the activations' dtype; the others are float32, positions int32, and what is no pointer a size
-ACTIVATIONS = {"x", "step", "z", "y", "dx", "dstep", "dz", "dy", "k", "tail", "dtail", "dtail_out", "gated"}
-SIZES = {"T", "N", "piece", "span", "size", "pieces", "state_row", "k_row"}
+ACTIVATIONS = {"x", "step", "z", "y", "dx", "dstep", "dz", "dy", "tail", "dtail", "dtail_out", "gated", "into", "query"}
+SIZES = {"T", "N", "piece", "span", "size", "pieces", "into_row", "query_row"}
 
 
 def signature(kernel, constants, dtype):
@@ -29,18 +30,19 @@ def signature(kernel, constants, dtype):
     return {name: of(name) for name in kernel.arg_names if name not in constants}
 
 
-def kernels():
-    """(name, kernel, constants, warps, dtype) of every configuration that is held to have no spills."""
-    for name, kernel, constants, warps, dtype in _kernels():
+def kernels(arch):
+    """(name, kernel, constants, warps, dtype) of every configuration that is held to have no spills on an architecture."""
+    for name, kernel, constants, warps, dtype in _kernels(arch):
         rows = {p.name: CHANNELS for p in kernel.params if p.is_constexpr and p.name.endswith("_row")}
         yield name, kernel, {**constants, **rows}, warps, dtype
 
 
-def _kernels():
+def _kernels(arch):
     """As `kernels`, without the lengths of rows."""
+    from baton.kernels import tiles as table
     from baton.kernels.diagonal_scan import backward, forward
     from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA
-    from baton.kernels.diagonal_scan.triton import tiles_for
+    from baton.kernels.diagonal_scan.triton import KERNEL, default_tiles, shape_of
     from baton.kernels.short_conv import taps
     from baton.kernels.short_conv.triton import Tiles as ConvTiles
 
@@ -51,19 +53,26 @@ def _kernels():
         ("longhorn", LONGHORN.value, 16),
         ("mamba, d_state 64,", MAMBA.value, 64),
     ):
-        tiles = tiles_for(d_state)
+        own = table.of_device(KERNEL, (f"sm_{arch}",), shape_of(label.split(",")[0], d_state, 8, CHANNELS))
+        tiles = replace(default_tiles(d_state), **own)
         common = {"KIND": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "FULL": True}
         common |= {"D": CHANNELS, "N": d_state, "BD": tiles.channels, "BN": d_state}
-        ahead, adjoint, back = ({**common, "STEPS": n} for n in (tiles.steps, tiles.steps_adjoint, tiles.steps_back))
-        ahead, adjoint = ({**x, "AHEAD": tiles.ahead} for x in (ahead, adjoint))
+        ahead, summary, back = ({**common, "STEPS": n} for n in (tiles.steps, tiles.steps_summary, tiles.steps_back))
+        ahead, summary = ({**x, "AHEAD": tiles.ahead} for x in (ahead, summary))
         whole = {"GATED": True, "HAS_ENTERING": True, "KEEP_BORDERS": True, "BORDER": tiles.border}
-        yield f"{label} summarize", forward.summarize_kernel, ahead, tiles.warps, "bf16"
+        yield f"{label} summarize", forward.summarize_kernel, summary, tiles.warps, "bf16"
         yield f"{label} scan", forward.scan_kernel, {**ahead, **whole}, tiles.warps, "bf16"
-        yield f"{label} summarize backward", backward.summarize_backward_kernel, {**adjoint, "GATED": True}, tiles.warps, "bf16"
+        yield f"{label} summarize backward", backward.summarize_backward_kernel, {**summary, "GATED": True}, tiles.warps, "bf16"
         yield (
             f"{label} backward",
             backward.scan_backward_kernel,
-            {**back, "GATED": True, "BORDER": tiles.border, "BD": tiles.channels_back},
+            {
+                **back,
+                "GATED": True,
+                "BORDER": tiles.border,
+                "BD": tiles.channels_back,
+                "WARP_SUMS": d_state == 16 and tiles.channels_back == 32,
+            },
             tiles.warps,
             "bf16",
         )
@@ -72,7 +81,7 @@ def _kernels():
     yield "conv", taps.conv_kernel, {**conv, "EVEN": True}, 1, "bf16"
     yield "conv backward", taps.conv_backward_kernel, conv, 1, "bf16"
     yield "fold", forward.fold_kernel, {"HAS_FIRST": True, "BACKWARDS": False, "BLOCK": 256}, 4, "bf16"
-    yield "squares", forward.squares_kernel, {"BT": 8, "BN": 16}, 4, "bf16"
+    yield "pack", forward.pack_kernel, {"KIND": LONGHORN.value, "BT": 8, "BN": 16}, 4, "bf16"
 
 
 def report(kernel, known, constants, arch, warps):
@@ -97,7 +106,7 @@ def report(kernel, known, constants, arch, warps):
 
 def one(number, arch):
     """The report of the number-th configuration."""
-    name, kernel, constants, warps, dtype = list(kernels())[number]
+    name, kernel, constants, warps, dtype = list(kernels(arch))[number]
     return f"{name}, sm_{arch}", report(kernel, signature(kernel, constants, dtype), constants, arch, warps)
 
 
@@ -105,7 +114,7 @@ def main():
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         jobs = [
             pool.submit(one, number, arch)
-            for number, (name, *_) in enumerate(kernels())
+            for number, (name, *_) in enumerate(kernels(MAIN))
             for arch in ((MAIN,) if ", " in name else ARCHITECTURES)
         ]
         json.dump(dict(job.result() for job in jobs), sys.stdout)

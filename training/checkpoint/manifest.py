@@ -7,9 +7,11 @@ import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from baton.kernels import tiles
 from baton.training.errors import CheckpointError
 
 FORMAT = 1
@@ -21,7 +23,8 @@ class Manifest:
     """step: optimizer steps done. tokens: tokens consumed by them. adam_steps: updates AdamW made.
 
     cursors: per lane, where its stream goes on. fingerprints: of what must be the same on resuming (model, stream, …).
-    layout: the mesh that wrote it, for the reader's eyes: any other may load it. files: name -> {bytes, sha256}.
+    layout: the mesh that wrote it, and versions: of what computed, for the reader's eyes: any others may load it.
+    files: name -> {bytes, sha256}.
     """
 
     step: int
@@ -80,3 +83,9 @@ def check_file(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
     if checksum(path)["sha256"] != expected["sha256"]:
         return f"{name} does not match its checksum"
     return None
+
+
+def versions() -> dict[str, str]:
+    """Of what computes here: packages, and the table of the kernels' tiles."""
+    packages = ("baton-lm", "torch", "deepspeed", "megatron-core")
+    return {**{name: version(name) for name in packages}, "kernel tiles": tiles.digest()}

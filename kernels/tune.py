@@ -1,0 +1,155 @@
+"""Which tiles are the quickest on the GPU at hand, for the shapes that a run asks for.
+
+The one thing to know: a choice is made field by field, from the tiles in use; a value is taken where it is at least 2 % quicker and
+the outputs and gradients are those of the tiles in use to the rounding of their type. Nothing of this happens in a run.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.kernels import tiles as table
+from baton.kernels.diagonal_scan import triton as diagonal_scan
+from baton.kernels.short_conv import triton as short_conv
+
+LEAST_GAIN = 0.02
+REPETITIONS = 11
+FLUSHED = 256 * 2**20  # bytes written before each call, more than any L2 has
+_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+FIELDS: dict[str, dict[str, tuple[int, ...]]] = {
+    diagonal_scan.KERNEL: {"programs": (512, 1024, 2048), "steps": (4, 8, 16), "ahead": (1, 2, 3), "steps_summary": (4, 8)},
+    short_conv.KERNEL: {"channels": (64, 128, 256), "steps": (4, 8, 16), "span": (64, 128, 256, 512)},
+}
+"""Of each kernel what is tried, in this order. Not the scan's border: `baton plan` counts with it."""
+
+Call = Callable[[Any], list[Tensor]]
+"""Outputs and gradients of a call with the tiles it is given."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """tiles: the quickest found, where they differ from a kernel's defaults. before_ms, after_ms: forward and backward together,
+    median, with the tiles in use and with these."""
+
+    request: table.Request
+    tiles: dict[str, int]
+    before_ms: float
+    after_ms: float
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} {size}" for name, size in (self.request.shape | self.request.sizes).items())
+        tiles = ", ".join(f"{name} {value}" for name, value in self.tiles.items()) or "the defaults"
+        return f"{self.request.kernel} ({sizes}): {tiles}; {self.before_ms:.3f} -> {self.after_ms:.3f} ms"
+
+    def entry(self, device: torch.device, dtype: torch.dtype) -> table.Entry:
+        """The table's row, under the most particular of the device's names."""
+        sizes = ", ".join(f"{name} {size}" for name, size in self.request.sizes.items())
+        precision = str(dtype).removeprefix("torch.")
+        why = f"{self.after_ms:.3f} ms beside {self.before_ms:.3f}, forward and backward, {precision}: {sizes}"
+        return table.Entry(self.request.kernel, table.names_of(device)[-1], self.request.shape, self.tiles, why)
+
+
+def tune(requests: Sequence[table.Request], device: torch.device, dtype: torch.dtype) -> Iterator[Tuned]:
+    """The quickest tiles of each request."""
+    for request in requests:
+        call, default, used = _SETUPS[request.kernel](request, device, dtype)
+        expected, best, before = call(used), used, _milliseconds(call, used, device)
+        after = before
+        for name, values in FIELDS[request.kernel].items():
+            for value in values:
+                tiles = replace(best, **{name: value})
+                if value == getattr(best, name) or not _fits(tiles):
+                    continue
+                if not _agree(call(tiles), expected, _LIMITS[dtype]):
+                    continue
+                took = _milliseconds(call, tiles, device)
+                if took < (1 - LEAST_GAIN) * after:
+                    best, after = tiles, took
+        found = {name: value for name, value in asdict(best).items() if value != getattr(default, name)}
+        yield Tuned(request, found, before, after)
+
+
+def _fits(tiles: Any) -> bool:
+    """What the attributes' descriptions ask for."""
+    if isinstance(tiles, diagonal_scan.Tiles):
+        return tiles.border % tiles.steps == 0 and tiles.ahead <= min(tiles.steps, tiles.steps_summary)
+    return bool(tiles.span % tiles.steps == 0)
+
+
+def _scan(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
+    g, sizes, d_state = torch.Generator(device).manual_seed(0), request.sizes, int(request.shape["d_state"])
+    batch, length, channels = sizes["batch"], sizes["tokens"], sizes["channels"]
+    mamba = request.shape["kind"] == "mamba"
+
+    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=g, device=device).to(dtype)
+
+    inputs = diagonal_scan.Inputs(
+        x=randn(batch, length, channels),
+        step=randn(batch, length, channels) if sizes["activate"] else randn(batch, length, channels).sigmoid(),
+        into=randn(batch, length, d_state),
+        query=randn(batch, length, d_state),
+        skip=torch.ones(channels, device=device),
+        A=-torch.arange(1.0, d_state + 1, device=device).repeat(channels, 1) if mamba else None,
+        bias=torch.full((channels,), -3.0, device=device) if sizes["activate"] else None,
+        z=randn(batch, length, channels) if sizes["gated"] else None,
+    )
+    leaves = [x.requires_grad_() for x in inputs if x is not None]
+    dy, dfinal = randn(batch, length, channels), randn(batch, channels, d_state, dtype=torch.float32)
+
+    def call(tiles: diagonal_scan.Tiles) -> list[Tensor]:
+        y, final = diagonal_scan.scan(inputs, pos=None, initial_state=None, activate=bool(sizes["activate"]), tiles=tiles)
+        return [y, final, *torch.autograd.grad([y, final], leaves, [dy, dfinal])]
+
+    default = diagonal_scan.default_tiles(d_state)
+    return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
+
+
+def _conv(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
+    g, sizes = torch.Generator(device).manual_seed(0), request.sizes
+    shape, channels = (sizes["batch"], sizes["tokens"], sizes["channels"]), sizes["channels"]
+    x, weight, bias, dy = (
+        torch.randn(*s, generator=g, device=device).to(dtype)
+        for s in (shape, (channels, int(request.shape["width"])), (channels,), shape)
+    )
+    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+
+    def call(tiles: short_conv.Tiles) -> list[Tensor]:
+        y, tail = short_conv.short_conv_triton(x, weight, bias, pos=None, tail=None, silu=True, tiles=tiles)
+        return [y, tail, *torch.autograd.grad([y], leaves, [dy])]
+
+    default = short_conv.Tiles()
+    return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
+
+
+_SETUPS = {diagonal_scan.KERNEL: _scan, short_conv.KERNEL: _conv}
+
+
+def _agree(found: Sequence[Tensor], expected: Sequence[Tensor], limit: float) -> bool:
+    """Not where something is nan."""
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(found, expected, strict=True)]
+    return all(float((a - b).norm()) <= limit * float(b.norm()) for a, b in pairs)
+
+
+def _milliseconds(call: Call, tiles: Any, device: torch.device) -> float:
+    """Median of calls that find nothing in the caches. On a CPU, where kernels are interpreted, of one call."""
+    if device.type != "cuda":
+        since = time.perf_counter()
+        call(tiles)
+        return 1e3 * (time.perf_counter() - since)
+    call(tiles)
+    flush = torch.empty(FLUSHED, dtype=torch.int8, device=device)
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPETITIONS)]
+    for begin, end in events:
+        flush.zero_()
+        begin.record()
+        call(tiles)
+        end.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(begin.elapsed_time(end) for begin, end in events)

@@ -1,0 +1,98 @@
+"""The table of tiles: what it holds, which row counts, and what finds its rows."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from baton.kernels import tiles
+from baton.kernels.diagonal_scan import triton as diagonal_scan
+from baton.kernels.errors import TilesError
+from baton.kernels.short_conv import triton as short_conv
+from baton.kernels.tiles import Entry, Request
+from baton.kernels.tune import tune
+
+TILES = {diagonal_scan.KERNEL: diagonal_scan.Tiles, short_conv.KERNEL: short_conv.Tiles}
+
+
+def test_the_tables_rows_are_of_kernels_and_fields_that_there_are():
+    for entry in tiles.table():
+        assert entry.tiles.keys() <= {field.name for field in dataclasses.fields(TILES[entry.kernel])}, entry
+        assert entry.why
+
+
+def test_a_name_goes_before_an_architecture_and_a_later_row_before_an_earlier(tmp_path, monkeypatch):
+    rows = (
+        Entry("scan", "NVIDIA H200", {"d_state": 16}, {"steps": 1}, "measured"),
+        Entry("scan", "sm_90", {}, {"steps": 2, "ahead": 2}, "measured"),
+        Entry("scan", "NVIDIA H200", {"d_state": 16, "warps": 8}, {"programs": 3}, "measured"),
+        Entry("conv", "NVIDIA H200", {}, {"steps": 4}, "measured"),
+    )
+    tiles.write(rows, tmp_path / "tiles.json")
+    assert tiles.read(tmp_path / "tiles.json") == rows
+    monkeypatch.setattr(tiles, "table", lambda: rows)
+    names = ("sm_90", "NVIDIA H200")
+    assert tiles.of_device("scan", names, {"d_state": 16, "warps": 8}) == {"steps": 1, "ahead": 2, "programs": 3}
+    assert tiles.of_device("scan", names, {"d_state": 16, "warps": 4}) == {"steps": 1, "ahead": 2}
+    assert tiles.of_device("scan", names, {"d_state": 8}) == {"steps": 2, "ahead": 2}
+    assert tiles.of_device("scan", ("sm_80",), {"d_state": 16}) == {}
+
+
+def test_the_digest_is_of_the_tiles_and_not_of_the_reasons(monkeypatch):
+    def digest(steps, why):
+        monkeypatch.setattr(tiles, "table", lambda: (Entry("scan", "sm_90", {}, {"steps": steps}, why),))
+        return tiles.digest()
+
+    assert digest(4, "so") == digest(4, "or so") != digest(8, "so")
+
+
+@pytest.mark.parametrize("text", ["", "{}x", '[{"kernel": "scan"}]'])
+def test_what_is_no_table_is_refused(tmp_path, text):
+    (tmp_path / "tiles.json").write_text(text)
+    with pytest.raises(TilesError, match=r"tiles\.json: not a table of tiles .*`baton tune`"):
+        tiles.read(tmp_path / "tiles.json")
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(TilesError, match=r"cannot be written \(No such file or directory\); name another with --table"):
+        tiles.write((), tmp_path / "nowhere" / "tiles.json")
+
+
+@pytest.mark.parametrize("kernel", TILES)
+def test_tuning_returns_tiles_that_compute_the_same(kernel, monkeypatch):
+    """By the same kernels, interpreted; what is quickest there means nothing, that it computes the same does."""
+    monkeypatch.setattr("baton.kernels.tune.FIELDS", {
+        diagonal_scan.KERNEL: {"programs": (1, 1024), "steps": (4, 7), "ahead": (1,)}, short_conv.KERNEL: {"steps": (4, 8)},
+    })  # fmt: skip
+    if kernel == diagonal_scan.KERNEL:
+        sizes = {"batch": 1, "tokens": 20, "channels": 5, "activate": True, "gated": True}
+        request = Request(kernel, diagonal_scan.shape_of("mamba", 3, 1, 5), sizes)
+    else:
+        request = Request(kernel, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
+    (found,) = tune([request], torch.device("cpu"), torch.float32)
+    assert found.after_ms <= found.before_ms
+    assert found.tiles.keys() <= {field.name for field in dataclasses.fields(TILES[kernel])}
+    assert found.tiles.get("steps") != 7  # does not divide border
+    assert "->" in str(found)
+
+
+def test_tiles_that_compute_something_else_are_not_taken(monkeypatch):
+    """However quick they are."""
+    request = Request(short_conv.KERNEL, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
+    run, quick = short_conv.short_conv_triton, iter((2.0, 1.0, 1.0, 1.0))
+    monkeypatch.setattr("baton.kernels.tune._milliseconds", lambda *_: next(quick))
+    monkeypatch.setattr("baton.kernels.tune.FIELDS", {short_conv.KERNEL: {"steps": (8,)}})
+
+    def wrong(*args, tiles, **options):
+        y, tail = run(*args, tiles=tiles, **options)
+        return (y + 1e-3 if tiles.steps == 8 else y), tail
+
+    assert next(tune([request], torch.device("cpu"), torch.float32)).tiles == {"steps": 8}
+    monkeypatch.setattr(short_conv, "short_conv_triton", wrong)
+    quick = iter((2.0, 1.0))
+    assert next(tune([request], torch.device("cpu"), torch.float32)).tiles == {}
+
+
+def test_the_packages_table_is_what_a_run_uses():
+    assert json.loads(tiles.PATH.read_text()) == [dataclasses.asdict(entry) for entry in tiles.table()]

@@ -1,0 +1,53 @@
+"""`baton tune`: the shapes of a run's kernels, the table, and what is refused."""
+
+import pytest
+import torch
+
+from baton.kernels import tiles
+from baton.launcher import cli
+from baton.models.config import ModelConfig
+from baton.parallel.config import LayoutConfig
+from baton.training.config import TrainingConfig
+from baton.training.tune import requests_of, tune_for
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_tuned(tmp_path, capsys):
+    before = tiles.PATH.read_text()
+    words = ["configs/runs/demo.yaml", "model.vocab_size=512", "data.tokenizer=nowhere.model"]
+    assert cli.main(["tune", *words, "--table", str(tmp_path / "tiles.json")]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "baton: there is no GPU here: kernels are tuned on a GPU of the kind that will run them"
+    ]
+    assert not (tmp_path / "tiles.json").exists()
+    assert tiles.PATH.read_text() == before
+
+
+def settings():
+    model = ModelConfig(d_model=128, n_layers=4, pattern=("mamba", "longhorn"), vocab_size=64)
+    training = TrainingConfig(
+        context=64, global_batch_tokens=128, micro_batch=2, steps=1, precision="bfloat16", optimizer={"lr": 1e-3}
+    )
+    return model, training, LayoutConfig(tensor=2)
+
+
+@pytest.mark.gpu
+def test_a_runs_shapes_are_those_of_a_rank():
+    found = {(r.kernel, r.shape.get("kind")): r for r in requests_of(*settings(), torch.device("cuda"))}
+    assert found.keys() == {("short_conv", None), ("diagonal_scan", "mamba"), ("diagonal_scan", "longhorn")}
+    for request in found.values():
+        assert {**request.sizes, "activate": True, "gated": True} == {
+            "batch": 2, "tokens": 64, "channels": 128, "activate": True, "gated": True,
+        }  # fmt: skip
+    assert found["diagonal_scan", "mamba"].shape == {"kind": "mamba", "d_state": 16, "warps": 8}
+
+
+@pytest.mark.gpu
+def test_what_was_tuned_is_in_the_table(tmp_path, monkeypatch):
+    monkeypatch.setattr("baton.kernels.tune.FIELDS", {"diagonal_scan": {"steps": (4, 8)}, "short_conv": {"steps": (4, 8)}})
+    device, path = torch.device("cuda"), tmp_path / "tiles.json"
+    tiles.write(tiles.table(), path)
+    found = list(tune_for(*settings(), device, path))
+    rows = {(row.kernel, *sorted(row.shape.items())): row for row in tiles.read(path) if row.device == tiles.names_of(device)[-1]}
+    for tuned in found:
+        assert rows[(tuned.request.kernel, *sorted(tuned.request.shape.items()))].tiles == tuned.tiles
