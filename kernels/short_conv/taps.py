@@ -115,13 +115,67 @@ def conv_kernel(
 
 
 @triton.jit
-def conv_backward_kernel(
-    x, weight, bias, tail, pos, dy, dtail_out, dx, dtail, dweight, dbias, T, span, x_batch, dy_batch,
-    D: tl.constexpr, x_row: tl.constexpr, dy_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr,
-    SILU: tl.constexpr, FULL: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr,
+def block_backward(
+    xs, dys, at, t0, carried, taps, shift, x, dy, dtail_out, dx, dtail, begin, end, d_in, T,
+    D: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr, STEPS: tl.constexpr,
+    EDGE: tl.constexpr,
 ):  # fmt: skip
-    """dx [B, T, D], dtail [B, W - 1, D], and of each span dweight [B, S, W, D] and dbias [B, S, D]. dtail_out is the cotangent of
-    the last W - 1 inputs of tail and piece."""
+    """Gradients of STEPS tokens from t0 on; those of inputs that no later token reaches are stored. EDGE: some of the tokens may be
+    behind the span, which is nobody's but the next span's, or behind the last one.
+
+    carried, given and returned: the W - 1 inputs before the token at hand; their gradients, not complete yet; gradients of each tap
+    and of the bias.
+    """
+    window, waiting, dtaps, dshift = carried
+    done = ()
+    for s in tl.static_range(STEPS):
+        window, x_t = forgotten(window, at[s] == 0 if HAS_POS else False, HAS_POS, W), released(xs[s], x)
+        g = released(dys[s], dy)
+        if SILU:
+            total = convolved(shift, taps, window, x_t, W)
+            open_t = sigmoid(total)
+            g *= open_t * (1.0 + total * (1.0 - open_t))
+        own = g
+        if EDGE:
+            g = tl.where(t0 + s < T, g, 0.0)
+            own = tl.where(t0 + s < end, g, 0.0)
+        dshift += own
+        grown, added = (), ()
+        for i in tl.static_range(W - 1):
+            grown += (dtaps[i] + own * window[i],)
+            to_past = tl.where(at[s] >= W - 1 - i, g, 0.0) if HAS_POS else g
+            added += (waiting[i] + taps[i] * to_past,)
+        grown += (dtaps[W - 1] + own * x_t,)
+        dtaps = grown
+        added += (taps[W - 1] * g,)
+        done += (added[0],)
+        waiting = ()
+        for i in tl.static_range(1, W):
+            waiting += (added[i],)
+        window = moved_on(window, x_t, W)
+    for s in tl.static_range(STEPS):
+        # the input that no later token reaches; before 0 they are the tail's
+        t = t0 + s - (W - 1)
+        total = done[s]
+        inside = d_in & (t >= begin)
+        if EDGE:
+            last = T - (W - 1)
+            total += tl.load(dtail_out + (t - last) * D, mask=d_in & (t >= last) & (t < T), other=0.0).to(tl.float32)
+            inside &= t < end
+        tl.store(dx + t * D, total.to(dx.dtype.element_ty), mask=inside)
+        if HAS_TAIL:
+            tl.store(dtail + (t + W - 1) * D, total.to(dtail.dtype.element_ty), mask=d_in & (t < 0) & (begin == 0))
+    return window, waiting, dtaps, dshift
+
+
+@triton.jit
+def conv_backward_kernel(
+    x, weight, bias, tail, pos, dy, dtail_out, dx, dtail, sums, T, span, x_batch, dy_batch,
+    D: tl.constexpr, x_row: tl.constexpr, dy_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr,
+    SILU: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """dx [B, T, D], dtail [B, W - 1, D], and of each span the gradients of taps and bias, [B, S, W + 1, D]. dtail_out is the
+    cotangent of the last W - 1 inputs of tail and piece. EVEN: spans are whole blocks of tokens. STEPS is at least W - 1."""
     d, b = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(1).to(tl.int64)
     d_in = d < D
     x += b * x_batch + d
@@ -132,61 +186,36 @@ def conv_backward_kernel(
     dtail_out += b * (W - 1) * D + d
     pos += b * T
     begin, end = tl.program_id(2) * span, tl.minimum((tl.program_id(2) + 1) * span, T)
-    # tokens behind the span whose outputs its last inputs reach
-    behind = tl.minimum(end + W - 1, T)
     taps, shift = load_taps(weight, d, d_in, W), tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32)
-    window = first_window(x, tail, pos, b * 0 + begin, x_row, d_in, W, D, HAS_TAIL, HAS_POS)
-    # gradients of the W - 1 inputs before the token at hand, not complete yet; of each tap, and of the bias
-    dshift = tl.zeros([BD], tl.float32)
-    waiting, dtaps = (), (dshift,)
+    nothing = tl.zeros([BD], tl.float32)
+    waiting, dtaps = (), (nothing,)
     for _ in tl.static_range(W - 1):
-        waiting += (dshift,)
-        dtaps += (dshift,)
-    xs = load_rows(x, b * 0 + begin, x_row, d_in, behind, STEPS, FULL, False)
-    dys = load_rows(dy, b * 0 + begin, dy_row, d_in, behind, STEPS, FULL, False)
-    at = positions(pos, b * 0 + begin, behind, STEPS, False, HAS_POS)
-    for t0 in range(begin, end + W - 1, STEPS):
-        t1 = b * 0 + t0 + STEPS
-        next_xs = load_rows(x, t1, x_row, d_in, behind, STEPS, FULL, False)
-        next_dys = load_rows(dy, t1, dy_row, d_in, behind, STEPS, FULL, False)
-        next_at = positions(pos, t1, behind, STEPS, False, HAS_POS)
+        waiting += (nothing,)
+        dtaps += (nothing,)
+    window = first_window(x, tail, pos, b * 0 + begin, x_row, d_in, W, D, HAS_TAIL, HAS_POS)
+    xs = load_rows(x, b * 0 + begin, x_row, d_in, T, STEPS, FULL, EVEN)
+    dys = load_rows(dy, b * 0 + begin, dy_row, d_in, T, STEPS, FULL, EVEN)
+    at = positions(pos, b * 0 + begin, T, STEPS, EVEN, HAS_POS)
+    dshift = nothing
+    for t0 in range(begin, end, STEPS):
+        # behind the last token there may be no memory: the last ones again, of which nothing is used
+        t1 = b * 0 + (tl.minimum(t0 + STEPS, T - STEPS) if EVEN else t0 + STEPS)
+        next_xs = load_rows(x, t1, x_row, d_in, T, STEPS, FULL, EVEN)
+        next_dys = load_rows(dy, t1, dy_row, d_in, T, STEPS, FULL, EVEN)
+        next_at = positions(pos, t1, T, STEPS, EVEN, HAS_POS)
         loads_begun()
-        done = ()
-        for s in tl.static_range(STEPS):
-            t = t0 + s
-            window, x_t = forgotten(window, at[s] == 0 if HAS_POS else False, HAS_POS, W), released(xs[s], x)
-            g = released(dys[s], dy)
-            if SILU:
-                total = convolved(shift, taps, window, x_t, W)
-                open_t = sigmoid(total)
-                g *= open_t * (1.0 + total * (1.0 - open_t))
-            own = tl.where(t < end, g, 0.0)
-            dshift += own
-            grown, added = (), ()
-            for i in tl.static_range(W - 1):
-                grown += (dtaps[i] + own * window[i],)
-                to_past = taps[i] * g
-                added += (waiting[i] + (tl.where(at[s] >= W - 1 - i, to_past, 0.0) if HAS_POS else to_past),)
-            grown += (dtaps[W - 1] + own * x_t,)
-            dtaps = grown
-            added += (taps[W - 1] * g,)
-            done += (added[0],)
-            waiting = ()
-            for i in tl.static_range(1, W):
-                waiting += (added[i],)
-            window = moved_on(window, x_t, W)
-        for s in tl.static_range(STEPS):
-            # the input that no later token reaches; before 0 they are the tail's
-            t = t0 + s - (W - 1)
-            total = done[s] + tl.load(
-                dtail_out + (b * 0 + t - (T - (W - 1))) * D, mask=d_in & (t >= T - (W - 1)) & (t < T), other=0.0
-            ).to(tl.float32)
-            tl.store(dx + (b * 0 + t) * D, total.to(dx.dtype.element_ty), mask=d_in & (t >= begin) & (t < end))
-            if HAS_TAIL:
-                row = dtail + (b * 0 + t + W - 1) * D
-                tl.store(row, total.to(dtail.dtype.element_ty), mask=d_in & (t < 0) & (begin == 0))
+        window, waiting, dtaps, dshift = block_backward(
+            xs, dys, at, b * 0 + t0, (window, waiting, dtaps, dshift), taps, shift, x, dy, dtail_out, dx, dtail, begin, end, d_in,
+            T, D, W, HAS_TAIL, HAS_POS, SILU, STEPS, not EVEN,
+        )  # fmt: skip
         xs, dys, at = next_xs, next_dys, next_at
-    at_span = b * tl.num_programs(2) + tl.program_id(2)
+    # the tokens behind the span that its last inputs reach
+    behind = b * 0 + begin + tl.cdiv(end - begin, STEPS) * STEPS
+    window, waiting, dtaps, dshift = block_backward(
+        xs, dys, at, behind, (window, waiting, dtaps, dshift), taps, shift, x, dy, dtail_out, dx, dtail, begin, end, d_in, T,
+        D, W, HAS_TAIL, HAS_POS, SILU, STEPS, True,
+    )  # fmt: skip
+    sums += (b * tl.num_programs(2) + tl.program_id(2)) * (W + 1) * D + d
     for i in tl.static_range(W):
-        tl.store(dweight + (at_span * W + i) * D + d, dtaps[i], mask=d_in)
-    tl.store(dbias + at_span * D + d, dshift, mask=d_in)
+        tl.store(sums + i * D, dtaps[i], mask=d_in)
+    tl.store(sums + W * D, dshift, mask=d_in)

@@ -43,7 +43,7 @@ def short_conv_triton(
     x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor | None, silu: bool, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `op.short_conv`, which checks the arguments."""
-    tiles, pos = tiles or _tiles_for(x, weight), launch.positions(pos)
+    tiles, pos = _with_room(tiles or _tiles_for(x, weight), weight.shape[1]), launch.positions(pos)
     inputs = (x, weight, bias, tail)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         y, leaving = _ShortConv.apply(*inputs, pos, silu, tiles)
@@ -60,6 +60,12 @@ def _tiles_for(x: Tensor, weight: Tensor) -> Tiles:
     batch, length, channels = x.shape
     sizes = {"batch": batch, "tokens": length, "channels": channels}
     return replace(Tiles(), **table.find(KERNEL, x.device, shape_of(weight.shape[1], x.element_size()), sizes))
+
+
+def _with_room(tiles: Tiles, width: int) -> Tiles:
+    """A block of tokens is as long as what a token's gradient reaches back."""
+    steps = max(tiles.steps, table.power_of_two(width - 1))
+    return replace(tiles, steps=steps, span=-(-tiles.span // steps) * steps)
 
 
 def _kernels() -> ModuleType:
@@ -119,16 +125,16 @@ class _ShortConv(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dleaving: Tensor) -> tuple[Any, ...]:
         x, weight, bias, tail, pos = ctx.saved_tensors
         rows, dy, tiles, width = launch.in_rows(x), launch.in_rows(dy), ctx.tiles, weight.shape[1]
-        batch, _, channels = x.shape
-        grid = _grid(x, tiles)
+        batch, length, channels = x.shape
+        grid, even = _grid(x, tiles), length % tiles.steps == 0
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dtail = x if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
-        dweight = torch.empty(batch * grid[2], width, channels, dtype=torch.float32, device=x.device)
-        dbias = torch.empty(batch * grid[2], channels, dtype=torch.float32, device=x.device)
+        sums = torch.empty(batch * grid[2], width + 1, channels, dtype=torch.float32, device=x.device)
         _kernels().conv_backward_kernel[grid](
             rows, weight.contiguous(), bias.contiguous(), x if tail is None else tail.contiguous(), x if pos is None else pos, dy,
-            dleaving.contiguous(), dx, dtail, dweight, dbias, dy_batch=dy.stride(0), dy_row=dy.stride(1),
+            dleaving.contiguous(), dx, dtail, sums, dy_batch=dy.stride(0), dy_row=dy.stride(1), EVEN=even,
             **_options(rows, width, tail, pos, ctx.silu, tiles),
         )  # fmt: skip
-        grads = (dx, dweight.sum(0).t().to(weight.dtype), dbias.sum(0).to(bias.dtype), None if tail is None else dtail)
+        whole = sums.sum(0)
+        grads = (dx, whole[:width].t().to(weight.dtype), whole[width].to(bias.dtype), None if tail is None else dtail)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:4], grads, strict=True)), None, None, None)
