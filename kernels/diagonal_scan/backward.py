@@ -1,9 +1,9 @@
 """The diagonal scans backwards, in Triton.
 
-The one thing to know: nothing is divided by a decay. The forward pass leaves the state at every BORDER-th token; from there a
-program computes the states twice: once to leave one in memory every STEPS tokens, then STEPS tokens at a time and the last ones
-first, to keep what the adjoint recurrence needs in registers. Sums over channels (gradients of in and query) leave as one partial
-sum per block of channels, to be added in a fixed order: there are no atomics.
+The one thing to know: nothing is divided by a decay. The forward pass leaves the state at every BORDER-th token; from
+there a program computes the states twice: once to leave one in memory every STEPS tokens, then STEPS tokens at a time and the last
+ones first, to keep what the adjoint recurrence needs in registers. Sums over channels (gradients of in and query) leave as one part
+per block of channels, in x's type, to be added in a fixed order: there are no atomics.
 
 The adjoint, with lam_t = dLoss/dh_t: lam_t = query_t dy_t + decay_{t+1} lam_{t+1}; `carry` is its second term.
 """

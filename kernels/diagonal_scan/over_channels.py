@@ -69,9 +69,9 @@ def leave_sums(to, sums, n, present, N: tl.constexpr, STEPS: tl.constexpr, EVEN:
             first = tl.sum(tl.sum(tl.where(n[None, :, :] == 0, both, 0), 2), 1).to(tl.float32, bitcast=True)
             token = s + lane // 16
             if EVEN:
-                tl.store(to + token * (2 * N) + at, first)
+                tl.store(to + token * (2 * N) + at, first.to(to.dtype.element_ty))
             else:
-                tl.store(to + token * (2 * N) + at, first, mask=token < present)
+                tl.store(to + token * (2 * N) + at, first.to(to.dtype.element_ty), mask=token < present)
     else:
         for s in tl.static_range(STEPS):
-            tl.store(to + s * (2 * N) + n, sums[s], mask=(n < N) & (s < present))
+            tl.store(to + s * (2 * N) + n, sums[s].to(to.dtype.element_ty), mask=(n < N) & (s < present))

@@ -90,16 +90,17 @@ def states_of(block, D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, BN: tl.
 
 @triton.jit
 def load_states(at, inside, FULL: tl.constexpr, OTHER: tl.constexpr = 0.0):
-    """A block of states; FULL: all of it exists."""
-    return tl.load(at) if FULL else tl.load(at, mask=inside, other=OTHER)
+    """A block of states, in fp32; FULL: all of it exists."""
+    found = tl.load(at) if FULL else tl.load(at, mask=inside, other=OTHER)
+    return found.to(tl.float32)
 
 
 @triton.jit
 def store_states(at, h, inside, FULL: tl.constexpr):
     if FULL:
-        tl.store(at, h)
+        tl.store(at, h.to(at.dtype.element_ty))
     else:
-        tl.store(at, h, mask=inside)
+        tl.store(at, h.to(at.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -258,7 +258,7 @@ class _Run:
         dA = None if A is None else self.empty(batch * self.pieces, channels, d_state)
         dskip, dbias = (self.empty(batch * self.pieces, channels) for _ in range(2))
         blocks = -(-channels // self.tiles.channels_back)
-        parts = self.empty(blocks, batch, length, 2, d_state)
+        parts = self.empty(blocks, batch, length, 2, d_state, like=x)
         dentering = self.empty(batch, channels, d_state)
         self.launch(
             self.backwards.scan_backward_kernel, steps, x, step, self.or_x(bias), self.A, self.rows, skip, self.or_x(z),
@@ -267,7 +267,7 @@ class _Run:
             **self.strides(x=x, step=step, z=z, dy=dy), GATED=z is not None, BORDER=self.tiles.border,
             BD=self.tiles.channels_back, WARP_SUMS=self.warp_sums(steps),
         )  # fmt: skip
-        dinto, dquery = parts.sum(0).unbind(2)
+        dinto, dquery = parts.sum(0, dtype=torch.float32).unbind(2)
         return (
             dentering,
             dx,

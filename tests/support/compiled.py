@@ -17,7 +17,23 @@ CHANNELS = 4096
 ARCHITECTURES = (80, 90, 100)
 MAIN = 90  # the only one for what is a variant of another kernel, "NAME, VARIANT"
 # of tensors: what is in the activations' dtype; the others are float32, positions int32, and what is no pointer a size
-ACTIVATIONS = {"x", "step", "z", "y", "dx", "dstep", "dz", "dy", "tail", "dtail", "dtail_out", "gated", "into", "query"}
+ACTIVATIONS = {
+    "x",
+    "step",
+    "z",
+    "y",
+    "dx",
+    "dstep",
+    "dz",
+    "dy",
+    "tail",
+    "dtail",
+    "dtail_out",
+    "gated",
+    "into",
+    "query",
+    "parts",
+}
 SIZES = {"T", "N", "piece", "span", "size", "pieces", "into_row", "query_row"}
 
 

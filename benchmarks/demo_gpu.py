@@ -1,0 +1,70 @@
+"""The demo's first steps on a GPU and on the CPU of the same machine: its kernels train as the definitions' other form does.
+
+The one thing to know: the same data, seed and command, in float32, but for the device; every step's loss and gradient norm are
+compared.
+
+    python benchmarks/demo_gpu.py [--steps 50]
+"""
+
+import argparse
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from report import Report
+
+from baton.data_pipeline.stream import Dataset, documents
+from baton.data_pipeline.tokenizer import train_tokenizer
+from baton.launcher.demo import VOCABULARY
+from baton.training.monitor import read_metrics
+
+ALLOWED = 1e-3  # relative, of losses; the norms of small early gradients get ten times as much
+BATON = [sys.executable, "-P", "-m", "baton.launcher.cli"]
+
+
+def prepare(folder: Path) -> None:
+    """A part of what `make demo` learns from: Python's standard library."""
+    source = sysconfig.get_paths()["stdlib"]
+    words = ["--include", "*.py", *(word for name in ("site-packages", "test", "tests") for word in ("--exclude", name))]
+    command = [*BATON, "data", "prepare", source, "--out", str(folder / "shards"), *words, "--validation-fraction", "0.03"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    train_tokenizer(documents(Dataset.open(folder / "shards"), "train"), folder / "tokenizer.model", VOCABULARY)
+
+
+def losses(folder: Path, device: str, steps: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step."""
+    run = folder / device
+    settings = [
+        f"device={device}", f"directory={run}", "layout.data=1", f"training.steps={steps}", "training.log_every=1",
+        "training.schedule.decay_steps=10", "training.evaluation.every=0",
+        f"data.path={folder / 'shards'}", f"data.tokenizer={folder / 'tokenizer.model'}",
+    ]  # fmt: skip
+    subprocess.run([*BATON, "train", str(files("baton.configs") / "runs" / "demo.yaml"), *settings], check=True)
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=50)
+    arguments = parser.parse_args()
+    report = Report("demo_gpu_losses", device=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        cpu, gpu = (losses(folder, device, arguments.steps) for device in ("cpu", "cuda"))
+    assert len(cpu) == len(gpu) == arguments.steps
+    loss, norm = (max(abs(g[n] - c[n]) / abs(c[n]) for g, c in zip(gpu, cpu, strict=True)) for n in (0, 1))
+    for step in (1, *range(10, arguments.steps + 1, 10)):
+        report.say(f"step {step:3d}: loss on the CPU {cpu[step - 1][0]:.7f}, on the GPU {gpu[step - 1][0]:.7f}")
+    report.gate("losses", loss <= ALLOWED, f"largest relative difference of {arguments.steps} steps {loss:.1e}")
+    report.gate("gradient norms", norm <= 10 * ALLOWED, f"largest relative difference of {arguments.steps} steps {norm:.1e}")
+    report.save()
+
+
+if __name__ == "__main__":
+    main()
