@@ -3,7 +3,9 @@
 The one thing to know: the gates compare loss and gradient norm of the same step; what plain backward cannot hold is said to be out
 of memory, not left out. Times are of whole steps (forward, backward, update), the fastest of a few.
 
-    python benchmarks/long_context.py [--model mamba-130m] [--contexts 32768,131072] [--segment 16384] [--ranks 4]
+    python benchmarks/long_context.py [--model mamba-130m] [--contexts 32768,131072] [--segment 16384] [--ranks 4] [--steps 3]
+    python benchmarks/long_context.py --contexts 131072 --ranks 4 --ranks-context 4194304 --name long_context_4m
+    python benchmarks/long_context.py --model mamba-1.4b --contexts 32768,131072,524288,1048576 --steps 1 --name long_context_1b
 
 With more ranks than GPUs the ranks share them in turns and send through sockets: their losses count, their times are not shown.
 """
@@ -30,7 +32,7 @@ from baton.training.config import OptimizerConfig, TrainingConfig
 from baton.training.executor import StepExecutor
 from baton.training.passes import Segments, TokenBatch
 
-STEPS, NEAR = 3, 1e-3  # steps timed after one that warms up; relative difference of losses and norms, bfloat16
+NEAR = 1e-3  # relative difference of losses and norms, bfloat16
 TIMEOUT_S = 90  # of a message between ranks
 
 
@@ -110,21 +112,27 @@ def main() -> None:
     parser.add_argument("--model", default="mamba-130m")
     parser.add_argument("--contexts", default="32768,131072")
     parser.add_argument("--segment", type=int, default=16384)
+    parser.add_argument("--steps", type=int, default=3, help="steps timed, after one that warms up")
     parser.add_argument("--ranks", type=int, default=0, help="sequence ranks whose loss at the longest context is compared")
+    parser.add_argument("--ranks-context", type=int, help="tokens of a sequence that the ranks then do by themselves")
     parser.add_argument("--name", default="long_context")
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
     report = Report(arguments.name, device=f"{gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
     model = ModelConfig(**yaml.safe_load((files("baton.configs") / "models" / f"{arguments.model}.yaml").read_text()))
     contexts = [int(n) for n in arguments.contexts.split(",")]
-    exact = None
+    exact, too_long = None, set()
     for context in contexts:
-        exact = run(1, model, settings(context, arguments.segment), STEPS)
+        exact = run(1, model, settings(context, arguments.segment), arguments.steps)
         assert exact is not None, f"segments of {arguments.segment} do not fit"
         for name, recompute in (("plain", False), ("plain, recomputed", True)):
             case = f"{arguments.model} {context}, {name}"
-            plain = run(1, model, settings(context, None, recompute=recompute), STEPS)
+            if name in too_long:
+                report.say(f"{case}: not tried, for less did not fit")
+                continue
+            plain = run(1, model, settings(context, None, recompute=recompute), arguments.steps)
             if plain is None:
+                too_long.add(name)
                 report.say(f"{case}: out of memory; exact segments {exact['bytes'] / 2**30:.1f} GiB")
                 continue
             near = {key: abs(exact[key] - plain[key]) / abs(plain[key]) for key in ("loss", "norm")}
@@ -142,6 +150,14 @@ def main() -> None:
         near = {key: abs(several[key] - exact[key]) / abs(exact[key]) for key in ("loss", "norm")}
         report.gate(case, max(near.values()) <= NEAR, f"loss to {near['loss']:.1e}, norm to {near['norm']:.1e} <= {NEAR:g}")
         report.row(case, "loss", several["loss"], "one rank", exact["loss"], gate=case, higher_is_better=False)
+        if arguments.ranks_context:
+            case = f"{arguments.model} {arguments.ranks_context}, {arguments.ranks} sequence ranks"
+            longer = run(arguments.ranks, model, settings(arguments.ranks_context, arguments.segment), arguments.steps)
+            # tokens are random: whatever the context, an untrained model's mean loss is the same
+            near = abs(longer["loss"] - exact["loss"]) / exact["loss"]
+            report.gate(case, near <= NEAR, f"mean loss is that of {contexts[-1]} tokens to {near:.1e} <= {NEAR:g}")
+            took = "" if "seconds" not in longer else f", {longer['seconds'] * 1e6:.2f} us per token"
+            report.say(f"{case}: exact, {longer['bytes'] / 2**30:.2f} GiB per rank{took}")
     report.save()
 
 
