@@ -15,3 +15,9 @@ def in_rows(x: Tensor) -> Tensor:
 def positions(pos: Tensor | None) -> Tensor | None:
     """int32 [B, T], contiguous, of positions as callers have them."""
     return None if pos is None else pos.to(torch.int32).contiguous()
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it, contiguous and where kernels may read 16 bytes at once."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -43,7 +43,7 @@ def summarize_backward_kernel(
     """What dy alone adds to the cotangent of the state that entered each piece, [B, P, D, N]."""
     b, p = tl.program_id(1).to(tl.int64), tl.program_id(2)
     d, d_in, n, inside, at_state = states_of(tl.program_id(0), D, N, BD, BN)
-    rates, blank = rates_at(A + at_state, inside, KIND, FULL)
+    rates, blank = rates_at(A, at_state, inside, N, KIND, FULL)
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
     step += b * step_batch + d
     z += b * z_batch + d
@@ -89,7 +89,7 @@ def summarize_backward_kernel(
                 dy_t *= z_t * sigmoid(z_t)
             carry = decay * (carry + dy_t[:, None, None] * query_t[None, :, :])
         steps, dys, zs, positions = next_steps, next_dys, next_zs, next_positions
-    store_states(add_out + (b * tl.num_programs(2) + p) * D * N + at_state, carry, inside, FULL)
+    store_states(add_out + (b * tl.num_programs(2) + p) * D * N, at_state, carry, inside, N, FULL)
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def scan_backward_kernel(
     block, b, p = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, pieces = tl.num_programs(1), tl.num_programs(2)
     d, d_in, n, inside, at_state = states_of(block, D, N, BD, BN)
-    rates, _blank = rates_at(A + at_state, inside, KIND, FULL)
+    rates, _blank = rates_at(A, at_state, inside, N, KIND, FULL)
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
     through = tl.load(skip + d, mask=d_in, other=0.0).to(tl.float32)
     x += b * x_batch + d
@@ -125,7 +125,7 @@ def scan_backward_kernel(
     at_piece = (b * pieces + p) * D
     states += at_piece * N * (BORDER // STEPS)
     begin, end = p * piece, tl.minimum((p + 1) * piece, T)
-    carry = load_states(arriving + at_piece * N + at_state, inside, FULL)
+    carry = load_states(arriving + at_piece * N, at_state, inside, N, FULL)
     grad_rates = tl.zeros([BD, BN // 4, 4], tl.float32)
     grad_skip = tl.zeros([BD], tl.float32)
     grad_shift = tl.zeros([BD], tl.float32)
@@ -144,7 +144,7 @@ def scan_backward_kernel(
         shared = ()
         for s in tl.static_range(STEPS):
             shared += shared_at(c0 + s, end, rows, n, BN, BLOCKS == 1, KIND, EVEN)
-        h = load_states(borders + (b * tl.cdiv(T, BORDER) + c0 // BORDER) * D * N + at_state, inside, FULL)
+        h = load_states(borders + (b * tl.cdiv(T, BORDER) + c0 // BORDER) * D * N, at_state, inside, N, FULL)
         bits = starts_among(positions, BORDER, HAS_POS)
         # what the memory held is read by every thread before it is written anew, and the other way round below
         loads_begun()
@@ -154,7 +154,7 @@ def scan_backward_kernel(
                 t = c0 + (j + 1) * STEPS + s
                 next_shared += shared_at(t, end, rows, n, BN, j == BLOCKS - 2, KIND, EVEN)
             loads_begun()
-            store_states(states + j * D * N + at_state, h, inside, FULL)
+            store_states(states + j * D * N, at_state, h, inside, N, FULL)
             for s in tl.static_range(STEPS):
                 in_t, _in_t, rest, far = shared[4 * s : 4 * s + 4]
                 present = True if EVEN else c0 + j * STEPS + s < end
@@ -215,7 +215,7 @@ def scan_backward_kernel(
                     next_ys = load_rows(y, t1, D, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
                     for s in tl.static_range(STEPS):
                         next_shared += shared_at(t1 + s, end, rows, n, BN, True, KIND, EVEN)
-                    h = load_states(states + tl.maximum(BLOCKS - 2 - j, 0) * D * N + at_state, inside, FULL)
+                    h = load_states(states + tl.maximum(BLOCKS - 2 - j, 0) * D * N, at_state, inside, N, FULL)
                     loads_begun()
                 t = t0 + STEPS - 1 - r
                 exists = d_in if EVEN else d_in & (t < end)
@@ -248,8 +248,8 @@ def scan_backward_kernel(
         # the last states are read before the next chunk's are written
         tl.debug_barrier()
     if KIND == MAMBA:
-        store_states(dA + at_piece * N + at_state, grad_rates, inside, FULL)
+        store_states(dA + at_piece * N, at_state, grad_rates, inside, N, FULL)
     tl.store(dskip + at_piece + d, grad_skip, mask=d_in)
     tl.store(dbias + at_piece + d, grad_shift, mask=d_in)
     if p == 0:
-        store_states(dentering + b * D * N + at_state, carry, inside, FULL)
+        store_states(dentering + b * D * N, at_state, carry, inside, N, FULL)

@@ -41,7 +41,7 @@ def summarize_kernel(
     """What a piece does to the state that enters it: decay and add, [B, P, D, N]."""
     b, p = tl.program_id(1).to(tl.int64), tl.program_id(2)
     d, d_in, n, inside, at_state = states_of(tl.program_id(0), D, N, BD, BN)
-    rates, blank = rates_at(A + at_state, inside, KIND, FULL)
+    rates, blank = rates_at(A, at_state, inside, N, KIND, FULL)
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
     x += b * x_batch + d
     step += b * step_batch + d
@@ -85,8 +85,8 @@ def summarize_kernel(
     if KIND == MAMBA:
         kept = tl.exp2(tl.minimum(total, FORGET)[:, None, None] * rates)
     at_piece = (b * tl.num_programs(2) + p) * D * N
-    store_states(decay_out + at_piece + at_state, kept, inside, FULL)
-    store_states(add_out + at_piece + at_state, h, inside, FULL)
+    store_states(decay_out + at_piece, at_state, kept, inside, N, FULL)
+    store_states(add_out + at_piece, at_state, h, inside, N, FULL)
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def scan_kernel(
     BORDER tokens [B, C, D, N], given the state that enters each piece [B, P, D, N]. A gated scan's y is for the backward pass."""
     b, p = tl.program_id(1).to(tl.int64), tl.program_id(2)
     d, d_in, n, inside, at_state = states_of(tl.program_id(0), D, N, BD, BN)
-    rates, blank = rates_at(A + at_state, inside, KIND, FULL)
+    rates, blank = rates_at(A, at_state, inside, N, KIND, FULL)
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
     through = tl.load(skip + d, mask=d_in, other=0.0).to(tl.float32)
     x += b * x_batch + d
@@ -132,7 +132,7 @@ def scan_kernel(
     pos += b * T
     begin, end = p * piece, tl.minimum((p + 1) * piece, T)
     if HAS_ENTERING:
-        h = load_states(entering + (b * tl.num_programs(2) + p) * D * N + at_state, inside, FULL)
+        h = load_states(entering + (b * tl.num_programs(2) + p) * D * N, at_state, inside, N, FULL)
     else:
         h = blank
     xs = load_rows(x, b * 0 + begin, x_row, d_in, end, STEPS, FULL, EVEN)
@@ -144,7 +144,7 @@ def scan_kernel(
         ahead += shared_at(b * 0 + begin + s, end, rows, n, BN, True, KIND, EVEN)
     for t0 in range(begin, end, STEPS):
         if KEEP_BORDERS and t0 % BORDER == 0:
-            store_states(borders + (b * tl.cdiv(T, BORDER) + t0 // BORDER) * D * N + at_state, h, inside, FULL)
+            store_states(borders + (b * tl.cdiv(T, BORDER) + t0 // BORDER) * D * N, at_state, h, inside, N, FULL)
         # behind the last token there may be no memory: the last ones again, of which nothing is read
         t1 = b * 0 + (tl.minimum(t0 + STEPS, end - STEPS) if EVEN else t0 + STEPS)
         next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
@@ -184,7 +184,7 @@ def scan_kernel(
                 tl.store(y + (t0_64 + s) * D, outputs[s].to(y.dtype.element_ty), mask=d_in & present)
         xs, steps, zs, positions = next_xs, next_steps, next_zs, next_positions
     if end == T:
-        store_states(final + b * D * N + at_state, h, inside, FULL)
+        store_states(final + b * D * N, at_state, h, inside, N, FULL)
 
 
 @triton.jit

@@ -89,29 +89,36 @@ def states_of(block, D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, BN: tl.
 
 
 @triton.jit
-def load_states(at, inside, FULL: tl.constexpr, OTHER: tl.constexpr = 0.0):
-    """A block of states, in fp32; FULL: all of it exists."""
-    found = tl.load(at) if FULL else tl.load(at, mask=inside, other=OTHER)
-    return found.to(tl.float32)
+def load_states(base, at_state, inside, N: tl.constexpr, FULL: tl.constexpr, OTHER: tl.constexpr = 0.0):
+    """A block of states; FULL: all of it exists. Where N is a multiple of 4, memory begins at a multiple of 16 bytes: that, and not
+    what is known of a pointer, makes a lane's states four at a time, and its channel its own."""
+    at = base + at_state
+    if N % 4 == 0:
+        at = tl.multiple_of(at, (1, 1, 16))
+    return tl.load(at) if FULL else tl.load(at, mask=inside, other=OTHER)
 
 
 @triton.jit
-def store_states(at, h, inside, FULL: tl.constexpr):
+def store_states(base, at_state, h, inside, N: tl.constexpr, FULL: tl.constexpr):
+    """As `load_states`."""
+    at = base + at_state
+    if N % 4 == 0:
+        at = tl.multiple_of(at, (1, 1, 16))
     if FULL:
-        tl.store(at, h.to(at.dtype.element_ty))
+        tl.store(at, h)
     else:
-        tl.store(at, h.to(at.dtype.element_ty), mask=inside)
+        tl.store(at, h, mask=inside)
 
 
 @triton.jit
-def rates_at(A, inside, KIND: tl.constexpr, FULL: tl.constexpr):
+def rates_at(A, at_state, inside, N: tl.constexpr, KIND: tl.constexpr, FULL: tl.constexpr):
     """A log2(e), of which none is 0, and a block of zeros. Of Longhorn A are zeros: how a block of states
     lies in a warp the compiler takes from how one is loaded, so one is."""
     if KIND == MAMBA:
-        rates = tl.minimum(load_states(A, inside, FULL, -1.0) * LOG2_E, LEAST_RATE)
+        rates = tl.minimum(load_states(A, at_state, inside, N, FULL, -1.0) * LOG2_E, LEAST_RATE)
         return rates, tl.zeros(rates.shape, tl.float32)
     else:
-        blank = load_states(A, inside, FULL)
+        blank = load_states(A, at_state, inside, N, FULL)
         return 0.0, blank
 
 

@@ -132,7 +132,9 @@ class _Run:
         self.pieces, self.piece = _pieces(self.batch * -(-self.channels // tiles.channels), self.length, tiles)
         self.mamba = inputs.A is not None
         # Longhorn's are zeros: see `rates_at`
-        self.A = inputs.x.new_zeros(self.channels, self.d_state, dtype=torch.float32) if inputs.A is None else inputs.A.contiguous()
+        self.A = (
+            inputs.x.new_zeros(self.channels, self.d_state, dtype=torch.float32) if inputs.A is None else launch.aligned(inputs.A)
+        )
         width = max(4, 1 << (self.d_state - 1).bit_length())
         self.rows = self.pack(width)
         self.options = {
@@ -225,7 +227,7 @@ class _Run:
         """The output, the final state [B, D, N] and, if kept, what `backward` needs: states at borders [B, C, D, N], outputs before
         the gate, and the pieces' decays, of which one piece has none."""
         x, step, _, _, skip, _, bias, z = self.inputs
-        entering, decay = None if initial_state is None else initial_state.contiguous(), None
+        entering, decay = None if initial_state is None else launch.aligned(initial_state), None
         if self.pieces > 1:
             decay, add = self.summarize()
             entering, _ = self.fold(decay, add, entering)
@@ -249,7 +251,7 @@ class _Run:
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the entering state and of all inputs."""
         x, step, into, query, skip, A, bias, z = self.inputs
-        dy, arriving, steps = launch.in_rows(dy), dfinal.contiguous(), self.tiles.steps_back
+        dy, arriving, steps = launch.in_rows(dy), launch.aligned(dfinal), self.tiles.steps_back
         batch, length, channels, d_state = self.batch, self.length, self.channels, self.d_state
         if decay is not None:
             arriving = self.fold(decay, self.summarize_backward(dy), arriving, backwards=True)[0]

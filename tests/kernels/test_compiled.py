@@ -38,3 +38,20 @@ def test_a_spill_would_be_seen(compiled):
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=settings, cwd=PROGRAM.parent
     )
     assert int(done.stdout) > 0
+
+
+def test_a_lane_has_a_channel_whatever_is_known_of_pointers_and_sizes():
+    """Sums over channels by tensor cores rest on it: `over_channels` does not ask where a block's elements lie."""
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = (
+        "import compiled\n"
+        "for name, kernel, constants, warps, dtype in compiled.kernels(90):\n"
+        "    if name in ('mamba backward', 'longhorn backward'):\n"
+        "        constants = {**constants, 'D': 4099, 'FULL': False, 'EVEN': False}\n"
+        "        known = compiled.signature(kernel, constants, dtype)\n"
+        "        print(compiled.blocks(compiled.binary_of(kernel, known, constants, 90, warps, aligned=False)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=settings, cwd=PROGRAM.parent
+    )
+    assert done.stdout.splitlines() == ["[('1, 1, 4', '32, 1, 1')]"] * 2

@@ -100,17 +100,29 @@ def _kernels(arch):
     yield "pack", forward.pack_kernel, {"KIND": LONGHORN.value, "BT": 8, "BN": 16}, 4, "bf16"
 
 
-def report(kernel, known, constants, arch, warps):
-    """Registers, stack (bytes; more than 0 are spills) and shared memory (bytes) of a kernel; pointers, sizes: multiples of 16."""
+def binary_of(kernel, known, constants, arch, warps, *, aligned=True):
+    """The kernel for an architecture; aligned: pointers and sizes are known to be multiples of 16, as they mostly are."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     types = {name: known.get(name, "constexpr") for name in kernel.arg_names}
-    special = [not parameter.do_not_specialize for parameter in kernel.params]
+    special = [aligned and not parameter.do_not_specialize for parameter in kernel.params]
     divisible = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.arg_names) if name in known and special[n]}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=divisible)
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": 1})
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": 1})
+
+
+def blocks(binary):
+    """How blocks of three dimensions lie in a warp: elements of a lane side by side, and lanes, along each."""
+    return re.findall(r"sizePerThread = \[(\d+, \d+, \d+)\], threadsPerWarp = \[(\d+, \d+, \d+)\]", binary.asm["ttgir"])
+
+
+def report(kernel, known, constants, arch, warps):
+    """Registers, stack (bytes; more than 0 are spills) and shared memory (bytes) of a kernel; pointers, sizes: multiples of 16."""
+    import triton
+
+    binary = binary_of(kernel, known, constants, arch, warps)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
