@@ -10,6 +10,7 @@ from baton.kernels import tiles as table
 from baton.kernels.tiles import PATH
 from baton.kernels.tune import Tuned, tune
 from baton.models.config import ModelConfig
+from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.parallel.layout import initialize_parameters
 from baton.training.build import DTYPES, build_model
@@ -24,13 +25,18 @@ def requests_of(model: ModelConfig, training: TrainingConfig, layout: LayoutConf
     Tensor parallelism divides channels; sequence parallelism and segments divide tokens.
     """
     layers = model.model_copy(update={"n_layers": min(model.n_layers, len(model.period))})
-    whole = build_model(layers, training, device)
-    initialize_parameters(whole, training.seed, 0, 1)
     shape = training.micro_batch, training.segment // layout.sequence
     tokens = torch.zeros(shape, dtype=torch.int64, device=device)
     pos = torch.arange(shape[1], dtype=torch.int32, device=device).expand(shape)
-    with torch.no_grad(), table.requests() as found:
-        whole(tokens, pos)
+    # a world of this process alone, for a model's layers are those of a rank
+    meshes.initialize(LayoutConfig(), device=device, rank=0, store=torch.distributed.HashStore())
+    try:
+        whole = build_model(layers, training, device)
+        initialize_parameters(whole, training.seed, 0, 1)
+        with torch.no_grad(), table.requests() as found:
+            whole(tokens, pos)
+    finally:
+        meshes.shutdown()
     return [_of_rank(request, layout.tensor) for request in found]
 
 

@@ -33,7 +33,7 @@ def settings():
 
 @pytest.mark.gpu
 def test_a_runs_shapes_are_those_of_a_rank():
-    found = {(r.kernel, r.shape.get("kind")): r for r in requests_of(*settings(), torch.device("cuda"))}
+    found = {(r.kernel, r.shape.get("kind")): r for r in requests_of(*settings(), torch.device("cuda", 0))}
     assert found.keys() == {("short_conv", None), ("diagonal_scan", "mamba"), ("diagonal_scan", "longhorn")}
     for request in found.values():
         assert {**request.sizes, "activate": True, "gated": True} == {
@@ -45,7 +45,7 @@ def test_a_runs_shapes_are_those_of_a_rank():
 @pytest.mark.gpu
 def test_what_was_tuned_is_in_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr("baton.kernels.tune.FIELDS", {"diagonal_scan": {"steps": (4, 8)}, "short_conv": {"steps": (4, 8)}})
-    device, path = torch.device("cuda"), tmp_path / "tiles.json"
+    device, path = torch.device("cuda", 0), tmp_path / "tiles.json"
     tiles.write(tiles.table(), path)
     found = list(tune_for(*settings(), device, path))
     rows = {(row.kernel, *sorted(row.shape.items())): row for row in tiles.read(path) if row.device == tiles.names_of(device)[-1]}
