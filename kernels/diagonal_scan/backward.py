@@ -24,6 +24,7 @@ from baton.kernels.diagonal_scan.per_token import (
     rates_at,
     row_length,
     shared_at,
+    spread,
     starts,
     starts_among,
     states_of,
@@ -80,14 +81,14 @@ def summarize_backward_kernel(
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
             _, first, second = coefficients(KIND, size, far, present, fresh)
             if KIND == MAMBA:
-                decay = decay_of(KIND, rates, first[:, None, None], 0.0, 0.0)
+                decay = decay_of(KIND, rates, spread(first, BN), 0.0, 0.0)
             else:
-                decay = decay_of(KIND, 0.0, first[:, None, None], second[:, None, None], rest[None, :, :])
+                decay = decay_of(KIND, 0.0, spread(first, BN), spread(second, BN), rest[:, None, :, :])
             dy_t = released(dys[s], dy)
             if GATED:
                 z_t = released(zs[s], z)
                 dy_t *= z_t * sigmoid(z_t)
-            carry = decay * (carry + dy_t[:, None, None] * query_t[None, :, :])
+            carry = decay * (carry + spread(dy_t, BN) * query_t[:, None, :, :])
         steps, dys, zs, positions = next_steps, next_dys, next_zs, next_positions
     store_states(add_out + (b * tl.num_programs(2) + p) * D * N, at_state, carry, inside, N, FULL)
 
@@ -126,7 +127,7 @@ def scan_backward_kernel(
     states += at_piece * N * (BORDER // STEPS)
     begin, end = p * piece, tl.minimum((p + 1) * piece, T)
     carry = load_states(arriving + at_piece * N, at_state, inside, N, FULL)
-    grad_rates = tl.zeros([BD, BN // 4, 4], tl.float32)
+    grad_rates = tl.zeros(carry.shape, tl.float32)
     grad_skip = tl.zeros([BD], tl.float32)
     grad_shift = tl.zeros([BD], tl.float32)
     chunks = tl.cdiv(end - begin, BORDER)
@@ -162,10 +163,10 @@ def scan_backward_kernel(
                 size, _ = activated(KIND, ACTIVATE, released(steps[j * STEPS + s], step) + shift)
                 w, first, second = coefficients(KIND, size, far, present, fresh)
                 if KIND == MAMBA:
-                    decay = decay_of(KIND, rates, first[:, None, None], 0.0, 0.0)
+                    decay = decay_of(KIND, rates, spread(first, BN), 0.0, 0.0)
                 else:
-                    decay = decay_of(KIND, 0.0, first[:, None, None], second[:, None, None], rest[None, :, :])
-                h = decay * h + (w * released(xs[j * STEPS + s], x))[:, None, None] * in_t[None, :, :]
+                    decay = decay_of(KIND, 0.0, spread(first, BN), spread(second, BN), rest[:, None, :, :])
+                h = decay * h + spread(w * released(xs[j * STEPS + s], x), BN) * in_t[:, None, :, :]
             shared = next_shared
         xs, steps = xs[BORDER - STEPS :], steps[BORDER - STEPS :]
         tl.debug_barrier()
@@ -185,12 +186,12 @@ def scan_backward_kernel(
                 size, slope = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
                 w, first, second = coefficients(KIND, size, far, present, fresh)
                 if KIND == MAMBA:
-                    decay = decay_of(KIND, rates, first[:, None, None], 0.0, 0.0)
+                    decay = decay_of(KIND, rates, spread(first, BN), 0.0, 0.0)
                     before = h
                 else:
-                    decay = decay_of(KIND, 0.0, first[:, None, None], second[:, None, None], rest[None, :, :])
+                    decay = decay_of(KIND, 0.0, spread(first, BN), spread(second, BN), rest[:, None, :, :])
                     before = tl.where(fresh, 0.0, h) if HAS_POS else h
-                h = decay * h + (w * released(xs[s], x))[:, None, None] * in_t[None, :, :]
+                h = decay * h + spread(w * released(xs[s], x), BN) * in_t[:, None, :, :]
                 dy_t = released(dys[s], dy)
                 if GATED:
                     z_t = released(zs[s], z)
@@ -198,14 +199,14 @@ def scan_backward_kernel(
                     dz_t = dy_t * released(ys[s], y) * open_t * (1.0 + z_t * (1.0 - open_t))
                     tl.store(dz + (out + (t0 + s) * D), dz_t.to(dz.dtype.element_ty), mask=d_in & present)
                     dy_t *= z_t * open_t
-                dqueries += (over_channels(h * dy_t[:, None, None], WARP_SUMS),)
+                dqueries += (over_channels(h * spread(dy_t, BN), WARP_SUMS),)
                 weights = (w,) + weights
                 # d beta = d eps / (1 + beta |k|^2)^2
                 slopes = (slope if KIND == MAMBA else slope * reciprocal((1.0 + size * far) * (1.0 + size * far)),) + slopes
                 cuts = (dy_t,) + cuts
                 befores = (before,) + befores
                 decays = (decay,) + decays
-            leave_sums(parts + (t0 * (2 * N) + N), dqueries, n, end - t0, N, STEPS, EVEN, WARP_SUMS)
+            leave_sums(parts + (t0 * (2 * N) + N), dqueries, end - t0, N, STEPS, EVEN, WARP_SUMS)
             next_shared = ()
             for r in tl.static_range(STEPS):
                 if r == STEPS - 1:
@@ -221,21 +222,21 @@ def scan_backward_kernel(
                 exists = d_in if EVEN else d_in & (t < end)
                 in_t, query_t, rest, far = shared[4 * (STEPS - 1 - r) : 4 * (STEPS - r)]
                 x_t = released(xs[STEPS - 1 - r], x)
-                lam = carry + cuts[r][:, None, None] * query_t[None, :, :]
+                lam = carry + spread(cuts[r], BN) * query_t[:, None, :, :]
                 carry = decays[r] * lam
-                read = over_states(lam * in_t[None, :, :])
+                read = over_states(lam * in_t[:, None, :, :])
                 if KIND == MAMBA:
                     faded = carry * befores[r]
-                    grad_rates += faded * weights[r][:, None, None]
+                    grad_rates += faded * spread(weights[r], BN)
                     dsize = x_t * read + LN_2 * over_states(faded * rates)
-                    din = lam * (weights[r] * x_t)[:, None, None]
+                    din = lam * spread(weights[r] * x_t, BN)
                 else:
                     # what the key fails to recall, not its parts: they cancel where the state has learned
-                    missed = lam * (x_t[:, None, None] - in_t[None, :, :] * befores[r])
-                    dsize = over_states(missed * in_t[None, :, :])
+                    missed = lam * (spread(x_t, BN) - in_t[:, None, :, :] * befores[r])
+                    dsize = over_states(missed * in_t[:, None, :, :])
                     eps = weights[r]
-                    din = (2.0 * eps)[:, None, None] * missed - (eps * x_t)[:, None, None] * lam
-                    din -= (2.0 * dsize * eps * eps)[:, None, None] * in_t[None, :, :]
+                    din = spread(2.0 * eps, BN) * missed - spread(eps * x_t, BN) * lam
+                    din -= spread(2.0 * dsize * eps * eps, BN) * in_t[:, None, :, :]
                 dx_t = weights[r] * read + through * cuts[r]
                 grad_skip += cuts[r] * x_t
                 draw = dsize * slopes[r] if FULL and EVEN else tl.where(exists, dsize * slopes[r], 0.0)
@@ -243,7 +244,7 @@ def scan_backward_kernel(
                 tl.store(dx + (out + t * D), dx_t.to(dx.dtype.element_ty), mask=exists)
                 tl.store(dstep + (out + t * D), draw.to(dstep.dtype.element_ty), mask=exists)
                 dins = (over_channels(din, WARP_SUMS),) + dins
-            leave_sums(parts + t0 * (2 * N), dins, n, end - t0, N, STEPS, EVEN, WARP_SUMS)
+            leave_sums(parts + t0 * (2 * N), dins, end - t0, N, STEPS, EVEN, WARP_SUMS)
             xs, steps, dys, zs, ys, shared = next_xs, next_steps, next_dys, next_zs, next_ys, next_shared
         # the last states are read before the next chunk's are written
         tl.debug_barrier()

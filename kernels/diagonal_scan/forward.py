@@ -22,6 +22,7 @@ from baton.kernels.diagonal_scan.per_token import (
     rates_at,
     row_length,
     shared_at,
+    spread,
     starts,
     starts_among,
     states_of,
@@ -75,15 +76,15 @@ def summarize_kernel(
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
             taken, first, second = coefficients(KIND, size, far, present, fresh)
             if KIND == MAMBA:
-                decay = decay_of(KIND, rates, first[:, None, None], 0.0, 0.0)
+                decay = decay_of(KIND, rates, spread(first, BN), 0.0, 0.0)
                 total += first
             else:
-                decay = decay_of(KIND, 0.0, first[:, None, None], second[:, None, None], rest[None, :, :])
+                decay = decay_of(KIND, 0.0, spread(first, BN), spread(second, BN), rest[:, None, :, :])
                 kept *= decay
-            h = decay * h + (taken * released(xs[s], x))[:, None, None] * in_t[None, :, :]
+            h = decay * h + spread(taken * released(xs[s], x), BN) * in_t[:, None, :, :]
         xs, steps, positions = next_xs, next_steps, next_positions
     if KIND == MAMBA:
-        kept = tl.exp2(tl.minimum(total, FORGET)[:, None, None] * rates)
+        kept = tl.exp2(spread(tl.minimum(total, FORGET), BN) * rates)
     at_piece = (b * tl.num_programs(2) + p) * D * N
     store_states(decay_out + at_piece, at_state, kept, inside, N, FULL)
     store_states(add_out + at_piece, at_state, h, inside, N, FULL)
@@ -165,12 +166,12 @@ def scan_kernel(
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
             taken, first, second = coefficients(KIND, size, far, present, fresh)
             if KIND == MAMBA:
-                decay = decay_of(KIND, rates, first[:, None, None], 0.0, 0.0)
+                decay = decay_of(KIND, rates, spread(first, BN), 0.0, 0.0)
             else:
-                decay = decay_of(KIND, 0.0, first[:, None, None], second[:, None, None], rest[None, :, :])
+                decay = decay_of(KIND, 0.0, spread(first, BN), spread(second, BN), rest[:, None, :, :])
             x_t = released(xs[s], x)
-            h = decay * h + (taken * x_t)[:, None, None] * in_t[None, :, :]
-            y_t = over_states(h * query_t[None, :, :]) + through * x_t
+            h = decay * h + spread(taken * x_t, BN) * in_t[:, None, :, :]
+            y_t = over_states(h * query_t[:, None, :, :]) + through * x_t
             outputs += (y_t,)
             if GATED:
                 z_t = released(zs[s], z)

@@ -5,8 +5,9 @@ token that does not exist (behind the end of its piece) is loaded as zeros and c
 
 Shape suffixes, in all of this folder's kernels: B batch, T time, D channels, N d_state, P pieces, C chunks of BORDER tokens.
 
-A program's block of states is [BD, BN / 4, 4]: so the compiler gives a lane a whole channel, with all its states in registers, four
-of them side by side in memory, and sums over states never leave a lane.
+A program's block of states is [BD, S, BN / 4 S, 4], of which the compiler gives each lane a row, four states side by side in
+memory. S = 2 lanes share their channels: a lane has half the states of its own and the same half of the other's, and so reads half
+of what all channels share of a token, which is what the way from the cache is for. Channel i ^ s is [i, s].
 """
 
 import triton
@@ -78,14 +79,50 @@ def row_length(kind, n):
     return 2 * n if kind == MAMBA.value else 3 * n + 4
 
 
+@triton.constexpr_function
+def sharing(channels, n):
+    """How many lanes share their channels, a part of the states each: S."""
+    return 2 if channels >= 32 and n >= 8 else 1
+
+
+@triton.jit
+def beside(v):
+    """Of channels [BD], what the lane has that shares with this one."""
+    return tl.gather(v, tl.arange(0, v.shape[0]) ^ 1, 0)
+
+
+@triton.jit
+def spread(v, BN: tl.constexpr):
+    """Of channels [BD], to go with a block of states: [BD, S, 1, 1]."""
+    if sharing(v.shape[0], BN) == 2:
+        return tl.join(v, beside(v))[:, :, None, None]
+    else:
+        return v[:, None, None, None]
+
+
+@triton.jit
+def over_states(x):
+    """The sum over a block's states, [BD]."""
+    sums = tl.sum(tl.sum(x, 3), 2)
+    if x.shape[1] == 2:
+        own, other = tl.split(sums)
+        return own + beside(other)
+    else:
+        return tl.sum(sums, 1)
+
+
 @triton.jit
 def states_of(block, D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
-    """Of a block of channels: channels [BD], which of them exist, states [BN / 4, 4], which elements [BD, BN / 4, 4] exist, and
-    where they lie in a [D, N] tensor."""
-    d = block * BD + tl.arange(0, BD)
-    n = 4 * tl.arange(0, BN // 4)[:, None] + tl.arange(0, 4)[None, :]
-    d_in = d < D
-    return d, d_in, n, d_in[:, None, None] & (n < N)[None, :, :], d[:, None, None] * N + n[None, :, :]
+    """Of a block of channels: channels [BD], which of them exist, states [BD, BN / 4 S, 4], which elements [BD, S, BN / 4 S, 4]
+    exist, and where they lie in a [D, N] tensor."""
+    S: tl.constexpr = sharing(BD, BN)
+    QUADS: tl.constexpr = BN // (4 * S)
+    lane = tl.arange(0, BD)
+    n = 4 * (tl.arange(0, QUADS)[None, :, None] + (lane % S * QUADS)[:, None, None]) + tl.arange(0, 4)[None, None, :]
+    d = block * BD + (lane[:, None] ^ tl.arange(0, S)[None, :])
+    inside = (d < D)[:, :, None, None] & (n < N)[:, None, :, :]
+    own = block * BD + lane
+    return own, own < D, n, inside, d[:, :, None, None] * N + n[:, None, :, :]
 
 
 @triton.jit
@@ -94,7 +131,7 @@ def load_states(base, at_state, inside, N: tl.constexpr, FULL: tl.constexpr, OTH
     what is known of a pointer, makes a lane's states four at a time, and its channel its own."""
     at = base + at_state
     if N % 4 == 0:
-        at = tl.multiple_of(at, (1, 1, 16))
+        at = tl.multiple_of(at, (1, 1, 1, 16))
     return tl.load(at) if FULL else tl.load(at, mask=inside, other=OTHER)
 
 
@@ -103,7 +140,7 @@ def store_states(base, at_state, h, inside, N: tl.constexpr, FULL: tl.constexpr)
     """As `load_states`."""
     at = base + at_state
     if N % 4 == 0:
-        at = tl.multiple_of(at, (1, 1, 16))
+        at = tl.multiple_of(at, (1, 1, 1, 16))
     if FULL:
         tl.store(at, h)
     else:
@@ -123,16 +160,10 @@ def rates_at(A, at_state, inside, N: tl.constexpr, KIND: tl.constexpr, FULL: tl.
 
 
 @triton.jit
-def over_states(x):
-    """The sum over states, [BD]."""
-    return tl.sum(tl.sum(x, 2), 1)
-
-
-@triton.jit
 def shared_at(
     t, end, rows, n, N: tl.constexpr, QUERY: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """What all channels read of token t: in, query and others [BN / 4, 4], and square. Zeros of a token that does not exist; what a
+    """What all channels read of token t: in, query and others [BD, BN / 4 S, 4], and square. Zeros of a token that does not exist; what a
     kind has not, and the query unless QUERY, is not read. rows: as `pack_kernel` leaves them, for N states."""
     present = True if EVEN else t < end
     row = rows + t * row_length(KIND, N)
