@@ -20,6 +20,7 @@ from baton.kernels.diagonal_scan.per_token import (
     decay_of,
     load_states,
     over_states,
+    own_memory,
     positions_from,
     rates_at,
     row_length,
@@ -105,8 +106,8 @@ def scan_backward_kernel(
     """Gradients, given the cotangent that arrives from behind each piece, [B, P, D, N].
 
     dx, dstep, dz [B, T, D]; of each piece dA [B, P, D, N], dskip and dbias [B, P, D]; of each block of channels its
-    part of din and dquery, [D / BD, B, T, 2, N]; dentering [B, D, N] of the first piece. states is memory for BORDER / STEPS states
-    per piece.
+    part of din and dquery, [D / BD, B, T, 2, N]; dentering [B, D, N] of the first piece. states is memory of the programs'
+    own, for BORDER / STEPS blocks each.
     """
     block, b, p = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, pieces = tl.num_programs(1), tl.num_programs(2)
@@ -124,7 +125,8 @@ def scan_backward_kernel(
     pos += b * T
     parts += (block.to(tl.int64) * batch + b) * T * (2 * N)
     at_piece = (b * pieces + p) * D
-    states += at_piece * N * (BORDER // STEPS)
+    states += ((b * pieces + p) * tl.num_programs(0) + block) * (BORDER // STEPS * BD * BN)
+    at_own = own_memory(BD, BN)
     begin, end = p * piece, tl.minimum((p + 1) * piece, T)
     carry = load_states(arriving + at_piece * N, at_state, inside, N, FULL)
     grad_rates = tl.zeros(carry.shape, tl.float32)
@@ -155,7 +157,7 @@ def scan_backward_kernel(
                 t = c0 + (j + 1) * STEPS + s
                 next_shared += shared_at(t, end, rows, n, BN, j == BLOCKS - 2, KIND, EVEN)
             loads_begun()
-            store_states(states + j * D * N, at_state, h, inside, N, FULL)
+            store_states(states + j * BD * BN, at_own, h, True, BN, True)
             for s in tl.static_range(STEPS):
                 in_t, _in_t, rest, far = shared[4 * s : 4 * s + 4]
                 present = True if EVEN else c0 + j * STEPS + s < end
@@ -216,7 +218,7 @@ def scan_backward_kernel(
                     next_ys = load_rows(y, t1, D, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
                     for s in tl.static_range(STEPS):
                         next_shared += shared_at(t1 + s, end, rows, n, BN, True, KIND, EVEN)
-                    h = load_states(states + tl.maximum(BLOCKS - 2 - j, 0) * D * N, at_state, inside, N, FULL)
+                    h = load_states(states + tl.maximum(BLOCKS - 2 - j, 0) * (BD * BN), at_own, True, BN, True)
                     loads_begun()
                 t = t0 + STEPS - 1 - r
                 exists = d_in if EVEN else d_in & (t < end)

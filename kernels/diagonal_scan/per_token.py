@@ -126,6 +126,15 @@ def states_of(block, D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, BN: tl.
 
 
 @triton.jit
+def own_memory(BD: tl.constexpr, BN: tl.constexpr):
+    """Where a block lies in memory of a program's own: what lanes load together is side by side."""
+    S: tl.constexpr = sharing(BD, BN)
+    QUADS: tl.constexpr = BN // (4 * S)
+    quad = tl.arange(0, S)[None, :, None, None] * QUADS + tl.arange(0, QUADS)[None, None, :, None]
+    return 4 * (quad * BD + tl.arange(0, BD)[:, None, None, None]) + tl.arange(0, 4)[None, None, None, :]
+
+
+@triton.jit
 def load_states(base, at_state, inside, N: tl.constexpr, FULL: tl.constexpr, OTHER: tl.constexpr = 0.0):
     """A block of states; FULL: all of it exists. Where N is a multiple of 4, memory begins at a multiple of 16 bytes: that, and not
     what is known of a pointer, makes a lane's states four at a time, and its channel its own."""

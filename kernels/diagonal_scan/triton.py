@@ -255,11 +255,13 @@ class _Run:
         batch, length, channels, d_state = self.batch, self.length, self.channels, self.d_state
         if decay is not None:
             arriving = self.fold(decay, self.summarize_backward(dy), arriving, backwards=True)[0]
-        states = self.empty(batch * self.pieces, self.tiles.border // steps, channels, d_state)
         dx, dstep, dz = (None if like is None else self.empty(batch, length, channels, like=like) for like in (x, step, z))
         dA = None if A is None else self.empty(batch * self.pieces, channels, d_state)
         dskip, dbias = (self.empty(batch * self.pieces, channels) for _ in range(2))
         blocks = -(-channels // self.tiles.channels_back)
+        states = self.empty(
+            batch * self.pieces * blocks, self.tiles.border // steps, self.tiles.channels_back, self.options["BN"]
+        )
         parts = self.empty(blocks, batch, length, 2, d_state, like=x)
         dentering = self.empty(batch, channels, d_state)
         self.launch(
