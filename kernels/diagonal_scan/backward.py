@@ -208,7 +208,6 @@ def scan_backward_kernel(
                 cuts = (dy_t,) + cuts
                 befores = (before,) + befores
                 decays = (decay,) + decays
-            leave_sums(parts + (t0 * (2 * N) + N), dqueries, end - t0, N, STEPS, EVEN, WARP_SUMS)
             next_shared = ()
             for r in tl.static_range(STEPS):
                 if r == STEPS - 1:
@@ -246,7 +245,7 @@ def scan_backward_kernel(
                 tl.store(dx + (out + t * D), dx_t.to(dx.dtype.element_ty), mask=exists)
                 tl.store(dstep + (out + t * D), draw.to(dstep.dtype.element_ty), mask=exists)
                 dins = (over_channels(din, WARP_SUMS),) + dins
-            leave_sums(parts + t0 * (2 * N), dins, end - t0, N, STEPS, EVEN, WARP_SUMS)
+            leave_sums(parts + t0 * (2 * N), dins, dqueries, end - t0, N, STEPS, EVEN, WARP_SUMS)
             xs, steps, dys, zs, ys, shared = next_xs, next_steps, next_dys, next_zs, next_ys, next_shared
         # the last states are read before the next chunk's are written
         tl.debug_barrier()

@@ -1,10 +1,10 @@
 """Sums over a block's channels, of which the lanes have one each: done plainly they are a third of the backward pass.
 
 The one thing to know: tensor cores add over lanes. Multiplied with ones, an operand that lies in the lanes' registers as the block
-does is summed over those of four lanes that have the same states, and over a lane's own channels and the other's, two states an
-instruction; what eight such sums are, three exchanges between lanes add. Products are cut to the 10 bits of tf32's fraction for it,
-so it is for bfloat16 and float16 alone. It needs a warp that has 32 channels of 16 states, shared by two lanes; everything else, and
-Triton's interpreter, sums plainly.
+does is summed over those of four lanes that have the same states, and over a lane's own channels and the other's. What eight such
+sums are, rounded to bfloat16 and with rows for columns, a second product adds. Before it, products are cut to the 10 bits of tf32's
+fraction; so it is for bfloat16 and float16 alone. It needs a warp that has 32 channels of 16 states, shared by two lanes; everything
+else, and Triton's interpreter, sums plainly.
 """
 
 import struct
@@ -16,36 +16,42 @@ import triton.language as tl
 OWN, OTHER = (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)
 # A's rows are lanes / 4 and, of every other register, 8 more; its columns are lanes % 4 and, of the latter two registers, 4 more. B's
 # ones send lanes with the first half of the states and lanes with the second to columns of their own; they are made each time, for
-# four registers less would be left to hold states in.
-_QUADS = tl.constexpr(
-    "{.reg .b32 z, m0, m1, m2, m3; mov.b32 z, 0;"
+# four registers less would be left to hold states in. The two results of 8 x 8 are left with rows for columns.
+_FOURS = tl.constexpr(
+    "{.reg .b32 z, m0, m1, m2, m3, c0, c1, c2, c3; mov.b32 z, 0;"
     + "".join(f"set.eq.f32.f32 m{n}, $32, 0f{struct.pack('>f', 2 * n).hex()};" for n in range(4))
     + "".join(
-        f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{$0, $1, $2, $3}}, "
+        f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{c0, c1, c2, c3}}, "
         f"{{${OWN[2 * i] + 16}, ${OWN[2 * i + 1] + 16}, ${OTHER[2 * i] + 16}, ${OTHER[2 * i + 1] + 16}}}, {{m{i}, m{i}}}, "
-        f"{'{z, z, z, z}' if i == 0 else '{$0, $1, $2, $3}'};"
+        f"{'{z, z, z, z}' if i == 0 else '{c0, c1, c2, c3}'};"
         for i in range(4)
     )
-    + "}"
+    + "cvt.rn.bf16x2.f32 c0, c1, c0; cvt.rn.bf16x2.f32 c2, c3, c2;"
+    + "movmatrix.sync.aligned.m8n8.trans.b16 $0, c0; movmatrix.sync.aligned.m8n8.trans.b16 $1, c2;}"
 )
-_EXCHANGE = "shfl.sync.bfly.b32 s{n}, s{n}, {lanes}, 31, -1; add.f32 k{n}, k{n}, s{n};"
 
 
-def _halves(bit, mine, other, n):
-    """Lanes that have the bit keep `other` and give `mine`, the others the other way round; then both have a sum."""
-    give = f"selp.b32 s{n}, {mine}, {other}, p{bit}; selp.b32 k{n}, {other}, {mine}, p{bit};"
-    return give + _EXCHANGE.format(n=n, lanes=bit)
+def _eights(pair):
+    """Of four of the former: their sums over rows in columns of their own, of which a lane then has one's, two states in a `pair`."""
+    product = "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {c0, c1, c2, c3}, "
+    return tl.constexpr(
+        "{.reg .pred p; .reg .b32 z, one, c0, c1, c2, c3; mov.b32 z, 0;"
+        + "".join(
+            f"setp.eq.s32 p, $80, {n}; selp.b32 one, 0x3F803F80, 0, p;"
+            f"{product} {{${16 * n + 16}, ${16 * n + 17}}}, {{one}}, {'{z, z, z, z}' if n == 0 else '{c0, c1, c2, c3}'};"
+            for n in range(4)
+        )
+        + f"cvt.rn.{pair}.f32 $0, c2, c0;}}"
+    )
 
 
-_LANES = tl.constexpr(
-    "{.reg .pred p16, p8, p4; .reg .b32 l, b, k0, k1, k2, k3, s0, s1, s2, s3; mov.b32 l, $48;"
-    + "".join(f"and.b32 b, l, {bit}; setp.ne.u32 p{bit}, b, 0;" for bit in (16, 8, 4))
-    + "".join(_halves(16, f"${16 + n}", f"${32 + n}", n) for n in range(4))
-    + "".join(_halves(8, f"k{n}", f"k{n + 2}", n) for n in range(2))
-    + _halves(4, "k0", "k1", 0)
-    + "mov.b32 $0, k0;}"
-)
+_EIGHTS = {"bf16": _eights("bf16x2"), "fp16": _eights("f16x2")}
 _OUT, _IN = tl.constexpr(",".join(16 * ["=&r"])), tl.constexpr("," + ",".join(16 * ["r"]))
+
+
+@triton.constexpr_function
+def _eights_in(dtype):
+    return _EIGHTS[dtype.name]
 
 
 @triton.jit
@@ -54,33 +60,36 @@ def over_channels(x, WARP_SUMS: tl.constexpr):
     if WARP_SUMS:
         lane = tl.arange(0, 32)
         column = (lane // 4 - lane % 2).to(tl.float32)[:, None, None, None] + tl.zeros(x.shape, tl.float32)
-        return tl.inline_asm_elementwise(_QUADS, _OUT + _IN + _IN, [x, column], dtype=tl.float32, is_pure=True, pack=16)
+        return tl.inline_asm_elementwise(_FOURS, _OUT + _IN + _IN, [x, column], dtype=tl.int32, is_pure=True, pack=16)
     else:
         S: tl.constexpr = x.shape[1]
         return tl.sum(tl.reshape(tl.sum(x, 1), x.shape[0] // S, S, x.shape[2], 4), 0)
 
 
 @triton.jit
-def leave_sums(to, sums, present, N: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, WARP_SUMS: tl.constexpr):
-    """Store the sums over channels of STEPS tokens, of which `present` exist, behind `to`, 2 N apart."""
+def leave_sums(to, first, second, present, N: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, WARP_SUMS: tl.constexpr):
+    """Store two sums over channels of each of STEPS tokens, of which `present` exist: [STEPS, 2, N] from `to` on."""
     if WARP_SUMS:
         lane = tl.arange(0, 32)
-        # as the exchanges leave them: a lane has a token's sum of a state
-        at = 2 * (lane % 4) + lane // 8 % 2 + 8 * (lane // 4 % 2)
         register = 8 * tl.arange(0, 2)[:, None, None] + 4 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 4)[None, None, :]
+        columns = (lane // 8)[:, None, None, None] + 0 * register[None, :, :, :]
+        pairs = to.to(tl.pointer_type(tl.int32), bitcast=True)
         for s in tl.static_range(0, STEPS, 2):
-            lanes = lane[:, None, None, None] + 0 * register[None, :, :, :]
-            both = tl.inline_asm_elementwise(
-                _LANES, _OUT + _IN + _IN + _IN, [sums[s], sums[s + 1], lanes], dtype=tl.int32, is_pure=True, pack=16
-            )
-            first = tl.sum(tl.sum(tl.sum(tl.where(register[None, :, :, :] == 0, both, 0), 3), 2), 1).to(tl.float32, bitcast=True)
-            token = s + lane // 16
+            sums = tl.inline_asm_elementwise(
+                _eights_in(to.dtype.element_ty), _OUT + _IN + _IN + _IN + _IN + _IN,
+                [first[s], second[s], first[s + 1], second[s + 1], columns], dtype=tl.int32, is_pure=True, pack=16,
+            )  # fmt: skip
+            pair = tl.sum(tl.sum(tl.sum(tl.where(register[None, :, :, :] == 0, sums, 0), 3), 2), 1)
+            # a lane has the lane % 4-th sum's: states 2 i and 2 i + 1 of either half
+            at = s * N + lane % 4 * (N // 2) + lane // 8 + 4 * (lane // 4 % 2)
             if EVEN:
-                tl.store(to + token * (2 * N) + at, first.to(to.dtype.element_ty))
+                tl.store(pairs + at, pair)
             else:
-                tl.store(to + token * (2 * N) + at, first.to(to.dtype.element_ty), mask=token < present)
+                tl.store(pairs + at, pair, mask=s + lane % 4 // 2 < present)
     else:
-        n = 4 * tl.arange(0, sums[0].shape[1])[None, :, None] + tl.arange(0, 4)[None, None, :]
-        n += (4 * sums[0].shape[1]) * tl.arange(0, sums[0].shape[0])[:, None, None]
+        n = 4 * tl.arange(0, first[0].shape[1])[None, :, None] + tl.arange(0, 4)[None, None, :]
+        n += (4 * first[0].shape[1]) * tl.arange(0, first[0].shape[0])[:, None, None]
         for s in tl.static_range(STEPS):
-            tl.store(to + s * (2 * N) + n, sums[s].to(to.dtype.element_ty), mask=(n < N) & (s < present))
+            inside = (n < N) & (s < present)
+            tl.store(to + (2 * s * N + n), first[s].to(to.dtype.element_ty), mask=inside)
+            tl.store(to + (2 * s * N + N + n), second[s].to(to.dtype.element_ty), mask=inside)
