@@ -23,7 +23,13 @@ FLUSHED = 256 * 2**20  # bytes written before each call, more than any L2 has
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 FIELDS: dict[str, dict[str, tuple[int, ...]]] = {
-    diagonal_scan.KERNEL: {"programs": (512, 1024, 2048), "steps": (4, 8, 16), "ahead": (1, 2, 3), "steps_summary": (4, 8)},
+    diagonal_scan.KERNEL: {
+        "full": (512, 1024, 2048),
+        "programs": (1024, 2048, 4096),
+        "ahead": (2, 4, 6, 8),
+        "unroll": (1, 2),
+        "ahead_summary": (2, 4, 8),
+    },
     short_conv.KERNEL: {"channels": (64, 128, 256), "steps": (4, 8, 16), "span": (64, 128, 256, 512)},
 }
 """Of each kernel what is tried, in this order. Not the scan's border: `baton plan` counts with it."""
@@ -78,7 +84,7 @@ def tune(requests: Sequence[table.Request], device: torch.device, dtype: torch.d
 def _fits(tiles: Any) -> bool:
     """What the attributes' descriptions ask for."""
     if isinstance(tiles, diagonal_scan.Tiles):
-        return tiles.border % tiles.steps == 0 and tiles.ahead <= min(tiles.steps, tiles.steps_summary)
+        return tiles.border % tiles.steps == 0 and tiles.ahead <= tiles.steps and tiles.ahead_summary <= tiles.steps_summary
     return bool(tiles.span % tiles.steps == 0)
 
 
@@ -147,7 +153,9 @@ def _milliseconds(call: Call, tiles: Any, device: torch.device) -> float:
     flush = torch.empty(FLUSHED, dtype=torch.int8, device=device)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPETITIONS)]
     for begin, end in events:
-        flush.zero_()
+        # and long enough for what is timed to be launched while it runs
+        for _ in range(6):
+            flush.zero_()
         begin.record()
         call(tiles)
         end.record()

@@ -14,6 +14,7 @@ import triton.language as tl
 from baton.kernels.diagonal_scan.over_channels import leave_sums, over_channels
 from baton.kernels.diagonal_scan.per_token import (
     LN_2,
+    LONGHORN,
     MAMBA,
     activated,
     coefficients,
@@ -75,16 +76,13 @@ def summarize_backward_kernel(
             t_next = b * 0 + t0 + (s - AHEAD) if s >= AHEAD else t1 + (STEPS + s - AHEAD)
             ahead += shared_at(t_next, end, rows, n, BN, True, KIND, EVEN)
             loads_begun()
-            _in_t, query_t, rest, far = ahead[:4]
-            ahead = ahead[4:]
+            in_t, query_t, square = ahead[:3]
+            ahead = ahead[3:]
             present = True if EVEN else t0 + s < end
             fresh = starts(bits, s, HAS_POS)
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
-            _, first, second = coefficients(KIND, size, far, present, fresh)
-            if KIND == MAMBA:
-                decay = decay_of(KIND, rates, spread(first, BN), 0.0, 0.0)
-            else:
-                decay = decay_of(KIND, 0.0, spread(first, BN), spread(second, BN), rest[:, None, :, :])
+            _, first, second = coefficients(KIND, size, square, present, fresh)
+            decay = decay_of(KIND, rates, first, second, in_t, BN)
             dy_t = released(dys[s], dy)
             if GATED:
                 z_t = released(zs[s], z)
@@ -159,15 +157,12 @@ def scan_backward_kernel(
             loads_begun()
             store_states(states + j * BD * BN, at_own, h, True, BN, True)
             for s in tl.static_range(STEPS):
-                in_t, _in_t, rest, far = shared[4 * s : 4 * s + 4]
+                in_t, _in_t, square = shared[3 * s : 3 * s + 3]
                 present = True if EVEN else c0 + j * STEPS + s < end
                 fresh = starts(bits, j * STEPS + s, HAS_POS)
                 size, _ = activated(KIND, ACTIVATE, released(steps[j * STEPS + s], step) + shift)
-                w, first, second = coefficients(KIND, size, far, present, fresh)
-                if KIND == MAMBA:
-                    decay = decay_of(KIND, rates, spread(first, BN), 0.0, 0.0)
-                else:
-                    decay = decay_of(KIND, 0.0, spread(first, BN), spread(second, BN), rest[:, None, :, :])
+                w, first, second = coefficients(KIND, size, square, present, fresh)
+                decay = decay_of(KIND, rates, first, second, in_t, BN)
                 h = decay * h + spread(w * released(xs[j * STEPS + s], x), BN) * in_t[:, None, :, :]
             shared = next_shared
         xs, steps = xs[BORDER - STEPS :], steps[BORDER - STEPS :]
@@ -178,21 +173,20 @@ def scan_backward_kernel(
             t1 = tl.maximum(t0 - STEPS, c0)
             next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
             next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
+            next_dys = load_rows(dy, t1, dy_row, d_in, end, STEPS, FULL, EVEN)
+            next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
+            next_ys = load_rows(y, t1, D, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
             loads_begun()
             # the last token first
             weights, slopes, cuts, befores, decays, dqueries, dins = (), (), (), (), (), (), ()
             for s in tl.static_range(STEPS):
-                in_t, _in_t, rest, far = shared[4 * s : 4 * s + 4]
+                in_t, _in_t, square = shared[3 * s : 3 * s + 3]
                 present = True if EVEN else t0 + s < end
                 fresh = starts(bits, (BLOCKS - 1 - j) * STEPS + s, HAS_POS)
                 size, slope = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
-                w, first, second = coefficients(KIND, size, far, present, fresh)
-                if KIND == MAMBA:
-                    decay = decay_of(KIND, rates, spread(first, BN), 0.0, 0.0)
-                    before = h
-                else:
-                    decay = decay_of(KIND, 0.0, spread(first, BN), spread(second, BN), rest[:, None, :, :])
-                    before = tl.where(fresh, 0.0, h) if HAS_POS else h
+                w, first, second = coefficients(KIND, size, square, present, fresh)
+                decay = decay_of(KIND, rates, first, second, in_t, BN)
+                before = tl.where(fresh, 0.0, h) if KIND == LONGHORN and HAS_POS else h
                 h = decay * h + spread(w * released(xs[s], x), BN) * in_t[:, None, :, :]
                 dy_t = released(dys[s], dy)
                 if GATED:
@@ -204,7 +198,7 @@ def scan_backward_kernel(
                 dqueries += (over_channels(h * spread(dy_t, BN), WARP_SUMS),)
                 weights = (w,) + weights
                 # d beta = d eps / (1 + beta |k|^2)^2
-                slopes = (slope if KIND == MAMBA else slope * reciprocal((1.0 + size * far) * (1.0 + size * far)),) + slopes
+                slopes = (slope if KIND == MAMBA else slope * reciprocal((1.0 + size * square) * (1.0 + size * square)),) + slopes
                 cuts = (dy_t,) + cuts
                 befores = (before,) + befores
                 decays = (decay,) + decays
@@ -212,16 +206,13 @@ def scan_backward_kernel(
             for r in tl.static_range(STEPS):
                 if r == STEPS - 1:
                     # not earlier: they would take registers from what the adjoint needs
-                    next_dys = load_rows(dy, t1, dy_row, d_in, end, STEPS, FULL, EVEN)
-                    next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
-                    next_ys = load_rows(y, t1, D, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
                     for s in tl.static_range(STEPS):
                         next_shared += shared_at(t1 + s, end, rows, n, BN, True, KIND, EVEN)
                     h = load_states(states + tl.maximum(BLOCKS - 2 - j, 0) * (BD * BN), at_own, True, BN, True)
                     loads_begun()
                 t = t0 + STEPS - 1 - r
                 exists = d_in if EVEN else d_in & (t < end)
-                in_t, query_t, rest, far = shared[4 * (STEPS - 1 - r) : 4 * (STEPS - r)]
+                in_t, query_t, _square = shared[3 * (STEPS - 1 - r) : 3 * (STEPS - r)]
                 x_t = released(xs[STEPS - 1 - r], x)
                 lam = carry + spread(cuts[r], BN) * query_t[:, None, :, :]
                 carry = decays[r] * lam

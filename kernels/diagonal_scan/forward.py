@@ -1,9 +1,9 @@
 """The diagonal scans forwards, in Triton: h = decay h + add, y = (sum_n query h + skip x) silu(z).
 
-The one thing to know: a program is one warp and owns a block of channels, a lane each, with all their states in its registers, and
-walks over time; so nothing but the loads waits for anything. What it reads of channels it reads STEPS tokens ahead. Where batch and
-channels alone leave the GPU idle, the sequence is cut into pieces; `summarize_kernel` finds what each does to a state and
-`fold_kernel` which state enters it.
+The one thing to know: a program is one warp and owns a block of channels, with all their states in its registers, and walks over
+time; so nothing but the loads waits for anything. What it reads of channels it reads STEPS tokens ahead, what all channels share
+AHEAD tokens. Where batch and channels alone leave the GPU idle, the sequence is cut into pieces; `summarize_kernel` finds what each
+does to a state and `fold_kernel` which state enters it.
 """
 
 import triton
@@ -69,17 +69,16 @@ def summarize_kernel(
             t_next = b * 0 + t0 + (s + AHEAD) if s + AHEAD < STEPS else t1 + (s + AHEAD - STEPS)
             ahead += shared_at(t_next, end, rows, n, BN, False, KIND, EVEN)
             loads_begun()
-            in_t, _query_t, rest, far = ahead[:4]
-            ahead = ahead[4:]
+            in_t, _query_t, square = ahead[:3]
+            ahead = ahead[3:]
             present = True if EVEN else t0 + s < end
             fresh = starts(bits, s, HAS_POS)
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
-            taken, first, second = coefficients(KIND, size, far, present, fresh)
+            taken, first, second = coefficients(KIND, size, square, present, fresh)
+            decay = decay_of(KIND, rates, first, second, in_t, BN)
             if KIND == MAMBA:
-                decay = decay_of(KIND, rates, spread(first, BN), 0.0, 0.0)
                 total += first
             else:
-                decay = decay_of(KIND, 0.0, spread(first, BN), spread(second, BN), rest[:, None, :, :])
                 kept *= decay
             h = decay * h + spread(taken * released(xs[s], x), BN) * in_t[:, None, :, :]
         xs, steps, positions = next_xs, next_steps, next_positions
@@ -115,7 +114,7 @@ def scan_kernel(
     D: tl.constexpr, N: tl.constexpr, x_row: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, HAS_ENTERING: tl.constexpr,
     KEEP_BORDERS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
-    BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, BORDER: tl.constexpr,
+    BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, BORDER: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """y and, of a gated scan, y silu(z) [B, T, D], the state behind the last token [B, D, N] and, if kept, the state before each
     BORDER tokens [B, C, D, N], given the state that enters each piece [B, P, D, N]. A gated scan's y is for the backward pass."""
@@ -143,7 +142,7 @@ def scan_kernel(
     ahead = ()
     for s in tl.static_range(AHEAD):
         ahead += shared_at(b * 0 + begin + s, end, rows, n, BN, True, KIND, EVEN)
-    for t0 in range(begin, end, STEPS):
+    for t0 in tl.range(begin, end, STEPS, loop_unroll_factor=UNROLL):
         if KEEP_BORDERS and t0 % BORDER == 0:
             store_states(borders + (b * tl.cdiv(T, BORDER) + t0 // BORDER) * D * N, at_state, h, inside, N, FULL)
         # behind the last token there may be no memory: the last ones again, of which nothing is read
@@ -159,16 +158,13 @@ def scan_kernel(
             t_next = t0_64 + (s + AHEAD) if s + AHEAD < STEPS else t1 + (s + AHEAD - STEPS)
             ahead += shared_at(t_next, end, rows, n, BN, True, KIND, EVEN)
             loads_begun()
-            in_t, query_t, rest, far = ahead[:4]
-            ahead = ahead[4:]
+            in_t, query_t, square = ahead[:3]
+            ahead = ahead[3:]
             present = True if EVEN else t0 + s < end
             fresh = starts(bits, s, HAS_POS)
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
-            taken, first, second = coefficients(KIND, size, far, present, fresh)
-            if KIND == MAMBA:
-                decay = decay_of(KIND, rates, spread(first, BN), 0.0, 0.0)
-            else:
-                decay = decay_of(KIND, 0.0, spread(first, BN), spread(second, BN), rest[:, None, :, :])
+            taken, first, second = coefficients(KIND, size, square, present, fresh)
+            decay = decay_of(KIND, rates, first, second, in_t, BN)
             x_t = released(xs[s], x)
             h = decay * h + spread(taken * x_t, BN) * in_t[:, None, :, :]
             y_t = over_states(h * query_t[:, None, :, :]) + through * x_t
@@ -193,19 +189,15 @@ def pack_kernel(
     into, query, rows, T, N, into_batch, into_row, query_batch, query_row, KIND: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr
 ):
     """What all channels read of a token, side by side in float32 and zeros where a state is not: in [BN] (of Longhorn a key), query
-    [BN] and, of Longhorn, of its key's squares the sum of all but n's, [BN], and of all. No difference is taken: it would leave no
-    digits where one key is large."""
+    [BN] and, of Longhorn, the sum of its key's squares."""
     b, t = tl.program_id(1).to(tl.int64), tl.program_id(0) * BT + tl.arange(0, BT)
-    n, m = tl.arange(0, BN), tl.arange(0, BN)
+    n = tl.arange(0, BN)
     t_in, long = (t < T)[:, None], t[:, None].to(tl.int64)
-    inside = t_in & (m < N)[None, :]
-    keys = tl.load(into + b * into_batch + long * into_row + m[None, :], mask=inside, other=0.0).to(tl.float32)
-    queries = tl.load(query + b * query_batch + long * query_row + m[None, :], mask=inside, other=0.0).to(tl.float32)
+    inside = t_in & (n < N)[None, :]
+    keys = tl.load(into + b * into_batch + long * into_row + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    queries = tl.load(query + b * query_batch + long * query_row + n[None, :], mask=inside, other=0.0).to(tl.float32)
     row = rows + (b * T + long) * row_length(KIND, BN)
-    tl.store(row + m[None, :], keys, mask=t_in)
-    tl.store(row + BN + m[None, :], queries, mask=t_in)
+    tl.store(row + n[None, :], keys, mask=t_in)
+    tl.store(row + BN + n[None, :], queries, mask=t_in)
     if KIND == LONGHORN:
-        squares = keys * keys
-        rest = tl.sum(tl.where((n[:, None] == m[None, :])[None, :, :], 0.0, squares[:, None, :]), 2)
-        tl.store(row + 2 * BN + n[None, :], rest, mask=t_in)
-        tl.store(row + 3 * BN, tl.sum(squares, 1)[:, None], mask=t_in)
+        tl.store(row + 2 * BN, tl.sum(keys * keys, 1)[:, None], mask=t_in)

@@ -1,10 +1,10 @@
 """Sums over a block's channels, of which the lanes have one each: done plainly they are a third of the backward pass.
 
 The one thing to know: tensor cores add over lanes. Multiplied with ones, an operand that lies in the lanes' registers as the block
-does is summed over those of four lanes that have the same states, and over a lane's own channels and the other's. What eight such
-sums are, rounded to bfloat16 and with rows for columns, a second product adds. Before it, products are cut to the 10 bits of tf32's
-fraction; so it is for bfloat16 and float16 alone. It needs a warp that has 32 channels of 16 states, shared by two lanes; everything
-else, and Triton's interpreter, sums plainly.
+does is summed over those of four lanes that have the same states, and over a lane's own channel and the other's. Eight such sums,
+rounded to bfloat16 and with rows for columns, a second product adds. Before it, what is summed is cut to the 10 bits of tf32's
+fraction; so it is for bfloat16 and float16 alone. It needs a warp that has 32 channels of 16 states, shared by two lanes;
+everything else, and Triton's interpreter, sums plainly.
 """
 
 import struct
@@ -14,9 +14,9 @@ import triton.language as tl
 
 # where a lane's own states and the other channel's are among its registers
 OWN, OTHER = (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)
-# A's rows are lanes / 4 and, of every other register, 8 more; its columns are lanes % 4 and, of the latter two registers, 4 more. B's
-# ones send lanes with the first half of the states and lanes with the second to columns of their own; they are made each time, for
-# four registers less would be left to hold states in. The two results of 8 x 8 are left with rows for columns.
+# A's rows are lanes / 4 and, of every other register, 8 more; its columns are lanes % 4 and, of the latter two registers, 4 more.
+# B's ones send lanes with the first half of the states and lanes with the second to columns of their own; they are made each time,
+# for four registers less would be left to hold states in. The two results of 8 x 8 are left with rows for columns.
 _FOURS = tl.constexpr(
     "{.reg .b32 z, m0, m1, m2, m3, c0, c1, c2, c3; mov.b32 z, 0;"
     + "".join(f"set.eq.f32.f32 m{n}, $32, 0f{struct.pack('>f', 2 * n).hex()};" for n in range(4))
@@ -32,7 +32,7 @@ _FOURS = tl.constexpr(
 
 
 def _eights(pair):
-    """Of four of the former: their sums over rows in columns of their own, of which a lane then has one's, two states in a `pair`."""
+    """Of four of the former: the sums over rows, each in columns of its own, of which a lane has one's, two states in a `pair`."""
     product = "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {c0, c1, c2, c3}, "
     return tl.constexpr(
         "{.reg .pred p; .reg .b32 z, one, c0, c1, c2, c3; mov.b32 z, 0;"

@@ -59,24 +59,13 @@ def coefficients(KIND: tl.constexpr, step, square, present, fresh):
     else:
         floor = reciprocal(1.0 + step * square)
         taken = tl.where(present, step * floor, 0.0)
-        return taken, tl.where(fresh, 0.0, taken), tl.where(fresh, 0.0, tl.where(present, floor, 1.0))
-
-
-@triton.jit
-def decay_of(KIND: tl.constexpr, rates, first, second, others):
-    """A block's decays of one token: exp(step A), rates being A log2(e), or 1 / (1 + beta |k|^2) + eps (|k|^2 - k_n^2), which is
-    1 - eps k_n^2 without a subtraction. first and second are the coefficients of channels, others is of states; they broadcast to
-    the block."""
-    if KIND == MAMBA:
-        return tl.exp2(first * rates)
-    else:
-        return tl.clamp(second + first * others, 0.0, 1.0)  # of one instruction
+        return taken, tl.where(fresh, 0.0, taken), tl.where(fresh, 0.0, 1.0)
 
 
 @triton.constexpr_function
 def row_length(kind, n):
-    """Of what all channels share of a token: in and query, and of Longhorn others and square; whole vectors."""
-    return 2 * n if kind == MAMBA.value else 3 * n + 4
+    """Of what all channels share of a token: in and query, and of Longhorn square; whole vectors."""
+    return 2 * n if kind == MAMBA.value else 2 * n + 4
 
 
 @triton.constexpr_function
@@ -98,6 +87,16 @@ def spread(v, BN: tl.constexpr):
         return tl.join(v, beside(v))[:, :, None, None]
     else:
         return v[:, None, None, None]
+
+
+@triton.jit
+def decay_of(KIND: tl.constexpr, rates, first, second, in_t, BN: tl.constexpr):
+    """A block's decays of one token: exp(step A), rates being A log2(e), or 1 - eps k_n^2, as near to its value as to 1. first and
+    second are the coefficients; in_t is of states, Longhorn's key."""
+    if KIND == MAMBA:
+        return tl.exp2(spread(first, BN) * rates)
+    else:
+        return tl.clamp(second - spread(first, BN) * (in_t * in_t)[:, None, :, :], 0.0, 1.0)  # of one instruction
 
 
 @triton.jit
@@ -172,18 +171,14 @@ def rates_at(A, at_state, inside, N: tl.constexpr, KIND: tl.constexpr, FULL: tl.
 def shared_at(
     t, end, rows, n, N: tl.constexpr, QUERY: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """What all channels read of token t: in, query and others [BD, BN / 4 S, 4], and square. Zeros of a token that does not exist; what a
+    """What all channels read of token t: in and query [BD, BN / 4 S, 4], and square. Zeros of a token that does not exist; what a
     kind has not, and the query unless QUERY, is not read. rows: as `pack_kernel` leaves them, for N states."""
     present = True if EVEN else t < end
     row = rows + t * row_length(KIND, N)
     in_t = load_row(row + n, True, present, True, EVEN)
     query_t = load_row(row + (N + n), True, present, True, EVEN) if QUERY else in_t
-    rest = in_t
-    far = 0.0
-    if KIND == LONGHORN:
-        rest = load_row(row + (2 * N + n), True, present, True, EVEN)
-        far = load_row(row + 3 * N, True, present, True, EVEN)
-    return in_t, query_t, rest, far
+    square = load_row(row + 2 * N, True, present, True, EVEN) if KIND == LONGHORN else 0.0
+    return in_t, query_t, square
 
 
 @triton.jit

@@ -28,21 +28,27 @@ class Tiles:
         warps: of a program.
         steps: tokens that are loaded together, one such block ahead of what is computed; divides border.
         steps_summary: the same for the passes that find what a piece does to a state and to a cotangent.
-        ahead: tokens whose rows of states (in, query) are loaded ahead; at most steps and steps_summary.
+        ahead: tokens whose rows of states (in, query) are loaded ahead; at most steps.
+        ahead_summary: the same for those passes; at most steps_summary.
         steps_back: tokens whose states are in registers together in the backward pass; divides border.
         border: tokens between two states that are kept for the backward pass; a piece is a multiple of it.
-        programs: the sequence is cut into pieces until there are so many.
+        unroll: such blocks in a round of the forward pass's loop.
+        full: programs that keep a GPU busy; where there are fewer, the sequence is cut into pieces.
+        programs: that there are then.
     """
 
     channels: int = 32
     channels_back: int = 32
     warps: int = 1
     steps: int = 8
-    steps_summary: int = 4
-    ahead: int = 2
+    steps_summary: int = 8
+    ahead: int = 6
+    ahead_summary: int = 4
     steps_back: int = 2
     border: int = 16
-    programs: int = 1024
+    unroll: int = 1
+    full: int = 1024
+    programs: int = 4096
 
 
 class Inputs(NamedTuple):
@@ -70,7 +76,8 @@ def default_tiles(d_state: int) -> Tiles:
     """What a program has room for in its registers."""
     if d_state <= 16:
         return Tiles()
-    return Tiles(channels=16, channels_back=8) if d_state <= 32 else Tiles(channels=8, channels_back=4)
+    fewer = Tiles(steps_summary=4, ahead=2, ahead_summary=2)
+    return replace(fewer, channels=16, channels_back=8) if d_state <= 32 else replace(fewer, channels=8, channels_back=4)
 
 
 def _tiles_for(inputs: Inputs, activate: bool) -> Tiles:
@@ -176,7 +183,7 @@ class _Run:
 
         into, query = launch.in_rows(self.inputs.into), launch.in_rows(self.inputs.query)
         kind = _kind(self.mamba)
-        rows, tokens = self.empty(self.batch, self.length, row_length(kind, width)), max(1, 2048 // width**2)
+        rows, tokens = self.empty(self.batch, self.length, row_length(kind, width)), max(1, 1024 // width)
         self.forwards.pack_kernel[(-(-self.length // tokens), self.batch)](
             into, query, rows, self.length, self.d_state, *into.stride()[:2], *query.stride()[:2], KIND=kind, BT=tokens, BN=width
         )
@@ -196,7 +203,7 @@ class _Run:
         decay, add = (self.empty(self.batch, self.pieces, self.channels, self.d_state) for _ in range(2))
         self.launch(
             self.forwards.summarize_kernel, self.tiles.steps_summary, x, step, self.or_x(bias), self.A, self.rows,
-            self.or_x(self.pos), decay, add, **self.strides(x=x, step=step), AHEAD=self.tiles.ahead,
+            self.or_x(self.pos), decay, add, **self.strides(x=x, step=step), AHEAD=self.tiles.ahead_summary,
         )  # fmt: skip
         return decay, add
 
@@ -207,7 +214,7 @@ class _Run:
         self.launch(
             self.backwards.summarize_backward_kernel, self.tiles.steps_summary, step, self.or_x(bias), self.A, self.rows,
             self.or_x(z), dy, self.or_x(self.pos), add, **self.strides(step=step, z=z, dy=dy), GATED=z is not None,
-            AHEAD=self.tiles.ahead,
+            AHEAD=self.tiles.ahead_summary,
         )  # fmt: skip
         return add
 
@@ -242,7 +249,7 @@ class _Run:
             self.or_x(self.pos), self.or_x(entering), self.or_x(ungated), output, final, self.or_x(borders),
             **self.strides(x=x, step=step, z=z),
             GATED=z is not None, HAS_ENTERING=entering is not None, KEEP_BORDERS=keep, BORDER=self.tiles.border,
-            AHEAD=self.tiles.ahead,
+            AHEAD=self.tiles.ahead, UNROLL=self.tiles.unroll,
         )  # fmt: skip
         return output, final, borders, None if z is None else ungated, decay
 
@@ -259,9 +266,7 @@ class _Run:
         dA = None if A is None else self.empty(batch * self.pieces, channels, d_state)
         dskip, dbias = (self.empty(batch * self.pieces, channels) for _ in range(2))
         blocks = -(-channels // self.tiles.channels_back)
-        states = self.empty(
-            batch * self.pieces * blocks, self.tiles.border // steps, self.tiles.channels_back, self.options["BN"]
-        )
+        states = self.empty(batch * self.pieces * blocks, self.tiles.border // steps, self.tiles.channels_back, self.options["BN"])
         parts = self.empty(blocks, batch, length, 2, d_state, like=x)
         dentering = self.empty(batch, channels, d_state)
         self.launch(
@@ -318,6 +323,6 @@ def _kind(mamba: bool) -> int:
 def _pieces(programs: int, length: int, tiles: Tiles) -> tuple[int, int]:
     """How many pieces a sequence is cut into, and tokens of each, a multiple of border."""
     chunks = -(-length // tiles.border)
-    wanted = min(-(-tiles.programs // programs), max(1, chunks // 4))
+    wanted = 1 if programs >= tiles.full else min(-(-tiles.programs // programs), max(1, chunks // 4))
     piece = -(-chunks // wanted) * tiles.border
     return -(-length // piece), piece

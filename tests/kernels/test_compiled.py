@@ -54,4 +54,4 @@ def test_a_lane_has_a_channel_whatever_is_known_of_pointers_and_sizes():
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=settings, cwd=PROGRAM.parent
     )
-    assert done.stdout.splitlines() == ["[('1, 1, 4', '32, 1, 1')]"] * 2
+    assert done.stdout.splitlines() == ["[('1, 1, 1, 4', '32, 1, 1, 1')]"] * 2

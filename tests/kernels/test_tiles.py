@@ -63,7 +63,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
 def test_tuning_returns_tiles_that_compute_the_same(kernel, monkeypatch):
     """By the same kernels, interpreted; what is quickest there means nothing, that it computes the same does."""
     monkeypatch.setattr("baton.kernels.tune.FIELDS", {
-        diagonal_scan.KERNEL: {"programs": (1, 1024), "steps": (4, 7), "ahead": (1,)}, short_conv.KERNEL: {"steps": (4, 8)},
+        diagonal_scan.KERNEL: {"full": (1, 2048), "steps": (8, 7), "ahead": (1,)}, short_conv.KERNEL: {"steps": (4, 8)},
     })  # fmt: skip
     if kernel == diagonal_scan.KERNEL:
         sizes = {"batch": 1, "tokens": 20, "channels": 5, "activate": True, "gated": True}

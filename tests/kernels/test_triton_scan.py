@@ -1,6 +1,7 @@
 """The diagonal scans' Triton kernels, in Triton's interpreter where there is no GPU, against the definitions in float64."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WHOLE = Tiles(channels=8, channels_back=8, steps=4, steps_summary=4, steps_back=2, border=8, programs=1)
-CUT = Tiles(channels=8, channels_back=8, steps=4, steps_summary=4, steps_back=2, border=8, programs=100)
+# two lanes share their channels, or none do
+WHOLE = Tiles(steps=4, steps_summary=4, ahead=3, ahead_summary=2, border=8, full=1)
+CUT = replace(WHOLE, channels=8, channels_back=8, unroll=2, full=100, programs=100)
 NAMES = ("initial", *Inputs._fields)
 # float32 against float64, and bfloat16: what comes out is rounded to it
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 
 
 def example(kind, batch, length, channels, d_state, *, activate, gated, dtype=torch.float32, seed=0):
@@ -92,7 +94,7 @@ def compare(kind, sizes, tiles, *, starts, activate, gated, dtype=torch.float32)
         assert relative_error(found[name].double().cpu(), value) <= limit, name
 
 
-SIZES = ((2, 16, 8, 4), (1, 37, 11, 3))
+SIZES = ((2, 16, 32, 8), (1, 37, 11, 5))
 
 
 @pytest.mark.parametrize("kind", ["mamba", "longhorn"])
@@ -107,6 +109,15 @@ def test_outputs_and_gradients_are_the_definitions(kind, starts, fused):
 @pytest.mark.parametrize("kind", ["mamba", "longhorn"])
 def test_bfloat16_is_rounded_once(kind):
     compare(kind, SIZES[1], CUT, starts=True, activate=True, gated=True, dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["mamba", "longhorn"])
+def test_tensor_cores_sum_over_channels(kind, dtype):
+    """They do on a GPU where a program has 32 channels of 16 states."""
+    for sizes in ((2, 16, 64, 16), (1, 37, 41, 16), (2, 300, 96, 16)):
+        compare(kind, sizes, WHOLE, starts=True, activate=True, gated=True, dtype=dtype)
 
 
 @pytest.mark.parametrize("kind", ["mamba", "longhorn"])

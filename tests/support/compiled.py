@@ -74,8 +74,8 @@ def _kernels(arch):
         common = {"KIND": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "FULL": True}
         common |= {"D": CHANNELS, "N": d_state, "BD": tiles.channels, "BN": d_state}
         ahead, summary, back = ({**common, "STEPS": n} for n in (tiles.steps, tiles.steps_summary, tiles.steps_back))
-        ahead, summary = ({**x, "AHEAD": tiles.ahead} for x in (ahead, summary))
-        whole = {"GATED": True, "HAS_ENTERING": True, "KEEP_BORDERS": True, "BORDER": tiles.border}
+        ahead, summary = {**ahead, "AHEAD": tiles.ahead}, {**summary, "AHEAD": tiles.ahead_summary}
+        whole = {"GATED": True, "HAS_ENTERING": True, "KEEP_BORDERS": True, "BORDER": tiles.border, "UNROLL": tiles.unroll}
         yield f"{label} summarize", forward.summarize_kernel, summary, tiles.warps, "bf16"
         yield f"{label} scan", forward.scan_kernel, {**ahead, **whole}, tiles.warps, "bf16"
         yield f"{label} summarize backward", backward.summarize_backward_kernel, {**summary, "GATED": True}, tiles.warps, "bf16"
@@ -114,8 +114,8 @@ def binary_of(kernel, known, constants, arch, warps, *, aligned=True):
 
 
 def blocks(binary):
-    """How blocks of three dimensions lie in a warp: elements of a lane side by side, and lanes, along each."""
-    return re.findall(r"sizePerThread = \[(\d+, \d+, \d+)\], threadsPerWarp = \[(\d+, \d+, \d+)\]", binary.asm["ttgir"])
+    """How blocks of four dimensions lie in a warp: elements of a lane side by side, and lanes, along each."""
+    return re.findall(r"sizePerThread = \[(\d+, \d+, \d+, \d+)\], threadsPerWarp = \[(\d+, \d+, \d+, \d+)\]", binary.asm["ttgir"])
 
 
 def report(kernel, known, constants, arch, warps):
