@@ -1,0 +1,126 @@
+"""Gated linear attention's Triton kernels against the definition: interpreted on a CPU, the same tests compiled on a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.compare import relative_error
+from support.recurrences import positions, seeded
+
+from baton.kernels.gated_linear_attention.reference import gla_reference
+from baton.kernels.gated_linear_attention.triton import Tiles, gla_effect, gla_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = Tiles(chunk=16, x=16, x_gated=16, y=16)
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+# batch, tokens, heads of q, of k and of v, d_key, d_value: less than a chunk, odd ones, groups, a head for all
+SIZES = {
+    "none": (1, 21, 1, 1, 3, 8, 17),
+    "scalar": (2, 37, 4, 2, 2, 19, 9),
+    "key": (1, 35, 4, 2, 2, 20, 7),
+    "value": (2, 33, 2, 2, 2, 8, 20),
+}
+
+
+def example(gate, sizes, dtype=torch.float32, strength=1.0):
+    """Arguments by name in float64, of which `dtype` loses nothing, and cotangents. strength: of gates, which are then extreme."""
+    batch, tokens, queries, keys, heads, d_key, d_value = sizes
+    g = seeded(0)
+
+    def randn(*shape, dtype=dtype):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).double()
+
+    given = {
+        "q": randn(batch, tokens, queries, d_key),
+        "k": randn(batch, tokens, keys, d_key),
+        "v": randn(batch, tokens, heads, d_value),
+    }
+    shape = {"scalar": (heads,), "key": (heads, d_key), "value": (heads, d_value)}.get(gate)
+    gates = None if shape is None else F.logsigmoid(randn(batch, tokens, *shape)) * strength * randn(batch, tokens, *shape) ** 2
+    given["g"] = None if gates is None else gates.to(dtype).double()
+    given["initial_state"] = randn(batch, heads, d_key, d_value, dtype=torch.float32)
+    read = max(queries, heads)
+    return given, (randn(batch, tokens, read, d_value), randn(batch, heads, d_key, d_value, dtype=torch.float32))
+
+
+def with_gradients(run, given, cotangents, **options):
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items() if x is not None}
+    y, leaving = run(**{**given, **leaves}, **options)
+    grads = torch.autograd.grad(
+        [y, leaving], list(leaves.values()), [d.to(y.device, x.dtype) for x, d in zip((y, leaving), cotangents)]
+    )
+    return {"y": y, "leaving": leaving, **dict(zip(leaves, grads))}
+
+
+def rounded(given, dtype):
+    return {
+        name: None if x is None else x.to(DEVICE, torch.float32 if name == "initial_state" else dtype) for name, x in given.items()
+    }
+
+
+def compare(gate, sizes, tiles, *, starts, dtype=torch.float32, strength=1.0):
+    given, cotangents = example(gate, sizes, dtype, strength)
+    pos = positions(seeded(1), *sizes[:2], 0.1) if starts else None
+    options = {"gate": gate, "scale": 0.3}
+    expected = with_gradients(gla_reference, given, cotangents, pos=pos, **options)
+    own_pos = None if pos is None else pos.to(DEVICE)
+    found = with_gradients(gla_triton, rounded(given, dtype), cotangents, pos=own_pos, tiles=tiles, **options)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].shape == value.shape
+        assert relative_error(found[name].double().cpu(), value) <= LIMITS[dtype], name
+
+
+@pytest.mark.parametrize("gate", SIZES)
+@pytest.mark.parametrize("starts", [False, True])
+def test_outputs_and_gradients_are_the_definitions(gate, starts):
+    compare(gate, SIZES[gate], SMALL, starts=starts, strength=20.0 if starts else 1.0)
+
+
+@pytest.mark.parametrize("gate", ["key", "value"])
+def test_bfloat16_is_rounded_once(gate):
+    compare(gate, SIZES[gate], SMALL, starts=True, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("gate", ["none", "value"])
+def test_pieces_with_the_state_handed_on_are_the_whole(gate):
+    """And what `gla_effect` says of a span is what the span adds."""
+    sizes = SIZES[gate]
+    given, cotangents = example(gate, sizes)
+    given, pos = rounded(given, torch.float32), positions(seeded(2), *sizes[:2], 0.1).to(DEVICE)
+    options = {"gate": gate, "scale": 0.3, "tiles": SMALL}
+
+    def in_two(pos, initial_state, **given):
+        outputs, state = [], initial_state
+        for span in (slice(None, 10), slice(10, None)):
+            part = {name: None if x is None else x[:, span] for name, x in given.items()}
+            y, state = gla_triton(**part, pos=pos[:, span], initial_state=state, **options)
+            outputs.append(y)
+        return torch.cat(outputs, 1), state
+
+    whole = with_gradients(gla_triton, given, cotangents, pos=pos, **options)
+    cut = with_gradients(in_two, given, cotangents, pos=pos)
+    for name, value in whole.items():
+        assert relative_error(cut[name], value) <= 1e-5, name
+    effect = gla_effect(given["k"], given["v"], given["g"], gate=gate, pos=pos, tiles=SMALL)
+    _, leaving = gla_triton(**{**given, "initial_state": None}, pos=pos, **options)
+    torch.testing.assert_close(effect, leaving, rtol=1e-6, atol=1e-6)
+
+
+def test_equal_calls_give_equal_bits_and_views_are_taken():
+    given, cotangents = example("key", SIZES["key"])
+    given = rounded(given, torch.float32)
+    once, again = (with_gradients(gla_triton, given, cotangents, gate="key", scale=0.3, pos=None, tiles=SMALL) for _ in range(2))
+    views = {name: None if x is None else torch.stack((x, x), -1)[..., 0] for name, x in given.items()}
+    viewed = with_gradients(gla_triton, views, cotangents, gate="key", scale=0.3, pos=None, tiles=SMALL)
+    for name, x in once.items():
+        assert torch.equal(x, again[name])
+        assert torch.equal(x, viewed[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gate", SIZES)
+def test_the_tiles_of_runs(gate, dtype):
+    batch, tokens, queries, keys, heads = SIZES[gate][:5]
+    for tiles in (Tiles(), Tiles(chunk=32)):
+        compare(gate, (batch, 10 * tokens, queries, keys, heads, 96, 160), tiles, starts=True, dtype=dtype)
