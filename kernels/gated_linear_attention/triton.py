@@ -29,6 +29,7 @@ class Tiles:
         x_gated: the same where gradients along that side are computed.
         y: of the other side, a program's part.
         warps: of a program.
+        warps_gated: of one that computes scores or gradients along the side with the decays.
     """
 
     chunk: int = 64
@@ -36,6 +37,7 @@ class Tiles:
     x_gated: int = 32
     y: int = 64
     warps: int = 4
+    warps_gated: int = 8
 
 
 def in_triton(x: Tensor) -> bool:
@@ -53,10 +55,12 @@ def gla_triton(
     scale: float,
     pos: Tensor | None,
     initial_state: Tensor | None,
+    dtype: torch.dtype | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `op.gated_linear_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits."""
-    y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch.positions(pos), tiles or Tiles())
+    """As `op.gated_linear_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. dtype: of
+    the output, q's if None."""
+    y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch.positions(pos), dtype or q.dtype, tiles or Tiles())
     return y, leaving
 
 
@@ -112,7 +116,6 @@ class _Sum:
             "HAS_POS": pos is not None,
             "LOW": _low() if low else None,
             "C": tiles.chunk,
-            "num_warps": tiles.warps,
             "num_stages": 1,
         }
 
@@ -155,7 +158,7 @@ class _Sum:
         self.kernels.scores_kernel[(self.chunks, self.query_heads, self.batch)](
             r, w, self.or_v(self.g), self.or_v(self.pos), found, self.length, scale, **self._strides(r=r, w=w, g=self.g),
             X=size, G=self.query_heads // self.heads, GATE=self.gate if gated else self.kernels.NONE.value,
-            LEVELS=chunk.bit_length() - 1, BX=self._block(size, self.tiles.x), **self.options,
+            LEVELS=chunk.bit_length() - 1, BX=self._block(size, self.tiles.x), num_warps=self.tiles.warps_gated, **self.options,
         )  # fmt: skip
         return found
 
@@ -172,7 +175,7 @@ class _Sum:
             along_x, along_y, self.or_v(self.g), self.or_v(self.pos), self.or_v(first), self.or_v(kept), last, self.length,
             self.chunks, self.scales[0] * self.scales[1], **self._strides(a=along_x, c=along_y, g=self.g), X=X, Y=Y,
             G=self.query_heads // heads, GATE=self.gate, HAS_FIRST=first is not None, BACKWARDS=backwards, KEEP=keep, BX=BX, BY=BY,
-            **self.options,
+            num_warps=self.tiles.warps, **self.options,
         )  # fmt: skip
         return kept if kept is not None else last, last
 
@@ -192,7 +195,8 @@ class _Sum:
         sides = (self.or_v(x.r), self.or_v(y.r), self.or_v(x.w), self.or_v(y.w))
         given = (*sides, self.or_v(self.g), self.or_v(self.pos), scores, states, self.or_v(cotangents), self.or_v(r), self.or_v(w))
         sizes = {"X": X, "Y": Y, "H": heads, "G": self.query_heads // heads, "GATE": self.gate, "BX": BX, "BY": BY}
-        flags = {"READ": read is not None, "WRITE": write is not None}
+        flags: dict[str, int] = {"READ": read is not None, "WRITE": write is not None}
+        flags["num_warps"] = self.tiles.warps_gated if gated and write is not None else self.tiles.warps
         if not gated:
             self.kernels.plain_kernel[(self.chunks, -(-Y // BY), self.batch * heads)](
                 *given, self.length, self.chunks, *self.scales, **strides, **sizes, **flags, **self.options
@@ -207,8 +211,8 @@ class _Sum:
         )  # fmt: skip
         return r, w, g.sum(0) if g is not None and self.gate == self.kernels.SCALAR.value else g
 
-    def forward(self, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output, [B, T, Q, d_value] in q's dtype, and the state that leaves."""
+    def forward(self, first: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The output, [B, T, Q, d_value] in dtype, and the state that leaves."""
         writes, q = self.writes, self.given.q
         states, last = self.states(writes, None if first is None else self.state(first).contiguous())
         if self.swapped:
@@ -217,7 +221,7 @@ class _Sum:
         else:
             scores = self.scores(q, writes[0], self.scales[0], gated=True)
             x, y = _Side(q, writes[0]), _Side(None, writes[1])
-        read, _, _ = self.along(x, y, scores, states, None, gated=self.swapped, read=q.dtype, write=None)
+        read, _, _ = self.along(x, y, scores, states, None, gated=self.swapped, read=dtype, write=None)
         assert read is not None
         return read, self.state(last)
 
@@ -241,11 +245,11 @@ class _Gla(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial_state: Tensor | None, gate: Gate, scale: float,
-        pos: Tensor | None, tiles: Tiles,
+        pos: Tensor | None, dtype: torch.dtype, tiles: Tiles,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(q, k, v, g, initial_state, pos)
         ctx.gate, ctx.scale, ctx.tiles = gate, scale, tiles
-        return _Sum(gate, scale, pos, g, _Given.of(q, k, v), tiles).forward(initial_state)
+        return _Sum(gate, scale, pos, g, _Given.of(q, k, v), tiles).forward(initial_state, dtype)
 
     @staticmethod
     @once_differentiable
@@ -256,7 +260,7 @@ class _Gla(torch.autograd.Function):
         # a head that all share was given to each
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))
         grads = (dq, dk, dv, None if g is None else dg.to(g.dtype), dfirst)
-        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:5], grads, strict=True)), *(None,) * 4)
+        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:5], grads, strict=True)), *(None,) * 5)
 
 
 def _kernels() -> ModuleType:

@@ -1,4 +1,4 @@
-"""Gated linear attention's Triton kernels against the definition: interpreted on a CPU, the same tests compiled on a GPU."""
+"""Gated linear and gated slot attention's Triton kernels against the definitions: interpreted on a CPU, compiled on a GPU."""
 
 import pytest
 import torch
@@ -8,6 +8,8 @@ from support.recurrences import positions, seeded
 
 from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_linear_attention.triton import Tiles, gla_effect, gla_triton
+from baton.kernels.gated_slot_attention.reference import gsa_reference
+from baton.kernels.gated_slot_attention.triton import gsa_effect, gsa_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(chunk=16, x=16, x_gated=16, y=16)
@@ -124,3 +126,31 @@ def test_the_tiles_of_runs(gate, dtype):
     batch, tokens, queries, keys, heads = SIZES[gate][:5]
     for tiles in (Tiles(), Tiles(chunk=32)):
         compare(gate, (batch, 10 * tokens, queries, keys, heads, 96, 160), tiles, starts=True, dtype=dtype)
+
+
+def test_slots_are_two_passes():
+    """Gated slot attention, every gradient, and what a span adds to the slots."""
+    batch, tokens, queries, heads, d_key, slots, d_value = 2, 21, 4, 2, 12, 8, 18
+    g = seeded(3)
+    shapes = [(queries, d_key), (heads, d_key), (heads, d_value), (heads, slots)]
+    given = [torch.randn(batch, tokens, *shape, generator=g) for shape in shapes]
+    given[3] = F.logsigmoid(3 * given[3])
+    state = [torch.randn(batch, heads, *shape, generator=g) for shape in ((d_key, slots), (slots, d_value))]
+    cotangents = [torch.randn(batch, tokens, queries, d_value, generator=g), *(torch.randn(x.shape, generator=g) for x in state)]
+    pos = positions(seeded(1), batch, tokens, 0.1)
+
+    def run(op, device, dtype, **options):
+        leaves = [x.to(device, dtype).requires_grad_() for x in (*given, *state)]
+        arriving = {"k": leaves[4], "v": leaves[5]}
+        y, leaving = op(*leaves[:4], scale=0.5, link="softmax", pos=pos.to(device), initial_state=arriving, **options)
+        outputs = [y, leaving["k"], leaving["v"]]
+        return [*outputs, *torch.autograd.grad(outputs, leaves, [d.to(device, dtype) for d in cotangents])]
+
+    expected = run(gsa_reference, "cpu", torch.float64)
+    for found, value in zip(run(gsa_triton, DEVICE, torch.float32, tiles=SMALL), expected, strict=True):
+        assert relative_error(found.double().cpu(), value) <= 1e-5
+    k, v, log_alpha = (x.to(DEVICE) for x in given[1:])
+    effect = gsa_effect(k, v, log_alpha, pos=pos.to(DEVICE), tiles=SMALL)
+    _, whole = gsa_reference(*(x.double() for x in given), pos=pos)
+    for name, x in whole.items():
+        assert relative_error(effect[name].double().cpu(), x) <= 1e-5
