@@ -66,11 +66,11 @@ def gla_triton(
 
 def gla_effect(k: Tensor, v: Tensor, g: Tensor | None, *, gate: Gate, pos: Tensor | None, tiles: Tiles | None = None) -> Tensor:
     """What a span adds to a state of zeros, [batch, heads, d_key, d_value], without queries, outputs and gradients."""
-    run = _Sum(gate, 1.0, launch.positions(pos), g, _Given.of(k, k, v), tiles or Tiles())
+    run = Sum(gate, 1.0, launch.positions(pos), g, Given.of(k, k, v), tiles or Tiles())
     return run.state(run.states(run.writes, None, keep=False)[1])
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """Arguments whose last dimension is contiguous, with a head of q and k for each that is read with or written."""
 
     q: Tensor
@@ -78,23 +78,23 @@ class _Given(NamedTuple):
     v: Tensor
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "_Given":
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Given":
         heads = v.shape[2]
         q, k = (x.expand(-1, -1, heads, -1) if x.shape[2] == 1 else x for x in (launch.in_rows(q), launch.in_rows(k)))
         return cls(q, k, launch.in_rows(v))
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """What is read with, [B, T, Q, size], and what is written, [B, T, H, size]; None: not known or not needed."""
 
     r: Tensor | None
     w: Tensor | None
 
 
-class _Sum:
+class Sum:
     """One call's shapes and launches: sum_i rx_i^T S_i ry_i, see `sides`."""
 
-    def __init__(self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: _Given, tiles: Tiles) -> None:
+    def __init__(self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: Given, tiles: Tiles) -> None:
         self.swapped = gate == "value"
         self.batch, self.length, self.heads, d_value = given.v.shape
         self.query_heads, d_key = given.q.shape[2], given.k.shape[3]
@@ -120,9 +120,9 @@ class _Sum:
         }
 
     @property
-    def queries(self) -> _Side:
+    def queries(self) -> Side:
         """Along x and y, as far as q says."""
-        return _Side(None, self.given.q) if self.swapped else _Side(self.given.q, None)
+        return Side(None, self.given.q) if self.swapped else Side(self.given.q, None)
 
     @property
     def writes(self) -> tuple[Tensor, Tensor]:
@@ -140,10 +140,10 @@ class _Sum:
         """A pointer for what is not there and is not read."""
         return self.given.v if x is None else x
 
-    def _block(self, size: int, wanted: int) -> int:
+    def block(self, size: int, wanted: int) -> int:
         return max(16, min(wanted, power_of_two(size)))
 
-    def _strides(self, **tensors: Tensor | None) -> dict[str, int]:
+    def strides(self, **tensors: Tensor | None) -> dict[str, int]:
         """Of tensors [B, T, H, ...] by name, of batch, token and head."""
         found: dict[str, int] = {}
         for name, x in tensors.items():
@@ -156,9 +156,9 @@ class _Sum:
         chunk, size = self.tiles.chunk, r.shape[3]
         found = self.new(self.batch, self.query_heads, self.chunks, chunk, chunk, dtype=self.kept)
         self.kernels.scores_kernel[(self.chunks, self.query_heads, self.batch)](
-            r, w, self.or_v(self.g), self.or_v(self.pos), found, self.length, scale, **self._strides(r=r, w=w, g=self.g),
+            r, w, self.or_v(self.g), self.or_v(self.pos), found, self.length, scale, **self.strides(r=r, w=w, g=self.g),
             X=size, G=self.query_heads // self.heads, GATE=self.gate if gated else self.kernels.NONE.value,
-            LEVELS=chunk.bit_length() - 1, BX=self._block(size, self.tiles.x), num_warps=self.tiles.warps_gated, **self.options,
+            LEVELS=chunk.bit_length() - 1, BX=self.block(size, self.tiles.x), num_warps=self.tiles.warps_gated, **self.options,
         )  # fmt: skip
         return found
 
@@ -170,17 +170,17 @@ class _Sum:
         along_x, along_y = sides
         (X, Y), heads = self.sizes, self.heads
         kept = self.new(self.batch, heads, self.chunks, X, Y, dtype=self.kept) if keep else None
-        last, BX, BY = self.new(self.batch, heads, X, Y), self._block(X, self.tiles.x), self._block(Y, self.tiles.y)
+        last, BX, BY = self.new(self.batch, heads, X, Y), self.block(X, self.tiles.x), self.block(Y, self.tiles.y)
         self.kernels.states_kernel[(-(-X // BX) * -(-Y // BY), heads, self.batch)](
             along_x, along_y, self.or_v(self.g), self.or_v(self.pos), self.or_v(first), self.or_v(kept), last, self.length,
-            self.chunks, self.scales[0] * self.scales[1], **self._strides(a=along_x, c=along_y, g=self.g), X=X, Y=Y,
+            self.chunks, self.scales[0] * self.scales[1], **self.strides(a=along_x, c=along_y, g=self.g), X=X, Y=Y,
             G=self.query_heads // heads, GATE=self.gate, HAS_FIRST=first is not None, BACKWARDS=backwards, KEEP=keep, BX=BX, BY=BY,
             num_warps=self.tiles.warps, **self.options,
         )  # fmt: skip
         return kept if kept is not None else last, last
 
     def along(
-        self, x: _Side, y: _Side, scores: Tensor, states: Tensor, cotangents: Tensor | None, *, gated: bool,
+        self, x: Side, y: Side, scores: Tensor, states: Tensor, cotangents: Tensor | None, *, gated: bool,
         read: torch.dtype | None, write: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """Derivatives, in the dtypes that are given, to what is read with and to what is written along x if gated, along y if not;
@@ -189,9 +189,9 @@ class _Sum:
         size = X if gated else Y
         r = None if read is None else self.new(*shape, self.query_heads, size, dtype=read)
         w = None if write is None else self.new(*shape, heads, size, dtype=write)
-        BX = self._block(X, self.tiles.x_gated if gated and write is not None else self.tiles.x)
-        BY = self._block(Y, self.tiles.y)
-        strides = self._strides(rx=x.r, ry=y.r, wx=x.w, wy=y.w, g=self.g)
+        BX = self.block(X, self.tiles.x_gated if gated and write is not None else self.tiles.x)
+        BY = self.block(Y, self.tiles.y)
+        strides = self.strides(rx=x.r, ry=y.r, wx=x.w, wy=y.w, g=self.g)
         sides = (self.or_v(x.r), self.or_v(y.r), self.or_v(x.w), self.or_v(y.w))
         given = (*sides, self.or_v(self.g), self.or_v(self.pos), scores, states, self.or_v(cotangents), self.or_v(r), self.or_v(w))
         sizes = {"X": X, "Y": Y, "H": heads, "G": self.query_heads // heads, "GATE": self.gate, "BX": BX, "BY": BY}
@@ -217,10 +217,10 @@ class _Sum:
         states, last = self.states(writes, None if first is None else self.state(first).contiguous())
         if self.swapped:
             scores = self.scores(q, writes[1], self.scales[1], gated=False)
-            x, y = _Side(None, writes[0]), _Side(q, writes[1])
+            x, y = Side(None, writes[0]), Side(q, writes[1])
         else:
             scores = self.scores(q, writes[0], self.scales[0], gated=True)
-            x, y = _Side(q, writes[0]), _Side(None, writes[1])
+            x, y = Side(q, writes[0]), Side(None, writes[1])
         read, _, _ = self.along(x, y, scores, states, None, gated=self.swapped, read=dtype, write=None)
         assert read is not None
         return read, self.state(last)
@@ -231,7 +231,7 @@ class _Sum:
         rx, ry = (dy, q) if self.swapped else (q, dy)
         states, _ = self.states((wx, wy), None if first is None else self.state(first).contiguous())
         cotangents, dfirst = self.states((rx, ry), self.state(dlast).contiguous(), backwards=True)
-        x, y = _Side(rx, wx), _Side(ry, wy)
+        x, y = Side(rx, wx), Side(ry, wy)
         over_x, over_y = self.scores(rx, wx, self.scales[0], gated=True), self.scores(ry, wy, self.scales[1], gated=False)
         plain = {"read": q.dtype, "write": k.dtype} if self.swapped else {"read": None, "write": v.dtype}
         gated = {"read": None, "write": v.dtype} if self.swapped else {"read": q.dtype, "write": k.dtype}
@@ -249,13 +249,13 @@ class _Gla(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(q, k, v, g, initial_state, pos)
         ctx.gate, ctx.scale, ctx.tiles = gate, scale, tiles
-        return _Sum(gate, scale, pos, g, _Given.of(q, k, v), tiles).forward(initial_state, dtype)
+        return Sum(gate, scale, pos, g, Given.of(q, k, v), tiles).forward(initial_state, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
         q, k, v, g, initial_state, pos = ctx.saved_tensors
-        run = _Sum(ctx.gate, ctx.scale, pos, g, _Given.of(q, k, v), ctx.tiles)
+        run = Sum(ctx.gate, ctx.scale, pos, g, Given.of(q, k, v), ctx.tiles)
         dq, dk, dv, dg, dfirst = run.backward(initial_state, launch.in_rows(dy), dlast)
         # a head that all share was given to each
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))

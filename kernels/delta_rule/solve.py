@@ -1,0 +1,219 @@
+"""What the delta rule adds to gated linear attention, in Triton: each token's u, what it really writes.
+
+The one thing to know: with u known the delta rule is gated linear attention with one gate per token and u for values, and the
+kernels of `baton.kernels.gated_linear_attention.sides` do all of it. In a chunk u solves (I + A) u = beta (v - decay S^T k), where A
+is what is below the diagonal of beta decay k k^T (see `chunked`). The inverse is made of inverses of blocks of 1, 2, 4, ... tokens,
+joined two by two; it depends on keys and gates alone, so only two products of a chunk wait for the state.
+
+Shape suffixes as in `sides`: X is d_key, Y d_value.
+"""
+
+import triton
+import triton.language as tl
+
+from baton.kernels.gated_linear_attention.sides import (
+    NONE,
+    decays_between,
+    gates_of,
+    joined,
+    leave_rows,
+    positions_of,
+    product,
+    rows_of,
+    running,
+    since_begin,
+    until_end,
+)
+
+
+@triton.jit
+def exact(a, b, LOW: tl.constexpr):
+    """a b in float32, whatever the products' precision is."""
+    if LOW is None:
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def overlaps(k, beta, g, at, t, T, k_row, beta_row, g_row, X: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
+             LOW: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr):  # fmt: skip
+    """Below the diagonal, what is left of token j at i and k_i k_j; and beta [C]."""
+    i = tl.arange(0, C)
+    found = tl.zeros([C, C], tl.float32)
+    for x0 in range(0, X, BX):
+        k_x = rows_of(k, t, k_row, x0 + tl.arange(0, BX), T, X)
+        found += product(k_x, tl.trans(k_x), LOW)
+    decays = decays_between(gates_of(g, t, g_row, i, T, X, GATE), at, C, LEVELS, HAS_POS)
+    beta_t = tl.load(beta + t.to(tl.int64) * beta_row, mask=t < T, other=0.0).to(tl.float32)
+    return tl.where(i[:, None] > i[None, :], decays, 0.0), found, beta_t
+
+
+@triton.jit
+def inverse_kernel(
+    k, beta, g, pos, out, T, chunks, k_batch, k_row, k_head, beta_batch, beta_row, beta_head, g_batch, g_row, g_head,
+    X: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr,
+    C: tl.constexpr, BX: tl.constexpr,
+):  # fmt: skip
+    """(I + A)^-1 of each chunk, [B, H, N, C, C]."""
+    n, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    t, i = n * C + tl.arange(0, C), tl.arange(0, C)
+    at = positions_of(pos + b * T, t, T, HAS_POS)
+    decays, found, beta_t = overlaps(
+        k + b * k_batch + h * k_head, beta + b * beta_batch + h * beta_head, g + b * g_batch + h * g_head, at, t, T,
+        k_row, beta_row, g_row, X, GATE, HAS_POS, LOW, LEVELS, C, BX,
+    )  # fmt: skip
+    A = beta_t[:, None] * decays * found
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for level in range(LEVELS):
+        _between, meet = joined(level, C)
+        inverse -= exact(exact(inverse, tl.where(meet, A, 0.0), LOW), inverse, LOW)
+    tl.store(out + ((b * H + h) * chunks + n) * (C * C) + i[:, None] * C + i[None, :], inverse.to(out.dtype.element_ty))
+
+
+@triton.jit
+def writes_kernel(
+    k, v, beta, g, pos, inverse, first, u, states, last, T, chunks,
+    k_batch, k_row, k_head, v_batch, v_row, v_head, beta_batch, beta_row, beta_head, g_batch, g_row, g_head,
+    X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, HAS_FIRST: tl.constexpr,
+    KEEP: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+):  # fmt: skip
+    """u [B, T, H, Y], the state before each chunk [B, H, N, X, Y] if KEEP, and behind the last one. BX holds all of X."""
+    y, bh = tl.program_id(0) * BY + tl.arange(0, BY), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    x, i = tl.arange(0, BX), tl.arange(0, C)
+    where = x[:, None] * Y + y[None, :]
+    inside = (x < X)[:, None] & (y < Y)[None, :]
+    head = (b * H + h) * (X * Y)
+    k += b * k_batch + h * k_head
+    v += b * v_batch + h * v_head
+    beta += b * beta_batch + h * beta_head
+    g += b * g_batch + h * g_head
+    S = tl.load(first + head + where, mask=inside, other=0.0) if HAS_FIRST else tl.zeros([BX, BY], tl.float32)
+    for n in range(chunks):
+        t = n * C + i
+        at = positions_of(pos + b * T, t, T, HAS_POS)
+        at_last = tl.max(tl.where(i == C - 1, at, 0), 0)
+        if KEEP:
+            tl.store(states + (head * chunks + tl.cast(n, tl.int64) * (X * Y)) + where, S.to(states.dtype.element_ty), mask=inside)
+        k_x = rows_of(k, t, k_row, x, T, X)
+        beta_t = tl.load(beta + t.to(tl.int64) * beta_row, mask=t < T, other=0.0).to(tl.float32)
+        since = since_begin(g, t, g_row, x, T, X, at, C, GATE, HAS_POS)
+        missed = rows_of(v, t, v_row, y, T, Y) - since * product(k_x, S, LOW)
+        solve = tl.load(inverse + ((b * H + h) * chunks + n) * (C * C) + i[:, None] * C + i[None, :]).to(tl.float32)
+        u_t = product(solve, beta_t[:, None] * missed, LOW)
+        leave_rows(u + (b * T * H + h) * Y, t, H * Y, y, T, Y, u_t)
+        whole = tl.exp2(tl.sum(gates_of(g, t, g_row, x, T, X, GATE), 0))[:, None]
+        S *= tl.where(at_last > C - 1, whole, 0.0) if HAS_POS else whole
+        S += product(tl.trans(k_x * until_end(g, t, g_row, x, T, X, at_last, C, GATE, HAS_POS)), u_t, LOW)
+    tl.store(last + head + where, S, mask=inside)
+
+
+@triton.jit
+def writes_backward_kernel(
+    q, k, beta, g, dy, pos, scores, inverse, arriving, dr, cotangents, dfirst, T, chunks, scale,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, beta_batch, beta_row, beta_head, dy_batch, dy_row, dy_head,
+    g_batch, g_row, g_head,
+    X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
+    LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+):  # fmt: skip
+    """Cotangents: of the right-hand side, dr [B, T, H, Y], of the state behind each chunk [B, H, N, X, Y] and of the first.
+    scores: of scale q and k."""
+    y, bh = tl.program_id(0) * BY + tl.arange(0, BY), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    x, i = tl.arange(0, BX), tl.arange(0, C)
+    where = x[:, None] * Y + y[None, :]
+    inside = (x < X)[:, None] & (y < Y)[None, :]
+    square = i[:, None] * C + i[None, :]
+    head = (b * H + h) * (X * Y)
+    q += b * q_batch + h * q_head
+    k += b * k_batch + h * k_head
+    beta += b * beta_batch + h * beta_head
+    g += b * g_batch + h * g_head
+    dy += b * dy_batch + h * dy_head
+    dS = tl.load(arriving + head + where, mask=inside, other=0.0)
+    for step in range(chunks):
+        n = tl.cast(chunks - 1 - step, tl.int64)
+        t = (chunks - 1 - step) * C + i
+        at = positions_of(pos + b * T, t, T, HAS_POS)
+        at_last = tl.max(tl.where(i == C - 1, at, 0), 0)
+        tl.store(cotangents + (head * chunks + n * (X * Y)) + where, dS.to(cotangents.dtype.element_ty), mask=inside)
+        at_square = ((b * H + h) * chunks + n) * (C * C) + square
+        k_x, dy_t = rows_of(k, t, k_row, x, T, X), rows_of(dy, t, dy_row, y, T, Y)
+        since = since_begin(g, t, g_row, x, T, X, at, C, GATE, HAS_POS)
+        du = product(tl.trans(tl.load(scores + at_square).to(tl.float32)), dy_t, LOW)
+        du += product(k_x * until_end(g, t, g_row, x, T, X, at_last, C, GATE, HAS_POS), dS, LOW)
+        dr_t = product(tl.trans(tl.load(inverse + at_square).to(tl.float32)), du, LOW)
+        leave_rows(dr + (b * T * H + h) * Y, t, H * Y, y, T, Y, dr_t)
+        beta_t = tl.load(beta + t.to(tl.int64) * beta_row, mask=t < T, other=0.0).to(tl.float32)
+        whole = tl.exp2(tl.sum(gates_of(g, t, g_row, x, T, X, GATE), 0))[:, None]
+        dS *= tl.where(at_last > C - 1, whole, 0.0) if HAS_POS else whole
+        dS += product(tl.trans(rows_of(q, t, q_row, x, T, X) * (since * scale)), dy_t, LOW)
+        dS -= product(tl.trans(k_x * (since * beta_t[:, None])), dr_t, LOW)
+    tl.store(dfirst + head + where, dS, mask=inside)
+
+
+@triton.jit
+def solved_kernel(
+    k, v, beta, g, pos, u, dr, states, dk, dv, dbeta, dg, T, chunks,
+    k_batch, k_row, k_head, v_batch, v_row, v_head, beta_batch, beta_row, beta_head, g_batch, g_row, g_head,
+    X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
+    LOW: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+):  # fmt: skip
+    """What the right-hand side's cotangent gives: dv [B, T, H, Y], dbeta [B, T, H], and what it adds to dk [B, T, H, X] and dg."""
+    n, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    t, i = n * C + tl.arange(0, C), tl.arange(0, C)
+    at = positions_of(pos + b * T, t, T, HAS_POS)
+    k += b * k_batch + h * k_head
+    v += b * v_batch + h * v_head
+    beta += b * beta_batch + h * beta_head
+    g += b * g_batch + h * g_head
+    decays, found, beta_t = overlaps(
+        k, beta, g, at, t, T, k_row, beta_row, g_row, X, GATE, HAS_POS, LOW, LEVELS, C, BX
+    )  # fmt: skip
+    of_state = ((b * H + h) * chunks + n) * (X * Y)
+    since = since_begin(g, t, g_row, i, T, X, at, C, GATE, HAS_POS)
+    # of A, and of beta and the entering state's decay in the right-hand side
+    dA = tl.zeros([C, C], tl.float32)
+    dbeta_t = tl.zeros([C], tl.float32)
+    entered = tl.zeros([C], tl.float32)
+    for y0 in range(0, Y, BY):
+        y = y0 + tl.arange(0, BY)
+        dr_y = rows_of(dr + (b * T * H + h) * Y, t, H * Y, y, T, Y)
+        u_y = rows_of(u + (b * T * H + h) * Y, t, H * Y, y, T, Y)
+        v_y = rows_of(v, t, v_row, y, T, Y)
+        recalled = tl.zeros([C, BY], tl.float32)
+        for x0 in range(0, X, BX):
+            x = x0 + tl.arange(0, BX)
+            inside = (x < X)[:, None] & (y < Y)[None, :]
+            S = tl.load(states + of_state + x[:, None] * Y + y[None, :], mask=inside, other=0.0).to(tl.float32)
+            recalled += product(rows_of(k, t, k_row, x, T, X), S, LOW)
+        recalled *= since
+        dA -= product(dr_y, tl.trans(u_y), LOW)
+        dbeta_t += tl.sum(dr_y * (v_y - recalled), 1)
+        entered -= tl.sum(dr_y * recalled, 1) * beta_t
+        leave_rows(dv + (b * T * H + h) * Y, t, H * Y, y, T, Y, beta_t[:, None] * dr_y)
+    weighted = dA * decays
+    dbeta_t += tl.sum(weighted * found, 1)
+    of_keys = weighted * beta_t[:, None]
+    both = of_keys + tl.trans(of_keys)
+    for x0 in range(0, X, BX):
+        x = x0 + tl.arange(0, BX)
+        k_x = rows_of(k, t, k_row, x, T, X)
+        dk_x = product(both, k_x, LOW)
+        for y0 in range(0, Y, BY):
+            y = y0 + tl.arange(0, BY)
+            inside = (x < X)[:, None] & (y < Y)[None, :]
+            S = tl.load(states + of_state + x[:, None] * Y + y[None, :], mask=inside, other=0.0).to(tl.float32)
+            dr_y = rows_of(dr + (b * T * H + h) * Y, t, H * Y, y, T, Y)
+            dk_x -= product(dr_y, tl.trans(S), LOW) * (since * beta_t[:, None])
+        leave_rows(dk + (b * T * H + h) * X, t, H * X, x, T, X, dk_x)
+    to = (b * T * H + h) + t.to(tl.int64) * H
+    tl.store(dbeta + to, dbeta_t, mask=t < T)
+    if GATE != NONE:
+        pairs = of_keys * found
+        before = tl.cumsum(pairs, 1) - pairs
+        dg_t = tl.sum(tl.where(i[:, None] >= i[None, :], before, 0.0), 0)[:, None] + running(entered[:, None], GATE, True)
+        tl.store(dg + to, tl.sum(dg_t, 1), mask=t < T)

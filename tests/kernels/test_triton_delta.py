@@ -1,0 +1,63 @@
+"""The delta rule's Triton kernels against the definition: interpreted on a CPU, compiled on a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.compare import relative_error
+from support.recurrences import positions, seeded
+
+from baton.kernels.delta_rule.reference import delta_rule_reference
+from baton.kernels.delta_rule.triton import Tiles, delta_rule_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = Tiles(chunk=16, x=16, x_gated=16, y=16, values=16)
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+
+
+def compare(sizes, tiles, *, gated, starts, dtype=torch.float32):
+    """Keys that are much alike, strengths up to 2, and gates some of which forget everything."""
+    batch, tokens, heads, d_key, d_value = sizes
+    g = seeded(0)
+
+    def randn(*shape, dtype=dtype):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).double()
+
+    along = (batch, tokens, heads)
+    q, v = randn(*along, d_key), randn(*along, d_value)
+    k = F.normalize(randn(*along, d_key) + 2 * randn(1, 1, heads, d_key), dim=-1).to(dtype).double()
+    beta = (2 * torch.sigmoid(randn(*along))).to(dtype).double()
+    gates = (F.logsigmoid(randn(*along)) * 10 * randn(*along) ** 2).to(dtype).double() if gated else None
+    state = randn(batch, heads, d_key, d_value, dtype=torch.float32)
+    cotangents = randn(*along, d_value), randn(batch, heads, d_key, d_value, dtype=torch.float32)
+    pos = positions(seeded(1), batch, tokens, 0.1) if starts else None
+    names = ("q", "k", "v", "beta", *(("g",) if gated else ()), "initial_state")
+    given = dict(zip(names, (q, k, v, beta, *((gates,) if gated else ()), state), strict=True))
+
+    def run(op, place, kind, **options):
+        leaves = {
+            name: x.to(place, torch.float32 if name == "initial_state" and kind == torch.bfloat16 else kind).requires_grad_()
+            for name, x in given.items()
+        }
+        own_pos = None if pos is None else pos.to(place)
+        y, leaving = op(**{"g": None, **leaves}, scale=0.3, pos=own_pos, **options)
+        grads = torch.autograd.grad(
+            [y, leaving], list(leaves.values()), [d.to(place, o.dtype) for d, o in zip(cotangents, (y, leaving))]
+        )
+        return {"y": y, "leaving": leaving, **dict(zip(leaves, grads, strict=True))}
+
+    expected = run(delta_rule_reference, "cpu", torch.float64)
+    for name, x in run(delta_rule_triton, DEVICE, dtype, tiles=tiles).items():
+        assert relative_error(x.double().cpu(), expected[name]) <= LIMITS[dtype], name
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("starts", [False, True])
+def test_outputs_and_gradients_are_the_definitions(gated, starts):
+    compare((2, 37, 2, 19, 20) if gated else (1, 21, 2, 12, 9), SMALL, gated=gated, starts=starts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tiles_of_runs(gated, dtype):
+    compare((2, 300, 3, 96, 160), Tiles(), gated=gated, starts=True, dtype=dtype)
