@@ -1,7 +1,7 @@
 """What the delta rule adds to gated linear attention, in Triton: each token's u, what it really writes.
 
 The one thing to know: with u known the delta rule is gated linear attention with one gate per token and u for values, and the
-kernels of `baton.kernels.gated_linear_attention.sides` do all of it. In a chunk u solves (I + A) u = beta (v - decay S^T k), where A
+kernels of `baton.kernels.gated_linear_attention.sides` do all of it. In a chunk u solves (I + A) u = beta (v - decay S^T k), and A
 is what is below the diagonal of beta decay k k^T (see `chunked`). The inverse is made of inverses of blocks of 1, 2, 4, ... tokens,
 joined two by two; it depends on keys and gates alone, so only two products of a chunk wait for the state.
 
