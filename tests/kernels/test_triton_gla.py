@@ -16,10 +16,10 @@ SMALL = Tiles(chunk=16, x=16, x_gated=16, y=16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 # batch, tokens, heads of q, of k and of v, d_key, d_value: less than a chunk, odd ones, groups, a head for all
 SIZES = {
-    "none": (1, 21, 1, 1, 3, 8, 17),
-    "scalar": (2, 37, 4, 2, 2, 19, 9),
-    "key": (1, 35, 4, 2, 2, 20, 7),
-    "value": (2, 33, 2, 2, 2, 8, 20),
+    "none": (1, 19, 1, 1, 3, 8, 17),
+    "scalar": (2, 21, 4, 2, 2, 19, 9),
+    "key": (1, 21, 4, 2, 2, 20, 7),
+    "value": (2, 18, 2, 2, 2, 8, 20),
 }
 
 
