@@ -94,7 +94,7 @@ def summarize_backward_kernel(
 
 @triton.jit
 def scan_backward_kernel(
-    x, step, bias, A, rows, skip, z, y, pos, borders, arriving, dy, states,
+    x, step, bias, A, rows, skip, z, pos, borders, arriving, dy, states,
     dx, dstep, dz, dA, dskip, dbias, parts, dentering,
     T, piece, x_batch, step_batch, z_batch, dy_batch,
     D: tl.constexpr, N: tl.constexpr, x_row: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
@@ -116,7 +116,6 @@ def scan_backward_kernel(
     x += b * x_batch + d
     step += b * step_batch + d
     z += b * z_batch + d
-    y += b * T * D + d
     dy += b * dy_batch + d
     out = b * T * D + d
     rows += b * T * row_length(KIND, BN)
@@ -138,7 +137,6 @@ def scan_backward_kernel(
         t0 = c0 + (BLOCKS - 1) * STEPS
         dys = load_rows(dy, t0, dy_row, d_in, end, STEPS, FULL, EVEN)
         zs = load_rows(z, t0, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else dys
-        ys = load_rows(y, t0, D, d_in, end, STEPS, FULL, EVEN) if GATED else dys
         xs = load_rows(x, c0, x_row, d_in, end, BORDER, FULL, EVEN)
         steps = load_rows(step, c0, step_row, d_in, end, BORDER, FULL, EVEN)
         positions = positions_from(c0, end, pos, BORDER, HAS_POS, EVEN)
@@ -175,12 +173,11 @@ def scan_backward_kernel(
             next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
             next_dys = load_rows(dy, t1, dy_row, d_in, end, STEPS, FULL, EVEN)
             next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
-            next_ys = load_rows(y, t1, D, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
             loads_begun()
             # the last token first
             weights, slopes, cuts, befores, decays, dqueries, dins = (), (), (), (), (), (), ()
             for s in tl.static_range(STEPS):
-                in_t, _in_t, square = shared[3 * s : 3 * s + 3]
+                in_t, query_t, square = shared[3 * s : 3 * s + 3]
                 present = True if EVEN else t0 + s < end
                 fresh = starts(bits, (BLOCKS - 1 - j) * STEPS + s, HAS_POS)
                 size, slope = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
@@ -192,7 +189,8 @@ def scan_backward_kernel(
                 if GATED:
                     z_t = released(zs[s], z)
                     open_t = sigmoid(z_t)
-                    dz_t = dy_t * released(ys[s], y) * open_t * (1.0 + z_t * (1.0 - open_t))
+                    y_t = over_states(h * query_t[:, None, :, :]) + through * released(xs[s], x)
+                    dz_t = dy_t * y_t * open_t * (1.0 + z_t * (1.0 - open_t))
                     tl.store(dz + (out + (t0 + s) * D), dz_t.to(dz.dtype.element_ty), mask=d_in & present)
                     dy_t *= z_t * open_t
                 dqueries += (over_channels(h * spread(dy_t, BN), WARP_SUMS),)
@@ -237,7 +235,7 @@ def scan_backward_kernel(
                 tl.store(dstep + (out + t * D), draw.to(dstep.dtype.element_ty), mask=exists)
                 dins = (over_channels(din, WARP_SUMS),) + dins
             leave_sums(parts + t0 * (2 * N), dins, dqueries, end - t0, N, STEPS, EVEN, WARP_SUMS)
-            xs, steps, dys, zs, ys, shared = next_xs, next_steps, next_dys, next_zs, next_ys, next_shared
+            xs, steps, dys, zs, shared = next_xs, next_steps, next_dys, next_zs, next_shared
         # the last states are read before the next chunk's are written
         tl.debug_barrier()
     if KIND == MAMBA:

@@ -109,15 +109,15 @@ def fold_kernel(
 
 @triton.jit
 def scan_kernel(
-    x, step, bias, A, rows, skip, z, pos, entering, y, gated, final, borders,
+    x, step, bias, A, rows, skip, z, pos, entering, y, final, borders,
     T, piece, x_batch, step_batch, z_batch,
     D: tl.constexpr, N: tl.constexpr, x_row: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr,
     KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, HAS_ENTERING: tl.constexpr,
     KEEP_BORDERS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, BORDER: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """y and, of a gated scan, y silu(z) [B, T, D], the state behind the last token [B, D, N] and, if kept, the state before each
-    BORDER tokens [B, C, D, N], given the state that enters each piece [B, P, D, N]. A gated scan's y is for the backward pass."""
+    """y or, of a gated scan, y silu(z) [B, T, D], the state behind the last token [B, D, N] and, if kept, the state before each
+    BORDER tokens [B, C, D, N], given the state that enters each piece [B, P, D, N]."""
     b, p = tl.program_id(1).to(tl.int64), tl.program_id(2)
     d, d_in, n, inside, at_state = states_of(tl.program_id(0), D, N, BD, BN)
     rates, blank = rates_at(A, at_state, inside, N, KIND, FULL)
@@ -127,7 +127,6 @@ def scan_kernel(
     step += b * step_batch + d
     z += b * z_batch + d
     y += b * T * D + d
-    gated += b * T * D + d
     rows += b * T * row_length(KIND, BN)
     pos += b * T
     begin, end = p * piece, tl.minimum((p + 1) * piece, T)
@@ -153,7 +152,7 @@ def scan_kernel(
         bits = starts_among(positions, STEPS, HAS_POS)
         next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_xs
         t0_64 = b * 0 + t0
-        outputs, gated_outputs = (), ()
+        outputs = ()
         for s in tl.static_range(STEPS):
             t_next = t0_64 + (s + AHEAD) if s + AHEAD < STEPS else t1 + (s + AHEAD - STEPS)
             ahead += shared_at(t_next, end, rows, n, BN, True, KIND, EVEN)
@@ -168,17 +167,14 @@ def scan_kernel(
             x_t = released(xs[s], x)
             h = decay * h + spread(taken * x_t, BN) * in_t[:, None, :, :]
             y_t = over_states(h * query_t[:, None, :, :]) + through * x_t
-            outputs += (y_t,)
             if GATED:
                 z_t = released(zs[s], z)
-                gated_outputs += (y_t * z_t * sigmoid(z_t),)
+                y_t *= z_t * sigmoid(z_t)
+            outputs += (y_t,)
         # last, for a store keeps the compiler from moving later loads up
         for s in tl.static_range(STEPS):
             present = True if EVEN else t0 + s < end
-            if GATED:
-                tl.store(gated + (t0_64 + s) * D, gated_outputs[s].to(gated.dtype.element_ty), mask=d_in & present)
-            if KEEP_BORDERS or not GATED:
-                tl.store(y + (t0_64 + s) * D, outputs[s].to(y.dtype.element_ty), mask=d_in & present)
+            tl.store(y + (t0_64 + s) * D, outputs[s].to(y.dtype.element_ty), mask=d_in & present)
         xs, steps, zs, positions = next_xs, next_steps, next_zs, next_positions
     if end == T:
         store_states(final + b * D * N, at_state, h, inside, N, FULL)

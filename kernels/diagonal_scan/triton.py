@@ -228,34 +228,29 @@ class _Run:
         )  # fmt: skip
         return arriving, last
 
-    def forward(
-        self, initial_state: Tensor | None, *, keep: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The output, the final state [B, D, N] and, if kept, what `backward` needs: states at borders [B, C, D, N], outputs before
-        the gate, and the pieces' decays, of which one piece has none."""
+    def forward(self, initial_state: Tensor | None, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The output, the final state [B, D, N] and, if kept, what `backward` needs: states at borders [B, C, D, N] and the pieces'
+        decays, of which one piece has none."""
         x, step, _, _, skip, _, bias, z = self.inputs
         entering, decay = None if initial_state is None else launch.aligned(initial_state), None
         if self.pieces > 1:
             decay, add = self.summarize()
             entering, _ = self.fold(decay, add, entering)
         output = self.empty(self.batch, self.length, self.channels, like=x)
-        ungated = output if z is None else torch.empty_like(output) if keep else None
         final = self.empty(self.batch, self.channels, self.d_state)
         chunks, borders = -(-self.length // self.tiles.border), None
         if keep:
             borders = self.empty(self.batch, chunks, self.channels, self.d_state)
         self.launch(
             self.forwards.scan_kernel, self.tiles.steps, x, step, self.or_x(bias), self.A, self.rows, skip, self.or_x(z),
-            self.or_x(self.pos), self.or_x(entering), self.or_x(ungated), output, final, self.or_x(borders),
+            self.or_x(self.pos), self.or_x(entering), output, final, self.or_x(borders),
             **self.strides(x=x, step=step, z=z),
             GATED=z is not None, HAS_ENTERING=entering is not None, KEEP_BORDERS=keep, BORDER=self.tiles.border,
             AHEAD=self.tiles.ahead, UNROLL=self.tiles.unroll,
         )  # fmt: skip
-        return output, final, borders, None if z is None else ungated, decay
+        return output, final, borders, decay
 
-    def backward(
-        self, borders: Tensor, ungated: Tensor | None, decay: Tensor | None, dy: Tensor, dfinal: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, borders: Tensor, decay: Tensor | None, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the entering state and of all inputs."""
         x, step, into, query, skip, A, bias, z = self.inputs
         dy, arriving, steps = launch.in_rows(dy), launch.aligned(dfinal), self.tiles.steps_back
@@ -271,7 +266,7 @@ class _Run:
         dentering = self.empty(batch, channels, d_state)
         self.launch(
             self.backwards.scan_backward_kernel, steps, x, step, self.or_x(bias), self.A, self.rows, skip, self.or_x(z),
-            self.or_x(ungated), self.or_x(self.pos), borders, arriving, dy, states,
+            self.or_x(self.pos), borders, arriving, dy, states,
             dx, dstep, self.or_x(dz), self.or_x(dA), dskip, dbias, parts, dentering,
             **self.strides(x=x, step=step, z=z, dy=dy), GATED=z is not None, BORDER=self.tiles.border,
             BD=self.tiles.channels_back, WARP_SUMS=self.warp_sums(steps),
@@ -301,9 +296,9 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
-        pos, borders, ungated, decay, *inputs = ctx.saved_tensors
+        pos, borders, decay, *inputs = ctx.saved_tensors
         run = _Run(Inputs(*inputs), ctx.activate, pos, ctx.tiles)
-        grads = run.backward(borders, ungated, decay, dy, dfinal)
+        grads = run.backward(borders, decay, dy, dfinal)
         return (None, *(grad if want else None for want, grad in zip(ctx.needs_input_grad[1:], grads, strict=True)))
 
 

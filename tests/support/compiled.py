@@ -29,7 +29,6 @@ ACTIVATIONS = {
     "tail",
     "dtail",
     "dtail_out",
-    "gated",
     "into",
     "query",
     "parts",
