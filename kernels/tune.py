@@ -8,13 +8,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels import tiles as table
+from baton.kernels.delta_rule import triton as delta_rule
 from baton.kernels.diagonal_scan import triton as diagonal_scan
+from baton.kernels.gated_linear_attention import triton as gated_linear_attention
+from baton.kernels.gated_linear_attention.reference import Gate
 from baton.kernels.short_conv import triton as short_conv
 
 LEAST_GAIN = 0.02
@@ -29,6 +33,25 @@ FIELDS: dict[str, dict[str, tuple[int, ...]]] = {
         "ahead": (2, 4, 6, 8),
         "unroll": (1, 2),
         "ahead_summary": (2, 4, 8),
+    },
+    gated_linear_attention.KERNEL: {
+        "chunk": (32, 64),
+        "x": (32, 64, 128),
+        "y": (64, 128),
+        "warps": (4, 8),
+        "x_gated": (32, 64),
+        "y_gated": (32, 64),
+        "warps_gated": (4, 8),
+        "warps_scores": (4, 8),
+        "stages": (1, 2, 3),
+    },
+    delta_rule.KERNEL: {
+        "values": (16, 32, 64),
+        "warps_walk": (4, 8),
+        "x_gated": (32, 64),
+        "y_gated": (32, 64),
+        "warps_gated": (4, 8),
+        "stages": (1, 2, 3),
     },
     short_conv.KERNEL: {"channels": (64, 128, 256), "steps": (4, 8, 16), "span": (64, 128, 256, 512)},
 }
@@ -85,7 +108,7 @@ def _fits(tiles: Any) -> bool:
     """What the attributes' descriptions ask for."""
     if isinstance(tiles, diagonal_scan.Tiles):
         return tiles.border % tiles.steps == 0 and tiles.ahead <= tiles.steps and tiles.ahead_summary <= tiles.steps_summary
-    return bool(tiles.span % tiles.steps == 0)
+    return not isinstance(tiles, short_conv.Tiles) or tiles.span % tiles.steps == 0
 
 
 def _scan(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
@@ -134,7 +157,63 @@ def _conv(request: table.Request, device: torch.device, dtype: torch.dtype) -> t
     return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
 
 
-_SETUPS = {diagonal_scan.KERNEL: _scan, short_conv.KERNEL: _conv}
+def _gla(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
+    g, sizes, gate = torch.Generator(device).manual_seed(0), request.sizes, cast(Gate, request.shape["gate"])
+    tokens, heads, d_key, d_value = (sizes["batch"], sizes["tokens"]), sizes["heads"], sizes["d_key"], sizes["d_value"]
+    of_gate = {"key": (heads, d_key), "value": (heads, d_value), "scalar": (heads,)}
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*tokens, *shape, generator=g, device=device).to(dtype)
+
+    leaves = [randn(sizes["query_heads"], d_key), randn(heads, d_key), randn(heads, d_value)]
+    leaves += [F.logsigmoid(3 + randn(*of_gate[gate]).float())] if gate in of_gate else []
+    leaves = [x.requires_grad_() for x in leaves]
+    dy = randn(max(sizes["query_heads"], heads), d_value)
+
+    def call(tiles: gated_linear_attention.Tiles) -> list[Tensor]:
+        q, k, v, *gates = leaves
+        y, final = gated_linear_attention.gla_triton(
+            q,
+            k,
+            v,
+            gates[0] if gates else None,
+            gate=gate,
+            scale=d_key**-0.5,
+            pos=None,
+            initial_state=None,
+            tiles=tiles,
+        )
+        return [y, final, *torch.autograd.grad([y], leaves, [dy])]
+
+    default = gated_linear_attention.Tiles()
+    return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
+
+
+def _delta_rule(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
+    g, sizes = torch.Generator(device).manual_seed(0), request.sizes
+    shape = (sizes["batch"], sizes["tokens"], sizes["heads"])
+
+    def randn(*last: int) -> Tensor:
+        return torch.randn(*shape, *last, generator=g, device=device)
+
+    q, k, v, dy = (randn(sizes[name]) for name in ("d_key", "d_key", "d_value", "d_value"))
+    leaves = [q.to(dtype), F.normalize(k, dim=-1).to(dtype), v.to(dtype), torch.sigmoid(randn()), F.logsigmoid(3 + randn())]
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def call(tiles: delta_rule.Tiles) -> list[Tensor]:
+        y, final = delta_rule.delta_rule_triton(*leaves, scale=1.0, pos=None, initial_state=None, tiles=tiles)
+        return [y, final, *torch.autograd.grad([y], leaves, [dy.to(dtype)])]
+
+    default = delta_rule.Tiles()
+    return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
+
+
+_SETUPS = {
+    diagonal_scan.KERNEL: _scan,
+    short_conv.KERNEL: _conv,
+    gated_linear_attention.KERNEL: _gla,
+    delta_rule.KERNEL: _delta_rule,
+}
 
 
 def _agree(found: Sequence[Tensor], expected: Sequence[Tensor], limit: float) -> bool:

@@ -2,8 +2,9 @@
 
 The one thing to know: with u known the delta rule is gated linear attention with one gate per token and u for values, and the
 kernels of `baton.kernels.gated_linear_attention.sides` do all of it. In a chunk u solves (I + A) u = beta (v - decay S^T k), and A
-is what is below the diagonal of beta decay k k^T (see `chunked`). The inverse is made of inverses of blocks of 1, 2, 4, ... tokens,
-joined two by two; it depends on keys and gates alone, so only two products of a chunk wait for the state.
+is what is below the diagonal of beta decay k k^T (see `chunked`). The inverse is made row by row in blocks of 16 tokens, which are
+then joined two by two; it depends on keys and gates alone, so only two products of a chunk wait for the state. Where keys are much
+alike u is far smaller than what it is the difference of, so what the inverse is multiplied with keeps more than bfloat16's digits.
 
 Shape suffixes as in `sides`: X is d_key, Y d_value.
 """
@@ -11,18 +12,20 @@ Shape suffixes as in `sides`: X is d_key, Y d_value.
 import triton
 import triton.language as tl
 
-from baton.kernels.gated_linear_attention.sides import (
+from baton.kernels.gated_linear_attention.decays import (
     NONE,
+    block_of,
     decays_between,
-    gates_of,
-    joined,
+    last_of,
     leave_rows,
+    meet,
     positions_of,
     product,
     rows_of,
-    running,
     since_begin,
+    sums_at,
     until_end,
+    whole_of,
 )
 
 
@@ -36,46 +39,70 @@ def exact(a, b, LOW: tl.constexpr):
 
 
 @triton.jit
-def overlaps(k, beta, g, at, t, T, k_row, beta_row, g_row, X: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
-             LOW: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr):  # fmt: skip
+def solution(inverse, x, LOW: tl.constexpr):
+    """inverse x, of more digits than `product`."""
+    if LOW is None:
+        return tl.dot(inverse, x, input_precision="ieee")
+    else:
+        return tl.dot(inverse, x, input_precision="tf32")
+
+
+@triton.jit
+def overlaps(k, beta, summed, at, t, T, k_row, beta_row, X: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
+             LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr):  # fmt: skip
     """Below the diagonal, what is left of token j at i and k_i k_j; and beta [C]."""
     i = tl.arange(0, C)
     found = tl.zeros([C, C], tl.float32)
     for x0 in range(0, X, BX):
         k_x = rows_of(k, t, k_row, x0 + tl.arange(0, BX), T, X)
         found += product(k_x, tl.trans(k_x), LOW)
-    decays = decays_between(gates_of(g, t, g_row, i, T, X, GATE), at, C, LEVELS, HAS_POS)
+    decays = decays_between(summed, at, C, GATE, HAS_POS)
     beta_t = tl.load(beta + t.to(tl.int64) * beta_row, mask=t < T, other=0.0).to(tl.float32)
     return tl.where(i[:, None] > i[None, :], decays, 0.0), found, beta_t
 
 
 @triton.jit
 def inverse_kernel(
-    k, beta, g, pos, out, T, chunks, k_batch, k_row, k_head, beta_batch, beta_row, beta_head, g_batch, g_row, g_head,
+    k, beta, sums, pos, out, T, chunks, k_batch, k_row, k_head, beta_batch, beta_row, beta_head,
     X: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr,
     C: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
-    """(I + A)^-1 of each chunk, [B, H, N, C, C]."""
+    """(I + A)^-1 of each chunk, float32 [B, H, N, C, C]."""
     n, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     t, i = n * C + tl.arange(0, C), tl.arange(0, C)
     at = positions_of(pos + b * T, t, T, HAS_POS)
     decays, found, beta_t = overlaps(
-        k + b * k_batch + h * k_head, beta + b * beta_batch + h * beta_head, g + b * g_batch + h * g_head, at, t, T,
-        k_row, beta_row, g_row, X, GATE, HAS_POS, LOW, LEVELS, C, BX,
+        k + b * k_batch + h * k_head, beta + b * beta_batch + h * beta_head, sums_at(sums + b * T * H + h, t, T, i, H, X, GATE), at,
+        t, T, k_row, beta_row, X, GATE, HAS_POS, LOW, C, BX,
     )  # fmt: skip
     A = beta_t[:, None] * decays * found
-    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for level in range(LEVELS):
-        _between, meet = joined(level, C)
-        inverse -= exact(exact(inverse, tl.where(meet, A, 0.0), LOW), inverse, LOW)
-    tl.store(out + ((b * H + h) * chunks + n) * (C * C) + i[:, None] * C + i[None, :], inverse.to(out.dtype.element_ty))
+    to = out + ((b * H + h) * chunks + n) * (C * C)
+    square = i[:, None] * C + i[None, :]
+    # rows of the blocks of 16 tokens on the diagonal, one after the other, all blocks at once: through memory, which alone
+    # takes a tile apart
+    tl.store(to + square, A)
+    tl.debug_barrier()
+    first, row = tl.arange(0, C // 16) * 16, tl.arange(0, 16)
+    blocks = tl.zeros([C // 16, 16, 16], tl.float32) + tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :]
+    for s in tl.static_range(1, 16):
+        before = tl.load(to + (first + s)[:, None] * C + first[:, None] + row[None, :])
+        solved = tl.sum(before[:, :, None] * blocks, 1)
+        blocks -= tl.where((row == s)[None, :, None], solved[:, None, :], 0.0)
+    tl.debug_barrier()
+    tl.store(to + (first[:, None] + row[None, :])[:, :, None] * C + (first[:, None] + row[None, :])[:, None, :], blocks)
+    tl.debug_barrier()
+    inverse = tl.where(i[:, None] >> 4 == i[None, :] >> 4, tl.load(to + square), 0.0)
+    for level in tl.static_range(4, LEVELS):
+        inverse -= exact(exact(inverse, tl.where(meet(level, C), A, 0.0), LOW), inverse, LOW)
+    tl.debug_barrier()
+    tl.store(to + square, inverse)
 
 
 @triton.jit
 def writes_kernel(
-    k, v, beta, g, pos, inverse, first, u, states, last, T, chunks,
-    k_batch, k_row, k_head, v_batch, v_row, v_head, beta_batch, beta_row, beta_head, g_batch, g_row, g_head,
+    k, v, beta, sums, pos, inverse, first, u, states, last, T, chunks,
+    k_batch, k_row, k_head, v_batch, v_row, v_head, beta_batch, beta_row, beta_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, HAS_FIRST: tl.constexpr,
     KEEP: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
@@ -89,37 +116,36 @@ def writes_kernel(
     k += b * k_batch + h * k_head
     v += b * v_batch + h * v_head
     beta += b * beta_batch + h * beta_head
-    g += b * g_batch + h * g_head
     S = tl.load(first + head + where, mask=inside, other=0.0) if HAS_FIRST else tl.zeros([BX, BY], tl.float32)
     for n in range(chunks):
         t = n * C + i
         at = positions_of(pos + b * T, t, T, HAS_POS)
-        at_last = tl.max(tl.where(i == C - 1, at, 0), 0)
+        at_last = last_of(at, C)
         if KEEP:
             tl.store(states + (head * chunks + tl.cast(n, tl.int64) * (X * Y)) + where, S.to(states.dtype.element_ty), mask=inside)
         k_x = rows_of(k, t, k_row, x, T, X)
         beta_t = tl.load(beta + t.to(tl.int64) * beta_row, mask=t < T, other=0.0).to(tl.float32)
-        since = since_begin(g, t, g_row, x, T, X, at, C, GATE, HAS_POS)
-        missed = rows_of(v, t, v_row, y, T, Y) - since * product(k_x, S, LOW)
-        solve = tl.load(inverse + ((b * H + h) * chunks + n) * (C * C) + i[:, None] * C + i[None, :]).to(tl.float32)
-        u_t = product(solve, beta_t[:, None] * missed, LOW)
+        summed = sums_at(sums + b * T * H + h, t, T, x, H, X, GATE)
+        total = last_of(summed, C)
+        since, until = since_begin(summed, at, C, HAS_POS), until_end(summed, total, at_last, C, HAS_POS)
+        missed = rows_of(v, t, v_row, y, T, Y) - since[:, None] * product(k_x, S, LOW)
+        solve = tl.load(inverse + ((b * H + h) * chunks + n) * (C * C) + i[:, None] * C + i[None, :])
+        u_t = solution(solve, beta_t[:, None] * missed, LOW)
         leave_rows(u + (b * T * H + h) * Y, t, H * Y, y, T, Y, u_t)
-        whole = tl.exp2(tl.sum(gates_of(g, t, g_row, x, T, X, GATE), 0))[:, None]
-        S *= tl.where(at_last > C - 1, whole, 0.0) if HAS_POS else whole
-        S += product(tl.trans(k_x * until_end(g, t, g_row, x, T, X, at_last, C, GATE, HAS_POS)), u_t, LOW)
+        S *= whole_of(total, at_last, C, HAS_POS)
+        S += product(tl.trans(k_x if GATE == NONE and not HAS_POS else k_x * until[:, None]), u_t, LOW)
     tl.store(last + head + where, S, mask=inside)
 
 
 @triton.jit
 def writes_backward_kernel(
-    q, k, beta, g, dy, pos, scores, inverse, arriving, dr, cotangents, dfirst, T, chunks, scale,
+    q, k, beta, sums, dy, pos, scores, inverse, arriving, dr, cotangents, dfirst, T, chunks, scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, beta_batch, beta_row, beta_head, dy_batch, dy_row, dy_head,
-    g_batch, g_row, g_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
     LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """Cotangents: of the right-hand side, dr [B, T, H, Y], of the state behind each chunk [B, H, N, X, Y] and of the first.
-    scores: of scale q and k."""
+    scores: of q and k."""
     y, bh = tl.program_id(0) * BY + tl.arange(0, BY), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     x, i = tl.arange(0, BX), tl.arange(0, C)
@@ -130,36 +156,36 @@ def writes_backward_kernel(
     q += b * q_batch + h * q_head
     k += b * k_batch + h * k_head
     beta += b * beta_batch + h * beta_head
-    g += b * g_batch + h * g_head
     dy += b * dy_batch + h * dy_head
     dS = tl.load(arriving + head + where, mask=inside, other=0.0)
     for step in range(chunks):
         n = tl.cast(chunks - 1 - step, tl.int64)
         t = (chunks - 1 - step) * C + i
         at = positions_of(pos + b * T, t, T, HAS_POS)
-        at_last = tl.max(tl.where(i == C - 1, at, 0), 0)
+        at_last = last_of(at, C)
         tl.store(cotangents + (head * chunks + n * (X * Y)) + where, dS.to(cotangents.dtype.element_ty), mask=inside)
         at_square = ((b * H + h) * chunks + n) * (C * C) + square
         k_x, dy_t = rows_of(k, t, k_row, x, T, X), rows_of(dy, t, dy_row, y, T, Y)
-        since = since_begin(g, t, g_row, x, T, X, at, C, GATE, HAS_POS)
-        du = product(tl.trans(tl.load(scores + at_square).to(tl.float32)), dy_t, LOW)
-        du += product(k_x * until_end(g, t, g_row, x, T, X, at_last, C, GATE, HAS_POS), dS, LOW)
-        dr_t = product(tl.trans(tl.load(inverse + at_square).to(tl.float32)), du, LOW)
+        summed = sums_at(sums + b * T * H + h, t, T, x, H, X, GATE)
+        total = last_of(summed, C)
+        since, until = since_begin(summed, at, C, HAS_POS), until_end(summed, total, at_last, C, HAS_POS)
+        du = product(tl.trans(tl.load(scores + at_square)), dy_t, LOW) * scale
+        du += product(k_x * until[:, None], dS, LOW)
+        dr_t = solution(tl.trans(tl.load(inverse + at_square)), du, LOW)
         leave_rows(dr + (b * T * H + h) * Y, t, H * Y, y, T, Y, dr_t)
         beta_t = tl.load(beta + t.to(tl.int64) * beta_row, mask=t < T, other=0.0).to(tl.float32)
-        whole = tl.exp2(tl.sum(gates_of(g, t, g_row, x, T, X, GATE), 0))[:, None]
-        dS *= tl.where(at_last > C - 1, whole, 0.0) if HAS_POS else whole
-        dS += product(tl.trans(rows_of(q, t, q_row, x, T, X) * (since * scale)), dy_t, LOW)
-        dS -= product(tl.trans(k_x * (since * beta_t[:, None])), dr_t, LOW)
+        dS *= whole_of(total, at_last, C, HAS_POS)
+        dS += product(tl.trans(rows_of(q, t, q_row, x, T, X) * (since * scale)[:, None]), dy_t, LOW)
+        dS -= product(tl.trans(k_x * (since * beta_t)[:, None]), dr_t, LOW)
     tl.store(dfirst + head + where, dS, mask=inside)
 
 
 @triton.jit
 def solved_kernel(
-    k, v, beta, g, pos, u, dr, states, dk, dv, dbeta, dg, T, chunks,
-    k_batch, k_row, k_head, v_batch, v_row, v_head, beta_batch, beta_row, beta_head, g_batch, g_row, g_head,
+    k, v, beta, sums, pos, u, dr, states, dk, dv, dbeta, dg, T, chunks,
+    k_batch, k_row, k_head, v_batch, v_row, v_head, beta_batch, beta_row, beta_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
-    LOW: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """What the right-hand side's cotangent gives: dv [B, T, H, Y], dbeta [B, T, H], and what it adds to dk [B, T, H, X] and dg."""
     n, bh = tl.program_id(0), tl.program_id(1)
@@ -169,12 +195,10 @@ def solved_kernel(
     k += b * k_batch + h * k_head
     v += b * v_batch + h * v_head
     beta += b * beta_batch + h * beta_head
-    g += b * g_batch + h * g_head
-    decays, found, beta_t = overlaps(
-        k, beta, g, at, t, T, k_row, beta_row, g_row, X, GATE, HAS_POS, LOW, LEVELS, C, BX
-    )  # fmt: skip
+    summed = sums_at(sums + b * T * H + h, t, T, i, H, X, GATE)
+    decays, found, beta_t = overlaps(k, beta, summed, at, t, T, k_row, beta_row, X, GATE, HAS_POS, LOW, C, BX)
     of_state = ((b * H + h) * chunks + n) * (X * Y)
-    since = since_begin(g, t, g_row, i, T, X, at, C, GATE, HAS_POS)
+    since = since_begin(summed, at, C, HAS_POS)
     # of A, and of beta and the entering state's decay in the right-hand side
     dA = tl.zeros([C, C], tl.float32)
     dbeta_t = tl.zeros([C], tl.float32)
@@ -187,10 +211,8 @@ def solved_kernel(
         recalled = tl.zeros([C, BY], tl.float32)
         for x0 in range(0, X, BX):
             x = x0 + tl.arange(0, BX)
-            inside = (x < X)[:, None] & (y < Y)[None, :]
-            S = tl.load(states + of_state + x[:, None] * Y + y[None, :], mask=inside, other=0.0).to(tl.float32)
-            recalled += product(rows_of(k, t, k_row, x, T, X), S, LOW)
-        recalled *= since
+            recalled += product(rows_of(k, t, k_row, x, T, X), block_of(states + of_state, x, y, X, Y), LOW)
+        recalled *= since[:, None]
         dA -= product(dr_y, tl.trans(u_y), LOW)
         dbeta_t += tl.sum(dr_y * (v_y - recalled), 1)
         entered -= tl.sum(dr_y * recalled, 1) * beta_t
@@ -205,15 +227,13 @@ def solved_kernel(
         dk_x = product(both, k_x, LOW)
         for y0 in range(0, Y, BY):
             y = y0 + tl.arange(0, BY)
-            inside = (x < X)[:, None] & (y < Y)[None, :]
-            S = tl.load(states + of_state + x[:, None] * Y + y[None, :], mask=inside, other=0.0).to(tl.float32)
             dr_y = rows_of(dr + (b * T * H + h) * Y, t, H * Y, y, T, Y)
-            dk_x -= product(dr_y, tl.trans(S), LOW) * (since * beta_t[:, None])
+            dk_x -= product(dr_y, tl.trans(block_of(states + of_state, x, y, X, Y)), LOW) * (since * beta_t)[:, None]
         leave_rows(dk + (b * T * H + h) * X, t, H * X, x, T, X, dk_x)
     to = (b * T * H + h) + t.to(tl.int64) * H
     tl.store(dbeta + to, dbeta_t, mask=t < T)
     if GATE != NONE:
+        # of pairs on one side of a gate what the later token brings the earlier one takes away
         pairs = of_keys * found
-        before = tl.cumsum(pairs, 1) - pairs
-        dg_t = tl.sum(tl.where(i[:, None] >= i[None, :], before, 0.0), 0)[:, None] + running(entered[:, None], GATE, True)
-        tl.store(dg + to, tl.sum(dg_t, 1), mask=t < T)
+        flow = entered + tl.sum(pairs, 1) - tl.sum(pairs, 0)
+        tl.store(dg + to, tl.cumsum(flow, 0, reverse=True), mask=t < T)

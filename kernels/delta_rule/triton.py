@@ -3,7 +3,7 @@
 The one thing to know: only the arguments are kept for the backward pass; what tokens wrote and the chunks' states are made again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels import launch
-from baton.kernels.gated_linear_attention.triton import Given, Side, Sum
+from baton.kernels import tiles as table
+from baton.kernels.gated_linear_attention.triton import Given, Prepared, Side, Sum
 from baton.kernels.gated_linear_attention.triton import Tiles as SumTiles
-from baton.kernels.tiles import power_of_two
 
 KERNEL = "delta_rule"
 
@@ -26,10 +26,15 @@ class Tiles(SumTiles):
     Attributes:
         values: of d_value, the part of a program that walks over chunks; a power of two, at least 16.
         warps_walk: of such a program.
+        x_solved, y_solved: of d_key and d_value, a step of the program that computes what the right-hand side's cotangent gives.
     """
 
-    values: int = 32
+    warps_gated: int = 4
+    stages: int = 2
+    values: int = 64
     warps_walk: int = 4
+    x_solved: int = 32
+    y_solved: int = 32
 
 
 def delta_rule_triton(
@@ -45,8 +50,20 @@ def delta_rule_triton(
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `op.delta_rule`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits, the inverse's not."""
-    y, leaving = _DeltaRule.apply(q, k, v, beta, g, initial_state, scale, launch.positions(pos), tiles or Tiles())
+    tiles = tiles or _tiles_for(k, v)
+    y, leaving = _DeltaRule.apply(q, k, v, beta, g, initial_state, scale, launch.positions(pos), tiles)
     return y, leaving
+
+
+def shape_of(d_key: int, d_value: int) -> table.Shape:
+    """What tiles depend on, in classes."""
+    return {"d_key": table.power_of_two(d_key), "d_value": table.power_of_two(d_value)}
+
+
+def _tiles_for(k: Tensor, v: Tensor) -> Tiles:
+    batch, length, heads, d_value = v.shape
+    sizes = {"batch": batch, "tokens": length, "heads": heads, "d_key": k.shape[3], "d_value": d_value}
+    return replace(Tiles(), **table.find(KERNEL, v.device, shape_of(k.shape[3], d_value), sizes))
 
 
 class _Run:
@@ -57,43 +74,34 @@ class _Run:
     ) -> None:
         self.sum = Sum("none" if g is None else "scalar", scale, pos, g, Given.of(q, k, v), tiles)
         self.beta, self.scale, self.tiles, self.kernels = launch.in_rows(beta), scale, tiles, _kernels()
-        self.levels = tiles.chunk.bit_length() - 1
+        self.sums = self.sum.prepare(None, None).sums
 
     def options(self, *, walk: bool) -> dict[str, Any]:
         run, tiles = self.sum, self.tiles
         X, Y = run.sizes
-        BX = max(16, power_of_two(X)) if walk else run.block(X, tiles.x)
-        BY = run.block(Y, tiles.values if walk else tiles.y)
-        sizes = {"X": X, "Y": Y, "H": run.heads, "GATE": run.gate, "BX": BX, "BY": BY}
-        return {**sizes, "num_warps": tiles.warps_walk if walk else tiles.warps_gated, **run.options}
+        BX = max(16, table.power_of_two(X)) if walk else run.block(X, tiles.x_solved)
+        BY = run.block(Y, tiles.values if walk else tiles.y_solved)
+        sizes = {"X": X, "Y": Y, "BX": BX, "BY": BY, "num_warps": tiles.warps_walk if walk else tiles.warps_gated}
+        return {**sizes, **run.low, **{name: value for name, value in run.common.items() if name != "G"}}
 
     def writes(self, first: Tensor | None, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The chunks' inverses [B, H, N, C, C], what tokens write [B, T, H, d_value], the states before each chunk, the last."""
         run = self.sum
         (_, k, v), chunk, heads, rows = run.given, self.tiles.chunk, run.heads, run.batch * run.heads
-        inverse = run.new(run.batch, heads, run.chunks, chunk, chunk, dtype=run.kept)
+        inverse = run.new(run.batch, heads, run.chunks, chunk, chunk)
         options = self.options(walk=False)
         del options["Y"], options["BY"]
-        strides = run.strides(k=k, beta=self.beta, g=run.g)
         self.kernels.inverse_kernel[(run.chunks, rows)](
-            k,
-            self.beta,
-            run.or_v(run.g),
-            run.or_v(run.pos),
-            inverse,
-            run.length,
-            run.chunks,
-            **strides,
-            LEVELS=self.levels,
-            **options,
-        )
+            k, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.length, run.chunks,
+            **run.strides(k=k, beta=self.beta), LEVELS=chunk.bit_length() - 1, **options,
+        )  # fmt: skip
         X, Y = run.sizes
         u = run.new(*v.shape, dtype=run.kept)
         states = run.new(run.batch, heads, run.chunks, X, Y, dtype=run.kept) if keep else None
         last, options = run.new(run.batch, heads, X, Y), self.options(walk=True)
         self.kernels.writes_kernel[(-(-Y // options["BY"]), rows)](
-            k, v, self.beta, run.or_v(run.g), run.or_v(run.pos), inverse, run.or_v(first), u, run.or_v(states), last, run.length,
-            run.chunks, **run.strides(k=k, v=v, beta=self.beta, g=run.g), HAS_FIRST=first is not None, KEEP=keep, **options,
+            k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.or_v(first), u, run.or_v(states), last,
+            run.length, run.chunks, **run.strides(k=k, v=v, beta=self.beta), HAS_FIRST=first is not None, KEEP=keep, **options,
         )  # fmt: skip
         return inverse, u, last if states is None else states, last
 
@@ -101,8 +109,8 @@ class _Run:
         run = self.sum
         q, k, _ = run.given
         _, u, states, last = self.writes(first, keep=True)
-        scores = run.scores(q, k, self.scale, gated=True)
-        y, _, _ = run.along(Side(q, k), Side(None, u), scores, states, None, gated=False, read=q.dtype, write=None)
+        scores = run.scores(q, k, self.sums, gated=True)
+        y, _ = run.along_y(Prepared(self.sums, q, k, None), Side(None, u), scores, states, None, read=q.dtype, write=None)
         assert y is not None
         return y, last
 
@@ -111,20 +119,22 @@ class _Run:
         run = self.sum
         (q, k, v), rows, shape = run.given, run.batch * run.heads, run.given.v.shape
         inverse, u, states, _ = self.writes(first, keep=True)
-        scores = run.scores(q, k, self.scale, gated=True)
+        scores = run.scores(q, k, self.sums, gated=True)
         dr, cotangents, dfirst = run.new(*shape, dtype=run.kept), torch.empty_like(states), torch.empty_like(dlast)
         options = self.options(walk=True)
         self.kernels.writes_backward_kernel[(-(-shape[3] // options["BY"]), rows)](
-            q, k, self.beta, run.or_v(run.g), dy, run.or_v(run.pos), scores, inverse, dlast, dr, cotangents, dfirst, run.length,
-            run.chunks, self.scale, **run.strides(q=q, k=k, beta=self.beta, dy=dy, g=run.g), **options,
+            q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), scores, inverse, dlast, dr, cotangents, dfirst, run.length,
+            run.chunks, self.scale, **run.strides(q=q, k=k, beta=self.beta, dy=dy), **options,
         )  # fmt: skip
-        over_y = run.scores(dy, u, 1.0, gated=False)
-        dq, dk, dg = run.along(Side(q, k), Side(dy, u), over_y, states, cotangents, gated=True, read=q.dtype, write=torch.float32)
+        over_y = run.scores(dy, u, None, gated=False)
+        dq, dk, dg = run.along_x(
+            Side(q, k), Side(dy, u), self.sums, over_y, states, cotangents, read=q.dtype, write=torch.float32
+        )  # fmt: skip
         more_dk, dv = run.new(*k.shape), run.new(*shape, dtype=v.dtype)
         dbeta, more_dg = run.new(*shape[:3]), None if dg is None else run.new(*shape[:3])
         self.kernels.solved_kernel[(run.chunks, rows)](
-            k, v, self.beta, run.or_v(run.g), run.or_v(run.pos), u, dr, states, more_dk, dv, dbeta, run.or_v(more_dg), run.length,
-            run.chunks, **run.strides(k=k, v=v, beta=self.beta, g=run.g), LEVELS=self.levels, **self.options(walk=False),
+            k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), u, dr, states, more_dk, dv, dbeta, run.or_v(more_dg),
+            run.length, run.chunks, **run.strides(k=k, v=v, beta=self.beta), **self.options(walk=False),
         )  # fmt: skip
         assert dk is not None
         return dq, dk + more_dk, dv, dbeta, None if dg is None or more_dg is None else dg + more_dg, dfirst

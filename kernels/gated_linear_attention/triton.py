@@ -4,7 +4,7 @@ The one thing to know: the gate decides what of q, k, v and y lies along x, wher
 computes the output and which the gradients. Chunks' states are made again for the backward pass: only the arguments are kept.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels import launch
+from baton.kernels import tiles as table
 from baton.kernels.gated_linear_attention.reference import Gate
-from baton.kernels.tiles import power_of_two
 
 KERNEL = "gated_linear_attention"
 
@@ -26,23 +26,46 @@ class Tiles:
     Attributes:
         chunk: tokens that are multiplied with each other; between chunks there is a state.
         x: of the side with the decays, a program's part.
-        x_gated: the same where gradients along that side are computed.
+        x_gated: the same where derivatives along that side are computed.
+        x_prepared, x_scores: the same where gates are summed, and where scores have a decay per channel.
         y: of the other side, a program's part.
+        y_gated: the same where derivatives along the side with the decays are computed.
         warps: of a program.
-        warps_gated: of one that computes scores or gradients along the side with the decays.
+        warps_gated: of one that computes derivatives along the side with the decays.
+        warps_scores: of one that computes scores with a decay per channel.
+        stages: of what loops load, ahead of what they compute; scores with a decay per channel have one.
+        programs: that a GPU should have where chunks are walked through; with fewer the sequence is cut.
     """
 
     chunk: int = 64
     x: int = 64
-    x_gated: int = 32
-    y: int = 64
+    x_gated: int = 64
+    x_prepared: int = 64
+    x_scores: int = 32
+    y: int = 128
+    y_gated: int = 64
     warps: int = 4
     warps_gated: int = 8
+    warps_scores: int = 4
+    stages: int = 3
+    programs: int = 384
 
 
-def in_triton(x: Tensor) -> bool:
+def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
     """Whether these kernels compute for tensors like x: on a GPU, in float32."""
-    return x.is_cuda and x.dtype != torch.float64
+    return x.is_cuda and compute_dtype == torch.float32
+
+
+def shape_of(gate: Gate, d_key: int, d_value: int) -> table.Shape:
+    """What tiles depend on, in classes."""
+    return {"gate": gate, "d_key": table.power_of_two(d_key), "d_value": table.power_of_two(d_value)}
+
+
+def _tiles_for(gate: Gate, given: "Given") -> Tiles:
+    batch, length, heads, d_value = given.v.shape
+    d_key, query_heads = given.k.shape[3], given.q.shape[2]
+    sizes = {"batch": batch, "tokens": length, "heads": heads, "query_heads": query_heads, "d_key": d_key, "d_value": d_value}
+    return replace(Tiles(), **table.find(KERNEL, given.v.device, shape_of(gate, d_key, d_value), sizes))
 
 
 def gla_triton(
@@ -60,14 +83,18 @@ def gla_triton(
 ) -> tuple[Tensor, Tensor]:
     """As `op.gated_linear_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. dtype: of
     the output, q's if None."""
-    y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch.positions(pos), dtype or q.dtype, tiles or Tiles())
+    tiles = tiles or _tiles_for(gate, Given(q, k, v))
+    y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch.positions(pos), dtype or q.dtype, tiles)
     return y, leaving
 
 
 def gla_effect(k: Tensor, v: Tensor, g: Tensor | None, *, gate: Gate, pos: Tensor | None, tiles: Tiles | None = None) -> Tensor:
     """What a span adds to a state of zeros, [batch, heads, d_key, d_value], without queries, outputs and gradients."""
-    run = Sum(gate, 1.0, launch.positions(pos), g, Given.of(k, k, v), tiles or Tiles())
-    return run.state(run.states(run.writes, None, keep=False)[1])
+    run = Sum(gate, 1.0, launch.positions(pos), g, Given.of(k, k, v), tiles or _tiles_for(gate, Given(k, k, v)))
+    wx, wy = run.writes
+    prepared = run.prepare(None, wx)
+    assert prepared.written is not None
+    return run.state(run.states(prepared.written, wy, prepared, None, keep=False)[1])
 
 
 class Given(NamedTuple):
@@ -91,8 +118,17 @@ class Side(NamedTuple):
     w: Tensor | None
 
 
+class Prepared(NamedTuple):
+    """What the kernels take of the gates and of what lies along x, see `sides.prepare_kernel`. None: not needed."""
+
+    sums: Tensor | None
+    read: Tensor | None
+    written: Tensor | None
+    whole: Tensor | None
+
+
 class Sum:
-    """One call's shapes and launches: sum_i rx_i^T S_i ry_i, see `sides`."""
+    """One call's shapes and launches: scale sum_i rx_i^T S_i ry_i, see `sides`."""
 
     def __init__(self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: Given, tiles: Tiles) -> None:
         self.swapped = gate == "value"
@@ -100,7 +136,7 @@ class Sum:
         self.query_heads, d_key = given.q.shape[2], given.k.shape[3]
         self.given, self.g, self.pos, self.tiles = given, None if g is None else launch.in_rows(g), pos, tiles
         self.sizes = (d_value, d_key) if self.swapped else (d_key, d_value)
-        self.scales = (1.0, scale) if self.swapped else (scale, 1.0)
+        self.scale = scale
         self.chunks = -(-self.length // tiles.chunk)
         self.kernels = _kernels()
         low = given.v.is_cuda and all(x.dtype in (torch.bfloat16, torch.float16) for x in given)
@@ -112,12 +148,10 @@ class Sum:
             "value": self.kernels.CHANNEL,
         }
         self.gate = kinds[gate].value
-        self.options: dict[str, Any] = {
-            "HAS_POS": pos is not None,
-            "LOW": _low() if low else None,
-            "C": tiles.chunk,
-            "num_stages": 1,
-        }
+        self.per_channel = self.gate == self.kernels.CHANNEL.value
+        self.common = {"H": self.heads, "G": self.query_heads // self.heads, "GATE": self.gate, "HAS_POS": pos is not None}
+        self.common |= {"C": tiles.chunk, "num_stages": tiles.stages}
+        self.low = {"LOW": _low() if low else None}
 
     @property
     def queries(self) -> Side:
@@ -141,7 +175,7 @@ class Sum:
         return self.given.v if x is None else x
 
     def block(self, size: int, wanted: int) -> int:
-        return max(16, min(wanted, power_of_two(size)))
+        return max(16, min(wanted, table.power_of_two(size)))
 
     def strides(self, **tensors: Tensor | None) -> dict[str, int]:
         """Of tensors [B, T, H, ...] by name, of batch, token and head."""
@@ -151,77 +185,157 @@ class Sum:
             found |= dict(zip((f"{name}_batch", f"{name}_row", f"{name}_head"), strides, strict=True))
         return found
 
-    def scores(self, r: Tensor, w: Tensor, scale: float, *, gated: bool) -> Tensor:
-        """What is read of what is written, [B, Q, N, C, C], over what lies along x if gated, along y if not."""
+    def prepare(self, r: Tensor | None, w: Tensor | None) -> Prepared:
+        """Of what is read with and what is written along x."""
+        if self.g is None:
+            return Prepared(None, r, w, None)
+        shape, X = (self.batch, self.length, self.heads), self.sizes[0]
+        # see `decays`
+        precise = torch.float32 if self.kept == torch.bfloat16 else torch.float64
+        sums, read, written, BX = self.new(*shape, dtype=precise), r, w, 16
+        whole = self.new(self.batch, self.heads, self.chunks)
+        if self.per_channel:
+            sums = self.new(*shape, X, dtype=precise)
+            read = None if r is None else self.new(*shape[:2], self.query_heads, X, dtype=self.kept)
+            written = None if w is None else self.new(*shape, X, dtype=self.kept)
+            whole, BX = self.new(self.batch, self.heads, self.chunks, X), self.block(X, self.tiles.x_prepared)
+        self.kernels.prepare_kernel[(self.chunks, -(-X // BX) if self.per_channel else 1, self.batch * self.heads)](
+            self.or_v(r), self.or_v(w), self.g, self.or_v(self.pos), sums, self.or_v(read), self.or_v(written), whole,
+            self.length, self.scale, **self.strides(r=r, w=w, g=self.g), X=X, READ=r is not None, WRITE=w is not None, BX=BX,
+            num_warps=4 if self.per_channel else 1, **self.common,
+        )  # fmt: skip
+        return Prepared(sums, read, written, whole)
+
+    def scores(self, r: Tensor, w: Tensor, sums: Tensor | None, *, gated: bool) -> Tensor:
+        """What is read of what is written, but for the scale, [B, Q, N, C, C]; over what lies along x if gated, along y if not."""
         chunk, size = self.tiles.chunk, r.shape[3]
         found = self.new(self.batch, self.query_heads, self.chunks, chunk, chunk, dtype=self.kept)
+        options: dict[str, Any] = {**self.common, **self.low}
+        if gated and self.per_channel:
+            # more of them on a processor hide more than loads ahead would
+            options |= {"BX": self.block(size, self.tiles.x_scores), "num_warps": self.tiles.warps_scores, "num_stages": 1}
+        else:
+            options |= {"BX": self.block(size, self.tiles.x), "num_warps": self.tiles.warps}
+        options |= {} if gated else {"GATE": self.kernels.NONE.value}
         self.kernels.scores_kernel[(self.chunks, self.query_heads, self.batch)](
-            r, w, self.or_v(self.g), self.or_v(self.pos), found, self.length, scale, **self.strides(r=r, w=w, g=self.g),
-            X=size, G=self.query_heads // self.heads, GATE=self.gate if gated else self.kernels.NONE.value,
-            LEVELS=chunk.bit_length() - 1, BX=self.block(size, self.tiles.x), num_warps=self.tiles.warps_gated, **self.options,
+            r, w, self.or_v(sums), self.or_v(self.pos), found, self.length, **self.strides(r=r, w=w), X=size,
+            LEVELS=chunk.bit_length() - 1, **options,
         )  # fmt: skip
         return found
 
     def states(
-        self, sides: tuple[Tensor, Tensor], first: Tensor | None, *, backwards: bool = False, keep: bool = True
+        self,
+        along_x: Tensor,
+        along_y: Tensor,
+        prepared: Prepared,
+        first: Tensor | None,
+        *,
+        backwards: bool = False,
+        keep: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """The state that enters each chunk, [B, H, N, X, Y], and leaves the last, [B, H, X, Y]; or, backwards, the cotangents of
         those that leave each chunk, and enter the first. Each is the other's beginning."""
-        along_x, along_y = sides
-        (X, Y), heads = self.sizes, self.heads
-        kept = self.new(self.batch, heads, self.chunks, X, Y, dtype=self.kept) if keep else None
-        last, BX, BY = self.new(self.batch, heads, X, Y), self.block(X, self.tiles.x), self.block(Y, self.tiles.y)
-        self.kernels.states_kernel[(-(-X // BX) * -(-Y // BY), heads, self.batch)](
-            along_x, along_y, self.or_v(self.g), self.or_v(self.pos), self.or_v(first), self.or_v(kept), last, self.length,
-            self.chunks, self.scales[0] * self.scales[1], **self.strides(a=along_x, c=along_y, g=self.g), X=X, Y=Y,
-            G=self.query_heads // heads, GATE=self.gate, HAS_FIRST=first is not None, BACKWARDS=backwards, KEEP=keep, BX=BX, BY=BY,
-            num_warps=self.tiles.warps, **self.options,
-        )  # fmt: skip
-        return kept if kept is not None else last, last
+        (X, Y), heads, chunks = self.sizes, self.heads, self.chunks
+        kept = self.new(self.batch, heads, chunks, X, Y, dtype=self.kept) if keep else None
+        BX, BY = self.block(X, self.tiles.x), self.block(Y, self.tiles.y)
+        blocks = -(-X // BX) * -(-Y // BY)
+        options = {name: value for name, value in self.common.items() if name != "H"} | {"X": X, "Y": Y, "BX": BX, "BY": BY}
 
-    def along(
-        self, x: Side, y: Side, scores: Tensor, states: Tensor, cotangents: Tensor | None, *, gated: bool,
+        def walk(piece: int, first: Tensor | None, kept: Tensor | None) -> Tensor:
+            """Through pieces of so many chunks; what leaves each, [B, P, H, X, Y]."""
+            last = self.new(self.batch, -(-chunks // piece), heads, X, Y)
+            self.kernels.states_kernel[(blocks, heads, self.batch * last.shape[1])](
+                along_x, along_y, self.or_v(prepared.sums), self.or_v(prepared.whole), self.or_v(self.pos), self.or_v(first),
+                self.or_v(kept), last, self.length, chunks, piece, self.scale, **self.strides(a=along_x, c=along_y),
+                HAS_FIRST=first is not None, BACKWARDS=backwards, KEEP=kept is not None, num_warps=self.tiles.warps,
+                **options, **self.low,
+            )  # fmt: skip
+            return last
+
+        # a sequence is cut where heads and states give too few programs; then all but the decays is computed twice
+        wanted = min(-(-self.tiles.programs // (blocks * heads * self.batch)), max(1, chunks // 4))
+        piece = -(-chunks // wanted)
+        if piece == chunks:
+            last = walk(chunks, first, kept)[:, 0]
+            return last if kept is None else kept, last
+        add = walk(piece, None, None)
+        arriving, last = torch.empty_like(add), self.new(self.batch, heads, X, Y)
+        decay = self.decay_of_pieces(prepared, piece)
+        self.kernels.fold_kernel[(-(-X * Y // 256), heads, self.batch)](
+            decay, add, self.or_v(first), arriving, last, add.shape[1], X=X, Y=Y, WIDTH=decay.shape[3],
+            HAS_FIRST=first is not None, BACKWARDS=backwards, BLOCK=256, num_warps=4,
+        )  # fmt: skip
+        if kept is not None:
+            walk(piece, arriving, kept)
+        return last if kept is None else kept, last
+
+    def decay_of_pieces(self, prepared: Prepared, piece: int) -> Tensor:
+        """What is left behind each piece of what entered it, [B, P, H, X or 1]."""
+        chunks = self.chunks
+        if prepared.whole is not None:
+            whole = prepared.whole.view(self.batch, self.heads, chunks, -1)
+        else:
+            whole = self.new(self.batch, 1, chunks, 1).fill_(1.0)
+            if self.pos is not None:
+                ends = torch.arange(1, chunks + 1, device=whole.device) * self.tiles.chunk
+                ends = ends.clamp(max=self.length)
+                inside = self.pos[:, ends - 1] >= ends - torch.arange(chunks, device=whole.device) * self.tiles.chunk
+                whole = torch.where(inside[:, None, :, None], whole, 0.0)
+            whole = whole.expand(-1, self.heads, -1, -1)
+        pieces = -(-chunks // piece)
+        padded = torch.nn.functional.pad(whole, (0, 0, 0, pieces * piece - chunks), value=1.0)
+        return padded.unflatten(2, (pieces, piece)).prod(3).transpose(1, 2).contiguous()
+
+    def along_y(
+        self, x: Prepared, y: Side, scores: Tensor, states: Tensor, cotangents: Tensor | None, *,
+        read: torch.dtype | None, write: torch.dtype | None,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """Derivatives, in the dtypes that are given, to what is read with and to what is written along y."""
+        (X, Y), shape = self.sizes, (self.batch, self.length)
+        r = None if read is None else self.new(*shape, self.query_heads, Y, dtype=read)
+        w = None if write is None else self.new(*shape, self.heads, Y, dtype=write)
+        BX, BY = self.block(X, self.tiles.x), self.block(Y, self.tiles.y)
+        self.kernels.plain_kernel[(-(-Y // BY), self.chunks, self.batch * self.heads)](
+            self.or_v(x.read), self.or_v(y.r), self.or_v(x.written), self.or_v(y.w), self.or_v(x.sums), self.or_v(self.pos), scores,
+            states, self.or_v(cotangents), self.or_v(r), self.or_v(w), self.length, self.chunks, self.scale,
+            **self.strides(rx=x.read, ry=y.r, wx=x.written, wy=y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
+            BX=BX, BY=BY, num_warps=self.tiles.warps, **self.common, **self.low,
+        )  # fmt: skip
+        return r, w
+
+    def along_x(
+        self, x: Side, y: Side, sums: Tensor | None, scores: Tensor, states: Tensor, cotangents: Tensor | None, *,
         read: torch.dtype | None, write: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """Derivatives, in the dtypes that are given, to what is read with and to what is written along x if gated, along y if not;
-        and of the former to the log-decays, in float32."""
+        """Derivatives, in the dtypes that are given, to what is read with and to what is written along x; and of the latter to the
+        log-decays, in float32."""
         (X, Y), heads, shape = self.sizes, self.heads, (self.batch, self.length)
-        size = X if gated else Y
-        r = None if read is None else self.new(*shape, self.query_heads, size, dtype=read)
-        w = None if write is None else self.new(*shape, heads, size, dtype=write)
-        BX = self.block(X, self.tiles.x_gated if gated and write is not None else self.tiles.x)
-        BY = self.block(Y, self.tiles.y)
-        strides = self.strides(rx=x.r, ry=y.r, wx=x.w, wy=y.w, g=self.g)
-        sides = (self.or_v(x.r), self.or_v(y.r), self.or_v(x.w), self.or_v(y.w))
-        given = (*sides, self.or_v(self.g), self.or_v(self.pos), scores, states, self.or_v(cotangents), self.or_v(r), self.or_v(w))
-        sizes = {"X": X, "Y": Y, "H": heads, "G": self.query_heads // heads, "GATE": self.gate, "BX": BX, "BY": BY}
-        flags: dict[str, int] = {"READ": read is not None, "WRITE": write is not None}
-        flags["num_warps"] = self.tiles.warps_gated if gated and write is not None else self.tiles.warps
-        if not gated:
-            self.kernels.plain_kernel[(self.chunks, -(-Y // BY), self.batch * heads)](
-                *given, self.length, self.chunks, *self.scales, **strides, **sizes, **flags, **self.options
-            )
-            return r, w, None
-        blocks, g = -(-X // BX), None
+        r = None if read is None else self.new(*shape, self.query_heads, X, dtype=read)
+        w = None if write is None else self.new(*shape, heads, X, dtype=write)
+        BX, BY, g = self.block(X, self.tiles.x_gated), self.block(Y, self.tiles.y_gated), None
+        blocks = -(-X // BX)
         if write is not None and self.g is not None:
-            g = self.new(*shape, heads, X) if self.gate == self.kernels.CHANNEL.value else self.new(blocks, *shape, heads)
-        self.kernels.gated_kernel[(self.chunks, blocks, self.batch * heads)](
-            *given, self.or_v(g), self.length, self.chunks, *self.scales, **strides, **sizes, **flags,
-            LEVELS=self.tiles.chunk.bit_length() - 1, **self.options,
+            g = self.new(*shape, heads, X) if self.per_channel else self.new(blocks, *shape, heads)
+        self.kernels.gated_kernel[(blocks, self.chunks, self.batch * heads)](
+            self.or_v(x.r), self.or_v(y.r), self.or_v(x.w), self.or_v(y.w), self.or_v(sums), self.or_v(self.pos), scores, states,
+            self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
+            **self.strides(rx=x.r, ry=y.r, wx=x.w, wy=y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
+            LEVELS=self.tiles.chunk.bit_length() - 1, BX=BX, BY=BY, num_warps=self.tiles.warps_gated, **self.common, **self.low,
         )  # fmt: skip
-        return r, w, g.sum(0) if g is not None and self.gate == self.kernels.SCALAR.value else g
+        return r, w, g if g is None or self.per_channel else g.sum(0)
 
     def forward(self, first: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The output, [B, T, Q, d_value] in dtype, and the state that leaves."""
-        writes, q = self.writes, self.given.q
-        states, last = self.states(writes, None if first is None else self.state(first).contiguous())
+        (wx, wy), q = self.writes, self.given.q
+        prepared = self.prepare(None if self.swapped else q, wx)
+        assert prepared.written is not None
+        states, last = self.states(prepared.written, wy, prepared, None if first is None else self.state(first).contiguous())
         if self.swapped:
-            scores = self.scores(q, writes[1], self.scales[1], gated=False)
-            x, y = Side(None, writes[0]), Side(q, writes[1])
+            scores = self.scores(q, wy, None, gated=False)
+            read, _, _ = self.along_x(Side(None, wx), Side(q, wy), prepared.sums, scores, states, None, read=dtype, write=None)
         else:
-            scores = self.scores(q, writes[0], self.scales[0], gated=True)
-            x, y = Side(q, writes[0]), Side(None, writes[1])
-        read, _, _ = self.along(x, y, scores, states, None, gated=self.swapped, read=dtype, write=None)
+            scores = self.scores(q, wx, prepared.sums, gated=True)
+            read, _ = self.along_y(prepared, Side(None, wy), scores, states, None, read=dtype, write=None)
         assert read is not None
         return read, self.state(last)
 
@@ -229,14 +343,18 @@ class Sum:
         """Gradients of q, k, v, g and the state that entered."""
         (wx, wy), (q, k, v) = self.writes, self.given
         rx, ry = (dy, q) if self.swapped else (q, dy)
-        states, _ = self.states((wx, wy), None if first is None else self.state(first).contiguous())
-        cotangents, dfirst = self.states((rx, ry), self.state(dlast).contiguous(), backwards=True)
+        prepared = self.prepare(rx, wx)
+        assert prepared.written is not None
+        assert prepared.read is not None
+        states, _ = self.states(prepared.written, wy, prepared, None if first is None else self.state(first).contiguous())
+        cotangents, dfirst = self.states(prepared.read, ry, prepared, self.state(dlast).contiguous(), backwards=True)
         x, y = Side(rx, wx), Side(ry, wy)
-        over_x, over_y = self.scores(rx, wx, self.scales[0], gated=True), self.scores(ry, wy, self.scales[1], gated=False)
+        scores = self.scores(rx, wx, prepared.sums, gated=True)
         plain = {"read": q.dtype, "write": k.dtype} if self.swapped else {"read": None, "write": v.dtype}
+        y_r, y_w = self.along_y(prepared, y, scores, states, cotangents, **plain)
+        over_y = self.scores(ry, wy, None, gated=False)
         gated = {"read": None, "write": v.dtype} if self.swapped else {"read": q.dtype, "write": k.dtype}
-        y_r, y_w, _ = self.along(x, y, over_x, states, cotangents, gated=False, **plain)
-        x_r, x_w, dg = self.along(x, y, over_y, states, cotangents, gated=True, **gated)
+        x_r, x_w, dg = self.along_x(x, y, prepared.sums, over_y, states, cotangents, **gated)
         dq, dk, dv = (y_r, y_w, x_w) if self.swapped else (x_r, x_w, y_w)
         return dq, dk, dv, dg, None if first is None else self.state(dfirst)
 

@@ -148,8 +148,9 @@ class StateLeaf:
 class Carrier:
     """A recurrence in the sub-block: what it carries, and how often it keeps that on the way.
 
-    chunk: tokens between the States that are kept for backward; 0: none is kept; None: one, where the piece begins. elements: a
-    diagonal scan's d_inner x d_state, from which its chunk follows. messages: how often the State travels to the next rank of a
+    chunk: tokens between the States that are kept for backward; 0: none is kept; None: one, where the piece begins. remade: whether
+    a GPU's kernels keep the first alone and make the others again. elements: a diagonal scan's d_inner x d_state, from which its
+    chunk follows. messages: how often the State travels to the next rank of a
     sequence. transition: of a linear recurrence, the shape of what a span of tokens multiplies each leaf by, split as the leaf is;
     (): it is not linear.
     """
@@ -157,6 +158,7 @@ class Carrier:
     name: str
     leaves: tuple[StateLeaf, ...]
     chunk: int | None = None
+    remade: bool = False
     elements: int = 0
     messages: int = 1
     transition: tuple[tuple[int, ...], ...] = ()
@@ -168,7 +170,7 @@ class Carrier:
         # span's transition
         if work.segment:
             return self.arriving_bytes(work) + sum(leaf.nbytes(work) for leaf in self.factors)
-        if not self.chunk:
+        if not self.chunk or (self.remade and work.gpu):
             return 0 if self.chunk == 0 else state
         return -(-work.length // self.tokens_per_chunk(work)) * state
 

@@ -63,7 +63,6 @@ class GatedScanConfig(MixerConfig):
                 # after softplus or sigmoid
                 Kept("step sizes", inner, "float32", inside="graph"),
                 Kept("y", inner, "float32", inside="graph"),
-                Kept("y before the gate", inner, "compute", inside="kernel"),
                 *(replace(kept, inside="graph") for kept in activated("z", inner)),
                 Kept("out_proj input", inner, "compute"),
             ),

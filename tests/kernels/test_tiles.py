@@ -7,13 +7,16 @@ import pytest
 import torch
 
 from baton.kernels import tiles
+from baton.kernels.delta_rule import triton as delta_rule
 from baton.kernels.diagonal_scan import triton as diagonal_scan
 from baton.kernels.errors import TilesError
+from baton.kernels.gated_linear_attention import triton as gated_linear_attention
 from baton.kernels.short_conv import triton as short_conv
 from baton.kernels.tiles import Entry, Request
 from baton.kernels.tune import tune
 
-TILES = {diagonal_scan.KERNEL: diagonal_scan.Tiles, short_conv.KERNEL: short_conv.Tiles}
+KERNELS = (diagonal_scan, short_conv, gated_linear_attention, delta_rule)
+TILES = {kernel.KERNEL: kernel.Tiles for kernel in KERNELS}
 
 
 def test_the_tables_rows_are_of_kernels_and_fields_that_there_are():
@@ -64,10 +67,16 @@ def test_tuning_returns_tiles_that_compute_the_same(kernel, monkeypatch):
     """By the same kernels, interpreted; what is quickest there means nothing, that it computes the same does."""
     monkeypatch.setattr("baton.kernels.tune.FIELDS", {
         diagonal_scan.KERNEL: {"full": (1, 2048), "steps": (8, 7), "ahead": (1,)}, short_conv.KERNEL: {"steps": (4, 8)},
+        gated_linear_attention.KERNEL: {"chunk": (16,)}, delta_rule.KERNEL: {"chunk": (16,)},
     })  # fmt: skip
     if kernel == diagonal_scan.KERNEL:
         sizes = {"batch": 1, "tokens": 20, "channels": 5, "activate": True, "gated": True}
         request = Request(kernel, diagonal_scan.shape_of("mamba", 3, 1, 5), sizes)
+    elif kernel == gated_linear_attention.KERNEL:
+        sizes = {"batch": 1, "tokens": 20, "heads": 1, "query_heads": 2, "d_key": 8, "d_value": 8}
+        request = Request(kernel, gated_linear_attention.shape_of("key", 8, 8), sizes)
+    elif kernel == delta_rule.KERNEL:
+        request = Request(kernel, delta_rule.shape_of(8, 8), {"batch": 1, "tokens": 20, "heads": 1, "d_key": 8, "d_value": 8})
     else:
         request = Request(kernel, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
     (found,) = tune([request], torch.device("cpu"), torch.float32)

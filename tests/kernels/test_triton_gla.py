@@ -1,5 +1,7 @@
 """Gated linear and gated slot attention's Triton kernels against the definitions: interpreted on a CPU, compiled on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from baton.kernels.gated_slot_attention.reference import gsa_reference
 from baton.kernels.gated_slot_attention.triton import gsa_effect, gsa_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = Tiles(chunk=16, x=16, x_gated=16, y=16)
+SMALL = Tiles(chunk=16, x=16, x_gated=16, x_prepared=16, y=16, y_gated=16, programs=1)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 # batch, tokens, heads of q, of k and of v, d_key, d_value: less than a chunk, odd ones, groups, a head for all
 SIZES = {
@@ -76,6 +78,13 @@ def compare(gate, sizes, tiles, *, starts, dtype=torch.float32, strength=1.0):
 @pytest.mark.parametrize("starts", [False, True])
 def test_outputs_and_gradients_are_the_definitions(gate, starts):
     compare(gate, SIZES[gate], SMALL, starts=starts, strength=20.0 if starts else 1.0)
+
+
+@pytest.mark.parametrize("gate", SIZES)
+def test_a_sequence_may_be_cut_into_pieces(gate):
+    """Where heads and states give too few programs."""
+    heads = SIZES[gate][2:5]
+    compare(gate, (1, 130, *heads, 6, 5), replace(SMALL, programs=1 << 20), starts=gate in ("none", "key"))
 
 
 @pytest.mark.parametrize("gate", ["key", "value"])

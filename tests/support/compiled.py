@@ -33,10 +33,17 @@ ACTIVATIONS = {
     "query",
     "parts",
 }
+COUNTS = {"T", "chunks", "piece", "pieces"}
 SIZES = {"T", "N", "piece", "span", "size", "pieces", "into_row", "query_row"}
 
 
 def signature(kernel, constants, dtype):
+    """dtype: of activations; or, by name, of what is not of bfloat16."""
+    if isinstance(dtype, dict):
+        sizes = {name: "i32" for name in kernel.arg_names if name.endswith(("_batch", "_row", "_head")) or name in COUNTS}
+        known = {"pos": "*i32", "scale": "fp32"} | sizes | {name: f"*{other}" for name, other in dtype.items()}
+        return {name: known.get(name, "*bf16") for name in kernel.arg_names if name not in constants}
+
     def of(name):
         if name in SIZES or name.endswith("_batch"):
             return "i32"
@@ -50,10 +57,75 @@ def kernels(arch):
     for name, kernel, constants, warps, dtype in _kernels(arch):
         rows = {p.name: CHANNELS for p in kernel.params if p.is_constexpr and p.name.endswith("_row")}
         yield name, kernel, {**constants, **rows}, warps, dtype
+    yield from _matrix_kernels()
+
+
+def _matrix_kernels():
+    """Of gated linear attention and the delta rule, with the sizes of GLA, GSA, Mamba-2 and DeltaNet at 1.3B. Not the delta rule's
+    walks over chunks: with half the values a program they would not spill, and take half as long again."""
+    import triton.language as tl
+
+    from baton.kernels.delta_rule import solve
+    from baton.kernels.delta_rule.triton import Tiles as DeltaTiles
+    from baton.kernels.gated_linear_attention import sides
+    from baton.kernels.gated_linear_attention.decays import CHANNEL, NONE, SCALAR
+    from baton.kernels.gated_linear_attention.triton import Tiles
+
+    float32 = (
+        "sums",
+        "whole",
+        "first",
+        "last",
+        "out_g",
+        "g",
+        "beta",
+        "inverse",
+        "dbeta",
+        "dg",
+        "arriving",
+        "dfirst",
+        "decay",
+        "add",
+    )
+    types = dict.fromkeys(float32, "fp32")
+    low = {"LOW": tl.bfloat16}
+
+    def of_sum(name, gate, X, Y, tiles):
+        common = {"X": X, "G": 1, "GATE": gate.value, "HAS_POS": True, "C": tiles.chunk}
+        headed, levels, stages = {**common, "H": 4}, {"LEVELS": tiles.chunk.bit_length() - 1}, {"num_stages": tiles.stages}
+        BX, BY = {"BX": min(X, tiles.x)}, {"BY": min(Y, tiles.y)}
+        per_channel = gate.value == CHANNEL.value
+        if gate.value != NONE.value:
+            prepare = {**headed, "READ": per_channel, "WRITE": per_channel, "BX": min(X, tiles.x_prepared)}
+            yield f"{name} prepare", sides.prepare_kernel, prepare, 4 if per_channel else 1, types
+        scores = {"BX": min(X, tiles.x_scores), "num_stages": 1} if per_channel else {**BX, **stages}
+        warps = tiles.warps_scores if per_channel else tiles.warps
+        yield f"{name} scores", sides.scores_kernel, {**headed, **low, **levels, **scores}, warps, types
+        for backwards in (False, True):
+            states = {**common, **low, **stages, **BX, **BY, "Y": Y, "HAS_FIRST": True, "KEEP": True, "BACKWARDS": backwards}
+            yield f"{name} states{' backward' * backwards}", sides.states_kernel, states, tiles.warps, types
+        for read in (False, True):
+            plain = {**headed, **low, **stages, **BX, **BY, "Y": Y, "READ": read, "WRITE": not read}
+            yield f"{name} plain {'read' if read else 'write'}", sides.plain_kernel, plain, tiles.warps, types
+        sizes = {"BX": min(X, tiles.x_gated), "BY": min(Y, tiles.y_gated), "Y": Y}
+        for write in (False, True):
+            gated = {**headed, **low, **levels, **stages, **sizes, "READ": True, "WRITE": write}
+            yield f"{name} gated{' backward' * write}", sides.gated_kernel, gated, tiles.warps_gated, types
+
+    yield from of_sum("gla,", CHANNEL, 256, 512, Tiles())
+    yield from of_sum("gsa,", CHANNEL, 64, 512, Tiles())
+    yield from of_sum("mamba2,", SCALAR, 128, 64, Tiles())
+    yield from of_sum("delta,", NONE, 128, 128, DeltaTiles())
+    tiles, X = DeltaTiles(), 128
+    common = {"X": X, "H": 16, "GATE": SCALAR.value, "HAS_POS": True, "C": tiles.chunk, "num_stages": tiles.stages, **low}
+    inverse = {**common, "LEVELS": tiles.chunk.bit_length() - 1, "BX": tiles.x_solved}
+    yield "gated delta, inverse", solve.inverse_kernel, inverse, tiles.warps_gated, {**types, "out": "fp32"}
+    solved = {**common, "Y": X, "BX": tiles.x_solved, "BY": tiles.y_solved}
+    yield "gated delta, solved", solve.solved_kernel, solved, tiles.warps_gated, {**types, "dk": "fp32"}
 
 
 def _kernels(arch):
-    """As `kernels`, without the lengths of rows."""
+    """As `kernels`, without the lengths of rows and the matrix states'."""
     from baton.kernels import tiles as table
     from baton.kernels.diagonal_scan import backward, forward
     from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA
@@ -106,10 +178,12 @@ def binary_of(kernel, known, constants, arch, warps, *, aligned=True):
     from triton.compiler import ASTSource
 
     types = {name: known.get(name, "constexpr") for name in kernel.arg_names}
-    special = [aligned and not parameter.do_not_specialize for parameter in kernel.params]
+    constants = dict(constants)
+    stages = constants.pop("num_stages", 1)
+    special = [aligned and not p.do_not_specialize and known.get(p.name) != "fp32" for p in kernel.params]
     divisible = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.arg_names) if name in known and special[n]}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=divisible)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": 1})
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": stages})
 
 
 def blocks(binary):

@@ -1,0 +1,162 @@
+"""What is left between two tokens, and how a chunk's tokens are read and multiplied, in Triton, for `sides` and the delta rule.
+
+The one thing to know: what is left of key j at query i is the product of what is left of j at a token between them and of that
+token at i. Blocks of 8, 16, ... tokens are joined two by two at such a token, a product of matrices each, of factors of at most 1.
+Within 8 tokens a factor may be more than 1, for the token is one of them: with decays of at least 2^LEAST no factor is more than a
+float holds.
+
+Sums of gates run from a chunk's begin on; differences of them are what lies between two tokens. They are float32 where products are
+of bfloat16, and float64 otherwise, so that no digit is lost to what came before.
+
+Shape suffixes as in `sides`.
+"""
+
+import triton
+import triton.language as tl
+
+NONE, SCALAR, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+LEAST = tl.constexpr(-24.0)  # log2 of a channel's decay: what is left of a token is nothing to float32, and 2^(4 * 24) is finite
+NEAR = tl.constexpr(3)  # log2 of the tokens of a block that is joined at one of its own
+
+
+@triton.jit
+def product(a, b, LOW: tl.constexpr):
+    """a b, of what is rounded to LOW, or in float32."""
+    if LOW is None:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a.to(LOW), b.to(LOW))
+
+
+@triton.jit
+def rounded(x, LOW: tl.constexpr):
+    """As `product` takes it."""
+    return x if LOW is None else x.to(LOW)
+
+
+@triton.jit
+def from_here_on(x, C: tl.constexpr, LOW: tl.constexpr):
+    """Of [C, BX] the sum from each token to the last, without rounding: three parts of eight bits hold a float32."""
+    i = tl.arange(0, C)
+    which = i[:, None] <= i[None, :]
+    if LOW is None:
+        return tl.dot(which.to(tl.float32), x, input_precision="ieee")
+    else:
+        ones = which.to(tl.bfloat16)
+        high = x.to(tl.bfloat16)
+        rest = x - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(ones, low, tl.dot(ones, middle, tl.dot(ones, high)))
+
+
+@triton.jit
+def rows_of(base, t, row, x, T, X: tl.constexpr):
+    """Tokens t, columns x, [C, BX]; zeros of what does not exist."""
+    inside = (t < T)[:, None] & (x < X)[None, :]
+    return tl.load(base + t[:, None].to(tl.int64) * row + x[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def leave_rows(to, t, row, x, T, X: tl.constexpr, value):
+    """As `rows_of`."""
+    inside = (t < T)[:, None] & (x < X)[None, :]
+    tl.store(to + t[:, None].to(tl.int64) * row + x[None, :], value.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def block_of(base, x, y, X: tl.constexpr, Y: tl.constexpr):
+    """Of a state [X, Y] a block [BX, BY]; zeros of what does not exist."""
+    return tl.load(base + x[:, None] * Y + y[None, :], mask=(x < X)[:, None] & (y < Y)[None, :], other=0.0)
+
+
+@triton.jit
+def positions_of(pos, t, T, HAS_POS: tl.constexpr):
+    """Of tokens t in their documents; behind the last token its document goes on."""
+    if HAS_POS:
+        known = tl.minimum(t, T - 1)
+        return tl.load(pos + known) + (t - known)
+    else:
+        return t * 0
+
+
+@triton.jit
+def last_of(at, C: tl.constexpr):
+    """Of [C] the last."""
+    return tl.sum(tl.where(tl.arange(0, C) == C - 1, at, 0), 0)
+
+
+@triton.jit
+def sums_at(sums, t, T, x, H, X: tl.constexpr, GATE: tl.constexpr):
+    """The gates' sums from the chunk's begin through tokens t, [C, BX] or, of a SCALAR, [C]; behind the last token its own."""
+    known = tl.minimum(t, T - 1).to(tl.int64)
+    if GATE == CHANNEL:
+        return tl.load(sums + known[:, None] * (H * X) + x[None, :], mask=(x < X)[None, :], other=0.0)
+    elif GATE == SCALAR:
+        return tl.load(sums + known * H)
+    else:
+        return tl.zeros([t.shape[0]], tl.float32)
+
+
+@triton.jit
+def since_begin(summed, at, C: tl.constexpr, HAS_POS: tl.constexpr):
+    """What is left of what entered the chunk at each of its tokens, [C, BX] or [C]. at: their positions."""
+    left_of = tl.exp2(summed.to(tl.float32))
+    if HAS_POS:
+        inside = at > tl.arange(0, C)
+        left_of = tl.where(inside[:, None] if len(summed.shape) == 2 else inside, left_of, 0.0)
+    return left_of
+
+
+@triton.jit
+def until_end(summed, total, at_last, C: tl.constexpr, HAS_POS: tl.constexpr):
+    """What is left of each token at the chunk's end, [C, BX] or [C]. total: the sum of all; at_last: the last one's position."""
+    left_of = tl.exp2((total - summed).to(tl.float32))
+    if HAS_POS:
+        inside = C - 1 - tl.arange(0, C) <= at_last
+        left_of = tl.where(inside[:, None] if len(summed.shape) == 2 else inside, left_of, 0.0)
+    return left_of
+
+
+@triton.jit
+def whole_of(total, at_last, C: tl.constexpr, HAS_POS: tl.constexpr):
+    """What is left of what entered the chunk behind it."""
+    left_of = tl.exp2(total.to(tl.float32))
+    return tl.where(at_last > C - 1, left_of, 0.0) if HAS_POS else left_of
+
+
+@triton.jit
+def visible(at, C: tl.constexpr, HAS_POS: tl.constexpr):
+    """Which keys a query sees, its own among them."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return (i >= j) & (i - j <= at[:, None]) if HAS_POS else i >= j
+
+
+@triton.jit
+def meet(level, C: tl.constexpr):
+    """Which pairs of tokens meet where blocks of 2^level are joined two by two, [C, C]."""
+    i, j = tl.arange(0, C)[:, None] >> level, tl.arange(0, C)[None, :] >> level
+    return (i == j + 1) & (i & 1 == 1)
+
+
+@triton.jit
+def near(C: tl.constexpr):
+    """Which pairs of tokens are of the same block of 2^NEAR, [C, C]."""
+    return tl.arange(0, C)[:, None] >> NEAR == tl.arange(0, C)[None, :] >> NEAR
+
+
+@triton.jit
+def joint(level, C: tl.constexpr):
+    """At which token of a chunk the block of 2^(level + 1) tokens that each is of is joined: the last of its first half."""
+    return ((tl.arange(0, C) >> (level + 1)) * 2 + 1 << level) - 1
+
+
+@triton.jit
+def decays_between(summed, at, C: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr):
+    """Of one gate per token: what is left of token j at i, [C, C]; 1 of a token's own."""
+    seen = visible(at, C, HAS_POS)
+    if GATE == SCALAR:
+        apart = tl.where(seen, summed[:, None] - summed[None, :], 0.0).to(tl.float32)
+        return tl.where(seen, tl.exp2(apart), 0.0)
+    else:
+        return tl.where(seen, 1.0, 0.0)
