@@ -19,6 +19,8 @@ from baton.kernels.delta_rule import triton as delta_rule
 from baton.kernels.diagonal_scan import triton as diagonal_scan
 from baton.kernels.gated_linear_attention import triton as gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate
+from baton.kernels.orthogonal_state import triton as orthogonal_state
+from baton.kernels.orthogonal_state.rule import Variant, norms
 from baton.kernels.short_conv import triton as short_conv
 
 LEAST_GAIN = 0.02
@@ -53,9 +55,17 @@ FIELDS: dict[str, dict[str, tuple[int, ...]]] = {
         "warps_gated": (4, 8),
         "stages": (1, 2, 3),
     },
+    orthogonal_state.KERNEL: {
+        "slots": (8, 16, 32),
+        "steps": (2, 4),
+        "slots_back": (8, 16),
+        "warps_back": (1, 2),
+        "warps_all": (2, 4, 8),
+        "warps_all_back": (4, 8),
+    },
     short_conv.KERNEL: {"channels": (64, 128, 256), "steps": (4, 8, 16), "span": (64, 128, 256, 512)},
 }
-"""Of each kernel what is tried, in this order. Not the scan's border: `baton plan` counts with it."""
+"""Of each kernel what is tried, in this order. Not borders: `baton plan` counts with them."""
 
 Call = Callable[[Any], list[Tensor]]
 """Outputs and gradients of a call with the tiles it is given."""
@@ -208,11 +218,35 @@ def _delta_rule(request: table.Request, device: torch.device, dtype: torch.dtype
     return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
 
 
+def _orthogonal_state(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
+    g, sizes, variant = torch.Generator(device).manual_seed(0), request.sizes, cast(Variant, request.shape["variant"])
+    shape = (sizes["batch"], sizes["tokens"], sizes["heads"])
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, device=device)
+
+    slots = randn(sizes["batch"], sizes["heads"], sizes["d"], sizes["m"])
+    q, k, v = (randn(*shape, sizes[name]).to(dtype) for name in ("m", "m", "d"))
+    leaves = [q, F.normalize(k, dim=-1), v, 0.2 * torch.sigmoid(randn(*shape)), slots / norms(slots)]
+    leaves, dy = [x.requires_grad_() for x in leaves], randn(*shape, sizes["d"]).to(dtype)
+
+    def call(tiles: orthogonal_state.Tiles) -> list[Tensor]:
+        q, k, v, gamma, S = leaves
+        y, final = orthogonal_state.orthogonal_state_triton(
+            q, k, v, gamma, S[0].detach(), mu=None, variant=variant, pos=None, S=S, tiles=tiles
+        )
+        return [y, final, *torch.autograd.grad([y], leaves, [dy])]
+
+    default = orthogonal_state.Tiles()
+    return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
+
+
 _SETUPS = {
     diagonal_scan.KERNEL: _scan,
     short_conv.KERNEL: _conv,
     gated_linear_attention.KERNEL: _gla,
     delta_rule.KERNEL: _delta_rule,
+    orthogonal_state.KERNEL: _orthogonal_state,
 }
 
 

@@ -309,6 +309,7 @@ def gated_kernel(
         if GATE == CHANNEL:
             leave_rows(out_g + (b * T * H + h) * X, t, H * X, x, T, X, from_here_on(flow, C, LOW) + behind[None, :])
         elif GATE == SCALAR:
-            grad_g = tl.cumsum(tl.sum(flow, 1), 0, reverse=True) + tl.sum(behind, 0)
+            # of [1, BX]: with a sum over one dimension alone Triton 3.6 fails for sm_100
+            grad_g = tl.cumsum(tl.sum(flow, 1), 0, reverse=True) + tl.sum(behind[None, :], 1)
             to = out_g + ((xs * (tl.num_programs(2) // H) + b) * T * H + h)
             tl.store(to + t.to(tl.int64) * H, grad_g, mask=t < T)

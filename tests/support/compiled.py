@@ -57,19 +57,21 @@ def kernels(arch):
     for name, kernel, constants, warps, dtype in _kernels(arch):
         rows = {p.name: CHANNELS for p in kernel.params if p.is_constexpr and p.name.endswith("_row")}
         yield name, kernel, {**constants, **rows}, warps, dtype
-    yield from _matrix_kernels()
+    yield from _matrix_kernels(arch)
+    yield from _lattice_kernels()
 
 
-def _matrix_kernels():
+def _matrix_kernels(arch):
     """Of gated linear attention and the delta rule, with the sizes of GLA, GSA, Mamba-2 and DeltaNet at 1.3B. Not the delta rule's
     walks over chunks: with half the values a program they would not spill, and take half as long again."""
     import triton.language as tl
 
+    from baton.kernels import tiles as table
     from baton.kernels.delta_rule import solve
-    from baton.kernels.delta_rule.triton import Tiles as DeltaTiles
+    from baton.kernels.delta_rule import triton as delta_rule
     from baton.kernels.gated_linear_attention import sides
+    from baton.kernels.gated_linear_attention import triton as gated_linear_attention
     from baton.kernels.gated_linear_attention.decays import CHANNEL, NONE, SCALAR
-    from baton.kernels.gated_linear_attention.triton import Tiles
 
     float32 = (
         "sums",
@@ -112,16 +114,43 @@ def _matrix_kernels():
             gated = {**headed, **low, **levels, **stages, **sizes, "READ": True, "WRITE": write}
             yield f"{name} gated{' backward' * write}", sides.gated_kernel, gated, tiles.warps_gated, types
 
-    yield from of_sum("gla,", CHANNEL, 256, 512, Tiles())
-    yield from of_sum("gsa,", CHANNEL, 64, 512, Tiles())
-    yield from of_sum("mamba2,", SCALAR, 128, 64, Tiles())
-    yield from of_sum("delta,", NONE, 128, 128, DeltaTiles())
-    tiles, X = DeltaTiles(), 128
+    def tiles_of(kernel, shape):
+        return replace(kernel.Tiles(), **table.of_device(kernel.KERNEL, (f"sm_{arch}",), shape))
+
+    for name, decay, gate, X, Y in (
+        ("gla", CHANNEL, "key", 256, 512),
+        ("gsa,", CHANNEL, "key", 64, 512),
+        ("mamba2", SCALAR, "scalar", 128, 64),
+    ):
+        yield from of_sum(name, decay, X, Y, tiles_of(gated_linear_attention, gated_linear_attention.shape_of(gate, X, Y)))
+    X = 128
+    tiles = tiles_of(delta_rule, delta_rule.shape_of(X, X))
+    yield from of_sum("delta", NONE, X, X, tiles)
     common = {"X": X, "H": 16, "GATE": SCALAR.value, "HAS_POS": True, "C": tiles.chunk, "num_stages": tiles.stages, **low}
     inverse = {**common, "LEVELS": tiles.chunk.bit_length() - 1, "BX": tiles.x_solved}
     yield "gated delta, inverse", solve.inverse_kernel, inverse, tiles.warps_gated, {**types, "out": "fp32"}
     solved = {**common, "Y": X, "BX": tiles.x_solved, "BY": tiles.y_solved}
     yield "gated delta, solved", solve.solved_kernel, solved, tiles.warps_gated, {**types, "dk": "fp32"}
+
+
+def _lattice_kernels():
+    """With the sizes of 340M and 1.3B."""
+    from baton.kernels.orthogonal_state import per_token
+    from baton.kernels.orthogonal_state.triton import Tiles
+
+    tiles = Tiles()
+    float32 = ("gamma", "mu", "first", "loaded", "borders", "last", "arriving", "states", "dgamma", "dmu", "dfirst", "dloaded")
+    types = dict.fromkeys(float32, "fp32")
+    for variant in ("dec", "enc", "sim"):
+        decoding = variant == "dec"
+        common = {"D": 64, "M": 64, "H": 32, "VARIANT": getattr(per_token, variant.upper()).value, "FORGET": False, "HAS_POS": True}
+        common |= {"BORDER": tiles.border, "BD": 64}
+        ahead = {**common, "KEEP": True, "STEPS": tiles.steps, "BM": 64 if decoding else tiles.slots}
+        back = {**common, "STEPS": tiles.steps_back, "BM": 64 if decoding else tiles.slots_back}
+        parts = types if decoding else {**types, "y": "fp32", "dv": "fp32"}
+        warps, warps_back = (tiles.warps_all, tiles.warps_all_back) if decoding else (tiles.warps, tiles.warps_back)
+        yield f"lattice, {variant}", per_token.forward_kernel, ahead, warps, parts
+        yield f"lattice, {variant} backward", per_token.backward_kernel, back, warps_back, parts
 
 
 def _kernels(arch):
