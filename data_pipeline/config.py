@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.mixture import check_weights
 
 MIB = 1 << 20
 
@@ -24,14 +25,35 @@ class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class MixtureConfig(_Settings):
+    """Weights of several sources from a step on."""
+
+    from_step: int = Field(default=0, ge=0, description="First step, counted from 0, in which units are chosen by these weights.")
+    weights: dict[str, float] = Field(description="Each source's share of the text's bytes, together 1.")
+
+
 class ShardsConfig(_Settings):
-    """Text: the documents of a prepared dataset, and the tokenizer that makes their ids."""
+    """Text: the documents of a prepared dataset or of several, and the tokenizer that makes their ids."""
 
     kind: Literal["shards"] = "shards"
     path: str = Field(
         default="data/shards",
         description="Folder or URL of a prepared dataset (what `prepare` wrote). A URL is anything the webdataset library opens: "
         "http(s):, file:, pipe: with {} where the file's name goes, ...",
+    )
+    sources: dict[str, str] = Field(
+        default_factory=dict,
+        description="Several datasets instead of `path`, by name: where each lies. The names are part of the data order: "
+        "fixed for a run.",
+    )
+    mixture: tuple[MixtureConfig, ...] = Field(
+        default=(),
+        description="Weights of the sources, as [{weights: {web: 0.7, code: 0.3}}, {from_step: 1000, weights: ...}]. May change at "
+        "any start of a run, for the units that are opened from then on.",
+    )
+    append: bool = Field(
+        default=False,
+        description="Read shards that a dataset has got since the run began, from the next epoch on; off: refuse such a dataset.",
     )
     tokenizer: str = Field(
         default="data/tokenizer.model",
@@ -56,6 +78,37 @@ class ShardsConfig(_Settings):
         ge=1,
         description="Steps of batches made ahead by a background thread. Two hide a slow document; more only cost memory.",
     )
+    workers: int = Field(
+        default=0,
+        ge=0,
+        description="Processes per reading rank that read and tokenize; 0: the background thread, which makes some hundred "
+        "thousand tokens a second. The tokens are the same whatever the number.",
+    )
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Where each source lies, by name; "" for one alone."""
+        return self.sources or {"": self.path}
+
+    @property
+    def schedule(self) -> tuple[tuple[int, dict[str, float]], ...]:
+        """The mixture as the streams take it."""
+        return tuple((each.from_step, each.weights) for each in self.mixture)
+
+    @model_validator(mode="after")
+    def _sources_have_weights(self) -> Self:
+        if self.sources and self.path != type(self).model_fields["path"].default:
+            raise ValueError("path and sources both say what to read; leave one out")
+        if len(self.sources) == 1:
+            raise ValueError("one source alone needs no mixture; give its place as path")
+        if self.mixture and not self.sources:
+            raise ValueError("a mixture is of several sources; name them in sources")
+        if self.sources:
+            try:
+                check_weights(self.schedule, tuple(self.sources))
+            except DataError as error:
+                raise ValueError(str(error)) from None
+        return self
 
 
 class TaskCase(_Settings):

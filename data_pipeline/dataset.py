@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint
 from baton.data_pipeline.lanes import unit_starts
@@ -33,6 +36,7 @@ from baton.data_pipeline.shards import (
 )
 
 _REMEDY = "restore it from a copy, or prepare the dataset again"
+_KEPT_DOCUMENTS = 1 << 22  # entries of indexes in memory, 72 bytes each
 _BATCH_BYTES = 1 << 25  # payload bytes that `samples` reads at a time
 
 #: A payload of more bytes is long: the streams read it in pieces, and never hold it whole.
@@ -62,8 +66,8 @@ class Dataset:
             summary = ShardSummary(**entry)
             self.shards.setdefault(summary.split, []).append(summary)
         self.splits = tuple(self.shards)
-        checksums = [[shard.name, shard.tar_sha256, shard.index_sha256] for shards in self.shards.values() for shard in shards]
-        self.fingerprint = fingerprint([self.content, self.tokenizer_fingerprint, checksums])
+        every = [shard for shards in self.shards.values() for shard in shards]
+        self.fingerprint = fingerprint([self.content, self.tokenizer_fingerprint, [_checksums(shard) for shard in every]])
         self._indexes: dict[str, Index] = {}
 
     @classmethod
@@ -116,21 +120,50 @@ class Dataset:
             raise DataError(f"the dataset {self.location.text} has no documents in its split {split!r}; {hint}")
         return self.shards[split]
 
+    @property
+    def place(self) -> str:
+        """What `open` finds it by, from any working directory."""
+        return self.location.text if self.location.folder is None else str(self.location.folder)
+
+    def prefix_fingerprint(self, split: str, shards: int | None = None) -> str:
+        """Hex sha256 of the content of a split's first shards (None: all), by their names and checksums."""
+        chosen = self.require(split)[:shards]
+        return fingerprint([self.content, self.tokenizer_fingerprint, [_checksums(shard) for shard in chosen]])
+
     def index(self, shard: ShardSummary) -> Index:
-        """A shard's index, read once and kept. Raises DataError when it is missing or not as dataset.json says."""
-        if shard.name not in self._indexes:
-            name = index_name(shard.name)
-            try:
-                content = self.location.read(name)
-            except OSError as error:
-                raise DataError(f"cannot read {self.location.url(name)}: {reason(error)}; {_REMEDY}") from error
-            if hashlib.sha256(content).hexdigest() != shard.index_sha256:
-                raise DataError(f"the index {self.location.url(name)} is damaged (its checksum differs); {_REMEDY}")
-            index = Index.from_bytes(content, self.location.url(name))
-            if len(index) != shard.documents:
-                raise DataError(f"the index {self.location.url(name)} lists {len(index)} of {shard.documents} documents; {_REMEDY}")
-            self._indexes[shard.name] = index
-        return self._indexes[shard.name]
+        """A shard's index; what was read lately is kept. Raises DataError when it is missing or not as dataset.json says."""
+        index = self._indexes.pop(shard.name, None) or self._read_index(shard)
+        self._indexes[shard.name] = index  # the last one used is the last one
+        while len(self._indexes) > 1 and sum(map(len, self._indexes.values())) > _KEPT_DOCUMENTS:
+            del self._indexes[next(iter(self._indexes))]
+        return index
+
+    def _read_index(self, shard: ShardSummary) -> Index:
+        name = index_name(shard.name)
+        try:
+            content = self.location.read(name)
+        except OSError as error:
+            raise DataError(f"cannot read {self.location.url(name)}: {reason(error)}; {_REMEDY}") from error
+        if hashlib.sha256(content).hexdigest() != shard.index_sha256:
+            raise DataError(f"the index {self.location.url(name)} is damaged (its checksum differs); {_REMEDY}")
+        index = Index.from_bytes(content, self.location.url(name))
+        if len(index) != shard.documents:
+            raise DataError(f"the index {self.location.url(name)} lists {len(index)} of {shard.documents} documents; {_REMEDY}")
+        repeated = len(index) - len(np.unique(index.ids))
+        if repeated:
+            raise DataError(f"the index {self.location.url(name)} has {repeated} document ids twice; prepare the dataset again")
+        return index
+
+    def text_bytes(self, shard: ShardSummary) -> npt.NDArray[np.int64]:
+        """UTF-8 bytes of a shard's documents, int64[n]: all that the order of units needs. Of a folder's index only this column is
+        read, compared with its own checksum; the whole index is compared with dataset.json when something of its shard is read."""
+        folder = self.location.folder
+        if folder is None or shard.name in self._indexes:
+            return self.index(shard).text_bytes
+        sizes = Index.column(folder / index_name(shard.name), "text_bytes")
+        if len(sizes) != shard.documents or int(sizes.sum()) != shard.text_bytes:
+            raise DataError(f"the index {folder / index_name(shard.name)} is not what {DATASET} says; {_REMEDY}")
+        return sizes
 
     def read(self, shard: ShardSummary, first: int, count: int) -> list[bytes]:
         """Payloads (UTF-8 text, or .npy token ids) of samples `first` to `first + count - 1` of a shard, in the order of the tar.
@@ -213,6 +246,10 @@ class Dataset:
     def damaged(self, shard: ShardSummary, sample: int) -> DataError:
         """It is not what its index says."""
         return DataError(f"{self.named(shard, sample)} is damaged (not what its index says); {_REMEDY}")
+
+
+def _checksums(shard: ShardSummary) -> list[str]:
+    return [shard.name, shard.tar_sha256, shard.index_sha256]
 
 
 class LongPayload:

@@ -4,7 +4,7 @@ The one thing to know: bits per byte divides by `text_bytes`, the UTF-8 bytes of
 different tokenizers can be compared; every rank sees the same set and has the same number of batches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,12 @@ class EvaluationSet:
     text_bytes: int
     tokens: int
     documents: int
+
+    @classmethod
+    def joined(cls, parts: Sequence["EvaluationSet"]) -> "EvaluationSet":
+        """Several sets as one."""
+        batches = [batch for part in parts for batch in part.batches]
+        return cls(batches, *(sum(getattr(part, name) for part in parts) for name in ("text_bytes", "tokens", "documents")))
 
 
 def evaluation_batches(

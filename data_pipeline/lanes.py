@@ -1,15 +1,16 @@
 """Which documents a lane reads, in which order: pure functions of (seed, lane, shard indexes), and the cursor that marks a place in
 them.
 
-The one thing to know: the training order is G endless *lanes*, fixed for a run. Lane j's k-th unit is slot j + k*G of the endless
-sequence perm(seed, epoch 0), perm(seed, epoch 1), ... of all units, and inside a unit documents come in the order perm(seed, epoch,
-unit). Nothing here knows of ranks or steps beyond the arithmetic of `next_lanes`, so changing their number changes nothing but
-who reads.
+The one thing to know: the training order is G endless *lanes*, fixed for a run. Lane j's k-th unit of a source is slot j + k*G of
+the endless sequence perm(seed, epoch 0), perm(seed, epoch 1), ... of all its units, and inside a unit documents come in the order
+perm(seed, epoch, unit). Nothing here knows of ranks or steps beyond the arithmetic of `next_lanes`, so changing their number
+changes nothing but who reads. Which of several sources a unit comes from is mixture.py's.
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,27 +23,51 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Cursor:
-    """A place in a lane: the next token to consume.
+    """A place in a lane: the next token to consume. Independent of the context length.
 
-    unit: how many units the lane has left behind (k). document: position in the unit's order. offset: how many of the document's
-    inputs (its mark, then its tokens) are consumed, so also `pos` of the next input. Independent of the context length.
+    unit: how many units the lane has left behind, of all sources. document: position in the unit's order. offset: how many of the
+    document's inputs (its mark, then its tokens) are consumed, so also `pos` of the next input.
+    taken: of several sources, units of each that are left behind; () with one. source: whose unit is open, since what the weights
+    were when it was opened need not be what they are now; None: the next unit is not chosen.
+    skipped: documents to leave out, each (source, how many units of it came before, position in the unit's order); what of one is
+    consumed already stays so.
     """
 
     unit: int = 0
     document: int = 0
     offset: int = 0
+    taken: tuple[int, ...] = ()
+    source: int | None = None
+    skipped: tuple[tuple[int, int, int], ...] = ()
 
-    def to_json(self) -> dict[str, int]:
-        """A JSON object of three integers."""
-        return asdict(self)
+    def units_of(self, source: int) -> int:
+        """Units of a source that are left behind."""
+        return self.taken[source] if self.taken else self.unit
+
+    def next_unit(self) -> "Cursor":
+        """The beginning of the next unit, which nobody has chosen."""
+        taken = tuple(n + (number == self.source) for number, n in enumerate(self.taken))
+        return replace(self, unit=self.unit + 1, document=0, offset=0, taken=taken, source=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object of a few integers."""
+        return {**asdict(self), "taken": list(self.taken), "skipped": [list(place) for place in self.skipped]}
 
     @classmethod
     def from_json(cls, value: Any) -> "Cursor":
         """What `to_json` made. Raises DataError for anything else."""
-        names = ("unit", "document", "offset")
-        if not isinstance(value, dict) or set(value) != set(names) or any(type(value[n]) is not int or value[n] < 0 for n in names):
-            raise DataError(f"not a lane cursor: {value!r}; it comes from a damaged checkpoint, use another one")
-        return cls(**value)
+        try:
+            if set(value) != {field.name for field in fields(cls)}:
+                raise ValueError
+            skipped = tuple(tuple(place) for place in value["skipped"])
+            cursor = cls(**{**value, "taken": tuple(value["taken"]), "skipped": skipped})
+            numbers = [cursor.unit, cursor.document, cursor.offset, *cursor.taken, *(n for place in skipped for n in place)]
+            numbers += [] if cursor.source is None else [cursor.source]
+            if any(type(n) is not int or n < 0 for n in numbers) or any(len(place) != 3 for place in skipped):
+                raise ValueError
+        except (TypeError, ValueError):
+            raise DataError(f"not a lane cursor: {value!r}; it comes from a damaged checkpoint, use another one") from None
+        return cursor
 
 
 @dataclass(frozen=True)
@@ -64,9 +89,14 @@ class Units:
         self._first = np.concatenate(firsts) if firsts else np.zeros(0, np.int64)
         ends = [np.append(starts[1:], len(sizes)) for starts, sizes in zip(firsts, text_bytes_of_shards)]
         self._count = (np.concatenate(ends) if ends else np.zeros(0, np.int64)) - self._first
+        self._before = [0, *accumulate(map(len, firsts))]
 
     def __len__(self) -> int:
         return len(self._first)
+
+    def before(self, shard: int) -> int:
+        """How many units the first `shard` shards have."""
+        return self._before[shard]
 
     def __getitem__(self, number: int) -> Unit:
         return Unit(int(self._shard[number]), int(self._first[number]), int(self._count[number]))
@@ -99,26 +129,45 @@ def permutation(n: int, *key: int | str) -> Int64:
 
 
 class LaneOrder:
-    """The endless order of units in every lane. seed: of the run; lanes: G."""
+    """The endless order of units in every lane.
 
-    def __init__(self, units: Units, seed: int, lanes: int) -> None:
+    seed: of the run, and of the source where there are several. lanes: G. growth: (first epoch, units) of each size that the
+    source has had, where it has grown; its first epoch is 0. Units that came later are numbered after those before.
+    """
+
+    def __init__(self, units: Units, seed: int | str, lanes: int, growth: Sequence[tuple[int, int]] = ()) -> None:
         if not len(units):
             raise DataError("the dataset has no unit to read; prepare it again from more documents")
         self.units = units
         self.seed = seed
         self.lanes = lanes
         self._epochs: dict[int, Int64] = {}
+        self._sizes = [(0, 0, len(units))]  # first slot, first epoch, units in an epoch
+        for number, (epoch, count) in enumerate(growth):
+            slot, before, size = self._sizes[-1]
+            self._sizes[number:] = [(slot + (epoch - before) * size, epoch, count)]
 
     def unit(self, lane: int, k: int) -> tuple[Unit, Int64]:
         """Lane `lane`'s k-th unit, and the order int64[count] in which its samples are read."""
-        epoch, place = divmod(lane + k * self.lanes, len(self.units))
+        epoch, place, count = self._slot(lane, k)
         if epoch not in self._epochs:
             if len(self._epochs) > 2:  # lanes move on together; old epochs are not needed again
                 del self._epochs[min(self._epochs)]
-            self._epochs[epoch] = permutation(len(self.units), "units", self.seed, epoch)
+            self._epochs[epoch] = permutation(count, "units", self.seed, epoch)
         number = int(self._epochs[epoch][place])
         unit = self.units[number]
         return unit, permutation(unit.count, "documents", self.seed, epoch, number)
+
+    def epoch(self, lane: int, k: int) -> int:
+        """In which epoch lane `lane`'s k-th unit is."""
+        return self._slot(lane, k)[0]
+
+    def _slot(self, lane: int, k: int) -> tuple[int, int, int]:
+        """Epoch, place in it, and its number of units."""
+        slot = lane + k * self.lanes
+        first, epoch, count = next(size for size in reversed(self._sizes) if size[0] <= slot)
+        epochs, place = divmod(slot - first, count)
+        return epoch + epochs, place, count
 
 
 def next_lanes(rows: int, lanes: int, count: int) -> list[int]:

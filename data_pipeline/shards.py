@@ -80,6 +80,18 @@ class Index:
             raise DataError(f"the index {where} has columns of unexpected types; restore it, or prepare the dataset again")
         return cls(**columns)
 
+    @staticmethod
+    def column(path: Path, name: str) -> Int64:
+        """One of its int64 columns, from a file that `save` wrote, with its CRC32 checked. Raises DataError."""
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                found: Int64 = arrays[name]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(f"the index {path} is damaged ({error}); restore it, or prepare the dataset again") from error
+        if found.dtype != np.int64 or found.ndim != 1:
+            raise DataError(f"the index {path} has columns of unexpected types; restore it, or prepare the dataset again")
+        return found
+
 
 _DTYPES = {"ids": "S32", "offsets": "<i8", "sizes": "<i8", "text_bytes": "<i8", "tokens": "<i8", "crc32": "<u4"}
 

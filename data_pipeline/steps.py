@@ -9,7 +9,7 @@ import queue
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic, Self, TypeVar
@@ -20,8 +20,9 @@ from baton.data_pipeline.lanes import check_layout, next_lanes
 
 C = TypeVar("C")
 
-Fill = Callable[[Sequence[Batch]], dict[int, C]]
-"""Writes the next rows of a step's batches (each row's lane is in `Batch.lanes`); the cursors of all lanes after them."""
+Fill = Callable[[int, Sequence[Batch]], dict[int, C]]
+"""Writes the rows of a step's batches (each row's lane is in `Batch.lanes`); the cursors of all lanes after them. Called once for
+every step, in order."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,13 @@ class StepPlan:
         rows = sum(stretch.lanes_per_step * max(0, end - stretch.first_step) for stretch, end in ends)
         return next_lanes(rows, self.lanes, self.stretch(step).lanes_per_step)
 
+    def batches(self, step: int, lanes: Container[int]) -> list[Batch]:
+        """Empty batches for the rows of these lanes, all of one data rank or some of them, in a step."""
+        shape = self.stretch(step)
+        mine = [lane for lane in self.lanes_of(step) if lane in lanes]
+        rows = [tuple(mine[i : i + shape.micro_batch]) for i in range(0, len(mine), shape.micro_batch)]
+        return [empty_batch(len(lanes), shape.context, lanes) for lanes in rows]
+
     def first_cursors(self, cursors: Mapping[int, C] | None, beginning: C) -> dict[int, C]:
         """Where this rank's lanes begin. cursors: as saved after step start_step - 1, those of other ranks' lanes are ignored;
         none: all at `beginning`. Raises DataError: cursors are missing."""
@@ -126,24 +134,22 @@ class StepPlan:
 class Steps(Generic[C]):
     """The endless steps of one data rank; iterate over it. A failure of `fill`, in the background thread, is raised by `next`.
 
-    cursors: of this rank's lanes, from `StepPlan.first_cursors`; the attribute: those after the last step yielded.
+    cursors: of this rank's lanes, from `StepPlan.first_cursors`; the attribute: those after the last step yielded. stop: what ends
+    `fill` for good when it may be waiting.
     """
 
-    def __init__(self, plan: StepPlan, cursors: dict[int, C], fill: Fill[C]) -> None:
+    def __init__(self, plan: StepPlan, cursors: dict[int, C], fill: Fill[C], stop: Callable[[], None] = lambda: None) -> None:
         self.cursors = cursors
         own = frozenset(cursors)
 
         def steps() -> Iterator[StepData]:
             step = plan.start_step
             while True:
-                shape = plan.stretch(step)
-                mine = [lane for lane in plan.lanes_of(step) if lane in own]
-                rows = [tuple(mine[i : i + shape.micro_batch]) for i in range(0, len(mine), shape.micro_batch)]
-                batches = [empty_batch(shape.micro_batch, shape.context, lanes) for lanes in rows]
-                yield StepData(step, batches, fill(batches))
+                batches = plan.batches(step, own)
+                yield StepData(step, batches, fill(step, batches))
                 step += 1
 
-        self._steps = _Prefetched(steps(), plan.prefetch)
+        self._steps = _Prefetched(steps(), plan.prefetch, stop)
         # the thread does not know of this object, so that dropping it without close() stops the thread too
         self._stop = weakref.finalize(self, self._steps.close)
 
@@ -170,7 +176,8 @@ class _Prefetched:
     """Runs an endless iterator in a thread, at most `ahead` items ahead; its exception is raised by `get`, after the items before
     it."""
 
-    def __init__(self, items: Iterator[StepData], ahead: int) -> None:
+    def __init__(self, items: Iterator[StepData], ahead: int, stop: Callable[[], None]) -> None:
+        self._stop = stop
         self._queue: queue.Queue[StepData | BaseException] = queue.Queue(ahead)
         self._closing = threading.Event()
         self._failure: BaseException | None = None
@@ -209,4 +216,5 @@ class _Prefetched:
 
     def close(self) -> None:
         self._closing.set()
+        self._stop()
         self._thread.join(timeout=10)

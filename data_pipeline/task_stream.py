@@ -56,7 +56,7 @@ class TaskStream(Steps[ExampleCursor]):
         examples = Examples(config)
         following = {lane: cursor.example for lane, cursor in begin.items()}
 
-        def fill(batches: Sequence[Batch]) -> dict[int, ExampleCursor]:
+        def fill(step: int, batches: Sequence[Batch]) -> dict[int, ExampleCursor]:
             rows = [(batch, row, lane) for batch in batches for row, lane in enumerate(batch.lanes)]
             context = int(batches[0].tokens.shape[1])
             per_row = context // config.length

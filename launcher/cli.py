@@ -215,7 +215,7 @@ def _check_inputs(config: RunConfig) -> None:
     """Refuse data that is missing or does not fit, before any folder is made or process started."""
     from baton.data_pipeline.batches import check_tokenizer
     from baton.data_pipeline.config import ShardsConfig
-    from baton.data_pipeline.stream import Dataset
+    from baton.data_pipeline.source import open_datasets
     from baton.data_pipeline.tokenizer import Tokenizer
     from baton.launcher.errors import ConfigError
     from baton.training.config import with_vocabulary
@@ -227,14 +227,14 @@ def _check_inputs(config: RunConfig) -> None:
         raise ConfigError(f"data.tokenizer={path}: no such file; train one with `baton tokenizer train`")
     tokenizer = Tokenizer(path)
     config.model_copy(update={"model": with_vocabulary(config.model, tokenizer.vocab_size, path)}).check()
-    dataset = Dataset.open(config.data.path)
-    check_tokenizer(dataset, tokenizer)
-    dataset.require("train")
-    if config.training.evaluation.every and "validation" not in dataset.splits:
-        raise ConfigError(
-            f"the dataset {config.data.path} has no documents in its split 'validation'; prepare it with a larger "
-            f"validation fraction, or set training.evaluation.every=0"
-        )
+    for place, dataset in zip(config.data.places.values(), open_datasets(config.data).values(), strict=True):
+        check_tokenizer(dataset, tokenizer)
+        dataset.require("train")
+        if config.training.evaluation.every and "validation" not in dataset.splits:
+            raise ConfigError(
+                f"the dataset {place} has no documents in its split 'validation'; prepare it with a larger "
+                f"validation fraction, or set training.evaluation.every=0"
+            )
 
 
 def _generate(arguments: argparse.Namespace) -> None:

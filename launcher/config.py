@@ -24,8 +24,12 @@ MAY_CHANGE = (
     "layout",
     "model.loss_chunk",
     "data.path",
+    "data.sources",
+    "data.mixture",
+    "data.append",
     "data.tokenizer",
     "data.prefetch",
+    "data.workers",
     "data.cases",
     "training.micro_batch",
     "training.recompute",
@@ -35,8 +39,9 @@ MAY_CHANGE = (
     "training.evaluation",
     "training.monitoring",
 )
-"""Settings that a run may change from one start to the next. None of them changes what is learned (beyond rounding); data.path and
-data.tokenizer only say where things lie: their contents are checked by fingerprint. data.cases only say what is measured."""
+"""Settings that a run may change from one start to the next. None of them changes what is learned (beyond rounding), but for
+data.mixture and data.append, which are there to be changed; data.path, data.sources and data.tokenizer only say where things lie:
+their contents are checked by fingerprint. data.cases only say what is measured."""
 
 
 class RunConfig(BaseModel):

@@ -76,7 +76,7 @@ class Evaluator:
     """Validation on text every so many steps and after the last, with a sample of what the model writes."""
 
     def __init__(self, built: Built, source: ShardSource, monitor: Monitor | None, settings: RunSettings) -> None:
-        self._built, self._dataset, self._tokenizer, self._monitor = built, source.dataset, source.tokenizer, monitor
+        self._built, self._source, self._tokenizer, self._monitor = built, source, source.tokenizer, monitor
         self._training = settings.training
         self._set: tuple[EvaluationSet, list[TokenBatch]] | None = None
 
@@ -96,17 +96,21 @@ class Evaluator:
             self._monitor.evaluation(progress.step, progress.tokens, found.loss, found.bits_per_byte, sample)
 
     def _read(self) -> tuple[EvaluationSet, list[TokenBatch]]:
-        mesh, training = self._built.mesh, self._training
-        chosen = evaluation_batches(
-            self._dataset,
-            self._tokenizer,
-            context=training.context,
-            micro_batch=training.micro_batch,
-            max_tokens=training.evaluation.tokens,
-            data_rank=mesh.data_rank,
-            data_size=mesh.layout.data,
-        )
-        return chosen, _shared(chosen.batches, mesh, training.segments)
+        """Of several sources, of each its share."""
+        mesh, training, parts = self._built.mesh, self._training, []
+        for name, weight in self._source.weights.items():
+            chosen = evaluation_batches(
+                self._source.datasets[name],
+                self._tokenizer,
+                context=training.context,
+                micro_batch=training.micro_batch,
+                max_tokens=max(1, round(training.evaluation.tokens * weight)),
+                data_rank=mesh.data_rank,
+                data_size=mesh.layout.data,
+            )
+            parts.append(chosen)
+        together = EvaluationSet.joined(parts)
+        return together, _shared(together.batches, mesh, training.segments)
 
 
 class TaskEvaluator:
@@ -154,7 +158,7 @@ class LongContext:
         evaluation, documents = settings.training.evaluation, isinstance(source, ShardSource)
         check_long_rows(settings.model, settings.training, built.mesh.layout.sequence, documents=documents)
         if evaluation.long_rows_tokens and isinstance(source, ShardSource):
-            self._rows = LongRows(source.dataset, source.tokenizer, rows=evaluation.long_rows, tokens=evaluation.long_rows_tokens)
+            self._rows = LongRows(source.heaviest, source.tokenizer, rows=evaluation.long_rows, tokens=evaluation.long_rows_tokens)
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
         if self._rows is None or not _evaluation_is_due(progress, self._training):

@@ -1,0 +1,211 @@
+"""Lanes being read: from cursors to rows, unit by unit and document by document.
+
+The one thing to know: a `LaneReader` is what a thread of the training process or a worker process has of some lanes; `Corpus` says
+what they read and is small enough to be sent to a worker, which opens the files for itself.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.data_pipeline.batches import Batch, OpenDocument, check_tokenizer
+from baton.data_pipeline.dataset import Dataset
+from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.files import fingerprint
+from baton.data_pipeline.lanes import Cursor, LaneOrder, Unit, Units
+from baton.data_pipeline.mixture import Mixture
+from baton.data_pipeline.pieces import id_pieces
+from baton.data_pipeline.shards import ShardSummary
+from baton.data_pipeline.tokenizer import Ids, Tokenizer
+
+STREAM_VERSION = 2  # part of the fingerprint: raise it when the order or the cutting changes
+
+Growth = tuple[tuple[int, int], ...]
+"""Of a source that has grown: (first epoch, shards) of each size it has had, the first from epoch 0 on; (): all that are there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """What decides the contents of all lanes, but for the documents themselves.
+
+    names: of the sources, () for one alone. split: which documents. seed: of the order. lanes: G. schedule: see Mixture. growth:
+    of each source.
+    """
+
+    names: tuple[str, ...] = ()
+    split: str
+    seed: int
+    lanes: int
+    unit_documents: int
+    unit_bytes: int
+    schedule: tuple[tuple[int, Mapping[str, float]], ...] = ()
+    growth: tuple[Growth, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.unit_documents < 1 or self.unit_bytes < 1:
+            raise DataError("unit_documents and unit_bytes must both be at least 1")
+
+    def fingerprint(self, datasets: Sequence[Dataset], tokenizer: Tokenizer) -> str:
+        """Hex sha256 of everything that decides the lanes' contents from the beginning. Weights may change, and shards be added."""
+        contents = [d.prefix_fingerprint(self.split, growth[0][1] if growth else None) for d, growth in self._grown(datasets)]
+        sizes = [self.seed, self.lanes, self.unit_documents, self.unit_bytes]
+        return fingerprint([STREAM_VERSION, list(self.names), contents, tokenizer.fingerprint, self.split, *sizes])
+
+    def orders(self, datasets: Sequence[Dataset]) -> tuple[list[LaneOrder], Mixture]:
+        """The order of units in each source, and which source comes next. Raises DataError."""
+        orders, means = [], {}
+        for number, (dataset, growth) in enumerate(self._grown(datasets)):
+            shards = dataset.require(self.split)[: growth[-1][1] if growth else None]
+            sizes = [dataset.text_bytes(shard) for shard in shards]
+            units = Units(sizes, self.unit_documents, self.unit_bytes)
+            counts = tuple((epoch, units.before(shard)) for epoch, shard in growth)
+            name = self.names[number] if self.names else ""
+            orders.append(LaneOrder(units, f"{self.seed}\n{name}" if self.names else self.seed, self.lanes, counts))
+            means[name] = sum(int(each.sum()) for each in sizes) / len(units)
+        return orders, Mixture(self.seed, self.schedule or ((0, {"": 1.0}),), means)
+
+    def _grown(self, datasets: Sequence[Dataset]) -> Iterator[tuple[Dataset, Growth]]:
+        yield from zip(datasets, self.growth or [()] * len(datasets), strict=True)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A document where a lane reads it. source, unit (how many units of the source came before in the lane), document (position in
+    the unit's order): as in Cursor.skipped. name: as errors name it."""
+
+    source: int
+    unit: int
+    document: int
+    name: str
+
+
+class Documents:
+    """Which documents lanes read, and reading them. Raises DataError: another tokenizer's ids, damaged data, no such split."""
+
+    def __init__(self, corpus: Corpus, datasets: Sequence[Dataset], tokenizer: Tokenizer) -> None:
+        for dataset in datasets:
+            check_tokenizer(dataset, tokenizer)
+        self._datasets, self.tokenizer, self.sources = datasets, tokenizer, len(datasets)
+        self._shards = [dataset.require(corpus.split) for dataset in datasets]
+        self._orders, self._mixture = corpus.orders(datasets)
+
+    def choose(self, lane: int, cursor: Cursor, step: int) -> Cursor:
+        """The cursor with its unit's source; of one source alone nothing is chosen."""
+        if cursor.source is not None or self.sources == 1:
+            return cursor
+        return replace(cursor, source=self._mixture.source(lane, cursor.unit, step))
+
+    def unit(self, lane: int, cursor: Cursor) -> tuple[int, Unit, npt.NDArray[np.int64]]:
+        """The source of the cursor's unit, and what it is there."""
+        source = cursor.source or 0
+        return source, *self._orders[source].unit(lane, cursor.units_of(source))
+
+    def open(self, lane: int, cursor: Cursor) -> "_OpenUnit":
+        """The cursor's unit, read."""
+        source, unit, samples = self.unit(lane, cursor)
+        return _OpenUnit(self._datasets[source], self.tokenizer, self._shards[source][unit.shard], unit.first, samples)
+
+    def touched(self, lane: int, before: Cursor, after: Cursor, step: int) -> list[Place]:
+        """The documents that a lane gave tokens of between two cursors, both of step `step`, in order."""
+        found, cursor = [], replace(before, taken=before.taken or (0,) * len(after.taken))
+        while (cursor.unit, cursor.document) < (after.unit, after.document + (after.offset > 0)):
+            cursor = self.choose(lane, cursor, step)
+            source, unit, samples = self.unit(lane, cursor)
+            key = source, cursor.units_of(source), cursor.document
+            if key not in cursor.skipped:
+                shard = self._shards[source][unit.shard]
+                found.append(Place(*key, self._datasets[source].named(shard, unit.first + int(samples[cursor.document]))))
+            last = cursor.document + 1 == unit.count
+            cursor = cursor.next_unit() if last else replace(cursor, document=cursor.document + 1, offset=0)
+        return found
+
+
+class LaneReader:
+    """Some lanes being read; a `Fill`. cursors: where each begins. Raises DataError: cursors of other sources."""
+
+    def __init__(self, read: Documents, cursors: Mapping[int, Cursor]) -> None:
+        many = (0,) * read.sources if read.sources > 1 else ()
+        begin = {lane: replace(cursor, taken=cursor.taken or many) for lane, cursor in cursors.items()}
+        if any(len(cursor.taken) != len(many) for cursor in begin.values()):
+            raise DataError("the cursors are of a run with other sources; use the run's own data.sources")
+        self._lanes = {lane: _Lane(read, lane, cursor) for lane, cursor in begin.items()}
+
+    def __call__(self, step: int, batches: Sequence[Batch]) -> dict[int, Cursor]:
+        for batch in batches:
+            for row, lane in enumerate(batch.lanes):
+                self._lanes[lane].fill(step, batch, row)
+        return {lane: source.cursor for lane, source in self._lanes.items()}
+
+
+class _Lane:
+    """One lane being read: its unit's payloads from the cursor on, and the document under way."""
+
+    def __init__(self, read: Documents, lane: int, cursor: Cursor) -> None:
+        self._read = read
+        self._lane = lane
+        self.cursor = cursor
+        self._skipped = frozenset(cursor.skipped)
+        self._unit: _OpenUnit | None = None
+        self._document: OpenDocument | None = None
+
+    def fill(self, step: int, batch: Batch, row: int) -> None:
+        """Write the lane's next inputs into a row of a batch, and move the cursor past them."""
+        start, context = 0, batch.tokens.shape[1]
+        while start < context:
+            opened = self._document = self._document or self._open(step)
+            if opened is not None:
+                start = opened.fill(batch, row, start)
+                if not opened.over:
+                    self.cursor = replace(self.cursor, offset=opened.offset)
+                    continue
+            self._document = None
+            assert self._unit is not None, "a document under way is one of a unit"
+            if self.cursor.document + 1 == self._unit.count:
+                self._unit = None
+                self.cursor = self.cursor.next_unit()
+            else:
+                self.cursor = replace(self.cursor, document=self.cursor.document + 1, offset=0)
+
+    def _open(self, step: int) -> OpenDocument | None:
+        """The document at the cursor, from there on; None when it is to be skipped."""
+        cursor = self.cursor = self._read.choose(self._lane, self.cursor, step)
+        source = cursor.source or 0
+        if self._unit is None:
+            self._unit = self._read.open(self._lane, cursor)
+            if cursor.document >= self._unit.count:
+                raise DataError(
+                    f"the cursor of lane {self._lane} points at document {cursor.document} of a unit of {self._unit.count}; "
+                    "it belongs to another dataset, or other unit settings"
+                )
+        if (source, cursor.units_of(source), cursor.document) in self._skipped:
+            return None
+        try:
+            return OpenDocument(self._unit.ids(cursor.document, max(0, cursor.offset - 1)), cursor.offset, self._read.tokenizer.doc)
+        except IndexError:
+            raise DataError(
+                f"the cursor of lane {self._lane} points at token {cursor.offset} of {self._unit.named(cursor.document)}, which is "
+                "shorter; it belongs to another dataset or tokenizer"
+            ) from None
+
+
+class _OpenUnit:
+    """A unit's documents in reading order; each is given out, and its payload forgotten, once."""
+
+    def __init__(
+        self, dataset: Dataset, tokenizer: Tokenizer, shard: ShardSummary, first: int, order: npt.NDArray[np.int64]
+    ) -> None:
+        self._dataset, self._tokenizer, self._shard, self._first, self._order = dataset, tokenizer, shard, first, order
+        self.count = len(order)
+        self._payloads = dataset.read_short(shard, first, self.count)
+
+    def ids(self, document: int, first: int) -> Iterator[Ids]:
+        """A document's ids from its token number `first` on, in pieces."""
+        sample = int(self._order[document])
+        payload, self._payloads[sample] = self._payloads[sample], None
+        return id_pieces(self._dataset, self._tokenizer, self._shard, self._first + sample, payload, first)
+
+    def named(self, document: int) -> str:
+        """A document as errors name it."""
+        return self._dataset.named(self._shard, self._first + int(self._order[document]))
