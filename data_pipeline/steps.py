@@ -5,6 +5,7 @@ rows: after R rows of earlier steps, lanes (R + i) % G. How many rows a step has
 (`Stretch`); what a lane holds is somebody else's business (`Fill`). Cursors tell what was *yielded*, never what was prefetched.
 """
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -217,4 +218,6 @@ class _Prefetched:
     def close(self) -> None:
         self._closing.set()
         self._stop()
+        with contextlib.suppress(queue.Empty):  # a thread that waits for room need not wait for its time-out
+            self._queue.get_nowait()
         self._thread.join(timeout=10)

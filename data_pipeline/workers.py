@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,12 +25,13 @@ from baton.data_pipeline.reader import Corpus, Documents, LaneReader
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.tokenizer import Tokenizer
 
-Start = Callable[[Callable[..., None], tuple[Any, ...]], Any]
+Start = Callable[[Callable[..., None], tuple[Any, ...], Connection], Any]
 
 
 class Workers:
     """A `Fill` by `count` worker processes, at most one per lane. cursors: where the lanes begin. start: what runs a function with
-    arguments somewhere else and can be ended by `terminate` and `join` (for tests; default: a process).
+    arguments somewhere else, given the end where its rows arrive, and can be ended by `terminate` and `join` (for tests; default: a
+    process).
 
     Raises DataError, from the call: what a worker met, or that it died.
     """
@@ -55,7 +57,7 @@ class Workers:
             self._worker_of |= dict.fromkeys(own, number)
             ours, theirs = multiprocessing.Pipe(duplex=False)
             arguments = theirs, corpus, places, os.fspath(tokenizer.path), plan, own
-            self._workers.append((start or _start_process)(_serve, arguments))
+            self._workers.append((start or _start_process)(_serve, arguments, ours))
             self._connections.append(ours)
             if start is None:
                 theirs.close()  # the process has its own; with ours open its death would not be seen
@@ -72,11 +74,9 @@ class Workers:
 
     def _receive(self, number: int, step: int, rows: Sequence[tuple[Batch, int]]) -> None:
         connection, context = self._connections[number], rows[0][0].tokens.shape[1]
-        block = np.empty((3, len(rows), context), np.int32)
         try:
             header = json.loads(connection.recv_bytes())
-            if "error" not in header:
-                connection.recv_bytes_into(block)
+            block = b"" if "error" in header else connection.recv_bytes()
         except (EOFError, OSError):
             worker = self._workers[number]
             worker.join(1)
@@ -87,7 +87,8 @@ class Workers:
         if "error" in header:
             raise DataError(header["error"]) if header["expected"] else RuntimeError(f"data worker {number}: {header['error']}")
         assert header["step"] == step, "workers go through the same steps"
-        for (batch, row), tokens, labels, pos in zip(rows, *block, strict=True):
+        arrays = np.frombuffer(block, np.int32).reshape(3, len(rows), context)
+        for (batch, row), tokens, labels, pos in zip(rows, *arrays, strict=True):
             batch.tokens[row], batch.labels[row], batch.pos[row] = tokens, labels, pos
         self._cursors |= {int(lane): Cursor.from_json(cursor) for lane, cursor in header["cursors"].items()}
 
@@ -99,7 +100,7 @@ class Workers:
             worker.join(10)
 
 
-def _start_process(serve: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+def _start_process(serve: Callable[..., None], arguments: tuple[Any, ...], _: Connection) -> Any:
     """From a server that has imported what is needed: a fork of the training process, with its threads, would not be safe."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -138,6 +139,7 @@ def _serve(
     except Exception as error:  # whoever listens raises it
         expected = isinstance(error, DataError)
         text = str(error) if expected else f"{type(error).__name__}: {error}"
-        connection.send_bytes(json.dumps({"error": text, "expected": expected}).encode())
+        with suppress(BrokenPipeError, ConnectionResetError):
+            connection.send_bytes(json.dumps({"error": text, "expected": expected}).encode())
     finally:
         connection.close()

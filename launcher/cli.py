@@ -227,14 +227,20 @@ def _check_inputs(config: RunConfig) -> None:
         raise ConfigError(f"data.tokenizer={path}: no such file; train one with `baton tokenizer train`")
     tokenizer = Tokenizer(path)
     config.model_copy(update={"model": with_vocabulary(config.model, tokenizer.vocab_size, path)}).check()
+    most = 0  # tokens of the training documents: one a byte, and their marks
     for place, dataset in zip(config.data.places.values(), open_datasets(config.data).values(), strict=True):
         check_tokenizer(dataset, tokenizer)
-        dataset.require("train")
+        most += sum(shard.text_bytes + shard.documents for shard in dataset.require("train"))
         if config.training.evaluation.every and "validation" not in dataset.splits:
             raise ConfigError(
                 f"the dataset {place} has no documents in its split 'validation'; prepare it with a larger "
                 f"validation fraction, or set training.evaluation.every=0"
             )
+    if most < config.training.global_batch_tokens:
+        raise ConfigError(
+            f"the training documents have {most:,} bytes, so fewer tokens than one batch "
+            f"(training.global_batch_tokens={config.training.global_batch_tokens:,}); prepare more, or lower that"
+        )
 
 
 def _generate(arguments: argparse.Namespace) -> None:

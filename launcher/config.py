@@ -91,10 +91,12 @@ class RunConfig(BaseModel):
 
     def _check_sequence(self, ranks: int) -> None:
         """Refuse a sequence, or a segment of it, that does not divide over its ranks, and a State that cannot be handed on."""
-        for number, (_, settings) in enumerate(self.training.stretches):
-            warmup = number < len(self.training.length_warmup) and settings.segment == settings.context
+        shorter = [length.context for length in self.training.length_warmup]
+        for _, settings in self.training.stretches:
+            warmup = settings.context in shorter and settings.segment == settings.context
             key = "training.context" if settings.bptt is None else "training.bptt.segment"
-            self._check_spans(ranks, settings, f"training.length_warmup.{number}.context" if warmup else key)
+            where = f"training.length_warmup.{shorter.index(settings.context)}.context" if warmup else key
+            self._check_spans(ranks, settings, where)
 
     def _check_spans(self, ranks: int, training: TrainingConfig, key: str) -> None:
         tokens = training.segment

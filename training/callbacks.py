@@ -49,7 +49,7 @@ class Recorder:
                 "loss": result.loss,
                 "lr": learning_rate(progress.step - 1, self._training),
                 "grad_norm": result.grad_norm,
-                "step_tokens": self._training.global_batch_tokens,
+                "step_tokens": self._training.at(progress.step - 1).global_batch_tokens,
                 "seconds": self._clock.seconds(),
                 "memory_bytes": _memory(self._device),
             }

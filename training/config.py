@@ -47,6 +47,13 @@ class LengthConfig(_Settings):
     context: int = Field(ge=1, description="tokens per sequence; a step has as many tokens as ever, and a micro-batch too")
 
 
+class BatchConfig(_Settings):
+    """Steps with fewer tokens, before those of training.global_batch_tokens."""
+
+    steps: int = Field(ge=1, description="optimizer steps")
+    global_batch_tokens: int = Field(ge=1, description="tokens per optimizer step, all ranks together")
+
+
 class BpttConfig(_Settings):
     """Backpropagation through time, segment by segment: only a segment's activations are kept at a time."""
 
@@ -106,6 +113,8 @@ class TrainingConfig(_Settings):
     length_warmup: tuple[LengthConfig, ...] = Field((), description="shorter sequences in the first steps, as [{steps: 1000, "
                                                     "context: 4096}]; a step has as many tokens")  # fmt: skip
     global_batch_tokens: int = Field(ge=1, description="tokens per optimizer step, all ranks together")
+    batch_ramp: tuple[BatchConfig, ...] = Field((), description="smaller batches in the first steps, as [{steps: 1000, "
+                                                "global_batch_tokens: 65536}]")  # fmt: skip
     micro_batch: int = Field(1, ge=1, description="sequences per rank and forward pass; more: faster, more memory")
     lanes: int | None = Field(None, ge=1, description="independent streams of documents, fixed for the run's life; null: one "
                               "per sequence of the global batch")  # fmt: skip
@@ -132,20 +141,31 @@ class TrainingConfig(_Settings):
 
     @property
     def lane_count(self) -> int:
-        return self.lanes or self.global_batch_tokens // min([self.context, *(length.context for length in self.length_warmup)])
+        most = max([self.global_batch_tokens, *(batch.global_batch_tokens for batch in self.batch_ramp)])
+        return self.lanes or most // min([self.context, *(length.context for length in self.length_warmup)])
 
     @property
     def stretches(self) -> tuple[tuple[int, "TrainingConfig"], ...]:
-        """The first step of each length of sequences, and the settings from there on: a constant length and the run's lanes."""
-        found, first = [], 0
+        """The first step of each shape of steps, and the settings from there on: one length, one batch, and the run's lanes."""
+        contexts, first = {}, 0
         for length in self.length_warmup:
-            found.append((first, self._at(length.context)))
+            contexts[first] = length.context
             first += length.steps
-        return (*found, (first, self._at(self.context)))
+        contexts[first] = self.context
+        batches, first = {}, 0
+        for batch in self.batch_ramp:
+            batches[first] = batch.global_batch_tokens
+            first += batch.steps
+        batches[first] = self.global_batch_tokens
+        found, context, tokens = [], 0, 0
+        for first in sorted(contexts.keys() | batches.keys()):
+            context, tokens = contexts.get(first, context), batches.get(first, tokens)
+            found.append((first, self._at(context, tokens)))
+        return tuple(found)
 
-    def _at(self, context: int) -> "TrainingConfig":
+    def _at(self, context: int, tokens: int) -> "TrainingConfig":
         changes = {"context": context, "micro_batch": self.micro_batch * self.context // context, "lanes": self.lane_count}
-        return self.model_copy(update={**changes, "length_warmup": ()})
+        return self.model_copy(update={**changes, "global_batch_tokens": tokens, "length_warmup": (), "batch_ramp": ()})
 
     def at(self, step: int) -> "TrainingConfig":
         """The settings of a step, whose sequences are all of one length."""
@@ -173,8 +193,8 @@ class TrainingConfig(_Settings):
 
     def check(self, data_size: int) -> None:
         """Refuse a batch that does not divide. data_size: data-parallel ranks. Raises RunError naming sizes that would work."""
-        if self.length_warmup:
-            self._check_lengths(data_size)
+        if self.length_warmup or self.batch_ramp:
+            self._check_stretches(data_size)
             return
         if self.global_batch_tokens % self.context:
             down = self.global_batch_tokens // self.context * self.context
@@ -210,27 +230,32 @@ class TrainingConfig(_Settings):
                 f"together exceed training.steps={self.steps}"
             )
 
-    def _check_lengths(self, data_size: int) -> None:
-        """The same for each length of sequences."""
+    def _check_stretches(self, data_size: int) -> None:
+        """The same for each shape of steps."""
         for number, length in enumerate(self.length_warmup):
             if self.context % length.context:
                 raise RunError(
                     f"training.length_warmup.{number}.context={length.context} does not divide training.context={self.context}, "
                     f"and no number of such sequences makes the same micro-batch; those that do: {divisors(self.context)}"
                 )
-        for number, (_, settings) in enumerate(self.stretches):
+        for number, (first, settings) in enumerate(self.stretches):
             try:
                 settings.check(data_size)
             except RunError as error:
-                if number == len(self.length_warmup):
+                if number + 1 == len(self.stretches):
                     raise
-                raise RunError(f"training.length_warmup.{number}: {error}") from None
-        steps = sum(length.steps for length in self.length_warmup)
-        if steps >= self.steps:
-            raise RunError(
-                f"training.length_warmup takes {steps} steps, all of training.steps={self.steps}; leave some for training.context, "
-                f"or set that to the last one of these"
-            )
+                where = f"from step {first}" if self.batch_ramp else f"training.length_warmup.{number}"
+                raise RunError(f"{where}: {error}") from None
+        for name, parts, then in (
+            ("length_warmup", self.length_warmup, "training.context"),
+            ("batch_ramp", self.batch_ramp, "training.global_batch_tokens"),
+        ):
+            steps = sum(part.steps for part in parts)
+            if steps >= self.steps:
+                raise RunError(
+                    f"training.{name} takes {steps} steps, all of training.steps={self.steps}; leave some for {then}, "
+                    f"or set that to the last one of these"
+                )
 
     def _check_segments(self) -> None:
         """Refuse segments that do not divide. Raises RunError naming sizes that would."""

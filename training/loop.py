@@ -84,7 +84,8 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
             clock.mark("data")
             executor.segments = data.segments
             result = executor.step(data.batches, learning_rates(progress.step, training))
-            progress = Progress(progress.step + 1, progress.tokens + training.global_batch_tokens, data.cursors)
+            tokens = progress.tokens + training.at(progress.step).global_batch_tokens
+            progress = Progress(progress.step + 1, tokens, data.cursors)
             for callback in callbacks:
                 callback.after_step(progress, result)
     if monitor is not None:

@@ -143,3 +143,24 @@ def test_a_file_without_keys_is_no_run_file(tmp_path, text):
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match="expected keys and values"):
         load(tmp_path / "run.yaml")
+
+
+def test_a_batch_ramp_keeps_the_lanes_and_the_length():
+    """Together with shorter sequences, each with its own steps."""
+    training = TrainingConfig(
+        steps=100,
+        context=64,
+        global_batch_tokens=64 * 24,
+        micro_batch=2,
+        batch_ramp=[{"steps": 10, "global_batch_tokens": 64 * 12}],
+        length_warmup=[{"steps": 4, "context": 32}],
+        optimizer={"lr": 1e-3},
+    )
+    training.check(2)
+    shapes = [(first, at.context, at.sequences_per_step, at.micro_batch, at.lane_count) for first, at in training.stretches]
+    assert shapes == [(0, 32, 24, 4, 48), (4, 64, 12, 2, 48), (10, 64, 24, 2, 48)]
+    with pytest.raises(RunError, match=r"from step 0: layout.data=5 does not divide the 24 sequences"):
+        training.check(5)
+    short = training.model_copy(update={"steps": 10})
+    with pytest.raises(RunError, match=r"training.batch_ramp takes 10 steps, all of training.steps=10"):
+        short.check(2)
