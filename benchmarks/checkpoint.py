@@ -108,7 +108,7 @@ def measure(folder: Path, layers: int, repeat: int) -> None:
 def refuses_damage(folder: Path, mesh: meshes.Mesh) -> bool:
     """Whether a copy of the checkpoint with one flipped byte is refused."""
     shutil.copytree(folder / "checkpoints", folder / "damaged")
-    victim = next((folder / "damaged").glob("*/__0_0.distcp"))
+    victim = next((folder / "damaged").glob("*/rank-00000.safetensors"))
     with open(victim, "r+b") as f:
         f.seek(victim.stat().st_size // 2)
         byte = f.read(1)

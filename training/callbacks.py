@@ -1,6 +1,7 @@
 """What hangs on the loop: the record, replicas, validation, norms, checkpoints. Every rank runs every callback, in this order."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from baton.models.lm import IGNORED
 from baton.parallel.mesh import Mesh
 from baton.training import feed, replicas
 from baton.training.build import Built
+from baton.training.checkpoint.interval import SaveSchedule
 from baton.training.checkpoint.manifest import Manifest, versions
 from baton.training.checkpoint.rectangles import optimizer_rectangles
-from baton.training.checkpoint.store import CheckpointStore
+from baton.training.checkpoint.store import CheckpointStore, Saved
 from baton.training.clock import StepClock
 from baton.training.config import TrainingConfig, check_long_rows
 from baton.training.cotangents import Cotangents, Watch, credit
@@ -59,8 +61,8 @@ class Recorder:
 class ReplicaCheck:
     """Replicas compared every so many steps, and before anything is saved: what a run resumes from has been found in order."""
 
-    def __init__(self, built: Built, training: TrainingConfig) -> None:
-        self._built, self._training = built, training
+    def __init__(self, built: Built, training: TrainingConfig, schedule: SaveSchedule) -> None:
+        self._built, self._training, self._schedule = built, training, schedule
 
     def before_first_step(self, progress: Progress) -> None:
         if self._training.replica_check_every:
@@ -68,7 +70,7 @@ class ReplicaCheck:
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
         every = self._training.replica_check_every
-        if every and (progress.step % every == 0 or _save_is_due(progress, self._training)):
+        if every and (progress.step % every == 0 or self._schedule.due(progress.step)):
             replicas.require_equal(self._built, progress.step)
 
 
@@ -92,6 +94,7 @@ class Evaluator:
             doc = self._tokenizer.doc
             ids = generate(model, [doc], tokens=wanted, vocab_size=self._tokenizer.vocab_size, stop=doc, seed=progress.step)
             sample = self._tokenizer.decode(ids, errors="replace")
+        progress.validation = found.loss
         if self._monitor is not None:
             self._monitor.evaluation(progress.step, progress.tokens, found.loss, found.bits_per_byte, sample)
 
@@ -127,6 +130,7 @@ class TaskEvaluator:
         self._sets = self._sets or self._make()
         model, mesh = self._built.model, self._built.mesh
         found = {name: score(model, batches, labels, mesh, segments=n) for name, (labels, n, batches) in self._sets.items()}
+        progress.validation = sum(of_case.loss for of_case in found.values()) / len(found)
         if self._monitor is not None:
             self._monitor.accuracy(progress.step, progress.tokens, {name: (s.loss, s.accuracy) for name, s in found.items()})
 
@@ -220,7 +224,7 @@ class CotangentNorms:
 
 
 class Saver:
-    """A checkpoint every so many steps and after the last."""
+    """A checkpoint whenever one is due, written while training goes on."""
 
     def __init__(
         self,
@@ -228,15 +232,29 @@ class Saver:
         lanes: LaneStates | None,
         store: CheckpointStore,
         monitor: Monitor | None,
-        fingerprints: dict[str, str],
-        training: TrainingConfig,
+        schedule: SaveSchedule,
+        settings: RunSettings,
+        describe: Callable[[], dict[str, Any]],
     ) -> None:
+        """describe: what a manifest says of the run as it is: its fields `fingerprints` and `data`."""
         self._built, self._lanes, self._store, self._monitor = built, lanes, store, monitor
-        self._fingerprints, self._training = fingerprints, training
+        self._schedule, self._training, self._describe = schedule, settings.training, describe
+        self._stall = 0.0
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
-        if not _save_is_due(progress, self._training):
-            return
+        self._published(self._store.poll())
+        if self._schedule.due(progress.step):
+            self.save(progress)
+        if progress.step == self._training.steps:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what is being written."""
+        self._published(self._store.finish())
+
+    def save(self, progress: Progress) -> None:
+        """Every rank calls it."""
+        self.finish()  # one at a time: what is still being written is waited for
         start = time.perf_counter()
         if self._monitor is not None:
             self._monitor.flush()
@@ -248,20 +266,25 @@ class Saver:
             tokens=progress.tokens,
             adam_steps=self._built.engine.updates,
             cursors={lane: c for part in cursors for lane, c in part.items()},
-            fingerprints=self._fingerprints,
             layout=mesh.layout.sizes(),
             versions=versions(),
+            validation=progress.validation,
+            time=time.time(),
+            **self._describe(),
         )
         rectangles = optimizer_rectangles(self._built.model, self._built.engine, mesh, for_save=True)
         if self._lanes is not None:
             rectangles |= self._lanes.rectangles(for_save=True)
-        size = self._store.save(rectangles, manifest)
-        if size is not None and self._monitor is not None:
-            self._monitor.saved(f"step-{progress.step:08d}", time.perf_counter() - start, size)
+        saved = self._store.save(rectangles, manifest)
+        self._stall = time.perf_counter() - start
+        chosen = self._schedule.saved(progress.step, self._stall)
+        if chosen is not None and mesh.is_main:
+            print(f"the next checkpoint is due after step {chosen}: this one stopped training for {self._stall:.2f} s", flush=True)
+        self._published(saved)
 
-
-def _save_is_due(progress: Progress, training: TrainingConfig) -> bool:
-    return progress.step % training.checkpoint.every == 0 or progress.step == training.steps
+    def _published(self, saved: Saved | None) -> None:
+        if saved is not None and self._monitor is not None:
+            self._monitor.saved(saved.name, saved.seconds, saved.bytes, self._stall)
 
 
 def _evaluation_is_due(progress: Progress, training: TrainingConfig) -> bool:

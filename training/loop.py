@@ -11,6 +11,7 @@ from baton.parallel.tensor import drop_compute_copies
 from baton.training import feed
 from baton.training.build import Built, build, make_deterministic, model_fingerprint
 from baton.training.callbacks import CotangentNorms, Evaluator, LongContext, Recorder, ReplicaCheck, Saver, TaskEvaluator
+from baton.training.checkpoint.interval import SaveSchedule
 from baton.training.checkpoint.manifest import Manifest, versions
 from baton.training.checkpoint.rectangles import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore
@@ -34,20 +35,27 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     tokenizer = source.config.tokenizer if isinstance(source, ShardSource) else None
     config = with_vocabulary(settings.model, source.vocab_size, tokenizer)
     built = build(config, training, mesh)
-    store = CheckpointStore(settings.folder / "checkpoints", mesh, training.checkpoint.keep_last)
-    stream_digest = source.fingerprint(seed=training.seed, lanes=training.lane_count)
-    fingerprints = {"model": model_fingerprint(config), "stream": stream_digest}
+    store = open_store(settings, mesh)
+    order = {"seed": training.seed, "lanes": training.lane_count}
+    fingerprints = {"model": model_fingerprint(config), "stream": source.fingerprint(**order)}
     lanes = LaneStates(built.model, training, mesh) if training.carries else None
     if lanes is not None:
         fingerprints["set of carried States"] = f"{training.lane_count} lanes"
-    progress = resume(built, lanes, store, fingerprints, source.cursor)
+
+    def adopt(manifest: Manifest) -> None:
+        cursors: Any = {int(lane): source.cursor(cursor) for lane, cursor in manifest.cursors.items()}
+        source.adopt(manifest.data, cursors, **order)
+        fingerprints["stream"] = source.fingerprint(**order)
+
+    progress = resume(built, lanes, store, fingerprints, source.cursor, adopt)
     if progress.step >= training.steps:
         if mesh.is_main:
             print(f"already complete: {progress.step} steps, {progress.tokens:,} tokens; there is nothing to do", flush=True)
         return
     if mesh.device.type == "cuda":  # on a CPU there are no kernels of our own, and nothing is compiled for the machine
         check_kernels(built, training)
-    replica_check = ReplicaCheck(built, training)
+    schedule = SaveSchedule(training.checkpoint, training.steps, mesh, progress.step)
+    replica_check = ReplicaCheck(built, training, schedule)
     replica_check.before_first_step(progress)
     monitor, parameters = None, built.parameter_count()
     if mesh.is_main:
@@ -74,7 +82,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         evaluator,
         LongContext(built, source, monitor, settings),
         cotangents,
-        Saver(built, lanes, store, monitor, fingerprints, training),
+        Saver(built, lanes, store, monitor, schedule, settings, lambda: {"fingerprints": fingerprints, "data": source.state()}),
     ]
     with open_stream(source, settings, mesh, progress) as stream:
         batches = feed.steps(stream, mesh, training, progress.step)
@@ -91,6 +99,19 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     if monitor is not None:
         monitor.close()
         print(f"done: {progress.step} steps, {progress.tokens:,} tokens", flush=True)
+
+
+def open_store(settings: RunSettings, mesh: Mesh) -> CheckpointStore:
+    """The run's checkpoints."""
+    kept = settings.training.checkpoint
+    return CheckpointStore(
+        settings.folder / "checkpoints",
+        mesh,
+        kept.keep_last,
+        keep_every=kept.keep_every,
+        keep_best=kept.keep_best,
+        asynchronous=kept.asynchronous,
+    )
 
 
 def open_stream(
@@ -110,13 +131,16 @@ def resume(
     store: CheckpointStore,
     fingerprints: dict[str, str],
     cursor: Callable[[dict[str, Any]], Any],
+    adopt: Callable[[Manifest], None] = lambda manifest: None,
 ) -> Progress:
     """Load the newest whole checkpoint into the engine and the lanes; without any, the run stands at its beginning.
 
-    cursor: makes a lane's cursor of its JSON.
+    cursor: makes a lane's cursor of its JSON. adopt: what else goes on from the manifest, before fingerprints are compared.
     """
 
     def accept(manifest: Manifest) -> None:
+        if manifest.fingerprints.get("model") == fingerprints.get("model"):
+            adopt(manifest)
         for what, ours in fingerprints.items():
             if manifest.fingerprints.get(what) != ours:
                 raise CheckpointError(

@@ -23,11 +23,13 @@ class RunSettings:
 
 @dataclass
 class Progress:
-    """Where the run stands: optimizer steps and tokens done, and the cursor of every lane that this rank reads."""
+    """Where the run stands: optimizer steps and tokens done, and the cursor of every lane that this rank reads. validation: loss
+    measured at this very step, if it was."""
 
     step: int
     tokens: int
     cursors: dict[int, Any]
+    validation: float | None = None
 
 
 class Callback(Protocol):

@@ -137,13 +137,13 @@ def reading(inputs, runs, undisturbed):
     run = runs / "read"
     shutil.copytree(undisturbed, run)
     (run / "checkpoints" / ".saving-step-00000041").mkdir()  # the run itself is at it
-    (run / "checkpoints" / ".saving-step-00000041" / "__0_0.distcp").write_bytes(b"half")
+    (run / "checkpoints" / ".saving-step-00000041" / "rank-00000.safetensors").write_bytes(b"half")
     young = runs / "young"
     (young / "checkpoints").mkdir(parents=True)
     shutil.copy(run / "config.yaml", young)
     damaged = runs / "damaged"
     shutil.copytree(undisturbed, damaged)
-    flip(damaged / "checkpoints" / f"step-{STEPS:08d}" / "__0_0.distcp")
+    flip(damaged / "checkpoints" / f"step-{STEPS:08d}" / "rank-00000.safetensors")
     generate = ["generate", str(run), "--prompt", "def main(", "--tokens", "12"]
     commands = {
         "drawn": [*generate, "--seed", "3"],

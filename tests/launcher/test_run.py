@@ -14,12 +14,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import yaml
+from support.checkpoints import tensors
 from support.runs import SAME_PLACES, STEPS, Ended, Launch, flip, gone, kill, published, wait_until
 from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
 
-from baton.training.checkpoint.planner import SafeReader
 from baton.training.monitor import read_metrics
 
 
@@ -80,7 +79,7 @@ def interrupted(inputs, launch, tmp_path_factory) -> Interrupted:
     stopped = Attempt(ranks, running.end())
 
     damaged = published(folder)[-1]
-    flip(folder / "checkpoints" / f"step-{damaged:08d}" / "__1_0.distcp")
+    flip(folder / "checkpoints" / f"step-{damaged:08d}" / "rank-00001.safetensors")
     completed = Attempt([], start().end())
     return Interrupted(folder, launcher_killed, killed_all, killed_one, stopped, completed, damaged)
 
@@ -122,19 +121,10 @@ def test_every_attempt_on_its_own_equals_the_undisturbed_run(undisturbed, interr
         assert found == expected[: len(found)]
 
 
-def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole, by the library's own planner."""
-    reader = SafeReader(checkpoint)
-    state = {key: torch.full(stored.size, torch.nan) for key, stored in reader.read_metadata().state_dict_metadata.items()}
-    dcp.load(state, storage_reader=SafeReader(checkpoint), no_dist=True)
-    return state
-
-
 def manifest(folder: Path, step: int) -> dict:
     return json.loads((folder / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())["manifest"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it should be here
 def test_the_final_checkpoints_are_the_same_bytes(undisturbed, interrupted):
     ours, theirs = (tensors(folder / "checkpoints" / f"step-{STEPS:08d}") for folder in (interrupted.folder, undisturbed))
     assert ours.keys() == theirs.keys()
@@ -192,7 +182,7 @@ def test_every_start_resumes_from_the_newest_checkpoint(interrupted):
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(interrupted):
     before, said = interrupted.stopped.ended.checkpoints, interrupted.completed.ended.out
     assert before[-1] == interrupted.damaged
-    assert f"step-{interrupted.damaged:08d} is damaged: __1_0.distcp does not match its checksum; falling back" in said
+    assert f"step-{interrupted.damaged:08d} is damaged: rank-00001.safetensors does not match its checksum; falling back" in said
     assert f"resuming from step-{before[-2]:08d} " in said
     assert (interrupted.folder / "checkpoints" / f"step-{interrupted.damaged:08d}.damaged").is_dir()
 

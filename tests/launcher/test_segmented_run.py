@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from support import checkpoints
 from support.compare import relative_error
 from support.runs import SAME_PLACES
 
-from baton.training.checkpoint.planner import SafeReader
 from baton.training.monitor import read_metrics
 
 COMMON = ("training.steps=8", "training.checkpoint.every=3", "training.evaluation.every=0", "training.replica_check_every=2")
@@ -68,11 +67,7 @@ def learned(folder):
 def checkpoint(folder: Path, step: int = 8) -> tuple[dict[str, torch.Tensor], dict]:
     """Every tensor of a checkpoint, whole, and its manifest."""
     path = folder / "checkpoints" / f"step-{step:08d}"
-    reader = SafeReader(path)
-    stored = reader.read_metadata().state_dict_metadata
-    state = {key: torch.empty(x.size, dtype=x.properties.dtype) for key, x in stored.items()}
-    dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
-    return state, json.loads((path / "manifest.json").read_text())["manifest"]
+    return checkpoints.tensors(path), json.loads((path / "manifest.json").read_text())["manifest"]
 
 
 def assert_same_bits(ours, theirs):
@@ -85,7 +80,6 @@ def assert_same_bits(ours, theirs):
     return tensors, manifest
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it should be here
 def test_a_truncated_run_killed_in_mid_step_and_mid_document_goes_on_bit_for_bit(inputs, launch, tmp_path, monkeypatch):
     """And on other ranks: a lane moves whole, with its cursor and its States. The first steps have shorter sequences."""
     whole, broken, moved = (tmp_path / name for name in ("whole", "broken", "moved"))
@@ -117,7 +111,6 @@ def test_a_truncated_run_killed_in_mid_step_and_mid_document_goes_on_bit_for_bit
         assert relative_error(others[key], x) < 1e-3, key
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [(), OTHER_RANKS, ("layout.data=1", "layout.tensor=2", "training.recompute=true")], ids=str)
 def test_an_exact_run_killed_in_mid_step_goes_on_bit_for_bit(inputs, launch, undisturbed, tmp_path, monkeypatch, layout):

@@ -11,8 +11,8 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import yaml
+from support import checkpoints
 from support.compare import relative_error
 from support.runs import published
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -22,7 +22,6 @@ from baton.launcher.cli import main
 from baton.launcher.config import RunConfig, changes, load
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import open_attempt, read_config
-from baton.training.checkpoint.planner import SafeReader
 from baton.training.errors import CheckpointError, RunError
 from baton.training.monitor import read_metrics
 
@@ -108,13 +107,8 @@ def as_if_killed(undisturbed, folder, step):
 
 
 def tensors(folder):
-    """Every tensor of the last checkpoint, whole, by the library's own planner."""
-    path = folder / "checkpoints" / f"step-{STEPS:08d}"
-    state = {
-        key: torch.full(stored.size, torch.nan) for key, stored in SafeReader(path).read_metadata().state_dict_metadata.items()
-    }
-    dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
-    return state
+    """Every tensor of the last checkpoint, whole."""
+    return checkpoints.tensors(folder / "checkpoints" / f"step-{STEPS:08d}")
 
 
 def manifest(folder):
@@ -155,7 +149,6 @@ def test_the_record_is_shown_in_words_scalars_and_a_picture(undisturbed, tmp_pat
     assert 0.5 < (pixels == 1).all(axis=2).mean() < 0.99
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it should be here
 def test_a_killed_run_goes_on_bit_for_bit(undisturbed, pool, tmp_path):
     folder = as_if_killed(undisturbed, tmp_path / "run", 2)
     assert pool.run(train_in_pool, str(folder), data=2) == [None, None]

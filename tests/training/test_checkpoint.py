@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.checkpoints import tensors
 from support.models import MODEL, micro_batches, training
 
 from baton.training.build import build
@@ -19,6 +19,7 @@ from baton.training.checkpoint.rectangles import (
     flat_range_boxes,
     optimizer_rectangles,
 )
+from baton.training.checkpoint.retention import Retention
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.errors import CheckpointError
 from baton.training.executor import StepExecutor
@@ -49,11 +50,16 @@ def manifest(step, built=None):
     )
 
 
+def batches(mesh, step):
+    """This rank's part of a step's batch."""
+    return micro_batches(step, mesh.data_rank, mesh.layout.data, 2, mesh.sequence_rank, mesh.layout.sequence)
+
+
 def trained(mesh, steps=2):
     built = build(MODEL, training(), mesh)
     executor = StepExecutor(built.model, built.engine, mesh)
     for step in range(steps):
-        executor.step(micro_batches(step, mesh.data_rank, mesh.layout.data, 2), 1e-3)
+        executor.step(batches(mesh, step), 1e-3)
     return built, executor
 
 
@@ -79,17 +85,18 @@ def save(mesh, folder, steps=(2,)):
     store = CheckpointStore(Path(folder), mesh, keep_last=3)
     built, executor = trained(mesh, 0)
     for step in range(max(steps)):
-        executor.step(micro_batches(step, mesh.data_rank, mesh.layout.data, 2), 1e-3)
+        executor.step(batches(mesh, step), 1e-3)
         if step + 1 in steps:
             rectangles = optimizer_rectangles(built.model, built.engine, mesh, for_save=True)
             assert store.save(rectangles, manifest(step + 1, built))
     state = whole_state(mesh, built)
-    after = executor.step(micro_batches(7, mesh.data_rank, mesh.layout.data, 2), 1e-3)
+    after = executor.step(batches(mesh, 7), 1e-3)
     return state, after.loss, after.grad_norm
 
 
-def load(mesh, folder):
-    """From a freshly initialised, differently trained engine, so that nothing can be right by chance."""
+def load(mesh, folder, again=None):
+    """From a freshly initialised, differently trained engine, so that nothing can be right by chance. again: where to save what was
+    loaded."""
     built, executor = trained(mesh, 1)
     said = []
     store = CheckpointStore(Path(folder), mesh, keep_last=3, say=said.append)
@@ -98,8 +105,17 @@ def load(mesh, folder):
     built.engine.updates = found.adam_steps
     built.engine.masters_changed()
     state = whole_state(mesh, built)
-    after = executor.step(micro_batches(7, mesh.data_rank, mesh.layout.data, 2), 1e-3)
-    return path.name, found, state, after.loss, after.grad_norm, said
+    checksums = None
+    if again is not None:
+        store = CheckpointStore(Path(again), mesh, keep_last=1)
+        assert store.save(optimizer_rectangles(built.model, built.engine, mesh, for_save=True), found)
+        checksums = checksums_of(Path(again) / path.name)
+    after = executor.step(batches(mesh, 7), 1e-3)
+    return path.name, found, state, after.loss, after.grad_norm, said, checksums
+
+
+def checksums_of(folder):
+    return {key: of["checksum"] for key, of in Manifest.read(folder).tensors.items()}
 
 
 LAYOUTS = [
@@ -108,6 +124,9 @@ LAYOUTS = [
     {"tensor": 2, "data": 2},
     {"tensor": 4},
     {"pipeline": 2, "tensor": 2, "data": 2},
+    {"pipeline": 2, "data": 2},
+    {"sequence": 2, "data": 2},
+    {"tensor": 2, "pipeline": 2},
     {"pipeline": 3, "zero": 0},
     {"data": 2, "zero": 0},
     {"data": 2, "zero": 2},
@@ -123,7 +142,8 @@ def test_any_layout_reads_any_other_bit_for_bit(pool, tmp_path, writer):
     state, loss, norm = pool.run(save, str(tmp_path), **writer)[0]
     assert {key.partition(".")[0] for key in state} == set(KINDS)
     for reader in LAYOUTS:
-        _, found, loaded, loss2, norm2, _ = pool.run(load, str(tmp_path), **reader)[0]
+        name, found, loaded, loss2, norm2, _, checksums = pool.run(load, str(tmp_path), str(tmp_path / "again"), **reader)[0]
+        assert checksums == checksums_of(tmp_path / name), "the same, whatever cuts the tensors"
         assert found.step == found.adam_steps == 2
         assert found.cursors == {"0": [1, 2, 3]}
         assert loaded.keys() == state.keys()
@@ -142,17 +162,19 @@ def saved(pool, tmp_path_factory):
     return folder
 
 
-def flip(path):
+def flip(path, at=None):
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[len(data) // 2 if at is None else at] ^= 1
     path.write_bytes(data)
 
 
+MAIN, OTHER = "rank-00000.safetensors", "rank-00001.safetensors"
+
 DAMAGE = {
-    "flipped byte in a tensor": (lambda d: flip(d / "__1_0.distcp"), "__1_0.distcp does not match its checksum"),
-    "truncated tensor file": (lambda d: os.truncate(d / "__0_0.distcp", 1000), "__0_0.distcp has 1000 bytes instead of"),
-    "missing tensor file": (lambda d: (d / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "flipped byte in the metadata": (lambda d: flip(d / ".metadata"), ".metadata does not match its checksum"),
+    "flipped byte in a tensor": (lambda d: flip(d / OTHER), f"{OTHER} does not match its checksum"),
+    "truncated tensor file": (lambda d: os.truncate(d / MAIN, 1000), f"{MAIN} has 1000 bytes instead of"),
+    "missing tensor file": (lambda d: (d / MAIN).unlink(), f"{MAIN} is missing"),
+    "flipped byte in a header": (lambda d: flip(d / OTHER, 40), f"{OTHER} does not match its checksum"),
     "no manifest": (lambda d: (d / "manifest.json").unlink(), "manifest.json: missing"),
     "edited manifest": (
         lambda d: (d / "manifest.json").write_text((d / "manifest.json").read_text().replace('"tokens": 200', '"tokens": 300')),
@@ -167,7 +189,7 @@ def test_damage_falls_back_to_the_one_before_and_says_so(pool, saved, tmp_path, 
     shutil.copytree(saved, tmp_path / "c")
     hurt, sentence = damage
     hurt(tmp_path / "c" / "step-00000002")
-    name, found, _, _, _, said = pool.run(load, str(tmp_path / "c"), data=2)[0]
+    name, found, _, _, _, said, _ = pool.run(load, str(tmp_path / "c"), data=2)[0]
     assert (name, found.step) == ("step-00000001", 1)
     assert len(said) == 1
     assert sentence in said[0]
@@ -185,30 +207,19 @@ def load_all_damaged(mesh, folder):
 def test_only_damaged_checkpoints_is_an_error_not_a_fresh_start(pool, saved, tmp_path):
     shutil.copytree(saved, tmp_path / "c")
     for step in (1, 2):
-        flip(tmp_path / "c" / f"step-0000000{step}" / "__0_0.distcp")
+        flip(tmp_path / "c" / f"step-0000000{step}" / "rank-00000.safetensors")
     for _ in range(2):  # a second start must not find an empty folder and begin anew
         for message in pool.run(load_all_damaged, str(tmp_path / "c"), data=2):
             assert "every checkpoint is damaged" in message
 
 
-def test_a_pickle_that_runs_code_is_not_loaded(pool, saved, tmp_path):
-    """Even with a manifest that vouches for it."""
-    shutil.copytree(saved, tmp_path / "c")
-    folder, proof = tmp_path / "c" / "step-00000002", tmp_path / "ran"
-
-    class Exploit:
-        def __reduce__(self):
-            return os.system, (f"touch {proof}",)
-
-    (folder / ".metadata").write_bytes(pickle.dumps(Exploit()))
-    document = json.loads((folder / "manifest.json").read_text())["manifest"]
-    from baton.training.checkpoint.manifest import checksum
-
-    document["files"][".metadata"] = checksum(folder / ".metadata")
-    Manifest(**document).write(folder)
-    with pytest.raises(AssertionError, match=r"asks for posix.system"):
-        pool.run(load, str(tmp_path / "c"), data=1)
-    assert not proof.exists()
+def test_nothing_of_a_checkpoint_is_a_pickle(saved):
+    """JSON, and safetensors that the library itself reads; so nothing of it can run."""
+    for folder in saved.iterdir():
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
+        json.loads((folder / "manifest.json").read_text())
+        assert all(x.isfinite().all() for x in tensors(folder).values()), "every element was written"
 
 
 def save_into_a_small_disk(mesh, folder):
@@ -222,13 +233,13 @@ def save_into_a_small_disk(mesh, folder):
         (Path(folder) / "ballast").write_bytes(b"x" * (free - 8192))
     torch.distributed.barrier()
     second = store.save(optimizer_rectangles(built.model, built.engine, mesh, for_save=True), manifest(2, built))
-    loss = executor.step(micro_batches(3, mesh.data_rank, mesh.layout.data, 2), 1e-3).loss
+    loss = executor.step(batches(mesh, 3), 1e-3).loss
     return first, second, said, sorted(os.listdir(folder)), loss
 
 
 def test_a_full_disk_costs_only_that_checkpoint(pool, small_disk):
     for rank, (first, second, said, left, loss) in enumerate(pool.run(save_into_a_small_disk, str(small_disk), data=2)):
-        assert first > 0
+        assert first.bytes > 0
         assert second is None
         assert left == ["ballast", "step-00000001"], "the old checkpoint stays, nothing half-written does"
         assert loss == loss
@@ -236,6 +247,53 @@ def test_a_full_disk_costs_only_that_checkpoint(pool, small_disk):
             assert len(said) == 1
             assert "No space left on device" in said[0]
     assert pool.run(load, str(small_disk), data=2)[0][1].step == 1
+
+
+def save_while_training(mesh, folder):
+    """A save under way while everything it saves is changed; then one that cannot be written."""
+    built, _ = trained(mesh, 1)
+    said = []
+    store = CheckpointStore(Path(folder), mesh, keep_last=9, say=said.append, asynchronous=True)
+    rectangles = optimizer_rectangles(built.model, built.engine, mesh, for_save=True)
+    before = whole_state(mesh, built)
+    assert store.save(rectangles, manifest(1, built)) is None, "it is not published yet"
+    early = sorted(os.listdir(folder))
+    for box in (box for boxes in rectangles.values() for box in boxes):
+        box.data.add_(1.0)
+    published = None
+    while published is None:
+        published = store.poll()
+    assert store.poll() is store.finish() is None
+    store.save(rectangles, manifest(2, built))
+    if mesh.is_main:
+        shutil.rmtree(Path(folder) / ".saving-step-00000002", ignore_errors=True)
+    store.finish()
+    store.save(rectangles, manifest(3, built))
+    store.save(rectangles, manifest(4, built))  # waits for the one before
+    return before, early, published, said, store.finish()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(pool, tmp_path):
+    results = pool.run(save_while_training, str(tmp_path), data=2)
+    before, early, published, said, last = results[0]
+    assert "step-00000001" not in early
+    assert (published.name, last.name) == ("step-00000001", "step-00000004")
+    assert len(said) == 1
+    assert "checkpoint step-00000002 could not be saved: FileNotFoundError" in said[0]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000003", "step-00000004"]
+    stored = tensors(tmp_path / "step-00000001")
+    assert all(torch.equal(stored[key], before[key]) for key in before), "what was saved is what there was at the call"
+    later = tensors(tmp_path / "step-00000004")
+    assert all(torch.equal(later[key], before[key] + 1.0) for key in before)
+
+
+def test_retention_keeps_the_last_the_nth_and_the_best():
+    losses = {10: 5.0, 20: 4.0, 30: None, 40: 3.0, 50: 3.5, 60: None, 70: 3.0}
+    assert Retention(2).kept(losses) == {60, 70}
+    assert Retention(1, every=20).kept(losses) == {20, 40, 60, 70}
+    assert Retention(1, best=3).kept(losses) == {40, 50, 70}, "of equal ones the later"
+    assert Retention(1, best=1).kept(losses) == {70}
+    assert Retention(9).kept(losses) == set(losses)
 
 
 def prune(mesh, folder):

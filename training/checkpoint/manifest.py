@@ -1,4 +1,4 @@
-"""manifest.json: everything of a checkpoint that is not a tensor, and the size and checksum of every file.
+"""manifest.json: everything of a checkpoint that is not a tensor, where each tensor's parts are, and the checksums of both.
 
 It is written last and carries a checksum of itself, so a folder with a manifest that verifies is a whole checkpoint.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from baton.kernels import tiles
 from baton.training.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 NAME = "manifest.json"
 
 
@@ -24,7 +24,10 @@ class Manifest:
 
     cursors: per lane, where its stream goes on. fingerprints: of what must be the same on resuming (model, stream, …).
     layout: the mesh that wrote it, and versions: of what computed, for the reader's eyes: any others may load it.
-    files: name -> {bytes, sha256}.
+    data: what the sources say of themselves (data_pipeline.source). validation: loss measured after this very step, nats per token;
+    None: it was not. time: when it was saved, seconds since 1970.
+    files: name -> {bytes, sha256}. tensors: key -> {dtype, shape, checksum (checkpoint.digest), parts: [[file, offset, extent],
+    ...]}.
     """
 
     step: int
@@ -34,14 +37,18 @@ class Manifest:
     fingerprints: dict[str, str]
     layout: dict[str, int]
     versions: dict[str, str]
+    data: dict[str, Any] = field(default_factory=dict)
+    validation: float | None = None
+    time: float = 0.0
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
         """Write and sync folder/manifest.json."""
         body = asdict(self)
         with open(folder / NAME, "w", encoding="utf-8") as f:
-            json.dump({"sha256": _digest(body), "manifest": body}, f, indent=1, sort_keys=True)
+            json.dump({"sha256": _digest(body), "manifest": body}, f, sort_keys=True)
             f.flush()
             os.fsync(f.fileno())
 

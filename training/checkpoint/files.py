@@ -1,0 +1,188 @@
+"""A rank's tensors on disk: one safetensors file of rectangles, each under "KEY@OFFSET"; and reading boxes of whole tensors back.
+
+The one thing to know: what is written is first copied into host memory of its own (`Staging`), which later saves use again:
+training goes on while a thread writes, and memory does not grow from save to save. safetensors is a header of JSON and plain bytes:
+reading one runs no code.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from baton.training.checkpoint.digest import part_digest
+from baton.training.checkpoint.rectangles import Rectangle
+from baton.training.errors import CheckpointError
+
+Rectangles = dict[str, list[Rectangle]]
+
+BLOCK = (
+    1 << 23
+)  # bytes written at a time: large enough for the disk, small enough to stay in the processor's cache for the checksum
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""As safetensors calls them."""
+
+
+def file_name(rank: int) -> str:
+    """Of a rank's tensors."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rectangle in host memory."""
+
+    key: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    data: Tensor
+
+    @property
+    def name(self) -> str:
+        return part_name(self.key, self.offset)
+
+
+def part_name(key: str, offset: Sequence[int]) -> str:
+    """Of a rectangle in its file."""
+    return f"{key}@{','.join(map(str, offset))}"
+
+
+class Staging:
+    """Host memory that a save is copied into; page-locked where there is a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, rectangles: Rectangles) -> tuple[list[Part], Tensor]:
+        """The rectangles as they are now, and the bytes of all of them, one after the other."""
+        boxes = [(key, box) for key, boxes in rectangles.items() for box in boxes]
+        boxes.sort(key=lambda item: -item[1].data.element_size())  # each begins at a multiple of its elements' size
+        size = sum(box.data.nbytes for _, box in boxes)
+        if len(self._memory) < size:
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        parts, at = [], 0
+        for key, box in boxes:
+            space = self._memory[at : at + box.data.nbytes].view(box.data.dtype).view(box.data.shape)
+            space.copy_(box.data, non_blocking=True)
+            parts.append(Part(key, box.whole, box.offset, space))
+            at += box.data.nbytes
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return parts, self._memory[:size]
+
+
+def write_file(path: Path, parts: Sequence[Part], memory: Tensor) -> dict[str, Any]:
+    """Write what `Staging.copy` gave, synced; {bytes, sha256} of what was meant to be written. Raises OSError."""
+    header, at = {}, 0
+    for part in parts:
+        end = at + part.data.nbytes
+        header[part.name] = {"dtype": DTYPES[part.data.dtype], "shape": list(part.data.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    content = memoryview(memory.numpy().data)
+    digest, size = hashlib.sha256(), 8 + len(text) + len(content)
+    with open(path, "wb", buffering=0) as f:
+        for block in _blocks(len(text).to_bytes(8, "little") + text, content):
+            digest.update(block)
+            while block:
+                block = block[f.write(block) :]
+        os.fsync(f.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _blocks(*contents: bytes | memoryview) -> Iterator[memoryview]:
+    for content in contents:
+        whole = memoryview(content)
+        for start in range(0, len(whole), BLOCK):
+            yield whole[start : start + BLOCK]
+
+
+def describe(parts: Sequence[Part]) -> dict[str, Any]:
+    """What the manifest says of a rank's parts: {key: {dtype, shape, digest: of these parts, parts: [[offset, extent], ...]}}."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        entry = {"dtype": DTYPES[part.data.dtype], "shape": list(part.whole), "digest": 0, "parts": []}
+        entry = found.setdefault(part.key, entry)
+        entry["digest"] += part_digest(part.data, part.offset)
+        entry["parts"].append([list(part.offset), list(part.data.shape)])
+    return found
+
+
+class CheckpointFiles:
+    """The tensors of a checkpoint's folder. tensors: the manifest's, {key: {dtype, shape, checksum, parts: [[file, offset,
+    extent], ...]}}."""
+
+    def __init__(self, folder: Path, tensors: Mapping[str, Any]) -> None:
+        self._folder, self.tensors = folder, tensors
+        self._open: dict[str, Any] = {}
+
+    def fill(self, key: str, box: Rectangle) -> None:
+        """Copy a box of a whole tensor to where it belongs. Raises CheckpointError: no such tensor, another shape or type, or
+        parts that do not cover it."""
+        stored = self.tensors.get(key)
+        if stored is None:
+            raise CheckpointError(f"the checkpoint has no tensor {key}: it is of another model")
+        if tuple(stored["shape"]) != box.whole:
+            raise CheckpointError(f"the checkpoint's {key} has shape {tuple(stored['shape'])}, the model's {box.whole}")
+        if stored["dtype"] != DTYPES[box.data.dtype]:
+            raise CheckpointError(f"the checkpoint's {key} has type {stored['dtype']}, the model's {DTYPES[box.data.dtype]}")
+        covered = 0
+        for file, offset, extent in stored["parts"]:
+            begin = [max(a, b) for a, b in zip(offset, box.offset, strict=True)]
+            end = [min(a + n, b + m) for a, n, b, m in zip(offset, extent, box.offset, box.data.shape, strict=True)]
+            if any(a >= b for a, b in zip(begin, end)):
+                continue
+            there = tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, offset))
+            here = tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, box.offset))
+            try:
+                box.data[here].copy_(self._file(file).get_slice(part_name(key, offset))[there])
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self._folder / file}: {key} cannot be read ({error})") from error
+            covered += math.prod(b - a for a, b in zip(begin, end))
+        if covered != box.data.numel():
+            raise CheckpointError(f"the checkpoint holds {covered} of {box.data.numel()} elements of {key} at {box.offset}")
+
+    def whole(self, key: str) -> Tensor:
+        """A whole tensor, on the CPU. Raises CheckpointError."""
+        stored = self.tensors[key]
+        shape = tuple(stored["shape"])
+        dtype = next(dtype for dtype, name in DTYPES.items() if name == stored["dtype"])
+        box = Rectangle(shape, (0,) * len(shape), torch.empty(shape, dtype=dtype))
+        self.fill(key, box)
+        return box.data
+
+    def digests(self, key: str) -> list[int]:
+        """Of a tensor's parts, as they are on disk. Raises CheckpointError."""
+        found = []
+        for file, offset, _ in self.tensors[key]["parts"]:
+            try:
+                found.append(part_digest(self._file(file).get_tensor(part_name(key, offset)), tuple(offset)))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self._folder / file}: {key} cannot be read ({error})") from error
+        return found
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self._folder / name, framework="pt")
+        return self._open[name]

@@ -1,0 +1,51 @@
+"""When to save: every so many steps, or as often as what a save costs and what a failure loses make best.
+
+The one thing to know: with failures at a steady rate, time is lost least when saves are sqrt(2 * cost of a save * mean time between
+failures) apart. Young, "A first order approximation to the optimum checkpoint interval", 1974; Daly, 2006.
+"""
+
+import math
+import time
+
+import torch
+import torch.distributed as dist
+
+from baton.parallel.mesh import Mesh
+from baton.training.config import CheckpointConfig
+
+FIRST = 10
+"""Steps to the first save where the interval is to be found: enough to know a step's time."""
+
+
+def best_interval(cost_s: float, failures_per_day: float) -> float:
+    """Seconds between saves. cost_s: seconds that a save stops training for. failures_per_day: of the whole run."""
+    return math.sqrt(2 * cost_s * 86400 / failures_per_day)
+
+
+class SaveSchedule:
+    """Which steps are followed by a save. steps: of the whole run, after whose last one there always is one. start: steps done."""
+
+    def __init__(self, config: CheckpointConfig, steps: int, mesh: Mesh, start: int) -> None:
+        self._config, self._steps, self._mesh = config, steps, mesh
+        self._next = start + FIRST
+        self._since, self._from, self._stalled = time.perf_counter(), start, 0.0
+
+    def due(self, step: int) -> bool:
+        """Whether to save after step number `step` (counted from 1). The same on every rank."""
+        if step == self._steps:
+            return True
+        return step == self._next if self._config.every == "auto" else step % self._config.every == 0
+
+    def saved(self, step: int, stall_s: float) -> int | None:
+        """A save after this step stopped training for so long: every rank says so. The next step that is due, if it was chosen."""
+        if self._config.every != "auto":
+            return None
+        self._stalled += stall_s
+        running = time.perf_counter() - self._since - self._stalled
+        step_s = max(1e-6, running / max(1, step - self._from))
+        failures = self._config.failures_per_rank_day * self._mesh.world_size
+        steps = max(1, round(best_interval(stall_s, failures) / step_s))
+        chosen = torch.tensor(steps, device=self._mesh.device)
+        dist.broadcast(chosen, src=0)  # ranks measure different times
+        self._next = step + int(chosen)
+        return self._next
