@@ -18,6 +18,7 @@ from baton.data_pipeline.lanes import Cursor, LaneOrder, Unit, Units
 from baton.data_pipeline.mixture import Mixture
 from baton.data_pipeline.pieces import id_pieces
 from baton.data_pipeline.shards import ShardSummary
+from baton.data_pipeline.steps import Place
 from baton.data_pipeline.tokenizer import Ids, Tokenizer
 
 STREAM_VERSION = 2  # part of the fingerprint: raise it when the order or the cutting changes
@@ -68,17 +69,6 @@ class Corpus:
 
     def _grown(self, datasets: Sequence[Dataset]) -> Iterator[tuple[Dataset, Growth]]:
         yield from zip(datasets, self.growth or [()] * len(datasets), strict=True)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A document where a lane reads it. source, unit (how many units of the source came before in the lane), document (position in
-    the unit's order): as in Cursor.skipped. name: as errors name it."""
-
-    source: int
-    unit: int
-    document: int
-    name: str
 
 
 class Documents:

@@ -36,6 +36,17 @@ class StepData:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A document where a lane reads it. source, unit (how many units of the source came before in the lane), document (position in
+    the unit's order): as in Cursor.skipped. name: as errors name it."""
+
+    source: int
+    unit: int
+    document: int
+    name: str
+
+
+@dataclass(frozen=True)
 class Stretch:
     """Steps of one shape, from `first_step` to the next stretch or for ever. context: inputs per row. lanes_per_step: g, rows of
     the global batch. micro_batch: rows per Batch."""
@@ -161,6 +172,11 @@ class Steps(Generic[C]):
         data = self._steps.get()
         self.cursors = data.cursors
         return data
+
+    def touched(self, lane: int, before: C | None, after: C, step: int) -> list[Place]:
+        """The documents that a lane of this rank gave tokens of in a step between two cursors (before: None, the beginning), in
+        order; [] where there are none."""
+        return []
 
     def close(self) -> None:
         """Stop the background thread; safe to call twice."""

@@ -13,8 +13,8 @@ from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.evaluation import EvaluationSet, documents, evaluation_batches
 from baton.data_pipeline.lanes import Cursor
-from baton.data_pipeline.reader import Corpus, Documents, Growth, LaneReader, Place
-from baton.data_pipeline.steps import StepData, StepPlan, Steps, Stretch
+from baton.data_pipeline.reader import Corpus, Documents, Growth, LaneReader
+from baton.data_pipeline.steps import Place, StepData, StepPlan, Steps, Stretch
 from baton.data_pipeline.tokenizer import Tokenizer
 from baton.data_pipeline.workers import Start, Workers
 
@@ -87,6 +87,7 @@ class BatchStream(Steps[Cursor]):
         else:
             super().__init__(plan, begin, LaneReader(self._documents, begin))
 
-    def touched(self, lane: int, before: Cursor, after: Cursor, step: int) -> list[Place]:
-        """The documents that a lane of this rank gave tokens of in a step between two cursors, in order."""
-        return self._documents.touched(lane, before, after, step)
+    def touched(self, lane: int, before: Cursor | None, after: Cursor, step: int) -> list[Place]:
+        """The documents that a lane of this rank gave tokens of in a step between two cursors (before: None, the beginning), in
+        order."""
+        return self._documents.touched(lane, before or Cursor(), after, step)

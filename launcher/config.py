@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "training.checkpoint",
     "training.evaluation",
     "training.monitoring",
+    "training.guard",
 )
 """Settings that a run may change from one start to the next. None of them changes what is learned (beyond rounding), but for
 data.mixture and data.append, which are there to be changed; data.path, data.sources and data.tokenizer only say where things lie:

@@ -6,7 +6,8 @@ and ZeRO-1 in unmanaged gradient accumulation, ZeRO-2 within `coalesce_grad_redu
 three with plain PyTorch in every way they are driven here, and guards every version bump.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from baton.parallel.errors import LayoutError
 from baton.parallel.layout import layout_of, named_layouts
 from baton.parallel.mesh import Mesh
+
+_CHUNK = 1 << 24  # elements of a fragment that `update_norm` works on together
 
 
 class DeepSpeedGroups:
@@ -148,9 +151,13 @@ class Fragment:
 class Engine:
     """DeepSpeed's engine at ZeRO stage 0, 1 or 2, driven alike: every backward of a step within `gradients`, then `step`."""
 
-    def __init__(self, module: nn.Module, engine: Any, mesh: Mesh, clip_norm: float) -> None:
+    def __init__(
+        self, module: nn.Module, engine: Any, mesh: Mesh, clip_norm: float, members: Mapping[str, Sequence[nn.Parameter]]
+    ) -> None:
+        """members: of each of the optimizer's groups, before ZeRO makes them flat."""
         self._module, self._engine, self._mesh, self._clip_norm = module, engine, mesh, clip_norm
         self.stage: int = mesh.layout.zero
+        self._members = members
         self._optimizer: torch.optim.Optimizer = engine.optimizer.optimizer if self.stage else engine.optimizer
         if self.stage == 0:
             engine.enable_backward_allreduce = False  # its step would reduce a second time, after the clip
@@ -166,32 +173,91 @@ class Engine:
         manager: AbstractContextManager[None] = self._engine.coalesce_grad_reduction() if self.stage == 2 else nullcontext()
         return manager
 
-    def step(self) -> float:
-        """Sum gradients over data x sequence, clip, update, gather. Returns the norm before the clip; the gradients are gone."""
+    def step(self, refuse: Callable[[float], bool] = lambda norm: False) -> float:
+        """Sum gradients over data x sequence, clip, update, gather. Returns the norm before the clip; the gradients are gone.
+
+        refuse: is asked, on all ranks and with the norm, whether to make no update; its answer must be the same on all.
+        """
         if self.stage == 0:
             own = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             self._engine.buffered_allreduce_fallback(grads=own)
-            norm = self._clip()
+            norm = self._norm()
+            if refuse(norm):
+                for p in self._module.parameters():
+                    p.grad = None
+                return norm
+            self._clip(norm)
             self._engine.step()
             return norm
         if self.stage == 2:
             self._engine.set_gradient_accumulation_boundary(True)
-        self._engine.step()
-        return float(self._engine.get_global_grad_norm())
+        seen: list[float] = []
+        theirs = self._engine.optimizer.scaled_global_norm
 
-    def _clip(self) -> float:
-        """Scale whole gradients down to the clip's norm; a parameter counts once, however many ranks hold it."""
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        counted = [p.grad for p in parameters if layout_of(p).split is not None or self._mesh.tensor_rank == 0]
+        def scaled_global_norm(*args: Any, **kwargs: Any) -> Any:
+            norm = theirs(*args, **kwargs)
+            # what DeepSpeed calls an overflow has the norm -1 and leaves everything as it was
+            seen.append(float(norm) if float(norm) >= 0 else math.nan)
+            return -1.0 if refuse(seen[0]) else norm
+
+        from deepspeed.utils import logger
+
+        self._engine.optimizer.scaled_global_norm = scaled_global_norm
+        level = logger.level
+        logger.setLevel("ERROR")  # it would say that a refused step had gradients that are not finite
+        try:
+            self._engine.step()
+        finally:
+            self._engine.optimizer.scaled_global_norm = theirs
+            logger.setLevel(level)
+        return seen[0] if seen else math.nan  # its own search for what is not finite comes before any norm
+
+    def _with_gradients(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    def _norm(self) -> float:
+        """Of whole gradients; a parameter counts once, however many ranks hold it."""
+        parameters = self._with_gradients()
+        chosen = [p for p in parameters if layout_of(p).split is not None or self._mesh.tensor_rank == 0]
+        counted = [p.grad for p in chosen if p.grad is not None]
         squares = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         if counted:
             squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
         dist.all_reduce(squares, group=self._mesh.model_group)
-        norm = float(squares.sqrt())
+        return float(squares.sqrt())
+
+    def _clip(self, norm: float) -> None:
+        """Scale whole gradients down to the clip's norm."""
         # the same small number as torch's clip_grad_norm_ and DeepSpeed have against a division by zero
         if self._clip_norm and norm + 1e-6 > self._clip_norm:
-            torch._foreach_mul_([p.grad for p in parameters], self._clip_norm / (norm + 1e-6))
-        return norm
+            torch._foreach_mul_([p.grad for p in self._with_gradients() if p.grad is not None], self._clip_norm / (norm + 1e-6))
+
+    @torch.no_grad()
+    def update_norm(self) -> float:
+        """Of the change that the last update made to all parameters together, as AdamW's moments and masters tell it. Every rank
+        calls it."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        owner = self.stage > 0 or dist.get_rank(self._mesh.data_group) == 0
+        steps = self.updates
+        for fragment, group in self._fragments_of_groups() if owner and steps else ():
+            if layout_of(fragment.parameter).split is None and self._mesh.tensor_rank:
+                continue
+            lr, decay, (b1, b2), eps = group["lr"], group["weight_decay"], group["betas"], group["eps"]
+            pieces = (x.split(_CHUNK) for x in (fragment.master, fragment.exp_avg, fragment.exp_avg_sq))
+            for master, m, v in zip(*pieces, strict=True):
+                adam = m / (1 - b1**steps) / ((v / (1 - b2**steps)).sqrt() + eps)
+                # new = old * (1 - lr * decay) - lr * adam
+                old = (master + lr * adam) / (1 - lr * decay)
+                squares += torch.linalg.vector_norm(master - old, dtype=torch.float64).square()
+        dist.all_reduce(squares)
+        return float(squares.sqrt())
+
+    def _fragments_of_groups(self) -> Iterator[tuple[Fragment, dict[str, Any]]]:
+        """What this rank's optimizer holds, each with the settings of its group."""
+        own = {group["name"]: group for group in self.param_groups}
+        names = {p: name for name, parameters in self._members.items() for p in parameters}
+        for fragment in self.fragments():
+            yield fragment, own[names[fragment.parameter]]
 
     def create_state(self) -> None:
         """Make AdamW's moments now, not in the first step, so that there is something to load into or to save at step 0."""
@@ -254,10 +320,11 @@ def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh
 
     logger.setLevel("WARNING")
     config = deepspeed_config(clip_norm, mesh.layout.zero)
+    members = {group["name"]: list(group["params"]) for group in optimizer.param_groups}
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config=config, mpu=DeepSpeedGroups(mesh), dist_init_required=False
     )
-    return Engine(module, engine, mesh, clip_norm)
+    return Engine(module, engine, mesh, clip_norm, members)
 
 
 def finalise_gradients(module: nn.Module, mesh: Mesh) -> None:

@@ -42,7 +42,7 @@ class Recorder:
         self._monitor, self._clock, self._training, self._device = monitor, clock, training, mesh.device
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
-        if self._monitor is None:
+        if self._monitor is None or not result.made:
             return
         self._monitor.train(
             {
@@ -51,6 +51,7 @@ class Recorder:
                 "loss": result.loss,
                 "lr": learning_rate(progress.step - 1, self._training),
                 "grad_norm": result.grad_norm,
+                **({} if result.update_norm is None else {"update_norm": result.update_norm}),
                 "step_tokens": self._training.at(progress.step - 1).global_batch_tokens,
                 "seconds": self._clock.seconds(),
                 "memory_bytes": _memory(self._device),
@@ -204,8 +205,8 @@ class CotangentNorms:
         self._watch = None if model.link is None else Watch(model, model.link, mesh)
 
     def before_first_step(self, progress: Progress) -> None:
-        if self._watch is not None and self._is_due(progress.step + 1):
-            self._watch.start()
+        if self._watch is not None:
+            (self._watch.start if self._is_due(progress.step + 1) else self._watch.stop)()
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
         if self._watch is None:

@@ -84,6 +84,21 @@ class CheckpointConfig(_Settings):
                            "so many of the best are kept too")  # fmt: skip
 
 
+class GuardConfig(_Settings):
+    """Steps that must not be made: a loss or gradients that are not finite, or far beyond those before."""
+
+    policy: Literal["stop", "skip", "rollback"] = Field("stop", description="stop: end the run, which resumes from its last "
+        "checkpoint; skip: make no update from this step's documents; rollback: go back to the last checkpoint and leave the "
+        "documents out that did it")  # fmt: skip
+    most: int = Field(3, ge=0, description="skips or rollbacks of one start of the run; the next one stops it")
+    loss_spike: float = Field(0.0, ge=0, description="a loss this many times the median of the steps before is a spike; 0: only "
+                              "what is not finite counts")  # fmt: skip
+    norm_spike: float = Field(0.0, ge=0, description="the same for the gradients' norm before the clip, which the clip else tames")
+    update_spike: float = Field(0.0, ge=0, description="the same for the norm of the parameters' change, seen after it was made: "
+                                "skip cannot help any more, and stops")  # fmt: skip
+    window: int = Field(64, ge=2, description="steps before that are compared with; half of them must be there")
+
+
 class EvaluationConfig(_Settings):
     """Loss and bits per byte on the validation split, and a sample of text; of a synthetic task, loss and accuracy."""
 
@@ -109,6 +124,8 @@ class EvaluationConfig(_Settings):
 class MonitoringConfig(_Settings):
     """What else is written about training."""
 
+    update_norm_every: int = Field(10, ge=0, description="steps between norms of the parameters' change, from AdamW's moments, at "
+                                   "the memory of one chunk; 0: never")  # fmt: skip
     cotangents_every: int = Field(100, ge=0, description="steps between norms of the cotangents that cross the borders of "
                                   "segments and sequence ranks, by layer; 0: never. None where no State goes on")  # fmt: skip
 
@@ -141,6 +158,7 @@ class TrainingConfig(_Settings):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     monitoring: MonitoringConfig = Field(default_factory=MonitoringConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
 
     @property
     def sequences_per_step(self) -> int:

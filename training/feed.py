@@ -19,11 +19,12 @@ from baton.training.passes import Segments, TokenBatch
 @dataclass(frozen=True)
 class StepBatches:
     """One optimizer step's micro-batches on this rank, how their sequences are cut, and cursors of its lanes after the step ({} on
-    ranks that do not read)."""
+    ranks that do not read). read: the same whole, on ranks that do."""
 
     batches: list[TokenBatch]
     segments: Segments
     cursors: dict[int, Any]
+    read: list[Batch] | None = None
 
 
 def plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: int) -> StepPlan:
@@ -48,7 +49,9 @@ def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig, start
         data = next(source) if source is not None else None
         arrays = data.micro_batches if data is not None else [None] * micro_batches
         batches = [share(a, mesh, shape, at.segments) for a in arrays]
-        yield StepBatches(batches, Segments(at.segments, at.gradient_segments), dict(data.cursors) if data is not None else {})
+        segments = Segments(at.segments, at.gradient_segments)
+        cursors, read = ({}, None) if data is None else (dict(data.cursors), data.micro_batches)
+        yield StepBatches(batches, segments, cursors, read)
 
 
 def reads(mesh: Mesh) -> bool:
@@ -63,7 +66,9 @@ def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int
     if batch is not None:
         lanes = batch.lanes or (-1,) * rows
         packed = np.concatenate([x.ravel().astype(np.int64) for x in (batch.tokens, batch.labels, batch.pos, np.array(lanes))])
-        flat = torch.from_numpy(packed).to(mesh.device)
+        whole = torch.from_numpy(packed)
+        # from page-locked memory the copy does not stop the host
+        flat = whole.pin_memory().to(mesh.device, non_blocking=True) if mesh.device.type == "cuda" else whole
     else:
         flat = torch.empty(3 * rows * context + rows, dtype=torch.int64, device=mesh.device)
     if dist.get_world_size(mesh.lane_group) > 1:

@@ -20,8 +20,10 @@ from baton.training.config import with_vocabulary
 from baton.training.doctor import check_kernels
 from baton.training.errors import CheckpointError
 from baton.training.executor import StepExecutor
+from baton.training.guard import Events, Judge
 from baton.training.lane_states import LaneStates
 from baton.training.monitor import Monitor
+from baton.training.recovery import Recovery, without
 from baton.training.run import Callback, Progress, RunSettings
 from baton.training.schedule import learning_rates
 
@@ -68,7 +70,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
             config_text=settings.config_text,
         )
     clock = StepClock(mesh.device)
-    executor = StepExecutor(built.model, built.engine, mesh, clock, lanes=lanes)
+    executor = StepExecutor(built.model, built.engine, mesh, clock, lanes=lanes, judge=Judge(training.guard))
     evaluator: Callback
     if isinstance(source, ShardSource):
         evaluator = Evaluator(built, source, monitor, settings)
@@ -76,14 +78,41 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         evaluator = TaskEvaluator(built, source, monitor, settings)
     cotangents = CotangentNorms(built, monitor, training)
     cotangents.before_first_step(progress)
+    saver = Saver(built, lanes, store, monitor, schedule, settings, lambda: {"fingerprints": fingerprints, "data": source.state()})
     callbacks: Sequence[Callback] = [
         Recorder(monitor, clock, training, mesh),
         replica_check,
         evaluator,
         LongContext(built, source, monitor, settings),
         cotangents,
-        Saver(built, lanes, store, monitor, schedule, settings, lambda: {"fingerprints": fingerprints, "data": source.state()}),
+        saver,
     ]
+    recovery = Recovery(training.guard, Events(settings.folder, mesh.is_main), mesh)
+    if training.guard.policy == "rollback" and progress.step == 0:
+        saver.save(progress)  # there must be something to go back to
+    while _steps(progress, source, settings, mesh, executor, callbacks, recovery):
+        saver.finish()
+        progress = resume(built, lanes, store, fingerprints, source.cursor, adopt)
+        progress.cursors = without(progress.cursors, recovery.places)
+        cotangents.before_first_step(progress)
+        if monitor is not None:
+            monitor.rewind(progress.step)
+    if monitor is not None:
+        monitor.close()
+        print(f"done: {progress.step} steps, {progress.tokens:,} tokens", flush=True)
+
+
+def _steps(
+    progress: Progress,
+    source: ShardSource | TaskSource,
+    settings: RunSettings,
+    mesh: Mesh,
+    executor: StepExecutor,
+    callbacks: Sequence[Callback],
+    recovery: Recovery,
+) -> bool:
+    """Steps from where the run stands, to its end (progress is then of there), or (True) until one makes it go back."""
+    training, clock, every = settings.training, executor.clock, settings.training.monitoring.update_norm_every
     with open_stream(source, settings, mesh, progress) as stream:
         batches = feed.steps(stream, mesh, training, progress.step)
         while progress.step < training.steps:
@@ -91,14 +120,15 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
             data = next(batches)
             clock.mark("data")
             executor.segments = data.segments
+            executor.watch_update = bool(every) and (progress.step + 1) % every == 0
             result = executor.step(data.batches, learning_rates(progress.step, training))
-            tokens = progress.tokens + training.at(progress.step).global_batch_tokens
-            progress = Progress(progress.step + 1, tokens, data.cursors)
+            bad = result.refused is not None
+            if bad and recovery.respond(result, progress.step, progress.cursors, data, stream) == "rollback":
+                return True
+            progress.advance(training.at(progress.step).global_batch_tokens, data.cursors)
             for callback in callbacks:
                 callback.after_step(progress, result)
-    if monitor is not None:
-        monitor.close()
-        print(f"done: {progress.step} steps, {progress.tokens:,} tokens", flush=True)
+    return False
 
 
 def open_store(settings: RunSettings, mesh: Mesh) -> CheckpointStore:

@@ -23,6 +23,7 @@ class Monitor:
 
     def __init__(self, folder: Path, *, step: int, total_steps: int, log_every: int, config_text: str) -> None:
         self._path = folder / "metrics.jsonl"
+        self._folder, self._config_text = folder, config_text
         self._total, self._log_every = total_steps, log_every
         cut_metrics(self._path, step)
         self._waiting: list[str] = []
@@ -101,6 +102,14 @@ class Monitor:
         """Make everything so far durable: called before a checkpoint is published, so no record is behind one."""
         self._guard("metrics.jsonl", lambda: self._append(sync=True))
         self._guard("TensorBoard", self._board.flush)
+
+    def rewind(self, step: int) -> None:
+        """The run goes on from step `step` again: what was recorded after it is cut off, as on resuming."""
+        self.close()
+        self._waiting = []
+        cut_metrics(self._path, step)
+        self._board = Board(self._folder / "tensorboard", step, self._config_text)
+        self._restart_window()
 
     def close(self) -> None:
         """Write what is waiting."""

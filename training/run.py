@@ -31,6 +31,10 @@ class Progress:
     cursors: dict[int, Any]
     validation: float | None = None
 
+    def advance(self, tokens: int, cursors: dict[int, Any]) -> None:
+        """A step of so many tokens is done."""
+        self.step, self.tokens, self.cursors, self.validation = self.step + 1, self.tokens + tokens, cursors, None
+
 
 class Callback(Protocol):
     """Called by all ranks after every step."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.models import MODEL, micro_batches, model_of, step_batch, training
+from support.models import micro_batches, model_of, step_batch, training
 
 from baton.models.lm import IGNORED, LanguageModel
 from baton.parallel.errors import LayoutError
@@ -119,27 +119,3 @@ def test_rates_are_of_the_parameters_that_match(single_mesh):
             assert (decay == 0.1) == (not ("norm" in name or name.endswith(("bias", "A_log", ".D")) or "embedding" in name))
     with pytest.raises(LayoutError, match=r"no parameter's name matches '\*.sms.\*'"):
         parameter_groups(model, 0.1, ("*.sms.*",))
-
-
-def non_finite(mesh):
-    from baton.training.errors import RunError
-
-    built = build(MODEL, training(), mesh)
-    before = gather_parameters(built.model, mesh.tensor_group)
-    if mesh.data_rank == 1:
-        with torch.no_grad():
-            built.model.layers["1"]["mamba"].mixer.D[3] = float("nan")
-    batches = micro_batches(0, mesh.data_rank, mesh.layout.data, 2)
-    try:
-        StepExecutor(built.model, built.engine, mesh).step(batches, 1e-3)
-    except RunError as error:
-        return str(error), torch.equal(
-            before["layers.0.mamba.mixer.out_proj.weight"], built.model.layers["0"]["mamba"].mixer.out_proj.weight
-        )
-    return None, None
-
-
-def test_a_nan_on_one_rank_stops_all_before_the_update(pool):
-    for message, unchanged in pool.run(non_finite, data=2):
-        assert "not finite" in message
-        assert unchanged

@@ -1,0 +1,88 @@
+"""What to do about a step whose loss or gradients are not finite, or far beyond those before it: stop, skip it, or roll back.
+
+The one thing to know: the decision falls before the update, on all ranks at once, so parameters never hold what a bad step made.
+What happened is said, and written as a line of events.jsonl, which no restart cuts.
+"""
+
+import json
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.training.config import GuardConfig
+
+EVENTS = "events.jsonl"
+
+
+class Judge:
+    """Compares a step's loss and gradient norm with those of the accepted steps before it. The same on every rank."""
+
+    def __init__(self, config: GuardConfig) -> None:
+        self._config = config
+        self._losses: deque[float] = deque(maxlen=config.window)
+        self._norms: deque[float] = deque(maxlen=config.window)
+        self._updates: deque[float] = deque(maxlen=config.window)
+
+    def loss(self, loss: float) -> str | None:
+        """What is wrong with a loss in nats per label, or None."""
+        return self._beyond("loss", loss, self._losses, self._config.loss_spike)
+
+    def norm(self, norm: float) -> str | None:
+        """What is wrong with the gradients' norm before the clip, or None."""
+        return self._beyond("gradient norm", norm, self._norms, self._config.norm_spike)
+
+    def update(self, norm: float) -> str | None:
+        """What is wrong with the norm of the change that an update has made, or None."""
+        why = self._beyond("norm of the update", norm, self._updates, self._config.update_spike)
+        if why is None:
+            self._updates.append(norm)
+        return why
+
+    def accept(self, loss: float, norm: float) -> None:
+        """A step that was made."""
+        self._losses.append(loss)
+        self._norms.append(norm)
+
+    def _beyond(self, what: str, value: float, before: Sequence[float], factor: float) -> str | None:
+        if not factor or len(before) < self._config.window // 2:
+            return None
+        middle = statistics.median(before)
+        if value <= factor * middle:
+            return None
+        return f"the {what} {value:.4g} is more than {factor:g} times {middle:.4g}, the median of the last {len(before)} steps"
+
+
+class Events:
+    """RUN/events.jsonl: a line for everything that interrupted training, appended and synced; only the main rank writes."""
+
+    def __init__(self, folder: Path, writes: bool) -> None:
+        self._path, self._writes = folder / EVENTS, writes
+
+    def write(self, kind: str, step: int, **about: Any) -> None:
+        """kind: skip, rollback or stop. step: whose update was not made, counted from 1."""
+        if not self._writes:
+            return
+        line = json.dumps({"kind": kind, "step": step, "time": time.time(), **about}) + "\n"
+        try:
+            with open(self._path, "a", encoding="utf-8") as f:
+                f.write(line)
+                f.flush()
+                os.fsync(f.fileno())
+        except OSError as error:
+            print(f"events.jsonl could not be written ({error}): {line}", end="", flush=True)
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Events of a run; a last line that a kill cut short is left out."""
+    found = []
+    path = folder / EVENTS
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
