@@ -69,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     plot.add_argument("--out", type=Path, help="the picture (default RUN/curves.png)")
 
+    _checkpoint_commands(_group(commands, "checkpoint", "list, verify, compare, prune and export a run's checkpoints"))
+
     data = _group(commands, "data", "prepare, verify and inspect datasets")
     prepare = _command(data, "prepare", _prepare, "turn text into WebDataset shards of documents")
     prepare.add_argument("inputs", metavar="INPUT", nargs="+", help="folders, .txt, .jsonl(.gz/.zst), .parquet")
@@ -91,6 +93,31 @@ def _parser() -> argparse.ArgumentParser:
     learn.add_argument("--out", required=True, help="the .model file to write")
     learn.add_argument("--vocab-size", type=_positive, required=True, help="tokens in all, 256 of them bytes")
     return parser
+
+
+def _checkpoint_commands(checkpoint: argparse._SubParsersAction[Any]) -> None:
+    place: dict[str, Any] = {"metavar": "PLACE", "type": Path, "help": "a run directory, or a checkpoint's folder"}
+    listed = _command(checkpoint, "list", _checkpoint_list, "the checkpoints of a run: step, tokens, size, validation loss, layout")
+    listed.add_argument("place", **place)
+    verify = _command(checkpoint, "verify", _checkpoint_verify, "compare every file and tensor with its checksum")
+    verify.add_argument("place", **place)
+    diff = _command(checkpoint, "diff", _checkpoint_diff, "what two checkpoints differ in, whatever layouts wrote them")
+    diff.add_argument("one", **place)
+    diff.add_argument("other", **place)
+    prune = _command(checkpoint, "prune", _checkpoint_prune, "delete the checkpoints of a run that need not stay")
+    prune.add_argument("place", **place)
+    prune.add_argument("--keep-last", type=_positive, default=1, metavar="N", help="the newest (default 1)")
+    prune.add_argument(
+        "--keep-every", type=_count, default=0, metavar="N", help="those of steps that are a multiple (default none)"
+    )
+    prune.add_argument(
+        "--keep-best", type=_count, default=0, metavar="N", help="those with the lowest validation loss (default none)"
+    )
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    export = _command(checkpoint, "export", _checkpoint_export, "write a checkpoint's weights as one safetensors file")
+    export.add_argument("place", **place)
+    export.add_argument("out", type=Path, help="the .safetensors file")
+    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(default float32)")
 
 
 def _group(commands: argparse._SubParsersAction[Any], name: str, help: str) -> argparse._SubParsersAction[Any]:
@@ -256,6 +283,52 @@ def _generate(arguments: argparse.Namespace) -> None:
         device=arguments.device,
     )
     print(arguments.prompt + text)
+
+
+def _checkpoint_list(arguments: argparse.Namespace) -> None:
+    from baton.training.checkpoint.tools import listing
+
+    print("\n".join(listing(arguments.place)))
+
+
+def _checkpoint_verify(arguments: argparse.Namespace) -> int:
+    from baton.training.checkpoint.tools import checkpoints_of, problems
+
+    failed = 0
+    for path in checkpoints_of(arguments.place):
+        found = problems(path)
+        failed += bool(found)
+        print("\n".join(found) if found else f"{path}: whole", flush=True)
+    return 1 if failed else 0
+
+
+def _checkpoint_diff(arguments: argparse.Namespace) -> int:
+    from baton.training.checkpoint.tools import checkpoints_of, differences
+
+    one, other = (checkpoints_of(place)[-1] for place in (arguments.one, arguments.other))
+    found = differences(one, other)
+    print("\n".join(found) if found else f"{one} and {other} are equal")
+    return 1 if found else 0
+
+
+def _checkpoint_prune(arguments: argparse.Namespace) -> None:
+    from baton.training.checkpoint.retention import Retention
+    from baton.training.checkpoint.tools import pruned
+
+    retention = Retention(arguments.keep_last, arguments.keep_every, arguments.keep_best)
+    gone = pruned(arguments.place, retention, really=not arguments.dry_run)
+    for path in gone:
+        print(f"{'would delete' if arguments.dry_run else 'deleted'} {path}")
+    print(f"{len(gone)} checkpoints" + (" would be deleted" if arguments.dry_run else " deleted"))
+
+
+def _checkpoint_export(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from baton.training.checkpoint.tools import export
+
+    dtype = None if arguments.dtype == "float32" else getattr(torch, arguments.dtype)
+    print(f"{arguments.out}: weights of {export(arguments.place, arguments.out, dtype)}")
 
 
 def _plot(arguments: argparse.Namespace) -> None:

@@ -146,6 +146,8 @@ class TrainingConfig(_Settings):
     seed: int = Field(0, ge=0, description="of the initial values and of the order of the data")
     precision: Literal["float32", "bfloat16"] = Field("bfloat16", description="of matmuls and activations; parameters, "
                                                       "gradients, scan states and the optimizer are always fp32")  # fmt: skip
+    initial_weights: str | None = Field(None, description="a safetensors file, as `baton checkpoint export` writes, that a new run "
+                                        "begins with; null: values from the seed")  # fmt: skip
     recompute: bool = Field(False, description="run each block again in backward and keep only its input: less memory")
     deterministic: bool = Field(True, description="refuse kernels whose result varies from run to run")
     log_every: int = Field(10, ge=1, description="steps between lines on the console; metrics.jsonl gets every step")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from baton.data_pipeline.source import ShardSource, TaskSource, open_source
@@ -15,6 +16,7 @@ from baton.training.checkpoint.interval import SaveSchedule
 from baton.training.checkpoint.manifest import Manifest, versions
 from baton.training.checkpoint.rectangles import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore
+from baton.training.checkpoint.tools import load_weights
 from baton.training.clock import StepClock
 from baton.training.config import with_vocabulary
 from baton.training.doctor import check_kernels
@@ -50,6 +52,8 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         fingerprints["stream"] = source.fingerprint(**order)
 
     progress = resume(built, lanes, store, fingerprints, source.cursor, adopt)
+    if progress.step == 0 and training.initial_weights is not None:
+        begin_with(built, Path(training.initial_weights))
     if progress.step >= training.steps:
         if mesh.is_main:
             print(f"already complete: {progress.step} steps, {progress.tokens:,} tokens; there is nothing to do", flush=True)
@@ -129,6 +133,15 @@ def _steps(
             for callback in callbacks:
                 callback.after_step(progress, result)
     return False
+
+
+def begin_with(built: Built, path: Path) -> None:
+    """Give the model somebody's weights. Raises CheckpointError."""
+    load_weights(path, optimizer_rectangles(built.model, built.engine, built.mesh, for_save=False))
+    built.engine.masters_changed()
+    drop_compute_copies(built.model)
+    if built.mesh.is_main:
+        print(f"beginning with the weights of {path}", flush=True)
 
 
 def open_store(settings: RunSettings, mesh: Mesh) -> CheckpointStore:

@@ -1,0 +1,167 @@
+"""What the command line does with a run's checkpoints: list, verify, compare, prune, and export weights. One process, no groups."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from baton.training.checkpoint.digest import joined
+from baton.training.checkpoint.files import CheckpointFiles
+from baton.training.checkpoint.manifest import Manifest, check_file
+from baton.training.checkpoint.rectangles import Rectangle
+from baton.training.checkpoint.retention import Retention
+from baton.training.checkpoint.store import prune, published
+from baton.training.errors import CheckpointError
+
+MASTER = "master."
+FORMAT = "baton-weights-1"
+
+
+def checkpoints_of(place: Path) -> list[Path]:
+    """The checkpoints of a run directory, oldest first, or the one that `place` is. Raises CheckpointError: there is none."""
+    if (place / "manifest.json").exists():
+        return [place]
+    found = published(place / "checkpoints") or published(place)
+    if not found:
+        raise CheckpointError(f"{place}: no checkpoint there; give a run directory, or a checkpoint's own folder")
+    return found
+
+
+def listing(place: Path) -> Iterator[str]:
+    """A line per checkpoint."""
+    yield f"{'checkpoint':16} {'step':>9} {'tokens':>18} {'size':>11} {'validation':>10}  {'saved':19}  layout"
+    for path in checkpoints_of(place):
+        try:
+            m = Manifest.read(path)
+        except CheckpointError as error:
+            yield f"{path.name:16} damaged: {error}"
+            continue
+        size = sum(entry["bytes"] for entry in m.files.values()) / 2**20
+        validation = "" if m.validation is None else f"{m.validation:.4f}"
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(m.time)) if m.time else ""
+        layout = ", ".join(f"{name} {n}" for name, n in m.layout.items() if name == "zero" or n > 1)
+        yield f"{path.name:16} {m.step:9,} {m.tokens:18,} {size:7,.1f} MiB {validation:>10}  {saved:19}  {layout}"
+
+
+def problems(path: Path) -> list[str]:
+    """What is wrong with a checkpoint: every file against its checksum, every tensor against its own. [] when nothing is."""
+    try:
+        manifest = Manifest.read(path)
+    except CheckpointError as error:
+        return [str(error)]
+    found = [problem for name, entry in sorted(manifest.files.items()) if (problem := check_file(path, name, entry))]
+    if found:
+        return [f"{path}: {problem}" for problem in found]
+    files = CheckpointFiles(path, manifest.tensors)
+    for key, of in manifest.tensors.items():
+        held = sum(math.prod(extent) for _, _, extent in of["parts"])
+        if held != math.prod(of["shape"]):
+            found.append(f"{path}: its parts hold {held} of {math.prod(of['shape'])} elements of {key}")
+        elif joined(files.digests(key)) != of["checksum"]:
+            found.append(f"{path}: {key} does not match its checksum: it was written otherwise than it was in memory")
+    return found
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """What two checkpoints do not have in common, whatever layouts wrote them; a line per thing, none when they are equal."""
+    a, b = Manifest.read(one), Manifest.read(other)
+    found = []
+    for name in ("step", "tokens", "adam_steps", "fingerprints", "data"):
+        if getattr(a, name) != getattr(b, name):
+            found.append(f"{name}: {_short(getattr(a, name))} -> {_short(getattr(b, name))}")
+    lanes = [lane for lane in sorted(a.cursors.keys() | b.cursors.keys(), key=int) if a.cursors.get(lane) != b.cursors.get(lane)]
+    if lanes:
+        found.append(f"cursors of {len(lanes)} lanes, the first lane {lanes[0]}")
+    files = CheckpointFiles(one, a.tensors), CheckpointFiles(other, b.tensors)
+    for key in sorted(a.tensors.keys() | b.tensors.keys()):
+        x, y = a.tensors.get(key), b.tensors.get(key)
+        if x is None or y is None:
+            found.append(f"{key}: only in {one if y is None else other}")
+        elif (x["shape"], x["dtype"]) != (y["shape"], y["dtype"]):
+            found.append(f"{key}: {x['dtype']} {x['shape']} -> {y['dtype']} {y['shape']}")
+        elif x["checksum"] != y["checksum"]:
+            found.append(f"{key}: {_how_far(files[0].whole(key), files[1].whole(key))}")
+    return found
+
+
+def _how_far(x: Tensor, y: Tensor) -> str:
+    differing = int((x != y).sum())
+    x, y = x.double(), y.double()
+    norm = float(torch.linalg.vector_norm(x))
+    relative = float(torch.linalg.vector_norm(x - y)) / norm if norm else math.inf
+    return (
+        f"{differing:,} of {x.numel():,} elements differ, by {float((x - y).abs().max()):.3g} at most, {relative:.3g} of the norm"
+    )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def pruned(place: Path, retention: Retention, *, really: bool) -> list[Path]:
+    """Delete what the retention does not keep; the checkpoints deleted, or (not really) that would be. Raises CheckpointError."""
+    folder = checkpoints_of(place)[0].parent
+    if really:
+        return prune(folder, retention)
+    manifests = {path: Manifest.read(path) for path in published(folder)}
+    kept = retention.kept({m.step: m.validation for m in manifests.values()})
+    return [path for path, m in manifests.items() if m.step not in kept]
+
+
+def export(place: Path, out: Path, dtype: torch.dtype | None = None) -> Path:
+    """Write the weights of a checkpoint, or of a run's newest whole one, as one safetensors file; returns the checkpoint.
+
+    Tensors are whole, under the parameters' names, those of fused projections by their parts. dtype: of floating-point tensors;
+    None: fp32, as the masters. Raises CheckpointError: none is whole, or the file cannot be written.
+    """
+    for path in reversed(checkpoints_of(place)):
+        if not problems(path):
+            break
+    else:
+        raise CheckpointError(f"{place}: no checkpoint is whole; `baton checkpoint verify` says what is wrong")
+    manifest = Manifest.read(path)
+    files = CheckpointFiles(path, manifest.tensors)
+    tensors = {}
+    for key in manifest.tensors:
+        if key.startswith(MASTER):
+            whole = files.whole(key)
+            tensors[key.removeprefix(MASTER)] = whole if dtype is None else whole.to(dtype)
+    about = {"format": FORMAT, "step": str(manifest.step), "tokens": str(manifest.tokens)}
+    about |= {f"fingerprint.{name}": value for name, value in manifest.fingerprints.items()}
+    aside = out.with_name(f".{out.name}.new")
+    try:
+        save_file(tensors, aside, metadata=about)
+        os.replace(aside, out)
+    except (OSError, SafetensorError) as error:
+        aside.unlink(missing_ok=True)
+        raise CheckpointError(f"{out}: cannot be written ({error}); choose another place") from None
+    return path
+
+
+def load_weights(path: Path, rectangles: dict[str, list[Rectangle]]) -> None:
+    """Fill masters (or parameters) in place from a file that `export` wrote, or that has the same names. Other rectangles are left
+    alone. Raises CheckpointError: it cannot be read, or is of another model."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names, wanted = set(file.keys()), {key.removeprefix(MASTER) for key in rectangles if key.startswith(MASTER)}
+            if wanted - names:
+                raise CheckpointError(f"{path}: it has no tensor {min(wanted - names)}; it is of another model")
+            for name in wanted:
+                there = file.get_slice(name)
+                for box in rectangles[f"{MASTER}{name}"]:
+                    if tuple(there.get_shape()) != box.whole:
+                        raise CheckpointError(f"{path}: {name} has shape {tuple(there.get_shape())}, the model's {box.whole}")
+                    box.data.copy_(there[tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape))])
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read as safetensors ({error}); give a file of `baton checkpoint export`"
+        ) from None
