@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 # -P: the checkout's folders must not become importable under their bare names; transformers, for one, looks for a `kernels`
 PYTEST := .venv/bin/python -P -m pytest
-.PHONY: demo test test-long grid test-gpu lint typing-tree bench clean
+.PHONY: demo test test-long chaos grid test-gpu lint typing-tree bench clean
 
 demo:  ## five minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
@@ -15,6 +15,10 @@ test: lint  ## everything that runs without a GPU
 test-long:  ## the long forms: every mixer learns, 100,000 steps of every state
 	@scripts/setup.sh test oracles
 	$(PYTEST) -q -m long --timeout 1800
+
+chaos:  ## a hundred runs killed, damaged and starved at random moments; each ends as if nothing had been (an hour on two cores)
+	@scripts/setup.sh test
+	$(PYTEST) -q -m "long or not long" --timeout 600 tests/launcher/test_chaos.py
 
 grid:  ## the equality grid: every mixer on every layout; writes docs/equality-grid.md
 	@scripts/setup.sh test

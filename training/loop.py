@@ -20,7 +20,7 @@ from baton.training.checkpoint.tools import load_weights
 from baton.training.clock import StepClock
 from baton.training.config import with_vocabulary
 from baton.training.doctor import check_kernels
-from baton.training.errors import CheckpointError
+from baton.training.errors import CheckpointError, RunError
 from baton.training.executor import StepExecutor
 from baton.training.guard import Events, Judge
 from baton.training.lane_states import LaneStates
@@ -94,13 +94,17 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     recovery = Recovery(training.guard, Events(settings.folder, mesh.is_main), mesh)
     if training.guard.policy == "rollback" and progress.step == 0:
         saver.save(progress)  # there must be something to go back to
-    while _steps(progress, source, settings, mesh, executor, callbacks, recovery):
+    try:
+        while _steps(progress, source, settings, mesh, executor, callbacks, recovery):
+            saver.finish()
+            progress = resume(built, lanes, store, fingerprints, source.cursor, adopt)
+            progress.cursors = without(progress.cursors, recovery.places)
+            cotangents.before_first_step(progress)
+            if monitor is not None:
+                monitor.rewind(progress.step)
+    except RunError:  # all ranks raise it alike; what is being written is of before, and sound
         saver.finish()
-        progress = resume(built, lanes, store, fingerprints, source.cursor, adopt)
-        progress.cursors = without(progress.cursors, recovery.places)
-        cotangents.before_first_step(progress)
-        if monitor is not None:
-            monitor.rewind(progress.step)
+        raise
     if monitor is not None:
         monitor.close()
         print(f"done: {progress.step} steps, {progress.tokens:,} tokens", flush=True)

@@ -15,6 +15,7 @@ from baton.parallel.layout import layout_of
 from baton.training import loop, replicas
 from baton.training.build import build
 from baton.training.callbacks import ReplicaCheck
+from baton.training.checkpoint.interval import SaveSchedule
 from baton.training.checkpoint.rectangles import optimizer_rectangles
 from baton.training.config import CheckpointConfig, EvaluationConfig
 from baton.training.errors import RunError
@@ -139,6 +140,10 @@ def said(check, progress, result):
     return None
 
 
+def check_of(built, config):
+    return ReplicaCheck(built, config, SaveSchedule(config.checkpoint, config.steps, built.mesh, 0))
+
+
 def disturbed(mesh, hurt, every=1):
     """What the check says after a step of which a bit of each of `hurt`, (parameter, rank), is flipped."""
     config = training(replica_check_every=every)
@@ -150,7 +155,7 @@ def disturbed(mesh, hurt, every=1):
         return (
             layout_of(parameters[REPLICATED]).split,
             layout_of(parameters[SPLIT]).split,
-            said(ReplicaCheck(built, config), progress, result),
+            said(check_of(built, config), progress, result),
         )
 
 
@@ -188,7 +193,7 @@ def disturbed_by_name(mesh, name, rank):
     for built, progress, result in steps(mesh, 1, config):
         if mesh.rank == rank:
             flip(dict(built.model.named_parameters())[name])
-        return None, said(ReplicaCheck(built, config), progress, result)
+        return None, said(check_of(built, config), progress, result)
 
 
 def test_the_first_of_several_is_named(pool):
@@ -210,7 +215,7 @@ def another_count(mesh):
         if mesh.rank == 1:
             state = built.engine._optimizer.state
             list(state.values())[-1]["step"].add_(1)
-        return said(ReplicaCheck(built, config), progress, result)
+        return said(check_of(built, config), progress, result)
 
 
 def test_another_count_of_updates_is_found_and_named(pool):
@@ -223,7 +228,7 @@ def drifting(mesh):
     """A bit of tensor rank 1's master copy flips after the first step: what the check says after each of three steps."""
     config, found = training(replica_check_every=1), []
     for built, progress, result in steps(mesh, 3, config):
-        found.append(said(ReplicaCheck(built, config), progress, result))
+        found.append(said(check_of(built, config), progress, result))
         if progress.step == 1 and mesh.tensor_rank == 1:
             boxes = optimizer_rectangles(built.model, built.engine, mesh, for_save=False)
             for box in boxes.get(f"master.{REPLICATED}", [])[:1]:
@@ -241,7 +246,7 @@ def test_a_master_copy_that_differs_between_tensor_ranks_stays_different(pool):
 
 def sound(mesh, mixer, precision="float32"):
     config = training(replica_check_every=1, precision=precision)
-    return [said(ReplicaCheck(built, config), progress, result) for built, progress, result in steps(mesh, 3, config, mixer)]
+    return [said(check_of(built, config), progress, result) for built, progress, result in steps(mesh, 3, config, mixer)]
 
 
 OFTEN = ("mamba2", "bmojo", "lattice", "hybrid")

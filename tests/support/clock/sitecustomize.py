@@ -1,0 +1,16 @@
+"""On a process's path, a system clock that jumps by up to days, back and forth, every few readings; monotonic clocks stay right."""
+
+import random
+import time
+
+_true, _rng, _state = time.time, random.Random(), {"offset": 0.0, "left": 0}
+
+
+def _jumping() -> float:
+    if not _state["left"]:
+        _state.update(offset=_rng.uniform(-3e5, 3e5), left=_rng.randint(1, 20))
+    _state["left"] -= 1
+    return _true() + _state["offset"]
+
+
+time.time = _jumping
