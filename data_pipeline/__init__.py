@@ -7,7 +7,7 @@ In the order of a token's way:
     sources     input files, and the records in them
     prepare     prepare: inputs to a dataset (tasks: its worker processes; shards: the format on disk)
     verify      verify, inspect
-    dataset     Dataset: a prepared dataset opened for reading (places: folders, URLs and pipes)
+    dataset     Dataset: a prepared dataset opened for reading (places: folders, URLs and pipes; remote: http, retries, a cache)
     lanes       which documents come when, and Cursor
     stream      BatchStream: what training reads (pieces: ids of long documents; batches: cutting documents into rows; steps: what
                 every stream of lanes shares, and StepPlan, the rows of each step)

@@ -55,6 +55,16 @@ class ShardsConfig(_Settings):
         default=False,
         description="Read shards that a dataset has got since the run began, from the next epoch on; off: refuse such a dataset.",
     )
+    cache: str | None = Field(
+        default=None,
+        description="Local folder that keeps whole shards from elsewhere, for all ranks of the machine; null: they are transferred "
+        "again whenever one of their units is read.",
+    )
+    cache_bytes: int = Field(
+        default=64 << 30,
+        ge=1,
+        description="Most bytes in `cache`; the shards that were not used for the longest make room.",
+    )
     tokenizer: str = Field(
         default="data/tokenizer.model",
         description="Path of the SentencePiece .model file. Its vocabulary, not its path, must be that of token shards "

@@ -20,6 +20,7 @@ from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint
 from baton.data_pipeline.lanes import unit_starts
 from baton.data_pipeline.places import Location, ShardStream, reason
+from baton.data_pipeline.remote import Cache
 from baton.data_pipeline.shards import (
     BLOCK,
     DATASET,
@@ -71,13 +72,13 @@ class Dataset:
         self._indexes: dict[str, Index] = {}
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, check_sizes: bool = True) -> "Dataset":
+    def open(cls, path: str | os.PathLike[str], *, check_sizes: bool = True, cache: Cache | None = None) -> "Dataset":
         """Open the dataset in a folder or at a URL. In a folder, every shard's and index's presence and size are checked right
-        away (unless `check_sizes` is off).
+        away (unless `check_sizes` is off). cache: where shards from elsewhere are kept; None: nowhere.
 
         Raises DataError: no dataset there, an unfinished or damaged one, or one of another format version.
         """
-        location = Location(path)
+        location = Location(path, cache)
         try:
             manifest = json.loads(location.read(DATASET))
         except OSError as error:
@@ -280,23 +281,12 @@ class LongPayload:
 
     def pieces(self, begin: int = 0) -> Iterator[bytes]:
         """The payload from byte `begin` on. Raises DataError."""
-        first = begin // PIECE_BYTES  # that this stream gives
-        stream = ShardStream(self._dataset.location, self._shard.name)
-        try:
-            for number in range(first, len(self._checksums) - 1):
-                try:
-                    block = self._piece(stream, number)
-                except DataError:
-                    if number == first:
-                        raise
-                    stream.close()
-                    stream, first = ShardStream(self._dataset.location, self._shard.name), number
-                    block = self._piece(stream, number)
+        with ShardStream(self._dataset.location, self._shard.name) as stream:
+            for number in range(begin // PIECE_BYTES, len(self._checksums) - 1):
+                block = self._piece(stream, number)
                 if zlib.crc32(block, self._checksums[number]) != self._checksums[number + 1]:
                     raise self._dataset.damaged(self._shard, self._sample)
                 yield block[max(0, begin - number * PIECE_BYTES) :]
-        finally:
-            stream.close()
 
     def _piece(self, stream: ShardStream, number: int) -> bytes:
         start = number * PIECE_BYTES

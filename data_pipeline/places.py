@@ -1,16 +1,18 @@
-"""Where a dataset is: a folder, or anything that the webdataset library opens (http, a pipe, ...), and reading its files.
+"""Where a dataset is: a folder, a server, or anything else that the webdataset library opens (a pipe, ...), and reading its files.
 
-The one thing to know: shards are read through that library's `gopen`. What it opens may not be able to seek, and is then read up to
-where reading begins.
+The one thing to know: a folder's files are opened, http(s) is remote.py's, all others that library's `gopen`. What that opens may
+not be able to seek, and is then read up to where reading begins. A transfer that fails is begun again a few times.
 """
 
 import contextlib
 import os
 import re
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO, Self, cast
 from urllib.parse import urlparse
 from urllib.request import url2pathname
+
+from baton.data_pipeline.remote import Cache, HttpStream, with_retries
 
 _SKIP_BYTES = 1 << 22
 
@@ -19,8 +21,10 @@ class Location:
     """A folder, or the URL of one. Of a URL, `{}` is replaced by the file's name; without `{}` the name is appended after a
     slash."""
 
-    def __init__(self, place: str | os.PathLike[str]) -> None:
+    def __init__(self, place: str | os.PathLike[str], cache: Cache | None = None) -> None:
+        """cache: where shards from elsewhere are kept; None: nowhere."""
         self.text = os.fspath(place)
+        self.cache = cache
         parsed = urlparse(self.text)
         self.folder: Path | None = None
         if parsed.scheme == "file":
@@ -36,17 +40,29 @@ class Location:
 
     def open(self, name: str) -> BinaryIO:
         """A binary stream of the file `name`. Raises OSError."""
-        if self.folder is not None and not name.endswith(".tar"):
-            return open(self.folder / name, "rb")  # small files need no library (webdataset imports torch)
+        if self.folder is not None:
+            return open(self.folder / name, "rb")
+        if self.cache is not None and name.endswith(".tar"):
+            return self.cache.open(self.url(name), lambda: self._transfer(name))
+        return self._transfer(name)
+
+    def _transfer(self, name: str) -> BinaryIO:
+        url = self.url(name)
+        if urlparse(url).scheme in ("http", "https"):
+            return cast(BinaryIO, HttpStream(url))
         from webdataset.gopen import gopen
 
-        stream: BinaryIO = gopen(self.url(name), "rb")
+        stream: BinaryIO = gopen(url, "rb")
         return stream
 
     def read(self, name: str) -> bytes:
         """The whole file `name`. Raises OSError."""
-        with self.open(name) as stream:
-            return stream.read()
+
+        def whole() -> bytes:
+            with self.open(name) as stream:
+                return stream.read()
+
+        return whole() if self.folder is not None else with_retries(whole)
 
 
 class ShardStream:
@@ -60,10 +76,20 @@ class ShardStream:
     def read(self, begin: int, count: int) -> bytes:
         """`count` bytes from `begin` on, which is not before the last read's end; fewer where the stream ends early. Raises
         OSError, also when what feeds a pipe has failed."""
+
+        def again() -> bytes:
+            try:
+                return self._read(begin, count)
+            except OSError:
+                self.close()
+                self._stream, self._at = None, 0
+                raise
+
+        return again() if self._location.folder is not None else with_retries(again)
+
+    def _read(self, begin: int, count: int) -> bytes:
         self._stream = stream = self._stream or self._location.open(self._name)
-        try:
-            stream.seek(begin)
-        except (AttributeError, OSError):  # a pipe: read up to there
+        if not self._sought(begin):  # a pipe: read up to there
             while self._at < begin:
                 block = stream.read(min(begin - self._at, _SKIP_BYTES))
                 if not block:
@@ -81,6 +107,18 @@ class ShardStream:
             count -= len(block)
         self._at = begin + sum(map(len, blocks))
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
+
+    def _sought(self, begin: int) -> bool:
+        """Whether the stream goes on from byte `begin`."""
+        if isinstance(self._stream, HttpStream):
+            self._stream.seek(begin)  # its failures are a transfer's
+            return True
+        try:
+            assert self._stream is not None
+            self._stream.seek(begin)
+        except (AttributeError, OSError):
+            return False
+        return True
 
     def close(self) -> None:
         """Leaving a pipe early makes its command fail; what was read is checked against the index anyway."""

@@ -12,6 +12,7 @@ from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.lanes import Cursor
 from baton.data_pipeline.reader import Corpus, Growth
+from baton.data_pipeline.remote import Cache
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.stream import BatchStream
 from baton.data_pipeline.task_stream import ExampleCursor, TaskStream, task_fingerprint
@@ -109,7 +110,8 @@ class ShardSource:
 def open_datasets(config: ShardsConfig) -> dict[str, Dataset]:
     """The datasets by the name of their source. Raises DataError, also when one's held-out documents may be another's training:
     which are held out is a function of a document's text and of the fraction."""
-    datasets = {name: Dataset.open(place) for name, place in config.places.items()}
+    cache = None if config.cache is None else Cache(config.cache, config.cache_bytes)
+    datasets = {name: Dataset.open(place, cache=cache) for name, place in config.places.items()}
     fractions = {name: dataset.settings.get("validation_fraction") for name, dataset in datasets.items()}
     if len(set(fractions.values())) > 1:
         shown = ", ".join(f"{name}: {fraction}" for name, fraction in fractions.items())

@@ -22,6 +22,7 @@ from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.lanes import Cursor
 from baton.data_pipeline.reader import Corpus, Documents, LaneReader
+from baton.data_pipeline.remote import Cache
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.tokenizer import Tokenizer
 
@@ -50,7 +51,7 @@ class Workers:
         self._connections: list[Connection] = []
         self._workers: list[Any] = []
         self._worker_of: dict[int, int] = {}
-        places = [dataset.place for dataset in datasets]
+        places = [(dataset.place, dataset.location.cache) for dataset in datasets]
         lanes = sorted(cursors)
         for number in range(min(count, len(lanes))):
             own = {lane: cursors[lane].to_json() for lane in lanes[number::count]}
@@ -112,7 +113,7 @@ def _start_process(serve: Callable[..., None], arguments: tuple[Any, ...], _: Co
 def _serve(
     connection: Connection,
     corpus: Corpus,
-    places: Sequence[str],
+    places: Sequence[tuple[str, Cache | None]],
     tokenizer: str,
     plan: StepPlan,
     cursors: Mapping[int, Any],
@@ -122,7 +123,7 @@ def _serve(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the training process ends this one
     try:
         begin = {lane: Cursor.from_json(cursor) for lane, cursor in cursors.items()}
-        datasets = [Dataset.open(place, check_sizes=False) for place in places]
+        datasets = [Dataset.open(place, check_sizes=False, cache=cache) for place, cache in places]
         reader = LaneReader(Documents(corpus, datasets, Tokenizer(tokenizer)), begin)
         step = plan.start_step
         while True:

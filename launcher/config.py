@@ -28,6 +28,8 @@ MAY_CHANGE = (
     "data.mixture",
     "data.append",
     "data.tokenizer",
+    "data.cache",
+    "data.cache_bytes",
     "data.prefetch",
     "data.workers",
     "data.cases",
