@@ -6,6 +6,7 @@ that started them.
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -99,11 +100,16 @@ def _wait(ranks: list[subprocess.Popen[bytes]], seconds: float) -> None:
             p.wait(timeout=max(0.0, deadline - time.monotonic()))
 
 
+def _no_room(attempt: Path) -> str:
+    """Why ranks may have said nothing: their logs had no room."""
+    return f"; No space left on the disk of {attempt}: make room" if shutil.disk_usage(attempt).free < 1 << 16 else ""
+
+
 def _report(failed: list[tuple[int, int]], world_size: int, attempt: Path) -> int:
     said = {rank: _sentence(_log(attempt, rank)) for rank in range(world_size)}
     refused = [rank for rank, status in failed if status == 2]
     if refused:
-        print(f"baton: {said[refused[0]] or f'rank {refused[0]} refused to run'}", file=sys.stderr)
+        print(f"baton: {said[refused[0]] or f'rank {refused[0]} refused to run{_no_room(attempt)}'}", file=sys.stderr)
         return 2
     # Ranks that miss another one fail as well, and say whom they miss. A signal came from outside, and is the cause; next to it, a
     # failure that is not for want of a message; else who spoke first.
@@ -112,7 +118,7 @@ def _report(failed: list[tuple[int, int]], world_size: int, attempt: Path) -> in
     )
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
     sentence = said[rank] or next(filter(None, said.values()), None)
-    missed = f" ({sentence.removeprefix(f'rank {rank}: ')})" if sentence else ""
+    missed = f" ({sentence.removeprefix(f'rank {rank}: ')})" if sentence else _no_room(attempt)
     print(f"baton: rank {rank} {how}{missed}; see {_log(attempt, rank)}; start the same command to resume", file=sys.stderr)
     return 1
 

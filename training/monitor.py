@@ -12,22 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from baton.training.board import Board
+from baton.training.errors import RunError
 
 
 class Monitor:
     """Writer of one run's record; only the main rank makes one.
 
     folder: the run directory. step: steps already done when this attempt starts. A full disk is said aloud and does not end the
-    run: rows wait in memory until they fit.
+    run: rows wait in memory until they fit. Only a start needs room, to cut off what an earlier attempt wrote: RunError.
     """
 
     def __init__(self, folder: Path, *, step: int, total_steps: int, log_every: int, config_text: str) -> None:
         self._path = folder / "metrics.jsonl"
         self._folder, self._config_text = folder, config_text
         self._total, self._log_every = total_steps, log_every
-        cut_metrics(self._path, step)
         self._waiting: list[str] = []
-        self._board = Board(folder / "tensorboard", step, config_text)
+        try:
+            cut_metrics(self._path, step)
+            self._board = Board(folder / "tensorboard", step, config_text)
+        except OSError as error:  # what was recorded before is as it was
+            raise RunError(
+                f"{folder}: the record cannot be written ({error.strerror}); make room, then start the run again"
+            ) from None
         self._window: list[tuple[float, int]] = [(time.perf_counter(), 0)]
         self._behind: set[str] = set()
 
