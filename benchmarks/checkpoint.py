@@ -1,10 +1,12 @@
-"""Checkpoint bandwidth: a save (write, sync, checksum, publish) and a verified load, beside plain file writing and reading.
+"""Checkpoint bandwidth: a save (write, sync, checksums, publish), how long one stops training, and a verified load, beside plain
+file writing and reading; and resident memory over many saves.
 
 One process, fp32 masters and two moments of a Mamba of `--parameters` million. MB are 10^6 bytes of tensors. The gate: what was
 loaded equals what was saved, bit for bit, and a flipped byte is refused.
 """
 
 import argparse
+import dataclasses
 import os
 import shutil
 import statistics
@@ -12,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import torch
 from report import Report
 
@@ -32,15 +35,16 @@ def main() -> None:
     parser.add_argument("--folder", help="where to write (default: a temporary folder in the current directory)")
     parser.add_argument("--layers", type=int, default=24, help="blocks of width 512, 1.7 million parameters each (default 24)")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--saves", type=int, default=100, help="for resident memory (default 100)")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=arguments.folder or "."))
     try:
-        measure(folder, arguments.layers, arguments.repeat)
+        measure(folder, arguments.layers, arguments.repeat, arguments.saves)
     finally:
         shutil.rmtree(folder)
 
 
-def measure(folder: Path, layers: int, repeat: int) -> None:
+def measure(folder: Path, layers: int, repeat: int, saves: int) -> None:
     report = Report("checkpoint")
     mesh = meshes.initialize(LayoutConfig(), device=torch.device("cpu"), rank=0, store=torch.distributed.HashStore())
     training = TrainingConfig(steps=1, context=1, global_batch_tokens=1, precision="float32", optimizer=OptimizerConfig(lr=1e-3))
@@ -101,6 +105,37 @@ def measure(folder: Path, layers: int, repeat: int) -> None:
             size / 1e6 / statistics.median(peer_s),
             gate="checkpoint",
         )
+    # what training waits for: the copy to host memory, beside copying the same bytes plainly
+    background = CheckpointStore(folder / "background", mesh, keep_last=1, asynchronous=True)
+    tensors = [r.data for rectangles in state.values() for r in rectangles]
+    space = [torch.empty_like(t) for t in tensors]
+
+    def copy_plain() -> None:
+        for here, there in zip(tensors, space):
+            there.copy_(here)
+
+    stalls, copies = [], []
+    for _ in range(repeat + 1):
+        stalls.append(timed(lambda: background.save(state, manifest)))
+        assert background.finish()
+        copies.append(timed(copy_plain))
+    report.row(
+        "stall of a save",
+        "MB/s",
+        size / 1e6 / statistics.median(stalls[1:]),
+        "plain copy in memory",
+        size / 1e6 / statistics.median(copies[1:]),
+        gate="checkpoint",
+    )
+    process, resident = psutil.Process(), []
+    for number in range(saves):
+        background.save(state, dataclasses.replace(manifest, step=number))
+        resident.append(process.memory_info().rss / 1e6)
+    background.finish()
+    after = statistics.median(resident[5 : 5 + max(1, saves // 10)])
+    last = statistics.median(resident[-max(1, saves // 10) :])
+    report.say(f"resident after a save, MB: first {resident[0]:,.0f}, early {after:,.0f}, last of {saves} {last:,.0f}")
+    report.row("resident memory, last saves", "MB", last, "early saves", after, gate="checkpoint", higher_is_better=False)
     report.save()
     meshes.shutdown()
 

@@ -1,4 +1,5 @@
-"""The data stream against raw SentencePiece, and our shard reader against plain tar and file reading.
+"""The data stream, with and without workers, against raw SentencePiece; our shard reader against plain tar and file reading; and a
+start in the middle of 100 GB.
 
 The one thing to know: each pair is measured in turns within one run, on processes bound to one core each, on the text every machine
 has: the source of the running Python's own standard library. Medians over `--repetitions`.
@@ -7,6 +8,8 @@ has: the source of the running Python's own standard library. Medians over `--re
 """
 
 import argparse
+import hashlib
+import json
 import multiprocessing
 import os
 import statistics
@@ -14,6 +17,7 @@ import sysconfig
 import tarfile
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +27,9 @@ import sentencepiece
 from report import Report
 
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.lanes import LaneOrder, Units
+from baton.data_pipeline.lanes import Cursor, LaneOrder, Units
 from baton.data_pipeline.prepare import prepare
+from baton.data_pipeline.shards import BLOCK, Index, ShardSummary, index_name, member_header, padded
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.stream import BatchStream, documents
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
@@ -103,6 +108,80 @@ def rates(folder: str, model: str, size: int, repetitions: int) -> dict[str, flo
         together = [(sum(n for n, _ in each), max(s for _, s in each)) for each in zip(*(times[name] for times in found))]
         rate[name] = statistics.median(tokens / seconds for tokens, seconds in together)
     return rate
+
+
+def with_workers(folder: Path, model: Path, workers: int) -> float:
+    """Tokens/s of one reader with worker processes, after its start."""
+    shape = {"context": CONTEXT, "lanes": LANES, "lanes_per_step": LANES, "micro_batch": LANES, "data_rank": 0, "data_size": 1}
+    plan = StepPlan.constant(**shape, start_step=0, prefetch=2)
+    dataset, tokenizer = Dataset.open(folder), Tokenizer(model)
+    with BatchStream(dataset, tokenizer, plan, seed=SEED, unit_documents=UNIT_DOCUMENTS, workers=workers) as stream:
+        for _ in range(4):  # what was made ahead while it started is not counted
+            next(stream)
+        start, steps = time.perf_counter(), 60
+        for _ in range(steps):
+            next(stream)
+        return steps * CONTEXT * LANES / (time.perf_counter() - start)
+
+
+def seek(folder: Path, model: str, report: Report) -> None:
+    """Start in the middle of an index of 100 GB of text: 400 shards of 256 MB with 6,250 documents of 40 kB each. The shards are
+    sparse files with one real document at every place that is read."""
+    folder.mkdir()
+    documents, size, shards = 6250, 40_960, 400
+    text = (b"a document of this length. " * 1600)[:size]
+    manifest = {
+        "format": "baton-dataset",
+        "version": 1,
+        "content": "text",
+        "tokenizer": None,
+        "settings": {},
+        "totals": {},
+        "rejected": {},
+    }
+    offsets = np.arange(documents, dtype=np.int64) * (BLOCK + padded(size))
+    entries = []
+    for number in range(shards):
+        ids = np.array([b"%08d%024d" % (number, i) for i in range(documents)], "S32")
+        same = {"sizes": size, "text_bytes": size, "tokens": -1}
+        columns = {name: np.full(documents, value, np.int64) for name, value in same.items()}
+        index = Index(ids=ids, offsets=offsets, crc32=np.full(documents, zlib.crc32(text), np.uint32), **columns)
+        name = f"train-{number:06d}.tar"
+        index.save(folder / index_name(name))
+        content = (folder / index_name(name)).read_bytes()
+        entries.append(
+            ShardSummary(name, "train", documents, documents * size, None, index.end + 2 * BLOCK, "", len(content), sha256(content))
+        )
+        with open(folder / name, "wb") as f:
+            f.truncate(index.end + 2 * BLOCK)
+    manifest["shards"] = [entry.__dict__ for entry in entries]
+    (folder / "dataset.json").write_text(json.dumps(manifest))
+    plan = StepPlan.constant(
+        context=4096, lanes=8, lanes_per_step=8, micro_batch=8, data_rank=0, data_size=1, start_step=9, prefetch=1
+    )
+    middle = {lane: Cursor(unit=20_000 // 8, document=3, offset=11) for lane in range(8)}
+    order = LaneOrder(Units([np.full(documents, size)] * shards, UNIT_DOCUMENTS, 32 << 20), SEED, 8)
+    for lane, cursor in middle.items():
+        unit, _ = order.unit(lane, cursor.unit)
+        with open(folder / f"train-{unit.shard:06d}.tar", "r+b") as f:
+            for i in range(unit.first, unit.first + unit.count):
+                f.seek(int(offsets[i]))
+                f.write(member_header(f"{unit.shard:08d}{i:024d}.txt", size) + text)
+    taken, units = [], []
+    for _ in range(5):
+        start = time.perf_counter()
+        with BatchStream(
+            Dataset.open(folder), Tokenizer(model), plan, seed=SEED, unit_documents=UNIT_DOCUMENTS, cursors=middle
+        ) as stream:
+            found = next(stream)
+            taken.append(time.perf_counter() - start)
+        units.append(found.micro_batches[0].pos[0, 0])
+    report.gate("seek", units == [11] * 5, "the first input is the one that the cursor names")
+    report.row("seek, 100 GB of text", "seconds", statistics.median(taken), "the limit", 1.0, gate="seek", higher_is_better=False)
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def stream_equals_raw(folder: str, model: str) -> bool:
@@ -190,6 +269,15 @@ def main() -> None:
             label = f"{size} process{'es' if size > 1 else ''}"
             report.row(f"stream, {label}", "tokens/s", rate["stream"], "sentencepiece to numpy", rate["numpy"], gate="stream")
             report.row(f"stream, {label}", "tokens/s", rate["stream"], "sentencepiece to list", rate["list"], gate="stream")
+
+        raw = rates(str(folder), str(model), 1, repetitions)["numpy"]
+        for workers in (1, 2, 4):
+            if workers > len(os.sched_getaffinity(0)):
+                report.say(f"{workers} workers share {len(os.sched_getaffinity(0))} cores here")
+            cores = min(workers, len(os.sched_getaffinity(0)))
+            found = statistics.median(with_workers(folder, model, workers) for _ in range(repetitions))
+            report.row(f"stream, {workers} workers", "tokens/s", found, f"sentencepiece x {cores}", raw * cores, gate="stream")
+        seek(Path(scratch, "large"), str(model), report)
 
         peers = {"tarfile": read_tarfile, "webdataset tar iterator": read_webdataset, "plain file read": read_files}
         times: dict[str, list[float]] = {name: [] for name in ("ours", *peers)}
