@@ -30,7 +30,7 @@ class LaneStates:
         lanes = range(mesh.data_rank, self._count, mesh.layout.data)
         self._rows = {lane: row for row, lane in enumerate(lanes)} if mesh.sequence_rank == 0 else {}
         self._states = {number: zeros(leaves, len(self._rows), mesh.device) for number, leaves in self.leaves.items()}
-        self._before: list[tuple[torch.Tensor, States]] = []
+        self._before: list[tuple[torch.Tensor, States]] | None = None
 
     def read(self, lanes: Sequence[int]) -> States:
         """Copies of what enters the next tokens of these lanes."""
@@ -40,13 +40,14 @@ class LaneStates:
     def write(self, lanes: Sequence[int], states: States) -> None:
         """Keep what left them."""
         rows = self._index(lanes)
-        self._before.append((rows, self.read(lanes)))
+        if self._before is not None:
+            self._before.append((rows, self.read(lanes)))
         for number, state in self._states.items():
             for name, x in state.items():
                 x[rows] = states[number][name].detach()
 
     def begin(self) -> None:
-        """A step begins: what is written from here on can be taken back."""
+        """A step begins: what is written from here on can be taken back, at the memory of the States of its lanes."""
         self._before = []
 
     def take_back(self) -> None:
@@ -59,7 +60,7 @@ class LaneStates:
 
     def forget(self) -> None:
         """The lanes written since `begin` carry nothing, as at the beginning."""
-        for rows, _ in self._before:
+        for rows, _ in self._before or ():
             for state in self._states.values():
                 for x in state.values():
                     x[rows] = torch.zeros_like(x[rows])
