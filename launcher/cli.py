@@ -204,11 +204,14 @@ def _train(arguments: argparse.Namespace) -> int:
     from baton.launcher.config import load
     from baton.launcher.processes import run_ranks
     from baton.launcher.run_directory import open_attempt
+    from baton.training import ledger
 
     config = load(arguments.config, arguments.overrides)
     _check_inputs(config)
     with open_attempt(config) as attempt:
-        return run_ranks(config.layout.world_size, attempt)
+        status = run_ranks(config.layout.world_size, attempt)
+        ledger.append(config.folder, "end", attempt=int(attempt.name), status=status)
+    return status
 
 
 def _check_inputs(config: RunConfig) -> None:

@@ -36,6 +36,8 @@ from baton.training.schedule import learning_rate
 class Recorder:
     """Every step into the record."""
 
+    time_is = "other"
+
     def __init__(self, monitor: Monitor | None, clock: StepClock, training: TrainingConfig, mesh: Mesh) -> None:
         self._monitor, self._clock, self._training, self._device = monitor, clock, training, mesh.device
 
@@ -59,6 +61,8 @@ class Recorder:
 class ReplicaCheck:
     """Replicas compared every so many steps, and before anything is saved: what a run resumes from has been found in order."""
 
+    time_is = "check"
+
     def __init__(self, built: Built, training: TrainingConfig) -> None:
         self._built, self._training = built, training
 
@@ -68,12 +72,14 @@ class ReplicaCheck:
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
         every = self._training.replica_check_every
-        if every and (progress.step % every == 0 or _save_is_due(progress, self._training)):
+        if every and (progress.step % every == 0 or save_is_due(progress, self._training)):
             replicas.require_equal(self._built, progress.step)
 
 
 class Evaluator:
     """Validation on text every so many steps and after the last, with a sample of what the model writes."""
+
+    time_is = "evaluation"
 
     def __init__(self, built: Built, source: ShardSource, monitor: Monitor | None, settings: RunSettings) -> None:
         self._built, self._dataset, self._tokenizer, self._monitor = built, source.dataset, source.tokenizer, monitor
@@ -112,6 +118,8 @@ class Evaluator:
 class TaskEvaluator:
     """Accuracy on a synthetic task every so many steps and after the last, case by case."""
 
+    time_is = "evaluation"
+
     def __init__(self, built: Built, source: TaskSource, monitor: Monitor | None, settings: RunSettings) -> None:
         self._built, self._cases, self._monitor = built, source.config.evaluated(), monitor
         self._training = settings.training
@@ -147,6 +155,8 @@ class TaskEvaluator:
 
 class LongContext:
     """Loss by position, norms of States and the reach of credit on long rows, with every evaluation."""
+
+    time_is = "evaluation"
 
     def __init__(self, built: Built, source: ShardSource | TaskSource, monitor: Monitor | None, settings: RunSettings) -> None:
         self._built, self._monitor, self._training = built, monitor, settings.training
@@ -190,6 +200,8 @@ class LongContext:
 class CotangentNorms:
     """Norms of the cotangents at the borders of segments and ranks, every so many steps."""
 
+    time_is = "other"
+
     def __init__(self, built: Built, monitor: Monitor | None, training: TrainingConfig) -> None:
         model, mesh = built.model, built.mesh
         self._monitor, self._training, self._mesh = monitor, training, mesh
@@ -218,6 +230,8 @@ class CotangentNorms:
 class Saver:
     """A checkpoint every so many steps and after the last."""
 
+    time_is = "save"
+
     def __init__(
         self,
         built: Built,
@@ -231,7 +245,7 @@ class Saver:
         self._fingerprints, self._training = fingerprints, training
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
-        if not _save_is_due(progress, self._training):
+        if not save_is_due(progress, self._training):
             return
         start = time.perf_counter()
         if self._monitor is not None:
@@ -256,8 +270,9 @@ class Saver:
             self._monitor.saved(f"step-{progress.step:08d}", time.perf_counter() - start, size)
 
 
-def _save_is_due(progress: Progress, training: TrainingConfig) -> bool:
-    return progress.step % training.checkpoint.every == 0 or progress.step == training.steps
+def save_is_due(progress: Progress, training: TrainingConfig) -> bool:
+    """Every so many steps, after the last, and where this start ends."""
+    return progress.step % training.checkpoint.every == 0 or progress.step == training.steps or progress.ending
 
 
 def _evaluation_is_due(progress: Progress, training: TrainingConfig) -> bool:

@@ -4,30 +4,50 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import psutil
+
 from baton.data_pipeline.source import ShardSource, TaskSource, open_source
 from baton.data_pipeline.steps import Steps
 from baton.parallel.mesh import Mesh
 from baton.parallel.tensor import drop_compute_copies
-from baton.training import feed
+from baton.training import feed, stopping
 from baton.training.build import Built, build, make_deterministic, model_fingerprint
-from baton.training.callbacks import CotangentNorms, Evaluator, LongContext, Recorder, ReplicaCheck, Saver, TaskEvaluator
+from baton.training.callbacks import (
+    CotangentNorms,
+    Evaluator,
+    LongContext,
+    Recorder,
+    ReplicaCheck,
+    Saver,
+    TaskEvaluator,
+    save_is_due,
+)
 from baton.training.checkpoint.manifest import Manifest, versions
 from baton.training.checkpoint.rectangles import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.clock import StepClock
 from baton.training.config import with_vocabulary
 from baton.training.doctor import check_kernels
-from baton.training.errors import CheckpointError
+from baton.training.errors import CheckpointError, StoppedError
 from baton.training.executor import StepExecutor
+from baton.training.heartbeat import Heartbeat
 from baton.training.lane_states import LaneStates
+from baton.training.ledger import Account
 from baton.training.monitor import Monitor
 from baton.training.run import Callback, Progress, RunSettings
 from baton.training.schedule import learning_rates
 
 
 def train(settings: RunSettings, mesh: Mesh) -> None:
-    """Train to the last step, from the newest whole checkpoint if there is one. Every rank calls it."""
+    """Train to the last step, from the newest whole checkpoint if there is one. Every rank calls it.
+
+    Raises StoppedError when it was asked to end before: what was done is saved.
+    """
     training = settings.training
+    heartbeat = Heartbeat(mesh.rank)
+    heartbeat.beat(0, "start-up")
+    began = psutil.Process().create_time()
+    account = Account(settings.folder, settings.attempt, on=mesh.is_main, since=began)
     training.check(mesh.layout.data)
     make_deterministic(training)
     source = open_source(settings.data)
@@ -45,8 +65,12 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         if mesh.is_main:
             print(f"already complete: {progress.step} steps, {progress.tokens:,} tokens; there is nothing to do", flush=True)
         return
+    account.start(progress.step)
+    account.spent("start-up")
     if mesh.device.type == "cuda":  # on a CPU there are no kernels of our own, and nothing is compiled for the machine
+        heartbeat.beat(0, "compile")
         check_kernels(built, training)
+    account.spent("compile")
     replica_check = ReplicaCheck(built, training)
     replica_check.before_first_step(progress)
     monitor, parameters = None, built.parameter_count()
@@ -59,7 +83,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
             log_every=training.log_every,
             config_text=settings.config_text,
         )
-    clock = StepClock(mesh.device)
+    clock = StepClock(mesh.device, lambda part: heartbeat.beat(progress.step + 1, part))
     executor = StepExecutor(built.model, built.engine, mesh, clock, lanes=lanes)
     evaluator: Callback
     if isinstance(source, ShardSource):
@@ -76,19 +100,32 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         cotangents,
         Saver(built, lanes, store, monitor, fingerprints, training),
     ]
+    progress.ending = stopping.agreed(mesh)
     with open_stream(source, settings, mesh, progress) as stream:
         batches = feed.steps(stream, mesh, training, progress.step)
-        while progress.step < training.steps:
+        account.spent("start-up")
+        while progress.step < training.steps and not progress.ending:
             clock.start()
             data = next(batches)
             clock.mark("data")
+            account.spent("data")
             executor.segments = data.segments
             result = executor.step(data.batches, learning_rates(progress.step, training))
-            progress = Progress(progress.step + 1, progress.tokens + training.global_batch_tokens, data.cursors)
+            tokens = progress.tokens + training.global_batch_tokens
+            progress = Progress(progress.step + 1, tokens, data.cursors, ending=stopping.agreed(mesh))
+            account.spent("compute")
             for callback in callbacks:
+                heartbeat.beat(progress.step, type(callback).__name__)
                 callback.after_step(progress, result)
+                account.spent(callback.time_is)
+            account.done(progress.step, write=save_is_due(progress, training))
     if monitor is not None:
         monitor.close()
+    account.spent("other")
+    account.flush()
+    if progress.step < training.steps:
+        raise StoppedError(f"stopped after step {progress.step} of {training.steps}, as asked; the next start goes on from there")
+    if mesh.is_main:
         print(f"done: {progress.step} steps, {progress.tokens:,} tokens", flush=True)
 
 

@@ -12,25 +12,31 @@ from baton.training.executor import StepResult
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run is, from the launcher. folder: the run directory. config_text: the resolved configuration as YAML."""
+    """What a run is, from the launcher. folder: the run directory. config_text: the resolved configuration as YAML. attempt: number
+    of this start, from 1; 0: not counted."""
 
     folder: Path
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig
     config_text: str
+    attempt: int = 0
 
 
 @dataclass
 class Progress:
-    """Where the run stands: optimizer steps and tokens done, and the cursor of every lane that this rank reads."""
+    """Where the run stands: optimizer steps and tokens done, and the cursor of every lane that this rank reads. ending: the run was
+    asked to end here, and goes on in another start."""
 
     step: int
     tokens: int
     cursors: dict[int, Any]
+    ending: bool = False
 
 
 class Callback(Protocol):
-    """Called by all ranks after every step."""
+    """Called by all ranks after every step. time_is: what the ledger counts its time as."""
+
+    time_is: str
 
     def after_step(self, progress: Progress, result: StepResult) -> None: ...
