@@ -174,6 +174,15 @@ def cause(failed: dict[int, int], attempt: Path) -> tuple[int, int]:
     return rank, failed[rank]
 
 
+MISSING = ("Connection reset", "Connection closed", "Broken pipe", "remote process", "NCCL error", "imed out", "did not come from")
+"""What a rank's last lines hold when it failed because another one was gone."""
+
+
+def misses_others(log: Path) -> bool:
+    """Whether a rank that failed did so for want of another one's message."""
+    return any(sign in log.read_text(encoding="utf-8", errors="replace")[-4000:] for sign in MISSING)
+
+
 def _sentence(log: Path) -> str | None:
     """What a rank that ended by itself said last."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()

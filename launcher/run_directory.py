@@ -83,6 +83,34 @@ def last_attempt(folder: Path) -> int:
     return max((int(p.name) for p in attempts.iterdir() if p.name.isdigit()), default=0) if attempts.is_dir() else 0
 
 
+def last_step(folder: Path) -> int:
+    """The last step in a run's record; 0: none yet. Reads its end alone."""
+    last = 0
+    for row in recent_metrics(folder):
+        if row.get("kind") == "train":
+            last = max(last, int(row["step"]))
+    return last
+
+
+def recent_metrics(folder: Path, size: int = 1 << 18) -> list[dict[str, Any]]:
+    """The last rows of a run's record, from its last `size` bytes."""
+    try:
+        with (folder / "metrics.jsonl").open("rb") as f:
+            f.seek(max(0, f.seek(0, os.SEEK_END) - size))
+            lines = f.read().splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:  # cut by where reading began, or by a kill
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
     """The run directory for this process alone: two starts at once would cut each other's record. The system drops the lock when
