@@ -23,6 +23,9 @@ LOCAL_TYPES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay"
 """File systems that one machine has to itself."""
 
 
+_NOT_IN_PATHS = frozenset("%'\"\\\n")
+
+
 @dataclass(frozen=True)
 class Submission:
     """What would be handed to SLURM. config: with an absolute directory."""
@@ -53,6 +56,10 @@ def prepare(config: RunConfig, cluster: Cluster, nodes: str | None) -> Submissio
             f"before anybody has seen where they hung"
         )
     absolute = config.model_copy(update={"directory": str(config.folder.absolute())})
+    if odd := sorted({c for c in str(absolute.folder) if c in _NOT_IN_PATHS}):
+        raise ConfigError(
+            f"directory={absolute.folder} holds {' '.join(odd)}, which SLURM reads in its own way; use another directory="
+        )
     check_run(absolute)
     wanted = _nodes(absolute, cluster, nodes)
     script = render(absolute, cluster, wanted, where=Path.cwd(), python=sys.executable)

@@ -44,6 +44,27 @@ def slurm():
             os.environ[name] = value
 
 
+@pytest.fixture(scope="session")
+def slurm_with_gpus(slurm, tmp_path_factory):
+    """The environment of another SLURM, whose two nodes pretend to have eight GPUs and a server's cores."""
+    folder = tmp_path_factory.mktemp("gpus")
+    made = sandbox("up", "2", "128", SLURM_SANDBOX_DIR=str(folder / "s"), SLURM_SANDBOX_GPUS="8", SLURM_SANDBOX_PREFIX="g")
+    assert made.returncode == 0, made.stderr
+    yield os.environ | dict(line.removeprefix("export ").split("=", 1) for line in made.stdout.splitlines())
+    sandbox("down", SLURM_SANDBOX_DIR=str(folder / "s"))
+
+
+@pytest.fixture(scope="session")
+def shellcheck():
+    """The program; installed where it is missing and may be."""
+    if shutil.which("shellcheck") is None:
+        if os.geteuid() != 0 or shutil.which("apt-get") is None:
+            pytest.skip("shellcheck is not installed, and only root may install it")
+        for words in (["update"], ["install", "-y", "--no-install-recommends", "shellcheck"]):
+            subprocess.run(["apt-get", "-q", *words], check=True, capture_output=True, stdin=subprocess.DEVNULL)
+    return "shellcheck"
+
+
 @pytest.fixture
 def cluster_file(tmp_path):
     """A function: the sandbox's cluster file with changes in its section slurm."""

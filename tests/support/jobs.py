@@ -42,9 +42,9 @@ RUN = {
 """Two nodes of two ranks."""
 
 
-def sandbox(*words) -> subprocess.CompletedProcess:
-    """The tool that makes nodes, powers them off, and on."""
-    return subprocess.run([TOOL, *words], capture_output=True, text=True, timeout=300)
+def sandbox(*words, **settings) -> subprocess.CompletedProcess:
+    """The tool that makes nodes, powers them off, and on. settings: of its environment."""
+    return subprocess.run([TOOL, *words], capture_output=True, text=True, timeout=300, env=os.environ | settings)
 
 
 class Job:
