@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status (0 well, 1 failed, 2 bad input)."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and not (hasattr(arguments, "overrides") and all("=" in word and not word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # key=value words after an option, which argparse does not expect there
+        arguments.overrides += rest
     try:
         return int(arguments.run(arguments) or 0)
     except KeyboardInterrupt:

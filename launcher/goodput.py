@@ -40,8 +40,8 @@ _OF_STEPS = ("compute", "exchange", "data", "save", "evaluation", "check", "othe
 
 @dataclass(frozen=True)
 class Goodput:
-    """seconds: of each part, over all attempts. attempts: the same of each, by number. wall: seconds from the first submission to the
-    end. pieces: (from, to, part), in order, for the picture."""
+    """seconds: of each part, over all attempts. attempts: the same of each, by number. wall: seconds from the first submission to
+    the end. pieces: (from, to, part), in order, for the picture."""
 
     folder: Path
     seconds: dict[str, float]
@@ -122,7 +122,7 @@ def _pieces(rows: list[dict[str, Any]], now: float) -> Iterator[_Piece]:
     for row in rows:
         kind, until = row["kind"], max(at, row["time"])
         if kind == "spans":
-            since = max(at, row["since"])
+            since = min(max(at, row["since"]), until)
             if row["attempt"] != attempt or until <= at:
                 continue  # of an attempt that somebody has closed already
             if since > at:

@@ -94,6 +94,7 @@ def submit(slurm, tmp_path, cluster_file):
         started[-1].submit(run, cluster_file(**changes), *words, nodes=nodes)
         return started[-1]
 
+    start.where = tmp_path
     yield start
     for job in started:
         job.end()

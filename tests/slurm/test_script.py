@@ -1,4 +1,4 @@
-"""The scripts of all shipped clusters, as files that a reader can look at: any change of a script shows as a change of one of them."""
+"""The scripts of all shipped clusters, as files to be read: any change of a script shows as a change of one of them."""
 
 import os
 import subprocess
