@@ -72,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
     generate.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
+    evaluate = _command(commands, "evaluate", _evaluate, "evaluate one checkpoint of a run, on one process")
+    evaluate.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
+    evaluate.add_argument("--step", type=_positive, required=True, help="the checkpoint's")
+    evaluate.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
     plot = _command(commands, "plot", _plot, "draw a run's curves into a PNG")
     plot.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     plot.add_argument("--out", type=Path, help="the picture (default RUN/curves.png)")
@@ -262,6 +267,12 @@ def _generate(arguments: argparse.Namespace) -> None:
         device=arguments.device,
     )
     print(arguments.prompt + text)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from baton.launcher.evaluate import evaluate_checkpoint
+
+    evaluate_checkpoint(arguments.folder, arguments.step, arguments.device)
 
 
 def _plot(arguments: argparse.Namespace) -> None:

@@ -35,6 +35,10 @@ def add_commands(commands: Any, add: Add) -> None:
     cancel.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     cancel.add_argument("--now", action="store_true", help="do not wait for a save")
 
+    readmit = add(commands, "readmit", _readmit, "use nodes again that a run has excluded, when they are repaired")
+    readmit.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
+    readmit.add_argument("nodes", metavar="NODE", nargs="+", help="as `baton status` names them")
+
     goodput = add(commands, "goodput", _goodput, "where every second of a run went")
     goodput.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     goodput.add_argument("--json", action="store_true", help="print one JSON object")
@@ -84,6 +88,12 @@ def _cancel(arguments: argparse.Namespace) -> None:
     from baton.slurm.status import cancel
 
     print(cancel(arguments.folder, now=arguments.now))
+
+
+def _readmit(arguments: argparse.Namespace) -> None:
+    from baton.slurm.status import readmit
+
+    print(readmit(arguments.folder, arguments.nodes))
 
 
 def _goodput(arguments: argparse.Namespace) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from baton.launcher.errors import ConfigError
 from baton.launcher.processes import STOPPED, end_ranks, listen, log_of, misses_others, rank_environment, report, start_rank, tell
 from baton.launcher.run_directory import hold, read_config, write_whole
+from baton.slurm.evaluation import Evaluations
 from baton.slurm.exits import Exit
 from baton.slurm.files import cluster_of, node_name, nodes_of
 from baton.slurm.watch import Culprit, Nodes, is_stopped, late_ranks
@@ -55,7 +56,8 @@ class Agent:
         self.told_at: float | None = None
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.others = Nodes(attempt, self.nodes, self.index, self.config.jobs.lost_node_s)
-        self.culprit: Culprit | None = None
+        self.evaluations = Evaluations(self.run)
+        self.beat_due, self.count_of_beats = 0.0, 0
 
     def work(self) -> int:
         """Until the node's ranks have ended; returns the status for srun."""
@@ -68,6 +70,7 @@ class Agent:
                 status, reason = self._start() or self._watch()
         finally:
             end_ranks(self.ranks)
+        self._evaluate()
         self._say_end(status, reason)
         print(f"{self.name}: {reason}", flush=True)
         # srun kills the other agents when one ends badly; those that were told to stop as well must be let finish
@@ -107,7 +110,7 @@ class Agent:
         return met["address"], met["port"], None
 
     def _watch(self) -> tuple[Exit, str]:
-        jobs, began, beat_due, count = self.config.jobs, time.monotonic(), 0.0, 0
+        jobs, began = self.config.jobs, time.monotonic()
         seen: dict[int, tuple[Beat | None, float]] = {}
         while True:
             now = time.monotonic()
@@ -120,9 +123,7 @@ class Agent:
                 beat = read_beat(self.beats, rank)
                 if rank not in seen or (beat is not None and beat != seen[rank][0]):
                     seen[rank] = (beat, now)
-            if now >= beat_due:
-                beat_due, count = now + BEAT_S, count + 1
-                self._say_alive(count, {rank: beat for rank, (beat, _) in seen.items()})
+            self._beat(now)
             if (verdict := self._verdict()) is not None:
                 return verdict
             if self.told_at is not None and now - self.told_at > self._save_s():
@@ -132,6 +133,11 @@ class Agent:
             if (lost := self.others.lost(now)) is not None:
                 return self._lost(lost)
             time.sleep(LOOK_S)
+
+    def _evaluate(self) -> None:
+        """Jobs for new checkpoints, by the first node alone."""
+        if self.index == 0 and self.config.jobs.evaluate:
+            self.evaluations.submit_new()
 
     def _numbers(self) -> range:
         return range(self.first, self.first + self.count)
@@ -165,7 +171,7 @@ class Agent:
             while any(p.poll() is None for p in self.ranks) and time.monotonic() < deadline:
                 time.sleep(0.05)
         failed = {rank: p.returncode for rank, p in zip(self._numbers(), self.ranks) if p.poll() not in (None, 0, STOPPED)}
-        if all(code > 0 for code in failed.values()) and any(misses_others(log_of(self.attempt, rank)) for rank in failed):
+        if all(code > 0 and misses_others(log_of(self.attempt, rank)) for rank, code in failed.items()):
             # a connection that broke is what the others' end looks like from here; whoever saw that knows more
             deadline = time.monotonic() + self.config.jobs.lost_node_s + 2 * BEAT_S
             while (now := time.monotonic()) < deadline:
@@ -173,6 +179,7 @@ class Agent:
                     return verdict
                 if (lost := self.others.lost(now)) is not None:
                     return self._lost(lost)
+                self._beat(now)
                 time.sleep(LOOK_S)
         status, sentence = report(failed, self.attempt, self._numbers())
         # a rank that was killed, or died of a signal, may be its node's doing; one that raised is not
@@ -223,11 +230,16 @@ class Agent:
             time.sleep(LAST_WORDS_S)
         return Exit(verdict["status"]), verdict["reason"]
 
-    def _say_alive(self, count: int, beats: dict[int, Beat | None]) -> None:
-        ranks = {str(rank): vars(beat) for rank, beat in beats.items() if beat is not None}
-        alive = {"count": count, "time": time.time(), "ranks": ranks, "stopped": self._stopped()}
+    def _beat(self, now: float) -> None:
+        """This node's sign of life, when it is due."""
+        if now < self.beat_due:
+            return
+        self.beat_due, self.count_of_beats = now + BEAT_S, self.count_of_beats + 1
+        ranks = {str(rank): vars(beat) for rank in self._numbers() if (beat := read_beat(self.beats, rank)) is not None}
+        alive = {"count": self.count_of_beats, "time": time.time(), "ranks": ranks, "stopped": self._stopped()}
         with contextlib.suppress(OSError):
             write_whole(self.attempt / "nodes" / self.name, json.dumps(alive))
+        self._evaluate()
 
     def _stopped(self) -> list[int]:
         return [rank for rank, p in zip(self._numbers(), self.ranks) if is_stopped(p.pid)]

@@ -17,6 +17,7 @@ class Exit(IntEnum):
     NO_PROGRESS = 80
     NO_RETRIES = 81
     SUPERSEDED = 82
+    NO_JOB = 83
 
 
 MEANING = {
@@ -31,5 +32,6 @@ MEANING = {
     Exit.NO_PROGRESS: ("attempts in a row made no new step", "the run is stopped: look at the last attempts' logs"),
     Exit.NO_RETRIES: ("jobs.retries attempts failed since `baton submit`", "the run is stopped"),
     Exit.SUPERSEDED: ("another job trains this run", "this job ends"),
+    Exit.NO_JOB: ("SLURM takes no further job, as when too many nodes are excluded", "the run is stopped"),
 }
 """What each code means, and what is done then."""

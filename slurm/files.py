@@ -1,8 +1,9 @@
 """What a run of jobs keeps in its directory besides what every run does, and who reads it.
 
-job.sbatch     what SLURM was given            cluster.yaml   the cluster file, resolved
-excluded.txt   nodes not to be used, by commas stop           asks the run to save and end (`baton cancel` makes it)
-attempts/NNNN/allocated.txt, nodes.txt   nodes of the job, and those of them that train
+job.sbatch     what SLURM was given        cluster.yaml   the cluster file, resolved        submitted.json  the first job's id
+excluded.txt   nodes not to be used        stop           asks the run to save and end (`baton cancel` makes it)
+evaluate.sbatch, evaluations/, evaluations.jsonl   jobs for checkpoints, what they said and found (jobs.evaluate)
+attempts/NNNN/allocated.txt, nodes.txt             nodes of the job, and those of them that train
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What a job's script asks: `python -m baton.slurm.job begin RUN | judge ATTEMPT | after ATTEMPT CODE TIME_IS_UP`.
+"""What a job's script asks: `python -m baton.slurm.job begin RUN | judge ATTEMPT | after ATTEMPT CODE TIME_IS_UP | refused RUN`.
 
 begin makes the folder of an attempt and prints it; judge takes the nodes that passed preflight; after says, by its exit code, what
 is to be done next (see script.py). The one thing to know: any of them may never have run for the attempt before, because its node
@@ -36,7 +36,11 @@ def say(text: str) -> None:
 def begin(run: Path) -> int:
     """Make the next attempt's folder and print it; else a code for the script."""
     config = read_config(run / "config.yaml")
-    _wait_for(run)
+    try:
+        _wait_for(run)
+    except ConfigError as error:
+        say(f"baton: {error}")
+        return Exit.SUPERSEDED
     rows = ledger.read(run)
     allocated = command.hostnames(os.environ["SLURM_JOB_NODELIST"])
     if (unclosed := _unclosed(run, rows)) is not None:
@@ -105,6 +109,13 @@ def after(attempt: Path, code: int, time_is_up: bool) -> int:
     say(decision.sentence)
     ledger.append(run, "submitted", job=os.environ.get("SLURM_JOB_ID"), by="job", next=decision.code)
     return decision.code
+
+
+def refused(run: Path) -> int:
+    """SLURM takes no further job."""
+    bad = ", ".join(policy.excluded(ledger.read(run)))
+    without = f" without {bad}: repair them and `baton readmit` them" if bad else "; what it said is above"
+    return _over(run, Decision(Exit.NO_JOB, f"the run is stopped: SLURM takes no job{without}"))
 
 
 def _close(attempt: Path, code: int | None, allocated: list[str], *, time_is_up: bool) -> Decision:
@@ -202,6 +213,8 @@ def main(words: list[str]) -> int:
                 return begin(Path(run))
             case ["judge", attempt]:
                 return judge(Path(attempt))
+            case ["refused", run]:
+                return refused(Path(run))
             case ["after", attempt, code, time_is_up]:
                 return after(Path(attempt), int(code), time_is_up == "1")
         raise ConfigError("begin RUN, judge ATTEMPT, or after ATTEMPT CODE TIME_IS_UP")

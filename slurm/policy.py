@@ -54,8 +54,8 @@ def excluded(rows: ROWS) -> list[str]:
     for row in rows:
         if row["kind"] == "excluded":
             nodes.append(row["node"])
-        elif row["kind"] == "submitted" and row.get("by") == "user":
-            nodes = [node for node in nodes if node not in row.get("readmitted", ())]
+        elif row["kind"] == "readmitted":
+            nodes = [node for node in nodes if node != row["node"]]
     return list(dict.fromkeys(nodes))
 
 

@@ -74,8 +74,8 @@ PREFLIGHT = r"""        # spares included; who does not answer is left out
 REQUEUE = r"""# The same job again, or, where that is refused or other nodes are wanted, a new one that starts after it.
 again() {
     [ $# = 0 ] && scontrol requeue "$SLURM_JOB_ID" && exec sleep infinity # SLURM ends it
-    sbatch --dependency=singleton --exclude="$(cat "$run/excluded.txt" 2>/dev/null)" "$run/job.sbatch"
-    exit
+    sbatch --dependency=singleton --exclude="$(cat "$run/excluded.txt" 2>/dev/null)" "$run/job.sbatch" && exit 0
+    job refused "$run"; exit
 }
 over() { :; }
 """
@@ -84,7 +84,8 @@ CHAIN = r"""# The successor waits from the start (singleton: until no other job 
 successor=$(sbatch --parsable --dependency=singleton --exclude="$(cat "$run/excluded.txt" 2>/dev/null)" "$run/job.sbatch")
 again() {
     [ $# = 0 ] || scontrol update jobid="$successor" ExcNodeList="$(cat "$run/excluded.txt")"
-    exit 0
+    [ -n "$successor" ] && exit 0
+    job refused "$run"; exit
 }
 over() { scancel "$successor"; }
 """
@@ -124,12 +125,12 @@ def render(config: RunConfig, cluster: Cluster, nodes: Nodes, *, where: Path, py
         f"# Baton run {config.name} on {cluster.name}: {nodes} nodes of {cluster.ranks_per_node} ranks"
         f"{f' and {slurm.spare_nodes} to spare' if slurm.spare_nodes else ''}. Written by `baton submit`."
     )
-    container = _container(slurm)
+    container = container_options(slurm)
     values = {
         "chdir": shlex.quote(str(where)),
         "run": shlex.quote(str(config.folder)),
         "python": shlex.quote(slurm.python or python),
-        "environment": "\n".join(_environment(slurm)),
+        "environment": "\n".join(environment(slurm)),
         "here": f'srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" {container}' if container else "",
         "container": container,
         "cpus": str(slurm.cpus_per_rank * cluster.ranks_per_node),
@@ -152,12 +153,9 @@ def _options(config: RunConfig, cluster: Cluster, nodes: Nodes) -> list[str]:
     assert slurm is not None
     wanted: list[str | None] = [
         f"--job-name={job_name(config)}",
-        slurm.partition and f"--partition={slurm.partition}",
-        slurm.account and f"--account={slurm.account}",
-        slurm.qos and f"--qos={slurm.qos}",
-        slurm.constraint and f"--constraint={shlex.quote(slurm.constraint)}",
+        *common_options(slurm),
         f"--nodes={nodes}",
-        "--ntasks-per-node=1",
+        # no number of tasks: with one, SLURM gives the least nodes of a range
         f"--cpus-per-task={slurm.cpus_per_rank * cluster.ranks_per_node}",
         f"--mem={slurm.memory}",
         _gpus(cluster),
@@ -174,20 +172,29 @@ def _options(config: RunConfig, cluster: Cluster, nodes: Nodes) -> list[str]:
     return [option for option in wanted if option]
 
 
+def common_options(slurm: SlurmConfig) -> list[str]:
+    """What every job of a run says of itself."""
+    named = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos}
+    constraint = [f"--constraint={shlex.quote(slurm.constraint)}"] if slurm.constraint else []
+    return [*(f"--{name}={value}" for name, value in named.items() if value), *constraint]
+
+
 def _gpus(cluster: Cluster) -> str | None:
     slurm = cluster.slurm
     assert slurm is not None
     return f"--gres=gpu:{f'{slurm.gpu_type}:' if slurm.gpu_type else ''}{cluster.gpus_per_node}" if slurm.gpus else None
 
 
-def _container(slurm: SlurmConfig) -> str:
+def container_options(slurm: SlurmConfig) -> str:
+    """For srun, ending in a space; empty without a container."""
     if slurm.container is None:
         return ""
     mounts = [f"--container-mounts={','.join(slurm.container.mounts)}"] if slurm.container.mounts else []
     return shlex.join([f"--container-image={slurm.container.image}", *mounts, *slurm.container.options]) + " "
 
 
-def _environment(slurm: SlurmConfig) -> list[str]:
+def environment(slurm: SlurmConfig) -> list[str]:
+    """Lines of shell: the site's own, and exports for the ranks."""
     caches = {name: f"{slurm.scratch}/{folder}" for name, folder in _CACHES.items()}
     network = {} if slurm.interface is None else dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), slurm.interface)
     exports = [f"export {name}={_expanded(value)}" for name, value in {**caches, **network, **slurm.environment}.items()]

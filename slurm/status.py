@@ -11,7 +11,7 @@ from baton.launcher.arithmetic import of_stages
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
 from baton.launcher.goodput import account
-from baton.launcher.run_directory import last_attempt, read_config, recent_metrics
+from baton.launcher.run_directory import last_attempt, read_config, recent_metrics, write_whole
 from baton.slurm import command, policy
 from baton.slurm.exits import Exit
 from baton.slurm.files import cluster_of
@@ -123,6 +123,18 @@ def cancel(run: Path, *, now: bool) -> str:
     if running and not now:
         return f"job {', '.join(running)} saves after its present step and ends; `baton submit` goes on from there"
     return f"cancelled job {', '.join(ended)}; `baton submit` goes on from the last checkpoint"
+
+
+def readmit(run: Path, nodes: list[str]) -> str:
+    """Use excluded nodes again, from the next attempt on; what was done. Raises ConfigError for nodes that are not excluded."""
+    read_config(run / "config.yaml")
+    known = policy.excluded(ledger.read(run))
+    if strangers := [node for node in nodes if node not in known]:
+        raise ConfigError(f"{', '.join(strangers)}: not excluded from {run}; excluded are {', '.join(known) or 'none'}")
+    for node in nodes:
+        ledger.append(run, "readmitted", node=node)
+    write_whole(run / "excluded.txt", ",".join(policy.excluded(ledger.read(run))))
+    return f"{', '.join(nodes)}: used again from the next attempt on"
 
 
 def _jobs(config: RunConfig) -> list[dict[str, str]]:

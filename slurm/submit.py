@@ -14,9 +14,9 @@ from baton.launcher.cluster import Cluster
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import check_run, open_run, write_whole
-from baton.slurm import command, policy
+from baton.slurm import command, evaluation, policy
 from baton.slurm.elastic import fitted, nodes_for
-from baton.slurm.script import NAME, Nodes, job_name, render
+from baton.slurm.script import NAME, Nodes, container_options, job_name, render
 from baton.training import ledger
 
 LOCAL_TYPES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "ramfs", "f2fs", "reiserfs"}
@@ -34,6 +34,7 @@ class Submission:
     cluster: Cluster
     nodes: Nodes
     script: str
+    evaluation: str | None
 
     @property
     def run(self) -> Path:
@@ -63,7 +64,11 @@ def prepare(config: RunConfig, cluster: Cluster, nodes: str | None) -> Submissio
     check_run(absolute)
     wanted = _nodes(absolute, cluster, nodes)
     script = render(absolute, cluster, wanted, where=Path.cwd(), python=sys.executable)
-    return Submission(absolute, cluster, wanted, script)
+    evaluating = None
+    if config.jobs.evaluate:
+        container = container_options(cluster.slurm)
+        evaluating = evaluation.render(absolute, cluster, where=Path.cwd(), python=sys.executable, container=container)
+    return Submission(absolute, cluster, wanted, script, evaluating)
 
 
 def _nodes(config: RunConfig, cluster: Cluster, text: str | None) -> Nodes:
@@ -160,6 +165,8 @@ def submit(submission: Submission) -> str:
     write_whole(run / "config.yaml", submission.config.to_yaml())
     write_whole(run / "cluster.yaml", yaml.safe_dump(submission.cluster.model_dump(mode="json"), sort_keys=False))
     write_whole(run / NAME, submission.script)
+    if submission.evaluation is not None:
+        write_whole(run / evaluation.NAME, submission.evaluation)
     bad = policy.excluded(ledger.read(run))
     write_whole(run / "excluded.txt", ",".join(bad))
     (run / "stop").unlink(missing_ok=True)

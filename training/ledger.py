@@ -12,6 +12,7 @@ Rows, all with `kind` and `time` (seconds of the clock):
   spans      {attempt, since, step, seconds: {part: s}}      its time since `since`, up to having done `step`
   end        {attempt, status, reason, nodes}                an attempt is over
   excluded   {node, reason}                                  a node is not used any more
+  readmitted {node}                                          it is, again
   stopped    {reason}                                        nobody starts the run again by itself
 """
 

@@ -51,10 +51,10 @@ class Job:
     """A submitted run. folder: its directory. where: the current directory of the submission."""
 
     def __init__(self, folder: Path, where: Path) -> None:
-        self.folder, self._where = folder, where
+        self.folder, self.where = folder, where
 
     def baton(self, *words) -> subprocess.CompletedProcess:
-        return subprocess.run([*BATON, *map(str, words)], cwd=self._where, capture_output=True, text=True, timeout=120)
+        return subprocess.run([*BATON, *map(str, words)], cwd=self.where, capture_output=True, text=True, timeout=120)
 
     def submit(self, run: Path, cluster: Path, *words, nodes=None) -> None:
         more = [] if nodes is None else ["--nodes", nodes]
