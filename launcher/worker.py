@@ -64,6 +64,9 @@ def _run(path: Path) -> None:
     config.check_ranks(world_size)
     import torch
 
+    from baton.parallel import waiting
+
+    waiting.install()
     from baton.parallel import mesh as meshes
     from baton.training.loop import train
     from baton.training.run import RunSettings

@@ -45,7 +45,7 @@ def install() -> None:
     """Time the calls from now on. To be called before megatron-core and DeepSpeed are imported, which keep some of them."""
     for name in _CALLS:
         call = getattr(dist, name)
-        if not hasattr(call, "__wrapped__") or not getattr(call, "_baton_timed", False):
+        if not getattr(call, "_baton_timed", False):
             setattr(dist, name, _timed(call))
 
 

@@ -8,6 +8,7 @@ import psutil
 
 from baton.data_pipeline.source import ShardSource, TaskSource, open_source
 from baton.data_pipeline.steps import Steps
+from baton.parallel import waiting
 from baton.parallel.mesh import Mesh
 from baton.parallel.tensor import drop_compute_copies
 from baton.training import feed, stopping
@@ -109,11 +110,13 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
             data = next(batches)
             clock.mark("data")
             account.spent("data")
+            waiting.seconds()
             executor.segments = data.segments
             result = executor.step(data.batches, learning_rates(progress.step, training))
             tokens = progress.tokens + training.global_batch_tokens
             progress = Progress(progress.step + 1, tokens, data.cursors, ending=stopping.agreed(mesh))
             account.spent("compute")
+            account.move("compute", "exchange", waiting.seconds())
             for callback in callbacks:
                 heartbeat.beat(progress.step, type(callback).__name__)
                 callback.after_step(progress, result)

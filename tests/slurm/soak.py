@@ -169,9 +169,8 @@ def main() -> int:
         return 2
     os.environ.update(dict(line.removeprefix("export ").split("=", 1) for line in made.stdout.splitlines()))
     folder = Path(tempfile.mkdtemp(prefix="baton-soak-"))
-    say(
-        f"$ python tests/slurm/soak.py {minutes:g}  (seed {seed}; {NODES} nodes of 2 ranks' cores, the run on 2 of them; in {folder})"
-    )
+    say(f"$ python tests/slurm/soak.py {minutes:g}")
+    say(f"seed {seed}; {NODES} nodes, the run on 2 of them with 2 ranks each; load of the machine before: {os.getloadavg()[0]:.1f}")
     soak = Soak(folder, seed)
     try:
         seen = soak.soak(minutes)

@@ -138,7 +138,10 @@ def test_requeue_forbidden(submit, expected, restart):
     """A successor waits, or the next task of an array; when the run is done nothing waits any more."""
     job = submit(restart=restart, array_size=6)
     job.wait_for_step(30)
-    number = job.rows("attempt")[0]["job"]
+    names = subprocess.run(
+        ["squeue", "-h", "-n", job.name, "-t", "running", "-o", "%i"], capture_output=True, text=True, check=True
+    )
+    number = names.stdout.strip()  # of an array's task: JOB_TASK
     if restart == "chain":
         assert len(job.ids()) == 2, "it waits from the start"
     subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
@@ -248,7 +251,7 @@ def test_status_logs_and_cancel(submit):
     for key in ("loss", "tokens_per_s", "mfu", "goodput", "eta_s"):
         assert found[key] > 0, key
     assert re.search(r"step [0-9,]+ of 3,000 .*loss \d", job.baton("status", job.folder).stdout)
-    assert "has a job already" in job.baton("submit", "run.yaml", "--cluster", "cluster.yaml").stderr
+    assert "has a job already" in job.baton("submit", "run.yaml", "training.steps=3000", "--cluster", "cluster.yaml").stderr
     done = job.baton("cancel", job.folder)
     assert "saves after its present step and ends" in done.stdout
     assert job.wait() == Exit.STOPPED
