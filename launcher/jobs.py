@@ -99,7 +99,7 @@ def _readmit(arguments: argparse.Namespace) -> None:
 def _goodput(arguments: argparse.Namespace) -> None:
     import json
 
-    from baton.launcher.goodput import account, draw
+    from baton.training.goodput import account, draw
 
     found = account(arguments.folder)
     if arguments.json:

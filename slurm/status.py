@@ -10,13 +10,13 @@ from typing import Any
 from baton.launcher.arithmetic import of_stages
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
-from baton.launcher.goodput import account
 from baton.launcher.run_directory import last_attempt, read_config, recent_metrics, write_whole
 from baton.slurm import command, policy
 from baton.slurm.exits import Exit
 from baton.slurm.files import cluster_of
 from baton.slurm.script import job_name
 from baton.training import ledger
+from baton.training.goodput import account
 
 RECENT = 50
 """Steps that the present speed is taken over."""

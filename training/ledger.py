@@ -2,7 +2,7 @@
 
 The one thing to know: the main rank's time is cut into spans without gaps, each of which belongs to one thing, so that the sums
 are the clock's. What was worked in vain is only known later: steps beyond the checkpoint that the next attempt started from are
-counted as lost by whoever reads (launcher.goodput). Torch-free.
+counted as lost by whoever reads (training.goodput). Torch-free.
 
 Rows, all with `kind` and `time` (seconds of the clock):
   submitted  {job}                                           a job was handed to SLURM, or goes back into its queue

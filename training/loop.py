@@ -34,6 +34,7 @@ from baton.training.executor import StepExecutor
 from baton.training.heartbeat import Heartbeat
 from baton.training.lane_states import LaneStates
 from baton.training.ledger import Account
+from baton.training.ledger_board import LedgerBoard
 from baton.training.monitor import Monitor
 from baton.training.run import Callback, Progress, RunSettings
 from baton.training.schedule import learning_rates
@@ -84,6 +85,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
             log_every=training.log_every,
             config_text=settings.config_text,
         )
+    ledger_board = LedgerBoard(settings.folder, progress.step) if mesh.is_main else None
     clock = StepClock(mesh.device, lambda part: heartbeat.beat(progress.step + 1, part))
     executor = StepExecutor(built.model, built.engine, mesh, clock, lanes=lanes)
     evaluator: Callback
@@ -121,9 +123,15 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
                 heartbeat.beat(progress.step, type(callback).__name__)
                 callback.after_step(progress, result)
                 account.spent(callback.time_is)
-            account.done(progress.step, write=save_is_due(progress, training))
+            due = save_is_due(progress, training)
+            account.done(progress.step, write=due)
+            if due and ledger_board is not None:
+                ledger_board.show(progress.step)
+                account.spent("other")
     if monitor is not None:
         monitor.close()
+    if ledger_board is not None:
+        ledger_board.close()
     account.spent("other")
     account.flush()
     if progress.step < training.steps:

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.jobs import RUN, Job, sandbox, undisturbed
 
 from baton.launcher.cluster import load_cluster
-from baton.launcher.goodput import account
 from baton.launcher.run_directory import last_step
+from baton.training.goodput import account
 
 MEAN_S = 60.0
 NODES = 5

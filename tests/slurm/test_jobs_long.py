@@ -12,9 +12,9 @@ import yaml
 from support.jobs import RUN, STEPS, undisturbed
 from support.runs import BATON, wait_until
 
-from baton.launcher.goodput import account
 from baton.launcher.run_directory import last_step
 from baton.slurm.exits import Exit
+from baton.training.goodput import account
 from baton.training.monitor import read_metrics
 
 pytestmark = [pytest.mark.long_slurm, pytest.mark.timeout(600)]

@@ -5,11 +5,13 @@ import itertools
 import random
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from baton.launcher.errors import ConfigError
-from baton.launcher.goodput import PARTS, account, draw
 from baton.training import ledger
+from baton.training.errors import RunError
+from baton.training.goodput import PARTS, account, draw
 from baton.training.ledger import Account
+from baton.training.ledger_board import LedgerBoard
 
 
 def write(folder, *rows):
@@ -84,7 +86,7 @@ def test_lines_say_it_all_and_the_picture_is_one(tmp_path):
 
 
 def test_a_folder_without_a_ledger_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no attempt is recorded"):
+    with pytest.raises(RunError, match="no attempt is recorded"):
         account(tmp_path)
 
 
@@ -127,3 +129,19 @@ def test_a_full_disk_keeps_rows_waiting(small_disk, capsys):
     kept.spent("compute")
     kept.done(1, write=True)
     assert [row["kind"] for row in ledger.read(small_disk)] == ["start", "spans"]
+
+
+def test_tensorboard_shows_the_account_at_every_save(tmp_path):
+    write(tmp_path, *HISTORY)
+    board = LedgerBoard(tmp_path, step=0)
+    board.show(10)
+    board.show(20)
+    board.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard" / "ledger"))
+    found.Reload()
+    expected = account(tmp_path)
+    shown = found.Scalars("goodput/of_all_time")
+    assert [e.step for e in shown] == [10, 20]
+    assert shown[1].value == pytest.approx(expected.goodput)
+    assert found.Scalars("ledger_share/queue")[0].value == pytest.approx(expected.seconds["queue"] / expected.wall)
+    assert {tag.split("/")[0] for tag in found.Tags()["scalars"]} == {"goodput", "ledger_share"}

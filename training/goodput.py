@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.launcher.errors import ConfigError
 from baton.training import ledger
+from baton.training.errors import RunError
 
 PARTS = {
     "compute": "steps that were kept: forward, backward, optimizer",
@@ -81,10 +81,10 @@ class Goodput:
 
 
 def account(folder: Path, now: float | None = None) -> Goodput:
-    """The account of a run. now: until when a running attempt is counted; None: the clock. Raises ConfigError without a ledger."""
+    """The account of a run. now: until when a running attempt is counted; None: the clock. Raises RunError without a ledger."""
     rows = sorted(ledger.read(folder), key=lambda row: row["time"])
     if not any(row["kind"] == "attempt" for row in rows):
-        raise ConfigError(f"{folder / ledger.NAME}: no attempt is recorded; is this a run directory?")
+        raise RunError(f"{folder / ledger.NAME}: no attempt is recorded; is this a run directory?")
     pieces = list(_pieces(rows, time.time() if now is None else now))
     kept = _kept(rows)
     seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
