@@ -26,7 +26,7 @@ test-gpu:  ## what needs a GPU; 6 processes share the GPUs, since the time goes 
 
 test-slurm:  ## the long forms on a SLURM of four nodes that the tests start on this machine; needs root; keeps its log
 	@scripts/setup.sh test
-	$(PYTEST) -v -m "long_slurm or not long_slurm" --durations=0 tests/slurm 2>&1 | tee build/test-slurm.log
+	set -o pipefail; $(PYTEST) -v -m "long_slurm or not long_slurm" --durations=0 tests/slurm 2>&1 | tee tests/slurm/test-slurm.log
 
 soak:  ## 22 minutes of faults, one a minute in the mean, on the same SLURM; goodput, and every second accounted for
 	@scripts/setup.sh test

@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -94,6 +95,12 @@ def test_nodes_are_excluded_at_once_when_dead_and_after_strikes_when_suspected()
 def test_every_code_has_its_meaning_and_codes_are_distinct():
     assert set(MEANING) == set(Exit)
     assert len({int(one) for one in Exit} | {AGAIN, NEXT_JOB, OTHER_NODES}) == len(Exit) + 3
+
+
+def test_the_table_of_codes_is_the_one_in_the_documentation():
+    table = [f"| {int(code)} | {code.name} | {means} | {done} |" for code, (means, done) in MEANING.items()]
+    text = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("| ")][2:] == table
 
 
 @pytest.fixture
