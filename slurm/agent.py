@@ -13,6 +13,7 @@ speak through files in the attempt's folder and never wait for one another, so n
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -70,6 +71,7 @@ class Agent:
                 status, reason = self._start() or self._watch()
         finally:
             end_ranks(self.ranks)
+            shutil.rmtree(self.beats, ignore_errors=True)
         self._evaluate()
         self._say_end(status, reason)
         print(f"{self.name}: {reason}", flush=True)

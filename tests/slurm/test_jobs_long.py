@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.jobs import RUN, STEPS, undisturbed
+from support.jobs import RUN, STEPS, not_shared, undisturbed
 from support.runs import BATON, wait_until
 
 from baton.launcher.run_directory import last_step
@@ -201,6 +201,19 @@ def test_fewer_and_more_nodes_on_restart(submit, expected):
     # each change of the layout changes the order of sums once; what was done before it is the same to the bit
     for (_, loss, _), (_, other, _) in zip(ours, theirs):
         assert loss == pytest.approx(other, rel=1e-5)
+
+
+def test_a_bad_node_is_replaced_by_a_spare_one(submit, expected):
+    """A node that does not see the run directory; the job has one more than it needs, and trains at once without it."""
+    with not_shared("n2", submit.where):
+        job = submit(spare_nodes=1, preflight={"enabled": True, "timeout_s": 60, "files_mb_s": 0})
+        assert job.wait() == Exit.DONE
+    (attempt,) = job.rows("attempt")
+    assert attempt["nodes"] == ["n1", "n2"], "before the checks"
+    assert (job.folder / "attempts" / "0001" / "nodes.txt").read_text() == "n1,n3"
+    (checked,) = job.rows("preflight")
+    assert list(checked["bad"]) == ["n2"]
+    assert job.losses() == expected
 
 
 def test_saving_that_hangs_ends_in_time(submit, expected, tmp_path, monkeypatch):

@@ -1,12 +1,11 @@
 """What `baton submit` refuses: named in one line, status 2, before anything is submitted or written."""
 
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
-from support.jobs import RUN, sandbox
+from support.jobs import RUN, not_shared, sandbox
 
 from baton.launcher.cli import main
 from baton.launcher.cluster import load_cluster
@@ -96,20 +95,10 @@ def test_an_account_that_does_not_exist_is_refused(tmp_path, slurm, submit_it, m
 
 def test_a_run_directory_that_is_not_shared_is_found_before_any_rank_starts(submit):
     """On one node another file system lies over the place where the run directory is on the others."""
-    folder = Path(os.environ["SLURM_SANDBOX_DIR"])
-    job = None
-    anchor = (folder / "ns" / "n2").read_text().split()[0]
-    enter = ["nsenter", "--target", anchor, "--mount", "--uts"]
-    try:
-        subprocess.run([*enter, "mount", "-t", "tmpfs", "tmpfs", submit.where], check=True)
-        job = submit(
-            "training.steps=6",
-            'jobs.hooks.failure=echo "$BATON_EVENT $BATON_TEXT" >> hooks',
-            preflight={"enabled": True, "timeout_s": 60},
-        )
+    words = ("training.steps=6", 'jobs.hooks.failure=echo "$BATON_EVENT $BATON_TEXT" >> hooks')
+    with not_shared("n2", submit.where):
+        job = submit(*words, preflight={"enabled": True, "timeout_s": 60})
         assert job.wait() == 0
-    finally:
-        subprocess.run([*enter, "umount", submit.where])
     first = job.rows("end")[0]
     assert "n2: does not see " in first["reason"]
     assert "not on a file system that all nodes share" in first["reason"]

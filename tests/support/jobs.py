@@ -47,6 +47,18 @@ def sandbox(*words, **settings) -> subprocess.CompletedProcess:
     return subprocess.run([TOOL, *words], capture_output=True, text=True, timeout=300, env=os.environ | settings)
 
 
+@contextlib.contextmanager
+def not_shared(node: str, folder: Path):
+    """On one node another file system lies over the folder."""
+    anchor = (Path(os.environ["SLURM_SANDBOX_DIR"]) / "ns" / node).read_text().split()[0]
+    enter = ["nsenter", "--target", anchor, "--mount", "--uts"]
+    subprocess.run([*enter, "mount", "-t", "tmpfs", "tmpfs", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*enter, "umount", "--lazy", folder], check=True)
+
+
 class Job:
     """A submitted run. folder: its directory. where: the current directory of the submission."""
 
