@@ -47,6 +47,8 @@ def begin(run: Path) -> int:
         decision = _close(unclosed, None, allocated, time_is_up=False)
         if not decision.goes_on:
             return _over(run, decision)
+        # SLURM queued it again by itself, at once
+        ledger.append(run, "submitted", job=os.environ["SLURM_JOB_ID"], by="slurm", time=outcome_time(unclosed))
     elif (run / "stop").exists():
         return _over(run, Decision(Exit.STOPPED, "the run is stopped, as asked"))
     _exclude(run, dict.fromkeys(command.unusable(allocated), "SLURM holds it for down or failing"))
