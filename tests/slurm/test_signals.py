@@ -7,7 +7,6 @@ import contextlib
 import multiprocessing
 import os
 import random
-import socket
 import time
 from pathlib import Path
 
@@ -46,9 +45,7 @@ def ranks():
     process.start()
 
     def start(attempt: Path):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        ours.send((str(attempt), port))
+        ours.send(str(attempt))
         pids = ours.recv()
 
         def wait():

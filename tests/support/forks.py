@@ -2,12 +2,13 @@
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-def _rank(attempt: str, rank: int, port: int) -> None:
+def _rank(attempt: str, rank: int, listener: socket.socket) -> None:
     """What a started rank does, without its imports."""
     from baton.launcher import worker
     from baton.training import stopping
@@ -22,10 +23,11 @@ def _rank(attempt: str, rank: int, port: int) -> None:
         "WORLD_SIZE": 2,
         "LOCAL_WORLD_SIZE": 2,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": listener.getsockname()[1],
     }
     os.environ.update({name: str(value) for name, value in names.items()})
-    os.environ.pop("BATON_LISTEN_FD", None)
+    if rank == 0:
+        os.environ["BATON_LISTEN_FD"] = str(listener.fileno())
     stopping.install()
     try:
         worker._run(Path(attempt) / "config.yaml")
@@ -40,21 +42,23 @@ def _rank(attempt: str, rank: int, port: int) -> None:
 
 
 def serve(connection) -> None:
-    """The process that has paid: for each (attempt, port) two ranks, whose pids it sends, and then their statuses."""
+    """The process that has paid: for each attempt two ranks, whose pids it sends, and then their statuses."""
     import torch
 
     import baton.parallel.mesh
     import baton.training.loop  # noqa: F401 (this is what is paid for)
 
     torch.set_num_threads(1)
-    while (asked := connection.recv()) is not None:
+    while (attempt := connection.recv()) is not None:
+        listener = socket.create_server(("127.0.0.1", 0))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # as launcher.processes does
         pids = []
         for rank in range(2):
             pid = os.fork()
             if pid == 0:
-                _rank(asked[0], rank, asked[1])
+                _rank(attempt, rank, listener)
             pids.append(pid)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        listener.close()
         connection.send(pids)
         connection.send([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
