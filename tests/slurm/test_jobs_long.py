@@ -145,7 +145,7 @@ def test_requeue_forbidden(submit, expected, restart):
         assert len(job.ids()) == 2, "it waits from the start"
     # as the time limit does; scancel of SLURM 22 does not signal the batch shell of one task of an array
     shells = [p for p in psutil.process_iter(["name"]) if p.info["name"] == "slurm_script"]
-    (shell,) = [p for p in shells if p.environ().get("SLURM_JOB_NAME") == job.name]
+    (shell,) = [p for p in shells if p.cwd() == str(job.where)]
     shell.send_signal(signal.SIGUSR1)
     job.wait_for_attempt(2)
     assert job.wait() == Exit.DONE
