@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 # -P: the checkout's folders must not become importable under their bare names; transformers, for one, looks for a `kernels`
 PYTEST := .venv/bin/python -P -m pytest
-.PHONY: demo test test-long chaos grid test-gpu lint typing-tree bench clean
+.PHONY: demo test test-long chaos grid test-gpu test-slurm soak lint typing-tree bench clean
 
 demo:  ## five minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
@@ -27,6 +27,14 @@ grid:  ## the equality grid: every mixer on every layout; writes docs/equality-g
 test-gpu:  ## what needs a GPU; 6 processes share the GPUs, since the time goes into compiling and into communicators
 	@scripts/setup.sh test
 	$(PYTEST) -q -m gpu -n 6
+
+test-slurm:  ## the long forms on a SLURM of four nodes that the tests start on this machine; needs root; keeps its log
+	@scripts/setup.sh test
+	set -o pipefail; $(PYTEST) -v -m "long_slurm or not long_slurm" --durations=0 tests/slurm 2>&1 | tee tests/slurm/test-slurm.log
+
+soak:  ## 22 minutes of faults, one a minute in the mean, on the same SLURM; goodput, and every second accounted for
+	@scripts/setup.sh test
+	.venv/bin/python -P tests/slurm/soak.py
 
 lint: typing-tree
 	@scripts/setup.sh test lint

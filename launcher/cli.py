@@ -9,13 +9,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baton.launcher.jobs import add_commands
+
 if TYPE_CHECKING:
     from baton.launcher.config import RunConfig
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status (0 well, 1 failed, 2 bad input)."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and not (hasattr(arguments, "overrides") and all("=" in word and not word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # key=value words after an option, which argparse does not expect there
+        arguments.overrides += rest
     try:
         return int(arguments.run(arguments) or 0)
     except KeyboardInterrupt:
@@ -65,11 +72,17 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
     generate.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
+    evaluate = _command(commands, "evaluate", _evaluate, "evaluate one checkpoint of a run, on one process")
+    evaluate.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
+    evaluate.add_argument("--step", type=_positive, required=True, help="the checkpoint's")
+    evaluate.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
     plot = _command(commands, "plot", _plot, "draw a run's curves into a PNG")
     plot.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     plot.add_argument("--out", type=Path, help="the picture (default RUN/curves.png)")
 
     _checkpoint_commands(_group(commands, "checkpoint", "list, verify, compare, prune and export a run's checkpoints"))
+    add_commands(commands, _command)
 
     data = _group(commands, "data", "prepare, verify and inspect datasets")
     prepare = _command(data, "prepare", _prepare, "turn text into WebDataset shards of documents")
@@ -167,7 +180,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from baton.launcher.config import load
     from baton.launcher.plan import make_plan
 
-    config = _with_known_vocabulary(load(arguments.config, arguments.overrides))
+    config = with_known_vocabulary(load(arguments.config, arguments.overrides))
     cluster = None if arguments.cluster is None else load_cluster(arguments.cluster)
     plan = make_plan(config, cluster, arguments.memory_gib)
     print(json.dumps(plan.to_json(), indent=2) if arguments.json else "\n".join(plan.lines()))
@@ -193,7 +206,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     from baton.parallel.mesh import local_device
     from baton.training.tune import PATH, tune_for
 
-    config, device = _with_known_vocabulary(load(arguments.config, arguments.overrides)), local_device(0, 1, "auto")
+    config, device = with_known_vocabulary(load(arguments.config, arguments.overrides)), local_device(0, 1, "auto")
     if device.type != "cuda":
         raise ConfigError("there is no GPU here: kernels are tuned on a GPU of the kind that will run them")
     path = arguments.table or PATH
@@ -203,7 +216,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _with_known_vocabulary(config: RunConfig) -> RunConfig:
+def with_known_vocabulary(config: RunConfig) -> RunConfig:
     """The configuration with its task's or tokenizer's vocabulary. A model that names its own needs no tokenizer to be planned."""
     from baton.data_pipeline.config import ShardsConfig
     from baton.data_pipeline.tokenizer import Tokenizer
@@ -230,15 +243,18 @@ def _with_known_vocabulary(config: RunConfig) -> RunConfig:
 def _train(arguments: argparse.Namespace) -> int:
     from baton.launcher.config import load
     from baton.launcher.processes import run_ranks
-    from baton.launcher.run_directory import open_attempt
+    from baton.launcher.run_directory import last_step, open_attempt
+    from baton.training import ledger
 
     config = load(arguments.config, arguments.overrides)
-    _check_inputs(config)
+    check_inputs(config)
     with open_attempt(config) as attempt:
-        return run_ranks(config.layout.world_size, attempt)
+        status = run_ranks(config.layout.world_size, attempt)
+        ledger.append(config.folder, "end", attempt=int(attempt.name), status=status, step=last_step(config.folder))
+    return status
 
 
-def _check_inputs(config: RunConfig) -> None:
+def check_inputs(config: RunConfig) -> None:
     """Refuse data that is missing or does not fit, before any folder is made or process started."""
     from baton.data_pipeline.batches import check_tokenizer
     from baton.data_pipeline.config import ShardsConfig
@@ -329,6 +345,12 @@ def _checkpoint_export(arguments: argparse.Namespace) -> None:
 
     dtype = None if arguments.dtype == "float32" else getattr(torch, arguments.dtype)
     print(f"{arguments.out}: weights of {export(arguments.place, arguments.out, dtype)}")
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from baton.launcher.evaluate import evaluate_checkpoint
+
+    evaluate_checkpoint(arguments.folder, arguments.step, arguments.device)
 
 
 def _plot(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""A cluster as a plan sees it: what its GPUs hold and reach, and how fast they exchange. Torch-free.
+"""A cluster: what its GPUs hold and reach, how fast they exchange, and how its SLURM is spoken to. Torch-free.
 
 The one thing to know: all rates are what is reached, not what a data sheet says; the shipped files say where theirs come from, and
 a file of your own with measured rates makes a better plan.
@@ -10,7 +10,9 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from baton.launcher.config import first_problem
 from baton.launcher.errors import ConfigError
+from baton.slurm.config import SlurmConfig
 
 
 class _Settings(BaseModel):
@@ -44,6 +46,12 @@ class Cluster(_Settings):
     matmul_tflops: MatmulRates
     memory_tb_s: float = Field(gt=0, description="reading and writing a GPU's memory, TB/s (10^12 bytes)")
     bandwidth_gb_s: Bandwidth
+    slurm: SlurmConfig | None = Field(None, description="how jobs are submitted; null: this cluster is only planned for")
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that a job starts on a node."""
+        return (self.slurm.ranks_per_node if self.slurm is not None else None) or self.gpus_per_node
 
     def seconds(self, sent: int, members: int, stride: int, *, pairs: bool = False) -> float:
         """Time to send `sent` bytes per rank in a group of `members` ranks, numbered `stride` apart, as a ring would.
@@ -75,9 +83,9 @@ def load_cluster(where: str) -> Cluster:
         raise ConfigError(f"{where}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: the file: expected keys and values")
     try:
         return Cluster.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ConfigError(f"{where}: {key}: {first['msg']}; it needs {', '.join(Cluster.model_fields)}") from None
+        raise ConfigError(f"{where}: {first_problem(error, Cluster, words=False)}") from None

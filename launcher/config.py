@@ -17,10 +17,12 @@ from baton.launcher.errors import ConfigError
 from baton.models.config import ModelConfig
 from baton.models.stages import cut
 from baton.parallel.config import LayoutConfig, divisors
+from baton.slurm.config import JobsConfig
 from baton.training.config import TrainingConfig, check_long_rows, with_vocabulary
 
 MAY_CHANGE = (
     "device",
+    "jobs",
     "layout",
     "model.loss_chunk",
     "data.path",
@@ -59,6 +61,7 @@ class RunConfig(BaseModel):
     data: DataConfig = Field(default_factory=ShardsConfig)
     layout: LayoutConfig = Field(default_factory=LayoutConfig)
     training: TrainingConfig
+    jobs: JobsConfig = Field(default_factory=JobsConfig)
 
     @property
     def folder(self) -> Path:
@@ -171,7 +174,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_first_problem(error)}") from None
+        raise ConfigError(f"{path}: {first_problem(error, RunConfig)}") from None
     config.check()
     return config
 
@@ -252,18 +255,20 @@ def _resolve_model(value: Any, where: str) -> Any:
     raise ConfigError(f"{where}: model: no model is called {value!r}; {hint} (or the path of a .yaml file)")
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError, root: type[BaseModel], *, words: bool = True) -> str:
+    """What is wrong with the values of a `root`, in one line, with the nearest known key for a misspelt one. words: whether values
+    can be set on the command line as well."""
     # a misspelt key that is required is also a missing one: the misspelling says more
     problems = sorted(error.errors(), key=lambda p: p["type"] not in ("extra_forbidden", "invalid_key"))
     first = problems[0]
-    location, known = _place([str(part) for part in first["loc"]])
+    location, known = _place([str(part) for part in first["loc"]], root)
     key = ".".join(location)
     if first["type"] == "extra_forbidden":
         close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
         prefix = "".join(f"{part}." for part in location[:-1])
         text = f"unknown key {key}; " + (f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(known)}")
     elif first["type"] == "missing":
-        text = f"{key} is missing; set it in the file or as {key}=VALUE"
+        text = f"{key} is missing; set it in the file" + (f" or as {key}=VALUE" if words else "")
     elif first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         context = first["ctx"]
         name = context["discriminator"].strip("'")
@@ -278,10 +283,10 @@ def _first_problem(error: ValidationError) -> str:
     return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
-def _place(location: list[str]) -> tuple[list[str], list[str]]:
+def _place(location: list[str], root: type[BaseModel]) -> tuple[list[str], list[str]]:
     """The keys of a problem's location, without the tags that pydantic puts in for the kinds of a choice; the keys known there."""
     keys: list[str] = []
-    model: Any = RunConfig
+    model: Any = root
     kinds: dict[str, Any] = {}
     named = False  # whether the next part is a key of a dictionary
     for number, part in enumerate(location):

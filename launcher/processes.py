@@ -14,22 +14,27 @@ import sys
 import time
 from pathlib import Path
 
-GRACE_S = 10.0
+SAVE_S = 120.0
+"""How long ranks that were asked to end may take to the end of their step and to save."""
 
 LAST_WORDS_S = 2.0
 """How long the other ranks may say what they miss of one that has failed, before they are ended."""
+
+STOPPED = 75
+"""The status of a rank that ended because it was asked to (training.errors.StoppedError)."""
 
 
 def run_ranks(world_size: int, attempt: Path) -> int:
     """Run the ranks of `attempt` (a folder with config.yaml) to their end; returns the exit status for the command.
 
     0: all ranks ended well. 2: a rank refused its input (its sentence has been printed). 1: a rank died or missed another one's
-    message (who, and what was missed, has been printed); 130, 143: interrupted.
+    message (who, and what was missed, has been printed); 130, 143: interrupted. An interrupt lets the ranks finish their step and
+    save; a second one does not.
     """
-    listener = socket.create_server(("127.0.0.1", 0))
-    listener.set_inheritable(True)
-    ranks = [_start(rank, world_size, attempt, listener) for rank in range(world_size)]
-    shown = _Shown(_log(attempt, 0))
+    listener = listen("127.0.0.1", (0, 0))
+    environment = rank_environment("127.0.0.1", listener.getsockname()[1], world_size, world_size)
+    ranks = [start_rank(rank, rank, environment, attempt, listener) for rank in range(world_size)]
+    shown = _Shown(log_of(attempt, 0))
     stopped: list[int] = []
     previous = {s: signal.signal(s, lambda number, frame: stopped.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -38,9 +43,15 @@ def run_ranks(world_size: int, attempt: Path) -> int:
             time.sleep(0.05)
         # asked again, because the rank that failed first may not be the first that was seen to have
         failed = [(rank, p.returncode) for rank, p in enumerate(ranks) if p.poll()]
-        if any(status != 2 for _, status in failed) and not stopped:
+        if stopped:
+            tell(ranks, signal.SIGTERM)
+            deadline = time.monotonic() + SAVE_S
+            while any(p.poll() is None for p in ranks) and len(stopped) == 1 and time.monotonic() < deadline:
+                shown.update()
+                time.sleep(0.05)
+        elif any(status != 2 for _, status in failed):
             _wait(ranks, LAST_WORDS_S)
-        _end(ranks)
+        end_ranks(ranks)
         shown.update()
     finally:
         listener.close()
@@ -49,47 +60,83 @@ def run_ranks(world_size: int, attempt: Path) -> int:
     if stopped:
         print(f"baton: stopped by {signal.Signals(stopped[0]).name}; start the same command to resume", file=sys.stderr)
         return 128 + stopped[0]
-    return _report(failed, world_size, attempt) if failed else 0
+    if failed and all(p.returncode in (0, STOPPED) for p in ranks):  # asked by others than this process
+        print(f"baton: {_sentence(log_of(attempt, failed[0][0]))}", file=sys.stderr)
+        return STOPPED
+    if failed:
+        status, sentence = report(dict(failed), attempt, range(world_size))
+        print(f"baton: {sentence}" + ("" if status == 2 else "; start the same command to resume"), file=sys.stderr)
+        return status
+    return 0
 
 
-def _start(rank: int, world_size: int, attempt: Path, listener: socket.socket) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
-    environment |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+def listen(address: str, ports: tuple[int, int]) -> socket.socket:
+    """A socket on the first free port of a range (0, 0: any), for the ranks to meet at. Raises OSError when all are taken."""
+    first, last = ports
+    for port in range(first, last + 1):
+        try:
+            listener = socket.create_server((address, port))
+        except OSError:
+            if port == last:
+                raise
+        else:
+            listener.set_inheritable(True)
+            return listener
+    raise OSError(f"no ports in {first}-{last}")
+
+
+def rank_environment(address: str, port: int, world_size: int, local_world_size: int) -> dict[str, str]:
+    """What ranks of one machine have in common, on top of this process's own environment."""
+    environment = dict(os.environ) | {
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(listener.getsockname()[1]),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
         "PYTHONUNBUFFERED": "1",
         "BATON_PARENT": str(os.getpid()),
     }
     # more threads than cores fight each other; torch's default is all cores in every rank
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world_size)))
-    if rank == 0:
-        environment["BATON_LISTEN_FD"] = str(listener.fileno())
-    with open(_log(attempt, rank), "wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "baton.launcher.worker", str(attempt / "config.yaml")],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            pass_fds=(listener.fileno(),) if rank == 0 else (),
-            start_new_session=True,  # a Ctrl-C reaches this process alone, which then ends the ranks
-        )
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // local_world_size)))
+    return environment
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Ask the remaining ranks to stop, then make them."""
+def start_rank(
+    rank: int, local_rank: int, environment: dict[str, str], attempt: Path, listener: socket.socket | None = None
+) -> subprocess.Popen[bytes]:
+    """Start one rank, whose log is in `attempt`. listener: where rank 0 serves the meeting."""
+    own = environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    handed = (listener.fileno(),) if rank == 0 and listener is not None else ()
+    if handed:
+        own["BATON_LISTEN_FD"] = str(handed[0])
+    # a signal that comes before the rank can take it waits until then (training.stopping.install)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGTERM))
+    try:
+        with open(log_of(attempt, rank), "wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "baton.launcher.worker", str(attempt / "config.yaml")],
+                env=own,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=handed,
+                start_new_session=True,  # a Ctrl-C reaches this process alone, which then ends the ranks
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def tell(ranks: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    """Send a signal to the ranks that still run."""
     for p in ranks:
         if p.poll() is None:
-            p.terminate()
-    _wait(ranks, GRACE_S)
+            p.send_signal(number)
+
+
+def end_ranks(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """End the ranks that still run, at once: they wait for others that will not answer, and a checkpoint bears any end."""
+    tell(ranks, signal.SIGKILL)
     for p in ranks:
-        if p.poll() is None:
-            p.kill()
-            p.wait()
+        p.wait()
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], seconds: float) -> None:
@@ -105,22 +152,41 @@ def _no_room(attempt: Path) -> str:
     return f"; No space left on the disk of {attempt}: make room" if shutil.disk_usage(attempt).free < 1 << 16 else ""
 
 
-def _report(failed: list[tuple[int, int]], world_size: int, attempt: Path) -> int:
-    said = {rank: _sentence(_log(attempt, rank)) for rank in range(world_size)}
-    refused = [rank for rank, status in failed if status == 2]
+def report(failed: dict[int, int], attempt: Path, ranks: range) -> tuple[int, str]:
+    """Which of the failed ranks {rank: status} was the cause: the status for the command (2: bad input, else 1), and a sentence.
+    ranks: those whose logs are here."""
+    said = {rank: _sentence(log_of(attempt, rank)) for rank in ranks}
+    refused = [rank for rank, status in failed.items() if status == 2]
     if refused:
-        print(f"baton: {said[refused[0]] or f'rank {refused[0]} refused to run{_no_room(attempt)}'}", file=sys.stderr)
-        return 2
-    # Ranks that miss another one fail as well, and say whom they miss. A signal came from outside, and is the cause; next to it, a
-    # failure that is not for want of a message; else who spoke first.
-    rank, status = min(
-        failed, key=lambda f: (f[1] >= 0, f[1] >= 0 and (said[f[0]] is not None, _log(attempt, f[0]).stat().st_mtime_ns))
-    )
+        return 2, said[refused[0]] or f"rank {refused[0]} refused to run{_no_room(attempt)}"
+    rank, status = cause(failed, attempt)
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
     sentence = said[rank] or next(filter(None, said.values()), None)
     missed = f" ({sentence.removeprefix(f'rank {rank}: ')})" if sentence else _no_room(attempt)
-    print(f"baton: rank {rank} {how}{missed}; see {_log(attempt, rank)}; start the same command to resume", file=sys.stderr)
-    return 1
+    return 1, f"rank {rank} {how}{missed}; see {log_of(attempt, rank)}"
+
+
+def cause(failed: dict[int, int], attempt: Path) -> tuple[int, int]:
+    """The rank that failed first, and its status. Ranks that miss another one fail as well, and say whom they miss. A signal came
+    from outside, and is the cause; next to it, a failure that is not for want of a message; else who spoke first."""
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        if failed[rank] < 0:
+            return False, False, 0
+        log = log_of(attempt, rank)
+        return True, _sentence(log) is not None, log.stat().st_mtime_ns
+
+    rank = min(failed, key=order)
+    return rank, failed[rank]
+
+
+MISSING = ("Connection reset", "Connection closed", "Broken pipe", "remote process", "NCCL error", "imed out", "did not come from")
+"""What a rank's last lines hold when it failed because another one was gone."""
+
+
+def misses_others(log: Path) -> bool:
+    """Whether a rank that failed did so for want of another one's message."""
+    return any(sign in log.read_text(encoding="utf-8", errors="replace")[-4000:] for sign in MISSING)
 
 
 def _sentence(log: Path) -> str | None:
@@ -129,7 +195,7 @@ def _sentence(log: Path) -> str | None:
     return next((line.removeprefix("baton: ") for line in reversed(lines) if line.startswith("baton: ")), None)
 
 
-def _log(attempt: Path, rank: int) -> Path:
+def log_of(attempt: Path, rank: int) -> Path:
     return attempt / f"rank-{rank}.log"
 
 

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from baton.launcher.config import RunConfig, changes
 from baton.launcher.errors import ConfigError
+from baton.training import ledger
 
-BEFORE_CONFIG = {"attempts", "checkpoints", "provenance.json", ".provenance.json.new", ".config.yaml.new"}
+BEFORE_CONFIG = {"attempts", "ledger.jsonl", "checkpoints", "provenance.json", ".provenance.json.new", ".config.yaml.new"}
 """What is made before config.yaml: a start that was killed there leaves no more than these, and the next one goes on."""
 
 
@@ -27,11 +29,17 @@ def open_attempt(config: RunConfig) -> Iterator[Path]:
 
     Raises ConfigError when the directory belongs to another configuration, with what changed, is something else, or is in use.
     """
+    check_run(config)
     with ExitStack() as held:
-        yield _open_attempt(config, held)
+        with _writing(config.folder):
+            (config.folder / "attempts").mkdir(parents=True, exist_ok=True)
+            held.enter_context(hold(config.folder))
+        open_run(config)
+        yield new_attempt(config)
 
 
-def _open_attempt(config: RunConfig, held: ExitStack) -> Path:
+def check_run(config: RunConfig) -> None:
+    """Refuse a run directory that belongs to another configuration, or is something else. Writes nothing."""
     folder = config.folder
     recorded = folder / "config.yaml"
     if recorded.exists():
@@ -41,33 +49,88 @@ def _open_attempt(config: RunConfig, held: ExitStack) -> Path:
                 f"{folder} belongs to another configuration: {'; '.join(different)}. Use another name (name=...) or directory "
                 f"(directory=...), or take the changes back"
             )
-    try:
-        if not recorded.exists() and folder.exists() and not {p.name for p in folder.iterdir()} <= BEFORE_CONFIG:
+        return
+    with _writing(folder):
+        if folder.exists() and not {p.name for p in folder.iterdir()} <= BEFORE_CONFIG:
             raise ConfigError(f"{folder} exists and is not a run (no config.yaml in it); use another directory=...")
-        (folder / "attempts").mkdir(parents=True, exist_ok=True)
-        _lock(folder, held)
-        (folder / "checkpoints").mkdir(exist_ok=True)
-        number = 1 + max((int(p.name) for p in (folder / "attempts").iterdir() if p.name.isdigit()), default=0)
-        attempt = folder / "attempts" / f"{number:04d}"
+
+
+def open_run(config: RunConfig) -> None:
+    """Make the run directory, with the configuration that every start agrees with and its origin; what is there stays."""
+    folder = config.folder
+    with _writing(folder):
+        for name in ("attempts", "checkpoints"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        if not (folder / "config.yaml").exists():
+            write_whole(folder / "provenance.json", json.dumps(provenance(), indent=1))
+            write_whole(folder / "config.yaml", config.to_yaml())
+
+
+def new_attempt(config: RunConfig, **what: Any) -> Path:
+    """A folder for one start. what: for the ledger, besides the layout."""
+    folder = config.folder
+    with _writing(folder):
+        attempt = folder / "attempts" / f"{1 + last_attempt(folder):04d}"
         attempt.mkdir()
-        _write(attempt / "config.yaml", config.to_yaml())
-        if not recorded.exists():
-            _write(folder / "provenance.json", json.dumps(provenance(), indent=1))
-            _write(recorded, config.to_yaml())
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written ({error.strerror}); choose another directory=...") from None
+        write_whole(attempt / "config.yaml", config.to_yaml())
+        ledger.append(folder, "attempt", attempt=int(attempt.name), layout=config.layout.sizes(), **what)
     return attempt
 
 
-def _lock(folder: Path, held: ExitStack) -> None:
-    """Two starts at once would cut each other's record. The system drops the lock when this process ends, however it ends."""
-    lock = held.enter_context((folder / "attempts" / ".lock").open("w"))
+def last_attempt(folder: Path) -> int:
+    """The number of the last start; 0: there was none."""
+    attempts = folder / "attempts"
+    return max((int(p.name) for p in attempts.iterdir() if p.name.isdigit()), default=0) if attempts.is_dir() else 0
+
+
+def last_step(folder: Path) -> int:
+    """The last step in a run's record; 0: none yet. Reads its end alone."""
+    last = 0
+    for row in recent_metrics(folder):
+        if row.get("kind") == "train":
+            last = max(last, int(row["step"]))
+    return last
+
+
+def recent_metrics(folder: Path, size: int = 1 << 18) -> list[dict[str, Any]]:
+    """The last rows of a run's record, from its last `size` bytes."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"{folder} is being trained by another process on this machine or one that shares it; wait for it, or end it first"
-        ) from None
+        with (folder / "metrics.jsonl").open("rb") as f:
+            f.seek(max(0, f.seek(0, os.SEEK_END) - size))
+            lines = f.read().splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:  # cut by where reading began, or by a kill
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """The run directory for this process alone: two starts at once would cut each other's record. The system drops the lock when
+    this process ends, however it ends. Raises ConfigError when another one holds it."""
+    with (folder / "attempts" / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder} is being trained by another process on this machine or one that shares it; wait for it, or end it first"
+            ) from None
+        yield
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written ({error.strerror}); choose another directory=...") from None
 
 
 def read_config(path: Path) -> RunConfig:
@@ -108,7 +171,8 @@ def provenance() -> dict[str, object]:
     }
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """A file that is there as a whole or not at all."""
     aside = path.with_name(f".{path.name}.new")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)

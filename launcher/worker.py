@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -9,6 +10,8 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
+
+from baton.training import stopping
 
 
 class _Log:
@@ -32,6 +35,10 @@ class _Log:
 
 def main() -> int:
     _die_with_parent()
+    stopping.install()
+    if stacks := os.environ.get("BATON_STACKS"):
+        # asked by whoever started this rank, which may hang anywhere by then: this handler needs no bytecode to run
+        faulthandler.register(signal.SIGUSR2, file=open(stacks, "a"), all_threads=True)  # noqa: SIM115 (open as long as the rank)
     sys.stdout, sys.stderr = _Log(sys.stdout), _Log(sys.stderr)
     import warnings
 
@@ -57,6 +64,9 @@ def _run(path: Path) -> None:
     config.check_ranks(world_size)
     import torch
 
+    from baton.parallel import waiting
+
+    waiting.install()
     from baton.parallel import mesh as meshes
     from baton.training.loop import train
     from baton.training.run import RunSettings
@@ -74,7 +84,12 @@ def _run(path: Path) -> None:
     )
     mesh = meshes.initialize(config.layout, device=device, rank=rank, store=store)
     settings = RunSettings(
-        folder=config.folder, model=config.model, data=config.data, training=config.training, config_text=config.to_yaml()
+        folder=config.folder,
+        model=config.model,
+        data=config.data,
+        training=config.training,
+        config_text=config.to_yaml(),
+        attempt=int(path.parent.name) if path.parent.name.isdigit() else 0,
     )
     train(settings, mesh)
     meshes.shutdown()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from baton.parallel.errors import ExchangeError
+from baton.parallel.waiting import waiting
 
 _POLL_S = 0.5
 
@@ -46,7 +47,8 @@ class Arrival:
         """
         since = time.monotonic()
         try:
-            self._work.wait()
+            with waiting():
+                self._work.wait()
         except RuntimeError as error:
             raise ExchangeError(f"{self.sentence(time.monotonic() - since)} ({_first_line(error)})") from None
         return self.message

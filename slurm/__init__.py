@@ -1,1 +1,1 @@
-"""Turning a run into SLURM jobs and keeping it alive across them. Nothing of it exists yet: runs start on one machine."""
+"""Turning a run into SLURM jobs and keeping it alive across them. The script, what it asks, and the agents on the nodes."""

@@ -20,7 +20,7 @@ ARROWS = {
     "models": {"kernels", "parallel"},
     "training": {"kernels", "parallel", "models", "data_pipeline"},
     "launcher": {"parallel", "models", "training", "data_pipeline", "configs", "slurm"},
-    "slurm": {"launcher"},
+    "slurm": {"launcher", "training.heartbeat", "training.ledger", "training.goodput", "parallel.config"},
 }
 
 

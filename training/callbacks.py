@@ -38,6 +38,8 @@ from baton.training.schedule import learning_rate
 class Recorder:
     """Every step into the record."""
 
+    time_is = "other"
+
     def __init__(self, monitor: Monitor | None, clock: StepClock, training: TrainingConfig, mesh: Mesh) -> None:
         self._monitor, self._clock, self._training, self._device = monitor, clock, training, mesh.device
 
@@ -62,6 +64,8 @@ class Recorder:
 class ReplicaCheck:
     """Replicas compared every so many steps, and before anything is saved: what a run resumes from has been found in order."""
 
+    time_is = "check"
+
     def __init__(self, built: Built, training: TrainingConfig, schedule: SaveSchedule) -> None:
         self._built, self._training, self._schedule = built, training, schedule
 
@@ -71,12 +75,14 @@ class ReplicaCheck:
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
         every = self._training.replica_check_every
-        if every and (progress.step % every == 0 or self._schedule.due(progress.step)):
+        if every and (progress.step % every == 0 or self._schedule.due(progress.step, ending=progress.ending)):
             replicas.require_equal(self._built, progress.step)
 
 
 class Evaluator:
     """Validation on text every so many steps and after the last, with a sample of what the model writes."""
+
+    time_is = "evaluation"
 
     def __init__(self, built: Built, source: ShardSource, monitor: Monitor | None, settings: RunSettings) -> None:
         self._built, self._source, self._tokenizer, self._monitor = built, source, source.tokenizer, monitor
@@ -120,6 +126,8 @@ class Evaluator:
 class TaskEvaluator:
     """Accuracy on a synthetic task every so many steps and after the last, case by case."""
 
+    time_is = "evaluation"
+
     def __init__(self, built: Built, source: TaskSource, monitor: Monitor | None, settings: RunSettings) -> None:
         self._built, self._cases, self._monitor = built, source.config.evaluated(), monitor
         self._training = settings.training
@@ -156,6 +164,8 @@ class TaskEvaluator:
 
 class LongContext:
     """Loss by position, norms of States and the reach of credit on long rows, with every evaluation."""
+
+    time_is = "evaluation"
 
     def __init__(self, built: Built, source: ShardSource | TaskSource, monitor: Monitor | None, settings: RunSettings) -> None:
         self._built, self._monitor, self._training = built, monitor, settings.training
@@ -199,6 +209,8 @@ class LongContext:
 class CotangentNorms:
     """Norms of the cotangents at the borders of segments and ranks, every so many steps."""
 
+    time_is = "other"
+
     def __init__(self, built: Built, monitor: Monitor | None, training: TrainingConfig) -> None:
         model, mesh = built.model, built.mesh
         self._monitor, self._training, self._mesh = monitor, training, mesh
@@ -227,6 +239,8 @@ class CotangentNorms:
 class Saver:
     """A checkpoint whenever one is due, written while training goes on."""
 
+    time_is = "save"
+
     def __init__(
         self,
         built: Built,
@@ -244,9 +258,9 @@ class Saver:
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
         self._published(self._store.poll())
-        if self._schedule.due(progress.step):
+        if self._schedule.due(progress.step, ending=progress.ending):
             self.save(progress)
-        if progress.step == self._training.steps:
+        if progress.step == self._training.steps or progress.ending:
             self.finish()
 
     def finish(self) -> None:

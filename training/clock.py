@@ -1,6 +1,7 @@
 """Where a step's time goes, without slowing it: host clocks on a CPU, events on a GPU, read once the step is over."""
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -9,10 +10,10 @@ PARTS = ("data", "forward", "backward", "optimizer")
 
 
 class StepClock:
-    """mark(part) closes the span since the last mark; seconds() gives each part's sum and starts anew."""
+    """mark(part) closes the span since the last mark; seconds() gives each part's sum and starts anew. told: of each mark."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, told: Callable[[str], None] = lambda part: None) -> None:
+        self._device, self._told = device, told
         self._marks: list[tuple[str, float | torch.cuda.Event]] = []
         self.start()
 
@@ -30,6 +31,7 @@ class StepClock:
     def mark(self, part: str) -> None:
         """The time since the last mark belongs to `part`."""
         self._marks.append((part, self._now()))
+        self._told(part)
 
     def seconds(self) -> dict[str, float]:
         """Seconds per part. On a GPU this waits for the step's last event."""

@@ -15,3 +15,9 @@ class KernelCheckError(RunError):
     """A kernel does not compute on this machine what its definition says."""
 
     exit_status = 1
+
+
+class StoppedError(RunError):
+    """A run that was asked to end, and did so at a step boundary with everything saved. (75: sysexits' "try again later")"""
+
+    exit_status = 75

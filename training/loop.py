@@ -3,13 +3,16 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
 
 from baton.data_pipeline.source import ShardSource, TaskSource, open_source
 from baton.data_pipeline.steps import Steps
+from baton.parallel import waiting
 from baton.parallel.mesh import Mesh
 from baton.parallel.tensor import drop_compute_copies
-from baton.training import feed
+from baton.training import feed, stopping
 from baton.training.build import Built, build, make_deterministic, model_fingerprint
 from baton.training.callbacks import CotangentNorms, Evaluator, LongContext, Recorder, ReplicaCheck, Saver, TaskEvaluator
 from baton.training.checkpoint.interval import SaveSchedule
@@ -20,10 +23,13 @@ from baton.training.checkpoint.tools import load_weights
 from baton.training.clock import StepClock
 from baton.training.config import with_vocabulary
 from baton.training.doctor import check_kernels
-from baton.training.errors import CheckpointError, RunError
+from baton.training.errors import CheckpointError, RunError, StoppedError
 from baton.training.executor import StepExecutor
 from baton.training.guard import Events, Judge
+from baton.training.heartbeat import Heartbeat
 from baton.training.lane_states import LaneStates
+from baton.training.ledger import Account
+from baton.training.ledger_board import LedgerBoard
 from baton.training.monitor import Monitor
 from baton.training.recovery import Recovery, without
 from baton.training.run import Callback, Progress, RunSettings
@@ -31,8 +37,15 @@ from baton.training.schedule import learning_rates
 
 
 def train(settings: RunSettings, mesh: Mesh) -> None:
-    """Train to the last step, from the newest whole checkpoint if there is one. Every rank calls it."""
+    """Train to the last step, from the newest whole checkpoint if there is one. Every rank calls it.
+
+    Raises StoppedError when it was asked to end before: what was done is saved.
+    """
     training = settings.training
+    heartbeat = Heartbeat(mesh.rank)
+    heartbeat.beat(0, "start-up")
+    began = psutil.Process().create_time()
+    account = Account(settings.folder, settings.attempt, on=mesh.is_main, since=began)
     training.check(mesh.layout.data)
     make_deterministic(training)
     source = open_source(settings.data)
@@ -58,8 +71,12 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         if mesh.is_main:
             print(f"already complete: {progress.step} steps, {progress.tokens:,} tokens; there is nothing to do", flush=True)
         return
+    account.start(progress.step)
+    account.spent("start-up")
     if mesh.device.type == "cuda":  # on a CPU there are no kernels of our own, and nothing is compiled for the machine
+        heartbeat.beat(0, "compile")
         check_kernels(built, training)
+    account.spent("compile")
     schedule = SaveSchedule(training.checkpoint, training.steps, mesh, progress.step)
     replica_check = ReplicaCheck(built, training, schedule)
     replica_check.before_first_step(progress)
@@ -73,7 +90,8 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
             log_every=training.log_every,
             config_text=settings.config_text,
         )
-    clock = StepClock(mesh.device)
+    board = LedgerBoard(settings.folder, progress.step) if mesh.is_main else None
+    clock = StepClock(mesh.device, lambda part: heartbeat.beat(progress.step + 1, part))
     executor = StepExecutor(built.model, built.engine, mesh, clock, lanes=lanes, judge=Judge(training.guard))
     evaluator: Callback
     if isinstance(source, ShardSource):
@@ -92,22 +110,45 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         saver,
     ]
     recovery = Recovery(training.guard, Events(settings.folder, mesh.is_main), mesh)
+    times = Times(account, heartbeat, board, schedule)
     if training.guard.policy == "rollback" and progress.step == 0:
         saver.save(progress)  # there must be something to go back to
+        account.spent("save")
+    progress.ending = stopping.agreed(mesh)
     try:
-        while _steps(progress, source, settings, mesh, executor, callbacks, recovery):
+        while _steps(progress, source, settings, mesh, executor, callbacks, recovery, times):
             saver.finish()
             progress = resume(built, lanes, store, fingerprints, source.cursor, adopt)
             progress.cursors = without(progress.cursors, recovery.places)
             cotangents.before_first_step(progress)
             if monitor is not None:
                 monitor.rewind(progress.step)
+            account.spent("start-up")
+            account.flush()
+            account.start(progress.step)  # what was done beyond was in vain
+            progress.ending = stopping.agreed(mesh)
     except RunError:  # all ranks raise it alike; what is being written is of before, and sound
         saver.finish()
         raise
     if monitor is not None:
         monitor.close()
+    if board is not None:
+        board.close()
+    account.spent("other")
+    account.flush()
+    if progress.step < training.steps:
+        raise StoppedError(f"stopped after step {progress.step} of {training.steps}, as asked; the next start goes on from there")
+    if mesh.is_main:
         print(f"done: {progress.step} steps, {progress.tokens:,} tokens", flush=True)
+
+
+class Times(NamedTuple):
+    """Who is told what the run is doing and how far it is, step by step."""
+
+    account: Account
+    heartbeat: Heartbeat
+    board: LedgerBoard | None
+    schedule: SaveSchedule
 
 
 def _steps(
@@ -118,24 +159,40 @@ def _steps(
     executor: StepExecutor,
     callbacks: Sequence[Callback],
     recovery: Recovery,
+    times: Times,
 ) -> bool:
     """Steps from where the run stands, to its end (progress is then of there), or (True) until one makes it go back."""
     training, clock, every = settings.training, executor.clock, settings.training.monitoring.update_norm_every
+    account, heartbeat, board, schedule = times
     with open_stream(source, settings, mesh, progress) as stream:
         batches = feed.steps(stream, mesh, training, progress.step)
-        while progress.step < training.steps:
+        account.spent("start-up")
+        while progress.step < training.steps and not progress.ending:
             clock.start()
             data = next(batches)
             clock.mark("data")
+            account.spent("data")
+            waiting.seconds()
             executor.segments = data.segments
             executor.watch_update = bool(every) and (progress.step + 1) % every == 0
             result = executor.step(data.batches, learning_rates(progress.step, training))
             bad = result.refused is not None
             if bad and recovery.respond(result, progress.step, progress.cursors, data, stream) == "rollback":
+                account.spent("compute")
                 return True
             progress.advance(training.at(progress.step).global_batch_tokens, data.cursors)
+            progress.ending = stopping.agreed(mesh)
+            account.spent("compute")
+            account.move("compute", "exchange", waiting.seconds())
+            due = schedule.due(progress.step, ending=progress.ending)
             for callback in callbacks:
+                heartbeat.beat(progress.step, type(callback).__name__)
                 callback.after_step(progress, result)
+                account.spent(callback.time_is)
+            account.done(progress.step, write=due)
+            if due and board is not None:
+                board.show(progress.step)
+                account.spent("other")
     return False
 
 

@@ -12,24 +12,27 @@ from baton.training.executor import StepResult
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run is, from the launcher. folder: the run directory. config_text: the resolved configuration as YAML."""
+    """What a run is, from the launcher. folder: the run directory. config_text: the resolved configuration as YAML. attempt: number
+    of this start, from 1; 0: not counted."""
 
     folder: Path
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig
     config_text: str
+    attempt: int = 0
 
 
 @dataclass
 class Progress:
     """Where the run stands: optimizer steps and tokens done, and the cursor of every lane that this rank reads. validation: loss
-    measured at this very step, if it was."""
+    measured at this very step, if it was. ending: the run was asked to end here, and goes on in another start."""
 
     step: int
     tokens: int
     cursors: dict[int, Any]
     validation: float | None = None
+    ending: bool = False
 
     def advance(self, tokens: int, cursors: dict[int, Any]) -> None:
         """A step of so many tokens is done."""
@@ -37,6 +40,8 @@ class Progress:
 
 
 class Callback(Protocol):
-    """Called by all ranks after every step."""
+    """Called by all ranks after every step. time_is: what the ledger counts its time as."""
+
+    time_is: str
 
     def after_step(self, progress: Progress, result: StepResult) -> None: ...

@@ -289,7 +289,13 @@ def test_refusals_are_one_line(plan, words, needle):
 
 def test_a_cluster_file_is_strict(plan, tmp_path):
     path = tmp_path / "ours.yaml"
-    for text, needle in (("{name: x}", "gpus_per_node: Field required"), ("[", "not valid YAML"), ("3", "the file: ")):
+    misspelt = yaml.safe_dump(load_cluster("sandbox").model_dump(mode="json")).replace("  partition:", "  partiton:")
+    for text, needle in (
+        (misspelt, "unknown key slurm.partiton; did you mean slurm.partition?"),
+        ("{name: x}", "gpus_per_node is missing; set it in the file ("),
+        ("[", "not valid YAML"),
+        ("3", "the file: "),
+    ):
         path.write_text(text)
         status, _, err = plan(RUN, "--cluster", path)
         assert (status, err.count("\n")) == (2, 1)

@@ -231,7 +231,7 @@ def test_tensorboard_shows_the_configuration_and_what_the_model_writes(undisturb
 
 def test_the_run_directory_keeps_its_contract(inputs, interrupted):
     folder = interrupted.folder
-    names = {"attempts", "checkpoints", "tensorboard", "config.yaml", "provenance.json", "metrics.jsonl"}
+    names = {"attempts", "checkpoints", "tensorboard", "config.yaml", "provenance.json", "metrics.jsonl", "ledger.jsonl"}
     assert {path.name for path in folder.iterdir()} == names
     assert published(folder) == [STEPS - 10, STEPS - 5, STEPS], "keep_last"
     config = yaml.safe_load((folder / "config.yaml").read_text())

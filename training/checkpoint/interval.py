@@ -30,9 +30,9 @@ class SaveSchedule:
         self._next = start + FIRST
         self._since, self._from, self._stalled = time.perf_counter(), start, 0.0
 
-    def due(self, step: int) -> bool:
-        """Whether to save after step number `step` (counted from 1). The same on every rank."""
-        if step == self._steps:
+    def due(self, step: int, *, ending: bool = False) -> bool:
+        """Whether to save after step number `step` (counted from 1). ending: this start ends with it. The same on every rank."""
+        if ending or step == self._steps:
             return True
         return step == self._next if self._config.every == "auto" else step % self._config.every == 0
 

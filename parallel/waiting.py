@@ -1,0 +1,93 @@
+"""How long ranks wait for one another: the time inside torch.distributed's blocking calls, whoever makes them.
+
+The one thing to know: on a GPU nothing on the host waits, so the time is the stream's, between two events around each call;
+messages that travel while something is computed cost nothing, and are not counted until somebody waits for them.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CALLS = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+)
+
+
+class _Waited:
+    """Of this process, since it was last read."""
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.seconds = 0.0
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+
+_waited = _Waited()
+
+
+def install() -> None:
+    """Time the calls from now on. To be called before megatron-core and DeepSpeed are imported, which keep some of them."""
+    for name in _CALLS:
+        call = getattr(dist, name)
+        if not getattr(call, "_baton_timed", False):
+            setattr(dist, name, _timed(call))
+
+
+def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def timed(*words: Any, **named: Any) -> Any:
+        if _waited.inside or named.get("async_op"):
+            return call(*words, **named)
+        with waiting():
+            return call(*words, **named)
+
+    timed._baton_timed = True  # type: ignore[attr-defined]
+    return timed
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """The time inside is spent waiting for other ranks."""
+    if _waited.inside:
+        yield
+        return
+    _waited.inside, events = True, None
+    began = time.perf_counter()
+    if torch.cuda.is_initialized():
+        events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+        events[0].record()
+    try:
+        yield
+    finally:
+        _waited.inside = False
+        if events is None:
+            _waited.seconds += time.perf_counter() - began
+        else:
+            events[1].record()
+            _waited.events.append((events[0], events[1]))
+
+
+def seconds() -> float:
+    """Waited since this was last asked. On a GPU its stream has come so far by then, or is waited for."""
+    total = _waited.seconds
+    for before, after in _waited.events:
+        after.synchronize()
+        total += before.elapsed_time(after) / 1000.0
+    _waited.seconds, _waited.events = 0.0, []
+    return total

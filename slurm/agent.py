@@ -1,0 +1,278 @@
+"""One node's part of an attempt: `python -m baton.slurm.agent RUN/attempts/NNNN`, once on each node, started by srun.
+
+It starts the node's ranks, hands signals on, watches for signs of life, and ends all ranks together. The one thing to know: agents
+speak through files in the attempt's folder and never wait for one another, so none of them can hang because another one does.
+
+    nodes/NAME       a sign of life, every other second: {count, time, ranks: {rank: beat}}
+    nodes/NAME.end   how it ended: {status, reason, time, told, suspects, dead, ranks: {rank: status}}
+    rendezvous.json  where rank 0 is to be met
+    stacks/rank-N    what each rank was doing when one of them hung
+    ending           somebody's verdict: everybody dumps stacks if it says so, and ends
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from baton.launcher.errors import ConfigError
+from baton.launcher.processes import STOPPED, end_ranks, listen, log_of, misses_others, rank_environment, report, start_rank, tell
+from baton.launcher.run_directory import hold, read_config, write_whole
+from baton.slurm.evaluation import Evaluations
+from baton.slurm.exits import Exit
+from baton.slurm.files import cluster_of, node_name, nodes_of
+from baton.slurm.watch import Culprit, Nodes, is_stopped, late_ranks
+from baton.training.heartbeat import FOLDER, Beat, read_beat
+
+LOOK_S = 0.25
+BEAT_S = 2.0
+LAST_WORDS_S = 3.0
+"""For stacks to be written, and for other ranks to say what they miss."""
+
+MEETING_S = 120.0
+"""For rank 0's node to say where it is to be met."""
+
+
+class Agent:
+    """attempt: the folder; its configuration and nodes.txt say what this node is to do."""
+
+    def __init__(self, attempt: Path) -> None:
+        self.attempt, self.run = attempt, attempt.parent.parent
+        self.config, self.cluster = read_config(attempt / "config.yaml"), cluster_of(attempt.parent.parent)
+        self.nodes, self.name = nodes_of(attempt), node_name()
+        if self.name not in self.nodes:
+            raise ConfigError(f"this node is {self.name}, and the attempt's nodes are {', '.join(self.nodes)}")
+        self.index, world = self.nodes.index(self.name), self.config.layout.world_size
+        self.count = world // len(self.nodes)
+        self.first = self.index * self.count
+        self.beats = Path(tempfile.mkdtemp(prefix="baton-beats-"))
+        self.signals: list[int] = []
+        self.told_at: float | None = None
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.others = Nodes(attempt, self.nodes, self.index, self.config.jobs.lost_node_s)
+        self.evaluations = Evaluations(self.run)
+        self.beat_due, self.count_of_beats = 0.0, 0
+
+    def work(self) -> int:
+        """Until the node's ranks have ended; returns the status for srun."""
+        for folder in ("nodes", "stacks"):
+            (self.attempt / folder).mkdir(exist_ok=True)
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: self.signals.append(number))
+        try:
+            with hold(self.run) if self.index == 0 else contextlib.nullcontext():
+                status, reason = self._start() or self._watch()
+        finally:
+            end_ranks(self.ranks)
+            shutil.rmtree(self.beats, ignore_errors=True)
+        self._evaluate()
+        self._say_end(status, reason)
+        print(f"{self.name}: {reason}", flush=True)
+        # srun kills the other agents when one ends badly; those that were told to stop as well must be let finish
+        return 0 if status == Exit.STOPPED else int(status)
+
+    def _start(self) -> tuple[Exit, str] | None:
+        """Start the ranks; a verdict where they have nobody to meet."""
+        if (met := self._meet()) is None:
+            first = self.nodes[0]
+            return self._end_all(Exit.NODE_LOST, f"node {first} did not say within {MEETING_S:.0f} s where to meet it", dead=first)
+        address, port, listener = met
+        world = self.config.layout.world_size
+        environment = rank_environment(address, port, world, self.count) | {FOLDER: str(self.beats)}
+        for local in range(self.count):
+            rank = self.first + local
+            stacks = {"BATON_STACKS": str(self.attempt / "stacks" / f"rank-{rank}")}
+            self.ranks.append(start_rank(rank, local, environment | stacks, self.attempt, listener))
+        if listener is not None:
+            listener.close()
+        return None
+
+    def _meet(self) -> tuple[str, int, socket.socket | None] | None:
+        """Where rank 0 is met: its node takes a free port, keeps it, and says which."""
+        where, slurm = self.attempt / "rendezvous.json", self.cluster.slurm
+        assert slurm is not None
+        if self.index == 0:
+            listener = listen("", slurm.ports)
+            address, port = _address(slurm.interface) or self.name, listener.getsockname()[1]
+            write_whole(where, json.dumps({"address": address, "port": port}))
+            return address, port, listener
+        deadline = time.monotonic() + MEETING_S
+        while not where.exists():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(LOOK_S)
+        met = json.loads(where.read_text(encoding="utf-8"))
+        return met["address"], met["port"], None
+
+    def _watch(self) -> tuple[Exit, str]:
+        jobs, began = self.config.jobs, time.monotonic()
+        seen: dict[int, tuple[Beat | None, float]] = {}
+        while True:
+            now = time.monotonic()
+            self._hand_on_signals(now)
+            running = [rank for rank, p in zip(self._numbers(), self.ranks) if p.poll() is None]
+            if len(running) < self.count and (ended := self._ended()):
+                return ended
+            seen = {rank: seen[rank] for rank in running if rank in seen}
+            for rank in running:
+                beat = read_beat(self.beats, rank)
+                if rank not in seen or (beat is not None and beat != seen[rank][0]):
+                    seen[rank] = (beat, now)
+            self._beat(now)
+            if (verdict := self._verdict()) is not None:
+                return verdict
+            if self.told_at is not None and now - self.told_at > self._save_s():
+                return self._end_all(Exit.SAVE_TOO_LONG, f"not done with saving {self._save_s():.0f} s after it was told to stop")
+            if late := late_ranks(seen, now, began, jobs.hang_s, jobs.startup_s):
+                return self._hung(late)
+            if (lost := self.others.lost(now)) is not None:
+                return self._lost(lost)
+            time.sleep(LOOK_S)
+
+    def _evaluate(self) -> None:
+        """Jobs for new checkpoints, by the first node alone."""
+        if self.index == 0 and self.config.jobs.evaluate:
+            self.evaluations.submit_new()
+
+    def _numbers(self) -> range:
+        return range(self.first, self.first + self.count)
+
+    def _save_s(self) -> float:
+        assert self.cluster.slurm is not None
+        return self.cluster.slurm.save_s
+
+    def _hand_on_signals(self, now: float) -> None:
+        if self.told_at is None and not self.signals and (self.run / "stop").exists():
+            self.signals.append(signal.SIGUSR1)
+        if self.signals and self.told_at is None:
+            self.told_at = now
+            print(f"{self.name}: {signal.Signals(self.signals[0]).name}: ranks end after this step", flush=True)
+            tell(self.ranks, signal.SIGTERM)
+
+    def _ended(self) -> tuple[Exit, str] | None:
+        """What the ranks that have ended say; None: the others may go on."""
+        failed = {rank: p.returncode for rank, p in zip(self._numbers(), self.ranks) if p.returncode not in (None, 0)}
+        if any(status != STOPPED for status in failed.values()):
+            return self._failed()
+        if any(p.returncode is None for p in self.ranks):
+            return None
+        if not failed:
+            return Exit.DONE, "its ranks have done the last step"
+        return Exit.STOPPED, "its ranks ended as told, and saved"
+
+    def _failed(self) -> tuple[Exit, str]:
+        if not any(p.returncode == Exit.BAD_INPUT for p in self.ranks):
+            deadline = time.monotonic() + LAST_WORDS_S
+            while any(p.poll() is None for p in self.ranks) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        failed = {rank: p.returncode for rank, p in zip(self._numbers(), self.ranks) if p.poll() not in (None, 0, STOPPED)}
+        if all(code > 0 and misses_others(log_of(self.attempt, rank)) for rank, code in failed.items()):
+            # a connection that broke is what the others' end looks like from here; whoever saw that knows more
+            deadline = time.monotonic() + self.config.jobs.lost_node_s + 2 * BEAT_S
+            while (now := time.monotonic()) < deadline:
+                if (verdict := self._verdict()) is not None:
+                    return verdict
+                if (lost := self.others.lost(now)) is not None:
+                    return self._lost(lost)
+                self._beat(now)
+                time.sleep(LOOK_S)
+        status, sentence = report(failed, self.attempt, self._numbers())
+        # a rank that was killed, or died of a signal, may be its node's doing; one that raised is not
+        suspects = [self.name] if any(code < 0 for code in failed.values()) else []
+        return self._end_all(Exit(status), sentence, suspects=suspects)
+
+    def _hung(self, late: dict[int, float]) -> tuple[Exit, str]:
+        seconds = max(late.values())
+        beats, stopped = self.others.beats()
+        own = {rank: beat for rank in self._numbers() if (beat := read_beat(self.beats, rank)) is not None}
+        culprit = Culprit.among(beats | own, stopped + self._stopped())
+        who = f"rank {culprit.rank} ({culprit.what})" if culprit is not None else f"ranks {', '.join(map(str, late))}"
+        node = None if culprit is None else self.nodes[culprit.rank // self.count]
+        where = f" on {node}" if node else ""
+        return self._end_all(
+            Exit.HUNG, f"{who}{where} gave no sign of life for {seconds:.0f} s", suspects=[node] if node else [], stacks=True
+        )
+
+    def _lost(self, node: str) -> tuple[Exit, str]:
+        seconds = self.config.jobs.lost_node_s
+        return self._end_all(Exit.NODE_LOST, f"node {node} gave no sign of life for {seconds:.0f} s", dead=node)
+
+    def _end_all(
+        self, status: Exit, reason: str, *, suspects: list[str] | None = None, dead: str | None = None, stacks: bool = False
+    ) -> tuple[Exit, str]:
+        """This agent's verdict, for all to read. The first one counts."""
+        verdict = {"status": int(status), "reason": reason, "node": self.name, "time": time.time(), "suspects": suspects or [],
+                   "dead": [dead] if dead else [], "stacks": stacks}  # fmt: skip
+        aside = self.attempt / f".ending-{self.name}"
+        aside.write_text(json.dumps(verdict), encoding="utf-8")
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, self.attempt / "ending")
+        aside.unlink()
+        return self._verdict() or (status, reason)
+
+    def _verdict(self) -> tuple[Exit, str] | None:
+        """Somebody's, if there is one; stacks are dumped first if it asks for them."""
+        try:
+            verdict = json.loads((self.attempt / "ending").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if verdict["stacks"]:
+            tell(self.ranks, signal.SIGUSR2)
+            for rank in self._stopped():
+                (self.attempt / "stacks" / f"rank-{rank}").write_text(
+                    "stopped by a signal (SIGSTOP, or a debugger): it can say nothing\n"
+                )
+            time.sleep(LAST_WORDS_S)
+        return Exit(verdict["status"]), verdict["reason"]
+
+    def _beat(self, now: float) -> None:
+        """This node's sign of life, when it is due."""
+        if now < self.beat_due:
+            return
+        self.beat_due, self.count_of_beats = now + BEAT_S, self.count_of_beats + 1
+        ranks = {str(rank): vars(beat) for rank in self._numbers() if (beat := read_beat(self.beats, rank)) is not None}
+        alive = {"count": self.count_of_beats, "time": time.time(), "ranks": ranks, "stopped": self._stopped()}
+        with contextlib.suppress(OSError):
+            write_whole(self.attempt / "nodes" / self.name, json.dumps(alive))
+        self._evaluate()
+
+    def _stopped(self) -> list[int]:
+        return [rank for rank, p in zip(self._numbers(), self.ranks) if is_stopped(p.pid)]
+
+    def _say_end(self, status: Exit, reason: str) -> None:
+        codes = {str(rank): p.returncode for rank, p in zip(self._numbers(), self.ranks)}
+        end = {"status": int(status), "reason": reason, "time": time.time(), "told": self.told_at is not None, "ranks": codes}
+        with contextlib.suppress(OSError):
+            write_whole(self.attempt / "nodes" / f"{self.name}.end", json.dumps(end))
+
+
+def _address(interface: str | None) -> str | None:
+    """This node's IPv4 address on a network interface; None: by its name. Raises ConfigError where there is no such interface."""
+    if interface is None:
+        return None
+    import psutil
+
+    for found in psutil.net_if_addrs().get(interface, []):
+        if found.family.name == "AF_INET":
+            return str(found.address)
+    known = ", ".join(sorted(psutil.net_if_addrs()))
+    raise ConfigError(f"slurm.interface={interface}: this node has no address on it; it has {known}")
+
+
+def main() -> int:
+    try:
+        return Agent(Path(sys.argv[1])).work()
+    except ConfigError as error:
+        print(f"baton: {error}", file=sys.stderr, flush=True)
+        return Exit.BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

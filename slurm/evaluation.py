@@ -1,0 +1,68 @@
+"""A small job of its own for each new checkpoint: training never waits for an evaluation, and one that fails costs only itself."""
+
+import shlex
+from pathlib import Path
+
+from baton.launcher.cluster import Cluster
+from baton.launcher.config import RunConfig
+from baton.slurm import command
+from baton.slurm.script import common_options, environment, job_name
+
+NAME = "evaluate.sbatch"
+
+BODY = r"""
+# sbatch {name} STEP
+set -u
+cd {chdir} || exit 2
+export USER="${{USER:-$(id -un)}}"
+{environment}
+exec srun --ntasks=1 {container}{python} -P -m baton.launcher.cli evaluate {run} --step "$1"
+"""
+
+
+def render(config: RunConfig, cluster: Cluster, *, where: Path, python: str, container: str) -> str:
+    """The script; its argument is the checkpoint's step."""
+    slurm = cluster.slurm
+    assert slurm is not None
+    options = [
+        f"--job-name={job_name(config)}-evaluate",
+        *common_options(slurm),
+        "--nodes=1",
+        "--ntasks=1",
+        f"--cpus-per-task={slurm.cpus_per_rank}",
+        *(["--gres=gpu:1"] if slurm.gpus else []),
+        f"--time={config.jobs.evaluate_time}",
+        "--open-mode=append",
+        f"--output={shlex.quote(str(config.folder / 'evaluations' / 'slurm-%j.out'))}",
+    ]
+    heading = f"# Evaluates a checkpoint of the Baton run {config.name}. Written by `baton submit`."
+    body = BODY.format(
+        name=NAME,
+        chdir=shlex.quote(str(where)),
+        environment="\n".join(environment(slurm)),
+        container=container,
+        python=shlex.quote(slurm.python or python),
+        run=shlex.quote(str(config.folder)),
+    )
+    return "\n".join(["#!/bin/bash", heading, *(f"#SBATCH {option}" for option in options)]) + "\n" + body
+
+
+class Evaluations:
+    """Hands new checkpoints of a run to SLURM, each once in the run's life: evaluations/step-NNNNNNNN.job holds the job's id."""
+
+    def __init__(self, run: Path) -> None:
+        self._run, self._folder = run, run / "evaluations"
+
+    def submit_new(self) -> None:
+        for path in sorted((self._run / "checkpoints").glob("step-*")):
+            step = path.name.removeprefix("step-")
+            mark = self._folder / f"{path.name}.job"
+            if not step.isdigit() or mark.exists() or not (path / "manifest.json").exists():
+                continue
+            self._folder.mkdir(exist_ok=True)
+            try:
+                job = command.ask("sbatch", "--parsable", str(self._run / NAME), str(int(step)), tries=1).strip()
+            except command.SlurmError as error:
+                job = f"not submitted: {error}"
+                print(f"the evaluation of {path.name} was {job}", flush=True)
+            mark.write_text(job, encoding="utf-8")

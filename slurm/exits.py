@@ -1,0 +1,37 @@
+"""The exit codes of a job and of the processes in it: what happened, and what is done about it. docs/slurm.md shows this table."""
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Codes of steps and jobs. Those from 75 on are Baton's own; 128 + n is signal n, as everywhere."""
+
+    DONE = 0
+    FAILED = 1
+    BAD_INPUT = 2
+    STOPPED = 75
+    HUNG = 76
+    NODE_LOST = 77
+    SAVE_TOO_LONG = 78
+    PREFLIGHT = 79
+    NO_PROGRESS = 80
+    NO_RETRIES = 81
+    SUPERSEDED = 82
+    NO_JOB = 83
+
+
+MEANING = {
+    Exit.DONE: ("the last step is done and saved", "nothing"),
+    Exit.FAILED: ("a rank died or raised", "tried again; its node gets a strike if a signal killed it"),
+    Exit.BAD_INPUT: ("the configuration or the data cannot be used", "the run is stopped: no retry could mend it"),
+    Exit.STOPPED: ("told to stop (time limit, preemption, stop file); saved at a step boundary", "goes on in the next job"),
+    Exit.HUNG: ("a rank gave no sign of life; the stacks of all ranks are in the attempt", "tried again; its node gets a strike"),
+    Exit.NODE_LOST: ("a node gave no sign of life", "tried again without that node, which is excluded"),
+    Exit.SAVE_TOO_LONG: ("told to stop, and not done with saving in save_s seconds", "goes on from the checkpoint before"),
+    Exit.PREFLIGHT: ("too few nodes passed the checks", "tried again on other nodes; the bad ones are excluded"),
+    Exit.NO_PROGRESS: ("attempts in a row made no new step", "the run is stopped: look at the last attempts' logs"),
+    Exit.NO_RETRIES: ("jobs.retries attempts failed since `baton submit`", "the run is stopped"),
+    Exit.SUPERSEDED: ("another job trains this run", "this job ends"),
+    Exit.NO_JOB: ("SLURM takes no further job, as when too many nodes are excluded", "the run is stopped"),
+}
+"""What each code means, and what is done then."""

@@ -1,0 +1,232 @@
+"""What a job's script asks: `python -m baton.slurm.job begin RUN | judge ATTEMPT | after ATTEMPT CODE TIME_IS_UP | refused RUN`.
+
+begin makes the folder of an attempt and prints it; judge takes the nodes that passed preflight; after says, by its exit code, what
+is to be done next (see script.py). The one thing to know: any of them may never have run for the attempt before, because its node
+died; so begin first writes down how that one ended.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from baton.launcher.config import RunConfig
+from baton.launcher.errors import ConfigError
+from baton.launcher.run_directory import hold, last_attempt, last_step, new_attempt, read_config, write_whole
+from baton.slurm import command, policy
+from baton.slurm.elastic import fitted
+from baton.slurm.exits import Exit
+from baton.slurm.files import cluster_of, nodes_of
+from baton.slurm.hooks import tell
+from baton.slurm.outcome import gather
+from baton.slurm.policy import ROWS, Decision, Outcome
+from baton.slurm.preflight import results
+from baton.slurm.script import OTHER_NODES
+from baton.training import ledger
+
+LOCK_S = 120.0
+"""How long another process may hold the run before this job gives way to it: on some file systems locks outlive their node."""
+
+
+def say(text: str) -> None:
+    """Into the job's output. Standard output is the script's: the folder of an attempt, and nothing else."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def begin(run: Path) -> int:
+    """Make the next attempt's folder and print it; else a code for the script."""
+    config = read_config(run / "config.yaml")
+    try:
+        _wait_for(run)
+    except ConfigError as error:
+        say(f"baton: {error}")
+        return Exit.SUPERSEDED
+    rows = ledger.read(run)
+    allocated = command.hostnames(os.environ["SLURM_JOB_NODELIST"])
+    if (unclosed := _unclosed(run, rows)) is not None:
+        decision = _close(unclosed, None, allocated, time_is_up=False)
+        if not decision.goes_on:
+            return _over(run, decision)
+        # SLURM queued it again by itself, at once
+        ledger.append(run, "submitted", job=os.environ["SLURM_JOB_ID"], by="slurm", time=outcome_time(unclosed))
+    elif (run / "stop").exists():
+        return _over(run, Decision(Exit.STOPPED, "the run is stopped, as asked"))
+    _exclude(run, dict.fromkeys(command.unusable(allocated), "SLURM holds it for down or failing"))
+    bad = policy.excluded(ledger.read(run))
+    usable = [node for node in allocated if node not in bad]
+    least, most = _wanted(rows)
+    if len(usable) < least:
+        say(f"baton: {len(usable)} of {len(allocated)} nodes are left, and {least} are needed")
+        return OTHER_NODES
+    attempt = _make(config, run, allocated, usable, most)
+    tell(
+        config.jobs.hooks.start, "start", run, attempt.name, f"attempt {int(attempt.name)} begins on {','.join(nodes_of(attempt))}"
+    )
+    print(attempt)
+    return 0
+
+
+def _make(config: RunConfig, run: Path, allocated: list[str], usable: list[str], most: int) -> Path:
+    """The folder, for as many of the nodes as the layout's rule takes; the others are there in case these are bad."""
+    cluster = cluster_of(run)
+    fitting, count = fitted(config, min(len(usable), most), cluster.ranks_per_node)
+    job = os.environ["SLURM_JOB_ID"]
+    attempt = new_attempt(fitting, job=job, nodes=usable[:count], since=_job_began())
+    write_whole(attempt / "allocated.txt", ",".join(usable))
+    write_whole(attempt / "nodes.txt", ",".join(usable[:count]))
+    (attempt / "job.sbatch").write_text((run / "job.sbatch").read_text(encoding="utf-8"), encoding="utf-8")
+    latest = run / "attempts" / "latest"
+    latest.unlink(missing_ok=True)
+    latest.symlink_to(attempt.name)
+    return attempt
+
+
+def judge(attempt: Path) -> int:
+    """Take the nodes that passed; those that did not are excluded. Writes nodes.txt, and the layout that fits them."""
+    run, allocated = attempt.parent.parent, nodes_of(attempt, "allocated.txt")
+    found = results(attempt, allocated)
+    bad = {result.node: result.problem for result in found if result.problem is not None}
+    seconds = max((result.seconds for result in found), default=0.0)
+    ledger.append(run, "preflight", attempt=int(attempt.name), seconds=seconds, bad=bad)
+    for node, problem in bad.items():
+        say(f"{node}: {problem}")
+    _exclude(run, {node: f"preflight: {problem}" for node, problem in bad.items()})
+    good = [node for node in allocated if node not in bad]
+    least, most = _wanted(ledger.read(run))
+    if len(good) < least:
+        say(f"baton: {len(good)} of {len(allocated)} nodes passed preflight, and {least} are needed")
+        return Exit.PREFLIGHT
+    config, count = fitted(read_config(run / "config.yaml"), min(len(good), most), cluster_of(run).ranks_per_node)
+    write_whole(attempt / "config.yaml", config.to_yaml())
+    write_whole(attempt / "nodes.txt", ",".join(good[:count]))
+    return 0
+
+
+def after(attempt: Path, code: int, time_is_up: bool) -> int:
+    """Write down how the attempt ended; the code for the script."""
+    run = attempt.parent.parent
+    decision = _close(attempt, code, nodes_of(attempt, "allocated.txt"), time_is_up=time_is_up)
+    if not decision.goes_on:
+        return _over(run, decision)
+    say(decision.sentence)
+    ledger.append(run, "submitted", job=os.environ.get("SLURM_JOB_ID"), by="job", next=decision.code)
+    return decision.code
+
+
+def refused(run: Path) -> int:
+    """SLURM takes no further job."""
+    bad = ", ".join(policy.excluded(ledger.read(run)))
+    without = f" without {bad}: repair them and `baton readmit` them" if bad else "; what it said is above"
+    return _over(run, Decision(Exit.NO_JOB, f"the run is stopped: SLURM takes no job{without}"))
+
+
+def _close(attempt: Path, code: int | None, allocated: list[str], *, time_is_up: bool) -> Decision:
+    """The attempt's end into the ledger, its bad nodes onto the list, and what follows. code: srun's; None: it was never seen."""
+    run, config = attempt.parent.parent, read_config(attempt / "config.yaml")
+    outcome = gather(attempt, code)
+    if code is None:
+        dead = [node for node in nodes_of(attempt) if node in command.unusable(nodes_of(attempt))]
+        if dead:
+            outcome = Outcome(Exit.NODE_LOST, f"node {', '.join(dead)} went down under the job", dead=tuple(dead))
+    ledger.append(
+        run,
+        "end",
+        attempt=int(attempt.name),
+        status=int(outcome.status),
+        reason=outcome.reason,
+        suspects=list(outcome.suspects),
+        step=last_step(run),
+        **({} if code is not None else {"time": outcome_time(attempt)}),
+    )
+    say(f"attempt {int(attempt.name)}: {outcome.reason}")
+    rows = ledger.read(run)
+    _exclude(run, policy.struck_out(rows, outcome, config.jobs.strikes))
+    rows, (least, _) = ledger.read(run), _wanted(rows)
+    decision = policy.decide(
+        rows, config.jobs, told_to_stop=(run / "stop").exists(), time_is_up=time_is_up, allocated=allocated, needed=least
+    )
+    if outcome.status not in policy.WELL:
+        tell(config.jobs.hooks.failure, "failure", run, attempt.name, f"{outcome.reason}; {decision.sentence}")
+    return decision
+
+
+def outcome_time(attempt: Path) -> float:
+    """When an attempt whose end nobody saw was last seen alive: its newest file's time."""
+    files = [p.stat().st_mtime for p in (attempt, *attempt.rglob("*")) if not p.is_symlink()]
+    rows = [row["time"] for row in ledger.read(attempt.parent.parent) if row.get("attempt") == int(attempt.name)]
+    return min(time.time(), max([*files, *rows]))
+
+
+def _over(run: Path, decision: Decision) -> int:
+    """Nobody starts the run again by itself."""
+    ledger.append(run, "stopped", status=decision.code, reason=decision.sentence)
+    say(f"baton: {decision.sentence}")
+    tell(read_config(run / "config.yaml").jobs.hooks.finish, "finish", run, f"{last_attempt(run):04d}", decision.sentence)
+    return decision.code
+
+
+def _unclosed(run: Path, rows: ROWS) -> Path | None:
+    """The last attempt, if nobody wrote down its end."""
+    number = last_attempt(run)
+    if not number or any(row["kind"] == "end" and row["attempt"] == number for row in rows):
+        return None
+    attempt = run / "attempts" / f"{number:04d}"
+    return attempt if (attempt / "nodes.txt").exists() else None
+
+
+def _wanted(rows: ROWS) -> tuple[int, int]:
+    """Nodes that an attempt takes at least and at most, as submitted."""
+    least, most = next(row["nodes"] for row in reversed(rows) if row["kind"] == "submitted" and row.get("by") == "user")
+    return least, most
+
+
+def _exclude(run: Path, nodes: dict[str, str]) -> None:
+    known = policy.excluded(ledger.read(run))
+    for node, reason in nodes.items():
+        if node not in known:
+            ledger.append(run, "excluded", node=node, reason=reason)
+            say(f"{node} is not used any more: {reason}")
+    write_whole(run / "excluded.txt", ",".join(policy.excluded(ledger.read(run))))
+
+
+def _job_began() -> float | None:
+    """When SLURM started this job, seconds of the clock; None where this version does not say."""
+    began = os.environ.get("SLURM_JOB_START_TIME")
+    return float(began) if began else None
+
+
+def _wait_for(run: Path) -> None:
+    """Until no other process trains the run. Raises ConfigError when it goes on."""
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            with hold(run):
+                return
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
+
+
+def main(words: list[str]) -> int:
+    try:
+        match words:
+            case ["begin", run]:
+                return begin(Path(run))
+            case ["judge", attempt]:
+                return judge(Path(attempt))
+            case ["refused", run]:
+                return refused(Path(run))
+            case ["after", attempt, code, time_is_up]:
+                return after(Path(attempt), int(code), time_is_up == "1")
+        raise ConfigError("begin RUN, judge ATTEMPT, or after ATTEMPT CODE TIME_IS_UP")
+    except Exception as error:
+        status = getattr(error, "exit_status", None)
+        if status is None:
+            raise
+        say(f"baton: {error}")
+        return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,56 @@
+"""How an attempt ended, from what its agents left: the first thing that went wrong, not what went wrong because of it."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+from baton.slurm.exits import MEANING, Exit
+from baton.slurm.files import nodes_of
+from baton.slurm.policy import Outcome
+
+
+def gather(attempt: Path, code: int | None) -> Outcome:
+    """code: srun's; None: nobody saw it."""
+    if (verdict := _read(attempt / "ending")) is not None:
+        return Outcome(Exit(verdict["status"]), verdict["reason"], tuple(verdict["dead"]), tuple(verdict["suspects"]))
+    if code in (Exit.PREFLIGHT, Exit.BAD_INPUT):
+        return Outcome(Exit(code), _said(attempt) or MEANING[Exit(code)][0])
+    nodes = nodes_of(attempt)
+    ends = {node: end for node in nodes if (end := _read(attempt / "nodes" / f"{node}.end")) is not None}
+    silent = [node for node in nodes if node not in ends]
+    if not silent:
+        status = next((s for s in (Exit.STOPPED, Exit.DONE) if any(end["status"] == s for end in ends.values())), Exit.FAILED)
+        return Outcome(status, MEANING[status][0])
+    began = [node for node in nodes if (attempt / "nodes" / node).exists()]
+    if not began:
+        return Outcome(Exit.FAILED if code else Exit.STOPPED, f"no rank was started{_how(code)}")
+    if code is None or all(end["told"] for end in ends.values()):
+        # the whole job was ended, by SLURM or with its first node
+        return Outcome(Exit.STOPPED, f"the job was ended before {', '.join(silent)} could say how its ranks did")
+    return Outcome(Exit.FAILED, f"the agent on {', '.join(silent)} died{_how(code)}", suspects=tuple(silent))
+
+
+def _how(code: int | None) -> str:
+    if not code:
+        return ""
+    return f" (srun: {signal.Signals(code - 128).name})" if 128 < code < 128 + 32 else f" (srun: status {code})"
+
+
+def _said(attempt: Path) -> str | None:
+    """What preflight found, in one line."""
+    path = attempt / "preflight.jsonl"
+    if not path.exists():
+        return None
+    from baton.slurm.preflight import results
+
+    bad = [f"{r.node}: {r.problem}" for r in results(attempt, nodes_of(attempt, "allocated.txt")) if r.problem is not None]
+    return "; ".join(bad) or None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

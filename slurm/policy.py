@@ -1,0 +1,128 @@
+"""What is done after an attempt: a pure function of the ledger and of what happened, so that it can be tried on any history.
+
+The one thing to know: a run is only started again by itself if that can help. Bad input never does, and neither does a third start
+that makes no new step; a node that dies is nobody's fault but the node's.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.slurm.config import JobsConfig
+from baton.slurm.exits import Exit
+from baton.slurm.script import AGAIN, NEXT_JOB, OTHER_NODES
+
+ROWS = list[dict[str, Any]]
+
+OF_HARDWARE = (Exit.NODE_LOST, Exit.PREFLIGHT)
+"""Failures that say nothing about the run."""
+
+WELL = (Exit.DONE, Exit.STOPPED)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended. dead: nodes not to be used again; suspects: nodes whose ranks crashed or hung."""
+
+    status: Exit
+    reason: str
+    dead: tuple[str, ...] = ()
+    suspects: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """code: for the script (AGAIN, NEXT_JOB, OTHER_NODES, or the job's exit code). sentence: why, for people."""
+
+    code: int
+    sentence: str
+
+    @property
+    def goes_on(self) -> bool:
+        return self.code in (AGAIN, NEXT_JOB, OTHER_NODES)
+
+
+def since_submitted(rows: ROWS) -> ROWS:
+    """The rows since somebody last ran `baton submit`: that forgives what was before."""
+    first = max((n for n, row in enumerate(rows) if row["kind"] == "submitted" and row.get("by") == "user"), default=0)
+    return rows[first:]
+
+
+def excluded(rows: ROWS) -> list[str]:
+    """Nodes not to be used, as the ledger knows them, oldest first."""
+    nodes: list[str] = []
+    for row in rows:
+        if row["kind"] == "excluded":
+            nodes.append(row["node"])
+        elif row["kind"] == "readmitted":
+            nodes = [node for node in nodes if node != row["node"]]
+    return list(dict.fromkeys(nodes))
+
+
+def struck_out(rows: ROWS, outcome: Outcome, strikes: int) -> dict[str, str]:
+    """Nodes that are excluded because of this attempt, and why. rows: with this attempt's end."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        for node in row.get("suspects", ()) if row["kind"] == "end" else ():
+            counts[node] = counts.get(node, 0) + 1
+    found = dict.fromkeys(outcome.dead, outcome.reason)
+    for node in outcome.suspects:
+        if counts.get(node, 0) >= strikes:
+            found.setdefault(node, f"{counts[node]} crashes or hangs there, the last: {outcome.reason}")
+    known = excluded(rows)
+    return {node: reason for node, reason in found.items() if node not in known}
+
+
+def decide(
+    rows: ROWS, jobs: JobsConfig, *, told_to_stop: bool, time_is_up: bool, allocated: Sequence[str], needed: int
+) -> Decision:
+    """After an attempt whose end is the last one in `rows`.
+
+    told_to_stop: by a person. time_is_up: this job's. allocated: its nodes; needed: how many an attempt takes at least.
+    """
+    recent = since_submitted(rows)
+    ends = [row for row in recent if row["kind"] == "end"]
+    status = Exit(ends[-1]["status"])
+    if status == Exit.DONE:
+        return Decision(Exit.DONE, "the run is done")
+    if status == Exit.BAD_INPUT:
+        return Decision(Exit.BAD_INPUT, f"the run is stopped: {ends[-1]['reason']}")
+    if told_to_stop:
+        return Decision(Exit.STOPPED, "the run is stopped, as asked")
+    bad = excluded(rows)
+    usable = [node for node in allocated if node not in bad]
+    if status == Exit.STOPPED:
+        return Decision(OTHER_NODES if len(usable) < len(allocated) else NEXT_JOB, "the run goes on in the next job")
+    failures = [row for row in ends if row["status"] not in WELL]
+    if len(failures) > jobs.retries:
+        return Decision(Exit.NO_RETRIES, f"the run is stopped: {len(failures)} attempts failed, and jobs.retries={jobs.retries}")
+    fruitless = without_progress(rows, recent)
+    if fruitless >= jobs.patience:
+        return Decision(
+            Exit.NO_PROGRESS,
+            f"the run is stopped: {fruitless} attempts in a row failed without one new step; the last: {ends[-1]['reason']}",
+        )
+    if len(usable) >= needed and not time_is_up and status != Exit.SAVE_TOO_LONG:
+        return Decision(AGAIN, f"starting again on {len(usable)} of this job's {len(allocated)} nodes")
+    if len(usable) < len(allocated):
+        return Decision(OTHER_NODES, f"starting again in a job without {', '.join(bad)}")
+    return Decision(NEXT_JOB, "starting again in the next job")
+
+
+def without_progress(rows: ROWS, recent: ROWS) -> int:
+    """Failed attempts in a row, up to the last one, that made no step which none had made before; failures of hardware neither
+    count nor break the row."""
+    highest, fruitless = 0, 0
+    known = {id(row) for row in recent}
+    for row in _ends(rows):
+        step = row.get("step", 0)
+        if step > highest or row["status"] in WELL:
+            fruitless = 0
+        elif row["status"] not in OF_HARDWARE and id(row) in known:
+            fruitless += 1
+        highest = max(highest, step)
+    return fruitless
+
+
+def _ends(rows: ROWS) -> Iterable[dict[str, Any]]:
+    return (row for row in rows if row["kind"] == "end")

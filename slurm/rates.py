@@ -1,0 +1,159 @@
+"""What preflight measures with torch: matrix products, copies, and all-reduces in a node and across nodes.
+
+The one thing to know: a GPU is judged by the cluster file's rates; a CPU is only measured, because nobody knows what else it does.
+"""
+
+import datetime
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from baton.launcher.cluster import Cluster
+from baton.launcher.processes import listen
+from baton.launcher.run_directory import write_whole
+from baton.slurm.preflight import Unfit
+
+
+def of_node(cluster: Cluster, measured: dict[str, Any]) -> None:
+    """Each GPU's matrix products and copies, and the node's own all-reduce; of a CPU node, its matrix products."""
+    torch.set_num_threads(1)
+    slurm = cluster.slurm
+    assert slurm is not None
+    if not slurm.gpus:
+        measured["matmul_tflops"] = matmul_tflops(torch.device("cpu"), torch.float32, 384, repeats=3)
+        return
+    if not torch.cuda.is_available() or torch.cuda.device_count() < cluster.gpus_per_node:
+        raise Unfit(f"torch sees {torch.cuda.device_count()} GPUs, and gpus_per_node={cluster.gpus_per_node}")
+    limits = slurm.preflight
+    devices = [torch.device("cuda", number) for number in range(cluster.gpus_per_node)]
+    measured["matmul_tflops"] = rates = [matmul_tflops(device, torch.bfloat16, 8192, repeats=10) for device in devices]
+    wanted = limits.matmul_share * cluster.matmul_tflops.bfloat16
+    for number, rate in enumerate(rates):
+        if rate < wanted:
+            raise Unfit(f"GPU {number} reaches {rate:.0f} TFLOP/s in matrix products, and should {wanted:.0f}")
+    measured["copy_gb_s"] = copies = [copy_gb_s(device) for device in devices]
+    for number, rate in enumerate(copies):
+        if rate < limits.copy_gb_s:
+            raise Unfit(f"GPU {number} copies {rate:.1f} GB/s from and to the host, and should {limits.copy_gb_s:g}")
+    if len(devices) > 1:
+        measured["in_node_gb_s"] = rate = in_node_gb_s(devices)
+        if rate < (wanted := limits.exchange_share * cluster.bandwidth_gb_s.in_node):
+            raise Unfit(f"its GPUs all-reduce at {rate:.0f} GB/s, and should at {wanted:.0f}")
+
+
+def _best(work: Callable[[], object], device: torch.device | None, repeats: int) -> float:
+    """Seconds of the quickest of several, after one that warms up."""
+
+    def finish() -> None:
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    seconds = []
+    for _ in range(repeats + 1):
+        finish()
+        began = time.perf_counter()
+        work()
+        finish()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, *, repeats: int) -> float:
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / _best(lambda: torch.mm(a, b), device, repeats) / 1e12
+
+
+def copy_gb_s(device: torch.device) -> float:
+    """The slower one of the two ways, pinned, 256 MiB."""
+    host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device=device)
+    ways = (lambda: there.copy_(host, non_blocking=True), lambda: host.copy_(there, non_blocking=True))
+    return min(host.numel() / _best(way, device, 3) / 1e9 for way in ways)
+
+
+def in_node_gb_s(devices: list[torch.device]) -> float:
+    """What each GPU sends per second in an all-reduce of 256 MiB: 2 (n - 1) / n of its bytes, as a ring does."""
+    tensors = [torch.zeros(64 << 20, device=device) for device in devices]
+
+    def work() -> None:
+        torch.cuda.nccl.all_reduce(tensors)
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    return _sent(tensors[0], len(devices)) / _best(work, None, 5) / 1e9
+
+
+def _sent(tensor: torch.Tensor, members: int) -> float:
+    return tensor.numel() * tensor.element_size() * 2 * (members - 1) / members
+
+
+class Meeting:
+    """The nodes that came through their own checks. attempt: where they say so; patience: seconds to wait for those that do not."""
+
+    def __init__(self, attempt: Path, nodes: list[str], own: str, patience: float) -> None:
+        self.folder, self.own, self.patience = attempt / "preflight", own, patience
+        self.folder.mkdir(exist_ok=True)
+        write_whole(self.folder / f"{own}.here", own)
+        self.members = self._agree(nodes, own)
+
+    def _agree(self, nodes: list[str], own: str) -> list[str]:
+        """The first node that is here decides who is; the others wait for its word."""
+        list_file, deadline = self.folder / "members.json", time.monotonic() + self.patience
+        while time.monotonic() < deadline and not list_file.exists():
+            here = [node for node in nodes if (self.folder / f"{node}.here").exists()]
+            if here[0] == own and len(here) == len(nodes):
+                break
+            time.sleep(0.1)
+        if not list_file.exists():
+            here = [node for node in nodes if (self.folder / f"{node}.here").exists()]
+            if here[0] != own:
+                raise Unfit(f"{here[0]} came through its checks, and then said nothing more")
+            write_whole(list_file, json.dumps(here))
+        members: list[str] = json.loads(list_file.read_text(encoding="utf-8"))
+        if own not in members:
+            raise Unfit("came too late for the checks between nodes")
+        return members
+
+
+def between_nodes(cluster: Cluster, met: Meeting, measured: dict[str, Any]) -> None:
+    """The clocks of the nodes side by side, and the all-reduce between them: one process, and one GPU, of each."""
+    slurm, own, members = cluster.slurm, met.members.index(met.own), met.members
+    assert slurm is not None
+    if len(members) == 1:
+        return
+    where = met.folder / "rendezvous.json"
+    listener = None
+    if own == 0:
+        listener = listen("", slurm.ports)
+        write_whole(where, json.dumps(listener.getsockname()[1]))
+    deadline = time.monotonic() + met.patience
+    while not where.exists():
+        if time.monotonic() > deadline:
+            raise Unfit(f"{members[0]} did not say where to meet it")
+        time.sleep(0.1)
+    port, timeout = json.loads(where.read_text(encoding="utf-8")), datetime.timedelta(seconds=met.patience)
+    store = dist.TCPStore(members[0], port, len(members), is_master=own == 0, timeout=timeout,
+                          master_listen_fd=listener.fileno() if listener is not None else None)  # fmt: skip
+    device = torch.device("cuda", 0) if slurm.gpus else torch.device("cpu")
+    backend = "nccl" if slurm.gpus else "gloo"
+    dist.init_process_group(backend, store=store, rank=own, world_size=len(members), timeout=timeout)
+    tensor = torch.zeros((64 << 20) if slurm.gpus else (1 << 20), device=device)
+    dist.all_reduce(tensor)  # connects; after it all are at the same point, up to a message's way
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    clocks: list[Any] = [None] * len(members)
+    dist.barrier()
+    dist.all_gather_object(clocks, time.time())
+    measured["clock_s"] = clocks[own] - clocks[0]
+    seconds = _best(lambda: dist.all_reduce(tensor), device, 3)
+    measured["between_nodes_gb_s"] = rate = _sent(tensor, len(members)) / seconds / 1e9
+    wanted = slurm.preflight.exchange_share * cluster.bandwidth_gb_s.between_nodes
+    # in a ring all are as slow as the slowest link, so that nobody can be blamed for it: it is said, not judged
+    if slurm.gpus and rate < wanted:
+        measured["slow"] = f"the nodes all-reduce at {rate:.1f} GB/s, and should at {wanted:.1f}"
+    dist.barrier()

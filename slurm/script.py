@@ -1,0 +1,212 @@
+"""The sbatch script of a run: short enough to be read by whoever runs the cluster, and the only thing in a job that talks to SLURM.
+
+The one thing to know: the script decides nothing. `python -m baton.slurm.job` does, and says by its exit code what is to be done;
+the script does it, outside any container. The scripts of all shipped clusters are kept as golden files.
+"""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.launcher.cluster import Cluster
+from baton.launcher.config import RunConfig
+from baton.slurm.config import SlurmConfig
+
+NAME = "job.sbatch"
+
+AGAIN, NEXT_JOB, OTHER_NODES = 90, 91, 92
+"""What `baton.slurm.job` says is to be done after an attempt: at once in this job; in the next one; in one without bad nodes."""
+
+BODY = r"""
+set -u
+cd @chdir@ || exit 2
+run=@run@
+python=@python@
+export USER="${USER:-$(id -un)}"
+@environment@
+# Baton decides, this script acts: begin makes an attempt's folder and prints it, judge looks at what preflight found, and after
+# says what is to be done next.
+job() { @here@"$python" -P -m baton.slurm.job "$@"; }
+
+# One process per node. COMMAND runs in the background, because a signal interrupts nothing but wait.
+step=
+on_nodes() { # on_nodes NODES COMMAND...
+    local count code nodes=$1; shift
+    count=$(tr ',' '\n' <<<"$nodes" | wc -l)
+    srun --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$nodes" \
+        --cpus-per-task=@cpus@ --kill-on-bad-exit=1 --wait=@wait@ @container@"$python" -P -m "$@" &
+    step=$!
+    while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
+    step=
+    return "$code"
+}
+
+# SIGUSR1 comes @warning@ s before the time limit: ranks finish their step and save. SIGTERM comes when SLURM ends the job; it
+# reaches ranks by itself, and whether the job is queued again is not for this script to say.
+warned=0 ended=0
+trap 'warned=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1
+trap 'ended=1' TERM
+
+@again@
+while :; do
+    attempt=$(job begin "$run"); code=$?
+    if [ "$code" = 0 ]; then
+@preflight@        if [ "$code" = 0 ] && [ "$warned$ended" = 00 ]; then
+            on_nodes "$(cat "$attempt/nodes.txt")" baton.slurm.agent "$attempt"; code=$?
+        fi
+        [ "$ended" = 0 ] || exit "$code"
+        job after "$attempt" "$code" "$warned"; code=$?
+    fi
+    case $code in
+        @here_again@) ;;                # again, at once, on the nodes of this job
+        @next_job@) again ;;          # again in a job of its own
+        @other_nodes@) again elsewhere ;; # again, without the nodes in excluded.txt
+        *) over; exit "$code" ;;   # 0: done; else stopped for good
+    esac
+done
+"""
+
+PREFLIGHT = r"""        # spares included; who does not answer is left out
+        on_nodes "$(cat "$attempt/allocated.txt")" baton.slurm.preflight "$attempt" >"$attempt/preflight.jsonl"
+        job judge "$attempt"; code=$?
+"""
+
+REQUEUE = r"""# The same job again, or, where that is refused or other nodes are wanted, a new one that starts after it.
+again() {
+    [ $# = 0 ] && scontrol requeue "$SLURM_JOB_ID" && exec sleep infinity # SLURM ends it
+    sbatch --dependency=singleton --exclude="$(cat "$run/excluded.txt" 2>/dev/null)" "$run/job.sbatch" && exit 0
+    job refused "$run"; exit
+}
+over() { :; }
+"""
+
+CHAIN = r"""# The successor waits from the start (singleton: until no other job of this name runs): it comes however this job ends.
+successor=$(sbatch --parsable --dependency=singleton --exclude="$(cat "$run/excluded.txt" 2>/dev/null)" "$run/job.sbatch")
+again() {
+    [ $# = 0 ] || scontrol update jobid="$successor" ExcNodeList="$(cat "$run/excluded.txt")"
+    [ -n "$successor" ] && exit 0
+    job refused "$run"; exit
+}
+over() { scancel "$successor"; }
+"""
+
+ARRAY = r"""# The array's next task goes on, one at a time.
+again() {
+    [ $# = 0 ] || scontrol update jobid="$SLURM_ARRAY_JOB_ID" ExcNodeList="$(cat "$run/excluded.txt")"
+    exit 0
+}
+over() { scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"; }
+"""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How many nodes a job may get."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least}-{self.most}"
+
+
+def job_name(config: RunConfig) -> str:
+    """What SLURM knows the run's jobs by; one at a time of them runs."""
+    return f"baton-{config.name}"
+
+
+def render(config: RunConfig, cluster: Cluster, nodes: Nodes, *, where: Path, python: str) -> str:
+    """The script. where: the current directory of the run, absolute; python: the interpreter, where the cluster names none."""
+    slurm = cluster.slurm
+    assert slurm is not None
+    wide = Nodes(nodes.least, nodes.most + slurm.spare_nodes)
+    options = [f"#SBATCH {option}" for option in _options(config, cluster, wide)]
+    heading = (
+        f"# Baton run {config.name} on {cluster.name}: {nodes} nodes of {cluster.ranks_per_node} ranks"
+        f"{f' and {slurm.spare_nodes} to spare' if slurm.spare_nodes else ''}. Written by `baton submit`."
+    )
+    container = container_options(slurm)
+    values = {
+        "chdir": shlex.quote(str(where)),
+        "run": shlex.quote(str(config.folder)),
+        "python": shlex.quote(slurm.python or python),
+        "environment": "\n".join(environment(slurm)),
+        "here": f'srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" {container}' if container else "",
+        "container": container,
+        "cpus": str(slurm.cpus_per_rank * cluster.ranks_per_node),
+        "wait": "30",
+        "warning": str(slurm.warning_s),
+        "again": {"requeue": REQUEUE, "chain": CHAIN, "array": ARRAY}[slurm.restart],
+        "preflight": PREFLIGHT if slurm.preflight.enabled else "",
+        "here_again": str(AGAIN),
+        "next_job": str(NEXT_JOB),
+        "other_nodes": str(OTHER_NODES),
+    }
+    body = BODY
+    for name, value in values.items():
+        body = body.replace(f"@{name}@", value)
+    return "\n".join(["#!/bin/bash", heading, *options]) + "\n" + body
+
+
+def _options(config: RunConfig, cluster: Cluster, nodes: Nodes) -> list[str]:
+    slurm = cluster.slurm
+    assert slurm is not None
+    wanted: list[str | None] = [
+        f"--job-name={job_name(config)}",
+        *common_options(slurm),
+        f"--nodes={nodes}",
+        # no number of tasks: with one, SLURM gives the least nodes of a range
+        f"--cpus-per-task={slurm.cpus_per_rank * cluster.ranks_per_node}",
+        f"--mem={slurm.memory}",
+        _gpus(cluster),
+        "--exclusive" if slurm.exclusive else None,
+        f"--time={slurm.time}",
+        f"--signal=B:USR1@{slurm.warning_s}",
+        "--requeue" if slurm.restart == "requeue" else "--no-requeue",
+        f"--array=1-{slurm.array_size}%1" if slurm.restart == "array" else None,
+        "--no-kill",
+        "--open-mode=append",
+        f"--output={shlex.quote(str(config.folder / 'attempts' / 'slurm-%j.out'))}",
+        *slurm.options,
+    ]
+    return [option for option in wanted if option]
+
+
+def common_options(slurm: SlurmConfig) -> list[str]:
+    """What every job of a run says of itself."""
+    named = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos}
+    constraint = [f"--constraint={shlex.quote(slurm.constraint)}"] if slurm.constraint else []
+    return [*(f"--{name}={value}" for name, value in named.items() if value), *constraint]
+
+
+def _gpus(cluster: Cluster) -> str | None:
+    slurm = cluster.slurm
+    assert slurm is not None
+    return f"--gres=gpu:{f'{slurm.gpu_type}:' if slurm.gpu_type else ''}{cluster.gpus_per_node}" if slurm.gpus else None
+
+
+def container_options(slurm: SlurmConfig) -> str:
+    """For srun, ending in a space; empty without a container."""
+    if slurm.container is None:
+        return ""
+    mounts = [f"--container-mounts={','.join(slurm.container.mounts)}"] if slurm.container.mounts else []
+    return shlex.join([f"--container-image={slurm.container.image}", *mounts, *slurm.container.options]) + " "
+
+
+def environment(slurm: SlurmConfig) -> list[str]:
+    """Lines of shell: the site's own, and exports for the ranks."""
+    caches = {name: f"{slurm.scratch}/{folder}" for name, folder in _CACHES.items()}
+    network = {} if slurm.interface is None else dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), slurm.interface)
+    exports = [f"export {name}={_expanded(value)}" for name, value in {**caches, **network, **slurm.environment}.items()]
+    return [*slurm.setup, *exports]
+
+
+_CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
+"""Where compiled kernels go: a disk of the node's own, because shared file systems lose races between ranks."""
+
+
+def _expanded(value: str) -> str:
+    """In double quotes: the shell replaces $NAME, and nothing else in it counts."""
+    for character in ("\\", '"', "`"):
+        value = value.replace(character, f"\\{character}")
+    return f'"{value}"'

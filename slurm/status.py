@@ -1,0 +1,219 @@
+"""`baton status` and `baton cancel`: how a run stands, from its files and SLURM's queue. Torch-free, and no more than a look."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from baton.launcher.arithmetic import of_stages
+from baton.launcher.config import RunConfig
+from baton.launcher.errors import ConfigError
+from baton.launcher.run_directory import last_attempt, read_config, recent_metrics, write_whole
+from baton.slurm import command, policy
+from baton.slurm.exits import Exit
+from baton.slurm.files import cluster_of
+from baton.slurm.script import job_name
+from baton.training import ledger
+from baton.training.goodput import account
+
+RECENT = 50
+"""Steps that the present speed is taken over."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """state: in words. mfu: share of the cluster's matrix rate; None: unknown. saved: steps of the newest checkpoint, and how long
+    ago. eta_s: of training alone, at the present speed."""
+
+    run: str
+    state: str
+    step: int
+    steps: int
+    tokens: int
+    loss: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    goodput: float | None
+    saved: int | None
+    saved_ago_s: float | None
+    eta_s: float | None
+    excluded: tuple[str, ...]
+    jobs: tuple[dict[str, str], ...]
+    attempts: tuple[dict[str, Any], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.run}: {self.state}"
+        loss = "" if self.loss is None else f"  loss {self.loss:.4f}"
+        yield f"  step {self.step:,} of {self.steps:,} ({self.step / self.steps:.1%})  {self.tokens:,} tokens{loss}"
+        if self.tokens_per_s is not None:
+            mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
+            eta = "" if self.eta_s is None else f"  ETA {_duration(self.eta_s)}"
+            yield f"  {self.tokens_per_s:,.0f} tokens/s{mfu}{eta}"
+        goodput = "" if self.goodput is None else f"  goodput {self.goodput:.1%}"
+        saved = (
+            "nothing saved yet" if self.saved is None else f"saved step {self.saved:,}, {_duration(self.saved_ago_s or 0.0)} ago"
+        )
+        yield f"  {saved}{goodput}"
+        for job in self.jobs:
+            more = (
+                f"on {job['nodes']} nodes, {job['left']} left"
+                if job["state"] == "RUNNING"
+                else f"{job['reason']}, start {job['start']}"
+            )
+            yield f"  job {job['id']} {job['state'].lower()}: {more}"
+        if self.excluded:
+            yield f"  nodes not used any more: {', '.join(self.excluded)}"
+        for attempt in self.attempts:
+            to = "" if attempt["to"] is None else f" to {attempt['to']:,}"
+            yield (
+                f"  attempt {attempt['number']}: {attempt['began']}  on {attempt['nodes']}  from step {attempt['from']:,}{to}  "
+                f"{attempt['end']}"
+            )
+
+
+def read_status(run: Path) -> Status:
+    """Raises ConfigError for what is not a run."""
+    config, rows = read_config(run / "config.yaml"), ledger.read(run)
+    train = [row for row in recent_metrics(run) if row.get("kind") == "train"]
+    last = train[-1] if train else None
+    speed = _speed(train)
+    step = int(last["step"]) if last else 0
+    tokens = int(last["tokens"]) if last else 0
+    left = (config.training.steps - step) * config.training.global_batch_tokens
+    jobs = _jobs(config)
+    saved = _saved(run)
+    now = time.time()
+    return Status(
+        run=str(run),
+        state=_state(rows, jobs),
+        step=step,
+        steps=config.training.steps,
+        tokens=tokens,
+        loss=last["loss"] if last else None,
+        tokens_per_s=speed,
+        mfu=None if speed is None else _mfu(run, speed),
+        goodput=account(run, now).goodput if any(row["kind"] == "attempt" for row in rows) else None,
+        saved=None if saved is None else saved[0],
+        saved_ago_s=None if saved is None else now - saved[1],
+        eta_s=left / speed if speed and left else None,
+        excluded=tuple(policy.excluded(rows)),
+        jobs=tuple(jobs),
+        attempts=tuple(_attempts(rows)),
+    )
+
+
+def cancel(run: Path, *, now: bool) -> str:
+    """End a run's jobs; what was done. now: without waiting for a save."""
+    config = read_config(run / "config.yaml")
+    command.require()
+    jobs = command.jobs(job_name(config))
+    if not jobs:
+        raise ConfigError(f"{run} has no job that waits or runs")
+    (run / "stop").touch()
+    waiting = [job["id"] for job in jobs if job["state"] != "RUNNING"]
+    running = [job["id"] for job in jobs if job["state"] == "RUNNING"]
+    ended = waiting + (running if now else [])
+    if ended:
+        command.ask("scancel", *ended)
+    if running and not now:
+        return f"job {', '.join(running)} saves after its present step and ends; `baton submit` goes on from there"
+    return f"cancelled job {', '.join(ended)}; `baton submit` goes on from the last checkpoint"
+
+
+def readmit(run: Path, nodes: list[str]) -> str:
+    """Use excluded nodes again, from the next attempt on; what was done. Raises ConfigError for nodes that are not excluded."""
+    read_config(run / "config.yaml")
+    known = policy.excluded(ledger.read(run))
+    if strangers := [node for node in nodes if node not in known]:
+        raise ConfigError(f"{', '.join(strangers)}: not excluded from {run}; excluded are {', '.join(known) or 'none'}")
+    for node in nodes:
+        ledger.append(run, "readmitted", node=node)
+    write_whole(run / "excluded.txt", ",".join(policy.excluded(ledger.read(run))))
+    return f"{', '.join(nodes)}: used again from the next attempt on"
+
+
+def _jobs(config: RunConfig) -> list[dict[str, str]]:
+    """Nothing where this machine has no SLURM, or it does not answer: the files tell the rest."""
+    try:
+        return command.jobs(job_name(config))
+    except command.SlurmError:
+        return []
+
+
+def _state(rows: list[dict[str, Any]], jobs: list[dict[str, str]]) -> str:
+    last: dict[str, Any] = {kind: row for row in rows for kind in [row["kind"]]}
+    if any(job["state"] == "RUNNING" for job in jobs):
+        return "running"
+    if jobs:
+        return "waiting for nodes"
+    stopped = last.get("stopped")
+    if stopped is not None and rows[-1]["kind"] == "stopped":
+        return str(stopped["reason"])
+    end, began = last.get("end"), last.get("attempt")
+    if began is None:
+        return "not started"
+    if end is None or end["attempt"] != began["attempt"]:
+        return "training on this machine, or ended without a word: it has no job"
+    return "done" if end["status"] == Exit.DONE else f"ended: {end.get('reason') or 'status ' + str(end['status'])}; it has no job"
+
+
+def _speed(train: list[dict[str, Any]]) -> float | None:
+    """Tokens per second of the last steps, as the record says."""
+    return float(train[-1]["tokens_per_s"]) if train else None
+
+
+def _mfu(run: Path, speed: float) -> float | None:
+    """Of the last attempt's layout, by the cluster's rate of matrix products."""
+    from baton.launcher.cli import with_known_vocabulary
+
+    try:
+        config = with_known_vocabulary(read_config(run / "attempts" / f"{last_attempt(run):04d}" / "config.yaml"))
+        rate = getattr(cluster_of(run).matmul_tflops, config.training.precision) * 1e12
+        useful = sum(one.useful_flops() for one in of_stages(config))
+    except Exception as error:
+        if getattr(error, "exit_status", None) != ConfigError.exit_status:
+            raise
+        return None  # never submitted, or its tokenizer is not here
+    return speed * useful / (config.layout.world_size * rate)
+
+
+def _saved(run: Path) -> tuple[int, float] | None:
+    """Steps of the newest checkpoint, and when it was published."""
+    found = [p for p in (run / "checkpoints").glob("step-*") if p.name[5:].isdigit() and (p / "manifest.json").exists()]
+    newest = max(found, default=None, key=lambda p: int(p.name[5:]))
+    return None if newest is None else (int(newest.name[5:]), (newest / "manifest.json").stat().st_mtime)
+
+
+def _attempts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    starts = {row["attempt"]: row["step"] for row in rows if row["kind"] == "start"}
+    ends = {row["attempt"]: row for row in rows if row["kind"] == "end"}
+    for row in rows:
+        if row["kind"] == "attempt":
+            number, end = row["attempt"], ends.get(row["attempt"])
+            yield {
+                "number": number,
+                "began": datetime.fromtimestamp(row["time"]).strftime("%Y-%m-%d %H:%M:%S"),
+                "nodes": ",".join(row.get("nodes", ["this machine"])),
+                "layout": row["layout"],
+                "from": starts.get(number, 0),
+                "to": None if end is None else end.get("step"),
+                "status": None if end is None else end["status"],
+                "end": "goes on" if end is None else end.get("reason") or f"status {end['status']}",
+            }
+
+
+def _duration(seconds: float) -> str:
+    """As the console says it: 3d04h, 1h02m, 2m03s or 3s."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02d}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{s:02d}s" if minutes else f"{s}s"

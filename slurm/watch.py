@@ -1,0 +1,103 @@
+"""Who is late: ranks of this node by their own signs of life, other nodes by their agents', and whose fault it is.
+
+The one thing to know: lateness is measured by this node's own steady clock, as the time since something was last seen to change;
+clocks of other nodes and times of files are never compared with it.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.training.heartbeat import Beat
+
+LOOK_S = 2.0
+
+
+class Nodes:
+    """The other nodes that this one looks at: the first node at all, all others at the first, so that a death is seen whoever it
+    befalls, and nobody reads more files than there are nodes."""
+
+    def __init__(self, attempt: Path, nodes: Sequence[str], own: int, lost_s: float) -> None:
+        self._attempt, self._lost_s = attempt, lost_s
+        self._watched = [node for n, node in enumerate(nodes) if (n > 0) == (own == 0)]
+        now = time.monotonic()
+        self._seen: dict[str, tuple[int, float]] = dict.fromkeys(self._watched, (0, now))
+        self._due = now
+
+    def lost(self, now: float) -> str | None:
+        """A node that has given no sign of life for too long, and has not ended by itself."""
+        if now < self._due:
+            return None
+        self._due = now + LOOK_S
+        for node, (count, since) in self._seen.items():
+            found = _read(self._attempt / "nodes" / node).get("count", 0)
+            if found != count:
+                self._seen[node] = (found, now)
+            elif now - since > self._lost_s and not (self._attempt / "nodes" / f"{node}.end").exists():
+                return node
+        return None
+
+    def beats(self) -> tuple[dict[int, Beat], list[int]]:
+        """The last known signs of life of the ranks on those nodes, and which of these are stopped by a signal."""
+        found, stopped = {}, []
+        for node in self._watched:
+            alive = _read(self._attempt / "nodes" / node)
+            stopped += alive.get("stopped", [])
+            for rank, beat in alive.get("ranks", {}).items():
+                with contextlib.suppress(TypeError):
+                    found[int(rank)] = Beat(**beat)
+        return found, stopped
+
+
+def late_ranks(
+    seen: Mapping[int, tuple[Beat | None, float]], now: float, began: float, hang_s: float, startup_s: float
+) -> dict[int, float]:
+    """Ranks without a sign of life for too long, and for how long. Before the first step of a start they have startup_s."""
+    late = {}
+    for rank, (beat, since) in seen.items():
+        training = beat is not None and beat.step > 0
+        silent = now - (since if training else began)
+        if silent > (hang_s if training else startup_s):
+            late[rank] = silent
+    return late
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The rank that the others wait for. what: why it is thought to be the one."""
+
+    rank: int
+    what: str
+
+    @classmethod
+    def among(cls, beats: Mapping[int, Beat], stopped: Sequence[int]) -> "Culprit | None":
+        """A rank that is stopped by a signal; else the only one that is behind all others; None: nobody can say."""
+        if stopped:
+            return cls(stopped[0], "stopped by a signal")
+        if len(beats) < 2:
+            return None
+        # within a step all ranks of a layout without stages pass the same points, so the one with fewest has stayed behind
+        (*least, rank), (*next_least, _) = sorted((beat.step, beat.count, rank) for rank, beat in beats.items())[:2]
+        if least == next_least:
+            return None
+        return cls(rank, f"in step {beats[rank].step}, after {beats[rank].doing}, behind all others")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][:1] in ("T", "t")
+    except OSError:
+        return False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

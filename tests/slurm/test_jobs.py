@@ -1,0 +1,70 @@
+"""Runs on a real SLURM: what happens to jobs and nodes happens here, and what is learned is the same to the last bit."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+import yaml
+from support.jobs import RUN, STEPS, sandbox, undisturbed
+
+from baton.slurm.exits import Exit
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """(step, loss, gradient norm) of the run that nothing happens to, on two nodes' worth of ranks."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = folder / "run.yaml"
+    run.write_text(yaml.safe_dump(RUN | {"name": "undisturbed"}))
+    return undisturbed(folder / "run", run).losses()
+
+
+def test_a_warned_run_saves_requeues_and_finishes_with_the_same_bits(submit, expected):
+    job = submit(preflight={"enabled": True, "timeout_s": 60, "files_mb_s": 0})
+    job.wait_for_step(25)
+    (number,) = job.ids("running")
+    subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
+    job.wait_for_attempt(2)
+    first, *_ = job.rows("end")
+    assert (first["status"], first["step"] in job.checkpoints()) == (Exit.STOPPED, True), "what was done is saved"
+    assert job.wait() == Exit.DONE
+    assert job.losses() == expected
+    assert [row["job"] for row in job.rows("attempt")] == [number, number], "the same job, requeued"
+    assert job.rows("start")[1]["step"] == first["step"], "no step is done twice"
+    assert [row["bad"] for row in job.rows("preflight")] == [{}, {}]
+
+
+def test_a_dead_node_and_a_hung_rank_are_found_named_and_survived(submit, expected):
+    job = submit("jobs.strikes=1")
+    job.wait_for_step(25)
+    (number,) = job.ids("running")
+    assert sandbox("fail", "n2").returncode == 0
+    job.wait_for_attempt(2)
+    (lost,) = job.rows("end")
+    assert (lost["status"], lost["reason"]) == (Exit.NODE_LOST, "node n2 gave no sign of life for 6 s")
+    assert [row["node"] for row in job.rows("excluded")] == ["n2"]
+    second = job.rows("attempt")[1]
+    assert second["job"] != number
+    assert "n2" not in second["nodes"]
+
+    job.wait_for_step(lost["step"] + 10, attempt=2)
+    (victim,) = [rank for rank in job.ranks() if rank.environ()["RANK"] == "3"]
+    node = victim.environ()["SLURMD_NODENAME"]
+    victim.send_signal(signal.SIGSTOP)
+    job.wait_for_attempt(3)
+    hung = job.rows("end")[1]
+    assert hung["status"] == Exit.HUNG
+    assert hung["reason"].startswith(f"rank 3 (stopped by a signal) on {node} gave no sign of life for ")
+    stacks = job.folder / "attempts" / "0002" / "stacks"
+    assert "stopped by a signal" in (stacks / "rank-3").read_text()
+    for rank in range(3):
+        assert "all_reduce" in (stacks / f"rank-{rank}").read_text(), "where it waits for rank 3"
+    assert [row["node"] for row in job.rows("excluded")] == ["n2", node]
+    assert not {"n2", node} & set(job.rows("attempt")[2]["nodes"])
+    assert job.wait() == Exit.DONE
+    assert job.losses() == expected
+    assert STEPS in job.checkpoints()
+    assert json.loads((job.folder / "attempts" / "0002" / "ending").read_text())["suspects"] == [node]
+    assert os.path.realpath(job.folder / "attempts" / "latest").endswith("0003")

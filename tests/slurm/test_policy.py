@@ -1,0 +1,210 @@
+"""What is done after an attempt, and why: the rules, tried on histories; who is to blame; the layout that nodes get."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from support.jobs import RUN
+
+from baton.launcher.config import load
+from baton.launcher.errors import ConfigError
+from baton.slurm import policy
+from baton.slurm.config import JobsConfig
+from baton.slurm.elastic import fitted, nodes_for
+from baton.slurm.exits import MEANING, Exit
+from baton.slurm.outcome import gather
+from baton.slurm.policy import Outcome
+from baton.slurm.script import AGAIN, NEXT_JOB, OTHER_NODES
+from baton.slurm.watch import Culprit, Nodes, late_ranks
+from baton.training.heartbeat import Beat
+
+SUBMITTED = {"kind": "submitted", "time": 0.0, "by": "user", "nodes": [2, 2]}
+
+
+def end(status, step=0, suspects=()):
+    return {
+        "kind": "end",
+        "time": 0.0,
+        "attempt": 1,
+        "status": int(status),
+        "reason": "…",
+        "step": step,
+        "suspects": list(suspects),
+    }
+
+
+def out(node):
+    return {"kind": "excluded", "time": 0.0, "node": node, "reason": "…"}
+
+
+def code(*rows, jobs=None, **changes):
+    known = {"told_to_stop": False, "time_is_up": False, "allocated": ["n1", "n2"], "needed": 2}
+    return policy.decide([SUBMITTED, *rows], jobs or JobsConfig(), **known | changes).code
+
+
+def test_what_is_done_after_each_end():
+    assert code(end(Exit.DONE, 9)) == Exit.DONE
+    assert code(end(Exit.STOPPED, 9)) == NEXT_JOB
+    assert code(end(Exit.STOPPED, 9), told_to_stop=True) == Exit.STOPPED
+    assert code(end(Exit.BAD_INPUT)) == Exit.BAD_INPUT, "no retry could mend it"
+    assert code(end(Exit.FAILED, 9)) == AGAIN, "in the nodes that are there"
+    assert code(end(Exit.FAILED, 9), time_is_up=True) == NEXT_JOB
+    assert code(end(Exit.SAVE_TOO_LONG, 9), time_is_up=True) == NEXT_JOB
+    assert code(end(Exit.NODE_LOST, 9), out("n2")) == OTHER_NODES
+    assert code(end(Exit.NODE_LOST, 9), out("n2"), allocated=["n1", "n2", "n3"]) == AGAIN, "there was one to spare"
+    assert code(end(Exit.STOPPED, 9), out("n2")) == OTHER_NODES
+    assert code(end(Exit.PREFLIGHT), out("n1")) == OTHER_NODES
+
+
+def test_a_run_that_makes_no_new_step_is_stopped():
+    assert code(end(Exit.FAILED, 0)) == AGAIN
+    assert code(end(Exit.FAILED, 0), end(Exit.FAILED, 0)) == Exit.NO_PROGRESS
+    assert code(end(Exit.FAILED, 7), end(Exit.FAILED, 7), end(Exit.FAILED, 5)) == Exit.NO_PROGRESS, "steps done again are not new"
+    assert code(end(Exit.FAILED, 7), end(Exit.FAILED, 7), end(Exit.FAILED, 8)) == AGAIN
+    assert code(end(Exit.HUNG, 7), end(Exit.HUNG, 7), end(Exit.FAILED, 7), jobs=JobsConfig(patience=3)) == AGAIN
+    assert code(*[end(Exit.NODE_LOST, 0)] * 9) == AGAIN, "nodes die of themselves"
+    assert code(end(Exit.FAILED, 0), end(Exit.NODE_LOST, 0), end(Exit.FAILED, 0)) == Exit.NO_PROGRESS
+    assert code(end(Exit.FAILED, 0), end(Exit.STOPPED, 0), end(Exit.FAILED, 0)) == AGAIN
+
+
+def test_submitting_again_forgives():
+    assert code(end(Exit.FAILED, 0), end(Exit.FAILED, 0), SUBMITTED, end(Exit.FAILED, 0)) == AGAIN
+    assert code(end(Exit.FAILED, 0), end(Exit.FAILED, 0), SUBMITTED, end(Exit.FAILED, 0), end(Exit.FAILED, 0)) == Exit.NO_PROGRESS
+
+
+def test_retries_are_bounded():
+    rows = [end(Exit.FAILED, step) for step in range(1, 5)]
+    assert code(*rows, jobs=JobsConfig(retries=4)) == AGAIN
+    assert code(*rows, jobs=JobsConfig(retries=3)) == Exit.NO_RETRIES
+
+
+def test_nodes_are_excluded_at_once_when_dead_and_after_strikes_when_suspected():
+    dead = Outcome(Exit.NODE_LOST, "gone", dead=("n1",))
+    assert policy.struck_out([SUBMITTED, end(Exit.NODE_LOST)], dead, strikes=2) == {"n1": "gone"}
+    crash = Outcome(Exit.FAILED, "SIGSEGV", suspects=("n2",))
+    first = [SUBMITTED, end(Exit.FAILED, 3, ["n2"])]
+    assert policy.struck_out(first, crash, strikes=2) == {}
+    second = [*first, end(Exit.FAILED, 5, ["n2"])]
+    assert policy.struck_out(second, crash, strikes=2) == {"n2": "2 crashes or hangs there, the last: SIGSEGV"}
+    assert policy.struck_out([*second, out("n2")], crash, strikes=2) == {}
+    assert policy.excluded([*second, out("n2"), out("n1"), out("n2")]) == ["n2", "n1"]
+
+
+def test_every_code_has_its_meaning_and_codes_are_distinct():
+    assert set(MEANING) == set(Exit)
+    assert len({int(one) for one in Exit} | {AGAIN, NEXT_JOB, OTHER_NODES}) == len(Exit) + 3
+
+
+def test_the_table_of_codes_is_the_one_in_the_documentation():
+    table = [f"| {int(code)} | {code.name} | {means} | {done} |" for code, (means, done) in MEANING.items()]
+    text = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("| ")][2:] == table
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    folder = tmp_path / "attempts" / "0001"
+    (folder / "nodes").mkdir(parents=True)
+    (folder / "nodes.txt").write_text("n1,n2")
+    return folder
+
+
+def say(folder, node, status=None, *, told=False):
+    (folder / "nodes" / node).write_text(json.dumps({"count": 3, "time": 1.0, "ranks": {}}))
+    if status is not None:
+        (folder / "nodes" / f"{node}.end").write_text(json.dumps({"status": int(status), "reason": "…", "told": told, "ranks": {}}))
+
+
+def test_an_attempt_ends_as_its_agents_say(attempt):
+    assert gather(attempt, 1).status == Exit.FAILED, "no agent was there"
+    say(attempt, "n1", Exit.DONE)
+    say(attempt, "n2", Exit.DONE)
+    assert gather(attempt, 0).status == Exit.DONE
+    say(attempt, "n2", Exit.STOPPED, told=True)
+    assert gather(attempt, 0).status == Exit.STOPPED
+
+
+def test_the_first_verdict_counts(attempt):
+    say(attempt, "n1", Exit.FAILED)
+    verdict = {"status": 76, "reason": "rank 3 hung", "suspects": ["n2"], "dead": []}
+    (attempt / "ending").write_text(json.dumps(verdict))
+    assert gather(attempt, 137) == Outcome(Exit.HUNG, "rank 3 hung", (), ("n2",))
+
+
+def test_an_agent_that_dies_alone_is_a_failure_and_with_its_job_is_not(attempt):
+    say(attempt, "n1", Exit.STOPPED, told=True)
+    say(attempt, "n2")
+    assert gather(attempt, None).status == Exit.STOPPED
+    say(attempt, "n1", Exit.FAILED)
+    found = gather(attempt, 137)
+    assert (found.status, found.suspects, found.reason) == (Exit.FAILED, ("n2",), "the agent on n2 died (srun: SIGKILL)")
+
+
+def test_who_is_late():
+    beat = Beat(step=5, doing="data", count=9, time=0.0)
+    seen = {0: (beat, 100.0), 1: (beat, 93.0), 2: (None, 0.0), 3: (Beat(0, "compile", 1, 0.0), 50.0)}
+    assert late_ranks(seen, 104.0, 0.0, hang_s=10, startup_s=200) == {1: 11.0}
+    assert late_ranks(seen, 104.0, 0.0, hang_s=10, startup_s=103) == {1: 11.0, 2: 104.0, 3: 104.0}
+
+
+def test_the_one_who_stayed_behind_is_to_blame():
+    def beats(**counts):
+        return {int(rank[1:]): Beat(7, "forward", count, 0.0) for rank, count in counts.items()}
+
+    assert Culprit.among(beats(r0=9, r1=8, r2=9), []).rank == 1
+    assert Culprit.among(beats(r0=9, r1=8, r2=8), []) is None, "nobody can say"
+    assert Culprit.among(beats(r0=9, r1=8, r2=9), [2]).rank == 2, "a rank that is stopped by a signal is known to be"
+    assert Culprit.among(beats(r0=9), []) is None
+
+
+def test_a_dead_node_is_seen_by_the_first_and_the_first_by_all(attempt):
+    (attempt / "nodes" / "n1").write_text('{"count": 1}')
+    (attempt / "nodes" / "n2").write_text('{"count": 1}')
+    first, second = (Nodes(attempt, ["n1", "n2", "n3"], own, lost_s=10) for own in (0, 1))
+    now = time.monotonic()
+    for watching in (first, second):
+        assert watching.lost(now) is None
+    (attempt / "nodes" / "n2").write_text('{"count": 2}')
+    (attempt / "nodes" / "n3.end").write_text("{}")
+    assert first.lost(now + 9) is None
+    assert first.lost(now + 18) is None
+    assert first.lost(now + 30) == "n2", "n3 ended by itself"
+    assert second.lost(now + 30) == "n1"
+
+
+@pytest.fixture
+def config(tmp_path):
+    def make(*words):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"name": "elastic"}))
+        return load(tmp_path / "run.yaml", list(words))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "data", "micro_batch", "used"),
+    [
+        ((), 2, 4, 2, 2),
+        ((), 1, 2, 2, 1),
+        ((), 3, 4, 2, 2),  # 6 ranks do not divide 8 sequences
+        ((), 4, 8, 1, 4),
+        (("layout.tensor=2", "layout.data=2"), 1, 1, 2, 1),
+        (("layout.sequence=4", "layout.data=1"), 4, 2, 2, 4),
+        (("jobs.elastic=none",), 4, 4, 2, 2),
+    ],
+)
+def test_the_layout_follows_the_nodes_and_the_global_batch_stays(config, words, nodes, data, micro_batch, used):
+    found, count = fitted(config(*words), nodes, 2)
+    assert (found.layout.data, found.training.micro_batch, count) == (data, micro_batch, used)
+    assert found.training.global_batch_tokens == 256
+    assert found.is_legal()
+
+
+def test_nodes_that_cannot_be_used_are_refused(config):
+    with pytest.raises(ConfigError, match=r"jobs.elastic=none; set jobs.elastic=data"):
+        fitted(config("jobs.elastic=none"), 1, 2)
+    with pytest.raises(ConfigError, match=r"no layout.data fits 1 nodes of 2 ranks"):
+        fitted(config("layout.sequence=4", "layout.data=1"), 1, 2)
+    assert nodes_for(config("layout.data=2"), 8) == 1

@@ -1,0 +1,75 @@
+"""The scripts of all shipped clusters, as files to be read: any change of a script shows as a change of one of them."""
+
+import os
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from baton.launcher.cluster import Cluster, load_cluster
+from baton.launcher.config import load
+from baton.slurm.elastic import nodes_for
+from baton.slurm.script import Nodes, render
+
+GOLDEN = Path(__file__).parent / "golden"
+RUN = Path(str(files("baton.configs"))) / "runs" / "papers" / "mamba-1.4b-pile.yaml"
+CLUSTERS = ("a100", "h100", "h200", "sandbox")
+
+
+def variant(name: str, **changes) -> Cluster:
+    cluster = load_cluster(name)
+    return cluster.model_copy(update={"slurm": cluster.slurm.model_validate(cluster.slurm.model_dump() | changes)})
+
+
+CASES = {name: load_cluster(name) for name in CLUSTERS} | {
+    "h100-chain": variant("h100", restart="chain", partition="gpu", account="lm", qos="long", constraint="ib&nvme", spare_nodes=1),
+    "h100-array": variant("h100", restart="array", gpu_type="h100", options=["--mail-type=FAIL"], interface="ib0"),
+    "h100-container": variant(
+        "h100",
+        python="/opt/baton/bin/python",
+        container={"image": "/images/baton 1.sqsh", "mounts": ["/shared:/shared", "/data:/data"]},
+    ),
+    "sandbox-no-preflight": variant("sandbox", preflight={"enabled": False}),
+}
+
+
+def script(cluster: Cluster) -> str:
+    config = load(RUN, [f"layout.data={2 * cluster.ranks_per_node}", "directory=/shared/runs/mamba 1.4b"])
+    count = nodes_for(config, cluster.ranks_per_node)
+    return render(config, cluster, Nodes(count, count), where=Path("/shared/home/ada"), python="/shared/home/ada/.venv/bin/python")
+
+
+def test_every_shipped_cluster_has_a_golden_file():
+    shipped = {p.name.removesuffix(".yaml") for p in (files("baton.configs") / "clusters").iterdir() if p.name.endswith(".yaml")}
+    assert shipped == set(CLUSTERS)
+    assert {p.stem for p in GOLDEN.glob("*.sbatch")} == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_script_is_its_golden_file(name):
+    """To change them on purpose: BATON_GOLDEN=1 pytest tests/slurm/test_script.py, and read the difference."""
+    path, text = GOLDEN / f"{name}.sbatch", script(CASES[name])
+    if os.environ.get("BATON_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shellcheck_is_clean(name, shellcheck):
+    done = subprocess.run([shellcheck, GOLDEN / f"{name}.sbatch"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_slurm_accepts_every_script(slurm_with_gpus, tmp_path):
+    """Sixteen ranks of a few pretended GPUs; what a site names (partition, account, features) is its own."""
+    for name, cluster in CASES.items():
+        text = script(cluster)
+        for option in ("--partition=", "--account=", "--qos=", "--constraint="):
+            text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(f"#SBATCH {option}"))
+        text = text.replace("--gres=gpu:h100:8", "--gres=gpu:8")
+        path = tmp_path / f"{name}.sbatch"
+        path.write_text(text)
+        done = subprocess.run(["sbatch", "--test-only", path], capture_output=True, text=True, env=slurm_with_gpus)
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+        assert "to start at" in done.stderr

@@ -1,0 +1,106 @@
+"""SIGTERM and SIGUSR1 at any moment of training: nothing that was done is lost, no checkpoint is broken, no bit is different.
+
+Two real ranks, made by forking a process that has paid for the imports; a run goes from signal to signal until it is done.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from support.forks import SIGNALS, serve
+from support.jobs import RUN
+from support.runs import published
+
+from baton.launcher.config import load
+from baton.launcher.run_directory import last_step, new_attempt, open_run
+from baton.training.checkpoint.manifest import Manifest, check_file
+from baton.training.monitor import read_metrics
+
+EVERY = 10
+DEADLINE_S = 120
+
+
+def _settings(folder: Path, name: str) -> Path:
+    training = RUN["training"] | {
+        "steps": 40,
+        "checkpoint": {"every": EVERY, "keep_last": 3},
+        "evaluation": {"every": 20, "tokens": 600},
+    }
+    values = RUN | {"name": name, "training": training, "layout": {"data": 2, "timeout_s": 60}, "directory": str(folder / name)}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """A function: two ranks on an attempt; their pids, and a function that waits for their statuses."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
+    process.start()
+
+    def start(attempt: Path):
+        ours.send(str(attempt))
+        pids = ours.recv()
+
+        def wait():
+            assert ours.poll(DEADLINE_S), f"still running: {[p.read_text()[-1500:] for p in attempt.glob('rank-*.log')]}"
+            return ours.recv()
+
+        return pids, wait
+
+    yield start
+    ours.send(None)
+    process.join(10)
+
+
+def check(folder: Path) -> None:
+    """Every published checkpoint is whole."""
+    for step in published(folder):
+        path = folder / "checkpoints" / f"step-{step:08d}"
+        for name, expected in Manifest.read(path).files.items():
+            assert check_file(path, name, expected) is None
+
+
+@pytest.mark.parametrize("moments", [10, pytest.param(200, marks=[pytest.mark.long_slurm, pytest.mark.timeout(1500)])])
+def test_signals_at_any_moment(ranks, tmp_path, moments):
+    """A rank that stops waits for the others at a step boundary, so a signal to one of them ends all."""
+    calm = load(_settings(tmp_path, "calm"))
+    open_run(calm)
+    began = time.monotonic()
+    assert ranks(new_attempt(calm))[1]() == [0, 0]
+    lasts = time.monotonic() - began
+    expected = [(row["kind"], row["step"], row["loss"]) for row in read_metrics(calm.folder / "metrics.jsonl")]
+    rng, runs, lived, stopped = random.Random(moments), 0, 0, 0
+    while lived < moments:
+        runs += 1
+        config = load(_settings(tmp_path, f"run-{runs}"))
+        open_run(config)
+        done = False
+        while not done:
+            attempt = new_attempt(config)
+            before = max(published(config.folder), default=0)
+            pids, wait = ranks(attempt)
+            told = rng.sample(pids, rng.randint(1, 2))
+            for again in range(rng.randint(1, 3)):  # also a second and third time, while it saves
+                time.sleep(rng.uniform(0, lasts / 20 if again else lasts))
+                for pid in told:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, rng.choice(SIGNALS))
+            statuses = wait()
+            lived += 1
+            said = [p.read_text()[-1500:] for p in attempt.glob("rank-*.log")]
+            assert statuses in ([75, 75], [0, 0]), said
+            check(config.folder)
+            saved, recorded = max(published(config.folder), default=0), last_step(config.folder)
+            assert saved >= before
+            assert saved == recorded, "it was asked, not killed: what was done is saved"
+            done = statuses == [0, 0]
+            stopped += not done
+        assert [(row["kind"], row["step"], row["loss"]) for row in read_metrics(config.folder / "metrics.jsonl")] == expected
+    assert stopped > moments / 4, "signals came while it trained"

@@ -1,0 +1,147 @@
+"""The ledger: every second counted once, and what was worked in vain known as such."""
+
+import contextlib
+import itertools
+import random
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from baton.training import ledger
+from baton.training.errors import RunError
+from baton.training.goodput import PARTS, account, draw
+from baton.training.ledger import Account
+from baton.training.ledger_board import LedgerBoard
+
+
+def write(folder, *rows):
+    for kind, time, values in rows:
+        ledger.append(folder, kind, **{"time": time, **values})
+
+
+HISTORY = [
+    ("submitted", 100.0, {"by": "user"}),
+    ("attempt", 130.0, {"attempt": 1, "layout": {}}),
+    ("preflight", 140.0, {"attempt": 1}),
+    ("start", 142.0, {"attempt": 1, "step": 0}),
+    ("spans", 170.0, {"attempt": 1, "since": 142.0, "step": 10, "seconds": {"start-up": 8.0, "compute": 15.0, "save": 5.0}}),
+    ("spans", 180.0, {"attempt": 1, "since": 170.0, "step": 14, "seconds": {"compute": 9.0, "data": 1.0}}),
+    ("end", 200.0, {"attempt": 1, "status": 76}),
+    ("excluded", 200.0, {"node": "n1"}),
+    ("submitted", 201.0, {"by": "job"}),
+    ("attempt", 231.0, {"attempt": 2, "layout": {}}),
+    ("start", 233.0, {"attempt": 2, "step": 10}),
+    ("spans", 253.0, {"attempt": 2, "since": 233.0, "step": 20, "seconds": {"start-up": 6.0, "compute": 12.0, "exchange": 2.0}}),
+    ("end", 254.0, {"attempt": 2, "status": 0}),
+    ("stopped", 254.5, {"status": 0}),
+]
+
+
+def test_every_second_is_counted_once(tmp_path):
+    write(tmp_path, *HISTORY)
+    found = account(tmp_path)
+    assert found.wall == pytest.approx(154.5)
+    assert sum(found.seconds.values()) == pytest.approx(found.wall)
+    expected = {"queue": 60.0, "preflight": 10.0, "start-up": 18.0, "compute": 27.0, "save": 5.0, "lost": 10.0, "failing": 20.0,
+                "exchange": 2.0, "other": 1.0, "idle": 1.5}  # fmt: skip
+    assert {part: s for part, s in found.seconds.items() if s} == pytest.approx(expected)
+    assert found.goodput == pytest.approx(29 / 154.5)
+    assert found.in_job == pytest.approx(29 / (154.5 - 61.5))
+    assert (found.failures, sorted(found.attempts)) == (1, [1, 2])
+    assert found.attempts[1]["lost"] == 10.0, "steps 11 to 14 were done again"
+
+
+def test_a_running_attempt_is_counted_up_to_now(tmp_path):
+    write(tmp_path, *HISTORY[:5])
+    found = account(tmp_path, now=175.0)
+    assert (found.wall, found.seconds["other"]) == (75.0, 5.0)
+
+
+def test_any_history_adds_up(tmp_path):
+    """Whatever order rows come in, clocks of nodes that differ included."""
+    rng = random.Random(0)
+    for number in range(200):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        rows = [row for row in HISTORY[1:] if rng.random() < 0.8]
+        shifted = [(kind, time + rng.choice([0.0, 0.0, -40.0, 40.0]), values) for kind, time, values in rows]
+        write(folder, HISTORY[1], *shifted)
+        found = account(folder, now=300.0)
+        assert sum(found.seconds.values()) == pytest.approx(found.wall), number
+        assert all(seconds >= 0 for seconds in found.seconds.values())
+        for (_, until, _), (since, _, _) in itertools.pairwise(found.pieces):
+            assert since <= until + 1e-9
+
+
+def test_lines_say_it_all_and_the_picture_is_one(tmp_path):
+    write(tmp_path, *HISTORY)
+    found = account(tmp_path)
+    text = "\n".join(found.lines())
+    assert "154.5 s in 2 attempts, 1 of which failed" in text
+    for part, seconds in found.seconds.items():
+        assert (f"{part:<12}" in text) == bool(seconds)
+    assert "goodput 18.8% of all time, 31.2% of the time that nodes were held" in text
+    assert set(found.seconds) == set(PARTS)
+    assert draw(found, tmp_path / "goodput.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_folder_without_a_ledger_is_refused(tmp_path):
+    with pytest.raises(RunError, match="no attempt is recorded"):
+        account(tmp_path)
+
+
+def test_lines_that_were_cut_short_are_left_out(tmp_path):
+    write(tmp_path, *HISTORY)
+    with (tmp_path / ledger.NAME).open("a") as f:
+        f.write('{"kind": "end", "ti')
+    assert len(ledger.read(tmp_path)) == len(HISTORY)
+
+
+def test_the_main_ranks_time_has_no_gaps(tmp_path, monkeypatch):
+    clock = iter(range(1000, 2000))
+    monkeypatch.setattr(ledger.time, "time", lambda: float(next(clock)))
+    kept = Account(tmp_path, 1, on=True, since=990.0)
+    kept.start(5)
+    for step in range(6, 12):
+        kept.spent("data")
+        kept.spent("compute")
+        kept.move("compute", "exchange", 0.25)
+        kept.done(step, write=step % 3 == 0)
+    kept.flush()
+    start, *spans = ledger.read(tmp_path)
+    assert (start["time"], start["step"]) == (990.0, 5)
+    assert [row["step"] for row in spans] == [6, 9, 11]
+    for row, before in zip(spans, [start, *spans]):
+        assert row["since"] == before["time"]
+        assert sum(row["seconds"].values()) == pytest.approx(row["time"] - row["since"])
+    assert sum(row["seconds"]["exchange"] for row in spans) == 1.5
+
+
+def test_a_full_disk_keeps_rows_waiting(small_disk, capsys):
+    kept = Account(small_disk, 1, on=True, since=0.0)
+    filler = small_disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as f:
+        while f.write(bytes(4096)):
+            pass
+    kept.start(0)
+    assert "ledger.jsonl is behind" in capsys.readouterr().out
+    filler.unlink()
+    kept.spent("compute")
+    kept.done(1, write=True)
+    assert [row["kind"] for row in ledger.read(small_disk)] == ["start", "spans"]
+
+
+def test_tensorboard_shows_the_account_at_every_save(tmp_path):
+    write(tmp_path, *HISTORY)
+    board = LedgerBoard(tmp_path, step=0)
+    board.show(10)
+    board.show(20)
+    board.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard" / "ledger"))
+    found.Reload()
+    expected = account(tmp_path)
+    shown = found.Scalars("goodput/of_all_time")
+    assert [e.step for e in shown] == [10, 20]
+    assert shown[1].value == pytest.approx(expected.goodput)
+    assert found.Scalars("ledger_share/queue")[0].value == pytest.approx(expected.seconds["queue"] / expected.wall)
+    assert {tag.split("/")[0] for tag in found.Tags()["scalars"]} == {"goodput", "ledger_share"}

@@ -1,0 +1,31 @@
+"""The ledger in TensorBoard, beside the run's curves: where the time went so far, at every save."""
+
+import contextlib
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from baton.training.errors import RunError
+from baton.training.goodput import account
+
+
+class LedgerBoard:
+    """folder: the run directory. step: done before; what an earlier attempt showed after it is dropped."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder = folder
+        self._writer = SummaryWriter(str(folder / "tensorboard" / "ledger"), purge_step=step + 1 if step else 0)
+
+    def show(self, step: int) -> None:
+        """Shares of all time since the first submission. A disk that is full costs the picture, not the run."""
+        with contextlib.suppress(OSError, RunError):
+            found = account(self._folder)
+            self._writer.add_scalar("goodput/of_all_time", found.goodput, step)
+            self._writer.add_scalar("goodput/of_time_on_nodes", found.in_job, step)
+            for part, seconds in found.seconds.items():
+                self._writer.add_scalar(f"ledger_share/{part}", seconds / found.wall, step)
+            self._writer.flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._writer.close()

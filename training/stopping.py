@@ -1,0 +1,42 @@
+"""A run that is told to end: signals only set a flag, and all ranks agree on it at a step boundary, where it is safe to save.
+
+Torch-free until ranks agree. The one thing to know: a handler of Python's runs only between two bytecodes, so a rank that waits
+inside a collective notices late; that it ends in time is for the process that started it to see to.
+"""
+
+import signal
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from baton.parallel.mesh import Mesh
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+"""SIGUSR1: the job's time is nearly up. SIGTERM: the job is being ended (preempted, requeued, cancelled)."""
+
+_asked: list[int] = []
+
+
+def install() -> None:
+    """From here on the signals ask for an end instead of bringing it. Whoever starts a rank may block them until then."""
+    for number in SIGNALS:
+        signal.signal(number, _ask)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _ask(number: int, frame: Any) -> None:
+    _asked.append(number)  # a second signal, and a second of the same, changes nothing
+
+
+def asked() -> bool:
+    """Whether this rank has been asked to end."""
+    return bool(_asked)
+
+
+def agreed(mesh: "Mesh") -> bool:
+    """Whether any rank has been asked; the same answer on all. Every rank calls it, at the same step boundary."""
+    import torch
+    import torch.distributed as dist
+
+    flag = torch.tensor(int(asked()), dtype=torch.int32, device=mesh.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
