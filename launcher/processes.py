@@ -52,7 +52,8 @@ def run_ranks(world_size: int, attempt: Path) -> int:
         elif any(status != 2 for _, status in failed):
             _wait(ranks, LAST_WORDS_S)
         end_ranks(ranks)
-        shown.update()
+        if all(status != 2 for _, status in failed):  # else the refusal is all there is to say, not who misses whom after it
+            shown.update()
     finally:
         listener.close()
         for number, handler in previous.items():

@@ -67,10 +67,10 @@ def steps(mesh, mixer, recompute=False, precision="float32"):
         dist.all_reduce(grad, group=mesh.data_group)
         return grad
 
-    def step_of_engine():
+    def step_of_engine(refuse=None):
         whole = gather_parameters(built.model, mesh.tensor_group, of=summed)
         gradients.append({name: grad for name, grad in whole.items() if name not in lent})
-        return update()
+        return update(refuse)
 
     built.engine.step = step_of_engine
     executor, rows = StepExecutor(built.model, built.engine, mesh), []
