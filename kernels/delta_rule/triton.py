@@ -5,7 +5,7 @@ The one thing to know: only the arguments are kept for the backward pass; what t
 
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ class Tiles(SumTiles):
     warps_walk: int = 4
     x_solved: int = 32
     y_solved: int = 32
+
+    def for_float32(self) -> Self:
+        return replace(super().for_float32(), values=min(self.values, 16))
 
 
 def delta_rule_triton(
@@ -72,8 +75,10 @@ class _Run:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, scale: float, pos: Tensor | None, tiles: Tiles
     ) -> None:
-        self.sum = Sum("none" if g is None else "scalar", scale, pos, g, Given.of(q, k, v), tiles)
-        self.beta, self.scale, self.tiles, self.kernels = launch.in_rows(beta), scale, tiles, _kernels()
+        given = Given.of(q, k, v)
+        self.sum = Sum("none" if g is None else "scalar", scale, pos, g, given, tiles)
+        self.tiles = tiles if given.low else tiles.for_float32()
+        self.beta, self.scale, self.kernels = launch.in_rows(beta), scale, _kernels()
         self.sums = self.sum.prepare(None, None).sums
 
     def options(self, *, walk: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ computes the output and which the gradients. Chunks' states are made again for t
 
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -49,6 +49,12 @@ class Tiles:
     warps_scores: int = 4
     stages: int = 3
     programs: int = 384
+
+    def for_float32(self) -> Self:
+        """None larger than these: products of float32 use no tensor cores, and larger ones have no room in registers."""
+        largest = {"chunk": 32, "x": 32, "x_gated": 32, "x_prepared": 32, "x_scores": 32, "y": 32, "y_gated": 32}
+        least = {name: min(size, getattr(self, name)) for name, size in largest.items()}
+        return replace(self, **least, warps_gated=self.warps, warps_scores=self.warps, stages=1)
 
 
 def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
@@ -104,6 +110,11 @@ class Given(NamedTuple):
     k: Tensor
     v: Tensor
 
+    @property
+    def low(self) -> bool:
+        """Whether products are of bfloat16."""
+        return self.v.is_cuda and all(x.dtype in (torch.bfloat16, torch.float16) for x in self)
+
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Given":
         heads = v.shape[2]
@@ -134,12 +145,13 @@ class Sum:
         self.swapped = gate == "value"
         self.batch, self.length, self.heads, d_value = given.v.shape
         self.query_heads, d_key = given.q.shape[2], given.k.shape[3]
-        self.given, self.g, self.pos, self.tiles = given, None if g is None else launch.in_rows(g), pos, tiles
+        self.given, self.g, self.pos = given, None if g is None else launch.in_rows(g), pos
+        low = given.low
+        self.tiles = tiles if low else tiles.for_float32()
         self.sizes = (d_value, d_key) if self.swapped else (d_key, d_value)
         self.scale = scale
-        self.chunks = -(-self.length // tiles.chunk)
+        self.chunks = -(-self.length // self.tiles.chunk)
         self.kernels = _kernels()
-        low = given.v.is_cuda and all(x.dtype in (torch.bfloat16, torch.float16) for x in given)
         self.kept = torch.bfloat16 if low else torch.float32
         kinds = {
             "none": self.kernels.NONE,
@@ -150,7 +162,7 @@ class Sum:
         self.gate = kinds[gate].value
         self.per_channel = self.gate == self.kernels.CHANNEL.value
         self.common = {"H": self.heads, "G": self.query_heads // self.heads, "GATE": self.gate, "HAS_POS": pos is not None}
-        self.common |= {"C": tiles.chunk, "num_stages": tiles.stages}
+        self.common |= {"C": self.tiles.chunk, "num_stages": self.tiles.stages}
         self.low = {"LOW": _low() if low else None}
 
     @property
