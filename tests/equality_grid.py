@@ -115,7 +115,7 @@ The largest by quantity, all cells together:
 
 Matmuls and activations in bfloat16 on both sides; the cells of `make test`. Eight bits of mantissa move single tensors further
 than the limit whatever the layout: the row `rounding` is the one process in bfloat16 against itself in float32. A gradient norm
-or a tensor may be {times} times as far.
+or a tensor may be {times} times as far, a gradient norm also as far as the gradient itself moved.
 
 {low}
 

@@ -13,8 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels import launch
 from baton.kernels import tiles as table
-from baton.kernels.gated_linear_attention.triton import Given, Prepared, Side, Sum
-from baton.kernels.gated_linear_attention.triton import Tiles as SumTiles
+from baton.kernels.gated_linear_attention.arguments import Given, Prepared, Side
+from baton.kernels.gated_linear_attention.arguments import Tiles as SumTiles
+from baton.kernels.gated_linear_attention.triton import Sum
 
 KERNEL = "delta_rule"
 

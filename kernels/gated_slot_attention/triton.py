@@ -7,7 +7,8 @@ from all three.
 import torch
 from torch import Tensor
 
-from baton.kernels.gated_linear_attention.triton import Tiles, gla_effect, gla_triton
+from baton.kernels.gated_linear_attention.arguments import Tiles
+from baton.kernels.gated_linear_attention.triton import gla_effect, gla_triton
 from baton.kernels.gated_slot_attention.reference import LINKS, Link
 from baton.kernels.protocol import State
 

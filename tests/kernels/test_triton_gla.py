@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
+from baton.kernels.gated_linear_attention.arguments import Tiles
 from baton.kernels.gated_linear_attention.reference import gla_reference
-from baton.kernels.gated_linear_attention.triton import Tiles, gla_effect, gla_triton
+from baton.kernels.gated_linear_attention.triton import gla_effect, gla_triton
 from baton.kernels.gated_slot_attention.reference import gsa_reference
 from baton.kernels.gated_slot_attention.triton import gsa_effect, gsa_triton
 

@@ -254,18 +254,28 @@ def errors(expected: Trained, shares: Sequence[Share]) -> dict[str, float]:
 
 @cache
 def rounding(mixer: str, precision: str) -> dict[str, float]:
-    """How far the one process is in this precision from itself in float32."""
+    """How far the one process is in this precision from itself in float32; "gradient": all first moments as one vector."""
     expected, other = one_process(mixer, "float32"), one_process(mixer, precision, "float32")
     boxes = {key: [(tuple(x.shape), (0,) * x.dim(), x)] for key, x in other.tensors.items()}
     parameters = {key.removeprefix("master."): x for key, x in other.tensors.items() if key.startswith("master.")}
-    return errors(expected, [Share([(*row, 0) for row in other.rows], boxes, parameters, {})])
+    gradient, same = (
+        torch.cat([x.flatten() for key, x in found.tensors.items() if key.startswith("exp_avg.")]) for found in (other, expected)
+    )
+    share = Share([(*row, 0) for row in other.rows], boxes, parameters, {})
+    return {**errors(expected, [share]), "gradient": relative_error(gradient, same)}
 
 
 def beyond(mixer: str, precision: str, found: dict[str, float]) -> dict[str, float]:
-    """The errors that are larger than they may be; losses are held to the limit in any precision."""
+    """The errors that are larger than they may be; losses are held to the limit in any precision.
+
+    A gradient norm may be off by as much as the precision moves the gradient: how far it moved the one process's norm is one number
+    of either sign, by chance anything between nothing and that.
+    """
     limit = dict.fromkeys(found, LIMITS[precision])
     if precision != "float32":
-        limit |= {key: max(limit[key], ROUNDING * own) for key, own in rounding(mixer, precision).items() if key != "loss"}
+        moved = rounding(mixer, precision)
+        limit |= {key: max(limit[key], ROUNDING * moved[key]) for key in found if key != "loss"}
+        limit["norm"] = max(limit["norm"], moved["gradient"])
     return {key: error for key, error in found.items() if not error <= limit[key]}
 
 

@@ -1,0 +1,85 @@
+"""What the launches in `triton` are given: how the kernels are cut, and tensors as the kernels read them.
+
+The one thing to know: a "side" is what lies along x, where decays are, or along y; see `sides`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from baton.kernels import launch
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the kernels are cut; powers of two, at least 16.
+
+    Attributes:
+        chunk: tokens that are multiplied with each other; between chunks there is a state.
+        x: of the side with the decays, a program's part.
+        x_gated: the same where derivatives along that side are computed.
+        x_prepared, x_scores: the same where gates are summed, and where scores have a decay per channel.
+        y: of the other side, a program's part.
+        y_gated: the same where derivatives along the side with the decays are computed.
+        warps: of a program.
+        warps_gated: of one that computes derivatives along the side with the decays.
+        warps_scores: of one that computes scores with a decay per channel.
+        stages: of what loops load, ahead of what they compute; scores with a decay per channel have one.
+        programs: that a GPU should have where chunks are walked through; with fewer the sequence is cut.
+    """
+
+    chunk: int = 64
+    x: int = 64
+    x_gated: int = 64
+    x_prepared: int = 64
+    x_scores: int = 32
+    y: int = 128
+    y_gated: int = 64
+    warps: int = 4
+    warps_gated: int = 8
+    warps_scores: int = 4
+    stages: int = 3
+    programs: int = 384
+
+    def for_float32(self) -> Self:
+        """None larger than these: products of float32 use no tensor cores, and larger ones have no room in registers."""
+        largest = {"chunk": 32, "x": 32, "x_gated": 32, "x_prepared": 32, "x_scores": 32, "y": 32, "y_gated": 32}
+        least = {name: min(size, getattr(self, name)) for name, size in largest.items()}
+        return replace(self, **least, warps_gated=self.warps, warps_scores=self.warps, stages=1)
+
+
+class Given(NamedTuple):
+    """Arguments whose last dimension is contiguous, with a head of q and k for each that is read with or written."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @property
+    def low(self) -> bool:
+        """Whether products are of bfloat16."""
+        return self.v.is_cuda and all(x.dtype in (torch.bfloat16, torch.float16) for x in self)
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Given":
+        heads = v.shape[2]
+        q, k = (x.expand(-1, -1, heads, -1) if x.shape[2] == 1 else x for x in (launch.in_rows(q), launch.in_rows(k)))
+        return cls(q, k, launch.in_rows(v))
+
+
+class Side(NamedTuple):
+    """What is read with, [B, T, Q, size], and what is written, [B, T, H, size]; None: not known or not needed."""
+
+    r: Tensor | None
+    w: Tensor | None
+
+
+class Prepared(NamedTuple):
+    """What the kernels take of the gates and of what lies along x, see `sides.prepare_kernel`. None: not needed."""
+
+    sums: Tensor | None
+    read: Tensor | None
+    written: Tensor | None
+    whole: Tensor | None
