@@ -30,7 +30,7 @@ def shape_of(gate: Gate, d_key: int, d_value: int) -> table.Shape:
     return {"gate": gate, "d_key": table.power_of_two(d_key), "d_value": table.power_of_two(d_value)}
 
 
-def _tiles_for(gate: Gate, given: Given) -> Tiles:
+def tiles_for(gate: Gate, given: Given) -> Tiles:
     batch, length, heads, d_value = given.v.shape
     d_key, query_heads = given.k.shape[3], given.q.shape[2]
     sizes = {"batch": batch, "tokens": length, "heads": heads, "query_heads": query_heads, "d_key": d_key, "d_value": d_value}
@@ -47,19 +47,17 @@ def gla_triton(
     scale: float,
     pos: Tensor | None,
     initial_state: Tensor | None,
-    dtype: torch.dtype | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `op.gated_linear_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. dtype: of
-    the output, q's if None."""
-    tiles = tiles or _tiles_for(gate, Given(q, k, v))
-    y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch.positions(pos), dtype or q.dtype, tiles)
+    """As `op.gated_linear_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits."""
+    tiles = tiles or tiles_for(gate, Given(q, k, v))
+    y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch.positions(pos), tiles)
     return y, leaving
 
 
 def gla_effect(k: Tensor, v: Tensor, g: Tensor | None, *, gate: Gate, pos: Tensor | None, tiles: Tiles | None = None) -> Tensor:
     """What a span adds to a state of zeros, [batch, heads, d_key, d_value], without queries, outputs and gradients."""
-    run = Sum(gate, 1.0, launch.positions(pos), g, Given.of(k, k, v), tiles or _tiles_for(gate, Given(k, k, v)))
+    run = Sum(gate, 1.0, launch.positions(pos), g, Given.of(k, k, v), tiles or tiles_for(gate, Given(k, k, v)))
     wx, wy = run.writes
     prepared = run.prepare(None, wx)
     assert prepared.written is not None
@@ -303,11 +301,11 @@ class _Gla(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial_state: Tensor | None, gate: Gate, scale: float,
-        pos: Tensor | None, dtype: torch.dtype, tiles: Tiles,
+        pos: Tensor | None, tiles: Tiles,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(q, k, v, g, initial_state, pos)
         ctx.gate, ctx.scale, ctx.tiles = gate, scale, tiles
-        return Sum(gate, scale, pos, g, Given.of(q, k, v), tiles).forward(initial_state, dtype)
+        return Sum(gate, scale, pos, g, Given.of(q, k, v), tiles).forward(initial_state, q.dtype)
 
     @staticmethod
     @once_differentiable
@@ -318,7 +316,7 @@ class _Gla(torch.autograd.Function):
         # a head that all share was given to each
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))
         grads = (dq, dk, dv, None if g is None else dg.to(g.dtype), dfirst)
-        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:5], grads, strict=True)), *(None,) * 5)
+        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:5], grads, strict=True)), *(None,) * 4)
 
 
 def _kernels() -> ModuleType:

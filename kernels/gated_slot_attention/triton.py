@@ -1,16 +1,24 @@
 """Gated slot attention on a GPU: two passes of gated linear attention, keys written to the slots and values read from them.
 
-The one thing to know: the passes share their gate, and what a slot takes in is 1 - alpha; autograd adds up what the log-decays get
-from all three.
+The one thing to know: the passes share their gate, and what a slot takes in is 1 - alpha. Scores are kept in float32 for the
+backward pass; weights, strengths and chunks' states are made again.
 """
+
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from baton.kernels.gated_linear_attention.arguments import Tiles
-from baton.kernels.gated_linear_attention.triton import gla_effect, gla_triton
-from baton.kernels.gated_slot_attention.reference import LINKS, Link
+from baton.kernels import launch
+from baton.kernels import tiles as table
+from baton.kernels.gated_linear_attention.arguments import Given, Tiles
+from baton.kernels.gated_linear_attention.triton import Sum, gla_effect, tiles_for
+from baton.kernels.gated_slot_attention.reference import Link
 from baton.kernels.protocol import State
+
+_ENTRIES = 2048  # of a program that computes slot by slot
 
 
 def gsa_triton(
@@ -25,27 +33,113 @@ def gsa_triton(
     initial_state: State | None,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, State]:
-    """As `op.gated_slot_attention`, which checks the arguments."""
-    arriving = {"k": None, "v": None} if initial_state is None else initial_state
-    write = _strength(log_alpha).to(v.dtype)
-    # what the link makes of a score is as far off as the score is: not rounded in between
-    scores, keys = gla_triton(
-        q, k, write, log_alpha, gate="value", scale=scale, pos=pos, initial_state=arriving["k"], dtype=torch.float32, tiles=tiles
-    )
-    weights = LINKS[link](scores).to(q.dtype)
-    y, values = gla_triton(weights, write, v, log_alpha, gate="key", scale=1.0, pos=pos, initial_state=arriving["v"], tiles=tiles)
+    """As `op.gated_slot_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. tiles: of
+    both passes."""
+    first = {"k": None, "v": None} if initial_state is None else initial_state
+    y, keys, values = _Gsa.apply(q, k, v, log_alpha, first["k"], first["v"], scale, link, launch.positions(pos), tiles)
     return y, {"k": keys, "v": values}
 
 
 def gsa_effect(k: Tensor, v: Tensor, log_alpha: Tensor, *, pos: Tensor | None, tiles: Tiles | None = None) -> State:
     """What a span adds to slots of zeros: neither queries nor link nor outputs, and without gradients."""
-    write = _strength(log_alpha).to(v.dtype)
+    write = strength(log_alpha, v.dtype)
     return {
         "k": gla_effect(k, write, log_alpha, gate="value", pos=pos, tiles=tiles),
         "v": gla_effect(write, v, log_alpha, gate="key", pos=pos, tiles=tiles),
     }
 
 
-def _strength(log_alpha: Tensor) -> Tensor:
-    """1 - alpha, which itself would lose the gates that matter most, those that keep nearly all."""
-    return -torch.expm1(log_alpha.float())
+class _Gsa(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, first_k: Tensor | None, first_v: Tensor | None,
+        scale: float, link: Link, pos: Tensor | None, tiles: Tiles | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        write = strength(log_alpha, v.dtype)
+        # what the link makes of a score is as far off as the score is: not rounded in between
+        scores, keys = _keys(q, k, write, log_alpha, scale, pos, tiles).forward(first_k, torch.float32)
+        weights = weights_of(scores, link, q.dtype)
+        y, values = _values(weights, write, v, log_alpha, pos, tiles).forward(first_v, q.dtype)
+        ctx.save_for_backward(q, k, v, log_alpha, first_k, first_v, scores, pos)
+        ctx.scale, ctx.link, ctx.tiles = scale, link, tiles
+        return y, keys, values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dkeys: Tensor, dvalues: Tensor) -> tuple[Any, ...]:
+        q, k, v, log_alpha, first_k, first_v, scores, pos = ctx.saved_tensors
+        write, weights = strength(log_alpha, v.dtype), weights_of(scores, ctx.link, q.dtype)
+        of_values = _values(weights, write, v, log_alpha, pos, ctx.tiles)
+        dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(first_v, launch.in_rows(dy), dvalues)
+        dscores = weights_backward(scores, dweights, ctx.link)
+        of_keys = _keys(q, k, write, log_alpha, ctx.scale, pos, ctx.tiles)
+        dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, dscores, dkeys)
+        dgates = _gates_backward(log_alpha, dg_k, dg_v, dwrite_k, dwrite_v)
+        grads = (dq, dk, dv, dgates, dfirst_k, dfirst_v)
+        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 4)
+
+
+def _keys(
+    q: Tensor, k: Tensor, write: Tensor, log_alpha: Tensor, scale: float, pos: Tensor | None, tiles: Tiles | None
+) -> Sum:  # fmt: skip
+    """The pass that writes keys to slots and reads a query's scores of them."""
+    given = Given.of(q, k, write)
+    return Sum("value", scale, pos, log_alpha, given, tiles or tiles_for("value", given))
+
+
+def _values(weights: Tensor, write: Tensor, v: Tensor, log_alpha: Tensor, pos: Tensor | None, tiles: Tiles | None) -> Sum:
+    """The pass that writes values to slots and reads them by weights."""
+    given = Given.of(weights, write, v)
+    return Sum("key", 1.0, pos, log_alpha, given, tiles or tiles_for("key", given))
+
+
+def _rows(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
+    """Grid and sizes of a launch over [..., slots]."""
+    slots = x.shape[-1]
+    width = table.power_of_two(slots)
+    block = max(1, _ENTRIES // width)
+    rows = x.numel() // slots
+    return (-(-rows // block),), {"M": slots, "BR": block, "BM": width, "num_warps": 4}
+
+
+def strength(log_alpha: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 - alpha, of its logarithm: alpha itself would lose the gates that matter most, those that keep nearly all."""
+    gates = log_alpha.contiguous()
+    out, (grid, sizes) = torch.empty_like(gates, dtype=dtype), _rows(gates)
+    _kernels().strength_kernel[grid](gates, out, gates.numel() // sizes["M"], **sizes)
+    return out
+
+
+def weights_of(scores: Tensor, link: Link, dtype: torch.dtype) -> Tensor:
+    """The slots' weights in a query's output."""
+    out, (grid, sizes) = torch.empty_like(scores, dtype=dtype), _rows(scores)
+    _kernels().weights_kernel[grid](scores, out, scores.numel() // sizes["M"], LINK=_link(link), **sizes)
+    return out
+
+
+def weights_backward(scores: Tensor, dweights: Tensor, link: Link) -> Tensor:
+    """The scores' gradient, float32."""
+    out, (grid, sizes) = torch.empty_like(scores), _rows(scores)
+    _kernels().weights_backward_kernel[grid](scores, dweights, out, scores.numel() // sizes["M"], LINK=_link(link), **sizes)
+    return out
+
+
+def _gates_backward(log_alpha: Tensor, dg_k: Tensor, dg_v: Tensor, dwrite_k: Tensor, dwrite_v: Tensor) -> Tensor:
+    """The gates' gradient, in their dtype."""
+    gates = log_alpha.contiguous()
+    out, (grid, sizes) = torch.empty_like(gates), _rows(gates)
+    _kernels().gates_backward_kernel[grid](gates, dg_k, dg_v, dwrite_k, dwrite_v, out, gates.numel() // sizes["M"], **sizes)
+    return out
+
+
+def _link(link: Link) -> int:
+    kernels = _kernels()
+    value: int = getattr(kernels, link.upper()).value
+    return value
+
+
+def _kernels() -> ModuleType:
+    """Imported when they are first needed: where there is no GPU there need be no Triton."""
+    from baton.kernels.gated_slot_attention import slots
+
+    return slots

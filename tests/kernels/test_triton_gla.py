@@ -11,8 +11,8 @@ from support.recurrences import positions, seeded
 from baton.kernels.gated_linear_attention.arguments import Tiles
 from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_linear_attention.triton import gla_effect, gla_triton
-from baton.kernels.gated_slot_attention.reference import gsa_reference
-from baton.kernels.gated_slot_attention.triton import gsa_effect, gsa_triton
+from baton.kernels.gated_slot_attention.reference import LINKS, gsa_reference
+from baton.kernels.gated_slot_attention.triton import gsa_effect, gsa_triton, strength, weights_backward, weights_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(chunk=16, x=16, x_gated=16, x_prepared=16, y=16, y_gated=16, programs=1)
@@ -136,6 +136,23 @@ def test_the_tiles_of_runs(gate, dtype):
     batch, tokens, queries, keys, heads = SIZES[gate][:5]
     for tiles in (Tiles(), Tiles(chunk=32)):
         compare(gate, (batch, 10 * tokens, queries, keys, heads, 96, 160), tiles, starts=True, dtype=dtype)
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_weights_and_strengths_of_slots(link):
+    """Rows of an odd number of slots, scores and gates that reach far."""
+    scores, cotangents = (30 * torch.randn(3, 7, 2, 11, generator=seeded(n)) for n in (0, 1))
+    leaf = scores.double().requires_grad_()
+    expected = LINKS[link](leaf)
+    expected.backward(cotangents.double())
+    assert leaf.grad is not None
+    found = weights_of(scores.to(DEVICE), link, torch.float32).cpu()
+    assert relative_error(found.double(), expected.detach()) <= 1e-6
+    found = weights_backward(scores.to(DEVICE), cotangents.to(DEVICE), link).cpu()
+    assert relative_error(found.double(), leaf.grad) <= 1e-6
+    gates = -torch.logspace(-12, 2, 77).view(7, 11)
+    for found, value in zip(strength(gates.to(DEVICE), torch.float32).cpu().flatten(), -torch.expm1(gates.double()).flatten()):
+        assert float(found) == pytest.approx(float(value), rel=2e-6)
 
 
 def test_slots_are_two_passes():

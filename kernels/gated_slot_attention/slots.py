@@ -1,0 +1,90 @@
+"""What gated slot attention computes slot by slot, in Triton: strengths out of gates, weights out of scores, and their gradients.
+
+The one thing to know: it is little arithmetic on small tensors, so what counts is that one launch reads and writes each once.
+
+Shape suffixes: R rows, one of each token and head; M slots.
+"""
+
+import triton
+import triton.language as tl
+
+from baton.kernels.rows import LOG2_E, sigmoid
+
+SOFTMAX, IDENTITY, SILU, RELU, RELU2 = (tl.constexpr(n) for n in range(5))
+NEAR = tl.constexpr(0.25)  # below it 1 - exp(-x) is summed up: a difference from 1 would lose the digits of what is small
+
+
+@triton.jit
+def entries(rows, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
+    """This program's offsets in [R, M], and which of them exist."""
+    row, m = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BM)
+    return row[:, None] * M + m[None, :], (row < rows)[:, None] & (m < M)[None, :]
+
+
+@triton.jit
+def strength_kernel(gates, out, rows, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
+    """1 - exp(gate) of [R, M]: what a slot takes in."""
+    at, inside = entries(rows, M, BR, BM)
+    gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
+    # -x (1 + x/2 (1 + x/3 (...))), whose eighth term is less than a float32's last digit
+    summed = tl.zeros_like(gate) + 1.0
+    for n in tl.static_range(8, 1, -1):
+        summed = 1.0 + gate * (1.0 / n) * summed
+    taken = tl.where(gate > -NEAR, -gate * summed, 1.0 - tl.exp2(gate * LOG2_E))
+    tl.store(out + at, taken.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def softmax(scores, inside):
+    """Over the last dimension; 0 of what does not exist."""
+    scores = tl.where(inside, scores, float("-inf"))
+    # a row that does not exist has no largest
+    largest = tl.maximum(tl.max(scores, 1), -3e38)
+    shares = tl.exp2((scores - largest[:, None]) * LOG2_E)
+    return shares / tl.maximum(tl.sum(shares, 1), 1e-38)[:, None]
+
+
+@triton.jit
+def weights_kernel(scores, weights, rows, M: tl.constexpr, LINK: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
+    """The link's weights of scores [R, M]."""
+    at, inside = entries(rows, M, BR, BM)
+    x = tl.load(scores + at, mask=inside, other=0.0)
+    if LINK == SOFTMAX:
+        x = softmax(x, inside)
+    elif LINK == SILU:
+        x = x * sigmoid(x)
+    elif LINK == RELU:
+        x = tl.maximum(x, 0.0)
+    elif LINK == RELU2:
+        x = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    tl.store(weights + at, x.to(weights.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def weights_backward_kernel(
+    scores, dweights, dscores, rows, M: tl.constexpr, LINK: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr
+):
+    """The scores' gradient of the weights'."""
+    at, inside = entries(rows, M, BR, BM)
+    x, d = tl.load(scores + at, mask=inside, other=0.0), tl.load(dweights + at, mask=inside, other=0.0).to(tl.float32)
+    if LINK == SOFTMAX:
+        x = softmax(x, inside)
+        d = x * (d - tl.sum(x * d, 1)[:, None])
+    elif LINK == SILU:
+        share = sigmoid(x)
+        d *= share * (1.0 + x * (1.0 - share))
+    elif LINK == RELU:
+        d = tl.where(x > 0.0, d, 0.0)
+    elif LINK == RELU2:
+        d *= 2.0 * tl.maximum(x, 0.0)
+    tl.store(dscores + at, d.to(dscores.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gates_backward_kernel(gates, dg_k, dg_v, dwrite_k, dwrite_v, dgates, rows, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
+    """The gates' gradient, [R, M]: of both passes' decays, and of what both passes write, whose strength falls by exp(gate)."""
+    at, inside = entries(rows, M, BR, BM)
+    gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
+    written = tl.load(dwrite_k + at, mask=inside, other=0.0).to(tl.float32) + tl.load(dwrite_v + at, mask=inside, other=0.0)
+    decayed = tl.load(dg_k + at, mask=inside, other=0.0) + tl.load(dg_v + at, mask=inside, other=0.0)
+    tl.store(dgates + at, (decayed - tl.exp2(gate * LOG2_E) * written).to(dgates.dtype.element_ty), mask=inside)
