@@ -1,0 +1,315 @@
+"""The matrix states, slots and Lattice on a GPU, beside fla's and mamba_ssm's Triton kernels: time and memory.
+
+The one thing to know: every row rests on a gate, the error of outputs, leaving states and all gradients against the definition in
+float64 on the same rounded inputs, at the row's sizes but fewer tokens, with documents that start within and a state that enters,
+in float32 and bfloat16, in memory that is NaN before it is written, twice with the same bits. Times are medians of events around
+whole calls, autograd's and the launches' own included, after something else has filled the cache. fla's gated delta rule has no
+backward pass on Hopper with this Triton: it is compared forwards.
+
+Peers are used where `fla` and `mamba_ssm` can be imported; without them a row's time is only said.
+
+    python benchmarks/matrix_gpu.py [--only gsa,gla,mamba2,delta_net,gated_delta_net,lattice] [--repetitions 30]
+"""
+
+import argparse
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from blocks_gpu import by_kernel
+from report import Report
+from scan_gpu import Clock, compare, peak_gib
+from torch import Tensor
+
+from baton.kernels.delta_rule.op import delta_rule
+from baton.kernels.delta_rule.reference import delta_rule_reference
+from baton.kernels.gated_linear_attention.op import gated_linear_attention
+from baton.kernels.gated_linear_attention.reference import gla_reference
+from baton.kernels.gated_slot_attention.op import gated_slot_attention
+from baton.kernels.gated_slot_attention.reference import gsa_reference
+from baton.kernels.orthogonal_state.op import orthogonal_state
+from baton.kernels.orthogonal_state.reference import orthogonal_state_reference
+from baton.kernels.orthogonal_state.rule import Rule
+
+Kind = Literal["gsa", "gla", "mamba2", "delta_net", "gated_delta_net", "lattice-dec", "lattice-enc", "lattice-sim"]
+GATE_TOKENS = 160
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+GATES_LIMIT = 8e-3  # of gradients of gates and step sizes in bfloat16
+GATE_NAMES = ("dg", "dbeta", "dlog_alpha", "dgamma")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes. slots: gated slot attention's; of Lattice d_key is the slots, d_value the dimension."""
+
+    kind: Kind
+    batch: int
+    length: int
+    heads: int
+    d_key: int
+    d_value: int
+    slots: int = 0
+
+    def __str__(self) -> str:
+        slots = f" M{self.slots}" if self.slots else ""
+        return f"{self.kind} B{self.batch} T{self.length} H{self.heads} K{self.d_key} V{self.d_value}{slots}"
+
+
+CASES = (
+    *(Case("gsa", b, t, 4, 512, 512, 64) for b, t in ((8, 2048), (1, 131072))),
+    *(Case("gla", b, t, 4, 256, 512) for b, t in ((8, 2048), (1, 131072))),
+    Case("mamba2", 8, 2048, 64, 128, 64),
+    Case("delta_net", 8, 2048, 16, 128, 128),
+    Case("gated_delta_net", 8, 2048, 16, 128, 128),
+    *(
+        Case(kind, b, t, h, 64, 64)
+        for h in (16, 32)
+        for b, t in ((8, 2048), (1, 16384))
+        for kind in ("delta_net", "lattice-dec", "lattice-enc", "lattice-sim")
+    ),
+)
+"""Sizes of models of 1.3B; the last ones also of 340M, with DeltaNet's kernel as the measure of Lattice's."""
+
+
+def inputs_of(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """Inputs by name as a model gives them; gates in float32, some near nothing and some that forget nearly all."""
+    g = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(case.batch, case.length, *shape, device="cuda", generator=g)
+
+    H, K, V = case.heads, case.d_key, case.d_value
+    shared = 1 if case.kind == "mamba2" else H
+    q, k, v = normal(shared, K), normal(shared, K), normal(H, V)
+    if case.kind == "gsa":
+        found = {"q": q, "k": k, "v": v, "log_alpha": F.logsigmoid(3 + 2 * normal(H, case.slots))}
+    elif case.kind == "gla":
+        found = {"q": q, "k": k, "v": v, "g": F.logsigmoid(normal(H, K)) / 16}
+    elif case.kind == "mamba2":
+        found = {"q": q, "k": k, "v": v, "step": F.softplus(normal(H) - 3)}
+    else:
+        found = {"q": q, "k": F.normalize(k, dim=-1), "v": v, "beta": torch.sigmoid(normal(H))}
+        if case.kind == "gated_delta_net":
+            found["g"] = -F.softplus(normal(H) - 3)
+        elif case.kind.startswith("lattice"):
+            S0 = torch.linalg.qr(torch.randn(H, V, K, device="cuda", generator=g))[0].contiguous()
+            return {
+                **{name: x.to(dtype) for name, x in zip("qkv", (q, found["k"], F.normalize(v, dim=-1)), strict=True)},
+                "gamma": found["beta"],
+                "S0": S0,
+            }
+    return {name: x.to(dtype) if name in "qkv" else x for name, x in found.items()}
+
+
+def state_of(case: Case, inputs: dict[str, Tensor], seed: int = 3) -> dict[str, Tensor]:
+    """Leaves of a state that enters."""
+    g = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(case.batch, case.heads, *shape, device="cuda", generator=g)
+
+    if case.kind == "gsa":
+        return {"first_k": normal(case.d_key, case.slots), "first_v": normal(case.slots, case.d_value)}
+    if case.kind.startswith("lattice"):
+        return {"first": F.normalize(normal(case.d_value, case.d_key), dim=2)}
+    return {"first": normal(case.d_key, case.d_value)}
+
+
+def run(case: Case, inputs: dict[str, Tensor], pos: Tensor | None = None, defined: bool = False) -> list[Tensor]:
+    """Output and leaving states, ours or the definition's. inputs: with the state's leaves, if one enters."""
+    given = dict(inputs)
+    first = given.pop("first", None)
+    scale = case.d_key**-0.5
+    if case.kind == "gsa":
+        slots = {"k": given.pop("first_k"), "v": given.pop("first_v")} if "first_k" in given else None
+        op = gsa_reference if defined else gated_slot_attention
+        y, leaving = op(**given, pos=pos, initial_state=slots)
+        return [y, leaving["k"], leaving["v"]]
+    if case.kind in ("gla", "mamba2"):
+        if case.kind == "mamba2":
+            step = given.pop("step")
+            # as mamba_ssm's: A of -1, and a token's value is scaled by its step size
+            given |= {"v": (given["v"] * step[..., None]).to(given["v"].dtype), "g": -step}
+        gate: Any = "key" if case.kind == "gla" else "scalar"
+        attend = gla_reference if defined else gated_linear_attention
+        return list(attend(**given, gate=gate, scale=scale, pos=pos, initial_state=first))
+    if case.kind.startswith("lattice"):
+        variant: Any = case.kind.removeprefix("lattice-")
+        if defined:
+            return list(orthogonal_state_reference(**given, rule=Rule(variant, True), pos=pos, initial_state=first))
+        return list(orthogonal_state(**given, variant=variant, project=True, pos=pos, initial_state=first))
+    rule = delta_rule_reference if defined else delta_rule
+    return list(rule(**{"g": None, **given}, scale=scale, pos=pos, initial_state=first))
+
+
+def gate(report: Report, case: Case) -> None:
+    """Errors, and equal bits, with fewer tokens."""
+    small = replace(case, batch=min(case.batch, 2), length=GATE_TOKENS + 3)
+    pos = ((torch.arange(small.length, device="cuda") + 50) % 70).to(torch.int32).repeat(small.batch, 1)
+
+    def found(inputs: dict[str, Tensor], dtype: torch.dtype | None, defined: bool) -> dict[str, Tensor]:
+        leaves = {name: x.to(dtype or x.dtype).detach().requires_grad_() for name, x in inputs.items()}
+        outputs = run(small, leaves, pos, defined)
+        g = torch.Generator("cuda").manual_seed(1)
+        cotangents = [torch.randn(x.shape, device="cuda", generator=g).bfloat16().to(x.dtype) for x in outputs]
+        grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
+        results = {f"output {n}": x.detach() for n, x in enumerate(outputs)}
+        return results | {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
+
+    details, passed = [], True
+    torch.use_deterministic_algorithms(True)  # fills what is not written with NaN
+    for dtype, limit in LIMITS.items():
+        inputs = inputs_of(small, dtype, seed=7)
+        inputs |= state_of(small, inputs)
+        expected = found(inputs, torch.float64, True)
+        ours, again = (found(inputs, None, False) for _ in range(2))
+        errors = {name: float((ours[name].double() - x).norm() / (x.norm() or 1.0)) for name, x in expected.items()}
+        allowed = {name: GATES_LIMIT if name in GATE_NAMES and dtype == torch.bfloat16 else limit for name in errors}
+        worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name] / allowed[name]))
+        equal = all(torch.equal(again[name], x) for name, x in ours.items())
+        passed = passed and equal and all(error <= allowed[name] for name, error in errors.items())
+        details.append(f"{str(dtype).removeprefix('torch.')} {errors[worst]:.1e} ({worst}){'' if equal else ', bits DIFFER'}")
+    torch.use_deterministic_algorithms(False)
+    report.gate(str(case), passed, f"{len(errors)} tensors, {', '.join(details)}, bits equal" if passed else ", ".join(details))
+
+
+def times(clock: Clock, forward: Callable[..., Tensor], inputs: dict[str, Tensor], back: bool = True) -> tuple[float, float, float]:
+    """Milliseconds forwards as in training and both ways (nan: not possible), GiB that both take beyond outputs and gradients."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    ahead = clock(partial(forward, **leaves))
+    if not back:
+        return ahead, float("nan"), float("nan")
+    y = forward(**leaves)
+    dy = torch.randn_like(y)
+    del y
+
+    def backward(y: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(y, list(leaves.values()), dy, allow_unused=True)
+
+    both = clock(lambda: backward(forward(**leaves)))
+    return ahead, both, peak_gib(partial(forward, **leaves), backward, lambda y: (y,))
+
+
+def peer_of(case: Case) -> tuple[str, Callable[..., Tensor] | None, bool]:
+    """Its name, the same computation by it (None: it is not here), and whether it has a backward pass."""
+    scale = case.d_key**-0.5
+    try:
+        if case.kind == "gsa":
+            op = importlib.import_module("fla.ops.gsa").chunk_gsa
+            # it takes in what it is told: 1 - alpha
+
+            def slots(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor) -> Tensor:
+                return op(q, k, v, (1 - log_alpha.exp()).to(v.dtype), log_alpha, scale=1.0)[0]
+
+            return "fla", slots, True
+        if case.kind == "gla":
+            op = importlib.import_module("fla.ops.gla").chunk_gla
+            return "fla", lambda q, k, v, g: op(q, k, v, g, scale=scale)[0], True
+        if case.kind == "delta_net":
+            op = importlib.import_module("fla.ops.delta_rule").chunk_delta_rule
+            return "fla", lambda q, k, v, beta: op(q, k, v, beta.to(v.dtype), scale=scale)[0], True
+        if case.kind == "gated_delta_net":
+            op = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+            return "fla", lambda q, k, v, g, beta: op(q, k, v, g, beta.to(v.dtype), scale=scale)[0], False
+        if case.kind == "mamba2":
+            scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+            decay = -torch.ones(case.heads, device="cuda")
+            return "mamba_ssm", lambda q, k, v, step: scan(v, step, decay, k, q * scale, 256), True
+    except ImportError:
+        return "fla or mamba_ssm", None, False
+    return "", None, False
+
+
+def one(report: Report, clock: Clock, case: Case, measure: dict[tuple[int, ...], tuple[str, tuple[float, ...]]]) -> None:
+    """measure: DeltaNet's times by sizes, which Lattice's are held against."""
+    gate(report, case)
+    inputs = inputs_of(case, torch.bfloat16)
+    own = times(clock, lambda **given: run(case, given)[0], inputs)
+    report.say(f"{case}: forward {own[0]:.3f} ms, both ways {own[1]:.3f} ms, {own[2]:.2f} GiB beyond")
+    if case.length <= 16384:
+        leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+        y = run(case, leaves)[0]
+        dy = torch.randn_like(y)
+        by_kernel(
+            report, str(case), lambda: torch.autograd.grad(run(case, leaves)[0], list(leaves.values()), dy, allow_unused=True)
+        )
+    sizes = (case.batch, case.length, case.heads, case.d_key, case.d_value)
+    name, peer, back = peer_of(case)
+    if peer is not None:
+        theirs = times(clock, peer, inputs, back)
+        for metric, ours, other in zip(("forward ms", "fwd+bwd ms", "extra GiB"), own, theirs, strict=True):
+            if other == other:
+                compare(report, case, metric, ours, name, other)
+        if case.kind == "delta_net":
+            measure[sizes] = (f"{name}'s DeltaNet", theirs)
+    elif name:
+        report.say(f"{case}: {name} is not here")
+    if case.kind.startswith("lattice") and sizes in measure:
+        other_name, theirs = measure[sizes]
+        compare(report, case, "forward ms", own[0], other_name, theirs[0])
+        compare(report, case, "fwd+bwd ms", own[1], other_name, theirs[1])
+
+
+def python_loop(report: Report, clock: Clock) -> None:
+    """Lattice's definition token by token, its step compiled, beside the kernels at 2048 tokens."""
+    case = Case("lattice-dec", 8, 2048, 32, 64, 64)
+    gate(report, case)
+    inputs = inputs_of(case, torch.bfloat16)
+
+    @torch.compile
+    def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.einsum("bhdm,bhm->bhd", S, k) - v
+        a, weight = torch.einsum("bhdm,bhd->bhm", S, h), -gamma[..., None] * k
+        U = S + (h[..., None] - S * a[:, :, None, :]) * weight[:, :, None, :]
+        S = U / U.norm(dim=2, keepdim=True)
+        return S, torch.einsum("bhdm,bhm->bhd", S, q)
+
+    def loop(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, S0: Tensor) -> Tensor:
+        S, outputs = S0.expand(case.batch, *S0.shape), []
+        for t in range(case.length):
+            S, y = step(S, q[:, t].float(), k[:, t].float(), v[:, t].float(), gamma[:, t])
+            outputs.append(y)
+        return torch.stack(outputs, 1)
+
+    own = times(clock, lambda **given: run(case, given)[0], inputs)
+    few = Clock(1)
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    y = loop(**leaves)
+    ours = run(case, leaves)[0]
+    difference = float((y - ours.float()).norm() / y.norm())
+    report.gate(f"{case} loop", difference <= LIMITS[torch.bfloat16], f"the compiled loop differs by {difference:.1e}")
+    ahead = few(partial(loop, **leaves))
+    dy = torch.randn_like(y)
+    both = few(lambda: torch.autograd.grad(loop(**leaves), list(leaves.values()), dy))
+    compare(report, case, "forward ms", own[0], "compiled step, looped", ahead)
+    compare(report, case, "fwd+bwd ms", own[1], "compiled step, looped", both)
+
+
+def main() -> None:
+    kinds = [*get_args(Kind), "loop"]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default=",".join(kinds), help="kinds, or their beginnings, separated by commas; loop: see there")
+    parser.add_argument("--tokens", type=int, default=0, help="of a sequence; 0: of all lengths")
+    parser.add_argument("--repetitions", type=int, default=30)
+    arguments = parser.parse_args()
+    parts = tuple(arguments.only.split(","))
+    suffix = "" if arguments.only == ",".join(kinds) else f"_{'_'.join(parts)}"
+    suffix += f"_{arguments.tokens}" if arguments.tokens else ""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    report = Report(f"matrix_gpu{suffix}", f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    clock, measure = Clock(arguments.repetitions), {}
+    for case in CASES:
+        if case.kind.startswith(parts) and arguments.tokens in (0, case.length):
+            one(report, clock, case, measure)
+            report.save()
+    if "loop" in parts:
+        python_loop(report, clock)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()
