@@ -17,6 +17,8 @@ from torch import Tensor
 from baton.kernels import tiles as table
 from baton.kernels.delta_rule import triton as delta_rule
 from baton.kernels.diagonal_scan import triton as diagonal_scan
+from baton.kernels.eidetic_attention import op as eidetic
+from baton.kernels.eidetic_attention import triton as eidetic_attention
 from baton.kernels.gated_linear_attention import triton as gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate
 from baton.kernels.orthogonal_state import triton as orthogonal_state
@@ -62,6 +64,15 @@ FIELDS: dict[str, dict[str, tuple[int, ...]]] = {
         "warps_back": (1, 2),
         "warps_all": (2, 4, 8),
         "warps_all_back": (4, 8),
+    },
+    eidetic_attention.KERNEL: {
+        "queries": (64, 128),
+        "keys": (32, 64, 128),
+        "queries_back": (32, 64, 128),
+        "keys_back": (32, 64, 128),
+        "warps": (4, 8),
+        "warps_back": (4, 8),
+        "stages": (1, 2, 3),
     },
     short_conv.KERNEL: {"channels": (64, 128, 256), "steps": (4, 8, 16), "span": (64, 128, 256, 512)},
 }
@@ -241,12 +252,35 @@ def _orthogonal_state(request: table.Request, device: torch.device, dtype: torch
     return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
 
 
+def _eidetic_attention(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
+    """With memories of as many rows as the defaults of models have."""
+    g, sizes = torch.Generator(device).manual_seed(0), request.sizes
+    shape, dim, window = (sizes["batch"], sizes["tokens"]), sizes["dim"], sizes["window"]
+
+    def randn(heads: int) -> Tensor:
+        return torch.randn(*shape, heads, dim, generator=g, device=device).to(dtype).requires_grad_()
+
+    leaves = [randn(sizes["heads"]), *(randn(sizes["groups"]) for _ in range(4))]
+    score, dy = torch.rand(shape, generator=g, device=device), torch.randn_like(leaves[0])
+    options = eidetic_attention.Options(window, min(16, window), 64, False, dim**-0.5)
+    state = eidetic.empty(eidetic.leaves(options, leaves[1], torch.float32), sizes["batch"], device)
+    pos = torch.arange(sizes["tokens"], device=device).expand(shape)
+
+    def call(tiles: eidetic_attention.Tiles) -> list[Tensor]:
+        y, _ = eidetic_attention.eidetic_attention_triton((*leaves, score), options, pos=pos, state=state, tiles=tiles)
+        return [y, *torch.autograd.grad(y, leaves, dy)]
+
+    default = eidetic_attention.Tiles()
+    return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
+
+
 _SETUPS = {
     diagonal_scan.KERNEL: _scan,
     short_conv.KERNEL: _conv,
     gated_linear_attention.KERNEL: _gla,
     delta_rule.KERNEL: _delta_rule,
     orthogonal_state.KERNEL: _orthogonal_state,
+    eidetic_attention.KERNEL: _eidetic_attention,
 }
 
 

@@ -52,11 +52,7 @@ class GSAConfig(HeadsConfig):
                 Kept("activated q, k and v", width + 2 * kv_width, "compute"),
                 *log_sigmoid("gates", gates),
                 Kept("gates", gates, "float32"),
-                # of the two passes that they are on a GPU
-                Kept("weights of slots", heads * slots, "float32", inside="kernel"),
-                Kept("weights of slots, cast", heads * slots, "compute", inside="kernel"),
-                Kept("what slots take in", gates, "float32", inside="kernel"),
-                Kept("what slots take in, cast", gates, "compute", inside="kernel"),
+                Kept("scores of slots", heads * slots, "float32", inside="kernel"),
                 Kept("output", width, "compute"),
                 *norm,
                 Kept("out_proj input", width, "compute"),

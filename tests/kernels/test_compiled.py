@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # minutes of compiling where other things run, and one where nothing does
+
 PROGRAM = Path(__file__).resolve().parent.parent / "support" / "compiled.py"
 
 

@@ -9,6 +9,7 @@ import torch
 from baton.kernels import tiles
 from baton.kernels.delta_rule import triton as delta_rule
 from baton.kernels.diagonal_scan import triton as diagonal_scan
+from baton.kernels.eidetic_attention import triton as eidetic_attention
 from baton.kernels.errors import TilesError
 from baton.kernels.gated_linear_attention import triton as gated_linear_attention
 from baton.kernels.orthogonal_state import triton as orthogonal_state
@@ -16,7 +17,7 @@ from baton.kernels.short_conv import triton as short_conv
 from baton.kernels.tiles import Entry, Request
 from baton.kernels.tune import tune
 
-KERNELS = (diagonal_scan, short_conv, gated_linear_attention, delta_rule, orthogonal_state)
+KERNELS = (diagonal_scan, short_conv, gated_linear_attention, delta_rule, orthogonal_state, eidetic_attention)
 TILES = {kernel.KERNEL: kernel.Tiles for kernel in KERNELS}
 
 
@@ -69,7 +70,7 @@ def test_tuning_returns_tiles_that_compute_the_same(kernel, monkeypatch):
     monkeypatch.setattr("baton.kernels.tune.FIELDS", {
         diagonal_scan.KERNEL: {"full": (1, 2048), "steps": (8, 7), "ahead": (1,)}, short_conv.KERNEL: {"steps": (4, 8)},
         gated_linear_attention.KERNEL: {"chunk": (16,)}, delta_rule.KERNEL: {"chunk": (16,)},
-        orthogonal_state.KERNEL: {"slots": (4,)},
+        orthogonal_state.KERNEL: {"slots": (4,)}, eidetic_attention.KERNEL: {"keys": (16,)},
     })  # fmt: skip
     if kernel == diagonal_scan.KERNEL:
         sizes = {"batch": 1, "tokens": 20, "channels": 5, "activate": True, "gated": True}
@@ -80,6 +81,9 @@ def test_tuning_returns_tiles_that_compute_the_same(kernel, monkeypatch):
     elif kernel == orthogonal_state.KERNEL:
         sizes = {"batch": 1, "tokens": 5, "heads": 1, "d": 6, "m": 6}
         request = Request(kernel, orthogonal_state.shape_of("enc", 6, 6), sizes)
+    elif kernel == eidetic_attention.KERNEL:
+        sizes = {"batch": 1, "tokens": 20, "heads": 2, "groups": 1, "dim": 8, "window": 6}
+        request = Request(kernel, eidetic_attention.shape_of(8), sizes)
     elif kernel == delta_rule.KERNEL:
         request = Request(kernel, delta_rule.shape_of(8, 8), {"batch": 1, "tokens": 20, "heads": 1, "d_key": 8, "d_value": 8})
     else:

@@ -33,7 +33,7 @@ ACTIVATIONS = {
     "query",
     "parts",
 }
-COUNTS = {"T", "chunks", "piece", "pieces"}
+COUNTS = {"T", "chunks", "piece", "pieces", "memories"}
 SIZES = {"T", "N", "piece", "span", "size", "pieces", "into_row", "query_row"}
 
 
@@ -59,6 +59,7 @@ def kernels(arch):
         yield name, kernel, {**constants, **rows}, warps, dtype
     yield from _matrix_kernels(arch)
     yield from _lattice_kernels()
+    yield from _eidetic_kernels(arch)
 
 
 def _matrix_kernels(arch):
@@ -153,6 +154,30 @@ def _lattice_kernels():
         yield f"lattice, {variant}", per_token.forward_kernel, ahead, warps, parts
         if not decoding:
             yield f"lattice, {variant} backward", per_token.backward_kernel, back, warps_back, parts
+
+
+def _eidetic_kernels(arch):
+    """With B'MOJO's sizes at 1.3B, and heads twice as wide."""
+    import triton.language as tl
+
+    from baton.kernels import tiles as table
+    from baton.kernels.eidetic_attention import joint
+    from baton.kernels.eidetic_attention.triton import KERNEL, Tiles, shape_of
+
+    integers = dict.fromkeys(("slot", "limit", "far_limit", "begin"), "i32")
+    types = {**integers, "valid": "i8", "lse": "fp32", "delta": "fp32"}
+    for dim in (64, 128):
+        tiles = replace(Tiles(), **table.of_device(KERNEL, (f"sm_{arch}",), shape_of(dim)))
+        common = {"H": 2048 // dim, "G": 2048 // dim, "K": dim, "BD": dim, "LOW": tl.bfloat16, "num_stages": tiles.stages}
+        queries = {**common, "N": 511, "FAR": 0, "M": 80, "BQ": tiles.queries, "BK": tiles.keys, "BM": tiles.memory}
+        back = {**common, "BQ": tiles.queries_back}
+        name = "eidetic" if dim == 64 else f"eidetic, {dim}"
+        yield f"{name} forward", joint.forward_kernel, queries, tiles.warps, types
+        yield f"{name} queries backward", joint.queries_backward_kernel, queries, tiles.warps, types
+        rows = {**back, "N": 511, "NEAR": 0, "BK": tiles.keys_back}
+        yield f"{name} rows backward", joint.rows_backward_kernel, rows, tiles.warps_back, types
+        memories = {**back, "M": 80, "WINDOW": 512, "BM": tiles.memory}
+        yield f"{name} memories backward", joint.memories_backward_kernel, memories, tiles.warps_back, types
 
 
 def _kernels(arch):
