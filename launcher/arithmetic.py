@@ -181,14 +181,13 @@ class Arithmetic:
 
     @cached_property
     def around_layers(self) -> int:
-        """What is kept besides: of the labels what the loss makes, which tokens are another tensor rank's, and float32 numbers of
-        d_model: the last residual stream, and on the last stage what the norm makes of it and (see rms_norm) the normalised. Where
-        ranks share the stream, what the norm makes of it is gathered, in the compute type."""
+        """What is kept besides: of the labels what the loss makes, which tokens are another tensor rank's, and numbers of d_model:
+        the last residual stream in float32, and on the last stage what the norm makes of it, in the compute type, and (see
+        rms_norm) the normalised."""
         work, stage = self.work, self.stage
         integers = (2 * 8 if stage.last else 0) + (8 + 1 if self.tensor > 1 and stage.first else 0)
         streams = 1 if work.gpu or not stage.last else 2
-        normed = work.nbytes("compute") if work.split_residual else 4
-        return work.tokens * (integers + normed * self.model.d_model * stage.last) + self.hidden_bytes * streams
+        return work.tokens * (integers + work.nbytes("compute") * self.model.d_model * stage.last) + self.hidden_bytes * streams
 
     def activations(self, *, recompute: bool) -> int:
         """What forward keeps of a pass; recompute: each layer's input, and what its first run alone may decide."""

@@ -39,10 +39,10 @@ class SubBlock(nn.Module):
         self.mixer = build_mixer(config.mixers[name], site)
 
     def forward(self, x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
-        normed = self.norm(x)
+        # every projection would cast it anyway, each for itself
+        normed = self.norm(x, self._compute_dtype)
         if self._split:
-            # every projection would cast it anyway, and half as many bytes travel
-            normed = gather_tokens(normed.to(self._compute_dtype), pos.shape)
+            normed = gather_tokens(normed, pos.shape)
         y, state = self.mixer(normed, pos, state)
         return x + y, state
 

@@ -34,7 +34,7 @@ IGNORED = -1
 
 
 class LanguageModel(nn.Module):
-    """tokens [B, T] int64, pos [B, T] int32, States or None -> hidden [B, T, d_model] fp32, States.
+    """tokens [B, T] int64, pos [B, T] int32, States or None -> hidden [B, T, d_model] in the compute type, States.
 
     A stage takes the hidden vectors that the stage before returned in the place of tokens, unless it is the first; only the last
     one has the final norm and a loss. A tied embedding belongs to the first stage; the last one reads a copy that it is lent.
@@ -44,7 +44,7 @@ class LanguageModel(nn.Module):
     and run the layer again there. link: the neighbours that have the tokens before and after this rank's, or None. stage: which
     layers this rank has (None: all); pipeline: the stages before and after it, or None. split_residual: the tensor ranks share
     the residual stream and the norms, each a part of the tokens, [part_of(B T), d_model]: such a part goes from stage to stage.
-    The last stage's hidden vectors are gathered, and in the compute type.
+    The last stage's hidden vectors are gathered.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class LanguageModel(nn.Module):
                 x, leaving[number] = layer(x, pos, entering)
         if not self.stage.last:
             return x, leaving
-        hidden = self.norm(x)
-        return gather_tokens(hidden.to(self.compute_dtype), pos.shape) if self.split_residual else hidden, leaving
+        hidden = self.norm(x, self.compute_dtype)
+        return gather_tokens(hidden, pos.shape) if self.split_residual else hidden, leaving
 
     def recomputation(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Contexts of a first forward pass, which need not have a graph, and of its recomputation, which takes the same entering

@@ -1,17 +1,17 @@
 """Root-mean-square norms: of the whole width, of each head, and of a width that is split over the tensor group."""
 
 import torch
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
+from baton.kernels.rms_norm import rms_norm
 from baton.models import init
 from baton.models.mixer import Site
 from baton.parallel.layout import ParameterLayout, declare
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the weight's type (fp32).
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in the weight's type (fp32).
 
     of_part: x is this tensor rank's part of the tokens, so the weight's gradient is too.
     """
@@ -23,8 +23,9 @@ class RMSNorm(nn.Module):
         layout = ParameterLayout((d_model,), init.constant(1.0), partial_over=partial, decay=False)
         self.weight = declare(nn.Parameter(torch.empty(d_model)), layout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """dtype: of the result; None: the weight's."""
+        return rms_norm(x, self.weight, self.eps, dtype=dtype)
 
 
 class HeadRMSNorm(nn.Module):
@@ -38,7 +39,7 @@ class HeadRMSNorm(nn.Module):
         self.weight = declare(nn.Parameter(torch.empty(dim)), layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), x.shape[-1:], self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class SplitRMSNorm(nn.Module):
@@ -50,10 +51,11 @@ class SplitRMSNorm(nn.Module):
         self.weight = site.split((width,), init.constant(1.0), decay=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self._split:
+            return rms_norm(x, self.weight, self.eps)
         x = x.to(self.weight.dtype)
         squares = x.square().sum(-1, keepdim=True)
-        if self._split:
-            # summed forwards; and since every rank's outputs depend on the sum, its gradient is summed backwards
-            squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares)
-            squares = tensor_parallel.copy_to_tensor_model_parallel_region(squares)
+        # summed forwards; and since every rank's outputs depend on the sum, its gradient is summed backwards
+        squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares)
+        squares = tensor_parallel.copy_to_tensor_model_parallel_region(squares)
         return x * torch.rsqrt(squares / self.width + self.eps) * self.weight

@@ -14,7 +14,6 @@ from baton.models.settings.footprint import (
     StateLeaf,
     column,
     column_gradient,
-    own_input,
     row,
     row_sum,
 )
@@ -76,8 +75,6 @@ class BMojoConfig(HeadsConfig):
             kept=(
                 *ssm.kept,
                 # the state space's is counted there
-                own_input("q_proj", d_model),
-                own_input("kv_proj", d_model),
                 Kept("fading tokens", d_model, "compute", split=False),
                 Kept("q", width, "compute"),
                 Kept("k and v", 2 * kv_width, "compute"),

@@ -93,11 +93,10 @@ class Kept:
     """A tensor that autograd keeps from forward to backward, by its width: numbers per token.
 
     split: whether the width is divided over the tensor group. cast: a copy in the other type, so it is there only where the compute
-    type is not float32. cpu: kept by what runs on a CPU; a GPU's fused kernel keeps a number per row. once: `width` numbers in all,
-    not per token. stream: of the residual stream, so of this rank's part of it. own: a projection's own copy of the mixer's input,
-    which is not made of one that was gathered in the compute type. inside: of a recurrence that a GPU has a fused kernel for, and
-    that a segment runs again for its gradient: "graph", what autograd keeps where neither is so; "input", what both keep instead;
-    "kernel", what the fused kernel keeps besides.
+    type is not float32. device: which one's form keeps it, where they differ; ranks: the same for one tensor rank and several.
+    once: `width` numbers in all, not per token. stream: of the residual stream, so of this rank's part of it. inside: of a
+    recurrence that a GPU has a fused kernel for, and that a segment runs again for its gradient: "graph", what autograd keeps where
+    neither is so; "input", what both keep instead; "kernel", what the fused kernel keeps besides.
     """
 
     name: str
@@ -105,10 +104,10 @@ class Kept:
     dtype: Dtype
     split: bool = True
     cast: bool = False
-    cpu: bool = False
+    device: Literal["cpu", "gpu"] | None = None
+    ranks: Literal["one", "several"] | None = None
     once: bool = False
     stream: bool = False
-    own: bool = False
     inside: Literal["graph", "input", "kernel"] | None = None
 
     def nbytes(self, work: Work) -> int:
@@ -119,7 +118,8 @@ class Kept:
         }
         if self.inside is not None and not kept[self.inside]:
             return 0
-        if (self.cast and work.compute_bytes == 4) or (self.cpu and work.gpu) or (self.own and work.split_residual):
+        device, ranks = "gpu" if work.gpu else "cpu", "several" if work.tensor > 1 else "one"
+        if (self.cast and work.compute_bytes == 4) or self.device not in (None, device) or self.ranks not in (None, ranks):
             return 0
         width = self.width // work.tensor if self.split else self.width
         tokens = work.stream_tokens if self.stream else work.tokens
@@ -289,7 +289,12 @@ class Footprint:
         return replace(
             self,
             parameters=(Parameter("norm.weight", (d_model,)), *(replace(p, name=f"mixer.{p.name}") for p in self.parameters)),
-            kept=(*(replace(kept, split=False, stream=True) for kept in rms_norm("norm", d_model, rows=1)), *self.kept),
+            kept=(
+                Kept("norm input", d_model, "float32", split=False, stream=True),
+                Kept("norm scale", 1, "float32", split=False, stream=True),
+                Kept("norm normalised", d_model, "float32", split=False, stream=True, device="cpu"),
+                *self.kept,
+            ),
         )
 
 
@@ -323,26 +328,25 @@ def replicated_gradient(name: str, width: int) -> Reduction:
     return Reduction(name, width, "compute", "backward", residual=True)
 
 
-def own_input(name: str, d_model: int) -> Kept:
-    """The mixer's input, which each projection casts for itself, as one beside the first keeps it."""
-    return Kept(f"{name} input", d_model, "compute", split=False, cast=True, own=True)
-
-
 def rms_norm(name: str, width: int, *, rows: int) -> tuple[Kept, ...]:
-    """What torch's rms_norm over width / rows keeps: its float32 input and a number per row; on a CPU also the normalised input."""
+    """What a norm over width / rows keeps: its input, in float32 or on a GPU as it came, a number per row, and on a CPU also the
+    normalised input."""
     return (
-        Kept(f"{name} input", width, "float32"),
+        Kept(f"{name} input", width, "float32", device="cpu"),
+        Kept(f"{name} input", width, "compute", device="gpu"),
         Kept(f"{name} scale", rows, "float32"),
-        Kept(f"{name} normalised", width, "float32", cpu=True),
+        Kept(f"{name} normalised", width, "float32", device="cpu"),
     )
 
 
 def split_norm(name: str, width: int) -> tuple[tuple[Kept, ...], tuple[Reduction, ...]]:
-    """What models.norm.SplitRMSNorm keeps and exchanges: it is written out, so it keeps the normalised input on any device."""
+    """What models.norm.SplitRMSNorm keeps and exchanges: over several ranks it is written out, so it keeps the normalised input on
+    any device."""
     kept = (
-        Kept(f"{name} input", width, "float32"),
-        Kept(f"{name} scale", 1, "float32", split=False),
-        Kept(f"{name} normalised", width, "float32"),
+        *(replace(kept, ranks="one") for kept in rms_norm(name, width, rows=1)),
+        Kept(f"{name} input", width, "float32", ranks="several"),
+        Kept(f"{name} scale", 1, "float32", split=False, ranks="several"),
+        Kept(f"{name} normalised", width, "float32", ranks="several"),
     )
     return kept, (Reduction(name, 1, "float32", "forward"), Reduction(name, 1, "float32", "backward"))
 
@@ -356,7 +360,7 @@ def activated(name: str, width: int) -> tuple[Kept, ...]:
 def log_sigmoid(name: str, width: int, *, view: bool = True) -> tuple[Kept, ...]:
     """What logsigmoid keeps: its float32 input (view: of a projection, then a copy where that is not float32); on a CPU its
     exponential too."""
-    return Kept(f"{name} input", width, "float32", cast=view), Kept(f"{name} exponential", width, "float32", cpu=True)
+    return Kept(f"{name} input", width, "float32", cast=view), Kept(f"{name} exponential", width, "float32", device="cpu")
 
 
 def linear_attention_flops(heads: int, d_key: int, d_value: int, chunk: int) -> int:

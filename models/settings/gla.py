@@ -16,7 +16,6 @@ from baton.models.settings.footprint import (
     column_gradient,
     linear_attention_flops,
     log_sigmoid,
-    own_input,
     replicated_gradient,
     rms_norm,
     row,
@@ -58,7 +57,6 @@ class GLAConfig(LinearAttentionConfig):
             ),
             kept=(
                 Kept("in_proj input", d_model, "compute", split=False),
-                own_input("code_proj", d_model),
                 Kept("q, k, v and gate", 2 * keys + 2 * values, "compute"),
                 *mapped,
                 Kept("code", self.gate_rank, "compute", split=False),

@@ -16,7 +16,6 @@ from baton.models.settings.footprint import (
     column,
     column_gradient,
     linear_attention_flops,
-    own_input,
     replicated_gradient,
     row,
     row_sum,
@@ -82,7 +81,6 @@ class Mamba2Config(MixerConfig):
             ),
             kept=(
                 Kept("in_proj input", d_model, "compute", split=False),
-                own_input("bc_proj", d_model),
                 Kept("z, u and step sizes", 2 * inner + heads, "compute"),
                 # before and after the convolution
                 Kept("B and C", 2 * 2 * state, "compute", split=False),

@@ -1,0 +1,5 @@
+"""Root-mean-square normalisation of rows; `op` says what it computes."""
+
+from baton.kernels.rms_norm.op import rms_norm
+
+__all__ = ["rms_norm"]

@@ -1,0 +1,38 @@
+"""The root-mean-square norm's public function: picks an implementation.
+
+The one thing to know: whatever comes in and goes out, the arithmetic is the weight's, float32; rounding happens once, on the way
+out. On a GPU one launch does it all, so that a normalised tensor is never in memory in a type that nobody reads.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.kernels.errors import KernelError, expect_tensor
+from baton.kernels.rms_norm.triton import in_triton, rms_norm_triton
+
+_KERNEL = "rms_norm"
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019).
+
+    Args:
+        x: [..., width], float32, bfloat16, float16, or float64 with a weight of float64.
+        weight: [width], float32 or float64: what is computed in.
+        eps: added to the mean of squares.
+        dtype: of the result; None: the weight's.
+
+    Returns:
+        y, [..., width], with exact gradients to x, in its dtype, and to the weight.
+
+    Raises:
+        KernelError: a weight of another shape or device than x's last dimension.
+    """
+    if not isinstance(x, Tensor) or not x.dim():
+        raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (..., width)")
+    expect_tensor(_KERNEL, "weight", weight, ("width",), (x.shape[-1],), x.device)
+    dtype = dtype or weight.dtype
+    if in_triton(x, weight):
+        return rms_norm_triton(x, weight, eps, dtype)
+    return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(dtype)

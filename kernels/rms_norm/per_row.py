@@ -1,0 +1,50 @@
+"""The root-mean-square norm row by row, in Triton: forward and backward.
+
+The one thing to know: a program of the backward pass has several blocks of rows, whose shares of the weight's gradient it adds up
+in registers, in their order: one row per program is left, which are summed afterwards.
+
+Shape suffixes: R rows, D width.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def block_of(n, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """Rows of the n-th block, their offsets, and which entries exist."""
+    row, d = n * BR + tl.arange(0, BR), tl.arange(0, BD)
+    return row, row[:, None].to(tl.int64) * D + d[None, :], (row < rows)[:, None] & (d < D)[None, :]
+
+
+@triton.jit
+def forward_kernel(x, weight, y, scale, rows, eps, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """y [R, D], and what each row was multiplied with, [R]."""
+    row, at, inside = block_of(tl.program_id(0), rows, D, BR, BD)
+    d = tl.arange(0, BD)
+    x_rd = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(x_rd * x_rd, 1) / D + eps)
+    w = tl.load(weight + d, mask=d < D, other=0.0)
+    tl.store(y + at, (x_rd * factor[:, None] * w[None, :]).to(y.dtype.element_ty), mask=inside)
+    tl.store(scale + row, factor, mask=row < rows)
+
+
+@triton.jit
+def backward_kernel(
+    x, weight, scale, dy, dx, dweight, rows, D: tl.constexpr, BLOCKS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+):
+    """dx [R, D], and this program's share of the weight's gradient, [programs, D]."""
+    d = tl.arange(0, BD)
+    w = tl.load(weight + d, mask=d < D, other=0.0)
+    share = tl.zeros([BD], tl.float32)
+    for n in range(tl.program_id(0) * BLOCKS, (tl.program_id(0) + 1) * BLOCKS):
+        row, at, inside = block_of(n, rows, D, BR, BD)
+        factor = tl.load(scale + row, mask=row < rows, other=0.0)
+        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor[:, None]
+        dy_rd = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        share += tl.sum(dy_rd * normed, 0)
+        dnormed = dy_rd * w[None, :]
+        along = tl.sum(dnormed * normed, 1) / D
+        dx_rd = (dnormed - normed * along[:, None]) * factor[:, None]
+        tl.store(dx + at, dx_rd.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dweight + tl.program_id(0) * D + d, share, mask=d < D)

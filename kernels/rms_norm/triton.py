@@ -1,0 +1,58 @@
+"""The root-mean-square norm on a GPU: launches the Triton kernels of `per_row` and gives them a gradient."""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from baton.kernels import tiles as table
+
+_ENTRIES = 4096  # of a block of rows
+_BLOCKS = 32  # of rows, of a program of the backward pass
+
+
+def in_triton(x: Tensor, weight: Tensor) -> bool:
+    """Whether these kernels compute it: on a GPU, in float32."""
+    return x.is_cuda and weight.dtype == torch.float32 and x.dtype != torch.float64
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, blocks: int = _BLOCKS) -> Tensor:
+    """As `op.rms_norm`, which checks the arguments. blocks: of rows, of a program of the backward pass."""
+    y: Tensor = _RMSNorm.apply(x, weight, eps, dtype, blocks)
+    return y
+
+
+def _sizes(x: Tensor) -> dict[str, int]:
+    width = table.power_of_two(x.shape[-1])
+    return {"D": x.shape[-1], "BR": max(1, _ENTRIES // width), "BD": width, "num_warps": min(16, max(4, width // 512))}
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, blocks: int) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        sizes, rows = _sizes(x), x.numel() // x.shape[-1]
+        y, scale = torch.empty_like(x, dtype=dtype), torch.empty(rows, dtype=torch.float32, device=x.device)
+        _kernels().forward_kernel[(-(-rows // sizes["BR"]),)](x, weight, y, scale, rows, eps, **sizes)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.blocks = blocks
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight, scale = ctx.saved_tensors
+        sizes, rows, dx = _sizes(x), len(scale), torch.empty_like(x)
+        programs = -(-rows // (sizes["BR"] * ctx.blocks))
+        shares = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+        _kernels().backward_kernel[(programs,)](x, weight, scale, dy.contiguous(), dx, shares, rows, BLOCKS=ctx.blocks, **sizes)
+        return dx, shares.sum(0), None, None, None
+
+
+def _kernels() -> ModuleType:
+    """Imported when they are first needed: where there is no GPU there need be no Triton."""
+    from baton.kernels.rms_norm import per_row
+
+    return per_row

@@ -1,0 +1,45 @@
+"""The root-mean-square norm in Triton against torch's in float64; on a CPU the same kernels are interpreted."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.compare import relative_error
+from support.recurrences import seeded
+
+from baton.kernels.errors import KernelError
+from baton.kernels.rms_norm import rms_norm
+from baton.kernels.rms_norm.triton import rms_norm_triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
+EPS = 1e-5
+
+
+@pytest.mark.parametrize("out", LIMITS, ids=str)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("shape", [(3, 7, 48), (131, 5), (2, 700)], ids=str)
+def test_it_is_torchs(shape, dtype, out):
+    """Rows of all sizes, one of them zeros; views; several programs, the last of which has less to do."""
+    g = seeded(0)
+    x = (torch.randn(*shape, generator=g) * torch.logspace(-3, 3, shape[-2])[:, None]).to(dtype)
+    x[..., 1, :] = 0
+    weight, dy = torch.randn(shape[-1], generator=g), torch.randn(*shape, generator=g).to(out)
+    found = []
+    for place, cast in (("cpu", torch.float64), (DEVICE, None)):
+        own, w = (t.to(place, cast or t.dtype).requires_grad_() for t in (x, weight))
+        if cast:
+            y = F.rms_norm(own, shape[-1:], w, EPS)
+        else:
+            view = torch.stack((own, own), -1)[..., 0]
+            y = rms_norm_triton(view, w, EPS, out, blocks=3)
+            assert (y.dtype, view.is_contiguous()) == (out, False)
+        found.append([y, *torch.autograd.grad(y, (own, w), dy.to(place, y.dtype))])
+    for name, want, have in zip(("y", "dx", "dweight"), *found, strict=True):
+        assert relative_error(have.double().cpu(), want) <= max(LIMITS[dtype] if name != "y" else 0, LIMITS[out]), name
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(KernelError, match=r"rms_norm: weight has shape \(4,\), expected \(width,\) = \(5,\)"):
+        rms_norm(torch.ones(2, 5), torch.ones(4), EPS)
+    with pytest.raises(KernelError, match="rms_norm: x is a float"):
+        rms_norm(1.0, torch.ones(4), EPS)  # type: ignore[arg-type]
