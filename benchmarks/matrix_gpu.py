@@ -1,14 +1,16 @@
-"""The matrix states, slots and Lattice on a GPU, beside fla's and mamba_ssm's Triton kernels: time and memory.
+"""Matrix states, slots, Lattice and B'MOJO's attention on a GPU, beside fla's, mamba_ssm's and torch's: time and memory.
 
 The one thing to know: every row rests on a gate, the error of outputs, leaving states and all gradients against the definition in
 float64 on the same rounded inputs, at the row's sizes but fewer tokens, with documents that start within and a state that enters,
 in float32 and bfloat16, in memory that is NaN before it is written, twice with the same bits. Times are medians of events around
 whole calls, autograd's and the launches' own included, after something else has filled the cache. fla's gated delta rule has no
-backward pass on Hopper with this Triton: it is compared forwards.
+backward pass on Hopper with this Triton: it is compared forwards. B'MOJO's attention is held against the same mathematics composed
+of torch's fused attention with masks, block by block, and of its FlexAttention over all memories at once, whose block mask is made
+beforehand.
 
 Peers are used where `fla` and `mamba_ssm` can be imported; without them a row's time is only said.
 
-    python benchmarks/matrix_gpu.py [--only gsa,gla,mamba2,delta_net,gated_delta_net,lattice] [--repetitions 30]
+    python benchmarks/matrix_gpu.py [--only gsa,gla,mamba2,delta_net,gated_delta_net,lattice,bmojo,loop]
 """
 
 import argparse
@@ -24,9 +26,15 @@ from blocks_gpu import by_kernel
 from report import Report
 from scan_gpu import Clock, compare, peak_gib
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from baton.kernels.check import check
 from baton.kernels.delta_rule.op import delta_rule
 from baton.kernels.delta_rule.reference import delta_rule_reference
+from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked
+from baton.kernels.eidetic_attention.published import Published, publish
+from baton.kernels.eidetic_attention.recurrence import EideticAttention
+from baton.kernels.eidetic_attention.triton import eidetic_attention_triton
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_slot_attention.op import gated_slot_attention
@@ -289,8 +297,67 @@ def python_loop(report: Report, clock: Clock) -> None:
     compare(report, case, "fwd+bwd ms", own[1], "compiled step, looped", both)
 
 
+def bmojo(report: Report, clock: Clock, batch: int, length: int) -> None:
+    """Attention over a window of 512, 16 fading and 64 eidetic tokens, 32 heads of 64."""
+    heads, dim, recurrence = 32, 64, EideticAttention(512, 16, 64)
+    name = f"bmojo B{batch} T{length} H{heads} D{dim}"
+    for dtype in (torch.float32, torch.bfloat16):
+        # documents, a State that enters, all gradients, equal bits
+        torch.use_deterministic_algorithms(True)
+        finding = check(EideticAttention(40, 16, 24), torch.device("cuda"), dtype)
+        torch.use_deterministic_algorithms(False)
+        report.gate(f"{name} {str(dtype).removeprefix('torch.')}", finding.passed, str(finding))
+    options = Options(recurrence.window, recurrence.n_fading, recurrence.n_eidetic, False, dim**-0.5)
+    g = torch.Generator("cuda").manual_seed(0)
+    leaves = [torch.randn(batch, length, heads, dim, device="cuda", generator=g).bfloat16().requires_grad_() for _ in range(5)]
+    score = torch.rand(batch, length, device="cuda", generator=g)
+    pos = torch.arange(length, device="cuda").repeat(batch, 1)
+    state = recurrence.initial((*leaves, score))
+    dy = torch.randn_like(leaves[0])
+
+    def fused() -> Tensor:
+        return eidetic_attention_triton((*leaves, score), options, pos=pos, state=state)[0]
+
+    def blocks() -> Tensor:
+        return eidetic_attention_chunked((*leaves, score), options, pos=pos, state=state)[0]
+
+    def memories() -> Published:
+        return publish(
+            *leaves[1:], score, window=options.window, n_fading=options.n_fading, n_eidetic=options.n_eidetic, pos=pos, state=state
+        )  # fmt: skip
+
+    known, M = memories(), options.n_fading + options.n_eidetic
+    slot, valid = known.slot, known.valid.flatten(1)
+
+    def sees(b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        of_memory = (slot[b, i] == (j - length) // M) & valid[b, (j - length).clamp(min=0)]
+        return torch.where(j < length, (i >= j) & (i - j < options.window), of_memory)
+
+    keys = length + valid.shape[1]
+    mask = torch.compile(create_block_mask)(sees, batch, None, length, keys, device="cuda")
+    attend = torch.compile(flex_attention)
+
+    def flex() -> Tensor:
+        found = memories()
+        k, v = (torch.cat((x, y.flatten(1, 2)), 1).transpose(1, 2) for x, y in ((leaves[1], found.k), (leaves[2], found.v)))
+        return attend(leaves[0].transpose(1, 2), k, v, block_mask=mask, scale=options.scale).transpose(1, 2)
+
+    def gradients(forward: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        y = forward()
+        return (y.detach(), *torch.autograd.grad(y, leaves, dy))
+
+    ours, by_blocks, by_flex = gradients(fused), gradients(blocks), gradients(flex)
+    off = max(float((a - b).float().norm() / b.float().norm()) for x in (by_blocks, by_flex) for a, b in zip(ours, x, strict=True))
+    report.gate(name, off <= 2e-2, f"differs from torch's two by {off:.1e}")
+    ahead, both = clock(fused), clock(lambda: gradients(fused))
+    for peer, forward in (("masked SDPA", blocks), ("FlexAttention", flex)):
+        compare(report, name, "forward ms", ahead, peer, clock(forward))
+        compare(report, name, "fwd+bwd ms", both, peer, clock(partial(gradients, forward)))
+    by_kernel(report, name, lambda: gradients(fused))
+
+
 def main() -> None:
-    kinds = [*get_args(Kind), "loop"]
+    kinds = [*get_args(Kind), "bmojo", "loop"]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default=",".join(kinds), help="kinds, or their beginnings, separated by commas; loop: see there")
     parser.add_argument("--tokens", type=int, default=0, help="of a sequence; 0: of all lengths")
@@ -305,6 +372,10 @@ def main() -> None:
     for case in CASES:
         if case.kind.startswith(parts) and arguments.tokens in (0, case.length):
             one(report, clock, case, measure)
+            report.save()
+    if "bmojo" in parts:
+        for batch, length in ((8, 2048), (1, 16384)):
+            bmojo(report, clock, batch, length)
             report.save()
     if "loop" in parts:
         python_loop(report, clock)
