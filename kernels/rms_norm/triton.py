@@ -24,16 +24,17 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, b
     return y
 
 
-def _sizes(x: Tensor) -> dict[str, int]:
-    width = table.power_of_two(x.shape[-1])
-    return {"D": x.shape[-1], "BR": max(1, _ENTRIES // width), "BD": width, "num_warps": min(16, max(4, width // 512))}
+def sizes_of(width: int) -> dict[str, int]:
+    """A launch's, for rows of so many numbers."""
+    block = table.power_of_two(width)
+    return {"D": width, "BR": max(1, _ENTRIES // block), "BD": block, "num_warps": min(16, max(4, block // 512))}
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, blocks: int) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
-        sizes, rows = _sizes(x), x.numel() // x.shape[-1]
+        sizes, rows = sizes_of(x.shape[-1]), x.numel() // x.shape[-1]
         y, scale = torch.empty_like(x, dtype=dtype), torch.empty(rows, dtype=torch.float32, device=x.device)
         _kernels().forward_kernel[(-(-rows // sizes["BR"]),)](x, weight, y, scale, rows, eps, **sizes)
         ctx.save_for_backward(x, weight, scale)
@@ -44,7 +45,7 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight, scale = ctx.saved_tensors
-        sizes, rows, dx = _sizes(x), len(scale), torch.empty_like(x)
+        sizes, rows, dx = sizes_of(x.shape[-1]), len(scale), torch.empty_like(x)
         programs = -(-rows // (sizes["BR"] * ctx.blocks))
         shares = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
         _kernels().backward_kernel[(programs,)](x, weight, scale, dy.contiguous(), dx, shares, rows, BLOCKS=ctx.blocks, **sizes)

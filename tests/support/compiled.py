@@ -33,7 +33,7 @@ ACTIVATIONS = {
     "query",
     "parts",
 }
-COUNTS = {"T", "chunks", "piece", "pieces", "memories"}
+COUNTS = {"T", "chunks", "piece", "pieces", "memories", "rows"}
 SIZES = {"T", "N", "piece", "span", "size", "pieces", "into_row", "query_row"}
 
 
@@ -41,7 +41,7 @@ def signature(kernel, constants, dtype):
     """dtype: of activations; or, by name, of what is not of bfloat16."""
     if isinstance(dtype, dict):
         sizes = {name: "i32" for name in kernel.arg_names if name.endswith(("_batch", "_row", "_head")) or name in COUNTS}
-        known = {"pos": "*i32", "scale": "fp32"} | sizes | {name: f"*{other}" for name, other in dtype.items()}
+        known = {"pos": "*i32", "scale": "fp32", "eps": "fp32"} | sizes | {name: f"*{other}" for name, other in dtype.items()}
         return {name: known.get(name, "*bf16") for name in kernel.arg_names if name not in constants}
 
     def of(name):
@@ -60,6 +60,7 @@ def kernels(arch):
     yield from _matrix_kernels(arch)
     yield from _lattice_kernels()
     yield from _eidetic_kernels(arch)
+    yield from _norm_kernels()
 
 
 def _matrix_kernels(arch):
@@ -178,6 +179,18 @@ def _eidetic_kernels(arch):
         yield f"{name} rows backward", joint.rows_backward_kernel, rows, tiles.warps_back, types
         memories = {**back, "M": 80, "WINDOW": 512, "BM": tiles.memory}
         yield f"{name} memories backward", joint.memories_backward_kernel, memories, tiles.warps_back, types
+
+
+def _norm_kernels():
+    """Of the residual stream, and of heads."""
+    from baton.kernels.rms_norm import per_row
+    from baton.kernels.rms_norm.triton import sizes_of
+
+    for name, width in (("norm", 2048), ("norm, of heads", 128)):
+        sizes = sizes_of(width)
+        warps, float32 = sizes.pop("num_warps"), dict.fromkeys(("x", "weight", "scale", "dx", "dweight"), "fp32")
+        yield f"{name} forward", per_row.forward_kernel, sizes, warps, float32
+        yield f"{name} backward", per_row.backward_kernel, {**sizes, "BLOCKS": 32}, warps, float32
 
 
 def _kernels(arch):
