@@ -181,11 +181,11 @@ class Arithmetic:
 
     @cached_property
     def around_layers(self) -> int:
-        """What is kept besides: of the labels what the loss makes, which tokens are another tensor rank's, and numbers of d_model:
-        the last residual stream in float32, and on the last stage what the norm makes of it, in the compute type, and (see
-        rms_norm) the normalised."""
+        """What is kept besides: which tokens are another tensor rank's, and numbers of d_model: the last residual stream in
+        float32, and on the last stage the gradient of what the norm makes of it, which the loss has made, in the compute type, and
+        (see rms_norm) the normalised."""
         work, stage = self.work, self.stage
-        integers = (2 * 8 if stage.last else 0) + (8 + 1 if self.tensor > 1 and stage.first else 0)
+        integers = 8 + 1 if self.tensor > 1 and stage.first else 0
         streams = 1 if work.gpu or not stage.last else 2
         return work.tokens * (integers + work.nbytes("compute") * self.model.d_model * stage.last) + self.hidden_bytes * streams
 
@@ -253,9 +253,11 @@ class Arithmetic:
         low = work.compute_bytes == 2
         loss = waiting = 0
         if self.stage.last:
-            logits = min(self.model.loss_chunk, work.tokens) * self.model.padded_vocab_size // self.tensor * (4 + 2 * low)
-            # a chunk's gradient of the head, in both types, and the sum over chunks; a tied one waits for the embedding's
-            loss = logits + self.head_count * (4 + 2 * low) + 4 * self.head_count
+            # logits, on a CPU in both types; a chunk's gradient of the head, and the sum over chunks; that of the hidden vectors. A
+            # tied head's gradient waits for the embedding's
+            logits = work.compute_bytes if work.gpu else 4 + 2 * low
+            loss = min(self.model.loss_chunk, work.tokens) * self.model.padded_vocab_size // self.tensor * logits
+            loss += self.head_count * (work.compute_bytes + 4) + work.compute_bytes * self.model.d_model * work.tokens
             waiting = 4 * self.head_count if self.model.tie_embeddings and self.stage.first else 0
         # the gradients of what a sub-block kept are about as large as it
         in_hand = max(block.kept_bytes(work) + block.mask_bytes(work) for block in self.blocks.values())
@@ -285,14 +287,14 @@ class Arithmetic:
     def operations(self) -> Operations:
         """Of one rank per optimizer step, surveys left out.
 
-        A matmul runs once forwards and twice backwards; a recurrence's chunks run again in backward as well, and so does the head.
+        A matmul runs once forwards and twice backwards; a recurrence's chunks run again in backward as well.
         Memory: what forward keeps is written, read by what follows and read again in backward, and its gradient is written and
         read; of parameters the compute copy is read three times and a gradient made and added; the step reads and writes whole
         gradients, Adam's parts and the parameters.
         """
         work, again = self.work, int(self.training.recompute)
         tokens = work.tokens * self.passes
-        matmuls = 2 * ((3 + again) * self._matmuls(head=False) + 4 * self._matmuls(head=True))
+        matmuls = 2 * ((3 + again) * self._matmuls(head=False) + 3 * self._matmuls(head=True))
         matrix, vector = self._recurrences
         kept = self.activations(recompute=False) * (5 + 2 * again)
         weights = self._copied * (3 * work.compute_bytes + (12 if work.compute_bytes == 2 else 8))

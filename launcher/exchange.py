@@ -91,8 +91,8 @@ def _volumes_of_a_pass(one: Arithmetic) -> Counter[tuple[str, str]]:
         for collective in both if shared else ("all-reduce",):
             found["embedding", collective] += vectors * 4 // work.compute_bytes
     if one.stage.last:
-        # largest logit, own logit and sum of exponentials, twice: a chunk's loss is computed again for its gradients
-        found["loss", "all-reduce"] += 2 * 3 * 4 * work.tokens
+        # largest logit, own logit and sum of exponentials
+        found["loss", "all-reduce"] += 3 * 4 * work.tokens
         for collective in both if shared else ("all-reduce",):
             found["loss", collective] += vectors
     return found

@@ -18,6 +18,7 @@ from baton.kernels.protocol import Leaf, State
 from baton.models import init
 from baton.models.block import Layer, recomputation
 from baton.models.config import ModelConfig
+from baton.models.cross_entropy import linear_cross_entropy
 from baton.models.mixer import Mixer, Site
 from baton.models.norm import RMSNorm
 from baton.models.stages import Stage, whole
@@ -30,7 +31,7 @@ States = dict[str, State]
 """State of each layer, by the layer's number in the whole model."""
 
 IGNORED = -1
-"""The label of a position that does not count."""
+"""The label of a position that does not count; `linear_cross_entropy` takes any that is negative for one."""
 
 
 class LanguageModel(nn.Module):
@@ -167,21 +168,17 @@ class LanguageModel(nn.Module):
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Summed negative log-likelihood (nats, fp32 scalar) of labels [B, T] int64; IGNORED ones count nothing.
 
-        Logits exist for `loss_chunk` tokens at a time, in forward and in backward (which makes them again).
+        Logits exist for `loss_chunk` tokens at a time, once: what gets a gradient has it made in the forward pass.
         """
-        flat_hidden, flat_labels = hidden.flatten(0, 1), labels.flatten()
-        total = self.norm.weight.new_zeros(())
-        for h, y in zip(flat_hidden.split(self.config.loss_chunk), flat_labels.split(self.config.loss_chunk)):
-            if torch.is_grad_enabled():
-                total = total + checkpoint(self._chunk_loss, h, y, use_reentrant=False, preserve_rng_state=False)
-            else:
-                total = total + self._chunk_loss(h, y)
-        return total
-
-    def _chunk_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = self.local_logits(hidden)
-        nll = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.clamp(min=0))
-        return torch.where(labels != IGNORED, nll, 0.0).sum()
+        head = self.embedding if self.config.tie_embeddings else self.head
+        return linear_cross_entropy(
+            hidden.flatten(0, 1).to(self.compute_dtype),
+            head.weight,
+            head.plain_weight(),
+            labels.flatten(),
+            chunk=self.config.loss_chunk,
+            sum_gradient=not self.split_residual,
+        )
 
     def local_logits(self, hidden: Tensor) -> Tensor:
         """Logits of this rank's share of the vocabulary."""

@@ -81,11 +81,15 @@ class ComputeCopy:
 
     def compute_weight(self) -> Tensor:
         """The weight in the compute type, [out, in]; cast at most once between two `drop_compute_copies`."""
+        return self.weight if self.compute_dtype == self.weight.dtype else _CopyGradient.apply(self.weight, self.plain_weight())
+
+    def plain_weight(self) -> Tensor:
+        """The same, which gives the parameter no gradient."""
         if self.compute_dtype == self.weight.dtype:
-            return self.weight
+            return self.weight.detach()
         if self._compute_copy is None:
             self._compute_copy = self.weight.detach().to(self.compute_dtype)
-        return _CopyGradient.apply(self.weight, self._compute_copy)
+        return self._compute_copy
 
 
 def drop_compute_copies(module: nn.Module) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
 from torch import Tensor
 
+from baton.models.cross_entropy import token_cross_entropy
 from baton.models.lm import IGNORED, LanguageModel, States
 from baton.parallel.mesh import Mesh
 from baton.training.passes import TokenBatch
@@ -100,10 +100,10 @@ def token_losses(model: LanguageModel, hidden: Tensor, labels: Tensor) -> Tensor
     """Negative log-likelihood (nats, fp32 [B, T]) of each label of [B, T] int64, 0 where it is IGNORED. On the last stage."""
     flat, chunk = labels.flatten(), model.config.loss_chunk
     found = [
-        tensor_parallel.vocab_parallel_cross_entropy(model.local_logits(h), y.clamp(min=0))
+        token_cross_entropy(model.local_logits(h), y)
         for h, y in zip(hidden.flatten(0, 1).split(chunk), flat.split(chunk), strict=True)
     ]
-    return torch.where(flat != IGNORED, torch.cat(found).float(), 0.0).view(labels.shape)
+    return torch.cat(found).float().view(labels.shape)
 
 
 def add_up(sums: Tensor, mesh: Mesh) -> None:

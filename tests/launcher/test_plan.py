@@ -143,7 +143,6 @@ def test_chunks_and_buckets_are_the_kernels():
 
 # ---------------------------------------------------------------------------------------------------- against running models
 
-LOSS_NUMBERS = 2 * 8  # bytes per token of what the loss keeps of the labels, which the measurement of the stack has not
 READ_NUMBERS = 8 + 4  # bytes per token of the tokens and positions that it has, and that are counted with the whole step's
 
 
@@ -152,8 +151,8 @@ READ_NUMBERS = 8 + 4  # bytes per token of the tokens and positions that it has,
 def test_activations_are_what_autograd_keeps(measured, variant, precision):
     """To 3 %: seeds of a chunk and the like are not counted."""
     arithmetic = Arithmetic(run_of(variant, precision=precision))
-    # the last norm's output is kept by the loss
-    without = LOSS_NUMBERS - READ_NUMBERS + {"float32": 4, "bfloat16": 2}[precision] * SMALL_WIDTH
+    # the last norm's output has a gradient from the loss
+    without = -READ_NUMBERS + {"float32": 4, "bfloat16": 2}[precision] * SMALL_WIDTH
     counted = arithmetic.activations(recompute=False) - BATCH * CONTEXT * without
     assert counted == pytest.approx(measured["saved"][variant][precision], rel=0.03)
 
@@ -162,7 +161,7 @@ def test_activations_are_what_autograd_keeps(measured, variant, precision):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_lives_after_forward_is_activations_and_states(measured, variant, recompute):
     arithmetic = Arithmetic(run_of(variant, precision="bfloat16"))
-    counted = arithmetic.activations(recompute=recompute) + arithmetic.states - BATCH * CONTEXT * LOSS_NUMBERS
+    counted = arithmetic.activations(recompute=recompute) + arithmetic.states
     assert counted == pytest.approx(measured["living"][f"{variant} {recompute}"], rel=0.1)
 
 
@@ -189,7 +188,7 @@ def test_activations_on_a_shared_residual_stream_are_what_autograd_keeps(measure
     arithmetic = shared(variant, precision=precision)
     assert arithmetic.work.stream_tokens * SHARED_BY["tensor"] > arithmetic.work.tokens
     # the last norm's output is gathered in the compute type
-    without = LOSS_NUMBERS - READ_NUMBERS + arithmetic.work.compute_bytes * SMALL_WIDTH
+    without = -READ_NUMBERS + arithmetic.work.compute_bytes * SMALL_WIDTH
     counted = arithmetic.activations(recompute=False) - BATCH * ODD_CONTEXT * without
     assert counted == pytest.approx(measured["shared"][variant]["saved"][precision], rel=0.02)
 
@@ -199,7 +198,7 @@ def test_activations_on_a_shared_residual_stream_are_what_autograd_keeps(measure
 def test_recomputation_on_a_shared_residual_stream_keeps_what_is_counted(measured, variant, precision):
     arithmetic = shared(variant, precision=precision)
     # of the batch its tokens and positions are seen
-    without = LOSS_NUMBERS - READ_NUMBERS
+    without = -READ_NUMBERS
     counted = arithmetic.activations(recompute=True) + arithmetic.states - BATCH * ODD_CONTEXT * without
     assert counted == pytest.approx(measured["shared"][variant]["living"][precision], rel=0.1)
 
@@ -286,7 +285,7 @@ def test_stages_exchange_what_is_counted(measured, tied):
 def test_activations_of_a_stage_are_what_autograd_keeps(measured, variant):
     """To 4 %; what goes to the next stage is kept by who sends it."""
     for one, saved in zip(of_stages(run_of(variant, pipeline=STAGES)), measured["saved of a stage"][variant], strict=True):
-        beside = LOSS_NUMBERS * one.stage.last - READ_NUMBERS + 4 * SMALL_WIDTH
+        beside = -READ_NUMBERS + 4 * SMALL_WIDTH
         assert one.activations(recompute=False) - BATCH * CONTEXT * beside == pytest.approx(saved, rel=0.04)
 
 
@@ -315,7 +314,7 @@ def test_sequence_ranks_hand_on_what_is_counted(measured, variant):
     names = {"right": "States: to the next rank", "left": "cotangents: to the rank before"}
     counted = {direction: exchange[name].bytes // 2 if name in exchange else 0 for direction, name in names.items()}
     assert counted == measured["handed on"][variant]
-    kept = arithmetic.activations(recompute=False) - BATCH * CONTEXT // 2 * (LOSS_NUMBERS - READ_NUMBERS + 4 * SMALL_WIDTH)
+    kept = arithmetic.activations(recompute=False) - BATCH * CONTEXT // 2 * (-READ_NUMBERS + 4 * SMALL_WIDTH)
     assert kept == pytest.approx(measured["saved of a segment"][variant], rel=0.03)
 
 

@@ -1,0 +1,59 @@
+"""Cross-entropy's two halves, between which ranks exchange three numbers per row: sums over this rank's columns, then the gradient.
+
+The one thing to know: the gradient takes the logits' place, so that of a chunk's logits there is one tensor, in their own dtype.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from baton.kernels.cross_entropy.triton import gradient_triton, in_triton, partial_sums_triton
+from baton.kernels.errors import expect_tensor
+
+_KERNEL = "cross_entropy"
+
+
+class Partial(NamedTuple):
+    """Of the columns that are here, float32 (float64) [N]: the largest logit, the sum of exp(logit - largest), and the label's own
+    logit, 0 where its column is not here."""
+
+    largest: Tensor
+    total: Tensor
+    own: Tensor
+
+
+def partial_sums(logits: Tensor, labels: Tensor, first: int) -> Partial:
+    """Args:
+        logits: [N, columns], columns first, first + 1, ... of the whole.
+        labels: int64 [N]; one that is no column anywhere is allowed.
+
+    Raises:
+        KernelError: labels of another shape or device.
+    """
+    expect_tensor(_KERNEL, "labels", labels, ("N",), (logits.shape[0],), logits.device)
+    if in_triton(logits):
+        return Partial(*partial_sums_triton(logits, labels, first))
+    values = _precise(logits)
+    largest = values.amax(1)
+    here = (labels >= first) & (labels < first + logits.shape[1])
+    column = (labels - first).clamp(0, logits.shape[1] - 1)
+    own = torch.where(here, values.gather(1, column[:, None])[:, 0], 0.0)
+    return Partial(largest, (values - largest[:, None]).exp_().sum(1), own)
+
+
+def gradient(logits: Tensor, labels: Tensor, first: int, largest: Tensor, total: Tensor) -> Tensor:
+    """exp(logit - largest) / total, less 1 in the label's column: of -log of the label's share, to the logits. In their place, and
+    zeros in rows whose label is negative. largest, total: [N], of all columns together."""
+    if in_triton(logits):
+        return gradient_triton(logits, labels, first, largest, total)
+    values = (_precise(logits) - largest[:, None]).exp_().div_(total[:, None])
+    here = (labels >= first) & (labels < first + logits.shape[1])
+    column = (labels - first).clamp(0, logits.shape[1] - 1)
+    values.scatter_add_(1, column[:, None], -here.to(values.dtype)[:, None])
+    values.masked_fill_((labels < 0)[:, None], 0.0)
+    return logits.copy_(values)
+
+
+def _precise(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

@@ -1,0 +1,39 @@
+"""Cross-entropy on a GPU: launches the Triton kernels of `per_row`."""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+_COLUMNS = 4096  # of a step
+
+
+def in_triton(logits: Tensor) -> bool:
+    """Whether these kernels compute it: on a GPU, in float32."""
+    return logits.is_cuda and logits.dtype != torch.float64
+
+
+def partial_sums_triton(logits: Tensor, labels: Tensor, first: int, columns: int = _COLUMNS) -> tuple[Tensor, Tensor, Tensor]:
+    """As `op.partial_sums`. columns: of a step, a power of two."""
+    largest, total, own = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+    _kernels().sums_kernel[(len(logits),)](
+        logits, labels, largest, total, own, first, logits.stride(0), V=logits.shape[1], BV=columns, num_warps=8
+    )
+    return largest, total, own
+
+
+def gradient_triton(
+    logits: Tensor, labels: Tensor, first: int, largest: Tensor, total: Tensor, columns: int = _COLUMNS
+) -> Tensor:  # fmt: skip
+    """As `op.gradient`. columns: of a program, a power of two."""
+    _kernels().gradient_kernel[(len(logits), -(-logits.shape[1] // columns))](
+        logits, labels, largest, total, first, logits.stride(0), V=logits.shape[1], BV=columns, num_warps=8
+    )
+    return logits
+
+
+def _kernels() -> ModuleType:
+    """Imported when they are first needed: where there is no GPU there need be no Triton."""
+    from baton.kernels.cross_entropy import per_row
+
+    return per_row

@@ -1,0 +1,43 @@
+"""Cross-entropy's halves on parts of the columns, in PyTorch and in Triton, against torch's in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.compare import relative_error
+from support.recurrences import seeded
+
+from baton.kernels.cross_entropy import gradient, partial_sums
+from baton.kernels.cross_entropy.triton import gradient_triton, partial_sums_triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FORMS = {
+    "torch": (torch.device("cpu"), partial_sums, gradient),
+    "triton": (DEVICE, partial(partial_sums_triton, columns=16), partial(gradient_triton, columns=16)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_two_parts_of_the_columns_are_torchs_whole(form, dtype):
+    """Logits that exponentials overflow on, a row of equal ones, labels at both ends of a part and one that does not count."""
+    place, sums, slope = FORMS[form]
+    logits = 30 * torch.randn(9, 61, generator=seeded(0))
+    logits[2] = -1e4
+    logits, labels = logits.to(dtype), torch.tensor([0, 38, 39, 60, -1, 5, 40, 59, 1])
+    leaf = logits.double().requires_grad_()
+    expected = F.cross_entropy(leaf, labels, ignore_index=-1, reduction="sum")
+    expected.backward()
+    assert leaf.grad is not None
+    parts = [x.clone().to(place) for x in logits.split((39, 22), 1)]
+    found = [sums(x, labels.to(place), first) for x, first in zip(parts, (0, 39), strict=True)]
+    largest = torch.maximum(found[0][0], found[1][0])
+    total = sum(total * (most - largest).exp() for most, total, _ in found)
+    own = found[0][2] + found[1][2]
+    of_rows = (total.log() + largest - own).cpu().masked_fill(labels < 0, 0.0)
+    assert relative_error(of_rows.sum().double(), expected.detach()) <= 1e-6
+    slopes = [slope(x, labels.to(place), first, largest, total) for x, first in zip(parts, (0, 39), strict=True)]
+    assert all(x is y and x.dtype == dtype for x, y in zip(parts, slopes, strict=True)), "in the logits' place"
+    limit = 1e-6 if dtype == torch.float32 else 3e-3
+    assert relative_error(torch.cat(slopes, 1).cpu().double(), leaf.grad) <= limit
