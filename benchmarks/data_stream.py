@@ -9,6 +9,7 @@ has: the source of the running Python's own standard library. Medians over `--re
 
 import argparse
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -28,11 +29,12 @@ from report import Report
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.lanes import Cursor, LaneOrder, Units
-from baton.data_pipeline.prepare import prepare
-from baton.data_pipeline.shards import BLOCK, Index, ShardSummary, index_name, member_header, padded
+from baton.data_pipeline.prepare import prepare, unit_table
+from baton.data_pipeline.shards import BLOCK, DATASET, Index, ShardSummary, index_name, member_header, padded
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.stream import BatchStream, documents
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from baton.data_pipeline.units import UNITS, UnitTable
 
 LANES, CONTEXT, UNIT_DOCUMENTS, SEED = 8, 2048, 16, 0
 UNITS_PER_LANE = 4  # of about 14 in an epoch: some 10 MB of text a repetition
@@ -58,7 +60,8 @@ def texts_of_rank(folder: str, rank: int, size: int) -> list[str]:
     """The documents that this rank's lanes begin with, lane by lane."""
     dataset = Dataset.open(folder)
     shards = dataset.require("train")
-    order = LaneOrder(Units([dataset.index(shard).text_bytes for shard in shards], UNIT_DOCUMENTS, 32 << 20), SEED, LANES)
+    starts = [dataset.unit_starts(shard, UNIT_DOCUMENTS, 32 << 20) for shard in shards]
+    order = LaneOrder(Units(starts, [shard.documents for shard in shards]), SEED, LANES)
     found = []
     for lane in range(rank, LANES, size):
         for k in range(UNITS_PER_LANE):
@@ -124,21 +127,15 @@ def with_workers(folder: Path, model: Path, workers: int) -> float:
         return steps * CONTEXT * LANES / (time.perf_counter() - start)
 
 
-def seek(folder: Path, model: str, report: Report) -> None:
-    """Start in the middle of an index of 100 GB of text: 400 shards of 256 MB with 6,250 documents of 40 kB each. The shards are
-    sparse files with one real document at every place that is read."""
+def seek(folder: Path, model: str, size: int, report: Report) -> None:
+    """Start in the middle of an index of 100 GB of text: 400 shards of 256 MB with documents of `size` bytes each. The shards are
+    sparse files with real documents at every place that is read. Once as prepared now, once as before there was a file of units."""
     folder.mkdir()
-    documents, size, shards = 6250, 40_960, 400
+    shards, lanes = 400, 8
+    documents = (256 << 20) // size
     text = (b"a document of this length. " * 1600)[:size]
-    manifest = {
-        "format": "baton-dataset",
-        "version": 1,
-        "content": "text",
-        "tokenizer": None,
-        "settings": {},
-        "totals": {},
-        "rejected": {},
-    }
+    header = {"format": "baton-dataset", "version": 1, "content": "text", "tokenizer": None}
+    manifest: dict[str, Any] = {**header, "settings": {}, "totals": {}, "rejected": {}}
     offsets = np.arange(documents, dtype=np.int64) * (BLOCK + padded(size))
     entries = []
     for number in range(shards):
@@ -155,29 +152,34 @@ def seek(folder: Path, model: str, report: Report) -> None:
         with open(folder / name, "wb") as f:
             f.truncate(index.end + 2 * BLOCK)
     manifest["shards"] = [entry.__dict__ for entry in entries]
-    (folder / "dataset.json").write_text(json.dumps(manifest))
-    plan = StepPlan.constant(
-        context=4096, lanes=8, lanes_per_step=8, micro_batch=8, data_rank=0, data_size=1, start_step=9, prefetch=1
-    )
-    middle = {lane: Cursor(unit=20_000 // 8, document=3, offset=11) for lane in range(8)}
-    order = LaneOrder(Units([np.full(documents, size)] * shards, UNIT_DOCUMENTS, 32 << 20), SEED, 8)
+    units = unit_table(folder, entries)
+    (folder / UNITS).write_bytes(units)
+    middle = {lane: Cursor(unit=shards * documents // 64 // 2 // lanes, document=3, offset=11) for lane in range(lanes)}
+    table = UnitTable.from_bytes(units, UNITS)
+    starts = [table.starts(entry) for entry in entries]
+    order = LaneOrder(Units(starts, [documents] * shards), SEED, lanes)
     for lane, cursor in middle.items():
         unit, _ = order.unit(lane, cursor.unit)
         with open(folder / f"train-{unit.shard:06d}.tar", "r+b") as f:
             for i in range(unit.first, unit.first + unit.count):
                 f.seek(int(offsets[i]))
                 f.write(member_header(f"{unit.shard:08d}{i:024d}.txt", size) + text)
-    taken, units = [], []
-    for _ in range(5):
+    shape = {"context": 4096, "lanes": lanes, "lanes_per_step": lanes, "micro_batch": lanes, "data_rank": 0, "data_size": 1}
+    plan = StepPlan.constant(**shape, start_step=9, prefetch=1)
+    taken: dict[bool, list[float]] = {True: [], False: []}
+    first = []
+    for _, prepared in itertools.product(range(5), taken):
+        mentioned = {"units": {"bytes": len(units), "sha256": sha256(units)}} if prepared else {}
+        (folder / DATASET).write_text(json.dumps({**manifest, **mentioned}))
         start = time.perf_counter()
-        with BatchStream(
-            Dataset.open(folder), Tokenizer(model), plan, seed=SEED, unit_documents=UNIT_DOCUMENTS, cursors=middle
-        ) as stream:
-            found = next(stream)
-            taken.append(time.perf_counter() - start)
-        units.append(found.micro_batches[0].pos[0, 0])
-    report.gate("seek", units == [11] * 5, "the first input is the one that the cursor names")
-    report.row("seek, 100 GB of text", "seconds", statistics.median(taken), "the limit", 1.0, gate="seek", higher_is_better=False)
+        with BatchStream(Dataset.open(folder), Tokenizer(model), plan, seed=SEED, cursors=middle) as stream:
+            found = next(stream).micro_batches[0]
+            taken[prepared].append(time.perf_counter() - start)
+        first.append((found.pos[:, 0].tolist(), found.tokens.tobytes()))
+    report.gate("seek", first == [([11] * lanes, first[0][1])] * 10, "the first inputs are those the cursors name, either way")
+    case, times = f"seek, {shards * documents / 1e6:,.1f}M documents", {key: statistics.median(each) for key, each in taken.items()}
+    for peer, seconds in (("the limit", 1.0), ("without the file of units", times[False])):
+        report.row(case, "seconds", times[True], peer, seconds, gate="seek", higher_is_better=False)
 
 
 def sha256(content: bytes) -> str:
@@ -277,7 +279,8 @@ def main() -> None:
             cores = min(workers, len(os.sched_getaffinity(0)))
             found = statistics.median(with_workers(folder, model, workers) for _ in range(repetitions))
             report.row(f"stream, {workers} workers", "tokens/s", found, f"sentencepiece x {cores}", raw * cores, gate="stream")
-        seek(Path(scratch, "large"), str(model), report)
+        for size in (40_960, 4096):
+            seek(Path(scratch, f"large-{size}"), str(model), size, report)
 
         peers = {"tarfile": read_tarfile, "webdataset tar iterator": read_webdataset, "plain file read": read_files}
         times: dict[str, list[float]] = {name: [] for name in ("ours", *peers)}
