@@ -1,8 +1,8 @@
 """The data stream, with and without workers, against raw SentencePiece; our shard reader against plain tar and file reading; and a
 start in the middle of 100 GB.
 
-The one thing to know: each pair is measured in turns within one run, on processes bound to one core each, on the text every machine
-has: the source of the running Python's own standard library. Medians over `--repetitions`.
+The one thing to know: each pair is measured in turns within one run, on as many processes, on the text every machine has: the
+source of the running Python's own standard library. Medians over `--repetitions`. The machine's load is in the log.
 
     python benchmarks/data_stream.py
 """
@@ -40,6 +40,8 @@ LANES, CONTEXT, UNIT_DOCUMENTS, SEED = 8, 2048, 16, 0
 UNITS_PER_LANE = 4  # of about 14 in an epoch: some 10 MB of text a repetition
 VOCAB_SIZE = 8192
 READ_BATCH = 64  # documents in a unit by default
+LEAD = 12  # steps, more than a stream and its workers make ahead
+HEADER = 128  # bytes before the ids in a list of them
 
 
 def open_stream(folder: str, model: str, rank: int, size: int) -> BatchStream:
@@ -113,18 +115,54 @@ def rates(folder: str, model: str, size: int, repetitions: int) -> dict[str, flo
     return rate
 
 
-def with_workers(folder: Path, model: Path, workers: int) -> float:
-    """Tokens/s of one reader with worker processes, after its start."""
+def raw_process(kind: str, what: list[Any], model: str, barrier: Any, results: Any) -> None:
+    """In a process of its own, until told to end: (tokens, seconds) of its share of the raw work, once the others are ready."""
+    raw = sentencepiece.SentencePieceProcessor(model_file=model)
+    while barrier.wait() is not None:
+        start, count = time.perf_counter(), 0
+        if kind == "sentencepiece":
+            count = sum(len(raw.encode(text, return_type="numpy")) for text in what)
+        else:
+            for path in what:
+                with tarfile.open(path) as tar:
+                    count += sum((len(tar.extractfile(member).read()) - HEADER) // 2 for member in tar)  # type: ignore[union-attr]
+        results.put((count, time.perf_counter() - start))
+
+
+def with_workers(folder: Path, model: Path, content: str, workers: int, repetitions: int) -> tuple[float, float]:
+    """Tokens/s of one reader with worker processes, after its start, and of as many processes that do the raw work alone, each with
+    its share of it: SentencePiece on the same documents, or tarfile on the shards of the same token ids. In turns, medians."""
     shape = {"context": CONTEXT, "lanes": LANES, "lanes_per_step": LANES, "micro_batch": LANES, "data_rank": 0, "data_size": 1}
     plan = StepPlan.constant(**shape, start_step=0, prefetch=2)
     dataset, tokenizer = Dataset.open(folder), Tokenizer(model)
-    with BatchStream(dataset, tokenizer, plan, seed=SEED, unit_documents=UNIT_DOCUMENTS, workers=workers) as stream:
-        for _ in range(4):  # what was made ahead while it started is not counted
-            next(stream)
-        start, steps = time.perf_counter(), 60
-        for _ in range(steps):
-            next(stream)
-        return steps * CONTEXT * LANES / (time.perf_counter() - start)
+    if content == "text":
+        kind, everything = "sentencepiece", texts_of_rank(str(folder), 0, 1)
+        steps = sum(len(tokenizer.encode(text)) for text in everything) // (CONTEXT * LANES)
+    else:
+        kind, everything = "tar", [str(folder / shard.name) for shard in dataset.require("train")]
+        steps = 2 * (dataset.totals["train"]["tokens"] or 0) // (CONTEXT * LANES)
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(workers + 1), context.Queue()
+    arguments = [(kind, everything[n::workers], str(model), barrier, results) for n in range(workers)]
+    processes = [context.Process(target=raw_process, args=each, daemon=True) for each in arguments]
+    for process in processes:
+        process.start()
+    ours, theirs = [], []
+    for _ in range(repetitions):
+        with BatchStream(dataset, tokenizer, plan, seed=SEED, unit_documents=UNIT_DOCUMENTS, workers=workers) as stream:
+            for _ in range(LEAD):  # what was made ahead while it started is not counted
+                next(stream)
+            start = time.perf_counter()
+            for _ in range(steps):
+                next(stream)
+            ours.append(steps * CONTEXT * LANES / (time.perf_counter() - start))
+        barrier.wait()
+        found = [results.get(timeout=600) for _ in processes]
+        assert content == "text" or sum(n for n, _ in found) == dataset.totals["train"]["tokens"]
+        theirs.append(sum(n for n, _ in found) / max(seconds for _, seconds in found))
+    for process in processes:
+        process.kill()
+    return statistics.median(ours), statistics.median(theirs)
 
 
 def seek(folder: Path, model: str, size: int, report: Report) -> None:
@@ -207,6 +245,14 @@ def stream_equals_raw(folder: str, model: str) -> bool:
     return True
 
 
+def stream_of_ids_equals_text(folder: Path, tokens: Path, model: Path) -> bool:
+    found = []
+    for place in (folder, tokens):
+        with open_stream(str(place), str(model), 0, 1) as stream:
+            found.append([next(stream).micro_batches[0] for _ in range(8)])
+    return all((a.tokens == b.tokens).all() and (a.labels == b.labels).all() for a, b in zip(*found))
+
+
 def read_ours(folder: Path) -> list[bytes]:
     return [payload for _, _, payload in Dataset.open(folder).samples("train", READ_BATCH)]
 
@@ -244,6 +290,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5, help="of every measurement; the median is shown (default 5)")
     repetitions = parser.parse_args().repetitions
     report = Report("data_stream")
+    report.say(f"load before: {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as scratch:
         folder, model = Path(scratch, "shards"), Path(scratch, "tokenizer.model")
         library = sysconfig.get_paths()["stdlib"]
@@ -272,13 +319,19 @@ def main() -> None:
             report.row(f"stream, {label}", "tokens/s", rate["stream"], "sentencepiece to numpy", rate["numpy"], gate="stream")
             report.row(f"stream, {label}", "tokens/s", rate["stream"], "sentencepiece to list", rate["list"], gate="stream")
 
-        raw = rates(str(folder), str(model), 1, repetitions)["numpy"]
-        for workers in (1, 2, 4):
-            if workers > len(os.sched_getaffinity(0)):
-                report.say(f"{workers} workers share {len(os.sched_getaffinity(0))} cores here")
-            cores = min(workers, len(os.sched_getaffinity(0)))
-            found = statistics.median(with_workers(folder, model, workers) for _ in range(repetitions))
-            report.row(f"stream, {workers} workers", "tokens/s", found, f"sentencepiece x {cores}", raw * cores, gate="stream")
+        tokens = Path(scratch, "tokens")
+        prepare([library], tokens, include=["*.py"], exclude=["site-packages"], shard_bytes=4 << 20, tokenizer=model)
+        report.gate("tokens", stream_of_ids_equals_text(folder, tokens, model), "token shards give the inputs that text gives")
+        for content, place, gate, peer in (
+            ("text", folder, "stream", "sentencepiece in as many processes"),
+            ("token ids", tokens, "tokens", "tarfile in as many processes"),
+        ):
+            for workers in (1, 2, 4):
+                if workers > len(os.sched_getaffinity(0)):
+                    report.say(f"{workers} workers share {len(os.sched_getaffinity(0))} cores here")
+                ours, theirs = with_workers(place, model, content, workers, repetitions)
+                case = f"{content}, {workers} worker{'s' if workers > 1 else ''}"
+                report.row(case, "tokens/s", ours, peer, theirs, gate=gate)
         for size in (40_960, 4096):
             seek(Path(scratch, f"large-{size}"), str(model), size, report)
 
@@ -292,6 +345,7 @@ def main() -> None:
         speed = {name: size / 1e6 / statistics.median(taken) for name, taken in times.items()}
         for name in peers:
             report.row("read shards, checked by crc32", "MB/s", speed["ours"], name, speed[name], gate="read")
+    report.say(f"load after: {os.getloadavg()[0]:.1f}")
     report.save()
 
 

@@ -5,6 +5,7 @@ their timing cannot reach the data's order. What travels is JSON and plain array
 the rows, however far ahead a worker has read.
 """
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -57,6 +58,8 @@ class Workers:
             own = {lane: cursors[lane].to_json() for lane in lanes[number::count]}
             self._worker_of |= dict.fromkeys(own, number)
             ours, theirs = multiprocessing.Pipe(duplex=False)
+            with suppress(OSError):  # more than the system gives to a user; a worker then waits more often until it is listened to
+                fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             arguments = theirs, corpus, places, os.fspath(tokenizer.path), plan, own
             self._workers.append((start or _start_process)(_serve, arguments, ours))
             self._connections.append(ours)
@@ -101,6 +104,11 @@ class Workers:
             worker.join(10)
 
 
+_SENT = ("tokens", "labels", "pos")
+_PIPE_BYTES = 1 << 20
+"""What a worker may be ahead by: as much as Linux gives to anybody. A pipe's own 64 KiB are less than one step."""
+
+
 def _start_process(serve: Callable[..., None], arguments: tuple[Any, ...], _: Connection) -> Any:
     """From a server that has imported what is needed: a fork of the training process, with its threads, would not be safe."""
     context = multiprocessing.get_context("forkserver")
@@ -132,8 +140,10 @@ def _serve(
             if batches:
                 advanced = {lane: after[lane].to_json() for batch in batches for lane in batch.lanes}
                 connection.send_bytes(json.dumps({"step": step, "cursors": advanced}).encode())
-                arrays = [np.concatenate([getattr(b, name) for b in batches]) for name in ("tokens", "labels", "pos")]
-                connection.send_bytes(np.stack(arrays).astype(np.int32).tobytes())
+                arrays = [
+                    np.concatenate([getattr(b, name) for b in batches], dtype=np.int32, casting="same_kind") for name in _SENT
+                ]
+                connection.send_bytes(np.stack(arrays).data.cast("B"))
             step += 1
     except (BrokenPipeError, ConnectionResetError):
         pass
