@@ -320,7 +320,7 @@ def main() -> None:
             report.row(f"stream, {label}", "tokens/s", rate["stream"], "sentencepiece to list", rate["list"], gate="stream")
 
         tokens = Path(scratch, "tokens")
-        prepare([library], tokens, include=["*.py"], exclude=["site-packages"], shard_bytes=4 << 20, tokenizer=model)
+        prepare([library], tokens, include=["*.py"], exclude=["site-packages"], shard_bytes=8 << 20, tokenizer=model)
         report.gate("tokens", stream_of_ids_equals_text(folder, tokens, model), "token shards give the inputs that text gives")
         for content, place, gate, peer in (
             ("text", folder, "stream", "sentencepiece in as many processes"),

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -91,9 +92,13 @@ class Workers:
         if "error" in header:
             raise DataError(header["error"]) if header["expected"] else RuntimeError(f"data worker {number}: {header['error']}")
         assert header["step"] == step, "workers go through the same steps"
-        arrays = np.frombuffer(block, np.int32).reshape(3, len(rows), context)
-        for (batch, row), tokens, labels, pos in zip(rows, *arrays, strict=True):
-            batch.tokens[row], batch.labels[row], batch.pos[row] = tokens, labels, pos
+        arrays, at = np.frombuffer(block, np.int32).reshape(3, len(rows), context), 0
+        for _, of_batch in groupby(rows, key=lambda item: id(item[0])):
+            here = list(of_batch)
+            (batch, _), places, until = here[0], [row for _, row in here], at + len(here)
+            for name, array in zip(_SENT, arrays, strict=True):
+                getattr(batch, name)[places] = array[at:until]
+            at = until
         self._cursors |= {int(lane): Cursor.from_json(cursor) for lane, cursor in header["cursors"].items()}
 
     def close(self) -> None:
