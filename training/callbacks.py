@@ -56,6 +56,7 @@ class Recorder:
                 **({} if result.update_norm is None else {"update_norm": result.update_norm}),
                 "step_tokens": self._training.at(progress.step - 1).global_batch_tokens,
                 "seconds": self._clock.seconds(),
+                "data_wait_s": progress.waited,
                 "memory_bytes": _memory(self._device),
             }
         )

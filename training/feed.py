@@ -1,6 +1,7 @@
 """Batches to the ranks that need them: one rank reads for all that work on the same sequences, and each takes its span of them."""
 
 import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,13 @@ from baton.training.passes import Segments, TokenBatch
 @dataclass(frozen=True)
 class StepBatches:
     """One optimizer step's micro-batches on this rank, how their sequences are cut, and cursors of its lanes after the step ({} on
-    ranks that do not read). read: the same whole, on ranks that do."""
+    ranks that do not read). read: the same whole, on ranks that do. waited: seconds that this rank waited for them to be made."""
 
     batches: list[TokenBatch]
     segments: Segments
     cursors: dict[int, Any]
     read: list[Batch] | None = None
+    waited: float = 0.0
 
 
 def plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: int) -> StepPlan:
@@ -46,12 +48,14 @@ def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig, start
     for step in itertools.count(start_step):
         at = training.at(step)
         shape, micro_batches = (at.micro_batch, at.context), at.sequences_per_step // (mesh.layout.data * at.micro_batch)
+        began = time.perf_counter()
         data = next(source) if source is not None else None
+        waited = time.perf_counter() - began
         arrays = data.micro_batches if data is not None else [None] * micro_batches
         batches = [share(a, mesh, shape, at.segments) for a in arrays]
         segments = Segments(at.segments, at.gradient_segments)
         cursors, read = ({}, None) if data is None else (dict(data.cursors), data.micro_batches)
-        yield StepBatches(batches, segments, cursors, read)
+        yield StepBatches(batches, segments, cursors, read, waited)
 
 
 def reads(mesh: Mesh) -> bool:
@@ -63,6 +67,7 @@ def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int
     """This rank's span of each segment of a batch that a reading rank has, on the device. batch: None on the others; shape: of the
     whole batch."""
     rows, context = shape
+    lanes: tuple[int, ...] | None = None
     if batch is not None:
         lanes = batch.lanes or (-1,) * rows
         packed = np.concatenate([x.ravel().astype(np.int64) for x in (batch.tokens, batch.labels, batch.pos, np.array(lanes))])
@@ -75,4 +80,6 @@ def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int
         dist.broadcast(flat, src=dist.get_global_rank(mesh.lane_group, 0), group=mesh.lane_group)
     spans = flat[: 3 * rows * context].view(3, rows, segments, mesh.layout.sequence, -1)[:, :, :, mesh.sequence_rank]
     tokens, labels, pos = spans.reshape(3, rows, -1)
-    return TokenBatch(tokens, labels, pos.to(torch.int32), tuple(flat[3 * rows * context :].tolist()))
+    if lanes is None:  # reading them back from a GPU waits for it; who has read the batch knows them
+        lanes = tuple(flat[3 * rows * context :].tolist())
+    return TokenBatch(tokens, labels, pos.to(torch.int32), lanes)

@@ -93,7 +93,7 @@ def train_in_pool(mesh, folder):
 
 def learned(folder):
     """All rows without what depends on the clock."""
-    drop = ("time", "seconds", "tokens_per_s", "memory_bytes")
+    drop = ("time", "seconds", "data_wait_s", "tokens_per_s", "memory_bytes")
     return [{k: v for k, v in row.items() if k not in drop} for row in read_metrics(folder / "metrics.jsonl")]
 
 
