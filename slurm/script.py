@@ -25,8 +25,11 @@ python=@python@
 export USER="${USER:-$(id -un)}"
 @environment@
 # Baton decides, this script acts: begin makes an attempt's folder and prints it, judge looks at what preflight found, and after
-# says what is to be done next.
+# says what is to be done next. It is told what SLURM says of nodes: a container need not have SLURM's commands.
 job() { @here@"$python" -P -m baton.slurm.job "$@"; }
+BATON_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+down() { { sinfo -h -N -d -o %N; sinfo -h -N -t down,fail,failing -o %N; } | sort -u | paste -sd,; }
+export BATON_NODES BATON_DOWN
 
 # One process per node. COMMAND runs in the background, because a signal interrupts nothing but wait.
 step=
@@ -49,6 +52,7 @@ trap 'ended=1' TERM
 
 @again@
 while :; do
+    BATON_DOWN=$(down)
     attempt=$(job begin "$run"); code=$?
     if [ "$code" = 0 ]; then
 @preflight@        if [ "$code" = 0 ] && [ "$warned$ended" = 00 ]; then
@@ -125,13 +129,13 @@ def render(config: RunConfig, cluster: Cluster, nodes: Nodes, *, where: Path, py
         f"# Baton run {config.name} on {cluster.name}: {nodes} nodes of {cluster.ranks_per_node} ranks"
         f"{f' and {slurm.spare_nodes} to spare' if slurm.spare_nodes else ''}. Written by `baton submit`."
     )
-    container = container_options(slurm)
+    container = in_container(slurm)
     values = {
         "chdir": shlex.quote(str(where)),
         "run": shlex.quote(str(config.folder)),
         "python": shlex.quote(slurm.python or python),
         "environment": "\n".join(environment(slurm)),
-        "here": f'srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" {container}' if container else "",
+        "here": here(slurm, container),
         "container": container,
         "cpus": str(slurm.cpus_per_rank * cluster.ranks_per_node),
         "wait": "30",
@@ -185,12 +189,25 @@ def _gpus(cluster: Cluster) -> str | None:
     return f"--gres=gpu:{f'{slurm.gpu_type}:' if slurm.gpu_type else ''}{cluster.gpus_per_node}" if slurm.gpus else None
 
 
-def container_options(slurm: SlurmConfig) -> str:
-    """For srun, ending in a space; empty without a container."""
-    if slurm.container is None:
+def in_container(slurm: SlurmConfig) -> str:
+    """What stands between srun's options and the program, ending in a space; empty without a container."""
+    container = slurm.container
+    if container is None:
         return ""
-    mounts = [f"--container-mounts={','.join(slurm.container.mounts)}"] if slurm.container.mounts else []
-    return shlex.join([f"--container-image={slurm.container.image}", *mounts, *slurm.container.options]) + " "
+    mounts = ",".join(container.mounts)
+    if container.runtime == "pyxis":
+        words = [f"--container-image={container.image}", *([f"--container-mounts={mounts}"] if mounts else []), *container.options]
+    else:
+        devices = ["--nv"] if slurm.gpus else []
+        words = ["apptainer", "exec", *devices, *(["--bind", mounts] if mounts else []), *container.options, container.image]
+    return shlex.join(words) + " "
+
+
+def here(slurm: SlurmConfig, container: str) -> str:
+    """The same for a program that the script itself runs. pyxis is srun's: such a program is a step of its own."""
+    if slurm.container is None or slurm.container.runtime != "pyxis":
+        return container
+    return f'srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" {container}'
 
 
 def environment(slurm: SlurmConfig) -> list[str]:

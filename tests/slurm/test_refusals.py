@@ -51,6 +51,13 @@ def test_what_needs_no_slurm_is_refused_without_one(submit_it, monkeypatch):
         submit_it("layout.data=3", "training.global_batch_tokens=192")
     )
     assert "which SLURM reads in its own way" in refused(submit_it("directory=runs/50%"))
+    container = {"image": "/images/baton.sqsh"}
+    assert "slurm.container is set, and slurm.python is not: name the Python in /images/baton.sqsh" in refused(
+        submit_it(container=container)
+    )
+    assert "slurm.container.runtime='docker': Input should be 'pyxis' or 'apptainer'" in refused(
+        submit_it(container=container | {"runtime": "docker"})
+    )
     values = load_cluster("sandbox").model_dump(mode="json") | {"slurm": None}
     assert "the cluster sandbox has no section slurm: it is only planned for" in refused(submit_it(values=values))
     values = load_cluster("sandbox").model_dump(mode="json") | {"memory_gib": 0.5001}

@@ -30,6 +30,17 @@ CASES = {name: load_cluster(name) for name in CLUSTERS} | {
         python="/opt/baton/bin/python",
         container={"image": "/images/baton 1.sqsh", "mounts": ["/shared:/shared", "/data:/data"]},
     ),
+    "a100-apptainer": variant(
+        "a100",
+        python="python3",
+        container={
+            "runtime": "apptainer",
+            "image": "/images/baton 1.sif",
+            "mounts": ["/shared", "/data:/data:ro"],
+            "options": ["--writable-tmpfs"],
+        },
+    ),
+    "h200-venv": variant("h200", python="/shared/venvs/baton/bin/python", setup=["module load cuda/12.8"]),
     "sandbox-no-preflight": variant("sandbox", preflight={"enabled": False}),
 }
 
