@@ -33,7 +33,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class ContainerConfig(_Settings):
-    """A container that everything but the script runs in. It need not have SLURM's commands, unless jobs.evaluate is used."""
+    """A container that everything but the script runs in. It need not have SLURM's commands."""
 
     runtime: Literal["pyxis", "apptainer"] = Field(
         "pyxis", description="SLURM's plugin (srun --container-image), or apptainer exec"

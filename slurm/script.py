@@ -51,7 +51,7 @@ trap 'warned=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1
 trap 'ended=1' TERM
 
 @again@
-while :; do
+@evaluate@while :; do
     BATON_DOWN=$(down)
     attempt=$(job begin "$run"); code=$?
     if [ "$code" = 0 ]; then
@@ -59,7 +59,7 @@ while :; do
             on_nodes "$(cat "$attempt/nodes.txt")" baton.slurm.agent "$attempt"; code=$?
         fi
         [ "$ended" = 0 ] || exit "$code"
-        job after "$attempt" "$code" "$warned"; code=$?
+@evaluate_last@        job after "$attempt" "$code" "$warned"; code=$?
     fi
     case $code in
         @here_again@) ;;                # again, at once, on the nodes of this job
@@ -73,6 +73,20 @@ done
 PREFLIGHT = r"""        # spares included; who does not answer is left out
         on_nodes "$(cat "$attempt/allocated.txt")" baton.slurm.preflight "$attempt" >"$attempt/preflight.jsonl"
         job judge "$attempt"; code=$?
+"""
+
+EVALUATE = r"""# A small job for each new checkpoint, once in the run's life.
+evaluate() {
+    local found step
+    for found in "$run"/checkpoints/step-*/manifest.json; do
+        step=${found%/manifest.json} step=${step##*/step-}
+        if [ -e "$found" ] && (set -o noclobber; : >"$run/evaluations/step-$step.job") 2>/dev/null; then
+            sbatch --parsable "$run/evaluate.sbatch" "$((10#$step))" >"$run/evaluations/step-$step.job"
+        fi
+    done
+}
+while sleep 5; do evaluate; done &
+
 """
 
 REQUEUE = r"""# The same job again, or, where that is refused or other nodes are wanted, a new one that starts after it.
@@ -142,6 +156,8 @@ def render(config: RunConfig, cluster: Cluster, nodes: Nodes, *, where: Path, py
         "warning": str(slurm.warning_s),
         "again": {"requeue": REQUEUE, "chain": CHAIN, "array": ARRAY}[slurm.restart],
         "preflight": PREFLIGHT if slurm.preflight.enabled else "",
+        "evaluate": EVALUATE if config.jobs.evaluate else "",
+        "evaluate_last": "        evaluate\n" if config.jobs.evaluate else "",
         "here_again": str(AGAIN),
         "next_job": str(NEXT_JOB),
         "other_nodes": str(OTHER_NODES),

@@ -171,6 +171,7 @@ def submit(submission: Submission) -> str:
     write_whole(run / "cluster.yaml", yaml.safe_dump(submission.cluster.model_dump(mode="json"), sort_keys=False))
     write_whole(run / NAME, submission.script)
     if submission.evaluation is not None:
+        (run / "evaluations").mkdir(exist_ok=True)
         write_whole(run / evaluation.NAME, submission.evaluation)
     bad = policy.excluded(ledger.read(run))
     write_whole(run / "excluded.txt", ",".join(bad))
