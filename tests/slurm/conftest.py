@@ -56,6 +56,18 @@ def slurm_with_gpus(slurm, tmp_path_factory):
     sandbox("down", SLURM_SANDBOX_DIR=str(folder / "s"))
 
 
+@pytest.fixture
+def slurm_with_accounts(slurm, tmp_path, monkeypatch):
+    """Another SLURM, of one node, that keeps accounts in a database. Its environment is this process's for the test."""
+    folder = {"SLURM_SANDBOX_DIR": str(tmp_path / "a")}
+    made = sandbox("up", "1", "2", **folder, SLURM_SANDBOX_ACCT="1", SLURM_SANDBOX_PREFIX="a")
+    assert made.returncode == 0, made.stderr
+    for line in made.stdout.splitlines():
+        monkeypatch.setenv(*line.removeprefix("export ").split("=", 1))
+    yield
+    sandbox("down", **folder)
+
+
 @pytest.fixture(scope="session")
 def shellcheck():
     """The program; installed where it is missing and may be."""

@@ -4,12 +4,13 @@ import json
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from support.jobs import not_shared
+from support.jobs import not_shared, sandbox
 from support.runs import BATON, wait_until
 
 from baton.launcher.run_directory import last_step
@@ -205,6 +206,48 @@ def test_a_bad_node_is_replaced_by_a_spare_one(submit, expected):
     (checked,) = job.rows("preflight")
     assert list(checked["bad"]) == ["n2"]
     expected.check(job)
+
+
+APPTAINER = r"""#!/bin/bash
+# as `apptainer exec [OPTIONS] IMAGE COMMAND...` does, but for the image: in it there are none of SLURM's commands
+[ "$1" = exec ] || exit 64
+shift
+while [[ $1 == --* ]]; do
+    [ "$1" = --bind ] && shift
+    shift
+done
+[ "$1" = "/images/baton 1.sif" ] || exit 65
+shift
+# shellcheck disable=SC2016
+exec unshare --mount bash -c '
+    for name in sbatch srun scontrol squeue sinfo scancel; do mount --bind /dev/null "$(command -v "$name")"; done
+    exec "$@"' - "$@"
+"""
+
+
+def test_in_a_container_that_does_not_know_slurm(submit, expected, tmp_path):
+    """What stands for apptainer here hides SLURM's commands, as a container does; the rest is real."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "apptainer").write_text(APPTAINER)
+    (tmp_path / "bin" / "apptainer").chmod(0o755)
+    job = submit(
+        "jobs.evaluate=true",
+        "training.checkpoint.every=50",
+        container={"runtime": "apptainer", "image": "/images/baton 1.sif", "mounts": ["/tmp"]},
+        python=sys.executable,
+        setup=[f"export PATH={tmp_path}/bin:$PATH"],
+        preflight={"enabled": True, "timeout_s": 60, "files_mb_s": 0},
+    )
+    job.wait_for_step(25)
+    (number,) = job.ids("running")
+    assert sandbox("fail", "n2").returncode == 0
+    job.wait_for_attempt(2)
+    assert job.rows("end")[0]["status"] == Exit.NODE_LOST
+    assert job.wait() == Exit.DONE
+    expected.check(job)
+    assert [row["job"] == number for row in job.rows("attempt")] == [True, False], "the script knows SLURM"
+    sheet = job.folder / "evaluations.jsonl"
+    wait_until(lambda: sheet.exists() and len(sheet.read_text().splitlines()) == 3, "three evaluations")
 
 
 def test_saving_that_hangs_ends_in_time(submit, expected, tmp_path, monkeypatch):
