@@ -58,9 +58,9 @@ def slurm_with_gpus(slurm, tmp_path_factory):
 
 @pytest.fixture
 def slurm_with_accounts(slurm, tmp_path, monkeypatch):
-    """Another SLURM, of one node, that keeps accounts in a database. Its environment is this process's for the test."""
+    """Another SLURM, of two nodes, that keeps accounts in a database. Its environment is this process's for the test."""
     folder = {"SLURM_SANDBOX_DIR": str(tmp_path / "a")}
-    made = sandbox("up", "1", "2", **folder, SLURM_SANDBOX_ACCT="1", SLURM_SANDBOX_PREFIX="a")
+    made = sandbox("up", "2", "2", **folder, SLURM_SANDBOX_ACCT="1", SLURM_SANDBOX_PREFIX="a")
     assert made.returncode == 0, made.stderr
     for line in made.stdout.splitlines():
         monkeypatch.setenv(*line.removeprefix("export ").split("=", 1))
