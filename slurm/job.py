@@ -42,7 +42,8 @@ def begin(run: Path) -> int:
         say(f"baton: {error}")
         return Exit.SUPERSEDED
     rows = ledger.read(run)
-    allocated = _told("BATON_NODES")
+    if not (allocated := _told("BATON_NODES")):
+        raise ConfigError(f"the script did not say which nodes the job has; `baton submit` writes {run / 'job.sbatch'} anew")
     if (unclosed := _unclosed(run, rows)) is not None:
         decision = _close(unclosed, None, allocated, time_is_up=False)
         if not decision.goes_on:

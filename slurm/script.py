@@ -33,11 +33,11 @@ export BATON_NODES BATON_DOWN
 
 # One process per node. COMMAND runs in the background, because a signal interrupts nothing but wait.
 step=
-on_nodes() { # on_nodes NODES COMMAND...
-    local count code nodes=$1; shift
+on_nodes() { # on_nodes NODES SECONDS COMMAND...; SECONDS: how long the others may take when one has ended
+    local count code nodes=$1 seconds=$2; shift 2
     count=$(tr ',' '\n' <<<"$nodes" | wc -l)
     srun --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$nodes" \
-        --cpus-per-task=@cpus@ --kill-on-bad-exit=1 --wait=@wait@ @container@"$python" -P -m "$@" &
+        --cpus-per-task=@cpus@ --kill-on-bad-exit=1 --wait="$seconds" @container@"$python" -P -m "$@" &
     step=$!
     while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
     step=
@@ -56,7 +56,7 @@ trap 'ended=1' TERM
     attempt=$(job begin "$run"); code=$?
     if [ "$code" = 0 ]; then
 @preflight@        if [ "$code" = 0 ] && [ "$warned$ended" = 00 ]; then
-            on_nodes "$(cat "$attempt/nodes.txt")" baton.slurm.agent "$attempt"; code=$?
+            on_nodes "$(cat "$attempt/nodes.txt")" 30 baton.slurm.agent "$attempt"; code=$?
         fi
         [ "$ended" = 0 ] || exit "$code"
 @evaluate_last@        job after "$attempt" "$code" "$warned"; code=$?
@@ -71,8 +71,9 @@ done
 """
 
 PREFLIGHT = r"""        # spares included; who does not answer is left out
-        on_nodes "$(cat "$attempt/allocated.txt")" baton.slurm.preflight "$attempt" >"$attempt/preflight.jsonl"
-        job judge "$attempt"; code=$?
+        on_nodes "$(cat "$attempt/allocated.txt")" @patience@ baton.slurm.preflight "$attempt" >"$attempt/preflight.jsonl"
+        code=0 # nodes that were interrupted are not to blame
+        if [ "$warned$ended" = 00 ]; then job judge "$attempt"; code=$?; fi
 """
 
 EVALUATE = r"""# A small job for each new checkpoint, once in the run's life.
@@ -152,12 +153,13 @@ def render(config: RunConfig, cluster: Cluster, nodes: Nodes, *, where: Path, py
         "here": here(slurm, container),
         "container": container,
         "cpus": str(slurm.cpus_per_rank * cluster.ranks_per_node),
-        "wait": "30",
         "warning": str(slurm.warning_s),
         "again": {"requeue": REQUEUE, "chain": CHAIN, "array": ARRAY}[slurm.restart],
         "preflight": PREFLIGHT if slurm.preflight.enabled else "",
         "evaluate": EVALUATE if config.jobs.evaluate else "",
         "evaluate_last": "        evaluate\n" if config.jobs.evaluate else "",
+        # a bad node says so at once, and good ones measure on: each ends by itself when its time is over
+        "patience": str(round(slurm.preflight.timeout_s) + 30),
         "here_again": str(AGAIN),
         "next_job": str(NEXT_JOB),
         "other_nodes": str(OTHER_NODES),

@@ -124,8 +124,12 @@ def test_a_run_that_makes_no_progress_stops_its_own_chain(submit, expected, tmp_
     expected.check(job, steps=7)
     assert (tmp_path / "hooks").read_text() == f"finish {sentence}\n"
     wait_until(lambda: not job.ids(), "an empty queue")
-    states = subprocess.run(["squeue", "-h", "-t", "all", "-n", job.name, "-o", "%T"], capture_output=True, text=True, check=True)
-    assert states.stdout.split() == ["FAILED"]
+    (number,) = {row["job"] for row in job.rows("attempt")}
+    states = subprocess.run(
+        ["squeue", "-h", "-t", "all", "-n", job.name, "-o", "%A %T"], capture_output=True, text=True, check=True
+    )
+    since = [line for line in states.stdout.splitlines() if int(line.split()[0]) >= int(number)]
+    assert since == [f"{number} FAILED"], "and nothing came after it"
     assert "the run is stopped: " in job.baton("status", job.folder).stdout.splitlines()[0]
 
 
@@ -206,6 +210,18 @@ def test_a_bad_node_is_replaced_by_a_spare_one(submit, expected):
     (checked,) = job.rows("preflight")
     assert list(checked["bad"]) == ["n2"]
     expected.check(job)
+
+
+def test_a_job_that_is_ended_during_its_checks_blames_no_node(submit, expected):
+    job = submit(preflight={"enabled": True, "timeout_s": 60, "files_mb_s": 0})
+    wait_until((job.folder / "attempts" / "0001" / "preflight").exists, "the checks' beginning")
+    (number,) = job.ids("running")
+    subprocess.run(["scontrol", "requeue", number], check=True)
+    assert job.wait() == Exit.DONE
+    expected.check(job)
+    assert not job.rows("excluded")
+    assert len(job.rows("preflight")) == 1, "the second attempt's"
+    assert job.rows("end")[0]["reason"] == "no rank was started"
 
 
 APPTAINER = r"""#!/bin/bash
