@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from baton.data_pipeline.batches import Batch
 from baton.data_pipeline.steps import StepPlan, Steps, Stretch
 from baton.parallel.mesh import Mesh
+from baton.training.checkpoint.digest import part_digest
 from baton.training.config import TrainingConfig
 from baton.training.passes import Segments, TokenBatch
 
@@ -20,13 +21,15 @@ from baton.training.passes import Segments, TokenBatch
 @dataclass(frozen=True)
 class StepBatches:
     """One optimizer step's micro-batches on this rank, how their sequences are cut, and cursors of its lanes after the step ({} on
-    ranks that do not read). read: the same whole, on ranks that do. waited: seconds that this rank waited for them to be made."""
+    ranks that do not read). read: the same whole, on ranks that do; consumed: their checksum, 0 on other ranks. waited: seconds that
+    this rank waited for them to be made."""
 
     batches: list[TokenBatch]
     segments: Segments
     cursors: dict[int, Any]
     read: list[Batch] | None = None
     waited: float = 0.0
+    consumed: int = 0
 
 
 def plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: int) -> StepPlan:
@@ -55,7 +58,17 @@ def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig, start
         batches = [share(a, mesh, shape, at.segments) for a in arrays]
         segments = Segments(at.segments, at.gradient_segments)
         cursors, read = ({}, None) if data is None else (dict(data.cursors), data.micro_batches)
-        yield StepBatches(batches, segments, cursors, read, waited)
+        yield StepBatches(batches, segments, cursors, read, waited, checksum(read or []))
+
+
+def checksum(batches: Sequence[Batch]) -> int:
+    """Of the rows of some batches, tokens, labels and positions, each row at its lane: an int64. Sums over ranks wrap around to
+    the whole step's, however its rows were divided among ranks and micro-batches."""
+    found = 0
+    for batch in batches:
+        rows = torch.from_numpy(np.stack([batch.tokens, batch.labels, batch.pos], axis=1).astype(np.int64))
+        found += sum(part_digest(row[None], (lane, 0, 0)) for row, lane in zip(rows, batch.lanes))
+    return (found + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def reads(mesh: Mesh) -> bool:

@@ -175,7 +175,7 @@ def _steps(
             waiting.seconds()
             executor.segments = data.segments
             executor.watch_update = bool(every) and (progress.step + 1) % every == 0
-            result = executor.step(data.batches, learning_rates(progress.step, training))
+            result = executor.step(data.batches, learning_rates(progress.step, training), data.consumed)
             bad = result.refused is not None
             if bad and recovery.respond(result, progress.step, progress.cursors, data, stream) == "rollback":
                 account.spent("compute")

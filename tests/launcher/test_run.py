@@ -86,7 +86,7 @@ def interrupted(inputs, launch, tmp_path_factory) -> Interrupted:
 
 def learned(rows):
     """What a run has learned, without how long it took: (kind, step) and every number that must be the same bits."""
-    keys = ("loss", "grad_norm", "lr", "tokens", "step_tokens", "bits_per_byte", "sample")
+    keys = ("loss", "grad_norm", "lr", "tokens", "step_tokens", "consumed", "bits_per_byte", "sample")
     return [(row["kind"], row["step"], {key: row[key] for key in keys if key in row}) for row in rows]
 
 
