@@ -21,8 +21,8 @@ from baton.training.passes import Segments, TokenBatch
 @dataclass(frozen=True)
 class StepBatches:
     """One optimizer step's micro-batches on this rank, how their sequences are cut, and cursors of its lanes after the step ({} on
-    ranks that do not read). read: the same whole, on ranks that do; consumed: their checksum, 0 on other ranks. waited: seconds that
-    this rank waited for them to be made."""
+    ranks that do not read). read: the same whole, on ranks that do; consumed: their checksum, 0 on other ranks. waited: seconds
+    that this rank waited for them to be made."""
 
     batches: list[TokenBatch]
     segments: Segments
