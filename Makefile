@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 # -P: the checkout's folders must not become importable under their bare names; transformers, for one, looks for a `kernels`
 PYTEST := .venv/bin/python -P -m pytest
-.PHONY: demo test test-long chaos grid test-gpu test-slurm soak lint typing-tree bench clean
+.PHONY: demo test test-long chaos grid test-gpu test-slurm signals soak lint typing-tree bench clean
 
 demo:  ## five minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
@@ -30,7 +30,13 @@ test-gpu:  ## what needs a GPU; 6 processes share the GPUs, since the time goes 
 
 test-slurm:  ## the long forms on a SLURM of four nodes that the tests start on this machine; needs root; keeps its log
 	@scripts/setup.sh test
-	set -o pipefail; $(PYTEST) -v -m "long_slurm or not long_slurm" --durations=0 tests/slurm 2>&1 | tee tests/slurm/test-slurm.log
+	@set -o pipefail; { echo "$$ make test-slurm   ($$(git describe --always --dirty), $$(nproc) cores, load before $$(cut -d' ' -f1 /proc/loadavg))"; \
+	$(PYTEST) -v --no-header --disable-warnings -m "not long" --durations=0 tests/slurm 2>&1; } | tee tests/slurm/test-slurm.log
+
+signals:  ## SIGTERM and SIGUSR1 at 200 random moments of training on a CPU; keeps its log
+	@scripts/setup.sh test
+	@set -o pipefail; { echo "$$ make signals   ($$(git describe --always --dirty), $$(nproc) cores, load before $$(cut -d' ' -f1 /proc/loadavg))"; \
+	$(PYTEST) -v --no-header --disable-warnings -m long --timeout 3600 -rP tests/slurm/test_signals.py 2>&1; } | tee tests/slurm/signals.log
 
 soak:  ## 22 minutes of faults, one a minute in the mean, on the same SLURM; goodput, and every second accounted for
 	@scripts/setup.sh test

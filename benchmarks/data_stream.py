@@ -1,14 +1,15 @@
 """The data stream, with and without workers, against raw SentencePiece; our shard reader against plain tar and file reading; and a
 start in the middle of 100 GB.
 
-The one thing to know: each pair is measured in turns within one run, on processes bound to one core each, on the text every machine
-has: the source of the running Python's own standard library. Medians over `--repetitions`.
+The one thing to know: each pair is measured in turns within one run, on as many processes, on the text every machine has: the
+source of the running Python's own standard library. Medians over `--repetitions`. The machine's load is in the log.
 
     python benchmarks/data_stream.py
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -28,16 +29,19 @@ from report import Report
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.lanes import Cursor, LaneOrder, Units
-from baton.data_pipeline.prepare import prepare
-from baton.data_pipeline.shards import BLOCK, Index, ShardSummary, index_name, member_header, padded
+from baton.data_pipeline.prepare import prepare, unit_table
+from baton.data_pipeline.shards import BLOCK, DATASET, Index, ShardSummary, index_name, member_header, padded
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.stream import BatchStream, documents
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from baton.data_pipeline.units import UNITS, UnitTable
 
 LANES, CONTEXT, UNIT_DOCUMENTS, SEED = 8, 2048, 16, 0
 UNITS_PER_LANE = 4  # of about 14 in an epoch: some 10 MB of text a repetition
 VOCAB_SIZE = 8192
 READ_BATCH = 64  # documents in a unit by default
+LEAD = 12  # steps, more than a stream and its workers make ahead
+HEADER = 128  # bytes before the ids in a list of them
 
 
 def open_stream(folder: str, model: str, rank: int, size: int) -> BatchStream:
@@ -58,7 +62,8 @@ def texts_of_rank(folder: str, rank: int, size: int) -> list[str]:
     """The documents that this rank's lanes begin with, lane by lane."""
     dataset = Dataset.open(folder)
     shards = dataset.require("train")
-    order = LaneOrder(Units([dataset.index(shard).text_bytes for shard in shards], UNIT_DOCUMENTS, 32 << 20), SEED, LANES)
+    starts = [dataset.unit_starts(shard, UNIT_DOCUMENTS, 32 << 20) for shard in shards]
+    order = LaneOrder(Units(starts, [shard.documents for shard in shards]), SEED, LANES)
     found = []
     for lane in range(rank, LANES, size):
         for k in range(UNITS_PER_LANE):
@@ -110,35 +115,65 @@ def rates(folder: str, model: str, size: int, repetitions: int) -> dict[str, flo
     return rate
 
 
-def with_workers(folder: Path, model: Path, workers: int) -> float:
-    """Tokens/s of one reader with worker processes, after its start."""
+def raw_process(kind: str, what: list[Any], model: str, barrier: Any, results: Any) -> None:
+    """In a process of its own, until told to end: (tokens, seconds) of its share of the raw work, once the others are ready."""
+    raw = sentencepiece.SentencePieceProcessor(model_file=model)
+    while barrier.wait() is not None:
+        start, count = time.perf_counter(), 0
+        if kind == "sentencepiece":
+            count = sum(len(raw.encode(text, return_type="numpy")) for text in what)
+        else:
+            for path in what:
+                with tarfile.open(path) as tar:
+                    count += sum((len(tar.extractfile(member).read()) - HEADER) // 2 for member in tar)  # type: ignore[union-attr]
+        results.put((count, time.perf_counter() - start))
+
+
+def with_workers(folder: Path, model: Path, content: str, workers: int, repetitions: int) -> tuple[float, float]:
+    """Tokens/s of one reader with worker processes, after its start, and of as many processes that do the raw work alone, each with
+    its share of it: SentencePiece on the same documents, or tarfile on the shards of the same token ids. In turns, medians."""
     shape = {"context": CONTEXT, "lanes": LANES, "lanes_per_step": LANES, "micro_batch": LANES, "data_rank": 0, "data_size": 1}
     plan = StepPlan.constant(**shape, start_step=0, prefetch=2)
     dataset, tokenizer = Dataset.open(folder), Tokenizer(model)
-    with BatchStream(dataset, tokenizer, plan, seed=SEED, unit_documents=UNIT_DOCUMENTS, workers=workers) as stream:
-        for _ in range(4):  # what was made ahead while it started is not counted
-            next(stream)
-        start, steps = time.perf_counter(), 60
-        for _ in range(steps):
-            next(stream)
-        return steps * CONTEXT * LANES / (time.perf_counter() - start)
+    if content == "text":
+        kind, everything = "sentencepiece", texts_of_rank(str(folder), 0, 1)
+        steps = sum(len(tokenizer.encode(text)) for text in everything) // (CONTEXT * LANES)
+    else:
+        kind, everything = "tar", [str(folder / shard.name) for shard in dataset.require("train")]
+        steps = 2 * (dataset.totals["train"]["tokens"] or 0) // (CONTEXT * LANES)
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(workers + 1), context.Queue()
+    arguments = [(kind, everything[n::workers], str(model), barrier, results) for n in range(workers)]
+    processes = [context.Process(target=raw_process, args=each, daemon=True) for each in arguments]
+    for process in processes:
+        process.start()
+    ours, theirs = [], []
+    for _ in range(repetitions):
+        with BatchStream(dataset, tokenizer, plan, seed=SEED, unit_documents=UNIT_DOCUMENTS, workers=workers) as stream:
+            for _ in range(LEAD):  # what was made ahead while it started is not counted
+                next(stream)
+            start = time.perf_counter()
+            for _ in range(steps):
+                next(stream)
+            ours.append(steps * CONTEXT * LANES / (time.perf_counter() - start))
+        barrier.wait()
+        found = [results.get(timeout=600) for _ in processes]
+        assert content == "text" or sum(n for n, _ in found) == dataset.totals["train"]["tokens"]
+        theirs.append(sum(n for n, _ in found) / max(seconds for _, seconds in found))
+    for process in processes:
+        process.kill()
+    return statistics.median(ours), statistics.median(theirs)
 
 
-def seek(folder: Path, model: str, report: Report) -> None:
-    """Start in the middle of an index of 100 GB of text: 400 shards of 256 MB with 6,250 documents of 40 kB each. The shards are
-    sparse files with one real document at every place that is read."""
+def seek(folder: Path, model: str, size: int, report: Report) -> None:
+    """Start in the middle of an index of 100 GB of text: 400 shards of 256 MB with documents of `size` bytes each. The shards are
+    sparse files with real documents at every place that is read. Once as prepared now, once as before there was a file of units."""
     folder.mkdir()
-    documents, size, shards = 6250, 40_960, 400
+    shards, lanes = 400, 8
+    documents = (256 << 20) // size
     text = (b"a document of this length. " * 1600)[:size]
-    manifest = {
-        "format": "baton-dataset",
-        "version": 1,
-        "content": "text",
-        "tokenizer": None,
-        "settings": {},
-        "totals": {},
-        "rejected": {},
-    }
+    header = {"format": "baton-dataset", "version": 1, "content": "text", "tokenizer": None}
+    manifest: dict[str, Any] = {**header, "settings": {}, "totals": {}, "rejected": {}}
     offsets = np.arange(documents, dtype=np.int64) * (BLOCK + padded(size))
     entries = []
     for number in range(shards):
@@ -155,29 +190,34 @@ def seek(folder: Path, model: str, report: Report) -> None:
         with open(folder / name, "wb") as f:
             f.truncate(index.end + 2 * BLOCK)
     manifest["shards"] = [entry.__dict__ for entry in entries]
-    (folder / "dataset.json").write_text(json.dumps(manifest))
-    plan = StepPlan.constant(
-        context=4096, lanes=8, lanes_per_step=8, micro_batch=8, data_rank=0, data_size=1, start_step=9, prefetch=1
-    )
-    middle = {lane: Cursor(unit=20_000 // 8, document=3, offset=11) for lane in range(8)}
-    order = LaneOrder(Units([np.full(documents, size)] * shards, UNIT_DOCUMENTS, 32 << 20), SEED, 8)
+    units = unit_table(folder, entries)
+    (folder / UNITS).write_bytes(units)
+    middle = {lane: Cursor(unit=shards * documents // 64 // 2 // lanes, document=3, offset=11) for lane in range(lanes)}
+    table = UnitTable.from_bytes(units, UNITS)
+    starts = [table.starts(entry) for entry in entries]
+    order = LaneOrder(Units(starts, [documents] * shards), SEED, lanes)
     for lane, cursor in middle.items():
         unit, _ = order.unit(lane, cursor.unit)
         with open(folder / f"train-{unit.shard:06d}.tar", "r+b") as f:
             for i in range(unit.first, unit.first + unit.count):
                 f.seek(int(offsets[i]))
                 f.write(member_header(f"{unit.shard:08d}{i:024d}.txt", size) + text)
-    taken, units = [], []
-    for _ in range(5):
+    shape = {"context": 4096, "lanes": lanes, "lanes_per_step": lanes, "micro_batch": lanes, "data_rank": 0, "data_size": 1}
+    plan = StepPlan.constant(**shape, start_step=9, prefetch=1)
+    taken: dict[bool, list[float]] = {True: [], False: []}
+    first = []
+    for _, prepared in itertools.product(range(5), taken):
+        mentioned = {"units": {"bytes": len(units), "sha256": sha256(units)}} if prepared else {}
+        (folder / DATASET).write_text(json.dumps({**manifest, **mentioned}))
         start = time.perf_counter()
-        with BatchStream(
-            Dataset.open(folder), Tokenizer(model), plan, seed=SEED, unit_documents=UNIT_DOCUMENTS, cursors=middle
-        ) as stream:
-            found = next(stream)
-            taken.append(time.perf_counter() - start)
-        units.append(found.micro_batches[0].pos[0, 0])
-    report.gate("seek", units == [11] * 5, "the first input is the one that the cursor names")
-    report.row("seek, 100 GB of text", "seconds", statistics.median(taken), "the limit", 1.0, gate="seek", higher_is_better=False)
+        with BatchStream(Dataset.open(folder), Tokenizer(model), plan, seed=SEED, cursors=middle) as stream:
+            found = next(stream).micro_batches[0]
+            taken[prepared].append(time.perf_counter() - start)
+        first.append((found.pos[:, 0].tolist(), found.tokens.tobytes()))
+    report.gate("seek", first == [([11] * lanes, first[0][1])] * 10, "the first inputs are those the cursors name, either way")
+    case, times = f"seek, {shards * documents / 1e6:,.1f}M documents", {key: statistics.median(each) for key, each in taken.items()}
+    for peer, seconds in (("the limit", 1.0), ("without the file of units", times[False])):
+        report.row(case, "seconds", times[True], peer, seconds, gate="seek", higher_is_better=False)
 
 
 def sha256(content: bytes) -> str:
@@ -203,6 +243,14 @@ def stream_equals_raw(folder: str, model: str) -> bool:
         if inputs[lane, :n].tolist() != expected[:n] or labels[lane, :n].tolist() != expected[1 : n + 1]:
             return False
     return True
+
+
+def stream_of_ids_equals_text(folder: Path, tokens: Path, model: Path) -> bool:
+    found = []
+    for place in (folder, tokens):
+        with open_stream(str(place), str(model), 0, 1) as stream:
+            found.append([next(stream).micro_batches[0] for _ in range(8)])
+    return all((a.tokens == b.tokens).all() and (a.labels == b.labels).all() for a, b in zip(*found))
 
 
 def read_ours(folder: Path) -> list[bytes]:
@@ -242,6 +290,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5, help="of every measurement; the median is shown (default 5)")
     repetitions = parser.parse_args().repetitions
     report = Report("data_stream")
+    report.say(f"load before: {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as scratch:
         folder, model = Path(scratch, "shards"), Path(scratch, "tokenizer.model")
         library = sysconfig.get_paths()["stdlib"]
@@ -270,14 +319,21 @@ def main() -> None:
             report.row(f"stream, {label}", "tokens/s", rate["stream"], "sentencepiece to numpy", rate["numpy"], gate="stream")
             report.row(f"stream, {label}", "tokens/s", rate["stream"], "sentencepiece to list", rate["list"], gate="stream")
 
-        raw = rates(str(folder), str(model), 1, repetitions)["numpy"]
-        for workers in (1, 2, 4):
-            if workers > len(os.sched_getaffinity(0)):
-                report.say(f"{workers} workers share {len(os.sched_getaffinity(0))} cores here")
-            cores = min(workers, len(os.sched_getaffinity(0)))
-            found = statistics.median(with_workers(folder, model, workers) for _ in range(repetitions))
-            report.row(f"stream, {workers} workers", "tokens/s", found, f"sentencepiece x {cores}", raw * cores, gate="stream")
-        seek(Path(scratch, "large"), str(model), report)
+        tokens = Path(scratch, "tokens")
+        prepare([library], tokens, include=["*.py"], exclude=["site-packages"], shard_bytes=8 << 20, tokenizer=model)
+        report.gate("tokens", stream_of_ids_equals_text(folder, tokens, model), "token shards give the inputs that text gives")
+        for content, place, gate, peer in (
+            ("text", folder, "stream", "sentencepiece in as many processes"),
+            ("token ids", tokens, "tokens", "tarfile in as many processes"),
+        ):
+            for workers in (1, 2, 4):
+                if workers > len(os.sched_getaffinity(0)):
+                    report.say(f"{workers} workers share {len(os.sched_getaffinity(0))} cores here")
+                ours, theirs = with_workers(place, model, content, workers, repetitions)
+                case = f"{content}, {workers} worker{'s' if workers > 1 else ''}"
+                report.row(case, "tokens/s", ours, peer, theirs, gate=gate)
+        for size in (40_960, 4096):
+            seek(Path(scratch, f"large-{size}"), str(model), size, report)
 
         peers = {"tarfile": read_tarfile, "webdataset tar iterator": read_webdataset, "plain file read": read_files}
         times: dict[str, list[float]] = {name: [] for name in ("ours", *peers)}
@@ -289,6 +345,7 @@ def main() -> None:
         speed = {name: size / 1e6 / statistics.median(taken) for name, taken in times.items()}
         for name in peers:
             report.row("read shards, checked by crc32", "MB/s", speed["ours"], name, speed[name], gate="read")
+    report.say(f"load after: {os.getloadavg()[0]:.1f}")
     report.save()
 
 

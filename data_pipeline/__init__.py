@@ -8,7 +8,7 @@ In the order of a token's way:
     prepare     prepare: inputs to a dataset (tasks: its worker processes; shards: the format on disk)
     verify      verify, inspect
     dataset     Dataset: a prepared dataset opened for reading (places: folders, URLs and pipes; remote: http, retries, a cache)
-    lanes       which documents come when, and Cursor
+    lanes       which documents come when, and Cursor (units: where the units of all shards begin, in one file that a start reads)
     stream      BatchStream: what training reads (pieces: ids of long documents; batches: cutting documents into rows; steps: what
                 every stream of lanes shares, and StepPlan, the rows of each step)
     evaluation  evaluation_batches, documents

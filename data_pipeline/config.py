@@ -74,7 +74,8 @@ class ShardsConfig(_Settings):
         default=64,
         ge=1,
         description="Most documents in a unit, the run of neighbouring documents a lane reads at once and shuffles within. More "
-        "mixes better, fewer lets more lanes share a small corpus. Part of the data order: fixed for a run.",
+        "mixes better, fewer lets more lanes share a small corpus. Part of the data order: fixed for a run. Unless this and "
+        "unit_bytes are the default ones, a start computes the units from every shard's index.",
     )
     unit_bytes: int = Field(
         default=32 * MIB,

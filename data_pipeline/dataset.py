@@ -10,15 +10,13 @@ import os
 import zlib
 from array import array
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint
-from baton.data_pipeline.lanes import unit_starts
+from baton.data_pipeline.lanes import Int64, unit_starts
 from baton.data_pipeline.places import Location, ShardStream, reason
 from baton.data_pipeline.remote import Cache
 from baton.data_pipeline.shards import (
@@ -35,6 +33,7 @@ from baton.data_pipeline.shards import (
     is_header_of,
     padded,
 )
+from baton.data_pipeline.units import UNITS, UnitTable
 
 _REMEDY = "restore it from a copy, or prepare the dataset again"
 _KEPT_DOCUMENTS = 1 << 22  # entries of indexes in memory, 72 bytes each
@@ -70,6 +69,10 @@ class Dataset:
         every = [shard for shards in self.shards.values() for shard in shards]
         self.fingerprint = fingerprint([self.content, self.tokenizer_fingerprint, [_checksums(shard) for shard in every]])
         self._indexes: dict[str, Index] = {}
+        #: Size in bytes and hex sha256 of UNITS; None: prepared before there was such a file, so units are computed.
+        self._units_written: tuple[int, str] | None = None
+        if "units" in manifest:
+            self._units_written = int(manifest["units"]["bytes"]), str(manifest["units"]["sha256"])
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, check_sizes: bool = True, cache: Cache | None = None) -> "Dataset":
@@ -95,7 +98,7 @@ class Dataset:
             raise DataError(f"{path} has dataset format {manifest.get('version')}, this program reads {VERSION}; prepare it again")
         try:
             dataset = cls(location, manifest)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{location.url(DATASET)} is damaged ({error!r} is missing or unknown); {_REMEDY}") from error
         if check_sizes:
             dataset._check_sizes()
@@ -105,14 +108,16 @@ class Dataset:
         folder = self.location.folder
         if folder is None:
             return
+        sizes = {} if self._units_written is None else {UNITS: self._units_written[0]}
         for shard in (shard for shards in self.shards.values() for shard in shards):
-            for name, size in ((shard.name, shard.tar_bytes), (index_name(shard.name), shard.index_bytes)):
-                found = file_size(folder / name)
-                if found is None:
-                    raise DataError(f"{folder / name} is missing; {_REMEDY}")
-                if found != size:
-                    state = "truncated" if found < size else "longer than written"
-                    raise DataError(f"{folder / name} is {state} ({found:,} bytes, not {size:,}); {_REMEDY}")
+            sizes |= {shard.name: shard.tar_bytes, index_name(shard.name): shard.index_bytes}
+        for name, size in sizes.items():
+            found = file_size(folder / name)
+            if found is None:
+                raise DataError(f"{folder / name} is missing; {_REMEDY}")
+            if found != size:
+                state = "truncated" if found < size else "longer than written"
+                raise DataError(f"{folder / name} is {state} ({found:,} bytes, not {size:,}); {_REMEDY}")
 
     def require(self, split: str) -> list[ShardSummary]:
         """The shards of a split. Raises DataError when it has none."""
@@ -141,21 +146,44 @@ class Dataset:
 
     def _read_index(self, shard: ShardSummary) -> Index:
         name = index_name(shard.name)
+        content = self._checked(name, shard.index_sha256, "the index ")
+        index = Index.from_bytes(content, self.location.url(name))
+        if len(index) != shard.documents:
+            raise DataError(f"the index {self.location.url(name)} lists {len(index)} of {shard.documents} documents; {_REMEDY}")
+        repeated = len(index) - len(set(index.ids.tolist()))
+        if repeated:
+            raise DataError(f"the index {self.location.url(name)} has {repeated} document ids twice; prepare the dataset again")
+        if "units" in self.__dict__ and self.units is not None:  # what has been read of it may have been used
+            self.units.check(shard, index.text_bytes)
+        return index
+
+    def _checked(self, name: str, sha256: str, what: str = "") -> bytes:
+        """A small file, whole. Raises DataError when it cannot be read or has another checksum."""
         try:
             content = self.location.read(name)
         except OSError as error:
             raise DataError(f"cannot read {self.location.url(name)}: {reason(error)}; {_REMEDY}") from error
-        if hashlib.sha256(content).hexdigest() != shard.index_sha256:
-            raise DataError(f"the index {self.location.url(name)} is damaged (its checksum differs); {_REMEDY}")
-        index = Index.from_bytes(content, self.location.url(name))
-        if len(index) != shard.documents:
-            raise DataError(f"the index {self.location.url(name)} lists {len(index)} of {shard.documents} documents; {_REMEDY}")
-        repeated = len(index) - len(np.unique(index.ids))
-        if repeated:
-            raise DataError(f"the index {self.location.url(name)} has {repeated} document ids twice; prepare the dataset again")
-        return index
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise DataError(f"{what}{self.location.url(name)} is damaged (its checksum differs); {_REMEDY}")
+        return content
 
-    def text_bytes(self, shard: ShardSummary) -> npt.NDArray[np.int64]:
+    @cached_property
+    def units(self) -> UnitTable | None:
+        """Where units of the default settings begin; None for a dataset that was prepared before there was a file of it. Once it is
+        read, every index read is compared with it. Raises DataError: missing or damaged."""
+        if self._units_written is None:
+            return None
+        return UnitTable.from_bytes(self._checked(UNITS, self._units_written[1]), self.location.url(UNITS))
+
+    def unit_starts(self, shard: ShardSummary, unit_documents: int, unit_bytes: int) -> Int64:
+        """First sample of each unit of a shard, int64[units]: from `units` where that is of these settings and has the shard, else
+        computed from the index. Raises DataError."""
+        known = None
+        if self.units is not None and (self.units.unit_documents, self.units.unit_bytes) == (unit_documents, unit_bytes):
+            known = self.units.starts(shard)
+        return unit_starts(self.text_bytes(shard), unit_documents, unit_bytes) if known is None else known
+
+    def text_bytes(self, shard: ShardSummary) -> Int64:
         """UTF-8 bytes of a shard's documents, int64[n]: all that the order of units needs. Of a folder's index only this column is
         read, compared with its own checksum; the whole index is compared with dataset.json when something of its shard is read."""
         folder = self.location.folder

@@ -82,14 +82,13 @@ class Unit:
 class Units:
     """All units of a split, numbered in shard order. Stored as three int64 arrays, because there may be millions."""
 
-    def __init__(self, text_bytes_of_shards: Sequence[Int64], unit_documents: int, unit_bytes: int) -> None:
-        """text_bytes_of_shards: per shard, int64[n] UTF-8 bytes of its documents (so text and token shards have the same units)."""
-        firsts = [unit_starts(sizes, unit_documents, unit_bytes) for sizes in text_bytes_of_shards]
-        self._shard = np.repeat(np.arange(len(firsts)), [len(starts) for starts in firsts])
-        self._first = np.concatenate(firsts) if firsts else np.zeros(0, np.int64)
-        ends = [np.append(starts[1:], len(sizes)) for starts, sizes in zip(firsts, text_bytes_of_shards)]
-        self._count = (np.concatenate(ends) if ends else np.zeros(0, np.int64)) - self._first
-        self._before = [0, *accumulate(map(len, firsts))]
+    def __init__(self, starts_of_shards: Sequence[Int64], documents: Sequence[int]) -> None:
+        """starts_of_shards: per shard, first sample of each of its units, int64[units]. documents: per shard, how many it has."""
+        self._shard = np.repeat(np.arange(len(documents)), [len(starts) for starts in starts_of_shards])
+        self._first = np.concatenate([np.zeros(0, np.int64), *starts_of_shards])
+        counts = [np.diff(starts, append=count) for starts, count in zip(starts_of_shards, documents, strict=True)]
+        self._count = np.concatenate([np.zeros(0, np.int64), *counts])
+        self._before = [0, *accumulate(map(len, starts_of_shards))]
 
     def __len__(self) -> int:
         return len(self._first)
@@ -103,17 +102,20 @@ class Units:
 
 
 def unit_starts(sizes: Int64, unit_documents: int, unit_bytes: int) -> Int64:
-    """First sample of each unit: as many neighbours as fit in `unit_documents` and `unit_bytes`, at least one. int64[units]."""
+    """First sample of each unit: as many neighbours as fit in `unit_documents` and `unit_bytes`, at least one. int64[units].
+
+    sizes: int64[n], UTF-8 bytes of the documents' text (so text and token shards have the same units).
+    """
     regular = np.arange(0, len(sizes), unit_documents)
     if len(sizes) == 0 or np.add.reduceat(sizes, regular).max() <= unit_bytes:
         return regular
     total = np.concatenate([[0], np.cumsum(sizes)])
-    starts = []
-    start = 0
-    while start < len(sizes):
-        starts.append(start)
-        fitting = int(np.searchsorted(total, total[start] + unit_bytes, side="right")) - 1
-        start = max(start + 1, min(start + unit_documents, fitting))
+    each = np.arange(len(sizes))
+    fitting = np.searchsorted(total, total[:-1] + unit_bytes, side="right") - 1
+    end = np.maximum(each + 1, np.minimum(each + unit_documents, fitting)).tolist()  # of a unit that begins with each sample
+    starts = [0]
+    while (following := end[starts[-1]]) < len(sizes):
+        starts.append(following)
     return np.array(starts, dtype=np.int64)
 
 

@@ -55,11 +55,12 @@ def _of_tokens(dataset: Dataset, shard: ShardSummary, sample: int, payload: byte
 
 def _layout(dataset: Dataset, shard: ShardSummary, sample: int, head: bytes) -> tuple[np.dtype[Any], int, int]:
     """`token_layout`, agreeing with the index. Raises DataError."""
-    index, where = dataset.index(shard), dataset.named(shard, sample)
+    index = dataset.index(shard)
     try:
         layout = token_layout(head, int(index.sizes[sample]))
     except ValueError as error:
-        raise DataError(f"{where} is no list of token ids ({error}); prepare the dataset again") from error
+        raise DataError(f"{dataset.named(shard, sample)} is no list of token ids ({error}); prepare the dataset again") from error
     if layout[1] != index.tokens[sample]:
-        raise DataError(f"{where} has {layout[1]} tokens, its index says {index.tokens[sample]}; prepare the dataset again")
+        found, said = layout[1], index.tokens[sample]
+        raise DataError(f"{dataset.named(shard, sample)} has {found} tokens, its index says {said}; prepare the dataset again")
     return layout

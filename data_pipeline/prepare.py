@@ -6,6 +6,7 @@ get their final names, and dataset.json appears, only when every task has its re
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -19,10 +20,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from baton.data_pipeline.config import PrepareConfig
+from baton.data_pipeline.config import PrepareConfig, ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint, read_json, write_atomically, write_json
+from baton.data_pipeline.lanes import unit_starts
 from baton.data_pipeline.progress import Progress, shown
 from baton.data_pipeline.shards import (
     DATASET,
@@ -39,6 +41,7 @@ from baton.data_pipeline.shards import (
 from baton.data_pipeline.sources import Piece, Source, find_sources, split_source
 from baton.data_pipeline.tasks import Task, TaskRecord, record_path, run_tasks
 from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.units import UNITS, UnitTable
 
 PARTS = ".parts"  # finished tasks, until all are
 
@@ -134,7 +137,10 @@ def prepare(
         lines = [json.dumps(entry) + "\n" for entry in rejected]
         write_atomically(folder / REJECTED, "".join(lines).encode())
         counts = dict(sorted(Counter(str(entry["reason"]) for entry in rejected).items()))
+        units = unit_table(folder, summaries)
+        write_atomically(folder / UNITS, units)
         dataset = _dataset(plan, summaries, counts, vocabulary)
+        dataset["units"] = {"bytes": len(units), "sha256": hashlib.sha256(units).hexdigest()}
         if not any(summary.split == "train" for summary in summaries):
             raise DataError(
                 f"no document for training in {len(sources)} input files (rejected: {counts or 'none'}); see {folder / REJECTED}"
@@ -268,6 +274,14 @@ def _publish(folder: Path, parts: Path, records: Sequence[TaskRecord], settings:
         if writer is not None:
             writer.discard()
     return summaries
+
+
+def unit_table(folder: Path, summaries: Sequence[ShardSummary]) -> bytes:
+    """What a run with the default units needs to know of all indexes when it starts."""
+    documents, size = (ShardsConfig.model_fields[name].default for name in ("unit_documents", "unit_bytes"))
+    sizes = (Index.column(folder / index_name(shard.name), "text_bytes") for shard in summaries)
+    found = [(shard.name, shard.index_sha256, unit_starts(each, documents, size)) for shard, each in zip(summaries, sizes)]
+    return UnitTable.of(documents, size, found).to_bytes()
 
 
 def _dataset(

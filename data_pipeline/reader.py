@@ -59,12 +59,12 @@ class Corpus:
         orders, means = [], {}
         for number, (dataset, growth) in enumerate(self._grown(datasets)):
             shards = dataset.require(self.split)[: growth[-1][1] if growth else None]
-            sizes = [dataset.text_bytes(shard) for shard in shards]
-            units = Units(sizes, self.unit_documents, self.unit_bytes)
+            starts = [dataset.unit_starts(shard, self.unit_documents, self.unit_bytes) for shard in shards]
+            units = Units(starts, [shard.documents for shard in shards])
             counts = tuple((epoch, units.before(shard)) for epoch, shard in growth)
             name = self.names[number] if self.names else ""
             orders.append(LaneOrder(units, f"{self.seed}\n{name}" if self.names else self.seed, self.lanes, counts))
-            means[name] = sum(int(each.sum()) for each in sizes) / len(units)
+            means[name] = sum(shard.text_bytes for shard in shards) / max(1, len(units))
         return orders, Mixture(self.seed, self.schedule or ((0, {"": 1.0}),), means)
 
     def _grown(self, datasets: Sequence[Dataset]) -> Iterator[tuple[Dataset, Growth]]:

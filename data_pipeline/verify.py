@@ -53,12 +53,14 @@ def verify(
     problems: list[str] = []
     done = 0
     ids: list[Any] = []
+    whole: list[ShardSummary] = []
     with shown(progress, f"verifying {path}") as advance:
         for shard in shards:
             try:
                 index = dataset.index(shard)
                 ids.append(index.ids)
                 problems += _check_shard(dataset, shard, index)
+                whole.append(shard)
             except DataError as error:
                 problems.append(str(error))
             done += shard.tar_bytes
@@ -67,6 +69,7 @@ def verify(
     repeated = len(everything) - len(np.unique(everything))
     if repeated:
         problems.append(f"{path}: {repeated} document ids occur more than once; prepare the dataset again")
+    problems += _check_units(dataset, whole)
     problems += _check_totals(dataset)
     for problem in problems:
         report(problem)
@@ -128,6 +131,22 @@ def _check_sample(dataset: Dataset, index: Index, i: int, member: tarfile.TarInf
         return f"it is not UTF-8 ({error.reason} at byte {error.start})"
     except ValueError as error:
         return f"it holds no token ids ({error})"
+
+
+def _check_units(dataset: Dataset, shards: list[ShardSummary]) -> list[str]:
+    found = []
+    try:
+        units = dataset.units
+    except DataError as error:
+        return [str(error)]
+    if units is None:
+        return []
+    for shard in shards:
+        try:
+            units.check(shard, dataset.text_bytes(shard))
+        except DataError as error:
+            found.append(str(error))
+    return found
 
 
 def _check_totals(dataset: Dataset) -> list[str]:

@@ -5,6 +5,7 @@ their timing cannot reach the data's order. What travels is JSON and plain array
 the rows, however far ahead a worker has read.
 """
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -57,6 +59,8 @@ class Workers:
             own = {lane: cursors[lane].to_json() for lane in lanes[number::count]}
             self._worker_of |= dict.fromkeys(own, number)
             ours, theirs = multiprocessing.Pipe(duplex=False)
+            with suppress(OSError):  # more than the system gives to a user; a worker then waits more often until it is listened to
+                fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             arguments = theirs, corpus, places, os.fspath(tokenizer.path), plan, own
             self._workers.append((start or _start_process)(_serve, arguments, ours))
             self._connections.append(ours)
@@ -88,9 +92,13 @@ class Workers:
         if "error" in header:
             raise DataError(header["error"]) if header["expected"] else RuntimeError(f"data worker {number}: {header['error']}")
         assert header["step"] == step, "workers go through the same steps"
-        arrays = np.frombuffer(block, np.int32).reshape(3, len(rows), context)
-        for (batch, row), tokens, labels, pos in zip(rows, *arrays, strict=True):
-            batch.tokens[row], batch.labels[row], batch.pos[row] = tokens, labels, pos
+        arrays, at = np.frombuffer(block, np.int32).reshape(3, len(rows), context), 0
+        for _, of_batch in groupby(rows, key=lambda item: id(item[0])):
+            here = list(of_batch)
+            (batch, _), places, until = here[0], [row for _, row in here], at + len(here)
+            for name, array in zip(_SENT, arrays, strict=True):
+                getattr(batch, name)[places] = array[at:until]
+            at = until
         self._cursors |= {int(lane): Cursor.from_json(cursor) for lane, cursor in header["cursors"].items()}
 
     def close(self) -> None:
@@ -99,6 +107,11 @@ class Workers:
             worker.terminate()
         for worker in self._workers:
             worker.join(10)
+
+
+_SENT = ("tokens", "labels", "pos")
+_PIPE_BYTES = 1 << 20
+"""What a worker may be ahead by: as much as Linux gives to anybody. A pipe's own 64 KiB are less than one step."""
 
 
 def _start_process(serve: Callable[..., None], arguments: tuple[Any, ...], _: Connection) -> Any:
@@ -132,8 +145,10 @@ def _serve(
             if batches:
                 advanced = {lane: after[lane].to_json() for batch in batches for lane in batch.lanes}
                 connection.send_bytes(json.dumps({"step": step, "cursors": advanced}).encode())
-                arrays = [np.concatenate([getattr(b, name) for b in batches]) for name in ("tokens", "labels", "pos")]
-                connection.send_bytes(np.stack(arrays).astype(np.int32).tobytes())
+                arrays = [
+                    np.concatenate([getattr(b, name) for b in batches], dtype=np.int32, casting="same_kind") for name in _SENT
+                ]
+                connection.send_bytes(np.stack(arrays).data.cast("B"))
             step += 1
     except (BrokenPipeError, ConnectionResetError):
         pass

@@ -27,7 +27,9 @@ class Memory:
 
     parameters, compute_copies, gradients, optimizer (two moments of all that the rank has; from ZeRO-1 on they and a master copy,
     of its part), tokens (of the whole step, with labels and positions), lanes (the States that truncated backpropagation through
-    time carries from step to step) and states stay; activations are what forward keeps, of all passes on their way through the
+    time carries from step to step), before (those of the step's lanes once more, as they were: for a step that is refused) and
+    states stay, and so does saved, the copy of all that a checkpoint holds, where the device is the host (see
+    Arithmetic.host_bytes); activations are what forward keeps, of all passes on their way through the
     stages; borders are the States that entered the segments which wait to be run again, with what their first run alone decides,
     and inputs the hidden vectors that the stage before sent for them; in_hand is what the sub-block in hand takes in backward;
     loss is one chunk's logits and the head's gradient; buffers are what the optimizer's step takes for a moment.
@@ -39,6 +41,8 @@ class Memory:
     optimizer: int
     tokens: int
     lanes: int
+    before: int
+    saved: int
     activations: int
     borders: int
     inputs: int
@@ -55,7 +59,7 @@ class Memory:
     @property
     def peak(self) -> int:
         kept = self.activations + self.borders + self.inputs
-        lasting = self.weights - self.buffers + self.tokens + self.lanes + self.states
+        lasting = self.weights - self.buffers + self.tokens + self.lanes + self.before + self.saved + self.states
         return lasting + max(kept + max(self.in_hand, self.loss), self.buffers)
 
 
@@ -247,6 +251,23 @@ class Arithmetic:
             return 0
         return self.training.lane_count // self.layout.data * self.states // self.work.batch
 
+    @property
+    def before(self) -> int:
+        """What of `lanes` a step is about to overwrite, kept until the next one begins."""
+        return self.micro_batches * self.states if self.training.carries else 0
+
+    @property
+    def saved(self) -> int:
+        """What a rank writes into a checkpoint: masters and moments of its part, and what its lanes carry. Of ranks that hold the
+        same one writes it; this is that one."""
+        return 12 * self._part + self.lanes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that a rank keeps from its first save on: a copy of what it writes, so that training goes on meanwhile.
+        Page-locked it takes a power of two, as torch's allocator of such memory rounds."""
+        return 1 << (self.saved - 1).bit_length() if self.work.gpu else self.saved
+
     def memory(self) -> Memory:
         """Of one rank."""
         work, recompute = self.work, self.training.recompute
@@ -272,6 +293,8 @@ class Arithmetic:
             # as they came, and positions once more in int32
             tokens=(3 * 8 + 4) * work.tokens * self.passes,
             lanes=self.lanes,
+            before=self.before,
+            saved=0 if work.gpu else self.saved,
             activations=self.in_flight * self.activations(recompute=recompute) + self._expected,
             borders=self.borders,
             inputs=0 if self.stage.first else (self.together - 1) * self.hidden_bytes,

@@ -242,6 +242,7 @@ def with_known_vocabulary(config: RunConfig) -> RunConfig:
 
 def _train(arguments: argparse.Namespace) -> int:
     from baton.launcher.config import load
+    from baton.launcher.inputs import check_inputs
     from baton.launcher.processes import run_ranks
     from baton.launcher.run_directory import last_step, open_attempt
     from baton.training import ledger
@@ -252,38 +253,6 @@ def _train(arguments: argparse.Namespace) -> int:
         status = run_ranks(config.layout.world_size, attempt)
         ledger.append(config.folder, "end", attempt=int(attempt.name), status=status, step=last_step(config.folder))
     return status
-
-
-def check_inputs(config: RunConfig) -> None:
-    """Refuse data that is missing or does not fit, before any folder is made or process started."""
-    from baton.data_pipeline.batches import check_tokenizer
-    from baton.data_pipeline.config import ShardsConfig
-    from baton.data_pipeline.source import open_datasets
-    from baton.data_pipeline.tokenizer import Tokenizer
-    from baton.launcher.errors import ConfigError
-    from baton.training.config import with_vocabulary
-
-    if not isinstance(config.data, ShardsConfig):
-        return  # a synthetic task has no files; its settings are checked with all others
-    path = config.data.tokenizer
-    if not Path(path).is_file():
-        raise ConfigError(f"data.tokenizer={path}: no such file; train one with `baton tokenizer train`")
-    tokenizer = Tokenizer(path)
-    config.model_copy(update={"model": with_vocabulary(config.model, tokenizer.vocab_size, path)}).check()
-    most = 0  # tokens of the training documents: one a byte, and their marks
-    for place, dataset in zip(config.data.places.values(), open_datasets(config.data).values(), strict=True):
-        check_tokenizer(dataset, tokenizer)
-        most += sum(shard.text_bytes + shard.documents for shard in dataset.require("train"))
-        if config.training.evaluation.every and "validation" not in dataset.splits:
-            raise ConfigError(
-                f"the dataset {place} has no documents in its split 'validation'; prepare it with a larger "
-                f"validation fraction, or set training.evaluation.every=0"
-            )
-    if most < config.training.global_batch_tokens:
-        raise ConfigError(
-            f"the training documents have {most:,} bytes, so fewer tokens than one batch "
-            f"(training.global_batch_tokens={config.training.global_batch_tokens:,}); prepare more, or lower that"
-        )
 
 
 def _generate(arguments: argparse.Namespace) -> None:

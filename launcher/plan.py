@@ -28,6 +28,8 @@ _PARTS = {
     "optimizer": "optimizer",
     "tokens": "the step's tokens",
     "lanes": "States of lanes, from step to step",
+    "before": "States of lanes, as before the step",
+    "saved": "copy of what a checkpoint holds",
     "states": "States that leave",
     "activations": "activations",
     "borders": "States at segment borders",
@@ -61,7 +63,8 @@ class StagePlan:
     """One pipeline stage; bytes are of one rank of it.
 
     parameters: that belong to it, all tensor ranks together. in_flight: passes (micro-batches, or segments of them) whose
-    activations are kept at once. exchange: bytes that a rank sends per optimizer step, by purpose.
+    activations are kept at once. exchange: bytes that a rank sends per optimizer step, by purpose. host: bytes of host memory that
+    a save is copied into, beside memory or, without a GPU, in it.
     """
 
     layers: range
@@ -69,6 +72,7 @@ class StagePlan:
     in_flight: int
     memory: Memory
     exchange: dict[str, int]
+    host: int
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -78,6 +82,7 @@ class StagePlan:
             "in_flight": self.in_flight,
             "memory": {**asdict(self.memory), "peak": self.memory.peak},
             "exchange": self.exchange,
+            "host": self.host,
         }
 
 
@@ -113,6 +118,11 @@ class Plan:
         return self.stages[self.fullest].memory
 
     @property
+    def host(self) -> int:
+        """Bytes of host memory that a rank's saves are copied into, on the stage that has most of it."""
+        return max(stage.host for stage in self.stages)
+
+    @property
     def exchange(self) -> dict[str, int]:
         """Bytes that a rank sends per optimizer step, by purpose, on the stage that sends most of it."""
         names = dict.fromkeys(name for stage in self.stages for name in stage.exchange)
@@ -135,6 +145,7 @@ class Plan:
             "bptt": self._bptt(),
             "memory": {**asdict(self.memory), "peak": self.memory.peak},
             "activations": {"kept": self.activations[False], "recomputed": self.activations[True]},
+            "host": self.host,
             "exchange": self.exchange,
             "stages": [stage.to_json() for stage in self.stages],
             "fullest_stage": self.fullest,
@@ -185,6 +196,10 @@ class Plan:
         other = not config.training.recompute
         yield f"  (a {self._pass}'s activations with training.recompute={str(other).lower()}: {_size(self.activations[other])})"
         yield ""
+        if not self.memory.saved:
+            yield "host memory per rank" + (", on the stage that has most" if len(self.stages) > 1 else "")
+            yield _row("copy of what a checkpoint holds, page-locked", self.host)
+            yield ""
         yield "sent by each rank per step" + (", on the stage that sends most" if len(self.stages) > 1 else "")
         if not self.exchange:
             yield "  nothing: one rank"
@@ -264,6 +279,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
             in_flight=one.in_flight,
             memory=one.memory(),
             exchange={name: exchanged.bytes for name, exchanged in exchanges(one).items()},
+            host=one.host_bytes,
         )
         for one in counted
     )

@@ -25,7 +25,6 @@ from pathlib import Path
 from baton.launcher.errors import ConfigError
 from baton.launcher.processes import STOPPED, end_ranks, listen, log_of, misses_others, rank_environment, report, start_rank, tell
 from baton.launcher.run_directory import hold, read_config, write_whole
-from baton.slurm.evaluation import Evaluations
 from baton.slurm.exits import Exit
 from baton.slurm.files import cluster_of, node_name, nodes_of
 from baton.slurm.watch import Culprit, Nodes, is_stopped, late_ranks
@@ -57,7 +56,6 @@ class Agent:
         self.told_at: float | None = None
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.others = Nodes(attempt, self.nodes, self.index, self.config.jobs.lost_node_s)
-        self.evaluations = Evaluations(self.run)
         self.beat_due, self.count_of_beats = 0.0, 0
 
     def work(self) -> int:
@@ -72,7 +70,6 @@ class Agent:
         finally:
             end_ranks(self.ranks)
             shutil.rmtree(self.beats, ignore_errors=True)
-        self._evaluate()
         self._say_end(status, reason)
         print(f"{self.name}: {reason}", flush=True)
         # srun kills the other agents when one ends badly; those that were told to stop as well must be let finish
@@ -135,11 +132,6 @@ class Agent:
             if (lost := self.others.lost(now)) is not None:
                 return self._lost(lost)
             time.sleep(LOOK_S)
-
-    def _evaluate(self) -> None:
-        """Jobs for new checkpoints, by the first node alone."""
-        if self.index == 0 and self.config.jobs.evaluate:
-            self.evaluations.submit_new()
 
     def _numbers(self) -> range:
         return range(self.first, self.first + self.count)
@@ -241,7 +233,6 @@ class Agent:
         alive = {"count": self.count_of_beats, "time": time.time(), "ranks": ranks, "stopped": self._stopped()}
         with contextlib.suppress(OSError):
             write_whole(self.attempt / "nodes" / self.name, json.dumps(alive))
-        self._evaluate()
 
     def _stopped(self) -> list[int]:
         return [rank for rank, p in zip(self._numbers(), self.ranks) if is_stopped(p.pid)]

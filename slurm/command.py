@@ -45,24 +45,6 @@ def ask(*words: str, tries: int = _TRIES) -> str:
     raise SlurmError(f"{words[0]} failed: {said}")
 
 
-def hostnames(nodelist: str) -> list[str]:
-    """n[1-3] as n1, n2, n3, in SLURM's order: the first one runs the batch script."""
-    return ask("scontrol", "show", "hostnames", nodelist).split()
-
-
-def unusable(nodes: list[str]) -> list[str]:
-    """Those of the nodes that SLURM holds for down or failing."""
-    if not nodes:
-        return []
-    out = ask("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %t")
-    states = dict(line.split() for line in out.splitlines())
-    return sorted(node for node, state in states.items() if state.rstrip("$@#~!%^-+") in _BAD)
-
-
-_BAD = {"down", "down*", "fail", "failg", "fail*", "drain*", "drng*", "idle*", "mix*", "alloc*", "comp*", "unk*", "boot*"}
-"""As sinfo abbreviates them; with * a node does not answer."""
-
-
 def jobs(name: str) -> list[dict[str, str]]:
     """The user's jobs of this name that wait or run: {id, state, reason, nodes, left, start}."""
     fields = {"id": "%i", "state": "%T", "reason": "%R", "nodes": "%D", "left": "%L", "start": "%S"}

@@ -33,11 +33,14 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class ContainerConfig(_Settings):
-    """A container that every step runs in, by SLURM's pyxis plugin (srun --container-image)."""
+    """A container that everything but the script runs in. It need not have SLURM's commands."""
 
-    image: Line = Field(description="image, as the plugin takes it: a .sqsh file, or registry#name:tag")
+    runtime: Literal["pyxis", "apptainer"] = Field(
+        "pyxis", description="SLURM's plugin (srun --container-image), or apptainer exec"
+    )
+    image: Line = Field(description="image, as the runtime takes it: a .sqsh or .sif file, or registry#name:tag")
     mounts: tuple[Line, ...] = Field((), description="FROM:TO; the run directory and the data must be among them")
-    options: tuple[Line, ...] = Field((), description="more options for srun, as --container-writable")
+    options: tuple[Line, ...] = Field((), description="more options for srun or for apptainer exec, as --container-writable")
 
 
 class PreflightConfig(_Settings):
@@ -71,7 +74,9 @@ class SlurmConfig(_Settings):
     environment: dict[Name, Line] = Field(
         default_factory=dict, description="variables for the ranks, as NCCL's; the shell expands $NAME"
     )
-    python: Line | None = Field(None, description="Python that Baton is installed in; null: the one that submits")
+    python: Line | None = Field(
+        None, description="Python that Baton is installed in, as VENV/bin/python, or the container's; null: the one that submits"
+    )
     container: ContainerConfig | None = Field(None, description="null: none")
     scratch: Line = Field("/tmp/baton-$USER", description="node-local folder for kernel caches; the shell expands $NAME")
     interface: Word | None = Field(None, description="network interface of the rendezvous, as ib0; null: the node's name says")

@@ -1,11 +1,12 @@
-"""A small job of its own for each new checkpoint: training never waits for an evaluation, and one that fails costs only itself."""
+"""A small job of its own for each new checkpoint: training never waits for an evaluation, and one that fails costs only itself.
+
+The job's script submits them (script.EVALUATE): in a container there may be no sbatch."""
 
 import shlex
 from pathlib import Path
 
 from baton.launcher.cluster import Cluster
 from baton.launcher.config import RunConfig
-from baton.slurm import command
 from baton.slurm.script import common_options, environment, job_name
 
 NAME = "evaluate.sbatch"
@@ -45,24 +46,3 @@ def render(config: RunConfig, cluster: Cluster, *, where: Path, python: str, con
         run=shlex.quote(str(config.folder)),
     )
     return "\n".join(["#!/bin/bash", heading, *(f"#SBATCH {option}" for option in options)]) + "\n" + body
-
-
-class Evaluations:
-    """Hands new checkpoints of a run to SLURM, each once in the run's life: evaluations/step-NNNNNNNN.job holds the job's id."""
-
-    def __init__(self, run: Path) -> None:
-        self._run, self._folder = run, run / "evaluations"
-
-    def submit_new(self) -> None:
-        for path in sorted((self._run / "checkpoints").glob("step-*")):
-            step = path.name.removeprefix("step-")
-            mark = self._folder / f"{path.name}.job"
-            if not step.isdigit() or mark.exists() or not (path / "manifest.json").exists():
-                continue
-            self._folder.mkdir(exist_ok=True)
-            try:
-                job = command.ask("sbatch", "--parsable", str(self._run / NAME), str(int(step)), tries=1).strip()
-            except command.SlurmError as error:
-                job = f"not submitted: {error}"
-                print(f"the evaluation of {path.name} was {job}", flush=True)
-            mark.write_text(job, encoding="utf-8")

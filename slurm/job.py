@@ -13,7 +13,7 @@ from pathlib import Path
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import hold, last_attempt, last_step, new_attempt, read_config, write_whole
-from baton.slurm import command, policy
+from baton.slurm import policy
 from baton.slurm.elastic import fitted
 from baton.slurm.exits import Exit
 from baton.slurm.files import cluster_of, nodes_of
@@ -42,7 +42,8 @@ def begin(run: Path) -> int:
         say(f"baton: {error}")
         return Exit.SUPERSEDED
     rows = ledger.read(run)
-    allocated = command.hostnames(os.environ["SLURM_JOB_NODELIST"])
+    if not (allocated := _told("BATON_NODES")):
+        raise ConfigError(f"the script did not say which nodes the job has; `baton submit` writes {run / 'job.sbatch'} anew")
     if (unclosed := _unclosed(run, rows)) is not None:
         decision = _close(unclosed, None, allocated, time_is_up=False)
         if not decision.goes_on:
@@ -51,7 +52,7 @@ def begin(run: Path) -> int:
         ledger.append(run, "submitted", job=os.environ["SLURM_JOB_ID"], by="slurm", time=outcome_time(unclosed))
     elif (run / "stop").exists():
         return _over(run, Decision(Exit.STOPPED, "the run is stopped, as asked"))
-    _exclude(run, dict.fromkeys(command.unusable(allocated), "SLURM holds it for down or failing"))
+    _exclude(run, dict.fromkeys(_down(allocated), "SLURM holds it for down or failing"))
     bad = policy.excluded(ledger.read(run))
     usable = [node for node in allocated if node not in bad]
     least, most = _wanted(rows)
@@ -124,10 +125,8 @@ def _close(attempt: Path, code: int | None, allocated: list[str], *, time_is_up:
     """The attempt's end into the ledger, its bad nodes onto the list, and what follows. code: srun's; None: it was never seen."""
     run, config = attempt.parent.parent, read_config(attempt / "config.yaml")
     outcome = gather(attempt, code)
-    if code is None:
-        dead = [node for node in nodes_of(attempt) if node in command.unusable(nodes_of(attempt))]
-        if dead:
-            outcome = Outcome(Exit.NODE_LOST, f"node {', '.join(dead)} went down under the job", dead=tuple(dead))
+    if code is None and (dead := _down(nodes_of(attempt))):
+        outcome = Outcome(Exit.NODE_LOST, f"node {', '.join(dead)} went down under the job", dead=tuple(dead))
     ledger.append(
         run,
         "end",
@@ -187,6 +186,17 @@ def _exclude(run: Path, nodes: dict[str, str]) -> None:
             ledger.append(run, "excluded", node=node, reason=reason)
             say(f"{node} is not used any more: {reason}")
     write_whole(run / "excluded.txt", ",".join(policy.excluded(ledger.read(run))))
+
+
+def _told(name: str) -> list[str]:
+    """Nodes that the script names, in SLURM's order: the first of the job's runs the script."""
+    return [node for node in os.environ.get(name, "").split(",") if node]
+
+
+def _down(nodes: list[str]) -> list[str]:
+    """Those of the nodes that SLURM holds for down or failing, or that do not answer it."""
+    down = _told("BATON_DOWN")
+    return [node for node in nodes if node in down]
 
 
 def _job_began() -> float | None:

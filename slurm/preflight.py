@@ -203,4 +203,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from baton.slurm import preflight  # by its name, so that an Unfit is the one that rates.py raises
+
+    sys.exit(preflight.main())

@@ -102,18 +102,16 @@ class Meeting:
         self.members = self._agree(nodes, own)
 
     def _agree(self, nodes: list[str], own: str) -> list[str]:
-        """The first node that is here decides who is; the others wait for its word."""
-        list_file, deadline = self.folder / "members.json", time.monotonic() + self.patience
-        while time.monotonic() < deadline and not list_file.exists():
+        """The first node that is here decides who is; the others wait for its word, and for longer: it may have come later."""
+        list_file, began = self.folder / "members.json", time.monotonic()
+        while not list_file.exists():
             here = [node for node in nodes if (self.folder / f"{node}.here").exists()]
-            if here[0] == own and len(here) == len(nodes):
-                break
-            time.sleep(0.1)
-        if not list_file.exists():
-            here = [node for node in nodes if (self.folder / f"{node}.here").exists()]
-            if here[0] != own:
+            waited = time.monotonic() - began
+            if here[0] == own and (len(here) == len(nodes) or waited > self.patience):
+                write_whole(list_file, json.dumps(here))
+            elif waited > 2 * self.patience:
                 raise Unfit(f"{here[0]} came through its checks, and then said nothing more")
-            write_whole(list_file, json.dumps(here))
+            time.sleep(0.1)
         members: list[str] = json.loads(list_file.read_text(encoding="utf-8"))
         if own not in members:
             raise Unfit("came too late for the checks between nodes")

@@ -25,16 +25,19 @@ python=@python@
 export USER="${USER:-$(id -un)}"
 @environment@
 # Baton decides, this script acts: begin makes an attempt's folder and prints it, judge looks at what preflight found, and after
-# says what is to be done next.
+# says what is to be done next. It is told what SLURM says of nodes: a container need not have SLURM's commands.
 job() { @here@"$python" -P -m baton.slurm.job "$@"; }
+BATON_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+down() { { sinfo -h -N -d -o %N; sinfo -h -N -t down,fail,failing -o %N; } | sort -u | paste -sd,; }
+export BATON_NODES BATON_DOWN
 
 # One process per node. COMMAND runs in the background, because a signal interrupts nothing but wait.
 step=
-on_nodes() { # on_nodes NODES COMMAND...
-    local count code nodes=$1; shift
+on_nodes() { # on_nodes NODES SECONDS COMMAND...; SECONDS: how long the others may take when one has ended
+    local count code nodes=$1 seconds=$2; shift 2
     count=$(tr ',' '\n' <<<"$nodes" | wc -l)
     srun --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$nodes" \
-        --cpus-per-task=@cpus@ --kill-on-bad-exit=1 --wait=@wait@ @container@"$python" -P -m "$@" &
+        --cpus-per-task=@cpus@ --kill-on-bad-exit=1 --wait="$seconds" @container@"$python" -P -m "$@" &
     step=$!
     while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
     step=
@@ -48,14 +51,15 @@ trap 'warned=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1
 trap 'ended=1' TERM
 
 @again@
-while :; do
+@evaluate@while :; do
+    BATON_DOWN=$(down)
     attempt=$(job begin "$run"); code=$?
     if [ "$code" = 0 ]; then
 @preflight@        if [ "$code" = 0 ] && [ "$warned$ended" = 00 ]; then
-            on_nodes "$(cat "$attempt/nodes.txt")" baton.slurm.agent "$attempt"; code=$?
+            on_nodes "$(cat "$attempt/nodes.txt")" 30 baton.slurm.agent "$attempt"; code=$?
         fi
         [ "$ended" = 0 ] || exit "$code"
-        job after "$attempt" "$code" "$warned"; code=$?
+@evaluate_last@        job after "$attempt" "$code" "$warned"; code=$?
     fi
     case $code in
         @here_again@) ;;                # again, at once, on the nodes of this job
@@ -67,8 +71,23 @@ done
 """
 
 PREFLIGHT = r"""        # spares included; who does not answer is left out
-        on_nodes "$(cat "$attempt/allocated.txt")" baton.slurm.preflight "$attempt" >"$attempt/preflight.jsonl"
-        job judge "$attempt"; code=$?
+        on_nodes "$(cat "$attempt/allocated.txt")" @patience@ baton.slurm.preflight "$attempt" >"$attempt/preflight.jsonl"
+        code=0 # nodes that were interrupted are not to blame
+        if [ "$warned$ended" = 00 ]; then job judge "$attempt"; code=$?; fi
+"""
+
+EVALUATE = r"""# A small job for each new checkpoint, once in the run's life.
+evaluate() {
+    local found step
+    for found in "$run"/checkpoints/step-*/manifest.json; do
+        step=${found%/manifest.json} step=${step##*/step-}
+        if [ -e "$found" ] && (set -o noclobber; : >"$run/evaluations/step-$step.job") 2>/dev/null; then
+            sbatch --parsable "$run/evaluate.sbatch" "$((10#$step))" >"$run/evaluations/step-$step.job"
+        fi
+    done
+}
+while sleep 5; do evaluate; done &
+
 """
 
 REQUEUE = r"""# The same job again, or, where that is refused or other nodes are wanted, a new one that starts after it.
@@ -125,19 +144,22 @@ def render(config: RunConfig, cluster: Cluster, nodes: Nodes, *, where: Path, py
         f"# Baton run {config.name} on {cluster.name}: {nodes} nodes of {cluster.ranks_per_node} ranks"
         f"{f' and {slurm.spare_nodes} to spare' if slurm.spare_nodes else ''}. Written by `baton submit`."
     )
-    container = container_options(slurm)
+    container = in_container(slurm)
     values = {
         "chdir": shlex.quote(str(where)),
         "run": shlex.quote(str(config.folder)),
         "python": shlex.quote(slurm.python or python),
         "environment": "\n".join(environment(slurm)),
-        "here": f'srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" {container}' if container else "",
+        "here": here(slurm, container),
         "container": container,
         "cpus": str(slurm.cpus_per_rank * cluster.ranks_per_node),
-        "wait": "30",
         "warning": str(slurm.warning_s),
         "again": {"requeue": REQUEUE, "chain": CHAIN, "array": ARRAY}[slurm.restart],
         "preflight": PREFLIGHT if slurm.preflight.enabled else "",
+        "evaluate": EVALUATE if config.jobs.evaluate else "",
+        "evaluate_last": "        evaluate\n" if config.jobs.evaluate else "",
+        # a bad node says so at once, and good ones measure on: each ends by itself when its time is over
+        "patience": str(round(slurm.preflight.timeout_s) + 30),
         "here_again": str(AGAIN),
         "next_job": str(NEXT_JOB),
         "other_nodes": str(OTHER_NODES),
@@ -185,12 +207,25 @@ def _gpus(cluster: Cluster) -> str | None:
     return f"--gres=gpu:{f'{slurm.gpu_type}:' if slurm.gpu_type else ''}{cluster.gpus_per_node}" if slurm.gpus else None
 
 
-def container_options(slurm: SlurmConfig) -> str:
-    """For srun, ending in a space; empty without a container."""
-    if slurm.container is None:
+def in_container(slurm: SlurmConfig) -> str:
+    """What stands between srun's options and the program, ending in a space; empty without a container."""
+    container = slurm.container
+    if container is None:
         return ""
-    mounts = [f"--container-mounts={','.join(slurm.container.mounts)}"] if slurm.container.mounts else []
-    return shlex.join([f"--container-image={slurm.container.image}", *mounts, *slurm.container.options]) + " "
+    mounts = ",".join(container.mounts)
+    if container.runtime == "pyxis":
+        words = [f"--container-image={container.image}", *([f"--container-mounts={mounts}"] if mounts else []), *container.options]
+    else:
+        devices = ["--nv"] if slurm.gpus else []
+        words = ["apptainer", "exec", *devices, *(["--bind", mounts] if mounts else []), *container.options, container.image]
+    return shlex.join(words) + " "
+
+
+def here(slurm: SlurmConfig, container: str) -> str:
+    """The same for a program that the script itself runs. pyxis is srun's: such a program is a step of its own."""
+    if slurm.container is None or slurm.container.runtime != "pyxis":
+        return container
+    return f'srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" {container}'
 
 
 def environment(slurm: SlurmConfig) -> list[str]:

@@ -70,9 +70,10 @@ class Status:
             yield f"  nodes not used any more: {', '.join(self.excluded)}"
         for attempt in self.attempts:
             to = "" if attempt["to"] is None else f" to {attempt['to']:,}"
+            layout = " x ".join(f"{name} {size}" for name, size in attempt["layout"].items() if name != "zero" and size > 1)
             yield (
-                f"  attempt {attempt['number']}: {attempt['began']}  on {attempt['nodes']}  from step {attempt['from']:,}{to}  "
-                f"{attempt['end']}"
+                f"  attempt {attempt['number']}: {attempt['began']}  on {attempt['nodes']} ({layout or '1 rank'})  "
+                f"from step {attempt['from']:,}{to}  {attempt['end']}"
             )
 
 

@@ -16,7 +16,7 @@ from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import check_run, open_run, write_whole
 from baton.slurm import command, evaluation, policy
 from baton.slurm.elastic import fitted, nodes_for
-from baton.slurm.script import NAME, Nodes, container_options, job_name, render
+from baton.slurm.script import NAME, Nodes, in_container, job_name, render
 from baton.training import ledger
 
 LOCAL_TYPES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "ramfs", "f2fs", "reiserfs"}
@@ -51,6 +51,11 @@ def prepare(config: RunConfig, cluster: Cluster, nodes: str | None) -> Submissio
     warning, save = cluster.slurm.warning_s, cluster.slurm.save_s
     if save >= warning:
         raise ConfigError(f"slurm.save_s={save:g} must be less than slurm.warning_s={warning}: a save that hangs must end in time")
+    if cluster.slurm.container is not None and cluster.slurm.python is None:
+        raise ConfigError(
+            f"slurm.container is set, and slurm.python is not: name the Python in {cluster.slurm.container.image} that "
+            f"Baton is installed in, as python3"
+        )
     if config.jobs.hang_s >= config.layout.timeout_s:
         raise ConfigError(
             f"jobs.hang_s={config.jobs.hang_s:g} must be less than layout.timeout_s={config.layout.timeout_s:g}, or ranks end "
@@ -66,7 +71,7 @@ def prepare(config: RunConfig, cluster: Cluster, nodes: str | None) -> Submissio
     script = render(absolute, cluster, wanted, where=Path.cwd(), python=sys.executable)
     evaluating = None
     if config.jobs.evaluate:
-        container = container_options(cluster.slurm)
+        container = in_container(cluster.slurm)
         evaluating = evaluation.render(absolute, cluster, where=Path.cwd(), python=sys.executable, container=container)
     return Submission(absolute, cluster, wanted, script, evaluating)
 
@@ -166,6 +171,7 @@ def submit(submission: Submission) -> str:
     write_whole(run / "cluster.yaml", yaml.safe_dump(submission.cluster.model_dump(mode="json"), sort_keys=False))
     write_whole(run / NAME, submission.script)
     if submission.evaluation is not None:
+        (run / "evaluations").mkdir(exist_ok=True)
         write_whole(run / evaluation.NAME, submission.evaluation)
     bad = policy.excluded(ledger.read(run))
     write_whole(run / "excluded.txt", ",".join(bad))

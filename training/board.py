@@ -87,6 +87,8 @@ def _draw(writer: SummaryWriter, row: dict[str, Any]) -> None:
     writer.add_scalar("memory/GiB", row["memory_bytes"] / GIB, step)
     for part, seconds in row["seconds"].items():
         writer.add_scalar(f"time/{part}_s", seconds, step)
+    if "data_wait_s" in row:  # a run that began before this was recorded has rows without it
+        writer.add_scalar("time/data_wait_share", row["data_wait_s"] / max(1e-9, sum(row["seconds"].values())), step)
 
 
 def _looked_at(row: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -17,6 +17,7 @@ from baton.models.lm import IGNORED
 from baton.parallel.mesh import Mesh
 from baton.training import feed, replicas
 from baton.training.build import Built
+from baton.training.checkpoint.digest import joined
 from baton.training.checkpoint.interval import SaveSchedule
 from baton.training.checkpoint.manifest import Manifest, versions
 from baton.training.checkpoint.rectangles import optimizer_rectangles
@@ -55,7 +56,9 @@ class Recorder:
                 "grad_norm": result.grad_norm,
                 **({} if result.update_norm is None else {"update_norm": result.update_norm}),
                 "step_tokens": self._training.at(progress.step - 1).global_batch_tokens,
+                "consumed": joined([result.consumed]),
                 "seconds": self._clock.seconds(),
+                "data_wait_s": progress.waited,
                 "memory_bytes": _memory(self._device),
             }
         )

@@ -31,7 +31,8 @@ from baton.training.trace import Finding, Trace
 class StepResult:
     """loss: nats per label over the global batch. grad_norm: global, before clipping. labels: counted labels. refused: why no
     update was made, None where it was; where: what `Trace` found, if the reason was something that is not finite. update_norm: of
-    the parameters' change, where it was asked for; one that is refused for it is `made` all the same."""
+    the parameters' change, where it was asked for; one that is refused for it is `made` all the same. consumed: checksum of the
+    step's rows, on ranks of the first stage that are first among those that share tensors."""
 
     loss: float
     grad_norm: float
@@ -40,6 +41,7 @@ class StepResult:
     where: Finding | None = None
     update_norm: float | None = None
     made: bool = True
+    consumed: int = 0
 
 
 class StepExecutor:
@@ -67,15 +69,18 @@ class StepExecutor:
         self.segments, self.lanes, self.judge = segments or Segments(), lanes, judge
         self.watch_update = False  # whether to tell the norm of the parameters' change
 
-    def step(self, batches: Sequence[TokenBatch], lr: float | Mapping[str, float]) -> StepResult:
+    def step(self, batches: Sequence[TokenBatch], lr: float | Mapping[str, float], consumed: int = 0) -> StepResult:
         """One update from this data rank's micro-batches, or none: see StepResult.refused. After a refusal parameters, moments and
         what lanes carry are as before, but for lanes that would carry what is not finite, or is not known: they carry nothing.
 
         Every stage is given the same batches. lr: of all parameters, or of each of the optimizer's rates ("" is everybody else's).
+        consumed: StepBatches.consumed, summed with the labels because one exchange costs as much as two.
         """
-        labels = torch.stack([b.count_labels() for b in batches]).sum()
-        dist.all_reduce(labels, group=self.mesh.data_group)
-        scale = 1.0 / float(labels)
+        sums = torch.stack([b.count_labels() for b in batches]).sum().repeat(2)
+        sums[1] = consumed
+        dist.all_reduce(sums, group=self.mesh.data_group)
+        labels, consumed = sums.tolist()
+        scale = 1.0 / labels
         if self.lanes is not None:
             self.lanes.begin()
         total, differing = self._run(batches, scale)
@@ -109,7 +114,7 @@ class StepExecutor:
             update = self.engine.update_norm()
             refused += filter(None, [None if self.judge is None else self.judge.update(update)])
         self.clock.mark("optimizer")
-        return StepResult(loss, norm, int(labels), refused[0] if refused else None, where, update, made)
+        return StepResult(loss, norm, labels, refused[0] if refused else None, where, update, made, consumed)
 
     def _run(self, batches: Sequence[TokenBatch], scale: float, trace: Trace | None = None) -> tuple[Tensor, list[str]]:
         """Forward and backward, up to whole gradients; the global loss, and the segments that differed when run twice."""

@@ -1,7 +1,8 @@
 """Batches to the ranks that need them: one rank reads for all that work on the same sequences, and each takes its span of them."""
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from baton.data_pipeline.batches import Batch
 from baton.data_pipeline.steps import StepPlan, Steps, Stretch
 from baton.parallel.mesh import Mesh
+from baton.training.checkpoint.digest import part_digest
 from baton.training.config import TrainingConfig
 from baton.training.passes import Segments, TokenBatch
 
@@ -19,12 +21,15 @@ from baton.training.passes import Segments, TokenBatch
 @dataclass(frozen=True)
 class StepBatches:
     """One optimizer step's micro-batches on this rank, how their sequences are cut, and cursors of its lanes after the step ({} on
-    ranks that do not read). read: the same whole, on ranks that do."""
+    ranks that do not read). read: the same whole, on ranks that do; consumed: their checksum, 0 on other ranks. waited: seconds
+    that this rank waited for them to be made."""
 
     batches: list[TokenBatch]
     segments: Segments
     cursors: dict[int, Any]
     read: list[Batch] | None = None
+    waited: float = 0.0
+    consumed: int = 0
 
 
 def plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: int) -> StepPlan:
@@ -46,12 +51,24 @@ def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig, start
     for step in itertools.count(start_step):
         at = training.at(step)
         shape, micro_batches = (at.micro_batch, at.context), at.sequences_per_step // (mesh.layout.data * at.micro_batch)
+        began = time.perf_counter()
         data = next(source) if source is not None else None
+        waited = time.perf_counter() - began
         arrays = data.micro_batches if data is not None else [None] * micro_batches
         batches = [share(a, mesh, shape, at.segments) for a in arrays]
         segments = Segments(at.segments, at.gradient_segments)
         cursors, read = ({}, None) if data is None else (dict(data.cursors), data.micro_batches)
-        yield StepBatches(batches, segments, cursors, read)
+        yield StepBatches(batches, segments, cursors, read, waited, checksum(read or []))
+
+
+def checksum(batches: Sequence[Batch]) -> int:
+    """Of the rows of some batches, tokens, labels and positions, each row at its lane: an int64. Sums over ranks wrap around to
+    the whole step's, however its rows were divided among ranks and micro-batches."""
+    found = 0
+    for batch in batches:
+        rows = torch.from_numpy(np.stack([batch.tokens, batch.labels, batch.pos], axis=1).astype(np.int64))
+        found += sum(part_digest(row[None], (lane, 0, 0)) for row, lane in zip(rows, batch.lanes))
+    return (found + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def reads(mesh: Mesh) -> bool:
@@ -63,6 +80,7 @@ def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int
     """This rank's span of each segment of a batch that a reading rank has, on the device. batch: None on the others; shape: of the
     whole batch."""
     rows, context = shape
+    lanes: tuple[int, ...] | None = None
     if batch is not None:
         lanes = batch.lanes or (-1,) * rows
         packed = np.concatenate([x.ravel().astype(np.int64) for x in (batch.tokens, batch.labels, batch.pos, np.array(lanes))])
@@ -75,4 +93,6 @@ def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int
         dist.broadcast(flat, src=dist.get_global_rank(mesh.lane_group, 0), group=mesh.lane_group)
     spans = flat[: 3 * rows * context].view(3, rows, segments, mesh.layout.sequence, -1)[:, :, :, mesh.sequence_rank]
     tokens, labels, pos = spans.reshape(3, rows, -1)
-    return TokenBatch(tokens, labels, pos.to(torch.int32), tuple(flat[3 * rows * context :].tolist()))
+    if lanes is None:  # reading them back from a GPU waits for it; who has read the batch knows them
+        lanes = tuple(flat[3 * rows * context :].tolist())
+    return TokenBatch(tokens, labels, pos.to(torch.int32), lanes)

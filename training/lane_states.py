@@ -30,7 +30,7 @@ class LaneStates:
         lanes = range(mesh.data_rank, self._count, mesh.layout.data)
         self._rows = {lane: row for row, lane in enumerate(lanes)} if mesh.sequence_rank == 0 else {}
         self._states = {number: zeros(leaves, len(self._rows), mesh.device) for number, leaves in self.leaves.items()}
-        self._before: list[tuple[torch.Tensor, States]] | None = None
+        self._before: dict[tuple[int, ...], tuple[torch.Tensor, States]] | None = None
 
     def read(self, lanes: Sequence[int]) -> States:
         """Copies of what enters the next tokens of these lanes."""
@@ -40,31 +40,36 @@ class LaneStates:
     def write(self, lanes: Sequence[int], states: States) -> None:
         """Keep what left them."""
         rows = self._index(lanes)
-        if self._before is not None:
-            self._before.append((rows, self.read(lanes)))
+        if self._before is not None and tuple(lanes) not in self._before:  # every group of segments writes; the first counts
+            self._before[tuple(lanes)] = rows, self.read(lanes)
         for number, state in self._states.items():
             for name, x in state.items():
                 x[rows] = states[number][name].detach()
 
     def begin(self) -> None:
-        """A step begins: what is written from here on can be taken back, at the memory of the States of its lanes."""
-        self._before = []
+        """A step begins: what is written from here on can be taken back, at the memory of the States of its lanes, once each."""
+        self._before = {}
 
     def take_back(self) -> None:
         """The States are as they were at `begin`."""
-        while self._before:
-            rows, states = self._before.pop()
+        for rows, states in (self._before or {}).values():
             for number, state in self._states.items():
                 for name, x in state.items():
                     x[rows] = states[number][name]
+        self._before = {}
 
     def forget(self) -> None:
         """The lanes written since `begin` carry nothing, as at the beginning."""
-        for rows, _ in self._before or ():
+        for rows, _ in (self._before or {}).values():
             for state in self._states.values():
                 for x in state.values():
                     x[rows] = torch.zeros_like(x[rows])
-        self._before = []
+        self._before = {}
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of what `take_back` would restore."""
+        return sum(x.nbytes for _, states in (self._before or {}).values() for state in states.values() for x in state.values())
 
     @property
     def message(self) -> tuple[Leaf, ...]:

@@ -1,10 +1,11 @@
-"""The ledger in TensorBoard, beside the run's curves: where the time went so far, at every save."""
+"""The ledger in TensorBoard, beside the run's curves: where the time went so far, and on which layout, at every save."""
 
 import contextlib
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from baton.training import ledger
 from baton.training.errors import RunError
 from baton.training.goodput import account
 
@@ -17,13 +18,16 @@ class LedgerBoard:
         self._writer = SummaryWriter(str(folder / "tensorboard" / "ledger"), purge_step=step + 1 if step else 0)
 
     def show(self, step: int) -> None:
-        """Shares of all time since the first submission. A disk that is full costs the picture, not the run."""
+        """The layout, and shares of all time since the first submission. A disk that is full costs the picture, not the run."""
         with contextlib.suppress(OSError, RunError):
             found = account(self._folder)
             self._writer.add_scalar("goodput/of_all_time", found.goodput, step)
             self._writer.add_scalar("goodput/of_time_on_nodes", found.in_job, step)
             for part, seconds in found.seconds.items():
                 self._writer.add_scalar(f"ledger_share/{part}", seconds / found.wall, step)
+            layout = [row["layout"] for row in ledger.read(self._folder) if row["kind"] == "attempt"][-1]
+            for name, size in layout.items():
+                self._writer.add_scalar(f"layout/{name}", size, step)
             self._writer.flush()
 
     def close(self) -> None:

@@ -114,7 +114,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     if training.guard.policy == "rollback" and progress.step == 0:
         saver.save(progress)  # there must be something to go back to
         account.spent("save")
-    progress.ending = stopping.agreed(mesh)
+    progress.ending, _ = stopping.agreed(mesh)
     try:
         while _steps(progress, source, settings, mesh, executor, callbacks, recovery, times):
             saver.finish()
@@ -126,7 +126,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
             account.spent("start-up")
             account.flush()
             account.start(progress.step)  # what was done beyond was in vain
-            progress.ending = stopping.agreed(mesh)
+            progress.ending, _ = stopping.agreed(mesh)
     except RunError:  # all ranks raise it alike; what is being written is of before, and sound
         saver.finish()
         raise
@@ -175,13 +175,13 @@ def _steps(
             waiting.seconds()
             executor.segments = data.segments
             executor.watch_update = bool(every) and (progress.step + 1) % every == 0
-            result = executor.step(data.batches, learning_rates(progress.step, training))
+            result = executor.step(data.batches, learning_rates(progress.step, training), data.consumed)
             bad = result.refused is not None
             if bad and recovery.respond(result, progress.step, progress.cursors, data, stream) == "rollback":
                 account.spent("compute")
                 return True
             progress.advance(training.at(progress.step).global_batch_tokens, data.cursors)
-            progress.ending = stopping.agreed(mesh)
+            progress.ending, progress.waited = stopping.agreed(mesh, data.waited)
             account.spent("compute")
             account.move("compute", "exchange", waiting.seconds())
             due = schedule.due(progress.step, ending=progress.ending)

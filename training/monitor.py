@@ -38,7 +38,9 @@ class Monitor:
         self._behind: set[str] = set()
 
     def train(self, row: dict[str, Any]) -> None:
-        """A step's row: {step, tokens, loss, lr, grad_norm, step_tokens, seconds: {part: s}, memory_bytes}."""
+        """A step's row: {step, tokens, loss, lr, grad_norm, step_tokens, consumed: checksum of its tokens, labels and positions in
+        their lanes (feed.checksum), seconds: {part: s}, data_wait_s (of the rank that waited longest for its batches),
+        memory_bytes}."""
         now = time.perf_counter()
         self._window = [*self._window[-50:], (now, self._window[-1][1] + row["step_tokens"])]
         (then, before), (_, after) = self._window[0], self._window[-1]

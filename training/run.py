@@ -26,13 +26,15 @@ class RunSettings:
 @dataclass
 class Progress:
     """Where the run stands: optimizer steps and tokens done, and the cursor of every lane that this rank reads. validation: loss
-    measured at this very step, if it was. ending: the run was asked to end here, and goes on in another start."""
+    measured at this very step, if it was. ending: the run was asked to end here, and goes on in another start. waited: seconds that
+    the slowest reading rank waited for this step's batches."""
 
     step: int
     tokens: int
     cursors: dict[int, Any]
     validation: float | None = None
     ending: bool = False
+    waited: float = 0.0
 
     def advance(self, tokens: int, cursors: dict[int, Any]) -> None:
         """A step of so many tokens is done."""

@@ -32,11 +32,13 @@ def asked() -> bool:
     return bool(_asked)
 
 
-def agreed(mesh: "Mesh") -> bool:
-    """Whether any rank has been asked; the same answer on all. Every rank calls it, at the same step boundary."""
+def agreed(mesh: "Mesh", waited: float = 0.0) -> tuple[bool, float]:
+    """Whether any rank has been asked, and the longest of what the ranks waited for data (seconds), which travels with it; the same
+    answer on all. Every rank calls it, at the same step boundary."""
     import torch
     import torch.distributed as dist
 
-    flag = torch.tensor(int(asked()), dtype=torch.int32, device=mesh.device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag)
+    both = torch.tensor([float(asked()), waited], dtype=torch.float64, device=mesh.device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    flag, longest = both.tolist()
+    return bool(flag), longest

@@ -29,7 +29,7 @@ def test_units_are_as_large_as_allowed_and_no_larger(sizes, unit_documents, unit
 
 @given(st.lists(SIZES, min_size=1, max_size=4), st.integers(1, 9), st.integers(1, 13), st.integers(0, 2**70))
 def test_lanes_together_read_every_document_once_per_epoch(shards, unit_documents, lanes, seed):
-    units = Units([np.array(sizes) for sizes in shards], unit_documents, 10**6)
+    units = Units([unit_starts(np.array(sizes), unit_documents, 10**6) for sizes in shards], [len(sizes) for sizes in shards])
     order = LaneOrder(units, seed, lanes)
     epochs = 3
     seen = []
@@ -95,4 +95,4 @@ def test_damaged_cursors_are_refused(value):
 
 def test_an_empty_dataset_has_no_order():
     with pytest.raises(DataError, match="no unit"):
-        LaneOrder(Units([], 4, 100), 0, 2)
+        LaneOrder(Units([], []), 0, 2)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from baton.data_pipeline import files
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.prepare import prepare
+from baton.data_pipeline.prepare import PARTS, prepare
 from baton.data_pipeline.sources import Document, Rejected, find_sources, read_piece, split_source
 from baton.data_pipeline.stream import documents
 from baton.data_pipeline.verify import verify
@@ -220,7 +220,7 @@ def test_sigkill_leaves_no_process_and_running_again_finishes(make, tmp_path):
     script.write_text(
         textwrap.dedent(f"""
             import sys
-            from baton.data_pipeline.prepare import prepare
+            from baton.data_pipeline.prepare import PARTS, prepare
 
             def progress(done, total):
                 print(done, flush=True)
@@ -231,7 +231,10 @@ def test_sigkill_leaves_no_process_and_running_again_finishes(make, tmp_path):
         """)
     )
     process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, start_new_session=True)
-    process.stdout.readline()  # at least one part is done
+    process.stdout.readline()  # it is under way; its parts' records come after what is shown
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not any((tmp_path / "out" / PARTS).glob("task-??????.json")):
+        time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()

@@ -100,6 +100,33 @@ def test_sizes_of_what_stays_are_the_arithmetic_of_adam():
     assert float32.compute_copies == 0
 
 
+def test_the_copy_of_a_save_is_in_host_memory_beside_a_gpus_and_in_a_cpus_own(plan):
+    """12 bytes a number of the rank's part; page-locked, what torch's allocator makes of it."""
+    n = 1_372_178_432
+    found = make_plan(load(RUN))
+    assert (found.host, found.memory.saved) == (2 << 30, 0)
+    assert 12 * n // 8 < found.host < 2 * 12 * n // 8
+    assert make_plan(load(RUN, ["layout.zero=0"])).host == 16 << 30
+    cpu = make_plan(load(RUN, ["device=cpu"]))
+    assert cpu.host == cpu.memory.saved == 12 * n // 8
+    stages = make_plan(load(RUN, ["device=cpu", "layout.pipeline=4"]))
+    assert stages.host == max(12 * stage.parameters // 8 for stage in stages.stages)
+    line = r"copy of what a checkpoint holds, page-locked +2\.00 GiB\n"
+    assert re.search(r"host memory per rank\n  " + line, plan(RUN)[1])
+    assert re.search(r"copy of what a checkpoint holds +1\.92 GiB\n", plan(RUN, "device=cpu")[1])
+    values = json.loads(plan(RUN, "--json")[1])
+    assert values["host"] == values["stages"][0]["host"] == 2 << 30
+
+
+def test_lanes_that_a_step_may_give_back_are_counted_once():
+    """The States of a step's lanes beside those of all lanes, whatever segments the step has."""
+    words = ["training.bptt={mode: truncated, segment: 512}", "training.lanes=512"]
+    found, cut = make_plan(load(RUN, words)), make_plan(load(RUN, [*words, "training.bptt.gradient_segments=1"]))
+    training = load(RUN, words).training
+    assert found.memory.before == cut.memory.before == found.memory.lanes * training.sequences_per_step // 512 > 0
+    assert make_plan(load(RUN)).memory.before == 0
+
+
 def test_stages_share_the_model_and_the_first_keeps_most_activations():
     whole = make_plan(load(RUN))
     found = make_plan(load(RUN, ["layout.pipeline=4"]))

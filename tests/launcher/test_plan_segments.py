@@ -57,6 +57,8 @@ def test_segments_keep_what_is_counted(measured, variant, bptt):
     assert_kept(one, seen)
     # six lanes of which a micro-batch reads two
     assert seen["lanes"] == one.memory().lanes == (0 if bptt == "exact" else LANES // 2 * one.states)
+    # a micro-batch of the step's two has run, in up to four groups of segments: its lanes as they were, once
+    assert one.micro_batches * seen["before"] == one.memory().before == (0 if bptt == "exact" else 2 * one.states)
 
 
 @pytest.mark.parametrize("bptt", BPTT)
@@ -79,7 +81,8 @@ def test_segments_over_sequence_ranks_keep_and_send_what_is_counted(measured, va
     first, last = (measured[f"{variant} {bptt} rank {rank}"] for rank in (0, 1))
     assert_kept(one, last)
     assert first["lanes"] == one.memory().lanes
-    assert last["lanes"] == 0
+    assert last["lanes"] == last["before"] == 0
+    assert one.micro_batches * first["before"] == one.memory().before
     sent = {name: exchange.bytes // 2 for name, exchange in exchanges(one).items()}
     assert sent["States: to the next rank"] == first["handed on"]["right"]
     assert sent["cotangents: to the rank before"] == last["handed on"]["left"]

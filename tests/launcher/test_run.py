@@ -86,7 +86,7 @@ def interrupted(inputs, launch, tmp_path_factory) -> Interrupted:
 
 def learned(rows):
     """What a run has learned, without how long it took: (kind, step) and every number that must be the same bits."""
-    keys = ("loss", "grad_norm", "lr", "tokens", "step_tokens", "bits_per_byte", "sample")
+    keys = ("loss", "grad_norm", "lr", "tokens", "step_tokens", "consumed", "bits_per_byte", "sample")
     return [(row["kind"], row["step"], {key: row[key] for key in keys if key in row}) for row in rows]
 
 
@@ -103,6 +103,7 @@ def test_the_undisturbed_record_is_whole(undisturbed):
             assert all(seconds >= 0 for seconds in row["seconds"].values())
             assert row["seconds"]["forward"] > 0
             assert row["seconds"]["backward"] > 0
+            assert row["data_wait_s"] > 0
             assert row["tokens_per_s"] > 0
             assert row["memory_bytes"] > 2**20
 
@@ -210,6 +211,7 @@ def test_tensorboard_is_continuous(undisturbed, interrupted):
         }
         for part in ("data", "forward", "backward", "optimizer"):
             shown[f"time/{part}_s"] = [(row["step"], row["seconds"][part]) for row in train]
+        shown["time/data_wait_share"] = [(row["step"], row["data_wait_s"] / sum(row["seconds"].values())) for row in train]
         assert set(board.Tags()["scalars"]) == set(shown)
         for tag, expected in shown.items():
             assert [(e.step, e.value) for e in board.Scalars(tag)] == [(step, float(np.float32(v))) for step, v in expected], tag

@@ -93,7 +93,7 @@ def train_in_pool(mesh, folder):
 
 def learned(folder):
     """All rows without what depends on the clock."""
-    drop = ("time", "seconds", "tokens_per_s", "memory_bytes")
+    drop = ("time", "seconds", "data_wait_s", "tokens_per_s", "memory_bytes")
     return [{k: v for k, v in row.items() if k not in drop} for row in read_metrics(folder / "metrics.jsonl")]
 
 
@@ -161,13 +161,14 @@ def test_a_killed_run_goes_on_bit_for_bit(undisturbed, pool, tmp_path):
     assert all(torch.equal(ours[key], theirs[key]) and ours[key].isfinite().all() for key in ours)
 
 
-@pytest.mark.parametrize("layout", [{"data": 1}, {"sequence": 2}, {"tensor": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"data": 1}, {"sequence": 2, "pipeline": 2}, {"tensor": 2, "data": 2}], ids=str)
 def test_another_layout_reads_the_same_examples(undisturbed, pool, tmp_path, layout):
     folder = as_if_killed(undisturbed, tmp_path / "run", 2)
     assert set(pool.run(train_in_pool, str(folder), **layout)) == {None}
     assert manifest(folder)["cursors"] == manifest(undisturbed)["cursors"]
     for ours, theirs in zip(learned(folder), learned(undisturbed), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours.get("consumed") == theirs.get("consumed"), "the same rows, to the bit"
         assert ours.get("accuracy") == pytest.approx(theirs.get("accuracy"))
 
 

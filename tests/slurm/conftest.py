@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.jobs import RUN, Job, sandbox
+from support.consumed import due, write_corpus
+from support.jobs import RUN, STEPS, Expected, Job, begin_undisturbed, sandbox
 
 from baton.launcher.cluster import load_cluster
+from baton.launcher.config import load
 
 
 def _why_not() -> str | None:
@@ -54,6 +56,18 @@ def slurm_with_gpus(slurm, tmp_path_factory):
     sandbox("down", SLURM_SANDBOX_DIR=str(folder / "s"))
 
 
+@pytest.fixture
+def slurm_with_accounts(slurm, tmp_path, monkeypatch):
+    """Another SLURM, of two nodes, that keeps accounts in a database. Its environment is this process's for the test."""
+    folder = {"SLURM_SANDBOX_DIR": str(tmp_path / "a")}
+    made = sandbox("up", "2", "2", **folder, SLURM_SANDBOX_ACCT="1", SLURM_SANDBOX_PREFIX="a")
+    assert made.returncode == 0, made.stderr
+    for line in made.stdout.splitlines():
+        monkeypatch.setenv(*line.removeprefix("export ").split("=", 1))
+    yield
+    sandbox("down", **folder)
+
+
 @pytest.fixture(scope="session")
 def shellcheck():
     """The program; installed where it is missing and may be."""
@@ -63,6 +77,21 @@ def shellcheck():
         for words in (["update"], ["install", "-y", "--no-install-recommends", "shellcheck"]):
             subprocess.run(["apt-get", "-q", *words], check=True, capture_output=True, stdin=subprocess.DEVNULL)
     return "shellcheck"
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """The documents that runs are trained on."""
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def expected(corpus, tmp_path_factory):
+    """What the small run comes to. It is trained in peace beside the first test, once for all tests."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = folder / "run.yaml"
+    run.write_text(yaml.safe_dump(RUN | {"name": "undisturbed", "data": corpus.data}))
+    return Expected(begin_undisturbed(folder / "run", run), due(corpus, load(run, []), STEPS))
 
 
 @pytest.fixture
@@ -80,7 +109,7 @@ def cluster_file(tmp_path):
 
 
 @pytest.fixture
-def submit(slurm, tmp_path, cluster_file):
+def submit(slurm, corpus, tmp_path, cluster_file):
     """A function: submit the small run with key=value words, and changes in the cluster file; a Job. What is left is ended."""
     started: list[Job] = []
     subprocess.run(["scancel", "--me"], check=True)
@@ -89,7 +118,7 @@ def submit(slurm, tmp_path, cluster_file):
 
     def start(*words, nodes=None, name="run", **changes) -> Job:
         run = tmp_path / "run.yaml"
-        run.write_text(yaml.safe_dump(RUN | {"name": name}))
+        run.write_text(yaml.safe_dump(RUN | {"name": name, "data": corpus.data}))
         started.append(Job(tmp_path / "runs" / name, tmp_path))
         started[-1].submit(run, cluster_file(**changes), *words, nodes=nodes)
         return started[-1]

@@ -1,24 +1,14 @@
-"""Runs on a real SLURM: what happens to jobs and nodes happens here, and what is learned is the same to the last bit."""
+"""Runs on a real SLURM: what happens to jobs and nodes happens here, and what is learned is the same to the last bit,
+from the same documents."""
 
 import json
 import os
 import signal
 import subprocess
 
-import pytest
-import yaml
-from support.jobs import RUN, STEPS, sandbox, undisturbed
+from support.jobs import STEPS, sandbox
 
 from baton.slurm.exits import Exit
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory):
-    """(step, loss, gradient norm) of the run that nothing happens to, on two nodes' worth of ranks."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run = folder / "run.yaml"
-    run.write_text(yaml.safe_dump(RUN | {"name": "undisturbed"}))
-    return undisturbed(folder / "run", run).losses()
 
 
 def test_a_warned_run_saves_requeues_and_finishes_with_the_same_bits(submit, expected):
@@ -30,7 +20,7 @@ def test_a_warned_run_saves_requeues_and_finishes_with_the_same_bits(submit, exp
     first, *_ = job.rows("end")
     assert (first["status"], first["step"] in job.checkpoints()) == (Exit.STOPPED, True), "what was done is saved"
     assert job.wait() == Exit.DONE
-    assert job.losses() == expected
+    expected.check(job)
     assert [row["job"] for row in job.rows("attempt")] == [number, number], "the same job, requeued"
     assert job.rows("start")[1]["step"] == first["step"], "no step is done twice"
     assert [row["bad"] for row in job.rows("preflight")] == [{}, {}]
@@ -64,7 +54,7 @@ def test_a_dead_node_and_a_hung_rank_are_found_named_and_survived(submit, expect
     assert [row["node"] for row in job.rows("excluded")] == ["n2", node]
     assert not {"n2", node} & set(job.rows("attempt")[2]["nodes"])
     assert job.wait() == Exit.DONE
-    assert job.losses() == expected
+    expected.check(job)
     assert STEPS in job.checkpoints()
     assert json.loads((job.folder / "attempts" / "0002" / "ending").read_text())["suspects"] == [node]
     assert os.path.realpath(job.folder / "attempts" / "latest").endswith("0003")

@@ -51,6 +51,13 @@ def test_what_needs_no_slurm_is_refused_without_one(submit_it, monkeypatch):
         submit_it("layout.data=3", "training.global_batch_tokens=192")
     )
     assert "which SLURM reads in its own way" in refused(submit_it("directory=runs/50%"))
+    container = {"image": "/images/baton.sqsh"}
+    assert "slurm.container is set, and slurm.python is not: name the Python in /images/baton.sqsh" in refused(
+        submit_it(container=container)
+    )
+    assert "slurm.container.runtime='docker': Input should be 'pyxis' or 'apptainer'" in refused(
+        submit_it(container=container | {"runtime": "docker"})
+    )
     values = load_cluster("sandbox").model_dump(mode="json") | {"slurm": None}
     assert "the cluster sandbox has no section slurm: it is only planned for" in refused(submit_it(values=values))
     values = load_cluster("sandbox").model_dump(mode="json") | {"memory_gib": 0.5001}
@@ -75,6 +82,10 @@ def test_what_this_slurm_has_not_is_refused(slurm, submit_it):
     assert "is on a file system of type ext4, which other nodes do not see" in refused(submit_it(local_files=False)).replace(
         f"type {file_system(Path.cwd())}", "type ext4"
     )
+    assert "/dev/shm/runs/x is on a file system of type tmpfs, which other nodes do not see; use a shared one" in refused(
+        submit_it("directory=/dev/shm/runs/x", local_files=False)
+    )
+    assert not Path("/dev/shm/runs").exists()
     assert not subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout
 
 
@@ -91,6 +102,15 @@ def test_an_account_that_does_not_exist_is_refused(tmp_path, slurm, submit_it, m
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin:/usr/sbin:/sbin")
     assert "slurm.account=bio: root has no such account; yours: lm, vision" in refused(submit_it(account="bio"))
+
+
+@pytest.mark.long_slurm
+def test_accounts_of_a_real_database(slurm_with_accounts, submit_it):
+    for words in (["account", "lm", "Description=lm", "Organization=lm"], ["user", "root", "account=lm"]):
+        subprocess.run(["sacctmgr", "-i", "add", *words], check=True, capture_output=True)
+    assert "slurm.account=bio: root has no such account; yours: lm" in refused(submit_it(account="bio"))
+    # one that is there is no reason to refuse: what is named is what comes after it
+    assert "sbatch failed: " in refused(submit_it(account="lm", options=["--gres=gpu:9"]))
 
 
 def test_a_run_directory_that_is_not_shared_is_found_before_any_rank_starts(submit):

@@ -44,9 +44,15 @@ def _rank(attempt: str, rank: int, listener: socket.socket) -> None:
 def serve(connection) -> None:
     """The process that has paid: for each attempt two ranks, whose pids it sends, and then their statuses."""
     import torch
+    import torch._dynamo
 
-    import baton.parallel.mesh
+    import baton.launcher.worker
+    import baton.models.mixers.mamba
     import baton.training.loop  # noqa: F401 (this is what is paid for)
+    from baton.parallel import compat
+
+    compat.install(torch.device("cpu"))
+    import deepspeed  # noqa: F401
 
     torch.set_num_threads(1)
     while (attempt := connection.recv()) is not None:

@@ -1,11 +1,13 @@
 """Runs on a real SLURM, watched from outside: through its commands and the run's files."""
 
+import atexit
 import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -13,6 +15,7 @@ import psutil
 from baton.launcher.run_directory import last_step
 from baton.training import ledger
 from baton.training.monitor import read_metrics
+from support.consumed import consumed
 from support.runs import BATON, published, wait_until
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "slurm-sandbox"
@@ -35,7 +38,7 @@ RUN = {
         "optimizer": {"lr": 1e-2},
         "schedule": {"kind": "cosine", "warmup_steps": 4, "final_lr": 1e-3},
         "checkpoint": {"every": 10, "keep_last": 3},
-        "evaluation": {"every": 50, "tokens": 600},
+        "evaluation": {"every": 50, "tokens": 600, "sample_tokens": 0},
     },
     "jobs": {"hang_s": 8, "startup_s": 120, "lost_node_s": 6},
 }
@@ -148,13 +151,43 @@ class Job:
                 os.kill(process.pid, signal.SIGKILL)
 
 
-def undisturbed(folder: Path, run: Path, *words: str) -> "Job":
+def undisturbed(folder: Path, run: Path, *words: str) -> Job:
     """The same run on this machine, from its first step to its last in one go."""
-    done = subprocess.run(
-        [*BATON, "train", str(run), *words, f"directory={folder}"], cwd=run.parent, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
-    return Job(folder, run.parent)
+    return begin_undisturbed(folder, run, *words)()
+
+
+def begin_undisturbed(folder: Path, run: Path, *words: str) -> Callable[[], Job]:
+    """The same, beside what is done until its result is asked for by calling what this returns."""
+    command = [*BATON, "train", str(run), *words, f"directory={folder}"]
+    said = folder.with_name(f"{folder.name}.said")
+    with said.open("w") as out:
+        process = subprocess.Popen(command, cwd=run.parent, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+    atexit.register(process.kill)  # it may never be asked for
+
+    def end() -> Job:
+        assert process.wait(280) == 0, said.read_text()[-3000:]
+        return Job(folder, run.parent)
+
+    return end
+
+
+class Expected:
+    """What a run must have come to, whatever befell it: the losses of `calm`, which nothing happened to, and `due`, what its steps
+    must have consumed (support.consumed), worked out without a run."""
+
+    def __init__(self, calm: Callable[[], Job], due: list[str]) -> None:
+        self._calm, self._due = calm, due
+
+    def check(self, job: Job, *, steps: int = STEPS, rel: float | None = None) -> None:
+        """steps: as many should be finished. rel: how far losses may be from those of the undisturbed run, where the layout
+        changed; None: the same bits. Every finished step is in the record once, and has consumed exactly what it should."""
+        found, calm = job.losses(), self._calm().losses()[:steps]
+        assert [step for step, _, _ in found] == list(range(1, steps + 1))
+        if rel is None:
+            assert found == calm
+        for (step, loss, _), (_, other, _) in zip(found, calm, strict=True):
+            assert abs(loss - other) <= (rel or 0.0) * abs(other), f"step {step}"
+        assert consumed(job.folder) == self._due[:steps]
 
 
 assert sys.platform == "linux", "SLURM's nodes are Linux namespaces"

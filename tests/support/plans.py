@@ -295,7 +295,7 @@ def measure():
 
     def passes_of(variant, bptt, rank=0, recompute=False, **layout):
         """Of a micro-batch on a rank: bytes that live after the first group's surveys, and at most after the first passes forwards;
-        bytes of its lanes; what its links and its collectives were given in all."""
+        bytes of its lanes, and of what these carried before; what its links and its collectives were given in all."""
         run = run_of(variant, context=CUT_CONTEXT, bptt=bptt, recompute=recompute, **layout)
         training, mesh = run.training, meshes.initialize(run.layout, device=torch.device("cpu"), rank=rank, store=None)
         model = build_model(run.model, training, mesh.device, mesh)
@@ -309,19 +309,28 @@ def measure():
         counted = [whole.tokens, whole.labels, whole.pos, *carried, *(x for p in model.parameters() for x in (p, p.grad))]
         known = {x.untyped_storage()._cdata for x in counted}
         found = {"survey": 0, "forward": 0}
+
+        def taken_back():
+            """Storages of what lanes carried before; they are counted for themselves."""
+            before = () if lanes is None else lanes._before.values()
+            return {x.untyped_storage()._cdata for _, states in before for state in states.values() for x in state.values()}
+
+        if lanes is not None:
+            lanes.begin()
         with Sent() as sent, Living() as living:
             passes = Passes(model, [read], 1.0, Segments(training.segments, together), lanes)
             for n, operation in enumerate(schedule(mesh.pipeline_rank, run.layout.pipeline, 1, training.segments, together)):
                 passes.do(operation)
                 # the last survey, and the two that run forwards after it
                 if together - 2 <= n <= together + 1 and operation.kind != "backward":
-                    found[operation.kind] = max(found[operation.kind], living.nbytes(known))
+                    found[operation.kind] = max(found[operation.kind], living.nbytes(known | taken_back()))
             passes.finish()
         found["sent"], found["handed on"] = sent.bytes, Counter()
         for (what, name), n in model.link.counted.items():
             if "bytes" in what:
                 found["handed on"]["around" if name == "all recurrences" else what.removesuffix(" bytes")] += n
         found["lanes"] = sum(x.nbytes for x in carried)
+        found["before"] = 0 if lanes is None else lanes.kept_bytes
         meshes.shutdown()
         return found
 

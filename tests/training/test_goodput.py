@@ -29,7 +29,7 @@ HISTORY = [
     ("end", 200.0, {"attempt": 1, "status": 76}),
     ("excluded", 200.0, {"node": "n1"}),
     ("submitted", 201.0, {"by": "job"}),
-    ("attempt", 231.0, {"attempt": 2, "layout": {}}),
+    ("attempt", 231.0, {"attempt": 2, "layout": {"data": 4, "tensor": 2}}),
     ("start", 233.0, {"attempt": 2, "step": 10}),
     ("spans", 253.0, {"attempt": 2, "since": 233.0, "step": 20, "seconds": {"start-up": 6.0, "compute": 12.0, "exchange": 2.0}}),
     ("end", 254.0, {"attempt": 2, "status": 0}),
@@ -144,4 +144,5 @@ def test_tensorboard_shows_the_account_at_every_save(tmp_path):
     assert [e.step for e in shown] == [10, 20]
     assert shown[1].value == pytest.approx(expected.goodput)
     assert found.Scalars("ledger_share/queue")[0].value == pytest.approx(expected.seconds["queue"] / expected.wall)
-    assert {tag.split("/")[0] for tag in found.Tags()["scalars"]} == {"goodput", "ledger_share"}
+    assert {tag.split("/")[0] for tag in found.Tags()["scalars"]} == {"goodput", "ledger_share", "layout"}
+    assert [found.Scalars(f"layout/{name}")[1].value for name in ("data", "tensor")] == [4, 2]

@@ -1,0 +1,67 @@
+"""What a run reads, checked before any folder is made or process started. Torch-free.
+
+The one thing to know: whether a text has as many tokens as a batch is not known from its size; where it is in doubt, it is
+tokenized until there are enough.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.data_pipeline.batches import check_tokenizer
+from baton.data_pipeline.config import ShardsConfig
+from baton.data_pipeline.dataset import Dataset
+from baton.data_pipeline.pieces import id_pieces
+from baton.data_pipeline.source import open_datasets
+from baton.data_pipeline.tokenizer import Tokenizer
+from baton.launcher.config import RunConfig
+from baton.launcher.errors import ConfigError
+from baton.training.config import with_vocabulary
+
+BYTES_PER_TOKEN = 16
+"""More than a tokenizer makes of a whole corpus: one that has as many bytes for every token of a batch is not looked at."""
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Refuse data that is missing or does not fit. Raises ConfigError or DataError with one line."""
+    if not isinstance(config.data, ShardsConfig):
+        return  # a synthetic task has no files; its settings are checked with all others
+    path = config.data.tokenizer
+    if not Path(path).is_file():
+        raise ConfigError(f"data.tokenizer={path}: no such file; train one with `baton tokenizer train`")
+    tokenizer = Tokenizer(path)
+    config.model_copy(update={"model": with_vocabulary(config.model, tokenizer.vocab_size, path)}).check()
+    datasets = open_datasets(config.data)
+    for place, dataset in zip(config.data.places.values(), datasets.values(), strict=True):
+        check_tokenizer(dataset, tokenizer)
+        dataset.require("train")
+        if config.training.evaluation.every and "validation" not in dataset.splits:
+            raise ConfigError(
+                f"the dataset {place} has no documents in its split 'validation'; prepare it with a larger "
+                f"validation fraction, or set training.evaluation.every=0"
+            )
+    wanted = config.training.global_batch_tokens
+    found = _tokens(list(datasets.values()), tokenizer, wanted)
+    if found < wanted:
+        raise ConfigError(
+            f"the training documents of {', '.join(config.data.places.values())} have {found:,} tokens, fewer than one batch "
+            f"(training.global_batch_tokens={wanted:,}); prepare more, or lower that"
+        )
+
+
+def _tokens(datasets: Sequence[Dataset], tokenizer: Tokenizer, wanted: int) -> int:
+    """Tokens of the training documents with their marks, counted up to `wanted` or a little more."""
+    found = 0
+    for dataset in datasets:
+        shards = dataset.require("train")
+        if all(shard.tokens is not None for shard in shards):
+            found += sum((shard.tokens or 0) + shard.documents for shard in shards)
+        elif sum(shard.text_bytes for shard in shards) >= BYTES_PER_TOKEN * wanted:
+            return wanted
+    for dataset in datasets if found < wanted else ():
+        if dataset.content != "text":
+            continue
+        for shard, sample, payload in dataset.samples_short("train"):
+            found += 1 + sum(map(len, id_pieces(dataset, tokenizer, shard, sample, payload)))
+            if found >= wanted:
+                return found
+    return found
