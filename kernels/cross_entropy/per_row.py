@@ -10,10 +10,10 @@ from baton.kernels.rows import LOG2_E
 
 
 @triton.jit
-def sums_kernel(logits, labels, largest, total, own, first, row, V: tl.constexpr, BV: tl.constexpr):
-    """See `op.Partial`. row: numbers between rows."""
+def sums_kernel(logits, labels, largest, total, own, first_column, row, V: tl.constexpr, BV: tl.constexpr):
+    """See `op.Partial`. first_column: the first that is here; row: numbers between rows."""
     n = tl.program_id(0).to(tl.int64)
-    label = tl.load(labels + n) - first
+    label = tl.load(labels + n) - first_column
     # a lane's own largest and sum; put together once
     most, sums = tl.full([BV], float("-inf"), tl.float32), tl.zeros([BV], tl.float32)
     for v0 in range(0, V, BV):
@@ -31,12 +31,12 @@ def sums_kernel(logits, labels, largest, total, own, first, row, V: tl.constexpr
 
 
 @triton.jit
-def gradient_kernel(logits, labels, largest, total, first, row, V: tl.constexpr, BV: tl.constexpr):
+def gradient_kernel(logits, labels, largest, total, first_column, row, V: tl.constexpr, BV: tl.constexpr):
     """See `op.gradient`."""
     n = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BV + tl.arange(0, BV)
     label = tl.load(labels + n)
     x = tl.load(logits + n * row + v, mask=v < V, other=0.0).to(tl.float32)
     share = tl.exp2((x - tl.load(largest + n)) * LOG2_E) / tl.load(total + n)
-    share = tl.where(label < 0, 0.0, share - tl.where(v == label - first, 1.0, 0.0))
+    share = tl.where(label < 0, 0.0, share - tl.where(v == label - first_column, 1.0, 0.0))
     tl.store(logits + n * row + v, share.to(logits.dtype.element_ty), mask=v < V)

@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-_COLUMNS = 4096  # of a step
+COLUMNS = 4096  # of a step
 
 
 def in_triton(logits: Tensor) -> bool:
@@ -13,7 +13,7 @@ def in_triton(logits: Tensor) -> bool:
     return logits.is_cuda and logits.dtype != torch.float64
 
 
-def partial_sums_triton(logits: Tensor, labels: Tensor, first: int, columns: int = _COLUMNS) -> tuple[Tensor, Tensor, Tensor]:
+def partial_sums_triton(logits: Tensor, labels: Tensor, first: int, columns: int = COLUMNS) -> tuple[Tensor, Tensor, Tensor]:
     """As `op.partial_sums`. columns: of a step, a power of two."""
     largest, total, own = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     _kernels().sums_kernel[(len(logits),)](
@@ -23,7 +23,7 @@ def partial_sums_triton(logits: Tensor, labels: Tensor, first: int, columns: int
 
 
 def gradient_triton(
-    logits: Tensor, labels: Tensor, first: int, largest: Tensor, total: Tensor, columns: int = _COLUMNS
+    logits: Tensor, labels: Tensor, first: int, largest: Tensor, total: Tensor, columns: int = COLUMNS
 ) -> Tensor:  # fmt: skip
     """As `op.gradient`. columns: of a program, a power of two."""
     _kernels().gradient_kernel[(len(logits), -(-logits.shape[1] // columns))](

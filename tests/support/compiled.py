@@ -33,7 +33,7 @@ ACTIVATIONS = {
     "query",
     "parts",
 }
-COUNTS = {"T", "chunks", "piece", "pieces", "memories", "rows"}
+COUNTS = {"T", "chunks", "piece", "pieces", "memories", "rows", "row", "first_column"}
 SIZES = {"T", "N", "piece", "span", "size", "pieces", "into_row", "query_row"}
 
 
@@ -61,6 +61,7 @@ def kernels(arch):
     yield from _lattice_kernels()
     yield from _eidetic_kernels(arch)
     yield from _norm_kernels()
+    yield from _loss_kernels()
 
 
 def _matrix_kernels(arch):
@@ -191,6 +192,16 @@ def _norm_kernels():
         warps, float32 = sizes.pop("num_warps"), dict.fromkeys(("x", "weight", "scale", "dx", "dweight"), "fp32")
         yield f"{name} forward", per_row.forward_kernel, sizes, warps, float32
         yield f"{name} backward", per_row.backward_kernel, {**sizes, "BLOCKS": 32}, warps, float32
+
+
+def _loss_kernels():
+    """With a vocabulary of the usual size."""
+    from baton.kernels.cross_entropy import per_row
+    from baton.kernels.cross_entropy.triton import COLUMNS
+
+    types = {"logits": "bf16", "labels": "i64", **dict.fromkeys(("largest", "total", "own"), "fp32")}
+    yield "loss, sums", per_row.sums_kernel, {"V": 50280, "BV": COLUMNS}, 8, types
+    yield "loss, gradient", per_row.gradient_kernel, {"V": 50280, "BV": COLUMNS}, 8, types
 
 
 def _kernels(arch):
