@@ -41,3 +41,21 @@ def test_two_parts_of_the_columns_are_torchs_whole(form, dtype):
     assert all(x is y and x.dtype == dtype for x, y in zip(parts, slopes, strict=True)), "in the logits' place"
     limit = 1e-6 if dtype == torch.float32 else 3e-3
     assert relative_error(torch.cat(slopes, 1).cpu().double(), leaf.grad) <= limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_tiles_of_runs(dtype):
+    """A vocabulary of the usual size."""
+    logits, labels = 5 * torch.randn(300, 50280, generator=seeded(0)), torch.randint(-1, 50280, (300,), generator=seeded(1))
+    logits = logits.to(dtype)
+    leaf = logits.double().requires_grad_()
+    expected = F.cross_entropy(leaf, labels, ignore_index=-1, reduction="sum")
+    expected.backward()
+    assert leaf.grad is not None
+    logits, labels = logits.to(DEVICE), labels.to(DEVICE)
+    largest, total, own = partial_sums(logits, labels, 0)
+    of_rows = (total.log() + largest - own).masked_fill(labels < 0, 0.0)
+    assert relative_error(of_rows.sum().double().cpu(), expected.detach()) <= 1e-6
+    found = gradient(logits, labels, 0, largest, total).cpu().double()
+    assert relative_error(found, leaf.grad) <= (1e-6 if dtype == torch.float32 else 3e-3)

@@ -38,6 +38,21 @@ def test_it_is_torchs(shape, dtype, out):
         assert relative_error(have.double().cpu(), want) <= max(LIMITS[dtype] if name != "y" else 0, LIMITS[out]), name
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("out", LIMITS, ids=str)
+def test_the_sizes_of_runs(out):
+    """More rows than programs, a residual stream's width; twice the same bits."""
+    x, weight, dy = (torch.randn(*shape, generator=seeded(n)) for n, shape in enumerate([(3000, 2048), (2048,), (3000, 2048)]))
+    dy, found = dy.to(out), []
+    for place, cast in (("cpu", torch.float64), (DEVICE, None), (DEVICE, None)):
+        own, w = (t.to(place, cast or t.dtype).requires_grad_() for t in (x, weight))
+        y = rms_norm(own, w, EPS, dtype=cast or out)
+        found.append([t.cpu() for t in (y.detach(), *torch.autograd.grad(y, (own, w), dy.to(place, y.dtype)))])
+    for want, have, again in zip(*found, strict=True):
+        assert relative_error(have.double(), want) <= LIMITS[out]
+        assert torch.equal(have, again)
+
+
 def test_what_does_not_fit_is_refused():
     with pytest.raises(KernelError, match=r"rms_norm: weight has shape \(4,\), expected \(width,\) = \(5,\)"):
         rms_norm(torch.ones(2, 5), torch.ones(4), EPS)
