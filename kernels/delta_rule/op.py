@@ -8,7 +8,9 @@ grow, so whoever calls this normalises them.
 from torch import Tensor
 
 from baton.kernels.delta_rule.chunked import delta_rule_chunked
+from baton.kernels.delta_rule.triton import delta_rule_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.gated_linear_attention.triton import in_triton
 
 _KERNEL = "delta_rule"
 
@@ -79,4 +81,5 @@ def delta_rule(
         expect_positions(_KERNEL, pos, batch, length, device)
     if scale is None:
         scale = d_key**-0.5
-    return delta_rule_chunked(q, k, v, beta, g, scale=scale, pos=pos, initial_state=initial_state)
+    implementation = delta_rule_triton if in_triton(q, dtype) else delta_rule_chunked
+    return implementation(q, k, v, beta, g, scale=scale, pos=pos, initial_state=initial_state)

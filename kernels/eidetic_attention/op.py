@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked, leave
+from baton.kernels.eidetic_attention.triton import eidetic_attention_triton, in_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.protocol import Inputs, Leaf, State
 
@@ -62,7 +63,8 @@ def eidetic_attention(
         KernelError: an argument of another shape, dtype or device than stated, by name; impossible sizes; T = 0.
     """
     inputs, options, state = _checked((q, k, v, fading_k, fading_v, score), window, n_fading, n_eidetic, sliding, pos, state, scale)
-    return eidetic_attention_chunked(inputs, options, pos=pos, state=state)
+    implementation = eidetic_attention_triton if in_triton(q, inputs[-1].dtype) else eidetic_attention_chunked
+    return implementation(inputs, options, pos=pos, state=state)
 
 
 def leaving_state(

@@ -11,6 +11,7 @@ from torch import Tensor
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.gated_linear_attention.chunked import gla_chunked
 from baton.kernels.gated_linear_attention.reference import Gate
+from baton.kernels.gated_linear_attention.triton import gla_triton, in_triton
 
 _KERNEL = "gated_linear_attention"
 
@@ -79,7 +80,8 @@ def gated_linear_attention(
         expect_dtype(_KERNEL, "initial_state", initial_state, (dtype,))
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
-    return gla_chunked(q, k, v, g, gate=gate, scale=scale, pos=pos, initial_state=initial_state)
+    implementation = gla_triton if in_triton(q, dtype) else gla_chunked
+    return implementation(q, k, v, g, gate=gate, scale=scale, pos=pos, initial_state=initial_state)
 
 
 def expect_attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, *, shared: bool) -> None:

@@ -10,6 +10,7 @@ from baton.kernels.examples import extreme_log_gates, randn
 from baton.kernels.gated_linear_attention.chunked import gla_state
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate, along_state, gla_reference
+from baton.kernels.gated_linear_attention.triton import gla_effect, in_triton
 from baton.kernels.in_chunks import compute_dtype
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
 
@@ -66,7 +67,8 @@ class GatedLinearAttention(LinearRecurrence):
         """States only: this much less than a run is what can be sent before any output exists."""
         transition = self.transition(inputs, pos)
         _, k, v, *gates = inputs
-        S = gla_state(k, v, gates[0] if gates else None, gate=self.gate, pos=pos)
+        implementation = gla_effect if in_triton(k, compute_dtype(*inputs)) else gla_state
+        S = implementation(k, v, gates[0] if gates else None, gate=self.gate, pos=pos)
         return transition, self.effect(transition, {"S": S})
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:

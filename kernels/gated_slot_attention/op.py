@@ -10,8 +10,10 @@ from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.gated_linear_attention.op import expect_attention
+from baton.kernels.gated_linear_attention.triton import in_triton
 from baton.kernels.gated_slot_attention.chunked import gsa_chunked
 from baton.kernels.gated_slot_attention.reference import Link
+from baton.kernels.gated_slot_attention.triton import gsa_triton
 from baton.kernels.protocol import State
 
 _KERNEL = "gated_slot_attention"
@@ -78,4 +80,5 @@ def gated_slot_attention(
             expect_dtype(_KERNEL, f"initial_state {name}", leaf, (dtype,))
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
-    return gsa_chunked(q, k, v, log_alpha, scale=scale, link=link, pos=pos, initial_state=initial_state)
+    implementation = gsa_triton if in_triton(q, dtype) else gsa_chunked
+    return implementation(q, k, v, log_alpha, scale=scale, link=link, pos=pos, initial_state=initial_state)

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from baton.kernels.examples import extreme_log_gates, randn
+from baton.kernels.gated_linear_attention.triton import in_triton
 from baton.kernels.gated_slot_attention.chunked import gsa_state
 from baton.kernels.gated_slot_attention.op import gated_slot_attention
 from baton.kernels.gated_slot_attention.reference import Link, gsa_reference
+from baton.kernels.gated_slot_attention.triton import gsa_effect
 from baton.kernels.in_chunks import compute_dtype
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
 
@@ -57,7 +59,8 @@ class GatedSlotAttention(LinearRecurrence):
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
         """States only: this much less than a run is what can be sent before any output exists."""
         transition = self.transition(inputs, pos)
-        return transition, self.effect(transition, gsa_state(*inputs[1:], pos=pos))
+        implementation = gsa_effect if in_triton(inputs[0], compute_dtype(*inputs)) else gsa_state
+        return transition, self.effect(transition, implementation(*inputs[1:], pos=pos))
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         heads, d_key, slots, d_value = (3, 17, 11, 35) if wide else (2, 5, 4, 3)

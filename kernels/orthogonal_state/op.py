@@ -10,8 +10,9 @@ from typing import get_args
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
-from baton.kernels.orthogonal_state.chunked import orthogonal_state_chunked
+from baton.kernels.orthogonal_state.chunked import Options, entering, orthogonal_state_chunked, within_limits
 from baton.kernels.orthogonal_state.rule import Rule, Variant, norms
+from baton.kernels.orthogonal_state.triton import in_triton, orthogonal_state_triton
 
 _KERNEL = "orthogonal_state"
 
@@ -103,9 +104,15 @@ def orthogonal_state(
         if initial_state is not None and project:
             seen = initial_state if pos is None else initial_state[pos[:, 0] != 0]
             _expect_slots("initial_state", seen)
-    return orthogonal_state_chunked(
-        q, k, v, gamma, S0, mu=mu, tau=tau, rule=Rule(variant, project), pos=pos, initial_state=initial_state
-    )
+    rule = Rule(variant, project)
+    if in_triton(q, compute_dtype, rule, tau):
+        options = Options(rule, mu is not None, False)
+        inputs = within_limits(options, (q, k, v, gamma, *(() if mu is None else (mu,)), S0))
+        S = entering(options, inputs, pos, initial_state)
+        return orthogonal_state_triton(
+            q, k, v, gamma, inputs[-1], mu=None if mu is None else inputs[4], variant=variant, pos=pos, S=S
+        )
+    return orthogonal_state_chunked(q, k, v, gamma, S0, mu=mu, tau=tau, rule=rule, pos=pos, initial_state=initial_state)
 
 
 def _expect_slots(name: str, S: Tensor) -> None:

@@ -13,15 +13,16 @@ from baton.kernels.orthogonal_state.chunked import Options, Prepared, advance, c
 from baton.kernels.orthogonal_state.op import orthogonal_state
 from baton.kernels.orthogonal_state.reference import orthogonal_state_reference
 from baton.kernels.orthogonal_state.rule import Rule, Variant
+from baton.kernels.orthogonal_state.triton import in_triton, orthogonal_state_triton
 from baton.kernels.protocol import Inputs, Leaf, SequentialRecurrence, State, check
 
 
 class Context(NamedTuple):
-    """A piece of a sequence, waiting for its state."""
+    """A piece of a sequence, waiting for its state. chunks: None if the kernels for a GPU run it, which prepare nothing."""
 
     inputs: Inputs
     pos: Tensor | None
-    chunks: list[Prepared]
+    chunks: list[Prepared] | None
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class OrthogonalState(SequentialRecurrence):
         chunks = []
         with torch.autocast(inputs[0].device.type, enabled=False):
             limited = within_limits(self.options, inputs)
+            if self._in_triton(inputs):
+                return Context(limited, pos, None)
             for begin in range(0, length, step):
                 piece = (*(x[:, begin : begin + step] for x in limited[:along]), *limited[along:])
                 chunks.append(prepare(self.options, piece, None if pos is None else pos[:, begin : begin + step]))
@@ -90,10 +93,20 @@ class OrthogonalState(SequentialRecurrence):
         ys = []
         with torch.autocast(context.inputs[0].device.type, enabled=False):
             S = entering(self.options, context.inputs, context.pos, state["S"])
+            if context.chunks is None:
+                q, k, v, gamma, *mu, S0 = context.inputs
+                y, S = orthogonal_state_triton(
+                    q, k, v, gamma, S0, mu=mu[0] if mu else None, variant=self.variant, pos=context.pos, S=S
+                )
+                return y, {"S": S}
             for chunk in context.chunks:
                 y, S = advance(self.options, chunk, S)
                 ys.append(y)
         return torch.cat(ys, dim=1).to(context.inputs[0].dtype), {"S": S}
+
+    def _in_triton(self, inputs: Inputs) -> bool:
+        tau = inputs[4 + self.forget] if self.sparse else None
+        return in_triton(inputs[0], compute_dtype(*inputs), self.options.rule, tau)
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         heads, d, m = (5, 33, 17) if wide else (3, 5, 3)

@@ -80,6 +80,8 @@ class BMojoConfig(HeadsConfig):
                 Kept("k and v", 2 * kv_width, "compute"),
                 Kept("fading k and v", 2 * kv_width, "compute"),
                 Kept("scores", 1, "float32", split=False),
+                Kept("sums of weights", heads, "float32", inside="kernel"),
+                Kept("memories", 2 * kv_width * (self.eidetic + self.n_fading) // self.window, "compute", inside="kernel"),
                 Kept("out_proj input", width, "compute"),
             ),
             carriers=(
@@ -92,7 +94,7 @@ class BMojoConfig(HeadsConfig):
                     (StateLeaf("y", (self.predictor, d_model), "compute", tp=None, grad=False),),
                     chunk=0,
                 ),
-                Carrier("eidetic_attention", self._attention_leaves(kv_heads), chunk=min(EIDETIC_BLOCK, self.window)),
+                Carrier("eidetic_attention", self._attention_leaves(kv_heads), chunk=min(EIDETIC_BLOCK, self.window), remade=True),
             ),
             reductions=(
                 # every rank reads the state space's output whole

@@ -95,6 +95,7 @@ class DeltaRuleConfig(MixerConfig):
                     "delta_rule",
                     (StateLeaf("S", (heads, self.d_key, self.d_value), "float32", tp=0),),
                     chunk=chunk,
+                    remade=True,
                     transition=((heads, self.d_key, self.d_key),),
                 ),
             ),

@@ -18,6 +18,7 @@ Dtype = Literal["compute", "float32", "int64", "bool"]
 LINEAR_ATTENTION_CHUNK = 64
 DELTA_RULE_CHUNK = 64
 LATTICE_STEPS_CHUNK, LATTICE_SPAN_CHUNK = 32, 16
+LATTICE_BORDER = 32  # of the kernels on a GPU, which run what is projected and has no thresholds
 WINDOW_BLOCK = 64
 EIDETIC_BLOCK = 128
 SCAN_CHUNKS = (16, 32)
@@ -148,15 +149,18 @@ class StateLeaf:
 class Carrier:
     """A recurrence in the sub-block: what it carries, and how often it keeps that on the way.
 
-    chunk: tokens between the States that are kept for backward; 0: none is kept; None: one, where the piece begins. elements: a
-    diagonal scan's d_inner x d_state, from which its chunk follows. messages: how often the State travels to the next rank of a
-    sequence. transition: of a linear recurrence, the shape of what a span of tokens multiplies each leaf by, split as the leaf is;
-    (): it is not linear.
+    chunk: tokens between the States that are kept for backward; 0: none is kept; None: one, where the piece begins. remade: whether
+    a GPU's kernels keep the first alone and make the others again. border: their chunk, where it is another. elements: a diagonal
+    scan's d_inner x d_state, from which its chunk follows. messages: how often the State travels to the next rank of a sequence.
+    transition: of a linear recurrence, the shape of what a span of tokens multiplies each leaf by, split as the leaf is; (): it is
+    not linear.
     """
 
     name: str
     leaves: tuple[StateLeaf, ...]
     chunk: int | None = None
+    remade: bool = False
+    border: int | None = None
     elements: int = 0
     messages: int = 1
     transition: tuple[tuple[int, ...], ...] = ()
@@ -168,7 +172,7 @@ class Carrier:
         # span's transition
         if work.segment:
             return self.arriving_bytes(work) + sum(leaf.nbytes(work) for leaf in self.factors)
-        if not self.chunk:
+        if not self.chunk or (self.remade and work.gpu):
             return 0 if self.chunk == 0 else state
         return -(-work.length // self.tokens_per_chunk(work)) * state
 
@@ -191,7 +195,7 @@ class Carrier:
 
     def tokens_per_chunk(self, work: Work) -> int:
         if not self.elements:
-            return self.chunk or work.length
+            return (self.border if work.gpu else None) or self.chunk or work.length
         if work.gpu:
             return SCAN_BORDER
         step = work.batch * self.elements // work.tensor

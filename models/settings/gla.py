@@ -72,6 +72,7 @@ class GLAConfig(LinearAttentionConfig):
                     "gated_linear_attention",
                     (StateLeaf("S", (heads, d_key, d_value), "float32", tp=0),),
                     chunk=chunk,
+                    remade=True,
                     transition=((heads, d_key, 1),),
                 ),
             ),

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from baton.models.settings import MixerConfig
 from baton.models.settings.footprint import (
+    LATTICE_BORDER,
     LATTICE_SPAN_CHUNK,
     LATTICE_STEPS_CHUNK,
     Carrier,
@@ -126,6 +127,7 @@ class LatticeConfig(MixerConfig):
                     "orthogonal_state",
                     (StateLeaf("S", (heads, self.head_dim, self.slots), "float32", tp=0),),
                     chunk=LATTICE_SPAN_CHUNK if spans else LATTICE_STEPS_CHUNK,
+                    border=LATTICE_BORDER if self.project and not self.sparsity else None,
                 ),
             ),
             reductions=(column_gradient("in_proj", d_model), *norm_sums, row_sum("out_proj", d_model)),

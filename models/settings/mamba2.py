@@ -100,6 +100,7 @@ class Mamba2Config(MixerConfig):
                     "gated_linear_attention",
                     (StateLeaf("S", (heads, state, self.head_dim), "float32", tp=0),),
                     chunk=chunk,
+                    remade=True,
                     transition=((heads, 1, 1),),
                 ),
             ),

@@ -72,6 +72,7 @@ class RetNetConfig(LinearAttentionConfig):
                     "gated_linear_attention",
                     (StateLeaf("S", (heads, d_key, d_value), "float32", tp=0),),
                     chunk=chunk,
+                    remade=True,
                     transition=((heads, 1, 1),),
                 ),
             ),

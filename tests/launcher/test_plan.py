@@ -123,6 +123,7 @@ def test_chunks_and_buckets_are_the_kernels():
     from baton.kernels.gated_linear_attention import chunked as linear_attention
     from baton.kernels.gated_slot_attention import chunked as slot_attention
     from baton.kernels.orthogonal_state import chunked as orthogonal_state
+    from baton.kernels.orthogonal_state.triton import Tiles as LatticeTiles
     from baton.kernels.window_attention import chunked as window_attention
     from baton.parallel.zero import deepspeed_config
 
@@ -130,6 +131,7 @@ def test_chunks_and_buckets_are_the_kernels():
     assert delta_rule.CHUNK == footprint.DELTA_RULE_CHUNK
     assert orthogonal_state._STEPS_LENGTH == footprint.LATTICE_STEPS_CHUNK
     assert orthogonal_state._SPAN_LENGTH == footprint.LATTICE_SPAN_CHUNK
+    assert LatticeTiles().border == footprint.LATTICE_BORDER
     assert window_attention._BLOCK == footprint.WINDOW_BLOCK
     assert eidetic_attention._BLOCK == footprint.EIDETIC_BLOCK
     assert protocol._ALIGNMENT_BYTES == footprint.MESSAGE_ALIGNMENT
