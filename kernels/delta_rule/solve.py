@@ -202,6 +202,7 @@ def solved_kernel(
     # of A, and of beta and the entering state's decay in the right-hand side
     dA = tl.zeros([C, C], tl.float32)
     dbeta_t = tl.zeros([C], tl.float32)
+    written = tl.zeros([C], tl.float32)
     entered = tl.zeros([C], tl.float32)
     for y0 in range(0, Y, BY):
         y = y0 + tl.arange(0, BY)
@@ -215,6 +216,7 @@ def solved_kernel(
         recalled *= since[:, None]
         dA -= product(dr_y, tl.trans(u_y), LOW)
         dbeta_t += tl.sum(dr_y * (v_y - recalled), 1)
+        written += tl.sum(dr_y.to(tl.float32) * u_y, 1)
         entered -= tl.sum(dr_y * recalled, 1) * beta_t
         leave_rows(dv + (b * T * H + h) * Y, t, H * Y, y, T, Y, beta_t[:, None] * dr_y)
     weighted = dA * decays
@@ -231,7 +233,9 @@ def solved_kernel(
             dk_x -= product(dr_y, tl.trans(block_of(states + of_state, x, y, X, Y)), LOW) * (since * beta_t)[:, None]
         leave_rows(dk + (b * T * H + h) * X, t, H * X, x, T, X, dk_x)
     to = (b * T * H + h) + t.to(tl.int64) * H
-    tl.store(dbeta + to, dbeta_t, mask=t < T)
+    # beta multiplies what u / beta is; that difference, made again of rounded numbers, serves where there is no quotient
+    quotient = written / tl.where(beta_t == 0.0, 1.0, beta_t)
+    tl.store(dbeta + to, tl.where(beta_t == 0.0, dbeta_t, quotient), mask=t < T)
     if GATE != NONE:
         # of pairs on one side of a gate what the later token brings the earlier one takes away
         pairs = of_keys * found

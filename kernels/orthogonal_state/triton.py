@@ -32,15 +32,15 @@ class Tiles:
         warps_all, warps_all_back: of one that has all slots of a head.
     """
 
-    slots: int = 32
-    slots_back: int = 16
+    slots: int = 16
+    slots_back: int = 8
     steps: int = 4
     steps_back: int = 2
     border: int = 32
     warps: int = 1
-    warps_back: int = 2
+    warps_back: int = 1
     warps_all: int = 4
-    warps_all_back: int = 8
+    warps_all_back: int = 4
 
 
 def shape_of(variant: Variant, d: int, m: int) -> table.Shape:
