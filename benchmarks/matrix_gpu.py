@@ -39,6 +39,7 @@ from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_slot_attention.op import gated_slot_attention
 from baton.kernels.gated_slot_attention.reference import gsa_reference
+from baton.kernels.head_scale import head_scale
 from baton.kernels.orthogonal_state.op import orthogonal_state
 from baton.kernels.orthogonal_state.reference import orthogonal_state_reference
 from baton.kernels.orthogonal_state.rule import Rule
@@ -94,7 +95,8 @@ def inputs_of(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor
     shared = 1 if case.kind == "mamba2" else H
     q, k, v = normal(shared, K), normal(shared, K), normal(H, V)
     if case.kind == "gsa":
-        found = {"q": q, "k": k, "v": v, "log_alpha": F.logsigmoid(3 + 2 * normal(H, case.slots))}
+        # scores have no scale: queries of length 1 make them what the states' vectors are
+        found = {"q": F.normalize(q, dim=-1), "k": k, "v": v, "log_alpha": F.logsigmoid(3 + 2 * normal(H, case.slots))}
     elif case.kind == "gla":
         found = {"q": q, "k": k, "v": v, "g": F.logsigmoid(normal(H, K)) / 16}
     elif case.kind == "mamba2":
@@ -141,7 +143,7 @@ def run(case: Case, inputs: dict[str, Tensor], pos: Tensor | None = None, define
         if case.kind == "mamba2":
             step = given.pop("step")
             # as mamba_ssm's: A of -1, and a token's value is scaled by its step size
-            given |= {"v": (given["v"] * step[..., None]).to(given["v"].dtype), "g": -step}
+            given |= {"v": head_scale(given["v"], step), "g": -step}
         gate: Any = "key" if case.kind == "gla" else "scalar"
         attend = gla_reference if defined else gated_linear_attention
         return list(attend(**given, gate=gate, scale=scale, pos=pos, initial_state=first))

@@ -52,6 +52,9 @@ FIELDS: dict[str, dict[str, tuple[int, ...]]] = {
     delta_rule.KERNEL: {
         "values": (16, 32, 64),
         "warps_walk": (4, 8),
+        "warps_inverse": (1, 2, 4),
+        "x_solved": (32, 64),
+        "y_solved": (32, 64),
         "x_gated": (32, 64),
         "y_gated": (32, 64),
         "warps_gated": (4, 8),

@@ -2,8 +2,8 @@
 
 The one thing to know: with u known the delta rule is gated linear attention with one gate per token and u for values, and the
 kernels of `baton.kernels.gated_linear_attention.sides` do all of it. In a chunk u solves (I + A) u = beta (v - decay S^T k), and A
-is what is below the diagonal of beta decay k k^T (see `chunked`). The inverse is made row by row in blocks of 16 tokens, which are
-then joined two by two; it depends on keys and gates alone, so only two products of a chunk wait for the state. Where keys are much
+is what is below the diagonal of beta decay k k^T (see `chunked`). The inverse is made row by row in blocks of 16 tokens, and then
+block by block; it depends on keys and gates alone, so only two products of a chunk wait for the state. Where keys are much
 alike u is far smaller than what it is the difference of, so what the inverse is multiplied with keeps more than bfloat16's digits.
 
 Shape suffixes as in `sides`: X is d_key, Y d_value.
@@ -18,7 +18,6 @@ from baton.kernels.gated_linear_attention.decays import (
     decays_between,
     last_of,
     leave_rows,
-    meet,
     positions_of,
     product,
     rows_of,
@@ -62,28 +61,48 @@ def overlaps(k, beta, summed, at, t, T, k_row, beta_row, X: tl.constexpr, GATE: 
 
 
 @triton.jit
+def overlaps_of_rows(k, beta, sums, pos, first, n, T, k_row, beta_row, H, X: tl.constexpr, GATE: tl.constexpr,
+                     HAS_POS: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr):  # fmt: skip
+    """A's 16 rows from `first` on, [16, C]."""
+    i, j = first + tl.arange(0, 16), tl.arange(0, C)
+    t_i, t_j = n * C + i, n * C + j
+    found = tl.zeros([16, C], tl.float32)
+    for x0 in range(0, X, BX):
+        x = x0 + tl.arange(0, BX)
+        found += product(rows_of(k, t_i, k_row, x, T, X), tl.trans(rows_of(k, t_j, k_row, x, T, X)), LOW)
+    seen = i[:, None] > j[None, :]
+    if HAS_POS:
+        seen &= i[:, None] - j[None, :] <= positions_of(pos, t_i, T, HAS_POS)[:, None]
+    if GATE != NONE:
+        sums_i, sums_j = sums_at(sums, t_i, T, j, H, X, GATE), sums_at(sums, t_j, T, j, H, X, GATE)
+        found *= tl.exp2(tl.where(seen, sums_i[:, None] - sums_j[None, :], 0.0).to(tl.float32))
+    beta_i = tl.load(beta + t_i.to(tl.int64) * beta_row, mask=t_i < T, other=0.0).to(tl.float32)
+    return tl.where(seen, beta_i[:, None] * found, 0.0)
+
+
+@triton.jit
 def inverse_kernel(
     k, beta, sums, pos, out, T, chunks, k_batch, k_row, k_head, beta_batch, beta_row, beta_head,
-    X: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr,
+    X: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, LOW: tl.constexpr,
     C: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
-    """(I + A)^-1 of each chunk, float32 [B, H, N, C, C]."""
+    """(I + A)^-1 of each chunk, float32 [B, H, N, C, C]. A first lies where its inverse will: tiles are small and depend on each
+    other, so a program has a warp or two and many programs hide each other's waiting."""
     n, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
-    t, i = n * C + tl.arange(0, C), tl.arange(0, C)
-    at = positions_of(pos + b * T, t, T, HAS_POS)
-    decays, found, beta_t = overlaps(
-        k + b * k_batch + h * k_head, beta + b * beta_batch + h * beta_head, sums_at(sums + b * T * H + h, t, T, i, H, X, GATE), at,
-        t, T, k_row, beta_row, X, GATE, HAS_POS, LOW, C, BX,
-    )  # fmt: skip
-    A = beta_t[:, None] * decays * found
+    i, row = tl.arange(0, C), tl.arange(0, 16)
     to = out + ((b * H + h) * chunks + n) * (C * C)
-    square = i[:, None] * C + i[None, :]
+    k += b * k_batch + h * k_head
+    beta += b * beta_batch + h * beta_head
+    for r in tl.static_range(C // 16):
+        A = overlaps_of_rows(
+            k, beta, sums + b * T * H + h, pos + b * T, r * 16, n, T, k_row, beta_row, H, X, GATE, HAS_POS, LOW, C, BX
+        )
+        tl.store(to + (r * 16 + row)[:, None] * C + i[None, :], A)
     # rows of the blocks of 16 tokens on the diagonal, one after the other, all blocks at once: through memory, which alone
     # takes a tile apart
-    tl.store(to + square, A)
     tl.debug_barrier()
-    first, row = tl.arange(0, C // 16) * 16, tl.arange(0, 16)
+    first = tl.arange(0, C // 16) * 16
     blocks = tl.zeros([C // 16, 16, 16], tl.float32) + tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :]
     for s in tl.static_range(1, 16):
         before = tl.load(to + (first + s)[:, None] * C + first[:, None] + row[None, :])
@@ -91,12 +110,17 @@ def inverse_kernel(
         blocks -= tl.where((row == s)[None, :, None], solved[:, None, :], 0.0)
     tl.debug_barrier()
     tl.store(to + (first[:, None] + row[None, :])[:, :, None] * C + (first[:, None] + row[None, :])[:, None, :], blocks)
-    tl.debug_barrier()
-    inverse = tl.where(i[:, None] >> 4 == i[None, :] >> 4, tl.load(to + square), 0.0)
-    for level in tl.static_range(4, LEVELS):
-        inverse -= exact(exact(inverse, tl.where(meet(level, C), A, 0.0), LOW), inverse, LOW)
-    tl.debug_barrier()
-    tl.store(to + square, inverse)
+    # the others by columns from the left: what a tile still needs of A lies in its own row, to its right
+    square = row[:, None] * C + row[None, :]
+    for r in tl.static_range(1, C // 16):
+        for c in tl.static_range(r):
+            tl.debug_barrier()
+            known = tl.zeros([16, 16], tl.float32)
+            for m in tl.static_range(c, r):
+                known += exact(tl.load(to + (r * C + m) * 16 + square), tl.load(to + (m * C + c) * 16 + square), LOW)
+            solved = exact(tl.load(to + (r * C + r) * 16 + square), known, LOW)
+            tl.debug_barrier()
+            tl.store(to + (r * C + c) * 16 + square, -solved)
 
 
 @triton.jit
@@ -182,12 +206,13 @@ def writes_backward_kernel(
 
 @triton.jit
 def solved_kernel(
-    k, v, beta, sums, pos, u, dr, states, dk, dv, dbeta, dg, T, chunks,
+    k, v, beta, sums, pos, u, dr, states, written, dk, dv, dbeta, dg, T, chunks,
     k_batch, k_row, k_head, v_batch, v_row, v_head, beta_batch, beta_row, beta_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
     LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
-    """What the right-hand side's cotangent gives: dv [B, T, H, Y], dbeta [B, T, H], and what it adds to dk [B, T, H, X] and dg."""
+    """What the right-hand side's cotangent gives: dv [B, T, H, Y], dbeta [B, T, H], its part of dg, and dk [B, T, H, X] as a whole.
+    written: of dk what comes of the sum that is read, float32."""
     n, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     t, i = n * C + tl.arange(0, C), tl.arange(0, C)
@@ -202,7 +227,7 @@ def solved_kernel(
     # of A, and of beta and the entering state's decay in the right-hand side
     dA = tl.zeros([C, C], tl.float32)
     dbeta_t = tl.zeros([C], tl.float32)
-    written = tl.zeros([C], tl.float32)
+    times_beta = tl.zeros([C], tl.float32)
     entered = tl.zeros([C], tl.float32)
     for y0 in range(0, Y, BY):
         y = y0 + tl.arange(0, BY)
@@ -216,7 +241,7 @@ def solved_kernel(
         recalled *= since[:, None]
         dA -= product(dr_y, tl.trans(u_y), LOW)
         dbeta_t += tl.sum(dr_y * (v_y - recalled), 1)
-        written += tl.sum(dr_y.to(tl.float32) * u_y, 1)
+        times_beta += tl.sum(dr_y.to(tl.float32) * u_y, 1)
         entered -= tl.sum(dr_y * recalled, 1) * beta_t
         leave_rows(dv + (b * T * H + h) * Y, t, H * Y, y, T, Y, beta_t[:, None] * dr_y)
     weighted = dA * decays
@@ -231,10 +256,11 @@ def solved_kernel(
             y = y0 + tl.arange(0, BY)
             dr_y = rows_of(dr + (b * T * H + h) * Y, t, H * Y, y, T, Y)
             dk_x -= product(dr_y, tl.trans(block_of(states + of_state, x, y, X, Y)), LOW) * (since * beta_t)[:, None]
+        dk_x += rows_of(written + (b * T * H + h) * X, t, H * X, x, T, X)
         leave_rows(dk + (b * T * H + h) * X, t, H * X, x, T, X, dk_x)
     to = (b * T * H + h) + t.to(tl.int64) * H
     # beta multiplies what u / beta is; that difference, made again of rounded numbers, serves where there is no quotient
-    quotient = written / tl.where(beta_t == 0.0, 1.0, beta_t)
+    quotient = times_beta / tl.where(beta_t == 0.0, 1.0, beta_t)
     tl.store(dbeta + to, tl.where(beta_t == 0.0, dbeta_t, quotient), mask=t < T)
     if GATE != NONE:
         # of pairs on one side of a gate what the later token brings the earlier one takes away

@@ -27,6 +27,7 @@ class Tiles(SumTiles):
     Attributes:
         values: of d_value, the part of a program that walks over chunks; a power of two, at least 16.
         warps_walk: of such a program.
+        warps_inverse: of a program that inverts a chunk's matrix.
         x_solved, y_solved: of d_key and d_value, a step of the program that computes what the right-hand side's cotangent gives.
     """
 
@@ -34,6 +35,7 @@ class Tiles(SumTiles):
     stages: int = 2
     values: int = 64
     warps_walk: int = 4
+    warps_inverse: int = 1
     x_solved: int = 32
     y_solved: int = 32
 
@@ -95,11 +97,11 @@ class _Run:
         run = self.sum
         (_, k, v), chunk, heads, rows = run.given, self.tiles.chunk, run.heads, run.batch * run.heads
         inverse = run.new(run.batch, heads, run.chunks, chunk, chunk)
-        options = self.options(walk=False)
+        options = self.options(walk=False) | {"num_warps": self.tiles.warps_inverse}
         del options["Y"], options["BY"]
         self.kernels.inverse_kernel[(run.chunks, rows)](
             k, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.length, run.chunks,
-            **run.strides(k=k, beta=self.beta), LEVELS=chunk.bit_length() - 1, **options,
+            **run.strides(k=k, beta=self.beta), **options,
         )  # fmt: skip
         X, Y = run.sizes
         u = run.new(*v.shape, dtype=run.kept)
@@ -133,17 +135,16 @@ class _Run:
             run.chunks, self.scale, **run.strides(q=q, k=k, beta=self.beta, dy=dy), **options,
         )  # fmt: skip
         over_y = run.scores(dy, u, None, gated=False)
-        dq, dk, dg = run.along_x(
+        dq, written, dg = run.along_x(
             Side(q, k), Side(dy, u), self.sums, over_y, states, cotangents, read=q.dtype, write=torch.float32
         )  # fmt: skip
-        more_dk, dv = run.new(*k.shape), run.new(*shape, dtype=v.dtype)
+        dk, dv = run.new(*k.shape, dtype=k.dtype), run.new(*shape, dtype=v.dtype)
         dbeta, more_dg = run.new(*shape[:3]), None if dg is None else run.new(*shape[:3])
         self.kernels.solved_kernel[(run.chunks, rows)](
-            k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), u, dr, states, more_dk, dv, dbeta, run.or_v(more_dg),
+            k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), u, dr, states, written, dk, dv, dbeta, run.or_v(more_dg),
             run.length, run.chunks, **run.strides(k=k, v=v, beta=self.beta), **self.options(walk=False),
         )  # fmt: skip
-        assert dk is not None
-        return dq, dk + more_dk, dv, dbeta, None if dg is None or more_dg is None else dg + more_dg, dfirst
+        return dq, dk, dv, dbeta, None if dg is None or more_dg is None else dg + more_dg, dfirst
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -162,7 +163,7 @@ class _DeltaRule(torch.autograd.Function):
         q, k, v, beta, g, initial_state, pos = ctx.saved_tensors
         run = _Run(q, k, v, beta, g, ctx.scale, pos, ctx.tiles)
         dq, dk, dv, dbeta, dg, dfirst = run.backward(_contiguous(initial_state), launch.in_rows(dy), dlast.contiguous())
-        grads = (dq, dk.to(k.dtype), dv, dbeta.to(beta.dtype), None if g is None else dg.to(g.dtype), dfirst)
+        grads = (dq, dk, dv, dbeta.to(beta.dtype), None if g is None else dg.to(g.dtype), dfirst)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 3)
 
 

@@ -250,7 +250,9 @@ class Sum:
         (X, Y), heads, shape = self.sizes, self.heads, (self.batch, self.length)
         r = None if read is None else self.new(*shape, self.query_heads, X, dtype=read)
         w = None if write is None else self.new(*shape, heads, X, dtype=write)
-        BX, BY, g = self.block(X, self.tiles.x_gated), self.block(Y, self.tiles.y_gated), None
+        BX = self.block(X, self.tiles.x_gated)
+        # with tiles of 32 by 64 or 16 by 64 Triton 3.6 makes a kernel for sm_90 whose gates' gradients are wrong
+        BY, g = self.block(Y, self.tiles.y_gated if BX > 32 else 32), None
         blocks = -(-X // BX)
         if write is not None and self.g is not None:
             g = self.new(*shape, heads, X) if self.per_channel else self.new(blocks, *shape, heads)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
+from baton.kernels.head_scale import head_scale
 from baton.kernels.protocol import Leaf, State
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import init
@@ -67,13 +68,8 @@ class Mamba2(Mixer, settings=Mamba2Config):
         b, c = self.bc_proj.for_own_heads(bc).unsqueeze(2).chunk(2, dim=-1)
         # the bias is fp32 and is added in fp32: rounding it would move the step sizes in jumps of 3 %
         step_BTH = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
-        u_BTHP = u.to(step_BTH.dtype).unflatten(2, (-1, self.config.head_dim))
-        inputs = (
-            c,
-            b,
-            u_BTHP * step_BTH.unsqueeze(-1),
-            -torch.exp(self.A_log) * step_BTH,
-        )
+        u_BTHP = u.unflatten(2, (-1, self.config.head_dim))
+        inputs = (c, b, head_scale(u_BTHP, step_BTH), -torch.exp(self.A_log) * step_BTH)
         recurrence = GatedLinearAttention("scalar")
         y_BTHP, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
         y_BTD = (y_BTHP + self.D.unsqueeze(-1) * u_BTHP).flatten(2)

@@ -84,10 +84,10 @@ class Mamba2Config(MixerConfig):
                 Kept("z, u and step sizes", 2 * inner + heads, "compute"),
                 # before and after the convolution
                 Kept("B and C", 2 * 2 * state, "compute", split=False),
-                Kept("convolved u", inner, "float32"),
+                Kept("convolved u", inner, "compute"),
                 # softplus's input and result, and the decay
                 Kept("step sizes", 3 * heads, "float32"),
-                Kept("u times step size", inner, "float32"),
+                Kept("u times step size", inner, "compute"),
                 Kept("output with skip", inner, "float32"),
                 *activated("z", inner),
                 *norm,

@@ -1,5 +1,7 @@
 """The delta rule's Triton kernels against the definition: interpreted on a CPU, compiled on a GPU."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,6 +56,19 @@ def compare(sizes, tiles, *, gated, starts, dtype=torch.float32):
 @pytest.mark.parametrize("starts", [False, True])
 def test_outputs_and_gradients_are_the_definitions(gated, starts):
     compare((1, 21, 2, 19, 20) if gated else (2, 18, 1, 12, 9), SMALL, gated=gated, starts=starts)
+
+
+class AsTheyAre(Tiles):
+    """In float32 too, which takes smaller ones on a GPU."""
+
+    def for_float32(self):
+        return self
+
+
+@pytest.mark.parametrize("chunk", [32, 64])
+def test_inverses_are_made_block_by_block(chunk):
+    tiles = AsTheyAre(**{**asdict(SMALL), "chunk": chunk})
+    compare((1, 70, 1, 9, 5), tiles, gated=chunk == 64, starts=chunk == 64)
 
 
 @pytest.mark.gpu

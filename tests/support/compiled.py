@@ -61,6 +61,7 @@ def kernels(arch):
     yield from _lattice_kernels()
     yield from _eidetic_kernels(arch)
     yield from _norm_kernels()
+    yield from _scale_kernels()
     yield from _loss_kernels()
 
 
@@ -130,10 +131,10 @@ def _matrix_kernels(arch):
     tiles = tiles_of(delta_rule, delta_rule.shape_of(X, X))
     yield from of_sum("delta", NONE, X, X, tiles)
     common = {"X": X, "H": 16, "GATE": SCALAR.value, "HAS_POS": True, "C": tiles.chunk, "num_stages": tiles.stages, **low}
-    inverse = {**common, "LEVELS": tiles.chunk.bit_length() - 1, "BX": tiles.x_solved}
-    yield "gated delta, inverse", solve.inverse_kernel, inverse, tiles.warps_gated, {**types, "out": "fp32"}
+    inverse = {**common, "BX": tiles.x_solved}
+    yield "gated delta, inverse", solve.inverse_kernel, inverse, tiles.warps_inverse, {**types, "out": "fp32"}
     solved = {**common, "Y": X, "BX": tiles.x_solved, "BY": tiles.y_solved}
-    yield "gated delta, solved", solve.solved_kernel, solved, tiles.warps_gated, {**types, "dk": "fp32"}
+    yield "gated delta, solved", solve.solved_kernel, solved, tiles.warps_gated, {**types, "written": "fp32"}
 
 
 def _lattice_kernels():
@@ -192,6 +193,17 @@ def _norm_kernels():
         warps, float32 = sizes.pop("num_warps"), dict.fromkeys(("x", "weight", "scale", "dx", "dweight"), "fp32")
         yield f"{name} forward", per_row.forward_kernel, sizes, warps, float32
         yield f"{name} backward", per_row.backward_kernel, {**sizes, "BLOCKS": 32}, warps, float32
+
+
+def _scale_kernels():
+    """With heads as in Mamba-2."""
+    from baton.kernels.head_scale import per_row
+    from baton.kernels.head_scale.triton import sizes_of
+
+    sizes = sizes_of(64)
+    warps, types = sizes.pop("num_warps"), dict.fromkeys(("scale", "dscale"), "fp32")
+    yield "head scale, forward", per_row.forward_kernel, sizes, warps, types
+    yield "head scale, backward", per_row.backward_kernel, sizes, warps, types
 
 
 def _loss_kernels():

@@ -1,0 +1,55 @@
+"""Each head's scale on a GPU: launches the Triton kernels of `per_row` and gives them a gradient."""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from baton.kernels import tiles as table
+
+_ENTRIES = 4096  # of a program
+
+
+def in_triton(x: Tensor, scale: Tensor) -> bool:
+    """Whether these kernels compute it: on a GPU, in float32."""
+    return x.is_cuda and scale.dtype == torch.float32 and x.dtype != torch.float64
+
+
+def head_scale_triton(x: Tensor, scale: Tensor) -> Tensor:
+    """As `op.head_scale`, which checks the arguments."""
+    y: Tensor = _HeadScale.apply(x, scale)
+    return y
+
+
+def sizes_of(width: int) -> dict[str, int]:
+    """A launch's, for heads of so many numbers."""
+    block = table.power_of_two(width)
+    return {"D": width, "BR": max(1, _ENTRIES // block), "BD": block, "num_warps": 4}
+
+
+class _HeadScale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        x, scale = x.contiguous(), scale.contiguous()
+        sizes, y = sizes_of(x.shape[-1]), torch.empty_like(x)
+        _kernels().forward_kernel[(-(-scale.numel() // sizes["BR"]),)](x, scale, y, scale.numel(), **sizes)
+        ctx.save_for_backward(x, scale)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, scale = ctx.saved_tensors
+        sizes, dx, dscale = sizes_of(x.shape[-1]), torch.empty_like(x), torch.empty_like(scale)
+        programs = -(-scale.numel() // sizes["BR"])
+        _kernels().backward_kernel[(programs,)](x, scale, dy.contiguous(), dx, dscale, scale.numel(), **sizes)
+        return dx, dscale
+
+
+def _kernels() -> ModuleType:
+    """Imported when they are first needed: where there is no GPU there need be no Triton."""
+    from baton.kernels.head_scale import per_row
+
+    return per_row
