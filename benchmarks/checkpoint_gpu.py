@@ -1,9 +1,10 @@
 """On GPUs: how long a save stops training, loads by another layout, and what deterministic kernels cost.
 
     python benchmarks/checkpoint_gpu.py stall --model mamba-1.4b                                      # one GPU
-    torchrun --nproc-per-node 4 benchmarks/checkpoint_gpu.py layouts --model mamba-130m               # TP2 x PP2 -> DP4
+    torchrun --nproc-per-node 4 benchmarks/checkpoint_gpu.py layouts --model mamba-130m --folder DIR  # TP2 x PP2 -> DP4
     python benchmarks/checkpoint_gpu.py deterministic --model mamba-130m                              # one GPU
 
+With fewer GPUs than ranks the ranks share them in turns, and NCCL sends through sockets: then times are not those of four GPUs.
 Steps are of random tokens. Gates: what is loaded has the checksums of what was saved, in any layout; the same step twice has the
 same bits with deterministic kernels.
 """
@@ -34,6 +35,7 @@ from baton.training.executor import StepExecutor
 from baton.training.passes import TokenBatch
 
 CONTEXT = 2048
+RANKS = 4  # of the two layouts
 MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
 
 
@@ -112,21 +114,22 @@ def stall(model: str, folder: Path, rows: int, repeat: int) -> None:
 
 def layouts(model: str, folder: Path, rows: int) -> None:
     """TP2 x PP2 writes, DP4 reads and writes again: the checksums are the same."""
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
-    checksums, report = (
-        [],
-        Report(f"checkpoint_layouts_{model.replace('.', '_')}", torch.cuda.get_device_name()) if not rank else None,
-    )
+    rank, gpus, checksums, report = int(os.environ["RANK"]), torch.cuda.device_count(), [], None
+    torch.cuda.set_device(rank % gpus)
+    if gpus < RANKS:  # NCCL refuses two ranks of a host on one GPU
+        os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo")
+    if not rank:
+        here = f"{RANKS} ranks on {min(gpus, RANKS)} x {torch.cuda.get_device_name()}"
+        report = Report(f"checkpoint_layouts_{model.replace('.', '_')}", here)
     for number, layout in enumerate((LayoutConfig(tensor=2, pipeline=2), LayoutConfig(data=4))):
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]) + 1 + number,
-            4,
+            RANKS,
             is_master=rank == 0,
             timeout=timedelta(minutes=5),
         )
-        mesh = meshes.initialize(layout, device=torch.device("cuda", rank), rank=rank, store=store)
+        mesh = meshes.initialize(layout, device=torch.device("cuda", rank % gpus), rank=rank, store=store)
         config, training = settings(model, rows, deterministic=True)
         built = build(config, training, mesh)
         place = CheckpointStore(folder / str(number), mesh, keep_last=1)
