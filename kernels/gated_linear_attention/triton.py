@@ -279,8 +279,8 @@ class Sum:
         assert read is not None
         return read, self.state(last)
 
-    def backward(self, first: Tensor | None, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
-        """Gradients of q, k, v, g and the state that entered."""
+    def backward(self, first: Tensor | None, dy: Tensor, dlast: Tensor, *, wide: str = "") -> tuple[Any, ...]:
+        """Gradients of q, k, v, g and the state that entered. wide: those of q, k and v that are not rounded to their dtypes."""
         (wx, wy), (q, k, v) = self.writes, self.given
         rx, ry = (dy, q) if self.swapped else (q, dy)
         prepared = self.prepare(rx, wx)
@@ -290,10 +290,11 @@ class Sum:
         cotangents, dfirst = self.states(prepared.read, ry, prepared, self.state(dlast).contiguous(), backwards=True)
         x, y = Side(rx, wx), Side(ry, wy)
         scores = self.scores(rx, wx, prepared.sums, gated=True)
-        plain = {"read": q.dtype, "write": k.dtype} if self.swapped else {"read": None, "write": v.dtype}
+        of_q, of_k, of_v = (torch.float32 if name in wide else x.dtype for name, x in zip("qkv", (q, k, v), strict=True))
+        plain = {"read": of_q, "write": of_k} if self.swapped else {"read": None, "write": of_v}
         y_r, y_w = self.along_y(prepared, y, scores, states, cotangents, **plain)
         over_y = self.scores(ry, wy, None, gated=False)
-        gated = {"read": None, "write": v.dtype} if self.swapped else {"read": q.dtype, "write": k.dtype}
+        gated = {"read": None, "write": of_v} if self.swapped else {"read": of_q, "write": of_k}
         x_r, x_w, dg = self.along_x(x, y, prepared.sums, over_y, states, cotangents, **gated)
         dq, dk, dv = (y_r, y_w, x_w) if self.swapped else (x_r, x_w, y_w)
         return dq, dk, dv, dg, None if first is None else self.state(dfirst)

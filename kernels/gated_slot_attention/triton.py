@@ -70,10 +70,11 @@ class _Gsa(torch.autograd.Function):
         q, k, v, log_alpha, first_k, first_v, scores, pos = ctx.saved_tensors
         write, weights = strength(log_alpha, v.dtype), weights_of(scores, ctx.link, q.dtype)
         of_values = _values(weights, write, v, log_alpha, pos, ctx.tiles)
-        dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(first_v, launch.in_rows(dy), dvalues)
+        # of weights and strengths only differences reach what they are made of: not rounded in between
+        dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(first_v, launch.in_rows(dy), dvalues, wide="qk")
         dscores = weights_backward(scores, dweights, ctx.link)
         of_keys = _keys(q, k, write, log_alpha, ctx.scale, pos, ctx.tiles)
-        dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, dscores, dkeys)
+        dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, dscores, dkeys, wide="v")
         dgates = _gates_backward(log_alpha, dg_k, dg_v, dwrite_k, dwrite_v)
         grads = (dq, dk, dv, dgates, dfirst_k, dfirst_v)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 4)
