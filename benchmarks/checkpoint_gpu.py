@@ -150,6 +150,9 @@ def layouts(model: str, folder: Path, rows: int) -> None:
         if report is not None:
             report.say(f"{layout.sizes()}: {saved.bytes / 1e9:.2f} GB saved in {saved.seconds:.2f} s, loaded in {seconds:.2f} s")
         meshes.shutdown()
+        store.add("left", 1)
+        while rank == 0 and store.add("left", 0) < RANKS:  # the store is this process's
+            time.sleep(0.1)
     if report is not None:
         report.gate("layouts", checksums[0] == checksums[1], "checksums of all tensors are the same after TP2 x PP2 -> DP4")
         report.save()

@@ -52,7 +52,7 @@ class Report:
         ratio = ours / peer if higher_is_better else peer / ours
         row = {"case": case, "metric": metric, "ours": ours, "peer_name": peer_name, "peer": peer, "ratio": ratio}
         self.rows.append({**row, "gate": self._gates[gate]})
-        self.say(f"{case:<28} {metric:<12} ours {ours:>14,.1f}   {peer_name} {peer:>14,.1f}   ratio {ratio:.2f}")
+        self.say(f"{case:<28} {metric:<12} ours {_short(ours):>14}   {peer_name} {_short(peer):>14}   ratio {ratio:.2f}")
 
     def save(self) -> None:
         """Write both files."""
@@ -68,6 +68,11 @@ class Report:
     def _fail(self) -> NoReturn:
         self._save_log()
         sys.exit(1)
+
+
+def _short(value: float) -> str:
+    """Four digits, or all before the point."""
+    return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
 
 
 def _write(path: Path, text: str) -> None:
