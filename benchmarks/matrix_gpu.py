@@ -325,7 +325,8 @@ def bmojo(report: Report, clock: Clock, batch: int, length: int) -> None:
 
     def memories() -> Published:
         return publish(
-            *leaves[1:], score, window=options.window, n_fading=options.n_fading, n_eidetic=options.n_eidetic, pos=pos, state=state
+            *leaves[1:], score, window=options.window, n_fading=options.n_fading, n_eidetic=options.n_eidetic, pos=pos, state=state,
+            at_once=True,
         )  # fmt: skip
 
     known, M = memories(), options.n_fading + options.n_eidetic

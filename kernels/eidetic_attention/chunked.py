@@ -21,7 +21,8 @@ from baton.kernels.window_attention.chunked import attend, history, new_tail, re
 _BLOCK = 128
 
 # the inputs that have tails, in order, behind the queries
-_ROWS = ("k", "v", "fading_k", "fading_v")
+TAILS = ("k", "v", "fading_k", "fading_v")
+"""Leaves of a State that are the last rows of inputs, by the inputs' names."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,14 @@ def eidetic_attention_chunked(
 def leave(inputs: Inputs, options: Options, *, pos: Tensor, state: State) -> State:
     """The State that leaves a span of any length, as `eidetic_attention_chunked` returns it, to the bit; plain autograd."""
     pos = pos.to(torch.int64)
-    rows = {name: x for name, x in zip(_ROWS, inputs[1:], strict=False) if name in state}
+    rows = {name: x for name, x in zip(TAILS, inputs[1:], strict=False) if name in state}
     ends = {name: history(state[name], x[:, max(0, x.shape[1] - state[name].shape[1]) :]) for name, x in rows.items()}
     return _leaving(ends, _remember(inputs, pos, state, options), pos, state)
 
 
 def _step(inputs: Inputs, pos_BL: Tensor, state: State, options: Options) -> tuple[Tensor, State]:
     q, length, w, seen = inputs[0], inputs[0].shape[1], options.window, state["seen"]
-    rows = {name: history(state[name], x) for name, x in zip(_ROWS, inputs[1:], strict=False) if name in state}
+    rows = {name: history(state[name], x) for name, x in zip(TAILS, inputs[1:], strict=False) if name in state}
     parts = [(rows["k"], rows["v"], visible(w - 1, length, 0, w - 1, pos_BL, seen))]
     if options.sliding:
         parts.append((rows["fading_k"], rows["fading_v"], visible(2 * w - 1, length, w, 2 * w - 1, pos_BL, seen)))

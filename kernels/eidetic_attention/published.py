@@ -2,7 +2,8 @@
 
 The one thing to know: publications of a lane are at least a window apart, so a block of a window's tokens has at most one, and what
 a publication adds to the one before is chosen among the window between them. The largest of unions are then found by doubling, in
-as many steps as the number of publications has binary digits.
+as many steps as the number of publications has binary digits; or, on a GPU, by one launch that reads the scores of each
+publication's document (`prefix`), since small launches cost more there than reading.
 
 Shape suffixes: B batch, T tokens, W the window, P blocks of W tokens, E eidetic rows, G key heads, K dim.
 """
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels import tiles as table
 from baton.kernels.eidetic_attention.memory import largest, take
 from baton.kernels.protocol import State
 
@@ -25,6 +27,8 @@ class Published(NamedTuple):
         valid: which rows hold a token, bool [B, P + 1, M].
         slot: the memory that each token sees, int32 [B, T]; -1: none.
         begin: the first token that may see each, int32 [B, P + 1]; T: nobody does.
+        last: of the last token's document the best ones at the span's end, [B, E]: rows of the entries followed by the span's
+            tokens, and which are valid; None: not known.
     """
 
     k: Tensor
@@ -32,6 +36,7 @@ class Published(NamedTuple):
     valid: Tensor
     slot: Tensor
     begin: Tensor
+    last: tuple[Tensor, Tensor] | None = None
 
 
 class _Chosen(NamedTuple):
@@ -45,9 +50,10 @@ class _Chosen(NamedTuple):
 
 def publish(
     k: Tensor, v: Tensor, fading_k: Tensor, fading_v: Tensor, score: Tensor, *, window: int, n_fading: int, n_eidetic: int,
-    pos: Tensor, state: State,
+    pos: Tensor, state: State, at_once: bool = False,
 ) -> Published:  # fmt: skip
-    """Of a span of any length; the State as `op.leaves` describes it. pos: int64 [B, T]."""
+    """Of a span of any length; the State as `op.leaves` describes it. pos: int64 [B, T]. at_once: by one launch, for float32
+    scores on a GPU."""
     batch, length = pos.shape
     blocks = -(-length // window)
     pos_BPW = F.pad(pos, (0, blocks * window - length)).view(batch, blocks, window)
@@ -57,9 +63,17 @@ def publish(
     place_BP = torch.where(has_BP, place_BP, length)
     begun_BP = place_BP - pos.gather(1, place_BP.clamp(max=length - 1))  # where the document begins, before the span if negative
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    last = None
     if n_eidetic:
-        chosen = _eidetic(n_eidetic, window, score, place_BP, begun_BP, has_BP, state)
-        rows, valid = (x.view(batch, -1) for x in (chosen.row, chosen.valid))
+        if at_once:
+            ends = torch.cat((place_BP.where(has_BP, -1), torch.full_like(place_BP[:, :1], length)), dim=1)
+            begun = torch.cat((begun_BP, (length - 1) - pos[:, -1:]), dim=1)
+            row, chosen_valid = _largest(n_eidetic, score, ends, begun, state)
+            last = (row[:, -1], chosen_valid[:, -1])
+            rows, valid = (x[:, :-1].reshape(batch, -1) for x in (row, chosen_valid))
+        else:
+            chosen = _eidetic(n_eidetic, window, score, place_BP, begun_BP, has_BP, state)
+            rows, valid = (x.view(batch, -1) for x in (chosen.row, chosen.valid))
         parts.append((take(state["best_k"], k, rows, valid), take(state["best_v"], v, rows, valid), valid))
     if n_fading:
         back = torch.arange(n_fading, 0, -1, device=pos.device)
@@ -80,7 +94,23 @@ def publish(
         torch.cat((state["frozen"][:, None], new_valid), dim=1),
         slot.to(torch.int32),
         F.pad(place_BP, (1, 0)).to(torch.int32),
+        last,
     )
+
+
+@torch.no_grad()
+def _largest(m: int, score: Tensor, stop: Tensor, begun: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    """Rows, int64, and which are valid, [B, queries, m]; see `prefix.largest_kernel`."""
+    from baton.kernels.eidetic_attention import prefix
+
+    (batch, length), queries, entries = score.shape, stop.shape[1], state["score"].shape[1]
+    rows = torch.empty(batch, queries, m, dtype=torch.int64, device=score.device)
+    valid = torch.empty(batch, queries, m, dtype=torch.bool, device=score.device)
+    prefix.largest_kernel[(queries, batch)](
+        score.contiguous(), state["score"].contiguous(), state["where"].contiguous(), stop.to(torch.int32), begun.to(torch.int32),
+        rows, valid, length, queries, E=entries, M=m, BM=table.power_of_two(max(m, entries, 16)), num_warps=1,
+    )  # fmt: skip
+    return rows, valid
 
 
 @torch.no_grad()

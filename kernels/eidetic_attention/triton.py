@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels import tiles as table
-from baton.kernels.eidetic_attention.chunked import Options, leave
-from baton.kernels.eidetic_attention.published import publish
+from baton.kernels.eidetic_attention.chunked import TAILS, Options
+from baton.kernels.eidetic_attention.memory import take
+from baton.kernels.eidetic_attention.published import Published, publish
 from baton.kernels.protocol import Inputs, State
-from baton.kernels.window_attention.chunked import history
+from baton.kernels.window_attention.chunked import history, new_tail
 
 KERNEL = "eidetic_attention"
 
@@ -88,7 +89,7 @@ def eidetic_attention_triton(
     if options.n_fading + options.n_eidetic:
         memory = publish(
             k, v, fading_k, fading_v, score, window=options.window, n_fading=options.n_fading, n_eidetic=options.n_eidetic,
-            pos=pos, state=state,
+            pos=pos, state=state, at_once=True,
         )  # fmt: skip
     limit = read.clamp(max=options.window - 1).to(torch.int32)
     if memory is None:
@@ -97,7 +98,31 @@ def eidetic_attention_triton(
         seen = Seen(limit, far_limit, memory.slot.contiguous(), memory.begin.contiguous(), memory.valid.to(torch.int8).contiguous())
         remembered = [memory.k.to(q.dtype), memory.v.to(q.dtype)]
     y = _Joint.apply(q, *rows, *far, *remembered, seen, options.window, options.scale, tiles)
-    return y, leave(inputs, options, pos=pos, state=state)
+    return y, _leaving(inputs, memory, read[:, -1] + 1, pos, state)
+
+
+def _leaving(inputs: Inputs, memory: Published | None, seen: Tensor, pos: Tensor, state: State) -> State:
+    """As `chunked.leave`, of memories that are known. seen: tokens read so far of the last token's document, [B]."""
+    rows = {name: x for name, x in zip(TAILS, inputs[1:], strict=False) if name in state}
+    leaving = {"seen": seen}
+    for name, x in rows.items():
+        tail = state[name].shape[1]
+        leaving[name] = new_tail(history(state[name], x[:, max(0, x.shape[1] - tail) :]), tail, seen)
+    if memory is not None:
+        slot = memory.slot[:, -1].to(torch.int64)
+        at = slot.clamp(min=0)[:, None]
+        frozen = memory.valid.gather(1, at[:, :, None].expand(-1, -1, memory.valid.shape[2]))[:, 0] & (slot >= 0)[:, None]
+        leaving["frozen"] = frozen
+        for name, x in (("frozen_k", memory.k), ("frozen_v", memory.v)):
+            last = x.gather(1, at.view(-1, 1, 1, 1, 1).expand(-1, 1, *x.shape[2:]))[:, 0]
+            leaving[name] = last.masked_fill(~frozen[:, :, None, None], 0.0)
+        if memory.last is not None:
+            _, k, v, _, _, score = inputs
+            row, valid = memory.last
+            leaving |= {name: take(state[name], x, row, valid) for name, x in (("best_k", k), ("best_v", v))}
+            leaving["score"] = take(state["score"], score, row, valid)
+            leaving["where"] = take(state["where"], pos, row, valid).masked_fill(~valid, -1)
+    return {name: leaving[name] for name in state}
 
 
 class _Joint(torch.autograd.Function):

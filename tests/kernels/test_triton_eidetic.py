@@ -8,7 +8,8 @@ from support.compare import relative_error
 from support.recurrences import positions, seeded
 
 from baton.kernels.check import gradients, moving
-from baton.kernels.eidetic_attention.chunked import Options
+from baton.kernels.eidetic_attention.chunked import Options, leave
+from baton.kernels.eidetic_attention.published import publish
 from baton.kernels.eidetic_attention.recurrence import RECURRENCES, EideticAttention
 from baton.kernels.eidetic_attention.triton import Tiles, eidetic_attention_triton
 
@@ -68,3 +69,25 @@ def test_the_tiles_of_runs(sliding, dtype):
     recurrence = EideticAttention(150, 0 if sliding else 16, 64, sliding)
     compare(recurrence, 700, Tiles(), wide=True, dtype=dtype, starts=0.004)
     compare(recurrence, 700, replace(Tiles(), queries=64, warps=4), wide=True, dtype=dtype, starts=0.004)
+
+
+def test_what_is_chosen_at_once_is_what_is_chosen_by_doubling():
+    """To the bit, leaving States too: equal scores, negative ones, both zeros; documents that begin before the span and within."""
+    recurrence, length = EideticAttention(8, 3, 24), 150
+    inputs, state = recurrence.example(seeded(0), 3, length, torch.float32, wide=False)
+    score = torch.randint(-3, 4, (3, length), generator=seeded(1)) * 0.25
+    score[score == 0] *= torch.randint(0, 2, (int((score == 0).sum()),), generator=seeded(2)) * 2.0 - 1
+    assert torch.signbit(score[score == 0]).any()
+    inputs = tuple(x.to(DEVICE) for x in (*inputs[:5], score))
+    state = {name: x.to(DEVICE) for name, x in state.items()}
+    pos = torch.stack([torch.arange(length) + state["seen"].cpu()[0], *positions(seeded(3), 2, length, 0.03)]).to(DEVICE)
+    options = Options(8, 3, 24, sliding=False, scale=1.0)
+    given = {"window": 8, "n_fading": 3, "n_eidetic": 24, "pos": pos, "state": state}
+    by_doubling, at_once = (publish(*inputs[1:], **given, at_once=fused) for fused in (False, True))
+    for name in ("k", "v", "valid", "slot", "begin"):
+        assert torch.equal(getattr(by_doubling, name), getattr(at_once, name)), name
+    expected = leave(inputs, options, pos=pos, state=state)
+    _, found = eidetic_attention_triton(inputs, options, pos=pos, state=state, tiles=SMALL)
+    for name, leaf in expected.items():
+        assert torch.equal(found[name], leaf), name
+        assert found[name].dtype == leaf.dtype

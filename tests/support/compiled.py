@@ -33,7 +33,7 @@ ACTIVATIONS = {
     "query",
     "parts",
 }
-COUNTS = {"T", "chunks", "piece", "pieces", "memories", "rows", "row", "first_column"}
+COUNTS = {"T", "queries", "chunks", "piece", "pieces", "memories", "rows", "row", "first_column"}
 SIZES = {"T", "N", "piece", "span", "size", "pieces", "into_row", "query_row"}
 
 
@@ -164,7 +164,7 @@ def _eidetic_kernels(arch):
     import triton.language as tl
 
     from baton.kernels import tiles as table
-    from baton.kernels.eidetic_attention import joint
+    from baton.kernels.eidetic_attention import joint, prefix
     from baton.kernels.eidetic_attention.triton import KERNEL, Tiles, shape_of
 
     integers = dict.fromkeys(("slot", "limit", "far_limit", "begin"), "i32")
@@ -181,6 +181,9 @@ def _eidetic_kernels(arch):
         yield f"{name} rows backward", joint.rows_backward_kernel, rows, tiles.warps_back, types
         memories = {**back, "M": 80, "WINDOW": 512, "BM": tiles.memory}
         yield f"{name} memories backward", joint.memories_backward_kernel, memories, tiles.warps_back, types
+    types = {"score": "fp32", "entry_score": "fp32", "entry_where": "i64", "rows": "i64", "valid": "i1"}
+    types |= dict.fromkeys(("stop", "begun"), "i32")
+    yield "eidetic, choice", prefix.largest_kernel, {"E": 64, "M": 64, "BM": 64}, 1, types
 
 
 def _norm_kernels():
