@@ -88,4 +88,4 @@ class Utilisation:
         if self.peak is None:
             return "model FLOPs utilisation: this device's peak is not known; set profile.peak_tflops"
         mixers = "" if self.mfu_model is None else f", {self.mfu_model:.1%} with mixers counted"
-        return f"model FLOPs utilisation {self.mfu_6n:.1%} as 6N{mixers}, of {self.peak.tflops:,.0f} TFLOP/s ({self.peak.name})"
+        return f"model FLOPs utilisation {self.mfu_6n:.1%} as 6N{mixers}, of {self.peak.tflops:,g} TFLOP/s ({self.peak.name})"

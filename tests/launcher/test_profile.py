@@ -77,7 +77,7 @@ def test_the_table_is_text_too_and_the_trace_one_that_viewers_open(runs):
     text = (runs[1] / "profile" / "step-00000004-rank-0.txt").read_text()
     assert text in (runs[1] / "attempts" / "0001" / "rank-0.log").read_text()
     assert text.startswith("profile of profiled, steps 4 to 5, their mean, rank 0 of 2 (CPU")
-    assert "of 0 TFLOP/s (profile.peak_tflops)" in text
+    assert "of 0.05 TFLOP/s (profile.peak_tflops)" in text
     with gzip.open(runs[1] / "profile" / "step-00000004-rank-0.trace.json.gz", "rt") as trace:
         names = {event["name"] for event in json.load(trace)["traceEvents"]}
     assert {"ProfilerStep#4", "ProfilerStep#5", "mark: data", "mark: optimizer"} <= names
