@@ -141,9 +141,10 @@ class Bench:
         warm_up, timed = self.arguments.warm_up, self.arguments.steps
         words, wanted, table = [], warm_up + timed, None
         if self.arguments.profile:
-            # the profiler gets ready in a step of its own, which is not timed
-            words = [f"profile.after={wanted + 1}", "profile.steps=2"]
-            table = config.folder / "profile" / f"step-{wanted + 2:08d}-rank-0.txt"
+            # the profiler gets ready in a step that is not timed; every tenth step measures the update, which is not every step's
+            first = next(n for n in range(wanted + 2, wanted + 22) if n % 10 and (n + 1) % 10)
+            words = [f"profile.after={first - 1}", "profile.steps=2"]
+            table = config.folder / "profile" / f"step-{first:08d}-rank-0.txt"
         began = time.time()
         process = subprocess.Popen([*BATON, "train", str(path), *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         deadline = time.monotonic() + max(60.0, self.left())
@@ -216,13 +217,14 @@ class Bench:
         report.save()
 
     def gate(self, case: str, model: str, shape: Shape, micro_batches: int, found: Found, path: Path) -> None:
-        """One micro-batch's first loss beside the reference form's; that of several, of the same kernels at the same sizes, beside
-        the first's, whose tokens are others."""
-        loss, known = found.losses[0], self.references.get((model, shape))
-        if micro_batches > 1 and known is not None:
-            off = abs(loss - known) / known
-            detail = f"first loss {loss:.5f} of {micro_batches} micro-batches is that of one, {known:.5f}, to {off:.1e}"
-            self.report.gate(case, off <= OTHER_TEXT, f"{detail} <= {OTHER_TEXT:g}, and one's is the reference form's")
+        """The first loss beside the reference form's; where another one of the same model has been compared already, whose tokens
+        are others, and this one's are too many to do so again, beside that."""
+        loss, many = found.losses[0], shape.rows * shape.context > self.arguments.reference_tokens
+        known = [of for (name, at), of in self.references.items() if name == model and (many or at == shape)]
+        if known and (many or micro_batches > 1):
+            off = abs(loss - known[0]) / known[0]
+            detail = f"first loss {loss:.5f}, of other tokens in the reference form {known[0]:.5f}: {off:.1e} <= {OTHER_TEXT:g}"
+            self.report.gate(case, off <= OTHER_TEXT, detail)
             return
         reference = self.aside(reference_main, path, self.arguments.tiny)
         if reference is None:
@@ -311,6 +313,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="steps that are timed (default 5)")
     parser.add_argument("--segment", type=int, help="tokens of an exact segment (default 16384)")
     parser.add_argument("--vocab-size", type=int, help="another vocabulary than the model's own")
+    parser.add_argument("--reference-tokens", type=int, default=32768, metavar="N", help="micro-batches of more tokens rest on the "
+                        "reference form's loss of other tokens, where another shape has one (default 32768)")  # fmt: skip
     parser.add_argument("--recompute", action="store_true", help="training.recompute=true, also where it fits without")
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--profile", action="store_true", help="also profile=true: where the time of two more steps goes")

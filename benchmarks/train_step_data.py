@@ -14,8 +14,8 @@ from baton.data_pipeline.prepare import prepare
 from baton.data_pipeline.tokenizer import train_tokenizer
 
 PIECES = 4096
-DOCUMENT = 768 << 10
-"""Characters of a document: longer than the rows, so that few documents begin within one."""
+DOCUMENT = 96 << 10
+"""Characters of a document: longer than rows of 16k tokens, so that few begin within one, and as many as a step has rows."""
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
