@@ -150,13 +150,12 @@ class Bench:
         deadline = time.monotonic() + max(60.0, self.left())
         try:
             while process.poll() is None and time.monotonic() < deadline:
-                rows = read_metrics(config.folder / "metrics.jsonl")
-                if len(rows) >= wanted and (table is None or table.exists()):
+                if len(_steps(config)) >= wanted and (table is None or table.exists()):
                     break
                 time.sleep(0.2)
         finally:
             _end(process)
-        rows = [row for row in read_metrics(config.folder / "metrics.jsonl") if row["kind"] == "train"]
+        rows = _steps(config)
         if len(rows) < wanted:
             logs = sorted(config.folder.glob("attempts/*/rank-0.log"))
             log = logs[-1].read_text(errors="replace") if logs else process.stderr.read().decode()  # type: ignore[union-attr]
@@ -175,6 +174,7 @@ class Bench:
     def aside(self, function: Any, path: Path, *words: Any) -> dict[str, Any] | None:
         """What a function writes in a process of its own. None: it failed, or took too long."""
         found = path.with_suffix(f".{function.__name__}.json")
+        found.unlink(missing_ok=True)
         process = mp.get_context("spawn").Process(target=function, args=(str(path), str(found), *words))
         process.start()
         process.join(max(60.0, self.left()))
@@ -289,6 +289,11 @@ class Bench:
         for whose, nbytes in ((name, 0), (f"{name} + 14 bytes a parameter", 14 * used.parameters)):
             allowed = (theirs["bytes"] + nbytes) / 2**30
             self.report.row(case, "peak GiB", found.bytes / 2**30, whose, allowed, gate=gate, higher_is_better=False)
+
+
+def _steps(config: RunConfig) -> list[dict[str, Any]]:
+    """What the run has recorded of its steps so far."""
+    return [row for row in read_metrics(config.folder / "metrics.jsonl") if row["kind"] == "train"]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
