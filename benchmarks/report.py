@@ -17,10 +17,11 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Report:
-    """Rows of one benchmark. name: of the files; device: what it ran on (none: this machine's processor)."""
+    """Rows of one benchmark. name: of the files; device: what it ran on (none: this machine's processor); keep: whether the files
+    are written, which a run that only tries the program must not do."""
 
-    def __init__(self, name: str, device: str | None = None) -> None:
-        self.name = name
+    def __init__(self, name: str, device: str | None = None, *, keep: bool = True) -> None:
+        self.name, self._keep = name, keep
         self.device = device or _processor()
         self.command = shlex.join(["python", *sys.argv])
         self.commit = _commit()
@@ -56,12 +57,16 @@ class Report:
 
     def save(self) -> None:
         """Write both files."""
+        if not self._keep:
+            return
         RESULTS.mkdir(exist_ok=True)
         value = {"command": self.command, "commit": self.commit, "device": self.device, "rows": self.rows}
         _write(RESULTS / f"{self.name}.json", json.dumps(value, indent=1) + "\n")
         self._save_log()
 
     def _save_log(self) -> None:
+        if not self._keep:
+            return
         RESULTS.mkdir(exist_ok=True)
         _write(RESULTS / f"{self.name}.log", "\n".join(self._lines) + "\n")
 

@@ -16,6 +16,7 @@ from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
 from baton.models.settings.footprint import Footprint, Parameter, Work
 from baton.models.stages import VECTOR_COST, Stage, cut, whole
+from baton.training.config import TrainingConfig
 
 REDUCE_BUCKET = 500_000_000
 """Numbers in a bucket of the gradients' all-reduce: reduce_bucket_size in parallel.zero, which imports torch. A test compares."""
@@ -360,3 +361,8 @@ def of_stages(config: RunConfig) -> tuple[Arithmetic, ...]:
     """Of every stage, in order. Raises ConfigError or LayoutError for what cannot be counted or cut."""
     stages = cut(config.model, config.layout.pipeline, config.training.context)
     return tuple(Arithmetic(config, stage) for stage in stages)
+
+
+def flops_per_token(config: RunConfig, training: TrainingConfig) -> float:
+    """Of the whole model, per token of a step with such settings: see Arithmetic.useful_flops."""
+    return sum(one.useful_flops() for one in of_stages(config.model_copy(update={"training": training})))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from baton.data_pipeline.config import DataConfig, ShardsConfig, TaskConfig
 from baton.launcher.errors import ConfigError
@@ -18,11 +18,12 @@ from baton.models.config import ModelConfig
 from baton.models.stages import cut
 from baton.parallel.config import LayoutConfig, divisors
 from baton.slurm.config import JobsConfig
-from baton.training.config import TrainingConfig, check_long_rows, with_vocabulary
+from baton.training.config import ProfileConfig, TrainingConfig, check_long_rows, with_vocabulary
 
 MAY_CHANGE = (
     "device",
     "jobs",
+    "profile",
     "layout",
     "model.loss_chunk",
     "data.path",
@@ -62,6 +63,16 @@ class RunConfig(BaseModel):
     layout: LayoutConfig = Field(default_factory=LayoutConfig)
     training: TrainingConfig
     jobs: JobsConfig = Field(default_factory=JobsConfig)
+    profile: ProfileConfig | None = Field(None, description="look at where a few steps' time goes; true: as its settings are by "
+                                          "default; null or false: not at all")  # fmt: skip
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _switched(cls, value: Any) -> Any:
+        """A group of settings that can be switched on as a whole."""
+        if value is not None and not isinstance(value, (bool, dict, ProfileConfig)):
+            raise ValueError("expected true, false or settings, as profile.steps=3")
+        return ({} if value else None) if isinstance(value, bool) else value
 
     @property
     def folder(self) -> Path:
@@ -74,6 +85,8 @@ class RunConfig(BaseModel):
         """Refuse what cannot run, before any process is started. Raises LayoutError, RunError, DataError or ConfigError."""
         self.layout.check()
         self.training.check(self.layout.data)
+        if self.profile is not None:
+            self.profile.check(self.training.steps)
         self._check_sequence(self.layout.sequence)
         check_long_rows(self.model, self.training, self.layout.sequence, documents=not isinstance(self.data, TaskConfig))
         cut(self.model, self.layout.pipeline, self.training.context)
@@ -230,7 +243,7 @@ def _put(values: dict[str, Any], keys: list[str], value: Any, word: str) -> None
     if keys[0] == "model" and isinstance(values.get("model"), str) and len(keys) > 1:
         values["model"] = _resolve_model(values["model"], word)
     for key in keys[:-1]:
-        if values.get(key) is None:  # not there, or null, which a group may be
+        if values.get(key) is None or isinstance(values[key], bool):  # not there, null or a switch, which a group may be
             values[key] = {}
         values = values[key]
         if not isinstance(values, dict):
@@ -279,7 +292,7 @@ def first_problem(error: ValidationError, root: type[BaseModel], *, words: bool 
     elif isinstance(first["input"], dict):
         text = f"{key}: {first['msg'].removeprefix('Value error, ')}"
     else:
-        text = f"{key}={first['input']!r}: {first['msg']}"
+        text = f"{key}={first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
     return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -82,6 +83,12 @@ def _run(path: Path) -> None:
         # the launcher has bound the port and hands it over: no other program can take it in between
         master_listen_fd=int(listening) if listening else None,
     )
+    flops_per_token = None
+    if config.profile is not None:
+        from baton.launcher import arithmetic
+        from baton.launcher.cli import with_known_vocabulary
+
+        flops_per_token = partial(arithmetic.flops_per_token, with_known_vocabulary(config))
     mesh = meshes.initialize(config.layout, device=device, rank=rank, store=store)
     settings = RunSettings(
         folder=config.folder,
@@ -90,6 +97,8 @@ def _run(path: Path) -> None:
         training=config.training,
         config_text=config.to_yaml(),
         attempt=int(path.parent.name) if path.parent.name.isdigit() else 0,
+        profile=config.profile,
+        flops_per_token=flops_per_token,
     )
     train(settings, mesh)
     meshes.shutdown()

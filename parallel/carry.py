@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, Recurrence, State, StateFirstRecurrence, zeros
 from baton.parallel.sequence import Carrier, Direction, SequenceLink
+from baton.parallel.spans import RECURRENCE, span
 
 
 def carry(
@@ -36,6 +37,13 @@ def carry(
     Raises:
         ExchangeError: on a CPU, when a neighbour is gone or sends nothing.
     """
+    with span(f"{RECURRENCE}{recurrence.name}"):
+        return _carried(link, recurrence, inputs, pos, state, where)
+
+
+def _carried(
+    link: SequenceLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str
+) -> tuple[Tensor, State]:
     if link is None or not link.active:
         return recurrence.run(inputs, pos, state)
     passage = _Passage(link, recurrence, inputs, where)

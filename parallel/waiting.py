@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from baton.parallel.spans import EXCHANGE, span
+
 _CALLS = (
     "all_reduce",
     "all_gather",
@@ -73,7 +75,8 @@ def waiting() -> Iterator[None]:
         events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
         events[0].record()
     try:
-        yield
+        with span(f"{EXCHANGE}waiting"):
+            yield
     finally:
         _waited.inside = False
         if events is None:

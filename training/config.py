@@ -130,6 +130,27 @@ class MonitoringConfig(_Settings):
                                   "segments and sequence ranks, by layer; 0: never. None where no State goes on")  # fmt: skip
 
 
+class ProfileConfig(_Settings):
+    """A look at where a few steps' time goes: RUN/profile gets their trace, and a table of it as text and JSON."""
+
+    steps: int = Field(3, ge=1, description="steps that are looked at, one after the other; more: a larger trace, of which the "
+                       "first ones say most")  # fmt: skip
+    after: int = Field(5, ge=1, description="steps of this start before them: they compile kernels, fill the allocator's cache "
+                       "and tell how long a step takes that nobody looks at")  # fmt: skip
+    ranks: Literal["first", "all"] = Field("first", description="first: rank 0 alone, and the others wait for it; all: each rank "
+                                           "writes its own")  # fmt: skip
+    peak_tflops: float | None = Field(None, gt=0, description="of one device, in the run's precision, that utilisation (MFU) is a "
+                                      "share of; null: its data sheet's, where the GPU is known")  # fmt: skip
+
+    def check(self, steps: int) -> None:
+        """Raises RunError for a run of too few steps."""
+        if self.after + self.steps > steps:
+            raise RunError(
+                f"profile: training.steps={steps} is less than the {self.after} steps before those that are looked at and these "
+                f"{self.steps}; set training.steps={self.after + self.steps} or more, or profile.after or profile.steps to less"
+            )
+
+
 class TrainingConfig(_Settings):
     """The run: batch, length, precision, optimizer."""
 

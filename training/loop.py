@@ -31,6 +31,7 @@ from baton.training.lane_states import LaneStates
 from baton.training.ledger import Account
 from baton.training.ledger_board import LedgerBoard
 from baton.training.monitor import Monitor
+from baton.training.profiler import Profiler
 from baton.training.recovery import Recovery, without
 from baton.training.run import Callback, Progress, RunSettings
 from baton.training.schedule import learning_rates
@@ -91,7 +92,13 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
             config_text=settings.config_text,
         )
     board = LedgerBoard(settings.folder, progress.step) if mesh.is_main else None
-    clock = StepClock(mesh.device, lambda part: heartbeat.beat(progress.step + 1, part))
+    profiler = Profiler(settings, mesh, monitor, progress.step, parameters)
+
+    def told(part: str) -> None:
+        heartbeat.beat(progress.step + 1, part)
+        profiler.mark(part)
+
+    clock = StepClock(mesh.device, told)
     executor = StepExecutor(built.model, built.engine, mesh, clock, lanes=lanes, judge=Judge(training.guard))
     evaluator: Callback
     if isinstance(source, ShardSource):
@@ -108,6 +115,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         LongContext(built, source, monitor, settings),
         cotangents,
         saver,
+        profiler,  # last, so that a step is all that happens until the next one
     ]
     recovery = Recovery(training.guard, Events(settings.folder, mesh.is_main), mesh)
     times = Times(account, heartbeat, board, schedule)
@@ -115,12 +123,14 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         saver.save(progress)  # there must be something to go back to
         account.spent("save")
     progress.ending, _ = stopping.agreed(mesh)
+    profiler.before_first_step(progress)
     try:
         while _steps(progress, source, settings, mesh, executor, callbacks, recovery, times):
             saver.finish()
             progress = resume(built, lanes, store, fingerprints, source.cursor, adopt)
             progress.cursors = without(progress.cursors, recovery.places)
             cotangents.before_first_step(progress)
+            profiler.before_first_step(progress)
             if monitor is not None:
                 monitor.rewind(progress.step)
             account.spent("start-up")

@@ -101,6 +101,11 @@ class Monitor:
         print(f"step {step}  tokens that credit travels, of {whole:,} looked at  {shown}", flush=True)
         self._restart_window()
 
+    def profiled(self, text: str) -> None:
+        """The table of a few steps' time."""
+        print(text, flush=True)
+        self._restart_window()
+
     def saved(self, name: str, seconds: float, size: int, stall: float) -> None:
         """A published checkpoint: its name, seconds from its beginning to its end, bytes, seconds that training stood still."""
         print(f"saved {name}: {size / 2**20:.1f} MiB in {seconds:.2f} s, of which training stood still {stall:.2f} s", flush=True)

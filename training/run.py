@@ -1,19 +1,21 @@
 """What a run is, and where it stands."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from baton.data_pipeline.config import DataConfig
 from baton.models.config import ModelConfig
-from baton.training.config import TrainingConfig
+from baton.training.config import ProfileConfig, TrainingConfig
 from baton.training.executor import StepResult
 
 
 @dataclass(frozen=True)
 class RunSettings:
     """What a run is, from the launcher. folder: the run directory. config_text: the resolved configuration as YAML. attempt: number
-    of this start, from 1; 0: not counted."""
+    of this start, from 1; 0: not counted. profile: what to look at, None: nothing; flops_per_token: of the whole model in
+    a training step of such settings, matmuls and mixers counted once forwards and twice backwards."""
 
     folder: Path
     model: ModelConfig
@@ -21,6 +23,8 @@ class RunSettings:
     training: TrainingConfig
     config_text: str
     attempt: int = 0
+    profile: ProfileConfig | None = None
+    flops_per_token: Callable[[TrainingConfig], float] | None = None
 
 
 @dataclass

@@ -1,0 +1,371 @@
+"""Whole optimizer steps at 1.3B on one GPU: `baton train` itself (its loop, DeepSpeed ZeRO-1, fp32 masters), beside other people's.
+
+The one thing to know: every run is the command that users start, on real text, watched from outside through its record and ended
+once enough steps are in it; nothing is left out of a step. A gate compares its first loss with the reference form's of the same
+initial values and tokens (float64, no kernel of ours). Peers have bfloat16 weights and moments, fused AdamW, as many micro-batches,
+their batches on the GPU beforehand, and are in processes of their own.
+
+    python benchmarks/train_step.py --model mamba-1.4b [--shapes 8x2048,1x16384,1x131072] [--micro-batches 1,16] [--steps 5]
+    python benchmarks/train_step.py --model lattice-sim,lattice-enc,lattice-dec --shapes 8x2048 --name train_step_lattice
+    python benchmarks/train_step.py --model mamba-1.4b --shapes 8x2048 --micro-batches 16 --profile    # and where the time goes
+
+Sequences longer than a segment (16k) go in exact segments (but for full attention, whose keys fit in no State), one micro-batch a
+step. What does not fit into --seconds is left out and said to be; what is done is saved. With --tiny it all runs on a CPU in a
+minute, on sizes that mean nothing, and writes no results.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.multiprocessing as mp
+import yaml
+from report import Report
+from train_step_data import text_for
+from train_step_sides import PEERS, peer_main, reference_main
+
+from baton.launcher.arithmetic import flops_per_token, of_stages
+from baton.launcher.config import RunConfig, load
+from baton.training.monitor import read_metrics
+from baton.training.peaks import Utilisation, peak_of
+
+NEAR = 3e-4  # relative, of losses that are means over 16k tokens and more: bfloat16's rounding averages out
+OTHER_TEXT = 0.02  # relative, of an untrained model's losses
+SAME_SIZE = 0.02  # relative, of two models' parameters
+SEEMS_TRAINED = 0.2  # relative, of two untrained models' losses
+BATON = [sys.executable, "-P", "-m", "baton.launcher.cli"]
+MODELS: dict[str, tuple[str, list[str]]] = {
+    "mamba-1.4b": ("mamba-1.4b", []),
+    "gsa-1.3b": ("gsa-1.3b", []),
+    "longhorn": ("longhorn-1.3b", []),
+    "bmojo": ("bmojo-1.4b", []),
+    **{f"lattice-{kind}": ("lattice-1.3b", [f"model.mixers.lattice.variant={kind}"]) for kind in ("sim", "enc", "dec")},
+    "transformer": ("transformer-1.3b", []),
+}
+"""A name in configs/models, and settings over it."""
+TINY = {
+    "gsa-1.3b": ["model.mixers.gsa={kind: gsa, heads: 2, head_dim: 32, slots: 8}"],
+    "bmojo": ["model.mixers.bmojo={kind: bmojo, window: 32, fading: chunk, fading_tokens: 8, eidetic: 8}"],
+    "lattice": ["model.mixers.lattice.heads=2", "model.mixers.lattice.head_dim=32", "model.mixers.lattice.slots=8"],
+    "transformer": ["model.mixers.attention={kind: attention, heads: 2, head_dim: 32}"],
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a micro-batch: sequences, and their tokens."""
+
+    rows: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.context}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of a run of ours. losses: of each step; seconds: of the timed ones; start_s: until the first was done; bytes: at the peak."""
+
+    losses: list[float]
+    seconds: list[float]
+    start_s: float
+    bytes: int
+    profile: str | None
+
+
+class Bench:
+    """What the cases have in common."""
+
+    def __init__(self, report: Report, folder: Path, arguments: argparse.Namespace) -> None:
+        self.report, self.folder, self.arguments = report, folder, arguments
+        self.began = time.monotonic()
+        self.mamba: dict[tuple[Shape, int], float] = {}
+        self.references: dict[tuple[str, Shape], float] = {}
+
+    def left(self) -> float:
+        return float(self.arguments.seconds - (time.monotonic() - self.began))
+
+    # -------------------------------------------------------------------------------------------------------------------- runs
+
+    def config(self, model: str, shape: Shape, micro_batches: int, *words: str) -> tuple[RunConfig, Path]:
+        """A run as the command gets it, and its file."""
+        base, settings = MODELS[model]
+        if self.arguments.tiny:
+            settings = [*settings, "model.d_model=64", "model.n_layers=2", "model.vocab_size=512", *TINY.get(model, [])]
+            settings += [*TINY["lattice"], "model.mixers.swiglu.hidden=128"] if base == "lattice-1.3b" else []
+        elif self.arguments.vocab_size:
+            settings = [*settings, f"model.vocab_size={self.arguments.vocab_size}"]
+        name, segment = f"{model}-{shape}-{micro_batches}", self.arguments.segment
+        values: dict[str, Any] = {
+            "name": name,
+            "directory": str(self.folder / f"{name}-{len(list(self.folder.glob(f'{name}-*')))}"),
+            "model": base,
+            "training": {
+                "steps": 1_000_000,  # it is ended before
+                "context": shape.context,
+                "micro_batch": shape.rows,
+                "global_batch_tokens": shape.rows * shape.context * micro_batches,
+                "log_every": 1,
+                "optimizer": {"lr": 1e-4},
+                "schedule": {"kind": "constant"},
+                "checkpoint": {"every": 1_000_000},
+                "evaluation": {"every": 0},
+            },
+        }
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        resolved = load(path, settings).model
+        vocab_size = resolved.vocab_size
+        assert vocab_size is not None
+        # keys of a whole document fit in no State
+        if shape.context > segment and not any(mixer.state_grows for mixer in resolved.mixers.values()):
+            values["training"]["bptt"] = {"mode": "exact", "segment": segment}
+        values["data"] = text_for(vocab_size, self.folder, documents=2 if self.arguments.tiny else None)
+        path.write_text(yaml.safe_dump(values))
+        config = load(path, [*settings, *words])
+        path.write_text(config.to_yaml())
+        return config, path
+
+    def ours(self, config: RunConfig, path: Path) -> Found | None:
+        """The run, as far as is needed. None: out of memory. Raises RuntimeError."""
+        warm_up, timed = self.arguments.warm_up, self.arguments.steps
+        words, wanted, table = [], warm_up + timed, None
+        if self.arguments.profile:
+            # the profiler gets ready in a step that is not timed; every tenth step measures the update, which is not every step's
+            first = next(n for n in range(wanted + 2, wanted + 22) if n % 10 and (n + 1) % 10)
+            words = [f"profile.after={first - 1}", "profile.steps=2"]
+            table = config.folder / "profile" / f"step-{first:08d}-rank-0.txt"
+        began = time.time()
+        process = subprocess.Popen([*BATON, "train", str(path), *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        deadline = time.monotonic() + max(60.0, self.left())
+        try:
+            while process.poll() is None and time.monotonic() < deadline:
+                if len(_steps(config)) >= wanted and (table is None or table.exists()):
+                    break
+                time.sleep(0.2)
+        finally:
+            _end(process)
+        rows = _steps(config)
+        if len(rows) < wanted:
+            logs = sorted(config.folder.glob("attempts/*/rank-0.log"))
+            log = logs[-1].read_text(errors="replace") if logs else process.stderr.read().decode()  # type: ignore[union-attr]
+            if "OutOfMemoryError" in log or "out of memory" in log:
+                return None
+            raise RuntimeError(f"{len(rows)} of {wanted} steps; its log ends with\n{log[-3000:]}")
+        times = [row["time"] for row in rows[:wanted]]
+        return Found(
+            losses=[row["loss"] for row in rows],
+            seconds=[after - before for before, after in zip(times[warm_up - 1 :], times[warm_up:])],
+            start_s=times[0] - began,
+            bytes=max(row["memory_bytes"] for row in rows[:wanted]),
+            profile=table.read_text() if table is not None and table.exists() else None,
+        )
+
+    def aside(self, function: Any, path: Path, *words: Any) -> dict[str, Any] | None:
+        """What a function writes in a process of its own. None: it failed, or took too long."""
+        found = path.with_suffix(f".{function.__name__}.json")
+        found.unlink(missing_ok=True)
+        process = mp.get_context("spawn").Process(target=function, args=(str(path), str(found), *words))
+        process.start()
+        process.join(max(60.0, self.left()))
+        if process.is_alive():
+            process.kill()
+        process.join()
+        return json.loads(found.read_text()) if found.exists() else None
+
+    # ------------------------------------------------------------------------------------------------------------------- cases
+
+    def case(self, model: str, shape: Shape, micro_batches: int) -> None:
+        report, case = self.report, f"{model} {shape} x {micro_batches}"
+        words: list[str] = ["training.recompute=true"] if self.arguments.recompute else []
+        if self.left() < self.arguments.reserve:
+            report.say(f"{case}: left out, for want of time")
+            return
+        config, path = self.config(model, shape, micro_batches, *words)
+        found = self.ours(config, path)
+        if found is None and not words:
+            report.say(f"{case}: out of memory; with training.recompute=true:")
+            config, path = self.config(model, shape, micro_batches, "training.recompute=true")
+            found = self.ours(config, path)
+        if found is None:
+            report.say(f"{case}: out of memory")
+            return
+        self.gate(case, model, shape, micro_batches, found, path)
+        used = self.said(case, config, found)
+        if model == "mamba-1.4b":
+            self.mamba[shape, micro_batches] = used.tokens_per_s
+        elif (mamba := self.mamba.get((shape, micro_batches))) is not None:
+            report.row(case, "tokens/s", used.tokens_per_s, "our mamba-1.4b", mamba, gate=case)
+        if used.peak is not None:
+            for metric, share in (("TFLOP/s as 6N", used.mfu_6n), ("TFLOP/s, mixers counted", used.mfu_model)):
+                assert share is not None
+                report.row(case, metric, share * used.peak.tflops, used.peak.name, used.peak.tflops, gate=case)
+        self.peer(case, config, used, found, path)
+        if found.profile:
+            for line in found.profile.splitlines():
+                report.say(f"  {line}")
+        report.save()
+
+    def gate(self, case: str, model: str, shape: Shape, micro_batches: int, found: Found, path: Path) -> None:
+        """The first loss beside the reference form's; where another one of the same model has been compared already, whose tokens
+        are others, and this one's are too many to do so again, beside that."""
+        loss, many = found.losses[0], shape.rows * shape.context > self.arguments.reference_tokens
+        known = [of for (name, at), of in self.references.items() if name == model and (many or at == shape)]
+        if known and (many or micro_batches > 1):
+            off = abs(loss - known[0]) / known[0]
+            detail = f"first loss {loss:.5f}, of other tokens in the reference form {known[0]:.5f}: {off:.1e} <= {OTHER_TEXT:g}"
+            self.report.gate(case, off <= OTHER_TEXT, detail)
+            return
+        reference = self.aside(reference_main, path, self.arguments.tiny)
+        if reference is None:
+            self.report.gate(case, False, "the reference form gave no loss")
+            return
+        self.references[model, shape] = reference["loss"]
+        off, *others = (abs(x - reference["loss"]) / reference["loss"] for x in (loss, *reference["others"]))
+        detail = f"first loss {loss:.6f}, of the reference form {reference['loss']:.6f}: {off:.1e} <= {NEAR:g}"
+        self.report.gate(case, off <= NEAR, detail + "".join(f" (other initial values: {other:.1e})" for other in others))
+
+    def said(self, case: str, config: RunConfig, found: Found) -> Utilisation:
+        """A line of what was found."""
+        seconds, gpu = statistics.median(found.seconds), torch.cuda.is_available()
+        device = torch.cuda.get_device_name() if gpu else "this CPU"
+        training = config.training
+        used = Utilisation(
+            parameters=sum(one.parameter_count for one in of_stages(config)),
+            flops=flops_per_token(config, training),
+            tokens=training.global_batch_tokens,
+            seconds=seconds,
+            devices=1,
+            peak=peak_of(device, training.precision, 0.1 if self.arguments.tiny else None),
+        )
+        spread = f"{1000 * min(found.seconds):,.1f} to {1000 * max(found.seconds):,.1f}"
+        again = ", recomputed" if training.recompute else ""
+        cut = f", {training.segments} exact segments" if training.segments > 1 else ""
+        self.report.say(
+            f"{case}{cut}{again}: {used.tokens_per_s:,.0f} tokens/s, {1000 * seconds:,.1f} ms a step ({spread}, "
+            f"{len(found.seconds)} steps), {found.bytes / 2**30:.2f} GiB, N = {used.parameters:,}; the first step was done "
+            f"{found.start_s:.1f} s after the command"
+        )
+        self.report.say(f"{case}: {used}")
+        return used
+
+    def peer(self, case: str, config: RunConfig, used: Utilisation, found: Found, path: Path) -> None:
+        """The peer of the model, where there is one."""
+        mixer = next(iter(config.model.mixers))
+        if mixer not in PEERS or self.arguments.no_peers:
+            return
+        name, _ = PEERS[mixer]
+        if self.left() < self.arguments.reserve:
+            self.report.say(f"{case}: {name} left out, for want of time")
+            return
+        theirs = self.aside(peer_main, path, self.arguments.warm_up, self.arguments.steps)
+        if theirs is None or "absent" in theirs:
+            why = "it failed" if theirs is None else theirs["absent"]
+            self.report.say(f"{case}: {name} is not here: {why}")
+            return
+        context, gate = theirs["tokens"], f"{case}, {name}"
+        off = abs(theirs["parameters"] - used.parameters) / used.parameters
+        far = abs(theirs["loss"] - found.losses[0]) / found.losses[0]
+        detail = f"parameters {theirs['parameters']:,} and {used.parameters:,} to {off:.1e} <= {SAME_SIZE:g}, "
+        detail += f"untrained losses {theirs['loss']:.3f} and {found.losses[0]:.3f} to {far:.1e} <= {SEEMS_TRAINED:g}"
+        self.report.gate(gate, off <= SAME_SIZE and far <= SEEMS_TRAINED, detail)
+        seconds, tokens = statistics.median(theirs["seconds"]), used.tokens * context // config.training.context
+        if context < config.training.context:
+            self.report.say(f"{case}: {name} is out of memory; the longest that fits is {context} tokens")
+            name = f"{name} at {context}"
+        theirs_used = replace(used, parameters=theirs["parameters"], tokens=tokens, seconds=seconds)
+        self.report.say(f"{case}: {name} {1000 * seconds:,.1f} ms a step, {theirs['bytes'] / 2**30:.2f} GiB; {theirs_used}")
+        self.report.row(case, "tokens/s", used.tokens_per_s, name, tokens / seconds, gate=gate)
+        for whose, nbytes in ((name, 0), (f"{name} + 14 bytes a parameter", 14 * used.parameters)):
+            allowed = (theirs["bytes"] + nbytes) / 2**30
+            self.report.row(case, "peak GiB", found.bytes / 2**30, whose, allowed, gate=gate, higher_is_better=False)
+
+
+def _steps(config: RunConfig) -> list[dict[str, Any]]:
+    """What the run has recorded of its steps so far."""
+    return [row for row in read_metrics(config.folder / "metrics.jsonl") if row["kind"] == "train"]
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """The launcher and its ranks, and wait until the GPU's memory is free again."""
+    ranks = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        ranks = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.kill()
+    psutil.wait_procs(ranks, timeout=60)
+    process.wait()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="mamba-1.4b", help=f"separated by commas, of {', '.join(MODELS)}; or all")
+    parser.add_argument("--shapes", help="rows x tokens of a micro-batch (default 8x2048,1x16384,1x131072)")
+    parser.add_argument("--micro-batches", default="1,16", help="per optimizer step (default 1,16)")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before those that are timed (default 3)")
+    parser.add_argument("--steps", type=int, default=5, help="steps that are timed (default 5)")
+    parser.add_argument("--segment", type=int, help="tokens of an exact segment (default 16384)")
+    parser.add_argument("--vocab-size", type=int, help="another vocabulary than the model's own")
+    parser.add_argument("--reference-tokens", type=int, default=32768, metavar="N", help="micro-batches of more tokens rest on the "
+                        "reference form's loss of other tokens, where another shape has one (default 32768)")  # fmt: skip
+    parser.add_argument("--recompute", action="store_true", help="training.recompute=true, also where it fits without")
+    parser.add_argument("--no-peers", action="store_true", help="ours alone")
+    parser.add_argument("--profile", action="store_true", help="also profile=true: where the time of two more steps goes")
+    parser.add_argument("--seconds", type=float, default=570, help="after which no further case is begun (default 570)")
+    parser.add_argument("--reserve", type=float, default=120, help="seconds that must be left to begin one (default 120)")
+    parser.add_argument("--folder", type=Path, help="keeps data and runs (default: a temporary one)")
+    parser.add_argument("--name", default="train_step", help="of the results' files")
+    parser.add_argument("--tiny", action="store_true", help="try the program on sizes that mean nothing; writes no results")
+    arguments = parser.parse_args()
+    arguments.segment = arguments.segment or (64 if arguments.tiny else 16384)
+    arguments.shapes = arguments.shapes or ("2x32,1x64,1x256" if arguments.tiny else "8x2048,1x16384,1x131072")
+    arguments.model = ",".join(MODELS) if arguments.model == "all" else arguments.model
+    if unknown := [name for name in arguments.model.split(",") if name not in MODELS]:
+        parser.error(f"no model is called {unknown[0]}; known: {', '.join(MODELS)}")
+    if arguments.warm_up < 1 or arguments.steps < 1:
+        parser.error("--warm-up and --steps are 1 or more")
+    if not arguments.tiny and not torch.cuda.is_available():
+        parser.error("there is no GPU here; --tiny tries the program without one")
+    return arguments
+
+
+def main() -> None:
+    arguments = _arguments()
+    gpu = torch.cuda.is_available()
+    device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}" if gpu else None
+    report = Report(arguments.name, device=device, keep=not arguments.tiny)
+    if arguments.tiny:
+        report.say("PLUMBING ONLY: tiny models, to see that the program runs; its numbers mean nothing and are not kept")
+    shapes = [Shape(*map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]
+    failed = False
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        bench = Bench(report, folder.resolve(), arguments)
+        for shape in shapes:
+            for name in arguments.model.split(","):
+                counts = [1] if shape.context > arguments.segment else map(int, arguments.micro_batches.split(","))
+                for micro_batches in counts:
+                    try:
+                        bench.case(name, shape, micro_batches)
+                    except RuntimeError as error:  # the others are worth their time
+                        failed = True
+                        report.say(f"{name} {shape} x {micro_batches}: FAILED: {error}")
+    report.save()
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""The two other sides of train_step.py, each in a process of its own: the reference form's loss, and other people's models.
+
+The one thing to know: the reference form is the same model with the same initial values in float64, which none of our Triton
+kernels takes, so every recurrence, norm and loss is PyTorch's. A peer gets every advantage: bfloat16 weights and moments and no
+master copy, its batches on the GPU beforehand, no clip, no check, no record.
+"""
+
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton.data_pipeline.source import open_source
+from baton.launcher.config import RunConfig
+from baton.launcher.run_directory import read_config
+from baton.models.config import ModelConfig
+from baton.models.lm import LanguageModel
+from baton.parallel import mesh as meshes
+from baton.parallel.config import LayoutConfig
+from baton.parallel.layout import initialize_parameters
+from baton.parallel.sequence import SequenceLink
+from baton.training import feed
+from baton.training.config import with_vocabulary
+from baton.training.evaluation import through_segments
+from baton.training.loop import open_stream
+from baton.training.passes import TokenBatch
+from baton.training.run import Progress, RunSettings
+
+
+def first_step(config: RunConfig, mesh: meshes.Mesh) -> tuple[ModelConfig, list[TokenBatch]]:
+    """The resolved model and the micro-batches of the run's first step, as the loop reads them."""
+    training, source = config.training, open_source(config.data)
+    source.fingerprint(seed=training.seed, lanes=training.lane_count)
+    settings = RunSettings(config.folder, config.model, config.data, training, "")
+    with open_stream(source, settings, mesh, Progress(0, 0, {})) as stream:
+        batches = next(feed.steps(stream, mesh, training)).batches
+    return with_vocabulary(config.model, source.vocab_size, None), batches
+
+
+def alone(config: RunConfig) -> meshes.Mesh:
+    """A world of this process."""
+    device = meshes.local_device(0, 1, config.device)
+    return meshes.initialize(LayoutConfig(), device=device, rank=0, store=torch.distributed.HashStore())
+
+
+@torch.no_grad()
+def reference_loss(config: RunConfig, seed: int, mesh: meshes.Mesh) -> float:
+    """Nats per label of the run's first step, in float64. seed: of the initial values."""
+    settings, batches = first_step(config, mesh)
+    segments = config.training.segments
+    link = SequenceLink(0, [mesh.rank], mesh.device) if segments > 1 else None
+    with mesh.device:
+        model = LanguageModel(settings, compute_dtype=torch.float64, link=link)
+    initialize_parameters(model, seed, 0, 1)
+    model.double()
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for batch in batches:
+        for part, hidden, _ in through_segments(model, (batch.segment(s, segments) for s in range(segments)), segments):
+            assert hidden is not None
+            total += model.loss(hidden, part.labels)
+    return float(total) / sum(int(batch.count_labels()) for batch in batches)
+
+
+def reference_main(config_file: str, found: str, with_other: bool) -> None:
+    """Writes {loss, others: with_other: that of another seed's initial values, to see what the comparison can tell apart}."""
+    config = read_config(Path(config_file))
+    mesh, seed = alone(config), config.training.seed
+    others = [reference_loss(config, seed + 1, mesh)] if with_other else []
+    Path(found).write_text(json.dumps({"loss": reference_loss(config, seed, mesh), "others": others}))
+    meshes.shutdown()
+
+
+Step = Callable[[Tensor, Tensor], Tensor]
+"""Tokens and labels, int64 [B, T], to the mean loss."""
+
+
+def mamba_ssm(model: ModelConfig, context: int) -> tuple[nn.Module, Step]:
+    from mamba_ssm.models.config_mamba import MambaConfig
+    from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+
+    own: Any = model.mixers["mamba"]
+    config = MambaConfig(
+        d_model=model.d_model,
+        n_layer=model.n_layers,
+        vocab_size=model.padded_vocab_size,
+        ssm_cfg={"d_state": own.d_state, "d_conv": own.d_conv, "expand": own.expand},
+        rms_norm=True,
+        residual_in_fp32=True,
+        fused_add_norm=True,
+    )
+    theirs = MambaLMHeadModel(config, device="cuda", dtype=torch.bfloat16)
+    return theirs, lambda x, y: F.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten())
+
+
+def fla(model: ModelConfig, context: int) -> tuple[nn.Module, Step]:
+    from fla.models.gsa import GSAConfig, GSAForCausalLM
+
+    own: Any = model.mixers["gsa"]
+    config = GSAConfig(
+        hidden_size=model.d_model,
+        num_hidden_layers=model.n_layers,
+        num_heads=own.heads,
+        num_slots=own.slots,
+        gate_logit_normalizer=own.damping,
+        max_position_embeddings=context,
+        norm_eps=model.norm_eps,
+        vocab_size=model.padded_vocab_size,
+        tie_word_embeddings=model.tie_embeddings,
+        use_cache=False,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        theirs = GSAForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    # it shifts its labels by itself
+    return theirs.train(), lambda x, y: theirs(input_ids=x, labels=x).loss
+
+
+PEERS = {"mamba": ("mamba_ssm", mamba_ssm), "gsa": ("fla", fla)}
+"""By the name of the first mixer."""
+
+
+def time_peer(make: Any, model: ModelConfig, batches: list[TokenBatch], warm_up: int, steps: int) -> dict[str, Any]:
+    """{parameters, loss, seconds: of each timed step, bytes}. Raises OutOfMemoryError."""
+    torch.manual_seed(0)
+    torch.cuda.reset_peak_memory_stats()
+    theirs, loss_of = make(model, batches[0].tokens.shape[1])
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    first, seconds = 0.0, []
+    for step in range(warm_up + steps):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        total = torch.zeros((), device="cuda")
+        for batch in batches:
+            loss = loss_of(batch.tokens, batch.labels) / len(batches)
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        if step >= warm_up:
+            seconds.append(time.perf_counter() - began)
+        first = first or float(total)
+    count = sum(p.numel() for p in theirs.parameters())
+    return {"parameters": count, "loss": first, "seconds": seconds, "bytes": torch.cuda.max_memory_allocated()}
+
+
+def peer_main(config_file: str, found: str, warm_up: int, steps: int) -> None:
+    """Writes what `time_peer` finds, on the run's own first batches, with tokens: of a sequence, the run's or the longest half,
+    quarter, ... that fits; or {absent: why}."""
+    config = read_config(Path(config_file))
+    if not torch.cuda.is_available():
+        Path(found).write_text(json.dumps({"absent": "it needs a GPU"}))
+        return
+    mesh = alone(config)
+    model, batches = first_step(config, mesh)
+    tokens, result = config.training.context, None
+    while result is None:
+        try:
+            result = time_peer(PEERS[next(iter(model.mixers))][1], model, batches, warm_up, steps) | {"tokens": tokens}
+        except ImportError as error:
+            result = {"absent": " ".join(str(error).split())}
+        except torch.cuda.OutOfMemoryError:
+            tokens //= 2
+            if tokens < 1024:
+                result = {"absent": "out of memory at any length"}
+        gc.collect()
+        torch.cuda.empty_cache()
+        batches = [TokenBatch(*(x[:, :tokens].contiguous() for x in (b.tokens, b.labels, b.pos))) for b in batches]
+    Path(found).write_text(json.dumps(result))
+    meshes.shutdown()
