@@ -52,6 +52,7 @@ RULES = (
         "elementwise",
         named=r"^(aten|prims|torch|autograd)::|at::native|at_cuda_detail|elementwise|^Mem(cpy|set)|^triton_(poi|red|per)_"
         r"|Backward\d*$|^(detach_?|_CopyGradient)$",
+        inside=r"^_HeadScale",
     ),
 )
 CATEGORIES = ("matmul", "scan", "convolution", "norm", "loss", "optimizer", "exchange", "data", "elementwise", UNCLASSIFIED, IDLE)
