@@ -6,13 +6,16 @@ alike.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.tokenizer import Ids, Tokenizer
+from baton.data_pipeline.tokenizer import Tokenizer
+
+AnyIds = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -45,46 +48,61 @@ def check_tokenizer(dataset: Dataset, tokenizer: Tokenizer) -> None:
 class OpenDocument:
     """A document on its way into rows, in pieces.
 
-    pieces: its ids, int32, without the mark and without its first `offset - 1` tokens. offset: how many of its inputs (its mark,
-    then its tokens) are consumed. doc: the mark.
+    pieces: its ids, of any integer type, without the mark and without its first `offset - 1` tokens. offset: how many of its inputs
+    (its mark, then its tokens) are consumed. doc: the mark.
 
     Attributes: `offset`, as above, now; `over`, whether nothing is left. Raises IndexError: it has fewer than `offset` tokens.
     """
 
-    def __init__(self, pieces: Iterator[Ids], offset: int, doc: int) -> None:
+    def __init__(self, pieces: Iterator[AnyIds], offset: int, doc: int) -> None:
         self.offset = offset
         self.over = False
         self._pieces = pieces
         self._doc = doc
-        self._labels: Ids = np.zeros(0, np.int32)  # what follows; the next input is the token before
-        self._last = False
+        self._ids: AnyIds = _NONE
+        self._at, self._end = 0, 0  # of the piece, what follows as labels; the next input is the token before
+        self._last = False  # nothing follows but the mark
         self._input = doc
         if offset:
             self._more()
             if self._last:
                 raise IndexError(offset)
-            self._input, self._labels = int(self._labels[0]), self._labels[1:]
+            self._input, self._at = int(self._ids[0]), 1
 
     def _more(self) -> None:
         """Go on to the next piece that holds something; after all of them, the mark."""
-        while not len(self._labels) and not self._last:
+        while self._at == self._end and not self._last:
             piece = next(self._pieces, None)
             self._last = piece is None
-            self._labels = np.array([self._doc], np.int32) if piece is None else piece
+            if piece is not None:
+                self._ids, self._at, self._end = piece, 0, len(piece)
 
     def fill(self, batch: Batch, row: int, start: int) -> int:
         """Copy its next inputs into row `row` of a batch from column `start` on, until the row is full or the document over;
         returns the first column left."""
-        width = int(batch.tokens.shape[1])
+        tokens, labels, pos = batch.tokens[row], batch.labels[row], batch.pos[row]
+        width = len(tokens)
         while start < width and not self.over:
-            self._more()
-            count = min(len(self._labels), width - start)
-            stop = start + count
-            batch.labels[row, start:stop] = self._labels[:count]
-            batch.tokens[row, start] = self._input
-            batch.tokens[row, start + 1 : stop] = self._labels[: count - 1]
-            batch.pos[row, start:stop] = np.arange(self.offset, self.offset + count)
-            self._input, self._labels = int(self._labels[count - 1]), self._labels[count:]
-            start, self.offset = stop, self.offset + count
-            self.over = self._last and not len(self._labels)
+            if self._at == self._end:
+                self._more()
+            if self._last:
+                labels[start], tokens[start], pos[start] = self._doc, self._input, self.offset
+                self.offset += 1
+                self.over = True
+                return start + 1
+            count = min(self._end - self._at, width - start)
+            stop, offset = start + count, self.offset
+            labels[start:stop] = self._ids[self._at : self._at + count]
+            tokens[start] = self._input
+            if count > 1:
+                tokens[start + 1 : stop] = labels[start : stop - 1]
+            pos[start:stop] = (
+                _PLACES[offset : offset + count] if offset + count <= len(_PLACES) else np.arange(offset, offset + count)
+            )
+            self._input = int(labels[stop - 1])
+            start, self._at, self.offset = stop, self._at + count, offset + count
         return start
+
+
+_NONE = np.zeros(0, np.int32)
+_PLACES = np.arange(1 << 16, dtype=np.int32)  # to copy from is three times as fast as to count anew

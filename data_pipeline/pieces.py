@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from baton.data_pipeline.batches import AnyIds
 from baton.data_pipeline.dataset import Dataset, LongPayload
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.shards import ShardSummary, token_layout
-from baton.data_pipeline.tokenizer import Ids, Tokenizer
+from baton.data_pipeline.tokenizer import Tokenizer
 
 
 def id_pieces(
     dataset: Dataset, tokenizer: Tokenizer, shard: ShardSummary, sample: int, payload: bytes | None, first: int = 0
-) -> Iterator[Ids]:
-    """int32 ids of a sample from its token number `first` on, without the mark; nothing when it has no more.
+) -> Iterator[AnyIds]:
+    """Ids of a sample from its token number `first` on, without the mark; nothing when it has no more.
 
     payload: its bytes, as `Dataset.read_short` gives them; None for a long one, which is then read as it is needed.
 
@@ -33,7 +34,7 @@ def id_pieces(
 
 def _of_text(
     dataset: Dataset, tokenizer: Tokenizer, shard: ShardSummary, sample: int, payload: bytes | None, first: int
-) -> Iterator[Ids]:
+) -> Iterator[AnyIds]:
     if payload is not None:
         yield tokenizer.encode_utf8(payload)[first:]
         return
@@ -42,15 +43,15 @@ def _of_text(
         first = max(0, first - len(ids))
 
 
-def _of_tokens(dataset: Dataset, shard: ShardSummary, sample: int, payload: bytes | None, first: int) -> Iterator[Ids]:
+def _of_tokens(dataset: Dataset, shard: ShardSummary, sample: int, payload: bytes | None, first: int) -> Iterator[AnyIds]:
     if payload is not None:
         dtype, count, begin = _layout(dataset, shard, sample, payload)
-        yield np.frombuffer(payload, dtype, count, begin)[first:].astype(np.int32)
+        yield np.frombuffer(payload, dtype, count, begin)[first:]
         return
     long = LongPayload(dataset, shard, sample)
     dtype, _, begin = _layout(dataset, shard, sample, long.head)
     for piece in long.pieces(begin + first * dtype.itemsize):
-        yield np.frombuffer(piece, dtype).astype(np.int32)
+        yield np.frombuffer(piece, dtype)
 
 
 def _layout(dataset: Dataset, shard: ShardSummary, sample: int, head: bytes) -> tuple[np.dtype[Any], int, int]:

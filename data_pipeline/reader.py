@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from baton.data_pipeline.batches import Batch, OpenDocument, check_tokenizer
+from baton.data_pipeline.batches import AnyIds, Batch, OpenDocument, check_tokenizer
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint
@@ -19,7 +19,7 @@ from baton.data_pipeline.mixture import Mixture
 from baton.data_pipeline.pieces import id_pieces
 from baton.data_pipeline.shards import ShardSummary
 from baton.data_pipeline.steps import Place
-from baton.data_pipeline.tokenizer import Ids, Tokenizer
+from baton.data_pipeline.tokenizer import Tokenizer
 
 STREAM_VERSION = 2  # part of the fingerprint: raise it when the order or the cutting changes
 
@@ -113,7 +113,8 @@ class Documents:
 
 
 class LaneReader:
-    """Some lanes being read; a `Fill`. cursors: where each begins. Raises DataError: cursors of other sources."""
+    """Some lanes being read; a `Fill` of their rows, that leaves those of other lanes alone. cursors: where each begins. Raises
+    DataError: cursors of other sources."""
 
     def __init__(self, read: Documents, cursors: Mapping[int, Cursor]) -> None:
         many = (0,) * read.sources if read.sources > 1 else ()
@@ -121,12 +122,14 @@ class LaneReader:
         if any(len(cursor.taken) != len(many) for cursor in begin.values()):
             raise DataError("the cursors are of a run with other sources; use the run's own data.sources")
         self._lanes = {lane: _Lane(read, lane, cursor) for lane, cursor in begin.items()}
+        self._cursors = begin
 
     def __call__(self, step: int, batches: Sequence[Batch]) -> dict[int, Cursor]:
         for batch in batches:
             for row, lane in enumerate(batch.lanes):
-                self._lanes[lane].fill(step, batch, row)
-        return {lane: source.cursor for lane, source in self._lanes.items()}
+                if lane in self._lanes:
+                    self._cursors[lane] = self._lanes[lane].fill(step, batch, row)
+        return dict(self._cursors)
 
 
 class _Lane:
@@ -135,32 +138,32 @@ class _Lane:
     def __init__(self, read: Documents, lane: int, cursor: Cursor) -> None:
         self._read = read
         self._lane = lane
-        self.cursor = cursor
+        self._cursor = cursor  # of a document under way, where it was opened
         self._skipped = frozenset(cursor.skipped)
         self._unit: _OpenUnit | None = None
         self._document: OpenDocument | None = None
 
-    def fill(self, step: int, batch: Batch, row: int) -> None:
-        """Write the lane's next inputs into a row of a batch, and move the cursor past them."""
+    def fill(self, step: int, batch: Batch, row: int) -> Cursor:
+        """Write the lane's next inputs into a row of a batch; the cursor after them."""
         start, context = 0, batch.tokens.shape[1]
         while start < context:
             opened = self._document = self._document or self._open(step)
             if opened is not None:
                 start = opened.fill(batch, row, start)
                 if not opened.over:
-                    self.cursor = replace(self.cursor, offset=opened.offset)
                     continue
             self._document = None
             assert self._unit is not None, "a document under way is one of a unit"
-            if self.cursor.document + 1 == self._unit.count:
+            if self._cursor.document + 1 == self._unit.count:
                 self._unit = None
-                self.cursor = self.cursor.next_unit()
+                self._cursor = self._cursor.next_unit()
             else:
-                self.cursor = replace(self.cursor, document=self.cursor.document + 1, offset=0)
+                self._cursor = self._cursor.at(self._cursor.document + 1, 0)
+        return self._cursor if self._document is None else self._cursor.at(self._cursor.document, self._document.offset)
 
     def _open(self, step: int) -> OpenDocument | None:
         """The document at the cursor, from there on; None when it is to be skipped."""
-        cursor = self.cursor = self._read.choose(self._lane, self.cursor, step)
+        cursor = self._cursor = self._read.choose(self._lane, self._cursor, step)
         source = cursor.source or 0
         if self._unit is None:
             self._unit = self._read.open(self._lane, cursor)
@@ -190,7 +193,7 @@ class _OpenUnit:
         self.count = len(order)
         self._payloads = dataset.read_short(shard, first, self.count)
 
-    def ids(self, document: int, first: int) -> Iterator[Ids]:
+    def ids(self, document: int, first: int) -> Iterator[AnyIds]:
         """A document's ids from its token number `first` on, in pieces."""
         sample = int(self._order[document])
         payload, self._payloads[sample] = self._payloads[sample], None

@@ -10,7 +10,7 @@ import queue
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic, Self, TypeVar
@@ -122,11 +122,14 @@ class StepPlan:
         rows = sum(stretch.lanes_per_step * max(0, end - stretch.first_step) for stretch, end in ends)
         return next_lanes(rows, self.lanes, self.stretch(step).lanes_per_step)
 
-    def batches(self, step: int, lanes: Container[int]) -> list[Batch]:
-        """Empty batches for the rows of these lanes, all of one data rank or some of them, in a step."""
-        shape = self.stretch(step)
-        mine = [lane for lane in self.lanes_of(step) if lane in lanes]
-        rows = [tuple(mine[i : i + shape.micro_batch]) for i in range(0, len(mine), shape.micro_batch)]
+    def rows(self, step: int) -> tuple[int, ...]:
+        """The lanes of this rank's rows in a step, in order."""
+        return tuple(lane for lane in self.lanes_of(step) if lane % self.data_size == self.data_rank)
+
+    def batches(self, step: int) -> list[Batch]:
+        """Empty batches for this rank's rows in a step."""
+        shape, mine = self.stretch(step), self.rows(step)
+        rows = [mine[i : i + shape.micro_batch] for i in range(0, len(mine), shape.micro_batch)]
         return [empty_batch(len(lanes), shape.context, lanes) for lanes in rows]
 
     def first_cursors(self, cursors: Mapping[int, C] | None, beginning: C) -> dict[int, C]:
@@ -147,17 +150,24 @@ class Steps(Generic[C]):
     """The endless steps of one data rank; iterate over it. A failure of `fill`, in the background thread, is raised by `next`.
 
     cursors: of this rank's lanes, from `StepPlan.first_cursors`; the attribute: those after the last step yielded. stop: what ends
-    `fill` for good when it may be waiting.
+    `fill` for good when it may be waiting. room: what makes the batches that a step's rows are written to; None: the plan.
     """
 
-    def __init__(self, plan: StepPlan, cursors: dict[int, C], fill: Fill[C], stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        cursors: dict[int, C],
+        fill: Fill[C],
+        stop: Callable[[], None] = lambda: None,
+        room: Callable[[int], list[Batch]] | None = None,
+    ) -> None:
         self.cursors = cursors
-        own = frozenset(cursors)
+        room = room or plan.batches
 
         def steps() -> Iterator[StepData]:
             step = plan.start_step
             while True:
-                batches = plan.batches(step, own)
+                batches = room(step)
                 yield StepData(step, batches, fill(step, batches))
                 step += 1
 
