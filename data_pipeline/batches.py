@@ -1,10 +1,10 @@
 """Rows of tokens, labels and positions, and how a document fills them.
 
-The one thing to know: `OpenDocument.fill` is the only place where documents become inputs and labels, for training and evaluation
-alike.
+The one thing to know: a document x1..xn becomes inputs [doc, x1..xn] and labels [x1..xn, doc], here and nowhere else, for training
+and evaluation alike: `OpenDocument` has one in pieces, `OpenRun` several in memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.tokenizer import Tokenizer
 
 AnyIds = npt.NDArray[np.integer[Any]]
+_Row = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,11 @@ class OpenDocument:
     pieces: its ids, of any integer type, without the mark and without its first `offset - 1` tokens. offset: how many of its inputs
     (its mark, then its tokens) are consumed. doc: the mark.
 
-    Attributes: `offset`, as above, now; `over`, whether nothing is left. Raises IndexError: it has fewer than `offset` tokens.
+    Attributes: `offset`, as above, now; `over`, whether nothing is left; `count`, of documents, and `document`, which of them it is
+    at: as `OpenRun`. Raises IndexError: it has fewer than `offset` tokens.
     """
+
+    count, document = 1, 0
 
     def __init__(self, pieces: Iterator[AnyIds], offset: int, doc: int) -> None:
         self.offset = offset
@@ -91,17 +95,63 @@ class OpenDocument:
                 self.over = True
                 return start + 1
             count = min(self._end - self._at, width - start)
-            stop, offset = start + count, self.offset
-            labels[start:stop] = self._ids[self._at : self._at + count]
-            tokens[start] = self._input
-            if count > 1:
-                tokens[start + 1 : stop] = labels[start : stop - 1]
-            pos[start:stop] = (
-                _PLACES[offset : offset + count] if offset + count <= len(_PLACES) else np.arange(offset, offset + count)
-            )
-            self._input = int(labels[stop - 1])
-            start, self._at, self.offset = stop, self._at + count, offset + count
+            stop = start + count
+            self._input = _copy(self._ids[self._at : self._at + count], self._input, tokens, labels, start, stop)
+            _count(pos, start, stop, self.offset)
+            start, self._at, self.offset = stop, self._at + count, self.offset + count
         return start
+
+
+class OpenRun:
+    """Documents on their way into rows that follow each other and are in memory: rows take what they need of all at once.
+
+    ids: their tokens, of any integer type, each document's followed by its mark; of the first, those from token number `offset` on.
+    ends: where each document's mark ends in `ids`. offset: how many inputs of the first are consumed. first: the next input.
+
+    Attributes: `count`, of documents; `document`, which of them is next, and `offset`, how many of its inputs are consumed; `over`,
+    whether nothing is left.
+    """
+
+    def __init__(self, ids: AnyIds, ends: Sequence[int], offset: int, first: int) -> None:
+        self.count, self.document, self.over = len(ends), 0, False
+        self._ids, self._ends, self._input = ids, ends, first
+        self._at, self._begin = 0, -offset  # of the document, where its mark would be as an input
+
+    @property
+    def offset(self) -> int:
+        return self._at - self._begin
+
+    def fill(self, batch: Batch, row: int, start: int) -> int:
+        """As `OpenDocument.fill`, until the row is full or the run over."""
+        tokens, labels, pos = batch.tokens[row], batch.labels[row], batch.pos[row]
+        begin, until = self._at, min(len(self._ids), self._at + len(tokens) - start)
+        stop = start + until - begin
+        self._input = _copy(self._ids[begin:until], self._input, tokens, labels, start, stop)
+        while begin < until:
+            end = self._ends[self.document]
+            part = min(end, until)
+            _count(pos, start, start + part - begin, begin - self._begin)
+            start, begin = start + part - begin, part
+            if part == end:
+                self.document, self._begin = self.document + 1, end
+        self._at = until
+        self.over = until == len(self._ids)
+        return stop
+
+
+def _copy(following: AnyIds, first: int, tokens: _Row, labels: _Row, start: int, stop: int) -> int:
+    """Write labels, and inputs, which are `first` and all labels but the last; returns that one, the next input."""
+    labels[start:stop] = following
+    tokens[start] = first
+    if stop - start > 1:
+        tokens[start + 1 : stop] = labels[start : stop - 1]
+    return int(labels[stop - 1])
+
+
+def _count(pos: npt.NDArray[np.int32], start: int, stop: int, offset: int) -> None:
+    """Write positions from `offset` on."""
+    end = offset + stop - start
+    pos[start:stop] = _PLACES[offset:end] if end <= len(_PLACES) else np.arange(offset, end)
 
 
 _NONE = np.zeros(0, np.int32)

@@ -10,12 +10,11 @@ import os
 import struct
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.data_pipeline.batches import Batch
 from baton.data_pipeline.lanes import Cursor
@@ -32,9 +31,11 @@ class Blocks:
     Attributes: `free`, the numbers of those that were leased and are not in use any more.
     """
 
+    _layouts: dict[tuple[int, int], tuple[int, int, int, int, int]]
+
     def __init__(self, count: int, plan: StepPlan, sources: int) -> None:
         shapes = [(shape.lanes_per_step // plan.data_size, shape.context) for shape in plan.stretches]
-        self._place = struct.Struct(f"{_INTS + sources}q")
+        self._place, self._layouts = struct.Struct(f"{_INTS + sources}q"), {}
         self._size = -(-max(self._offsets(*shape)[-1] for shape in shapes) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.count = count
         fd = os.memfd_create("baton-rows")
@@ -56,7 +57,7 @@ class Blocks:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         received, self.count, self._size, ints = state
-        self._place = struct.Struct(f"{ints}q")
+        self._place, self._layouts = struct.Struct(f"{ints}q"), {}
         fd = received.detach()
         try:
             self._open(fd)
@@ -65,11 +66,12 @@ class Blocks:
 
     def _offsets(self, rows: int, context: int) -> tuple[int, int, int, int, int]:
         """First byte in a block of its tokens, labels, positions and cursors, and its end."""
-        sizes = 8 * rows * context, 8 * rows * context, 4 * rows * context, rows * self._place.size
-        at = [0]
-        for size in sizes:
-            at.append(at[-1] + -(-size // _LINE) * _LINE)
-        return at[0], at[1], at[2], at[3], at[4]
+        if (rows, context) not in self._layouts:
+            at = [0]
+            for size in (8 * rows * context, 8 * rows * context, 4 * rows * context, rows * self._place.size):
+                at.append(at[-1] + -(-size // _LINE) * _LINE)
+            self._layouts[rows, context] = at[0], at[1], at[2], at[3], at[4]
+        return self._layouts[rows, context]
 
     def rows(self, number: int, lanes: tuple[int, ...], context: int) -> Batch:
         """A block as one batch. Whoever asks keeps it no longer than the block is theirs."""
@@ -90,24 +92,26 @@ class Blocks:
     def _batch(self, memory: Any, begin: int, lanes: tuple[int, ...], context: int) -> Batch:
         shape = len(lanes), context
         tokens, labels, pos, _, _ = self._offsets(*shape)
+        return Batch(
+            np.ndarray(shape, np.int64, memory, begin + tokens),
+            np.ndarray(shape, np.int64, memory, begin + labels),
+            np.ndarray(shape, np.int32, memory, begin + pos),
+            lanes,
+        )
 
-        def array(dtype: npt.DTypeLike, at: int) -> npt.NDArray[Any]:
-            return np.ndarray(shape, dtype, memory, begin + at)
-
-        return Batch(array(np.int64, tokens), array(np.int64, labels), array(np.int32, pos), lanes)
-
-    def write_cursor(self, number: int, shape: tuple[int, int], row: int, cursor: Cursor) -> None:
-        """Where the lane of a row of a block (of `shape` rows and context) is after it."""
-        source = -1 if cursor.source is None else cursor.source
-        at = number * self._size + self._offsets(*shape)[3] + row * self._place.size
-        self._place.pack_into(self._memory, at, cursor.unit, cursor.document, cursor.offset, source, *cursor.taken)
-
-    def cursors(self, number: int, shape: tuple[int, int], before: Sequence[Cursor]) -> list[Cursor]:
-        """What `write_cursor` wrote of every row; before: cursors of the same lanes, for what never changes."""
+    def write_cursors(self, number: int, shape: tuple[int, int], cursors: Iterable[tuple[int, Cursor]]) -> None:
+        """Where lanes are after their row of a block of `shape` rows and context: (row, cursor)."""
         begin = number * self._size + self._offsets(*shape)[3]
-        content = self._memory[begin : begin + shape[0] * self._place.size]
-        places = self._place.iter_unpack(content)
+        memory, size, pack = self._memory, self._place.size, self._place.pack_into
+        for row, cursor in cursors:
+            source = -1 if cursor.source is None else cursor.source
+            pack(memory, begin + row * size, cursor.unit, cursor.document, cursor.offset, source, *cursor.taken)
+
+    def cursors(self, number: int, shape: tuple[int, int], before: Iterable[Cursor]) -> list[Cursor]:
+        """What `write_cursors` wrote of every row; before: cursors of the same lanes, for what never changes."""
+        begin = number * self._size + self._offsets(*shape)[3]
+        places = self._place.iter_unpack(self._memory[begin : begin + shape[0] * self._place.size])
         return [
-            Cursor(unit, document, offset, tuple(taken), None if source < 0 else source, old.skipped)
-            for (unit, document, offset, source, *taken), old in zip(places, before, strict=True)
+            Cursor(place[0], place[1], place[2], place[_INTS:], None if place[3] < 0 else place[3], old.skipped)
+            for place, old in zip(places, before)
         ]

@@ -12,6 +12,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Generic, Self, TypeVar
 
@@ -118,13 +119,17 @@ class StepPlan:
 
     def lanes_of(self, step: int) -> list[int]:
         """The lanes that step number `step` advances, on all ranks."""
+        return next_lanes(self._rows_before(step), self.lanes, self.stretch(step).lanes_per_step)
+
+    def _rows_before(self, step: int) -> int:
+        """Rows of all earlier steps, on all ranks."""
         ends = ((stretch, step if end is None else min(step, end)) for stretch, end in self._spans())
-        rows = sum(stretch.lanes_per_step * max(0, end - stretch.first_step) for stretch, end in ends)
-        return next_lanes(rows, self.lanes, self.stretch(step).lanes_per_step)
+        return sum(stretch.lanes_per_step * max(0, end - stretch.first_step) for stretch, end in ends)
 
     def rows(self, step: int) -> tuple[int, ...]:
         """The lanes of this rank's rows in a step, in order."""
-        return tuple(lane for lane in self.lanes_of(step) if lane % self.data_size == self.data_rank)
+        count = self.stretch(step).lanes_per_step
+        return _rank_lanes(self._rows_before(step) % self.lanes, self.lanes, count, self.data_rank, self.data_size)
 
     def batches(self, step: int) -> list[Batch]:
         """Empty batches for this rank's rows in a step."""
@@ -144,6 +149,11 @@ class StepPlan:
                 f"no cursor for lane {missing[0]} (of {len(missing)} missing); the checkpoint is of a run with other lanes"
             )
         return {lane: beginning if cursors is None else cursors[lane] for lane in own}
+
+
+@lru_cache(64)  # rows come round again after a few steps
+def _rank_lanes(first: int, lanes: int, count: int, data_rank: int, data_size: int) -> tuple[int, ...]:
+    return tuple(lane for lane in next_lanes(first, lanes, count) if lane % data_size == data_rank)
 
 
 class Steps(Generic[C]):

@@ -54,7 +54,8 @@ class Workers:
         self._workers: list[Any] = []
         self._blocks = Blocks(min(plan.prefetch + _AHEAD + _HELD, _MOST), plan, len(datasets) if len(datasets) > 1 else 0)
         self._given: deque[int] = deque()  # blocks that workers write or have written, of steps to come
-        self._taken, self._lanes, self._leased = -1, (), False  # of the step under way: block, rows, whether the block is given out
+        self._lanes: tuple[int, ...] = ()  # of the rows of the step under way
+        self._taken, self._leased = -1, False  # its block, and whether that is given out
         self._blocks.free.extend(range(self._blocks.count))
         places = [(dataset.place, dataset.location.cache) for dataset in datasets]
         lanes = sorted(cursors)
@@ -96,12 +97,14 @@ class Workers:
 
     def _give(self) -> None:
         """Tell the workers of the blocks that they may go on in."""
-        blocks = bytes(self._blocks.free.popleft() for _ in range(len(self._blocks.free)))
-        if blocks:
-            self._given.extend(blocks)
-            for connection in self._connections:
-                with suppress(OSError):  # it has ended; whoever waits for it says why
-                    connection.sendall(blocks)
+        free = self._blocks.free
+        if len(free) < _TOGETHER and self._given:
+            return
+        blocks = bytes(free.popleft() for _ in range(len(free)))
+        self._given.extend(blocks)
+        for connection in self._connections:
+            with suppress(OSError):  # it has ended; whoever waits for it says why
+                connection.sendall(blocks)
 
     def _wait(self, number: int, step: int) -> None:
         """Until a worker has written its rows of a step."""
@@ -137,7 +140,8 @@ class Workers:
             worker.join(10)
 
 
-_AHEAD = 2  # blocks for the workers, whatever is kept of others: one that they write, one that the other end reads
+_AHEAD = 4  # blocks for the workers, however many batches are kept
+_TOGETHER = 2  # blocks that they are told of at once, since to be woken costs more than to be told
 _HELD = 3  # blocks for the step being made and for who trains: the step under way, and the last one while it asks for the next
 _MOST = 256  # a block's number is a byte
 _WRITTEN, _FAILED = b".", b"!"  # what a worker says: a step's rows are written; it ends, and this is why (JSON)
@@ -181,9 +185,9 @@ def _serve(
             for block in given:
                 lanes, context = plan.rows(step), plan.stretch(step).context
                 after = reader(step, [blocks.rows(block, lanes, context)])
-                for row, lane in enumerate(lanes):
-                    if lane in begin:
-                        blocks.write_cursor(block, (len(lanes), context), row, after[lane])
+                blocks.write_cursors(
+                    block, (len(lanes), context), ((r, after[lane]) for r, lane in enumerate(lanes) if lane in begin)
+                )
                 connection.sendall(_WRITTEN)
                 step += 1
     except (BrokenPipeError, ConnectionResetError):
