@@ -124,18 +124,20 @@ class OpenRun:
     def fill(self, batch: Batch, row: int, start: int) -> int:
         """As `OpenDocument.fill`, until the row is full or the run over."""
         tokens, labels, pos = batch.tokens[row], batch.labels[row], batch.pos[row]
-        begin, until = self._at, min(len(self._ids), self._at + len(tokens) - start)
+        begin, width = self._at, len(tokens) - start
+        until = begin + width if begin + width < len(self._ids) else len(self._ids)
         stop = start + until - begin
         self._input = _copy(self._ids[begin:until], self._input, tokens, labels, start, stop)
-        while begin < until:
-            end = self._ends[self.document]
-            part = min(end, until)
-            _count(pos, start, start + part - begin, begin - self._begin)
-            start, begin = start + part - begin, part
-            if part == end:
-                self.document, self._begin = self.document + 1, end
+        while (end := self._ends[self.document]) <= until:
+            _count(pos, start, start + end - begin, begin - self._begin)
+            start, begin = start + end - begin, end
+            self.document, self._begin = self.document + 1, end
+            if end == len(self._ids):
+                self.over = True
+                break
+        if begin < until:
+            _count(pos, start, stop, begin - self._begin)
         self._at = until
-        self.over = until == len(self._ids)
         return stop
 
 

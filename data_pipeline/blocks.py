@@ -76,11 +76,11 @@ class Blocks:
     def rows(self, number: int, lanes: tuple[int, ...], context: int) -> Batch:
         """A block as one batch. Whoever asks keeps it no longer than the block is theirs."""
         key = number, len(lanes), context
-        if key not in self._views:
+        view = self._views.get(key)
+        if view is None:
             if len(self._views) >= 2 * self.count:  # shapes of steps that are over
                 self._views.clear()
-            self._views[key] = self._batch(self._memory, number * self._size, lanes, context)
-        view = self._views[key]
+            view = self._views[key] = self._batch(self._memory, number * self._size, lanes, context)
         return Batch(view.tokens, view.labels, view.pos, lanes)
 
     def lease(self, number: int, lanes: tuple[int, ...], context: int) -> Batch:

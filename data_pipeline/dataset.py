@@ -217,8 +217,9 @@ class Dataset:
         return payloads
 
     def _payloads(self, stream: ShardStream, shard: ShardSummary, first: int, count: int) -> list[bytes]:
-        index, among = self.index(shard), slice(first, first + count)
-        offsets, sizes, crcs = (column[among].tolist() for column in (index.offsets, index.sizes, index.crc32))
+        index, among, extension = self.index(shard), slice(first, first + count), f".{EXTENSIONS[self.content]}".encode()
+        columns = (column[among].tolist() for column in (index.offsets, index.sizes, index.crc32, index.ids))
+        offsets, sizes, crcs, ids = columns
         begin, end = offsets[0], offsets[-1] + BLOCK + padded(sizes[-1])
         try:
             block = stream.read(begin, end - begin)
@@ -226,12 +227,12 @@ class Dataset:
             raise self.unreadable(shard, first, error) from error
         payloads: list[bytes] = []
         view = memoryview(block)
-        for i, offset, size, crc in zip(range(first, first + count), offsets, sizes, crcs):
-            at = offset - begin + BLOCK
-            if at + size > len(block):
+        for i, offset, size, crc, name in zip(range(first, first + count), offsets, sizes, crcs, ids):
+            at = offset - begin
+            if at + BLOCK + size > len(block):
                 raise self.truncated(shard, i)
-            payload = bytes(view[at : at + size])
-            if not self.is_header(shard, i, block[at - BLOCK : at]) or zlib.crc32(payload) != crc:
+            payload = bytes(view[at + BLOCK : at + BLOCK + size])
+            if not is_header_of(block, name + extension, size, at) or zlib.crc32(payload) != crc:
                 raise self.damaged(shard, i)
             payloads.append(payload)
         return payloads
@@ -262,7 +263,7 @@ class Dataset:
     def is_header(self, shard: ShardSummary, sample: int, block: bytes) -> bool:
         """Whether 512 bytes are the tar header of this very sample."""
         index = self.index(shard)
-        return is_header_of(block, f"{index.ids[sample].decode()}.{EXTENSIONS[self.content]}", int(index.sizes[sample]))
+        return is_header_of(block, f"{index.ids[sample].decode()}.{EXTENSIONS[self.content]}".encode(), int(index.sizes[sample]))
 
     def unreadable(self, shard: ShardSummary, sample: int, error: Exception) -> DataError:
         """Its place cannot be read."""

@@ -1,4 +1,5 @@
-"""The endless steps of one data rank: which rows a step has, made ahead by a thread, and the cursors of what was yielded.
+"""The endless steps of one data rank: which rows a step has, made ahead by a thread or by workers, and the cursors of what was
+yielded.
 
 The one thing to know: lane j lives on data rank j % data_size, and a step advances the next lanes cyclically, as many as it has
 rows: after R rows of earlier steps, lanes (R + i) % G. How many rows a step has and how long they are may change over the run
@@ -65,7 +66,7 @@ class StepPlan:
     lanes: G, fixed for a run. stretches: the steps' shapes, in order, from step 0 on. With one stretch, step s advances lanes
     (s*g + i) % G, i < g; with several, the rows of earlier ones count with their own g.
     data_rank, data_size: this rank among the data-parallel ones; it owns the lanes j with j % data_size == data_rank.
-    start_step: number of the first step. prefetch: steps made ahead by the thread.
+    start_step: number of the first step. prefetch: steps made ahead.
     Raises DataError: an impossible layout (legal sizes are named, and the stretch if there are several).
     """
 
@@ -157,10 +158,11 @@ def _rank_lanes(first: int, lanes: int, count: int, data_rank: int, data_size: i
 
 
 class Steps(Generic[C]):
-    """The endless steps of one data rank; iterate over it. A failure of `fill`, in the background thread, is raised by `next`.
+    """The endless steps of one data rank; iterate over it. A failure of `fill`, also in the background thread, is raised by `next`.
 
     cursors: of this rank's lanes, from `StepPlan.first_cursors`; the attribute: those after the last step yielded. stop: what ends
-    `fill` for good when it may be waiting. room: what makes the batches that a step's rows are written to; None: the plan.
+    `fill` for good when it may be waiting. room: of a fill that works ahead by itself, what gives the batches that it fills; None:
+    the plan's, and a thread that works ahead.
     """
 
     def __init__(
@@ -172,16 +174,16 @@ class Steps(Generic[C]):
         room: Callable[[int], list[Batch]] | None = None,
     ) -> None:
         self.cursors = cursors
-        room = room or plan.batches
+        give = room or plan.batches
 
         def steps() -> Iterator[StepData]:
             step = plan.start_step
             while True:
-                batches = room(step)
+                batches = give(step)
                 yield StepData(step, batches, fill(step, batches))
                 step += 1
 
-        self._steps = _Prefetched(steps(), plan.prefetch, stop)
+        self._steps = _Prefetched(steps(), plan.prefetch, stop) if room is None else _Direct(steps(), stop)
         # the thread does not know of this object, so that dropping it without close() stops the thread too
         self._stop = weakref.finalize(self, self._steps.close)
 
@@ -207,6 +209,35 @@ class Steps(Generic[C]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_CLOSED = "the data stream is closed; make a new one"
+
+
+class _Direct:
+    """An endless iterator whose exception is raised by `get` ever after."""
+
+    def __init__(self, items: Iterator[StepData], stop: Callable[[], None]) -> None:
+        self._items, self._stop = items, stop
+        self._closing = False
+        self._failure: BaseException | None = None
+
+    def get(self) -> StepData:
+        if self._closing:
+            raise DataError(_CLOSED)
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return next(self._items)
+        except Exception as error:
+            self._failure = error
+            if self._closing:  # by another thread, which took from it what it waited for
+                raise DataError(_CLOSED) from None
+            raise
+
+    def close(self) -> None:
+        self._closing = True
+        self._stop()
 
 
 class _Prefetched:
@@ -241,7 +272,7 @@ class _Prefetched:
     def get(self) -> StepData:
         while self._failure is None:
             if self._closing.is_set():
-                raise DataError("the data stream is closed; make a new one")
+                raise DataError(_CLOSED)
             try:
                 item = self._queue.get(timeout=0.5)  # not for ever: another thread may close the stream
             except queue.Empty:

@@ -138,6 +138,8 @@ class Workers:
             worker.terminate()
         for worker in self._workers:
             worker.join(10)
+        for connection in self._connections:
+            connection.close()
 
 
 _AHEAD = 4  # blocks for the workers, however many batches are kept
