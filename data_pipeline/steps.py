@@ -229,7 +229,7 @@ class _Direct:
             raise self._failure
         try:
             return next(self._items)
-        except Exception as error:
+        except BaseException as error:  # also what a signal's handler raises: the iterator is over, and must not end quietly
             self._failure = error
             if self._closing:  # by another thread, which took from it what it waited for
                 raise DataError(_CLOSED) from None

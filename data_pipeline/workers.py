@@ -6,6 +6,7 @@ which block is the next step's, a byte, and that a step is written, another. The
 yielded, however far ahead a worker has read.
 """
 
+import errno
 import json
 import multiprocessing
 import os
@@ -103,15 +104,20 @@ class Workers:
         blocks = bytes(free.popleft() for _ in range(len(free)))
         self._given.extend(blocks)
         for connection in self._connections:
-            with suppress(OSError):  # it has ended; whoever waits for it says why
+            try:
                 connection.sendall(blocks)
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise  # otherwise it has ended, and whoever waits for it says why
 
     def _wait(self, number: int, step: int) -> None:
         """Until a worker has written its rows of a step."""
         while self._written[number] <= step:
             try:
                 heard = self._connections[number].recv(1 << 16)
-            except OSError:
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise
                 heard = b""
             if not heard:
                 raise self._failure(number)
@@ -145,6 +151,7 @@ class Workers:
 _AHEAD = 4  # blocks for the workers, however many batches are kept
 _TOGETHER = 2  # blocks that they are told of at once, since to be woken costs more than to be told
 _HELD = 3  # blocks for the step being made and for who trains: the step under way, and the last one while it asks for the next
+_GONE = errno.ECONNRESET, errno.EPIPE, errno.EBADF  # of a worker, or of a closed stream; not what a signal's handler raises
 _MOST = 256  # a block's number is a byte
 _WRITTEN, _FAILED = b".", b"!"  # what a worker says: a step's rows are written; it ends, and this is why (JSON)
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from itertools import islice
@@ -150,6 +151,42 @@ def test_a_killed_worker_is_missed_and_leaves_nothing(tokens, tokenizer, clean):
     assert_equal(copied(kept), before)
     with pytest.raises(DataError, match="closed"):
         next(stream)
+
+
+def test_what_interrupts_a_wait_for_workers_ends_the_stream(tokens, tokenizer, clean):
+    """A signal's handler may raise while rows are waited for; what comes next is not silence."""
+
+    def interrupt(*_):
+        raise InterruptedError("enough")
+
+    with open_stream(tokens, tokenizer, 1) as stream:
+        next(stream)
+        (worker,) = workers_of(stream)
+        os.kill(worker, signal.SIGSTOP)
+        handler = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with pytest.raises(InterruptedError, match="enough"):
+                list(islice(stream, 5000))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+            os.kill(worker, signal.SIGCONT)
+        with pytest.raises(InterruptedError, match="enough"):
+            next(stream)
+
+
+def test_a_stream_closed_while_its_rows_are_waited_for_says_so(tokens, tokenizer, clean):
+    with open_stream(tokens, tokenizer, 1) as stream:
+        next(stream)
+        (worker,) = workers_of(stream)
+        os.kill(worker, signal.SIGSTOP)
+        closer = threading.Timer(0.3, lambda: (os.kill(worker, signal.SIGCONT), stream.close()))
+        closer.start()
+        with pytest.raises(DataError, match="closed"):
+            for _ in stream:
+                pass
+        closer.join()
 
 
 KILLED = """
