@@ -1,6 +1,7 @@
 """Rows that workers write into shared blocks: the same as without workers, used again only when nobody has them, and nothing left
 behind, whoever is killed."""
 
+import contextlib
 import gc
 import json
 import os
@@ -55,20 +56,13 @@ def assert_equal(found, expected):
             np.testing.assert_array_equal(array, other)
 
 
-def names():
-    """What lies in shared memory under a name that some library would have given; other programs' may come and go."""
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("psm_", "baton", "torch_", "sem.", "pym-"))}
-
-
-def mappings():
-    """Blocks that are mapped here, or open."""
-    links = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        try:
+def shared(pid):
+    """Blocks that a process has mapped or open, and how many other things it has so of /dev/shm."""
+    links = [Path(f"/proc/{pid}/maps").read_text()]
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # of the listing itself
             links.append(os.readlink(descriptor))
-        except FileNotFoundError:  # of the listing itself
-            continue
-    return Path("/proc/self/maps").read_text().count("memfd:baton-rows") + sum("memfd:baton-rows" in link for link in links)
+    return tuple(sum(link.count(name) for link in links) for name in ("memfd:baton-rows", "/dev/shm/"))
 
 
 @pytest.fixture
@@ -80,11 +74,10 @@ def tokens(token_folder):
 def clean():
     """Nothing is left of a stream that is gone."""
     gc.collect()
-    before, mapped = names(), mappings()
+    before = shared(os.getpid())
     yield
     gc.collect()
-    assert names() <= before
-    assert mappings() == mapped
+    assert shared(os.getpid()) == before
 
 
 @pytest.mark.parametrize("content", ["text", "tokens"])
@@ -114,15 +107,15 @@ def test_batches_that_are_kept_stay_what_they_were(tokens, tokenizer, clean):
 
 def test_blocks_are_used_again_and_memory_is_flat(tokens, tokenizer, clean):
     plan = replace(PLAN, stretches=(Stretch(0, 2048, 12, 12),))
-    places, shared = set(), []
+    places, pages = set(), []
     with open_stream(tokens, tokenizer, 2, plan) as stream:
         for step in islice(stream, 400):
             places.add(step.micro_batches[0].tokens.ctypes.data)
             if step.step in (50, 399):
                 every = [psutil.Process(), *psutil.Process().children(recursive=True)]
-                shared.append(sum(process.memory_info().shared for process in every))
+                pages.append(sum(process.memory_info().shared for process in every))
     assert len(places) <= plan.prefetch + 7, "all are blocks, and there are no more"
-    assert shared[1] - shared[0] < 1 << 20
+    assert pages[1] - pages[0] < 1 << 20
 
 
 def test_a_consumer_that_writes_into_a_batch_changes_nothing_else(tokens, tokenizer, clean):
@@ -136,6 +129,17 @@ def test_a_consumer_that_writes_into_a_batch_changes_nothing_else(tokens, tokeni
 def workers_of(stream):
     """Processes of this stream; the forkserver is their parent."""
     return [worker.pid for worker in stream._steps._stop.__self__._workers]
+
+
+def test_what_is_shared_has_no_name_that_could_be_left(tokens, tokenizer, clean):
+    """Memory without a name is gone with the last process that has it, however they end."""
+    blocks, named = shared(os.getpid())
+    with open_stream(tokens, tokenizer, 2) as stream:
+        kept = next(stream)
+        assert [shared(worker)[1] for worker in workers_of(stream)] == [0, 0]
+        assert all(shared(pid)[0] >= 1 for pid in workers_of(stream))
+        assert shared(os.getpid()) == (blocks + 3, named), "mapped once, with its descriptor and the mapping's own"
+        del kept
 
 
 def test_a_killed_worker_is_missed_and_leaves_nothing(tokens, tokenizer, clean):
