@@ -26,10 +26,12 @@ from typing import Any
 import numpy as np
 import sentencepiece
 from report import Report
+from stream_stages import say_stages
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.lanes import Cursor, LaneOrder, Units
 from baton.data_pipeline.prepare import prepare, unit_table
+from baton.data_pipeline.reader import Corpus
 from baton.data_pipeline.shards import BLOCK, DATASET, Index, ShardSummary, index_name, member_header, padded
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.stream import BatchStream, documents
@@ -129,11 +131,19 @@ def raw_process(kind: str, what: list[Any], model: str, barrier: Any, results: A
         results.put((count, time.perf_counter() - start))
 
 
+def one_reader() -> StepPlan:
+    shape = {"context": CONTEXT, "lanes": LANES, "lanes_per_step": LANES, "micro_batch": LANES, "data_rank": 0, "data_size": 1}
+    return StepPlan.constant(**shape, start_step=0, prefetch=2)
+
+
+def corpus() -> Corpus:
+    return Corpus(split="train", seed=SEED, lanes=LANES, unit_documents=UNIT_DOCUMENTS, unit_bytes=32 << 20)
+
+
 def with_workers(folder: Path, model: Path, content: str, workers: int, repetitions: int) -> tuple[float, float]:
     """Tokens/s of one reader with worker processes, after its start, and of as many processes that do the raw work alone, each with
     its share of it: SentencePiece on the same documents, or tarfile on the shards of the same token ids. In turns, medians."""
-    shape = {"context": CONTEXT, "lanes": LANES, "lanes_per_step": LANES, "micro_batch": LANES, "data_rank": 0, "data_size": 1}
-    plan = StepPlan.constant(**shape, start_step=0, prefetch=2)
+    plan = one_reader()
     dataset, tokenizer = Dataset.open(folder), Tokenizer(model)
     if content == "text":
         kind, everything = "sentencepiece", texts_of_rank(str(folder), 0, 1)
@@ -332,6 +342,7 @@ def main() -> None:
                 ours, theirs = with_workers(place, model, content, workers, repetitions)
                 case = f"{content}, {workers} worker{'s' if workers > 1 else ''}"
                 report.row(case, "tokens/s", ours, peer, theirs, gate=gate)
+        say_stages(tokens, model, one_reader(), corpus(), report)
         for size in (40_960, 4096):
             seek(Path(scratch, f"large-{size}"), str(model), size, report)
 

@@ -87,7 +87,8 @@ class ShardsConfig(_Settings):
     prefetch: int = Field(
         default=2,
         ge=1,
-        description="Steps of batches made ahead by a background thread. Two hide a slow document; more only cost memory.",
+        description="Steps of batches made ahead by a background thread, and some more by workers. Two hide a slow document; more "
+        "only cost memory.",
     )
     workers: int = Field(
         default=0,

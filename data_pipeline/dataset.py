@@ -138,8 +138,11 @@ class Dataset:
 
     def index(self, shard: ShardSummary) -> Index:
         """A shard's index; what was read lately is kept. Raises DataError when it is missing or not as dataset.json says."""
-        index = self._indexes.pop(shard.name, None) or self._read_index(shard)
-        self._indexes[shard.name] = index  # the last one used is the last one
+        index = self._indexes.pop(shard.name, None)
+        if index is not None:
+            self._indexes[shard.name] = index  # the last one used is the last one
+            return index
+        index = self._indexes[shard.name] = self._read_index(shard)
         while len(self._indexes) > 1 and sum(map(len, self._indexes.values())) > _KEPT_DOCUMENTS:
             del self._indexes[next(iter(self._indexes))]
         return index
@@ -205,32 +208,31 @@ class Dataset:
 
     def read_short(self, shard: ShardSummary, first: int, count: int) -> list[bytes | None]:
         """`read`, but for long payloads (more than LONG_BYTES), which are left out: None in their place. See `LongPayload`."""
-        sizes = self.index(shard).sizes
+        long = (self.index(shard).sizes[first : first + count] > LONG_BYTES).tolist()
         payloads: list[bytes | None] = []
         with ShardStream(self.location, shard.name) as stream:
-            for long, samples in groupby(range(first, first + count), lambda i: bool(sizes[i] > LONG_BYTES)):
-                run = list(samples)
-                payloads += [None] * len(run) if long else self._payloads(stream, shard, run[0], len(run))
+            for is_long, samples in groupby(long):
+                run = len(list(samples))
+                payloads += [None] * run if is_long else self._payloads(stream, shard, first + len(payloads), run)
         return payloads
 
     def _payloads(self, stream: ShardStream, shard: ShardSummary, first: int, count: int) -> list[bytes]:
-        index = self.index(shard)
-        begin = int(index.offsets[first])
-        last = first + count - 1
-        end = int(index.offsets[last]) + BLOCK + padded(int(index.sizes[last]))
+        index, among, extension = self.index(shard), slice(first, first + count), f".{EXTENSIONS[self.content]}".encode()
+        columns = (column[among].tolist() for column in (index.offsets, index.sizes, index.crc32, index.ids))
+        offsets, sizes, crcs, ids = columns
+        begin, end = offsets[0], offsets[-1] + BLOCK + padded(sizes[-1])
         try:
             block = stream.read(begin, end - begin)
         except (OSError, ValueError) as error:
             raise self.unreadable(shard, first, error) from error
         payloads: list[bytes] = []
         view = memoryview(block)
-        for i in range(first, first + count):
-            at = int(index.offsets[i]) - begin
-            size = int(index.sizes[i])
+        for i, offset, size, crc, name in zip(range(first, first + count), offsets, sizes, crcs, ids):
+            at = offset - begin
             if at + BLOCK + size > len(block):
                 raise self.truncated(shard, i)
             payload = bytes(view[at + BLOCK : at + BLOCK + size])
-            if not self.is_header(shard, i, block[at : at + BLOCK]) or zlib.crc32(payload) != index.crc32[i]:
+            if not is_header_of(block, name + extension, size, at) or zlib.crc32(payload) != crc:
                 raise self.damaged(shard, i)
             payloads.append(payload)
         return payloads
@@ -261,7 +263,7 @@ class Dataset:
     def is_header(self, shard: ShardSummary, sample: int, block: bytes) -> bool:
         """Whether 512 bytes are the tar header of this very sample."""
         index = self.index(shard)
-        return is_header_of(block, f"{index.ids[sample].decode()}.{EXTENSIONS[self.content]}", int(index.sizes[sample]))
+        return is_header_of(block, f"{index.ids[sample].decode()}.{EXTENSIONS[self.content]}".encode(), int(index.sizes[sample]))
 
     def unreadable(self, shard: ShardSummary, sample: int, error: Exception) -> DataError:
         """Its place cannot be read."""

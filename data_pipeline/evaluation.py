@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.data_pipeline.batches import Batch, OpenDocument, check_tokenizer, empty_batch
+from baton.data_pipeline.batches import AnyIds, Batch, OpenDocument, check_tokenizer, empty_batch
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.pieces import id_pieces
 from baton.data_pipeline.shards import tokens_of
-from baton.data_pipeline.tokenizer import Ids, Tokenizer
+from baton.data_pipeline.tokenizer import Tokenizer
 
 IGNORED = -1  # label of a place that is not scored
 
@@ -57,7 +57,7 @@ def evaluation_batches(
     if min(context, micro_batch, max_tokens, data_size) < 1 or not 0 <= data_rank < data_size:
         raise DataError("context, micro_batch, max_tokens and data_size must be at least 1, and data_rank one of the data ranks")
     check_tokenizer(dataset, tokenizer)
-    chosen: list[list[Ids]] = []
+    chosen: list[list[AnyIds]] = []
     tokens = text_bytes = 0
     for shard, sample, payload in dataset.samples_short(split):
         document, count = [], 1  # its mark

@@ -44,6 +44,10 @@ class Cursor:
         """Units of a source that are left behind."""
         return self.taken[source] if self.taken else self.unit
 
+    def at(self, document: int, offset: int) -> "Cursor":
+        """Another place in the same unit. Called once for every row of a step: `replace` takes three times as long."""
+        return Cursor(self.unit, document, offset, self.taken, self.source, self.skipped)
+
     def next_unit(self) -> "Cursor":
         """The beginning of the next unit, which nobody has chosen."""
         taken = tuple(n + (number == self.source) for number, n in enumerate(self.taken))

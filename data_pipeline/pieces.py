@@ -1,24 +1,25 @@
-"""The token ids of one document, in pieces.
+"""The token ids of one document, in pieces, or of several at once.
 
 The one thing to know: a document that is in memory is one piece; a long one is read, and if it is text tokenized, piece by piece,
-with the very same ids.
+with the very same ids. Lists of ids that follow each other in memory are joined.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from baton.data_pipeline.batches import AnyIds, OpenRun
 from baton.data_pipeline.dataset import Dataset, LongPayload
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.shards import ShardSummary, token_layout
-from baton.data_pipeline.tokenizer import Ids, Tokenizer
+from baton.data_pipeline.tokenizer import Tokenizer
 
 
 def id_pieces(
     dataset: Dataset, tokenizer: Tokenizer, shard: ShardSummary, sample: int, payload: bytes | None, first: int = 0
-) -> Iterator[Ids]:
-    """int32 ids of a sample from its token number `first` on, without the mark; nothing when it has no more.
+) -> Iterator[AnyIds]:
+    """Ids of a sample from its token number `first` on, without the mark; nothing when it has no more.
 
     payload: its bytes, as `Dataset.read_short` gives them; None for a long one, which is then read as it is needed.
 
@@ -33,7 +34,7 @@ def id_pieces(
 
 def _of_text(
     dataset: Dataset, tokenizer: Tokenizer, shard: ShardSummary, sample: int, payload: bytes | None, first: int
-) -> Iterator[Ids]:
+) -> Iterator[AnyIds]:
     if payload is not None:
         yield tokenizer.encode_utf8(payload)[first:]
         return
@@ -42,15 +43,43 @@ def _of_text(
         first = max(0, first - len(ids))
 
 
-def _of_tokens(dataset: Dataset, shard: ShardSummary, sample: int, payload: bytes | None, first: int) -> Iterator[Ids]:
+def _of_tokens(dataset: Dataset, shard: ShardSummary, sample: int, payload: bytes | None, first: int) -> Iterator[AnyIds]:
     if payload is not None:
         dtype, count, begin = _layout(dataset, shard, sample, payload)
-        yield np.frombuffer(payload, dtype, count, begin)[first:].astype(np.int32)
+        yield np.frombuffer(payload, dtype, count, begin)[first:]
         return
     long = LongPayload(dataset, shard, sample)
     dtype, _, begin = _layout(dataset, shard, sample, long.head)
     for piece in long.pieces(begin + first * dtype.itemsize):
-        yield np.frombuffer(piece, dtype).astype(np.int32)
+        yield np.frombuffer(piece, dtype)
+
+
+def id_run(dataset: Dataset, shard: ShardSummary, payloads: Iterable[tuple[int, bytes]], offset: int, doc: int) -> OpenRun:
+    """Some samples of token ids as a run: all of `payloads` (sample, its bytes), or those before one that is damaged. offset: how
+    many inputs of the first are consumed. doc: the mark.
+
+    Raises DataError: the first one is damaged; IndexError: it has fewer than `offset` tokens.
+    """
+    mark: AnyIds = np.array([doc], np.uint16 if doc < 1 << 16 else np.uint32)
+    parts: list[AnyIds] = []
+    ends: list[int] = []
+    following, end = doc, 0
+    for sample, payload in payloads:
+        try:
+            dtype, count, begin = _layout(dataset, shard, sample, payload)
+        except DataError:
+            if not ends:
+                raise
+            break  # what comes before it is sound, and comes first
+        ids: AnyIds = np.frombuffer(payload, dtype, count, begin)
+        if not ends and offset:
+            if offset > count:
+                raise IndexError(offset)
+            following, ids, count = int(ids[offset - 1]), ids[offset:], count - offset
+        end += count + 1
+        parts += ids, mark
+        ends.append(end)
+    return OpenRun(np.concatenate(parts), ends, offset, following)
 
 
 def _layout(dataset: Dataset, shard: ShardSummary, sample: int, head: bytes) -> tuple[np.dtype[Any], int, int]:

@@ -10,18 +10,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from baton.data_pipeline.batches import Batch, OpenDocument, check_tokenizer
+from baton.data_pipeline.batches import Batch, OpenDocument, OpenRun, check_tokenizer
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint
 from baton.data_pipeline.lanes import Cursor, LaneOrder, Unit, Units
 from baton.data_pipeline.mixture import Mixture
-from baton.data_pipeline.pieces import id_pieces
+from baton.data_pipeline.pieces import id_pieces, id_run
 from baton.data_pipeline.shards import ShardSummary
 from baton.data_pipeline.steps import Place
-from baton.data_pipeline.tokenizer import Ids, Tokenizer
+from baton.data_pipeline.tokenizer import Tokenizer
 
 STREAM_VERSION = 2  # part of the fingerprint: raise it when the order or the cutting changes
+
+RUN_BYTES = 1 << 18
+"""Of short lists of ids that a lane joins at a time: it has so much twice for as long as that takes."""
 
 Growth = tuple[tuple[int, int], ...]
 """Of a source that has grown: (first epoch, shards) of each size it has had, the first from epoch 0 on; (): all that are there."""
@@ -113,7 +116,8 @@ class Documents:
 
 
 class LaneReader:
-    """Some lanes being read; a `Fill`. cursors: where each begins. Raises DataError: cursors of other sources."""
+    """Some lanes being read; a `Fill` of their rows, that leaves those of other lanes alone. cursors: where each begins. Raises
+    DataError: cursors of other sources."""
 
     def __init__(self, read: Documents, cursors: Mapping[int, Cursor]) -> None:
         many = (0,) * read.sources if read.sources > 1 else ()
@@ -121,46 +125,51 @@ class LaneReader:
         if any(len(cursor.taken) != len(many) for cursor in begin.values()):
             raise DataError("the cursors are of a run with other sources; use the run's own data.sources")
         self._lanes = {lane: _Lane(read, lane, cursor) for lane, cursor in begin.items()}
+        self._cursors = begin
 
     def __call__(self, step: int, batches: Sequence[Batch]) -> dict[int, Cursor]:
         for batch in batches:
             for row, lane in enumerate(batch.lanes):
-                self._lanes[lane].fill(step, batch, row)
-        return {lane: source.cursor for lane, source in self._lanes.items()}
+                if lane in self._lanes:
+                    self._cursors[lane] = self._lanes[lane].fill(step, batch, row)
+        return dict(self._cursors)
 
 
 class _Lane:
-    """One lane being read: its unit's payloads from the cursor on, and the document under way."""
+    """One lane being read: its unit's payloads from the cursor on, and the documents under way."""
 
     def __init__(self, read: Documents, lane: int, cursor: Cursor) -> None:
         self._read = read
         self._lane = lane
-        self.cursor = cursor
+        self._cursor = cursor  # of documents under way, where they were opened
         self._skipped = frozenset(cursor.skipped)
         self._unit: _OpenUnit | None = None
-        self._document: OpenDocument | None = None
+        self._opened: OpenDocument | OpenRun | None = None
 
-    def fill(self, step: int, batch: Batch, row: int) -> None:
-        """Write the lane's next inputs into a row of a batch, and move the cursor past them."""
+    def fill(self, step: int, batch: Batch, row: int) -> Cursor:
+        """Write the lane's next inputs into a row of a batch; the cursor after them."""
         start, context = 0, batch.tokens.shape[1]
         while start < context:
-            opened = self._document = self._document or self._open(step)
+            opened = self._opened = self._opened or self._open(step)
             if opened is not None:
                 start = opened.fill(batch, row, start)
                 if not opened.over:
-                    self.cursor = replace(self.cursor, offset=opened.offset)
                     continue
-            self._document = None
-            assert self._unit is not None, "a document under way is one of a unit"
-            if self.cursor.document + 1 == self._unit.count:
+            self._opened = None
+            assert self._unit is not None, "documents under way are of a unit"
+            following = self._cursor.document + (1 if opened is None else opened.count)
+            if following == self._unit.count:
                 self._unit = None
-                self.cursor = self.cursor.next_unit()
+                self._cursor = self._cursor.next_unit()
             else:
-                self.cursor = replace(self.cursor, document=self.cursor.document + 1, offset=0)
+                self._cursor = self._cursor.at(following, 0)
+        if self._opened is None:
+            return self._cursor
+        return self._cursor.at(self._cursor.document + self._opened.document, self._opened.offset)
 
-    def _open(self, step: int) -> OpenDocument | None:
-        """The document at the cursor, from there on; None when it is to be skipped."""
-        cursor = self.cursor = self._read.choose(self._lane, self.cursor, step)
+    def _open(self, step: int) -> OpenDocument | OpenRun | None:
+        """The document at the cursor, from there on, with others that follow it; None when it is to be skipped."""
+        cursor = self._cursor = self._read.choose(self._lane, self._cursor, step)
         source = cursor.source or 0
         if self._unit is None:
             self._unit = self._read.open(self._lane, cursor)
@@ -169,10 +178,14 @@ class _Lane:
                     f"the cursor of lane {self._lane} points at document {cursor.document} of a unit of {self._unit.count}; "
                     "it belongs to another dataset, or other unit settings"
                 )
-        if (source, cursor.units_of(source), cursor.document) in self._skipped:
-            return None
+        until = self._unit.count
+        if self._skipped:
+            here = {document for of, unit, document in self._skipped if (of, unit) == (source, cursor.units_of(source))}
+            until = min([document for document in here if document >= cursor.document], default=until)
+            if until == cursor.document:
+                return None
         try:
-            return OpenDocument(self._unit.ids(cursor.document, max(0, cursor.offset - 1)), cursor.offset, self._read.tokenizer.doc)
+            return self._unit.open(cursor.document, until, cursor.offset)
         except IndexError:
             raise DataError(
                 f"the cursor of lane {self._lane} points at token {cursor.offset} of {self._unit.named(cursor.document)}, which is "
@@ -186,16 +199,31 @@ class _OpenUnit:
     def __init__(
         self, dataset: Dataset, tokenizer: Tokenizer, shard: ShardSummary, first: int, order: npt.NDArray[np.int64]
     ) -> None:
-        self._dataset, self._tokenizer, self._shard, self._first, self._order = dataset, tokenizer, shard, first, order
+        self._dataset, self._tokenizer, self._shard = dataset, tokenizer, shard
         self.count = len(order)
-        self._payloads = dataset.read_short(shard, first, self.count)
+        self._samples: list[int] = (first + order).tolist()
+        payloads = dataset.read_short(shard, first, self.count)
+        self._payloads = [payloads[sample] for sample in order.tolist()]
 
-    def ids(self, document: int, first: int) -> Iterator[Ids]:
-        """A document's ids from its token number `first` on, in pieces."""
-        sample = int(self._order[document])
-        payload, self._payloads[sample] = self._payloads[sample], None
-        return id_pieces(self._dataset, self._tokenizer, self._shard, self._first + sample, payload, first)
+    def open(self, document: int, until: int, offset: int) -> OpenDocument | OpenRun:
+        """A document of which `offset` inputs are consumed; if it is token ids in memory, with those that follow it before document
+        `until`, as far as they are such too, within RUN_BYTES. Raises IndexError: it is shorter."""
+        sample, payload = self._samples[document], self._payloads[document]
+        doc = self._tokenizer.doc
+        if payload is None or self._dataset.content != "tokens":
+            self._payloads[document] = None
+            first = max(0, offset - 1)
+            return OpenDocument(id_pieces(self._dataset, self._tokenizer, self._shard, sample, payload, first), offset, doc)
+        run, size = [(sample, payload)], len(payload)
+        for number in range(document + 1, until):
+            following = self._payloads[number]
+            if following is None or (size := size + len(following)) > RUN_BYTES:
+                break
+            run.append((self._samples[number], following))
+        opened = id_run(self._dataset, self._shard, run, offset, doc)
+        self._payloads[document : document + opened.count] = [None] * opened.count
+        return opened
 
     def named(self, document: int) -> str:
         """A document as errors name it."""
-        return self._dataset.named(self._shard, self._first + int(self._order[document]))
+        return self._dataset.named(self._shard, self._samples[document])

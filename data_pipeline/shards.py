@@ -192,9 +192,9 @@ def member_header(name: str, size: int) -> bytes:
     return header.tobuf(tarfile.USTAR_FORMAT)
 
 
-def is_header_of(block: bytes, name: str, size: int) -> bool:
-    """Whether 512 bytes begin a member of this name and size (cheaper than to compare with a header made anew)."""
-    return block.startswith(name.encode() + b"\0") and block[124:136] == b"%011o\0" % size
+def is_header_of(block: bytes, name: bytes, size: int, at: int = 0) -> bool:
+    """Whether a member of this name and size begins at byte `at` (cheaper than to compare with a header made anew)."""
+    return block.startswith(name + b"\0", at) and block.startswith(b"%011o\0" % size, at + 124)
 
 
 def token_payload(ids: npt.NDArray[np.integer], vocab_size: int) -> bytes:
@@ -216,22 +216,20 @@ def token_layout(head: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
     """Type, number, and first byte of the ids in a `.tokens.npy` payload of `size` bytes that begins with `head`. Raises ValueError
     when it is not one."""
     plain = _PLAIN_HEADER.match(head)
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
     if plain is not None and plain.end() == 10 + int.from_bytes(plain[1], "little"):
-        dtype, shape, begin = _TOKEN_TYPES[plain[2]], (int(plain[3]),), plain.end()
+        dtype, count, begin = _TOKEN_TYPES[plain[2]], int(plain[3]), plain.end()
     else:
         stream = io.BytesIO(head)
         version = np.lib.format.read_magic(stream)
         if version != (1, 0):
             raise ValueError(f"an array of format {version[0]}.{version[1]}")
         shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-        begin = stream.tell()
-    if len(shape) != 1 or dtype not in (np.uint16, np.uint32):
-        raise ValueError(f"token ids of shape {shape} and type {dtype}")
-    if begin % dtype.itemsize or begin + shape[0] * dtype.itemsize != size:
-        raise ValueError(f"{shape[0]} token ids of type {dtype} in {size} bytes")
-    return dtype, shape[0], begin
+        if len(shape) != 1 or dtype not in (np.uint16, np.uint32):
+            raise ValueError(f"token ids of shape {shape} and type {dtype}")
+        count, begin = int(shape[0]), stream.tell()
+    if begin % dtype.itemsize or begin + count * dtype.itemsize != size:
+        raise ValueError(f"{count} token ids of type {dtype} in {size} bytes")
+    return dtype, count, begin
 
 
 def tokens_of(payload: bytes) -> npt.NDArray[np.int32]:

@@ -1,4 +1,5 @@
-"""The endless steps of one data rank: which rows a step has, made ahead by a thread, and the cursors of what was yielded.
+"""The endless steps of one data rank: which rows a step has, made ahead by a thread or by workers, and the cursors of what was
+yielded.
 
 The one thing to know: lane j lives on data rank j % data_size, and a step advances the next lanes cyclically, as many as it has
 rows: after R rows of earlier steps, lanes (R + i) % G. How many rows a step has and how long they are may change over the run
@@ -10,8 +11,9 @@ import queue
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Generic, Self, TypeVar
 
@@ -64,7 +66,7 @@ class StepPlan:
     lanes: G, fixed for a run. stretches: the steps' shapes, in order, from step 0 on. With one stretch, step s advances lanes
     (s*g + i) % G, i < g; with several, the rows of earlier ones count with their own g.
     data_rank, data_size: this rank among the data-parallel ones; it owns the lanes j with j % data_size == data_rank.
-    start_step: number of the first step. prefetch: steps made ahead by the thread.
+    start_step: number of the first step. prefetch: steps made ahead.
     Raises DataError: an impossible layout (legal sizes are named, and the stretch if there are several).
     """
 
@@ -118,15 +120,22 @@ class StepPlan:
 
     def lanes_of(self, step: int) -> list[int]:
         """The lanes that step number `step` advances, on all ranks."""
-        ends = ((stretch, step if end is None else min(step, end)) for stretch, end in self._spans())
-        rows = sum(stretch.lanes_per_step * max(0, end - stretch.first_step) for stretch, end in ends)
-        return next_lanes(rows, self.lanes, self.stretch(step).lanes_per_step)
+        return next_lanes(self._rows_before(step), self.lanes, self.stretch(step).lanes_per_step)
 
-    def batches(self, step: int, lanes: Container[int]) -> list[Batch]:
-        """Empty batches for the rows of these lanes, all of one data rank or some of them, in a step."""
-        shape = self.stretch(step)
-        mine = [lane for lane in self.lanes_of(step) if lane in lanes]
-        rows = [tuple(mine[i : i + shape.micro_batch]) for i in range(0, len(mine), shape.micro_batch)]
+    def _rows_before(self, step: int) -> int:
+        """Rows of all earlier steps, on all ranks."""
+        ends = ((stretch, step if end is None else min(step, end)) for stretch, end in self._spans())
+        return sum(stretch.lanes_per_step * max(0, end - stretch.first_step) for stretch, end in ends)
+
+    def rows(self, step: int) -> tuple[int, ...]:
+        """The lanes of this rank's rows in a step, in order."""
+        count = self.stretch(step).lanes_per_step
+        return _rank_lanes(self._rows_before(step) % self.lanes, self.lanes, count, self.data_rank, self.data_size)
+
+    def batches(self, step: int) -> list[Batch]:
+        """Empty batches for this rank's rows in a step."""
+        shape, mine = self.stretch(step), self.rows(step)
+        rows = [mine[i : i + shape.micro_batch] for i in range(0, len(mine), shape.micro_batch)]
         return [empty_batch(len(lanes), shape.context, lanes) for lanes in rows]
 
     def first_cursors(self, cursors: Mapping[int, C] | None, beginning: C) -> dict[int, C]:
@@ -143,25 +152,38 @@ class StepPlan:
         return {lane: beginning if cursors is None else cursors[lane] for lane in own}
 
 
+@lru_cache(64)  # rows come round again after a few steps
+def _rank_lanes(first: int, lanes: int, count: int, data_rank: int, data_size: int) -> tuple[int, ...]:
+    return tuple(lane for lane in next_lanes(first, lanes, count) if lane % data_size == data_rank)
+
+
 class Steps(Generic[C]):
-    """The endless steps of one data rank; iterate over it. A failure of `fill`, in the background thread, is raised by `next`.
+    """The endless steps of one data rank; iterate over it. A failure of `fill`, also in the background thread, is raised by `next`.
 
     cursors: of this rank's lanes, from `StepPlan.first_cursors`; the attribute: those after the last step yielded. stop: what ends
-    `fill` for good when it may be waiting.
+    `fill` for good when it may be waiting. room: of a fill that works ahead by itself, what gives the batches that it fills; None:
+    the plan's, and a thread that works ahead.
     """
 
-    def __init__(self, plan: StepPlan, cursors: dict[int, C], fill: Fill[C], stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        cursors: dict[int, C],
+        fill: Fill[C],
+        stop: Callable[[], None] = lambda: None,
+        room: Callable[[int], list[Batch]] | None = None,
+    ) -> None:
         self.cursors = cursors
-        own = frozenset(cursors)
+        give = room or plan.batches
 
         def steps() -> Iterator[StepData]:
             step = plan.start_step
             while True:
-                batches = plan.batches(step, own)
+                batches = give(step)
                 yield StepData(step, batches, fill(step, batches))
                 step += 1
 
-        self._steps = _Prefetched(steps(), plan.prefetch, stop)
+        self._steps = _Prefetched(steps(), plan.prefetch, stop) if room is None else _Direct(steps(), stop)
         # the thread does not know of this object, so that dropping it without close() stops the thread too
         self._stop = weakref.finalize(self, self._steps.close)
 
@@ -187,6 +209,35 @@ class Steps(Generic[C]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_CLOSED = "the data stream is closed; make a new one"
+
+
+class _Direct:
+    """An endless iterator whose exception is raised by `get` ever after."""
+
+    def __init__(self, items: Iterator[StepData], stop: Callable[[], None]) -> None:
+        self._items, self._stop = items, stop
+        self._closing = False
+        self._failure: BaseException | None = None
+
+    def get(self) -> StepData:
+        if self._closing:
+            raise DataError(_CLOSED)
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return next(self._items)
+        except BaseException as error:  # also what a signal's handler raises: the iterator is over, and must not end quietly
+            self._failure = error
+            if self._closing:  # by another thread, which took from it what it waited for
+                raise DataError(_CLOSED) from None
+            raise
+
+    def close(self) -> None:
+        self._closing = True
+        self._stop()
 
 
 class _Prefetched:
@@ -221,7 +272,7 @@ class _Prefetched:
     def get(self) -> StepData:
         while self._failure is None:
             if self._closing.is_set():
-                raise DataError("the data stream is closed; make a new one")
+                raise DataError(_CLOSED)
             try:
                 item = self._queue.get(timeout=0.5)  # not for ever: another thread may close the stream
             except queue.Empty:

@@ -83,7 +83,7 @@ class BatchStream(Steps[Cursor]):
         self._documents = Documents(corpus, datasets, tokenizer)
         if workers:
             fill = Workers(workers, corpus, datasets, tokenizer, plan, begin, start)
-            super().__init__(plan, begin, fill, fill.close)
+            super().__init__(plan, begin, fill, fill.close, fill.room)
         else:
             super().__init__(plan, begin, LaneReader(self._documents, begin))
 
