@@ -42,7 +42,7 @@ def test_what_needs_no_slurm_is_refused_without_one(submit_it, monkeypatch):
         submit_it()
     )
     assert "unknown key slurm.partiton; did you mean slurm.partition?" in refused(submit_it(partiton="x"))
-    assert "slurm.time='1 hour': Value error, a time limit as SLURM takes it" in refused(submit_it(time="1 hour"))
+    assert "slurm.time='1 hour': a time limit as SLURM takes it" in refused(submit_it(time="1 hour"))
     assert "slurm.save_s=60 must be less than slurm.warning_s=60" in refused(submit_it(save_s=60))
     assert "--nodes 3-1: expected a number of nodes, or a range as 1-4" in refused(submit_it("--nodes", "3-1"))
     assert "jobs.hang_s=60 must be less than layout.timeout_s=60" in refused(submit_it("jobs.hang_s=60"))
