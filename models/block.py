@@ -40,7 +40,7 @@ class SubBlock(nn.Module):
 
     def forward(self, x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
         # every projection would cast it anyway, each for itself
-        normed = self.norm(x, self._compute_dtype)
+        x, normed = self.norm(x, self._compute_dtype)
         if self._split:
             normed = gather_tokens(normed, pos.shape)
         y, state = self.mixer(normed, pos, state)

@@ -129,7 +129,7 @@ class LanguageModel(nn.Module):
                 x, leaving[number] = layer(x, pos, entering)
         if not self.stage.last:
             return x, leaving
-        hidden = self.norm(x, self.compute_dtype)
+        _, hidden = self.norm(x, self.compute_dtype)
         return gather_tokens(hidden, pos.shape) if self.split_residual else hidden, leaving
 
     def recomputation(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

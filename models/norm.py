@@ -4,7 +4,7 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
-from baton.kernels.rms_norm import rms_norm
+from baton.kernels.rms_norm import rms_norm, rms_norm_beside
 from baton.models import init
 from baton.models.mixer import Site
 from baton.parallel.layout import ParameterLayout, declare
@@ -23,9 +23,9 @@ class RMSNorm(nn.Module):
         layout = ParameterLayout((d_model,), init.constant(1.0), partial_over=partial, decay=False)
         self.weight = declare(nn.Parameter(torch.empty(d_model)), layout)
 
-    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """dtype: of the result; None: the weight's."""
-        return rms_norm(x, self.weight, self.eps, dtype=dtype)
+    def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """x, for what else reads it, and y in dtype."""
+        return rms_norm_beside(x, self.weight, self.eps, dtype=dtype)
 
 
 class HeadRMSNorm(nn.Module):

@@ -29,10 +29,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None
     Raises:
         KernelError: a weight of another shape or device than x's last dimension.
     """
+    return rms_norm_beside(x, weight, eps, dtype=dtype)[1]
+
+
+def rms_norm_beside(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """x, for what else reads it, and y as `rms_norm`: on a GPU the cotangents of both are added while the norm's is made.
+
+    A residual stream is read by a norm and by the sum behind the sub-block; added afterwards, its two cotangents would be read and
+    written once more.
+
+    Args, raises: as `rms_norm`.
+    """
     if not isinstance(x, Tensor) or not x.dim():
         raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (..., width)")
     expect_tensor(_KERNEL, "weight", weight, ("width",), (x.shape[-1],), x.device)
     dtype = dtype or weight.dtype
     if in_triton(x, weight):
         return rms_norm_triton(x, weight, eps, dtype)
-    return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(dtype)
+    return x, F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(dtype)

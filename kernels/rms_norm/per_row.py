@@ -31,9 +31,10 @@ def forward_kernel(x, weight, y, scale, rows, eps, D: tl.constexpr, BR: tl.const
 
 @triton.jit
 def backward_kernel(
-    x, weight, scale, dy, dx, dweight, rows, D: tl.constexpr, BLOCKS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
-):
-    """dx [R, D], and this program's share of the weight's gradient, [programs, D]."""
+    x, weight, scale, dy, dstream, dx, dweight, rows,
+    D: tl.constexpr, BESIDE: tl.constexpr, BLOCKS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """dx [R, D], and this program's share of the weight's gradient, [programs, D]. BESIDE: to dx is added what else reads x gives."""
     d = tl.arange(0, BD)
     w = tl.load(weight + d, mask=d < D, other=0.0)
     share = tl.zeros([BD], tl.float32)
@@ -46,5 +47,7 @@ def backward_kernel(
         dnormed = dy_rd * w[None, :]
         along = tl.sum(dnormed * normed, 1) / D
         dx_rd = (dnormed - normed * along[:, None]) * factor[:, None]
+        if BESIDE:
+            dx_rd += tl.load(dstream + at, mask=inside, other=0.0)
         tl.store(dx + at, dx_rd.to(dx.dtype.element_ty), mask=inside)
     tl.store(dweight + tl.program_id(0) * D + d, share, mask=d < D)

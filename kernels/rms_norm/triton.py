@@ -18,10 +18,12 @@ def in_triton(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and weight.dtype == torch.float32 and x.dtype != torch.float64
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, blocks: int = _BLOCKS) -> Tensor:
-    """As `op.rms_norm`, which checks the arguments. blocks: of rows, of a program of the backward pass."""
-    y: Tensor = _RMSNorm.apply(x, weight, eps, dtype, blocks)
-    return y
+def rms_norm_triton(
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, blocks: int = _BLOCKS
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `op.rms_norm_beside`, which checks the arguments. blocks: of rows, of a program of the backward pass."""
+    stream, y = _RMSNorm.apply(x, weight, eps, dtype, blocks)
+    return stream, y
 
 
 def sizes_of(width: int) -> dict[str, int]:
@@ -32,23 +34,30 @@ def sizes_of(width: int) -> dict[str, int]:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, blocks: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, blocks: int) -> tuple[Tensor, Tensor]:
         x, weight = x.contiguous(), weight.contiguous()
         sizes, rows = sizes_of(x.shape[-1]), x.numel() // x.shape[-1]
         y, scale = torch.empty_like(x, dtype=dtype), torch.empty(rows, dtype=torch.float32, device=x.device)
         _kernels().forward_kernel[(-(-rows // sizes["BR"]),)](x, weight, y, scale, rows, eps, **sizes)
         ctx.save_for_backward(x, weight, scale)
         ctx.blocks = blocks
-        return y
+        ctx.set_materialize_grads(False)
+        return x, y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> tuple[Any, ...]:
+        if dy is None:
+            return dstream, None, None, None, None
         x, weight, scale = ctx.saved_tensors
         sizes, rows, dx = sizes_of(x.shape[-1]), len(scale), torch.empty_like(x)
         programs = -(-rows // (sizes["BR"] * ctx.blocks))
         shares = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
-        _kernels().backward_kernel[(programs,)](x, weight, scale, dy.contiguous(), dx, shares, rows, BLOCKS=ctx.blocks, **sizes)
+        dy = dy.contiguous()
+        _kernels().backward_kernel[(programs,)](
+            x, weight, scale, dy, dy if dstream is None else dstream.contiguous(), dx, shares, rows, BESIDE=dstream is not None,
+            BLOCKS=ctx.blocks, **sizes,
+        )  # fmt: skip
         return dx, shares.sum(0), None, None, None
 
 

@@ -7,7 +7,7 @@ from support.compare import relative_error
 from support.recurrences import seeded
 
 from baton.kernels.errors import KernelError
-from baton.kernels.rms_norm import rms_norm
+from baton.kernels.rms_norm import rms_norm, rms_norm_beside
 from baton.kernels.rms_norm.triton import rms_norm_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,11 +31,33 @@ def test_it_is_torchs(shape, dtype, out):
             y = F.rms_norm(own, shape[-1:], w, EPS)
         else:
             view = torch.stack((own, own), -1)[..., 0]
-            y = rms_norm_triton(view, w, EPS, out, blocks=3)
+            _, y = rms_norm_triton(view, w, EPS, out, blocks=3)
             assert (y.dtype, view.is_contiguous()) == (out, False)
         found.append([y, *torch.autograd.grad(y, (own, w), dy.to(place, y.dtype))])
     for name, want, have in zip(("y", "dx", "dweight"), *found, strict=True):
         assert relative_error(have.double().cpu(), want) <= max(LIMITS[dtype] if name != "y" else 0, LIMITS[out]), name
+
+
+@pytest.mark.parametrize("run", [rms_norm_beside, rms_norm_triton], ids=["op", "kernel"])
+@pytest.mark.parametrize("read", [(True, True), (True, False), (False, True)], ids=["both", "stream", "norm"])
+def test_what_else_reads_a_stream_has_its_cotangent_added(read, run):
+    g = seeded(0)
+    x, weight, dstream, dy = (torch.randn(*shape, generator=g) for shape in ((9, 40), (40,), (9, 40), (9, 40)))
+    found = []
+    for place, cast in (("cpu", torch.float64), (DEVICE, torch.float32)):
+        own, w = (t.to(place, cast).requires_grad_() for t in (x, weight))
+        if cast == torch.float64:
+            stream, y = own, F.rms_norm(own, (40,), w, EPS)
+        elif run is rms_norm_beside:
+            stream, y = run(own, w, EPS)
+        else:
+            stream, y = run(own, w, EPS, cast)
+        torch.testing.assert_close(stream, own)
+        outputs = [(z, dz.to(z)) for z, dz, wanted in zip((stream, y), (dstream, dy), read, strict=True) if wanted]
+        grads = torch.autograd.grad([z for z, _ in outputs], (own, w), [dz for _, dz in outputs], allow_unused=True)
+        found.append([t.double().cpu() for t in grads if t is not None])
+    for want, have in zip(*found, strict=True):
+        assert relative_error(have, want) <= 1e-6
 
 
 @pytest.mark.gpu
