@@ -1,8 +1,9 @@
 """A Mamba block on a GPU (norm, projections, convolution, scan, gate, residual), forward and backward, beside mamba_ssm's.
 
-The one thing to know: both have the same weights, fp32 parameters, bfloat16 products and an fp32 residual stream, to which each adds
-once, ours behind the mixer and mamba_ssm's before its norm, and cast their weights in every call. The gate compares outputs and gradients of the two, and ours with itself in float32. Ours also takes document
-positions, which mamba_ssm's has no place for. Where the time goes is printed by kernel.
+The one thing to know: both have the same weights, fp32 parameters, bfloat16 products and an fp32 residual stream. To it each adds
+once, ours behind the mixer, mamba_ssm's before its norm, and casts its weights in every call. The gate compares outputs and
+gradients of the two, and ours with itself in float32. Ours also takes document positions, which mamba_ssm's has no place for. Where
+the time goes is printed by kernel.
 
     python benchmarks/blocks_gpu.py [--models mamba-130m,mamba-1.4b] [--batch 8] [--tokens 2048] [--repetitions 50]
 """

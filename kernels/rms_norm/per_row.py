@@ -34,7 +34,7 @@ def backward_kernel(
     x, weight, scale, dy, dstream, dx, dweight, rows,
     D: tl.constexpr, BESIDE: tl.constexpr, BLOCKS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """dx [R, D], and this program's share of the weight's gradient, [programs, D]. BESIDE: to dx is added what else reads x gives."""
+    """dx [R, D], and this program's share of the weight's gradient, [programs, D]. BESIDE: dx has what else reads x gives."""
     d = tl.arange(0, BD)
     w = tl.load(weight + d, mask=d < D, other=0.0)
     share = tl.zeros([BD], tl.float32)

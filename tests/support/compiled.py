@@ -193,9 +193,9 @@ def _norm_kernels():
 
     for name, width in (("norm", 2048), ("norm, of heads", 128)):
         sizes = sizes_of(width)
-        warps, float32 = sizes.pop("num_warps"), dict.fromkeys(("x", "weight", "scale", "dx", "dweight"), "fp32")
+        warps, float32 = sizes.pop("num_warps"), dict.fromkeys(("x", "weight", "scale", "dstream", "dx", "dweight"), "fp32")
         yield f"{name} forward", per_row.forward_kernel, sizes, warps, float32
-        yield f"{name} backward", per_row.backward_kernel, {**sizes, "BLOCKS": 32}, warps, float32
+        yield f"{name} backward", per_row.backward_kernel, {**sizes, "BLOCKS": 32, "BESIDE": width == 2048}, warps, float32
 
 
 def _scale_kernels():
