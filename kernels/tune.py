@@ -48,6 +48,7 @@ FIELDS: dict[str, dict[str, tuple[int, ...]]] = {
         "warps_gated": (4, 8),
         "warps_scores": (4, 8),
         "stages": (1, 2, 3),
+        "heads": (4, 8, 16),
     },
     delta_rule.KERNEL: {
         "values": (16, 32, 64),

@@ -27,6 +27,7 @@ class Tiles:
         warps_gated: of one that computes derivatives along the side with the decays.
         warps_scores: of one that computes scores with a decay per channel.
         stages: of what loops load, ahead of what they compute; scores with a decay per channel have one.
+        heads: of a program that computes derivatives of what all heads share; what divides their number is taken.
         programs: that a GPU should have where chunks are walked through; with fewer the sequence is cut.
     """
 
@@ -41,6 +42,7 @@ class Tiles:
     warps_gated: int = 8
     warps_scores: int = 4
     stages: int = 3
+    heads: int = 8
     programs: int = 384
 
     def for_float32(self) -> Self:

@@ -229,87 +229,105 @@ def gated_kernel(
     rx, ry, wx, wy, sums, pos, scores, states, cotangents, out_r, out_w, out_g, T, chunks, scale,
     rx_batch, rx_row, rx_head, ry_batch, ry_row, ry_head, wx_batch, wx_row, wx_head, wy_batch, wy_row, wy_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
-    READ: tl.constexpr, WRITE: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr, SHARE: tl.constexpr,
     C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """Derivatives along x: to rx, [B, T, Q, X], if READ, and to wx, [B, T, H, X], and the log-decays, [B, T, H, X] or, of a SCALAR,
-    of each block of x [X / BX, B, T, H], if WRITE; scores are those of ry and wy, without decays."""
-    xs, n, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    of each block of x [X / BX, B, T, H], if WRITE; scores are those of ry and wy, without decays. SHARE: heads, one after the other,
+    that a program has; of more than one the derivatives to rx and wx are sums, [B, T, H / SHARE, X]."""
+    PARTS: tl.constexpr = H // SHARE
+    xs, n = tl.program_id(0), tl.program_id(1)
     x = xs * BX + tl.arange(0, BX)
-    b, h = (bh // H).to(tl.int64), bh % H
+    b, share = (tl.program_id(2) // PARTS).to(tl.int64), tl.program_id(2) % PARTS
     t, i = n * C + tl.arange(0, C), tl.arange(0, C)
     at = positions_of(pos + b * T, t, T, HAS_POS)
     at_last = last_of(at, C)
-    of_state = ((b * H + h) * chunks + n) * (X * Y)
-    here = sums + (b * T * H + h) * X if GATE == CHANNEL else sums + b * T * H + h
-    grad_w = tl.zeros([C, BX], tl.float32)
-    # what a gate's gradient grows by from a token on to the one before it, and what it is behind the chunk
-    flow = tl.zeros([C, BX], tl.float32)
-    behind = tl.zeros([BX], tl.float32)
-    for group in tl.static_range(G):
-        q = h * G + group
-        found = tl.zeros([C, BX], tl.float32)
-        for y0 in range(0, Y, BY):
-            y = y0 + tl.arange(0, BY)
-            S = block_of(states + of_state, x, y, X, Y)
-            found += product(rows_of(ry + b * ry_batch + q * ry_head, t, ry_row, y, T, Y), tl.trans(S), LOW)
+    if SHARE > 1:
+        sum_r, sum_w = tl.zeros([C, BX], tl.float32), tl.zeros([C, BX], tl.float32)
+    for one in range(SHARE):
+        h = share * SHARE + one
+        of_state = ((b * H + h) * chunks + n) * (X * Y)
+        here = sums + (b * T * H + h) * X if GATE == CHANNEL else sums + b * T * H + h
+        grad_w = tl.zeros([C, BX], tl.float32)
+        # what a gate's gradient grows by from a token on to the one before it, and what it is behind the chunk
+        flow = tl.zeros([C, BX], tl.float32)
+        behind = tl.zeros([BX], tl.float32)
+        for group in tl.static_range(G):
+            q = h * G + group
+            found = tl.zeros([C, BX], tl.float32)
+            for y0 in range(0, Y, BY):
+                y = y0 + tl.arange(0, BY)
+                S = block_of(states + of_state, x, y, X, Y)
+                found += product(rows_of(ry + b * ry_batch + q * ry_head, t, ry_row, y, T, Y), tl.trans(S), LOW)
+                if WRITE and group == 0:
+                    dS = block_of(cotangents + of_state, x, y, X, Y)
+                    grad_w += product(rows_of(wy + b * wy_batch + h * wy_head, t, wy_row, y, T, Y), tl.trans(dS), LOW)
+                    if GATE != NONE:
+                        behind += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+            summed = sums_at(here, t, T, x, H, X, GATE)
+            w_x = rows_of(wx + b * wx_batch + h * wx_head, t, wx_row, x, T, X)
+            r_x = rows_of(rx + b * rx_batch + q * rx_head, t, rx_row, x, T, X) if WRITE else w_x
+            since = since_begin(summed, at, C, HAS_POS)
+            found *= since if GATE == CHANNEL else since[:, None]
             if WRITE and group == 0:
-                dS = block_of(cotangents + of_state, x, y, X, Y)
-                grad_w += product(rows_of(wy + b * wy_batch + h * wy_head, t, wy_row, y, T, Y), tl.trans(dS), LOW)
+                if GATE == CHANNEL:
+                    total = tl.sum(tl.where((i == C - 1)[:, None], summed, 0.0), 0)
+                    grad_w *= until_end(summed, total[None, :], at_last, C, HAS_POS)
+                else:
+                    total = last_of(summed, C)
+                    grad_w *= until_end(summed, total, at_last, C, HAS_POS)[:, None]
                 if GATE != NONE:
-                    behind += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        summed = sums_at(here, t, T, x, H, X, GATE)
-        w_x = rows_of(wx + b * wx_batch + h * wx_head, t, wx_row, x, T, X)
-        r_x = rows_of(rx + b * rx_batch + q * rx_head, t, rx_row, x, T, X) if WRITE else w_x
-        since = since_begin(summed, at, C, HAS_POS)
-        found *= since if GATE == CHANNEL else since[:, None]
-        if WRITE and group == 0:
+                    flow -= w_x * grad_w
+                    behind = behind * whole_of(total, at_last, C, HAS_POS) - tl.sum(flow, 0)
+            if WRITE and GATE != NONE:
+                flow += r_x * found * scale
+            P = tl.load(scores + ((b * (H * G) + q) * chunks + n) * (C * C) + i[:, None] * C + i[None, :])
             if GATE == CHANNEL:
-                total = tl.sum(tl.where((i == C - 1)[:, None], summed, 0.0), 0)
-                grad_w *= until_end(summed, total[None, :], at_last, C, HAS_POS)
+                for level in range(NEAR - 1, LEVELS):
+                    apart = (summed - sums_at(here, n * C + joint(level, C), T, x, H, X, GATE)).to(tl.float32)
+                    # within a block of 2^NEAR both are on either side of the token between them
+                    far = -tl.abs(apart)
+                    for_r = tl.exp2(tl.where(level < NEAR, apart, far))
+                    for_w = tl.exp2(tl.where(level < NEAR, -apart, far))
+                    P_level = tl.where(tl.where(level < NEAR, near(C), meet(level, C)), P, 0.0)
+                    w_level = rounded(w_x * for_w, LOW)
+                    read = product(P_level, w_level, LOW)
+                    found += for_r * read
+                    if WRITE:
+                        r_level = rounded(r_x * for_r, LOW)
+                        written = product(tl.trans(P_level), r_level, LOW)
+                        grad_w += for_w * written * scale
+                        # every pair is the same number in both, so those on one side of a gate cancel
+                        flow += (r_level * read - w_level * written) * scale
             else:
-                total = last_of(summed, C)
-                grad_w *= until_end(summed, total, at_last, C, HAS_POS)[:, None]
-            if GATE != NONE:
-                flow -= w_x * grad_w
-                behind = behind * whole_of(total, at_last, C, HAS_POS) - tl.sum(flow, 0)
-        if WRITE and GATE != NONE:
-            flow += r_x * found * scale
-        P = tl.load(scores + ((b * (H * G) + q) * chunks + n) * (C * C) + i[:, None] * C + i[None, :])
-        if GATE == CHANNEL:
-            for level in range(NEAR - 1, LEVELS):
-                apart = (summed - sums_at(here, n * C + joint(level, C), T, x, H, X, GATE)).to(tl.float32)
-                # within a block of 2^NEAR both are on either side of the token between them
-                far = -tl.abs(apart)
-                for_r = tl.exp2(tl.where(level < NEAR, apart, far))
-                for_w = tl.exp2(tl.where(level < NEAR, -apart, far))
-                P_level = tl.where(tl.where(level < NEAR, near(C), meet(level, C)), P, 0.0)
-                w_level = rounded(w_x * for_w, LOW)
-                read = product(P_level, w_level, LOW)
-                found += for_r * read
+                P_all = P * decays_between(summed, at, C, GATE, HAS_POS)
+                read = product(P_all, w_x, LOW)
+                found += read
                 if WRITE:
-                    r_level = rounded(r_x * for_r, LOW)
-                    written = product(tl.trans(P_level), r_level, LOW)
-                    grad_w += for_w * written * scale
-                    # every pair is the same number in both, so those on one side of a gate cancel
-                    flow += (r_level * read - w_level * written) * scale
-        else:
-            P_all = P * decays_between(summed, at, C, GATE, HAS_POS)
-            read = product(P_all, w_x, LOW)
-            found += read
-            if WRITE:
-                written = product(tl.trans(P_all), r_x, LOW)
-                grad_w += written * scale
-                if GATE == SCALAR:
-                    flow += (rounded(r_x, LOW) * read - rounded(w_x, LOW) * written) * scale
+                    written = product(tl.trans(P_all), r_x, LOW)
+                    grad_w += written * scale
+                    if GATE == SCALAR:
+                        flow += (rounded(r_x, LOW) * read - rounded(w_x, LOW) * written) * scale
+            if READ:
+                if SHARE == 1:
+                    leave_rows(out_r + (b * T * (H * G) + q) * X, t, H * G * X, x, T, X, found * scale)
+                else:
+                    sum_r += found * scale
+        if WRITE:
+            if SHARE == 1:
+                leave_rows(out_w + (b * T * H + h) * X, t, H * X, x, T, X, grad_w)
+            else:
+                sum_w += grad_w
+            if GATE == CHANNEL:
+                leave_rows(out_g + (b * T * H + h) * X, t, H * X, x, T, X, from_here_on(flow, C, LOW) + behind[None, :])
+            elif GATE == SCALAR:
+                # of [1, BX]: with a sum over one dimension alone Triton 3.6 fails for sm_100
+                grad_g = tl.cumsum(tl.sum(flow, 1), 0, reverse=True) + tl.sum(behind[None, :], 1)
+                to = out_g + ((xs * (tl.num_programs(2) // PARTS) + b) * T * H + h)
+                tl.store(to + t.to(tl.int64) * H, grad_g, mask=t < T)
+    if SHARE > 1:
+        to = (b * T * PARTS + share) * X
         if READ:
-            leave_rows(out_r + (b * T * (H * G) + q) * X, t, H * G * X, x, T, X, found * scale)
-    if WRITE:
-        leave_rows(out_w + (b * T * H + h) * X, t, H * X, x, T, X, grad_w)
-        if GATE == CHANNEL:
-            leave_rows(out_g + (b * T * H + h) * X, t, H * X, x, T, X, from_here_on(flow, C, LOW) + behind[None, :])
-        elif GATE == SCALAR:
-            # of [1, BX]: with a sum over one dimension alone Triton 3.6 fails for sm_100
-            grad_g = tl.cumsum(tl.sum(flow, 1), 0, reverse=True) + tl.sum(behind[None, :], 1)
-            to = out_g + ((xs * (tl.num_programs(2) // H) + b) * T * H + h)
-            tl.store(to + t.to(tl.int64) * H, grad_g, mask=t < T)
+            leave_rows(out_r + to, t, PARTS * X, x, T, X, sum_r)
+        if WRITE:
+            leave_rows(out_w + to, t, PARTS * X, x, T, X, sum_w)

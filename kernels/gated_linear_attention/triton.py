@@ -4,6 +4,7 @@ The one thing to know: the gate decides what of q, k, v and y lies along x, wher
 computes the output and which the gradients. Chunks' states are made again for the backward pass: only the arguments are kept.
 """
 
+import math
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -69,6 +70,8 @@ class Sum:
 
     def __init__(self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: Given, tiles: Tiles) -> None:
         self.swapped = gate == "value"
+        # one query and one key for all heads, which see them by a stride of 0
+        self.shared = not self.swapped and given.v.shape[2] > 1 and given.q.stride(2) == given.k.stride(2) == 0
         self.batch, self.length, self.heads, d_value = given.v.shape
         self.query_heads, d_key = given.q.shape[2], given.k.shape[3]
         self.given, self.g, self.pos = given, None if g is None else launch.in_rows(g), pos
@@ -246,21 +249,24 @@ class Sum:
         read: torch.dtype | None, write: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """Derivatives, in the dtypes that are given, to what is read with and to what is written along x; and of the latter to the
-        log-decays, in float32."""
+        log-decays, in float32. Where all heads share what is read and written with, parts of those sums, [B, T, parts, X]."""
         (X, Y), heads, shape = self.sizes, self.heads, (self.batch, self.length)
-        r = None if read is None else self.new(*shape, self.query_heads, X, dtype=read)
-        w = None if write is None else self.new(*shape, heads, X, dtype=write)
+        shared = self.shared and read is not None and write is not None
+        share = math.gcd(heads, self.tiles.heads) if shared else 1
+        r = None if read is None else self.new(*shape, self.query_heads // share, X, dtype=read)
+        w = None if write is None else self.new(*shape, heads // share, X, dtype=write)
         BX = self.block(X, self.tiles.x_gated)
         # with tiles of 32 by 64 or 16 by 64 Triton 3.6 makes a kernel for sm_90 whose gates' gradients are wrong
         BY, g = self.block(Y, self.tiles.y_gated if BX > 32 else 32), None
         blocks = -(-X // BX)
         if write is not None and self.g is not None:
             g = self.new(*shape, heads, X) if self.per_channel else self.new(blocks, *shape, heads)
-        self.kernels.gated_kernel[(blocks, self.chunks, self.batch * heads)](
+        self.kernels.gated_kernel[(blocks, self.chunks, self.batch * heads // share)](
             self.or_v(x.r), self.or_v(y.r), self.or_v(x.w), self.or_v(y.w), self.or_v(sums), self.or_v(self.pos), scores, states,
             self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
             **self.strides(rx=x.r, ry=y.r, wx=x.w, wy=y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
-            LEVELS=self.tiles.chunk.bit_length() - 1, BX=BX, BY=BY, num_warps=self.tiles.warps_gated, **self.common, **self.low,
+            LEVELS=self.tiles.chunk.bit_length() - 1, SHARE=share, BX=BX, BY=BY, num_warps=self.tiles.warps_gated, **self.common,
+            **self.low,
         )  # fmt: skip
         return r, w, g if g is None or self.per_channel else g.sum(0)
 
@@ -316,7 +322,7 @@ class _Gla(torch.autograd.Function):
         q, k, v, g, initial_state, pos = ctx.saved_tensors
         run = Sum(ctx.gate, ctx.scale, pos, g, Given.of(q, k, v), ctx.tiles)
         dq, dk, dv, dg, dfirst = run.backward(initial_state, launch.in_rows(dy), dlast)
-        # a head that all share was given to each
+        # a head that all share was given to each, or to several at a time
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))
         grads = (dq, dk, dv, None if g is None else dg.to(g.dtype), dfirst)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:5], grads, strict=True)), *(None,) * 4)

@@ -88,6 +88,12 @@ def test_a_sequence_may_be_cut_into_pieces(gate):
     compare(gate, (1, 130, *heads, 6, 5), replace(SMALL, programs=1 << 20), starts=gate in ("none", "key"))
 
 
+@pytest.mark.parametrize("gate", ["none", "scalar", "key"])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_what_all_heads_share_has_its_derivatives_summed(gate, heads):
+    compare(gate, (2, 21, 1, 1, 4, 9, 8), replace(SMALL, heads=heads), starts=heads == 2)
+
+
 @pytest.mark.parametrize("gate", ["key", "value"])
 def test_bfloat16_is_rounded_once(gate):
     compare(gate, SIZES[gate], SMALL, starts=True, dtype=torch.bfloat16)
@@ -136,6 +142,8 @@ def test_the_tiles_of_runs(gate, dtype):
     batch, tokens, queries, keys, heads = SIZES[gate][:5]
     for tiles in (Tiles(), Tiles(chunk=32)):
         compare(gate, (batch, 10 * tokens, queries, keys, heads, 96, 160), tiles, starts=True, dtype=dtype)
+    if gate == "scalar":
+        compare(gate, (batch, 10 * tokens, 1, 1, 16, 96, 64), Tiles(), starts=True, dtype=dtype)
 
 
 @pytest.mark.parametrize("link", LINKS)

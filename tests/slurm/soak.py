@@ -3,8 +3,8 @@
     .venv/bin/python -P tests/slurm/soak.py [MINUTES]        (make soak: 22 minutes; needs root)
 
 Checked at the end: the ledger sums to the wall time, measured from outside, within 1 %; every step is in the record once, and the
-first are those of an undisturbed run to the bit. Reported: the goodput, and, from what a failure cost here, what it would be
-at one failure in three hours. Written to tests/slurm/soak.log and soak.json.
+first are those of an undisturbed run to the bit and consumed the same tokens. Reported: the goodput, and, from what a failure cost
+here, what it would be at one failure in three hours. Written to tests/slurm/soak.log and soak.json.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from pathlib import Path
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support.consumed import consumed
 from support.jobs import RUN, Job, sandbox, undisturbed
 
 from baton.launcher.cluster import load_cluster
@@ -186,10 +187,13 @@ def main() -> int:
     whole = [step for step, _, _ in losses] == list(range(1, len(losses) + 1))
     say(f"{len(losses)} steps, each recorded once: {whole}")
     count = min(COMPARED, len(losses))
-    calm = undisturbed(folder / "calm", soak.run, f"training.steps={count}", "training.evaluation.every=0").losses()
-    same = losses[:count] == calm
+    calm = undisturbed(folder / "calm", soak.run, f"training.steps={count}", "training.evaluation.every=0")
+    same = losses[:count] == calm.losses()
     say(f"the first {count} losses and gradient norms are an undisturbed run's to the bit: {same}")
-    result = seen | found.to_json() | at_three_hours(found, sum(seen["faults"].values())) | {"ledger_off": off, "same_bits": same}
+    fed = consumed(soak.job.folder)[:count] == consumed(calm.folder)
+    say(f"and so is what each of them consumed: {fed}")
+    result = seen | found.to_json() | at_three_hours(found, sum(seen["faults"].values()))
+    result |= {"ledger_off": off, "same_bits": same, "same_tokens": fed}
     result.pop("attempts")
     say(f"{sum(seen['faults'].values())} faults: " + ", ".join(f"{count} x {name}" for name, count in seen["faults"].items()))
     say(
@@ -197,7 +201,7 @@ def main() -> int:
         f"{result['goodput_at_3h']:.2%} of all time, of {result['goodput_without_faults']:.2%} without any"
     )
     LOG.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if off <= 0.01 and whole and same else 1
+    return 0 if off <= 0.01 and whole and same and fed else 1
 
 
 def at_three_hours(found, faults: int) -> dict[str, float]:

@@ -98,7 +98,8 @@ def _matrix_kernels(arch):
 
     def of_sum(name, gate, X, Y, tiles):
         common = {"X": X, "G": 1, "GATE": gate.value, "HAS_POS": True, "C": tiles.chunk}
-        headed, levels, stages = {**common, "H": 4}, {"LEVELS": tiles.chunk.bit_length() - 1}, {"num_stages": tiles.stages}
+        headed = {**common, "H": 64 if name == "mamba2" else 4}
+        levels, stages = {"LEVELS": tiles.chunk.bit_length() - 1}, {"num_stages": tiles.stages}
         BX, BY = {"BX": min(X, tiles.x)}, {"BY": min(Y, tiles.y)}
         per_channel = gate.value == CHANNEL.value
         if gate.value != NONE.value:
@@ -115,7 +116,8 @@ def _matrix_kernels(arch):
             yield f"{name} plain {'read' if read else 'write'}", sides.plain_kernel, plain, tiles.warps, types
         sizes = {"BX": min(X, tiles.x_gated), "BY": min(Y, tiles.y_gated), "Y": Y}
         for write in (False, True):
-            gated = {**headed, **low, **levels, **stages, **sizes, "READ": True, "WRITE": write}
+            share = tiles.heads if write and name == "mamba2" else 1
+            gated = {**headed, **low, **levels, **stages, **sizes, "READ": True, "WRITE": write, "SHARE": share}
             yield f"{name} gated{' backward' * write}", sides.gated_kernel, gated, tiles.warps_gated, types
 
     def tiles_of(kernel, shape):
