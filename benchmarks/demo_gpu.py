@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 
@@ -56,7 +57,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        cpu, gpu = (losses(folder, device, arguments.steps) for device in ("cpu", "cuda"))
+        with ThreadPoolExecutor() as pool:
+            cpu, gpu = pool.map(lambda device: losses(folder, device, arguments.steps), ("cpu", "cuda"))
     assert len(cpu) == len(gpu) == arguments.steps
     loss, norm = (max(abs(g[n] - c[n]) / abs(c[n]) for g, c in zip(gpu, cpu, strict=True)) for n in (0, 1))
     for step in (1, *range(10, arguments.steps + 1, 10)):
