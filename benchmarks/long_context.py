@@ -27,7 +27,7 @@ from report import Report
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
-from baton.training.build import build, make_deterministic
+from baton.training.build import Built, build, make_deterministic
 from baton.training.config import OptimizerConfig, TrainingConfig
 from baton.training.executor import StepExecutor
 from baton.training.passes import Segments, TokenBatch
@@ -60,51 +60,50 @@ def batch_of(model: ModelConfig, training: TrainingConfig, mesh: meshes.Mesh) ->
     return TokenBatch(tokens, labels, pos.to(torch.int32))
 
 
-def measure(model: ModelConfig, training: TrainingConfig, mesh: meshes.Mesh, steps: int) -> dict[str, float] | None:
-    """Loss and norm of the first step, bytes at the peak, seconds per token; None: out of memory."""
-    built = build(model, training, mesh)
+def measure(built: Built, training: TrainingConfig, steps: int, warm: bool) -> dict[str, float] | None:
+    """Loss and norm, bytes at the peak, seconds per token; None: out of memory. Steps have a learning rate of 0, so that all begin
+    with the same values. warm: whether this process has done such steps before, so that the first counts as well."""
     segments = Segments(training.segments, training.gradient_segments)
-    executor = StepExecutor(built.model, built.engine, mesh, segments=segments)
-    batch = batch_of(model, training, mesh)
+    executor = StepExecutor(built.model, built.engine, built.mesh, segments=segments)
+    batch, seconds = batch_of(built.model.config, training, built.mesh), []
     torch.cuda.reset_peak_memory_stats()
     try:
-        first, seconds = executor.step([batch], 1e-4), []
-        for _ in range(steps):
+        for n in range(max(1, steps + (not warm))):
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            executor.step([batch], 1e-4)
+            result = executor.step([batch], 0.0)
             torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - begin)
+            if n or warm:
+                seconds.append(time.perf_counter() - begin)
     except torch.cuda.OutOfMemoryError:
         return None
-    finally:
-        del executor, built
-        torch.cuda.empty_cache()
-    found = {"loss": first.loss, "norm": first.grad_norm, "bytes": float(torch.cuda.max_memory_allocated())}
+    found = {"loss": result.loss, "norm": result.grad_norm, "bytes": float(torch.cuda.max_memory_allocated())}
     return found | ({"seconds": min(seconds) / training.context} if seconds else {})
 
 
-def rank_main(rank: int, ranks: int, folder: str, model: ModelConfig, training: TrainingConfig, steps: int) -> None:
-    """One rank of a sequence group; the first writes what it found."""
+def rank_main(rank: int, ranks: int, folder: str, model: ModelConfig, trainings: list[TrainingConfig], steps: int) -> None:
+    """One rank of a sequence group, one training after the other; the first rank writes what it found."""
     gpus = torch.cuda.device_count()
     if ranks > gpus:  # NCCL refuses two ranks of a host on one GPU
         os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo")
     device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)
-    make_deterministic(training)
+    make_deterministic(trainings[0])
     store = torch.distributed.FileStore(f"{folder}/store", ranks)
     mesh = meshes.initialize(LayoutConfig(sequence=ranks, timeout_s=TIMEOUT_S), device=device, rank=rank, store=store)
-    found = measure(model, training, mesh, steps)
+    built = build(model, trainings[0], mesh)
+    found = [measure(built, training, steps, warm=n > 0) for n, training in enumerate(trainings)]
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     meshes.shutdown()
 
 
-def run(ranks: int, model: ModelConfig, training: TrainingConfig, steps: int) -> Any:
-    """In processes of their own: what one run leaves in memory is not another one's peak."""
+def run(ranks: int, model: ModelConfig, trainings: list[TrainingConfig], steps: int) -> list[Any]:
+    """What each training gives, in processes of their own: what runs out of memory leaves nothing behind."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (ranks, folder, model, training, steps), nprocs=ranks)
-        return json.loads(Path(folder, "found.json").read_text())
+        mp.spawn(rank_main, (ranks, folder, model, trainings, steps), nprocs=ranks)
+        found: list[Any] = json.loads(Path(folder, "found.json").read_text())
+        return found
 
 
 def main() -> None:
@@ -121,16 +120,15 @@ def main() -> None:
     report = Report(arguments.name, device=f"{gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
     model = ModelConfig(**yaml.safe_load((files("baton.configs") / "models" / f"{arguments.model}.yaml").read_text()))
     contexts = [int(n) for n in arguments.contexts.split(",")]
-    exact, too_long = None, set()
-    for context in contexts:
-        exact = run(1, model, settings(context, arguments.segment), arguments.steps)
+    exacts, too_long = run(1, model, [settings(context, arguments.segment) for context in contexts], arguments.steps), set()
+    for context, exact in zip(contexts, exacts, strict=True):
         assert exact is not None, f"segments of {arguments.segment} do not fit"
         for name, recompute in (("plain", False), ("plain, recomputed", True)):
             case = f"{arguments.model} {context}, {name}"
             if name in too_long:
                 report.say(f"{case}: not tried, for less did not fit")
                 continue
-            plain = run(1, model, settings(context, None, recompute=recompute), arguments.steps)
+            (plain,) = run(1, model, [settings(context, None, recompute=recompute)], arguments.steps)
             if plain is None:
                 too_long.add(name)
                 report.say(f"{case}: out of memory; exact segments {exact['bytes'] / 2**30:.1f} GiB")
@@ -144,15 +142,14 @@ def main() -> None:
         )
     report.save()  # should the ranks below fail, this is not lost
     if arguments.ranks:
-        assert exact is not None
-        several = run(arguments.ranks, model, settings(contexts[-1], arguments.segment), 0)
+        (several,) = run(arguments.ranks, model, [settings(contexts[-1], arguments.segment)], 0)
         case = f"{arguments.model} {contexts[-1]}, {arguments.ranks} sequence ranks"
         near = {key: abs(several[key] - exact[key]) / abs(exact[key]) for key in ("loss", "norm")}
         report.gate(case, max(near.values()) <= NEAR, f"loss to {near['loss']:.1e}, norm to {near['norm']:.1e} <= {NEAR:g}")
         report.row(case, "loss", several["loss"], "one rank", exact["loss"], gate=case, higher_is_better=False)
         if arguments.ranks_context:
             case = f"{arguments.model} {arguments.ranks_context}, {arguments.ranks} sequence ranks"
-            longer = run(arguments.ranks, model, settings(arguments.ranks_context, arguments.segment), arguments.steps)
+            (longer,) = run(arguments.ranks, model, [settings(arguments.ranks_context, arguments.segment)], arguments.steps)
             # tokens are random: whatever the context, an untrained model's mean loss is the same
             near = abs(longer["loss"] - exact["loss"]) / exact["loss"]
             report.gate(case, near <= NEAR, f"mean loss is that of {contexts[-1]} tokens to {near:.1e} <= {NEAR:g}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.cross_entropy import gradient, partial_sums
+from baton.parallel.linear import add_product
 
 
 def linear_cross_entropy(
@@ -63,7 +64,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         of_hidden, of_parameter = (backwards and wanted for wanted in ctx.needs_input_grad[:2])
         dhidden = torch.empty_like(hidden) if of_hidden else None
-        dparameter = torch.zeros_like(parameter) if of_parameter else None
+        dparameter = torch.empty_like(parameter) if of_parameter else None
         loss = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         for begin in range(0, len(hidden), chunk):
             rows = slice(begin, begin + chunk)
@@ -76,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dhidden is not None:
                 torch.mm(dlogits, weight, out=dhidden[rows])
             if dparameter is not None:
-                dparameter += dlogits.mT @ hidden[rows]
+                add_product(dparameter, dlogits.mT, hidden[rows], first=begin == 0)
             del logits, dlogits
         if dhidden is not None and sum_gradient and parallel_state.get_tensor_model_parallel_world_size() > 1:
             dist.all_reduce(dhidden, group=parallel_state.get_tensor_model_parallel_group())

@@ -64,7 +64,7 @@ class DeltaRuleMixer(Mixer):
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         config, dtype = self.config, self.norm.weight.dtype
-        q_BTD, k_BTD, v_BTD, beta_BTH, *extra = self.in_proj(x_BTM).split(self._widths, dim=-1)
+        q_BTD, k_BTD, v_BTD, beta_BTH, *extra = self.in_proj(x_BTM, self._widths)
         leaving: State = {}
 
         def mixed(name: str, u_BTD: Tensor) -> Tensor:

@@ -70,14 +70,16 @@ class GatedScan(Mixer):
         sum would move Mamba's step sizes in jumps of 3 %."""
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
-        x_BTD, z_BTD = self.in_proj(x_BTM).chunk(2, dim=-1)
+        channels = len(self.D)
+        x_BTD, z_BTD = self.in_proj(x_BTM, (channels, channels))
         u_BTD, tail = self.carry(
             _CONV,
             (x_BTD, self.conv_weight, self.conv_bias),
             pos_BT,
             None if state is None else {"tail": state["conv"]},
         )
-        projected = copy_to_tensor_group(self.x_proj(u_BTD))
+        u_BTD, projected = self.x_proj(u_BTD, beside=True)
+        projected = copy_to_tensor_group(projected)
         code_BTR, in_BTN, out_BTN = projected.split([self.dt_rank, self.config.d_state, self.config.d_state], dim=-1)
         step_BTD = self.get_submodule(f"{self._step}_proj")(code_BTR)
         scanned = self.scanned(u_BTD, step_BTD, in_BTN, out_BTN, z_BTD, self.get_parameter(f"{self._step}_bias"))

@@ -7,11 +7,11 @@ the parameters, whose layouts say so.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.models.mixer import Site
 from baton.parallel.layout import Init, ParameterLayout, declare
+from baton.parallel.linear import linear
 from baton.parallel.tensor import ComputeCopy, copy_to_tensor_group
 
 
@@ -24,7 +24,8 @@ class ReplicatedLinear(ComputeCopy, nn.Module):
         self.weight = replicated((out_features, site.d_model), site.fill(site.d_model), site, decay=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.compute_dtype), self.compute_weight())
+        (y,) = linear(x.to(self.compute_dtype), self.weight, self.plain_weight())
+        return y
 
     def for_own_heads(self, y: Tensor) -> Tensor:
         """The result, or what every rank has made of it alike, as this rank's heads use it."""

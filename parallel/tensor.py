@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from baton.parallel.config import divisors
 from baton.parallel.errors import LayoutError
 from baton.parallel.layout import Init, ParameterLayout, declare
+from baton.parallel.linear import linear
 
 copy_to_tensor_group = tensor_parallel.copy_to_tensor_model_parallel_region
 """Identity whose backward sums the gradient over the tensor group: for a replicated input of split channels."""
@@ -60,18 +61,6 @@ def _whole_parts(x: Tensor, tensor_size: int, value: int = 0) -> Tensor:
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing), value=value) if missing else x
 
 
-class _CopyGradient(torch.autograd.Function):
-    """Use `copy` in place of the fp32 `parameter`; the gradient goes to the parameter, in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
-        return copy.view_as(copy)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.float(), None
-
-
 class ComputeCopy:
     """Mixin: the low-precision copy of `self.weight` that matmuls read."""
 
@@ -79,12 +68,8 @@ class ComputeCopy:
     compute_dtype: torch.dtype = torch.float32
     _compute_copy: Tensor | None = None
 
-    def compute_weight(self) -> Tensor:
-        """The weight in the compute type, [out, in]; cast at most once between two `drop_compute_copies`."""
-        return self.weight if self.compute_dtype == self.weight.dtype else _CopyGradient.apply(self.weight, self.plain_weight())
-
     def plain_weight(self) -> Tensor:
-        """The same, which gives the parameter no gradient."""
+        """The weight in the compute type, [out, in], without a graph; cast at most once between two `drop_compute_copies`."""
         if self.compute_dtype == self.weight.dtype:
             return self.weight.detach()
         if self._compute_copy is None:
@@ -131,8 +116,11 @@ class ColumnParallelLinear(ComputeCopy, tensor_parallel.ColumnParallelLinear):
         self.compute_dtype = compute_dtype
         declare(self.weight, ParameterLayout((out_features, in_features), init, split=0, parts=tuple(parts)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.compute_dtype), weight=self.compute_weight())[0]
+    def forward(self, x: Tensor, widths: Sequence[int] | None = None) -> Tensor | tuple[Tensor, ...]:
+        """widths: y in parts of so many of this rank's columns, whose gradients need not be put together."""
+        group = self.tp_group if self.allreduce_dgrad else None
+        parts = linear(x.to(self.compute_dtype), self.weight, self.plain_weight(), widths=widths, group=group)
+        return parts if widths is not None else parts[0]
 
 
 class RowParallelLinear(ComputeCopy, tensor_parallel.RowParallelLinear):
@@ -165,13 +153,19 @@ class RowParallelLinear(ComputeCopy, tensor_parallel.RowParallelLinear):
         declare(self.weight, ParameterLayout((out_features, in_features), init, split=1))
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return super()._forward_impl(input, self.compute_weight(), *args, **kwargs)
+        (y,) = linear(input, self.weight, self.plain_weight())
+        return y
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, beside: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """beside: x in the compute type, for what else reads it, and y: see `linear`. Not where y is scattered."""
         x = x.to(self.compute_dtype)
+        if beside:
+            x, y = linear(x, self.weight, self.plain_weight(), beside=True)
+            return x, tensor_parallel.reduce_from_tensor_model_parallel_region(y, group=self.tp_group)
         if self.sequence_parallel:
             x = _whole_parts(x.flatten(0, 1), self.config.tensor_model_parallel_size)
-        return super().forward(x)[0]
+        y, _ = super().forward(x)
+        return y
 
 
 class VocabParallelEmbedding(ComputeCopy, tensor_parallel.VocabParallelEmbedding):
@@ -204,15 +198,10 @@ class VocabParallelEmbedding(ComputeCopy, tensor_parallel.VocabParallelEmbedding
 
     def head(self, h: Tensor) -> Tensor:
         """Logits of this rank's share of the vocabulary with the tied weight: [.., d_model] to [.., vocab / tensor ranks]."""
-        return tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
-            input=h.to(self.compute_dtype),
-            weight=self.compute_weight(),
-            bias=None,
-            gradient_accumulation_fusion=False,
-            allreduce_dgrad=self.tp_group is not None and self.tp_group.size() > 1 and not self.reduce_scatter_embeddings,
-            sequence_parallel=False,
-            tp_group=self.tp_group,
-        )
+        several = self.tp_group is not None and self.tp_group.size() > 1 and not self.reduce_scatter_embeddings
+        group = self.tp_group if several else None
+        (logits,) = linear(h.to(self.compute_dtype), self.weight, self.plain_weight(), group=group)
+        return logits
 
 
 class VocabParallelHead(ColumnParallelLinear):

@@ -8,6 +8,7 @@ known before the first backward; nothing else is divided anywhere.
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from baton.models.lm import LanguageModel
 from baton.parallel import zero
+from baton.parallel.linear import adding_gradients
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import schedule
 from baton.parallel.tensor import drop_compute_copies
@@ -120,7 +122,8 @@ class StepExecutor:
         """Forward and backward, up to whole gradients; the global loss, and the segments that differed when run twice."""
         stage, segments = self.model.stage, self.segments
         passes = Passes(self.model, batches, scale, segments, self.lanes)
-        with self.engine.gradients():
+        # what looks at gradients sees those that autograd hands to parameters
+        with self.engine.gradients(), adding_gradients() if trace is None else nullcontext():
             for operation in schedule(stage.index, stage.count, len(batches), segments.count, segments.gradient):
                 if trace is not None:
                     trace.at = operation

@@ -46,12 +46,16 @@ RULES = (
         r"|^aten::_?scaled_dot_product|^baton::innovation",
     ),
     Rule("norm", named=r"rms_?norm|layer_?norm", inside=r"^_RMSNorm|^aten::_?(fused_)?(rms|layer|native_layer)_norm"),
-    Rule("matmul", named=rf"gemm|nvjet|cutlass|cublas|xmma|gemv|split_?k|^{_MATMUL}|^LinearWith", inside=rf"^{_MATMUL}"),
+    Rule(
+        "matmul",
+        named=rf"gemm|nvjet|cutlass|cublas|xmma|gemv|split_?k|^{_MATMUL}|^LinearWith",
+        inside=rf"^{_MATMUL}|^_Linear(Backward)?$",
+    ),
     Rule("loss", named=r"^(sums|gradient)_kernel", inside=r"^_LinearCrossEntropy|cross_entropy|^aten::_?(log_softmax|nll_loss)"),
     Rule(
         "elementwise",
         named=r"^(aten|prims|torch|autograd)::|at::native|at_cuda_detail|elementwise|^Mem(cpy|set)|^triton_(poi|red|per)_"
-        r"|Backward\d*$|^(detach_?|_CopyGradient)$",
+        r"|Backward\d*$|^detach_?$",
         inside=r"^_HeadScale",
     ),
 )

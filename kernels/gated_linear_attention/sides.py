@@ -233,8 +233,8 @@ def gated_kernel(
     C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """Derivatives along x: to rx, [B, T, Q, X], if READ, and to wx, [B, T, H, X], and the log-decays, [B, T, H, X] or, of a SCALAR,
-    of each block of x [X / BX, B, T, H], if WRITE; scores are those of ry and wy, without decays. SHARE: heads, one after the other,
-    that a program has; of more than one the derivatives to rx and wx are sums, [B, T, H / SHARE, X]."""
+    of each block of x [X / BX, B, T, H], if WRITE; scores are those of ry and wy, without decays. SHARE: heads, one after
+    the other, that a program has; of more than one the derivatives to rx and wx are sums, [B, T, H / SHARE, X]."""
     PARTS: tl.constexpr = H // SHARE
     xs, n = tl.program_id(0), tl.program_id(1)
     x = xs * BX + tl.arange(0, BX)

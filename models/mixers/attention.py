@@ -39,7 +39,7 @@ class Attention(Mixer, settings=AttentionConfig):
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         widths = [width // self._tensor_size for width in self.widths]
-        q, k, v = (x.unflatten(-1, (-1, self.config.head_dim)) for x in self.in_proj(x_BTM).split(widths, dim=-1))
+        q, k, v = (x.unflatten(-1, (-1, self.config.head_dim)) for x in self.in_proj(x_BTM, widths))
         if self.config.rope_theta is not None:
             q, k = rotate(q, pos_BT, self.config.rope_theta), rotate(k, pos_BT, self.config.rope_theta)
         y, state = self.carry(WindowAttention(self.config.window), (q, k, v), pos_BT, state)

@@ -52,7 +52,7 @@ class GLA(Mixer, settings=GLAConfig):
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         _, d_key, d_value = self.sizes
-        q, k, v, gate = self.in_proj(x_BTM).split(self._widths, dim=-1)
+        q, k, v, gate = self.in_proj(x_BTM, self._widths)
         # the bias is added in fp32, and the root taken of the logarithm: in bf16 no decay between 0.996 and 1 exists
         code_BTR = self.code_proj.for_own_heads(self.code_proj(x_BTM))
         logits = self.decay_proj(code_BTR).to(self.decay_bias.dtype) + self.decay_bias

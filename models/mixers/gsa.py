@@ -43,7 +43,7 @@ class GSA(Mixer, settings=GSAConfig):
         )
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
-        *qkv, alpha = self.in_proj(x_BTM).split(self._widths, dim=-1)
+        *qkv, alpha = self.in_proj(x_BTM, self._widths)
         q, k, v = (F.silu(x).unflatten(2, (-1, self.config.head_dim)) for x in qkv)
         # fp32 before the root: in bf16 no alpha between 0.996 and 1 exists
         log_alpha = F.logsigmoid(alpha.to(self.norm.weight.dtype)) / self.config.damping

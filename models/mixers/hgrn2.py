@@ -39,7 +39,7 @@ class HGRN2(Mixer, settings=HGRN2Config):
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         _, d_key, d_value = self.sizes
-        q, f, v = self.in_proj(x_BTM).split(self._widths, dim=-1)
+        q, f, v = self.in_proj(x_BTM, self._widths)
         log_keep, take = self.forget(f.to(self.norm.weight.dtype))
         inputs = (
             F.silu(q).unflatten(2, (-1, d_key)),

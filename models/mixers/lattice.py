@@ -56,7 +56,7 @@ class Lattice(Mixer, settings=LatticeConfig):
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         config, dtype = self.config, self.step_bias.dtype
-        qk_BTD, v_BTD, gate_BTD, step_BTH, *forget = self.in_proj(x_BTM).split(self._widths, dim=-1)
+        qk_BTD, v_BTD, gate_BTD, step_BTH, *forget = self.in_proj(x_BTM, self._widths)
         q_BTHK, conv = self._convolved(qk_BTD, self.conv_q, pos_BT, state)
         k_BTHK, _ = self._convolved(qk_BTD, self.conv_k, pos_BT, state)
         # biases are added in fp32: rounded to bf16 they would move in jumps, and a gate near 1 would be 1

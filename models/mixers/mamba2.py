@@ -61,7 +61,7 @@ class Mamba2(Mixer, settings=Mamba2Config):
         )
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
-        z, u, dt = self.in_proj(x_BTM).split(self._widths, dim=-1)
+        z, u, dt = self.in_proj(x_BTM, self._widths)
         tails = (None, None) if state is None else ({"tail": state["conv_u"]}, {"tail": state["conv_bc"]})
         u, conv_u = self.carry(_CONV, (u, self.conv_weight, self.conv_bias), pos_BT, tails[0])
         bc, conv_bc = self.carry(_CONV, (self.bc_proj(x_BTM), self.bc_conv_weight, self.bc_conv_bias), pos_BT, tails[1])

@@ -48,7 +48,7 @@ class RetNet(Mixer, settings=RetNetConfig):
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         _, d_key, d_value = self.sizes
-        q, k, v, gate = self.in_proj(x_BTM).split(self._widths, dim=-1)
+        q, k, v, gate = self.in_proj(x_BTM, self._widths)
         q, k = (FEATURE_MAPS[self.config.feature_map](x).unflatten(2, (-1, d_key)) for x in (q, k))
         inputs = (
             rotate(q, pos_BT, self.config.rope_theta),

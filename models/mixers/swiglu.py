@@ -19,11 +19,12 @@ class SwiGLU(Mixer, settings=SwiGLUConfig):
         hidden = config.width(site.d_model)
         self.in_proj = site.column(2 * hidden, parts=(("gate", hidden), ("up", hidden)))
         self.out_proj = site.output(hidden)
+        self._widths = (hidden // site.tensor_size,) * 2
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         return ()
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
-        gate, up = self.in_proj(x_BTM).chunk(2, dim=-1)
+        gate, up = self.in_proj(x_BTM, self._widths)
         return self.out_proj(F.silu(gate) * up), {}

@@ -1,0 +1,149 @@
+"""y = x W^T over a tensor group, whose backward pass makes as few passes over memory as it can.
+
+The one thing to know: within `adding_gradients` a weight's gradient is added to `.grad` by the very product that makes it, in fp32;
+autograd never sees it, so it is neither rounded to the compute type nor read and written again. megatron-core's layers do the same
+with an extension that has to be compiled; PyTorch's products can add to another type by now.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+_NARROW = 512
+"""Columns below which parts of an output have their gradients put together: a product of its own would cost more than the copy."""
+
+_adding = False
+
+
+@contextmanager
+def adding_gradients() -> Iterator[None]:
+    """Within it backward passes leave gradients of `linear`'s weights in `.grad`, whatever is asked for: for plain backward passes,
+    not for autograd.grad, nor for hooks on parameters. Of the whole process, since autograd has threads of its own."""
+    global _adding
+    before, _adding = _adding, True
+    try:
+        yield
+    finally:
+        _adding = before
+
+
+def linear(
+    x: Tensor,
+    parameter: nn.Parameter,
+    weight: Tensor,
+    *,
+    widths: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    beside: bool = False,
+) -> tuple[Tensor, ...]:
+    """Args:
+        x: [.., in], in the weight's dtype.
+        parameter: [out, in], what gets the gradient, in its own dtype.
+        weight: the parameter in the compute type, without a graph.
+        widths: columns of the parts that y is given in, one after the other; None: y is one part.
+        group: whose ranks' gradients of x are summed in the backward pass, behind the weight's; None: they are left as they are.
+        beside: whether x is given first, for what else reads it: its gradient from there is the product's starting value, where
+            autograd would make a sum of two.
+
+    Returns:
+        y [.., width] of each part, in x's dtype; parts are views of one tensor.
+    """
+    found: tuple[Tensor, ...] = _Linear.apply(x, parameter, weight, tuple(widths or (len(weight),)), group, beside)
+    return found
+
+
+def add_product(into: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """into [M, N] (contiguous, at least as precise as a) += a [M, K] b [K, N]; first: into = a b, whatever was there."""
+    if into.dtype == a.dtype:
+        torch.mm(a, b, out=into) if first else into.addmm_(a, b)
+    elif a.is_cuda and into.dtype == torch.float32:
+        if first:
+            torch.mm(a, b, out_dtype=torch.float32, out=into)
+        else:
+            torch.addmm(into, a, b, out_dtype=torch.float32, out=into)
+    elif first:
+        into.copy_(a @ b)
+    else:
+        into.add_(a @ b)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, parameter: Tensor, weight: Tensor, widths: tuple[int, ...], group: Any, beside: bool
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.widths, ctx.group, ctx.beside = parameter, widths, group, beside
+        y = F.linear(x, weight)
+        parts = (y,) if len(widths) == 1 else y.split(widths, dim=-1)
+        return (x.view_as(x), *parts) if beside else parts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx, grads = (grads[0], grads[1:]) if ctx.beside else (None, grads)
+        runs = list(_runs(ctx.widths, grads, x))
+        for_x, for_weight = ctx.needs_input_grad[:2]
+        work = None
+        if for_x:
+            dx = _input_gradient(dx, runs, weight, x)
+            if ctx.group is not None:
+                work = dist.all_reduce(dx, group=ctx.group, async_op=True)
+        dweight = _weight_gradient(ctx.parameter, runs, x) if for_weight else None
+        if work is not None:
+            work.wait()
+        return (dx if for_x else None), dweight, None, None, None, None
+
+
+def _runs(widths: Sequence[int], grads: Sequence[Tensor | None], x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Gradients of y [tokens, columns], and where their columns begin; narrow neighbours as one, and none of what has none."""
+    narrow: list[Tensor] = []
+    begin = 0
+    for width, grad in zip(widths, grads, strict=True):
+        flat = None if grad is None else grad.reshape(-1, width)
+        if narrow and (flat is None or width >= _NARROW):
+            yield begin - sum(of.shape[1] for of in narrow), torch.cat(narrow, 1) if len(narrow) > 1 else narrow[0]
+            narrow = []
+        if flat is not None and width >= _NARROW:
+            yield begin, flat
+        elif flat is not None:
+            narrow.append(flat)
+        begin += width
+    if narrow:
+        yield begin - sum(of.shape[1] for of in narrow), torch.cat(narrow, 1) if len(narrow) > 1 else narrow[0]
+
+
+def _input_gradient(dx: Tensor | None, runs: Sequence[tuple[int, Tensor]], weight: Tensor, x: Tensor) -> Tensor:
+    """Of all runs, added to dx, which somebody else may still read."""
+    total = None if dx is None else dx.reshape(-1, weight.shape[1])
+    for number, (begin, dy) in enumerate(runs):
+        rows = weight[begin : begin + dy.shape[1]]
+        if total is None:
+            total = dy @ rows
+        elif number == 0:
+            total = torch.addmm(total, dy, rows)
+        else:
+            total.addmm_(dy, rows)
+    return torch.zeros_like(x) if total is None else total.view(x.shape)
+
+
+def _weight_gradient(parameter: nn.Parameter, runs: Sequence[tuple[int, Tensor]], x: Tensor) -> Tensor | None:
+    """The gradient; None: it is in `.grad`, where there may have been one before."""
+    before = parameter.grad if _adding else None
+    whole = sum(dy.shape[1] for _, dy in runs) == len(parameter)
+    grad = before if before is not None else torch.empty_like(parameter) if whole else torch.zeros_like(parameter)
+    rows = x.reshape(-1, x.shape[-1])
+    for begin, dy in runs:
+        add_product(grad[begin : begin + dy.shape[1]], dy.mT, rows, first=before is None and whole)
+    if not _adding:
+        return grad
+    parameter.grad = grad
+    return None

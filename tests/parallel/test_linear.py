@@ -1,0 +1,114 @@
+"""A projection's products beside autograd's of the same in float64: parts, what else reads the input, gradients added where they are."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from baton.parallel import linear as linears
+from baton.parallel.linear import add_product, adding_gradients, linear
+
+WIDTHS = (7, 3, 2, 5, 1)
+SOME_READ = ((True,) * 5, (True, False, True, True, True), (False, False, True, False, False))
+
+
+def relative(found, expected):
+    return float((found.detach().double() - expected).norm() / expected.norm())
+
+
+def case(dtype, seed=0):
+    """x [2, 3, 4], a parameter in fp32 (float64) whose values the dtype holds, and a cotangent for y and for x."""
+    g = torch.Generator().manual_seed(seed)
+    x, weight, dy, dx = (torch.randn(*shape, generator=g) for shape in ((2, 3, 4), (18, 4), (2, 3, 18), (2, 3, 4)))
+    parameter = nn.Parameter(weight.to(dtype).to(torch.promote_types(dtype, torch.float32)))
+    return x.to(dtype).requires_grad_(), parameter, dy.to(dtype), dx.to(dtype)
+
+
+def expected(x, parameter, dy, dx, read, beside):
+    """Gradients of x and of the weight, in float64."""
+    x, weight = (of.detach().double().requires_grad_() for of in (x, parameter))
+    mask = torch.cat([torch.full((width,), float(on)) for width, on in zip(WIDTHS, read, strict=True)])
+    total = (F.linear(x, weight) * dy.double() * mask).sum() + (x * dx.double()).sum() * beside
+    return torch.autograd.grad(total, [x, weight])
+
+
+def run(x, parameter, dy, dx, read, beside):
+    """A backward pass through parts that are read, and through x where something else reads it; the parts."""
+    found = linear(x, parameter, parameter.detach().to(x.dtype), widths=WIDTHS, beside=beside)
+    first, parts = (found[0], found[1:]) if beside else (None, found)
+    chosen = [(y, d) for y, d, on in zip(parts, dy.split(WIDTHS, dim=-1), read, strict=True) if on]
+    chosen += [(first, dx)] if first is not None else []
+    torch.autograd.backward([y for y, _ in chosen], [d for _, d in chosen])
+    return parts
+
+
+@pytest.mark.parametrize("narrow", [1, 3, 100])
+@pytest.mark.parametrize("read", SOME_READ)
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_of_parts(monkeypatch, dtype, beside, read, narrow):
+    """Whatever parts are put together, and whichever of them are read."""
+    monkeypatch.setattr(linears, "_NARROW", narrow)
+    limit = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
+    x, parameter, dy, dx = case(dtype)
+    parts = run(x, parameter, dy, dx, read, beside)
+    whole = F.linear(x.detach().double(), parameter.detach().double())
+    for y, of in zip(parts, whole.split(WIDTHS, dim=-1), strict=True):
+        assert relative(y, of) <= limit
+    for found, exact in zip((x.grad, parameter.grad), expected(x, parameter, dy, dx, read, beside), strict=True):
+        assert relative(found, exact) <= limit
+
+
+@pytest.mark.parametrize("narrow", [1, 100])
+@pytest.mark.parametrize("read", SOME_READ)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_added_where_they_are(monkeypatch, dtype, read, narrow):
+    """Three passes within `adding_gradients`, each of other numbers, leave their sum in `.grad`, in one tensor all along."""
+    monkeypatch.setattr(linears, "_NARROW", narrow)
+    _, parameter, *_ = case(dtype)
+    total, places = 0, set()
+    with adding_gradients():
+        for seed in range(3):
+            x, _, dy, dx = case(dtype, seed)
+            run(x, parameter, dy, dx, read, False)
+            total = total + expected(x, parameter, dy, dx, read, False)[1]
+            places.add(parameter.grad.data_ptr())
+    assert relative(parameter.grad, total) <= {torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
+    assert parameter.grad.dtype == torch.float32
+    assert len(places) == 1
+
+
+def test_outside_gradients_are_given_to_who_asks():
+    """torch.autograd.grad gets them, and `.grad` stays as it is."""
+    x, parameter, dy, _ = case(torch.float32)
+    (y,) = linear(x, parameter, parameter.detach())
+    found = torch.autograd.grad(y, [x, parameter], dy)
+    for grad, exact in zip(found, expected(x, parameter, dy, dy[..., :4], (True,) * 5, False), strict=True):
+        assert relative(grad, exact) <= 1e-6
+    assert parameter.grad is None
+
+
+def test_what_needs_no_gradient_gets_none():
+    for of_x, of_weight in product([False, True], repeat=2):
+        x, parameter, dy, _ = case(torch.float32)
+        parameter.requires_grad_(of_weight)
+        (y,) = linear(x.detach().requires_grad_(of_x), parameter, parameter.detach())
+        assert y.requires_grad == (of_x or of_weight)
+        with adding_gradients():
+            if y.requires_grad:
+                y.backward(dy)
+        assert (parameter.grad is not None) == of_weight
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_product_is_added(dtype, first):
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(*shape, generator=g).to(dtype) for shape in ((5, 7), (7, 3)))
+    before = torch.randn(5, 3, generator=g).to(torch.promote_types(dtype, torch.float32))
+    into = torch.full_like(before, float("nan")) if first else before.clone()
+    add_product(into, a, b, first=first)
+    exact = a.double() @ b.double() + (0 if first else before.double())
+    assert relative(into, exact) <= {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
