@@ -6,7 +6,6 @@ slower here. So buffers are rounded up to whole vectors and each thread gets who
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E)
@@ -39,11 +38,6 @@ def exp2_(buffer: Tensor, numel: int) -> None:
         length = grains * _GRAIN if grains else len(flat) - start
         flat[start : start + length].exp2_()
         start += length
-
-
-def gated(y: Tensor, z: Tensor, compute_dtype: torch.dtype) -> Tensor:
-    """y silu(z) in y's dtype, computed in compute_dtype; on a CPU its last bits depend on where an element lies."""
-    return (y.to(compute_dtype) * F.silu(z.to(compute_dtype))).to(y.dtype)
 
 
 def _round_up(numel: int) -> int:

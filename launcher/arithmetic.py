@@ -102,6 +102,7 @@ class Arithmetic:
             gpu=config.device != "cpu",
             segment=self.layout.sequence > 1 or self.training.bptt is not None,
             split_residual=self.layout.split_residual and self.tensor > 1,
+            selective=self.training.selective_recompute,
         )
         self.micro_batches = self.training.sequences_per_step // (self.layout.data * self.training.micro_batch)
         self.passes = self.micro_batches * self.training.segments

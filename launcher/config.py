@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "data.cases",
     "training.micro_batch",
     "training.recompute",
+    "training.selective_recompute",
     "training.replica_check_every",
     "training.log_every",
     "training.checkpoint",

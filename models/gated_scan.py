@@ -15,6 +15,7 @@ from baton.kernels.protocol import Inputs, Leaf, LinearRecurrence, State
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import init
 from baton.models.mixer import Mixer, Site
+from baton.models.remade import remaking
 from baton.models.settings.gated_scan import GatedScanConfig
 from baton.parallel.layout import Init, layout_of
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_group
@@ -34,7 +35,7 @@ class GatedScan(Mixer):
     def __init__(self, config: GatedScanConfig, site: Site, *, step: str, step_bias: Init) -> None:
         super().__init__()
         d_inner = config.expand * site.d_model
-        self.config, self.compute_dtype, self._step = config, site.compute_dtype, step
+        self.config, self.compute_dtype, self._step, self._selective = config, site.compute_dtype, step, site.selective_recompute
         self.dt_rank = config.dt_rank or -(-site.d_model // 16)
         self.in_proj = site.column(2 * d_inner, parts=(("x", d_inner), ("z", d_inner)))
         self.conv_weight = site.split((d_inner, config.d_conv), init.linear(config.d_conv), decay=True)
@@ -71,18 +72,22 @@ class GatedScan(Mixer):
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         channels = len(self.D)
+        # a carried convolution's inputs may have come from elsewhere
+        selective = self._selective and (self.link is None or not self.link.active)
         x_BTD, z_BTD = self.in_proj(x_BTM, (channels, channels))
-        u_BTD, tail = self.carry(
-            _CONV,
-            (x_BTD, self.conv_weight, self.conv_bias),
-            pos_BT,
-            None if state is None else {"tail": state["conv"]},
-        )
-        u_BTD, projected = self.x_proj(u_BTD, beside=True)
-        projected = copy_to_tensor_group(projected)
-        code_BTR, in_BTN, out_BTN = projected.split([self.dt_rank, self.config.d_state, self.config.d_state], dim=-1)
-        step_BTD = self.get_submodule(f"{self._step}_proj")(code_BTR)
-        scanned = self.scanned(u_BTD, step_BTD, in_BTN, out_BTN, z_BTD, self.get_parameter(f"{self._step}_bias"))
-        (leaf,) = self.recurrence.leaves(scanned)
-        y_BTD, scan = self.carry(self.recurrence, scanned, pos_BT, None if state is None else {leaf.name: state["scan"]})
+        convolved = (x_BTD, self.conv_weight, self.conv_bias)
+        before = None if state is None else {"tail": state["conv"]}
+        u_BTD, tail = self.carry(_CONV, convolved, pos_BT, before)
+        with remaking(selective) as kept_not:
+            kept_not(u_BTD, lambda: _CONV.run(convolved, pos_BT, before)[0])
+            u_BTD, projected = self.x_proj(u_BTD, beside=True)
+            projected = copy_to_tensor_group(projected)
+            code_BTR, in_BTN, out_BTN = projected.split([self.dt_rank, self.config.d_state, self.config.d_state], dim=-1)
+            step_proj = self.get_submodule(f"{self._step}_proj")
+            step_BTD = step_proj(code_BTR)
+            scanned = self.scanned(u_BTD, step_BTD, in_BTN, out_BTN, z_BTD, self.get_parameter(f"{self._step}_bias"))
+            (leaf,) = self.recurrence.leaves(scanned)
+            entering = None if state is None else {leaf.name: state["scan"]}
+            kept_not(step_BTD, lambda: step_proj(code_BTR))
+            y_BTD, scan = self.carry(self.recurrence, scanned, pos_BT, entering)
         return self.out_proj(y_BTD), {"conv": tail["tail"], "scan": scan[leaf.name]}

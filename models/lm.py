@@ -42,9 +42,10 @@ class LanguageModel(nn.Module):
 
     tensor_size: ranks of the tensor group this model is split over. compute_dtype: of matmuls and activations between them;
     parameters, the residual stream, step sizes and scan states stay fp32. recompute: keep only each layer's input for backward
-    and run the layer again there. link: the neighbours that have the tokens before and after this rank's, or None. stage: which
-    layers this rank has (None: all); pipeline: the stages before and after it, or None. split_residual: the tensor ranks share
-    the residual stream and the norms, each a part of the tokens, [part_of(B T), d_model]: such a part goes from stage to stage.
+    and run the layer again there; selective_recompute: only what costs little is not kept. link: the neighbours that have the
+    tokens before and after this rank's, or None. stage: which layers this rank has (None: all); pipeline: the stages before and
+    after it, or None. split_residual: the tensor ranks share the residual stream and the norms, each a part of the tokens,
+    [part_of(B T), d_model]: such a part goes from stage to stage.
     The last stage's hidden vectors are gathered.
     """
 
@@ -55,6 +56,7 @@ class LanguageModel(nn.Module):
         tensor_size: int = 1,
         compute_dtype: torch.dtype = torch.float32,
         recompute: bool = False,
+        selective_recompute: bool = False,
         deterministic_embedding: bool = False,
         link: SequenceLink | None = None,
         stage: Stage | None = None,
@@ -90,6 +92,8 @@ class LanguageModel(nn.Module):
             compute_dtype,
             config.init_std,
             split_residual=self.split_residual,
+            # a layer that is run again keeps nothing anyway
+            selective_recompute=selective_recompute and not recompute,
         )
         self.layers = nn.ModuleDict({str(n): Layer(config.layers[n], config, site) for n in self.stage.layers})
         for name, module in self.named_modules():

@@ -38,7 +38,8 @@ class Site:
     residual_adds: how often the whole model adds to its residual stream; output projections' initial values are scaled by its
     -1/2 power. compute_dtype: of matmuls and activations between them. init_std: of normal initial values of the projections; None:
     uniform ones. split_residual: tensor ranks share the residual stream, each a part of the tokens; the mixer's input is gathered.
-    inner: the mixer is a part of another, which reads its output whole on every rank.
+    inner: the mixer is a part of another, which reads its output whole on every rank. selective_recompute: what costs little is
+    made again in the backward pass (models.remade).
     """
 
     d_model: int
@@ -49,6 +50,7 @@ class Site:
     init_std: float | None = None
     split_residual: bool = False
     inner: bool = False
+    selective_recompute: bool = False
 
     def inside(self) -> "Site":
         """Of a mixer within this one: what it gives is not added to the residual stream."""

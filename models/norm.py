@@ -50,12 +50,13 @@ class SplitRMSNorm(nn.Module):
         self.width, self.eps, self._split = width, site.norm_eps, site.tensor_size > 1
         self.weight = site.split((width,), init.constant(1.0), decay=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """y in dtype."""
         if not self._split:
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, dtype=dtype)
         x = x.to(self.weight.dtype)
         squares = x.square().sum(-1, keepdim=True)
         # summed forwards; and since every rank's outputs depend on the sum, its gradient is summed backwards
         squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares)
         squares = tensor_parallel.copy_to_tensor_model_parallel_region(squares)
-        return x * torch.rsqrt(squares / self.width + self.eps) * self.weight
+        return (x * torch.rsqrt(squares / self.width + self.eps) * self.weight).to(dtype)

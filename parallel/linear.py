@@ -7,6 +7,7 @@ with an extension that has to be compiled; PyTorch's products can add to another
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx, grads = (grads[0], grads[1:]) if ctx.beside else (None, grads)
-        runs = list(_runs(ctx.widths, grads, x))
+        runs = _runs(ctx.widths, grads)
         for_x, for_weight = ctx.needs_input_grad[:2]
         work = None
         if for_x:
@@ -103,22 +104,39 @@ class _Linear(torch.autograd.Function):
         return (dx if for_x else None), dweight, None, None, None, None
 
 
-def _runs(widths: Sequence[int], grads: Sequence[Tensor | None], x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Gradients of y [tokens, columns], and where their columns begin; narrow neighbours as one, and none of what has none."""
-    narrow: list[Tensor] = []
-    begin = 0
-    for width, grad in zip(widths, grads, strict=True):
-        flat = None if grad is None else grad.reshape(-1, width)
-        if narrow and (flat is None or width >= _NARROW):
-            yield begin - sum(of.shape[1] for of in narrow), torch.cat(narrow, 1) if len(narrow) > 1 else narrow[0]
-            narrow = []
-        if flat is not None and width >= _NARROW:
-            yield begin, flat
-        elif flat is not None:
-            narrow.append(flat)
-        begin += width
-    if narrow:
-        yield begin - sum(of.shape[1] for of in narrow), torch.cat(narrow, 1) if len(narrow) > 1 else narrow[0]
+def _runs(widths: Sequence[int], grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
+    """Gradients of y [tokens, columns], and where their columns begin: neighbours as one where they lie side by side in memory, or
+    are narrow; none of what has none."""
+    runs: list[tuple[int, Tensor]] = []
+    for begin, width, grad in zip(accumulate(widths, initial=0), widths, grads, strict=False):
+        if grad is None:
+            continue
+        flat = grad.reshape(-1, width)
+        before, last = runs[-1] if runs else (0, flat)
+        if runs and before + last.shape[1] == begin and _side_by_side(last, flat):
+            runs[-1] = before, last.as_strided((len(flat), begin - before + width), last.stride())
+        else:
+            runs.append((begin, flat))
+    joined: list[tuple[int, list[Tensor]]] = []
+    for begin, flat in runs:
+        before, parts = joined[-1] if joined else (0, [])
+        narrow = max((part.shape[1] for part in (*parts, flat)), default=0) < _NARROW
+        if parts and narrow and before + sum(part.shape[1] for part in parts) == begin:
+            parts.append(flat)
+        else:
+            joined.append((begin, [flat]))
+    return [(begin, parts[0] if len(parts) == 1 else torch.cat(parts, 1)) for begin, parts in joined]
+
+
+def _side_by_side(left: Tensor, right: Tensor) -> bool:
+    """Whether they are neighbouring columns of one tensor [tokens, columns]."""
+    width, row = left.shape[1], left.stride(0)
+    return (
+        left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        and right.storage_offset() - left.storage_offset() == width
+        and left.stride() == right.stride() == (row, 1)
+        and row >= width + right.shape[1]
+    )
 
 
 def _input_gradient(dx: Tensor | None, runs: Sequence[tuple[int, Tensor]], weight: Tensor, x: Tensor) -> Tensor:

@@ -65,6 +65,7 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
             tensor_size=1 if mesh is None else mesh.layout.tensor,
             compute_dtype=DTYPES[training.precision],
             recompute=training.recompute,
+            selective_recompute=training.selective_recompute,
             # F.embedding's backward adds in no fixed order on a GPU
             deterministic_embedding=training.deterministic and device.type == "cuda",
             link=None if mesh is None else _link(training, mesh),

@@ -249,8 +249,9 @@ def gated_kernel(
         of_state = ((b * H + h) * chunks + n) * (X * Y)
         here = sums + (b * T * H + h) * X if GATE == CHANNEL else sums + b * T * H + h
         grad_w = tl.zeros([C, BX], tl.float32)
-        # what a gate's gradient grows by from a token on to the one before it, and what it is behind the chunk
-        flow = tl.zeros([C, BX], tl.float32)
+        # what a gate's gradient grows by from a token on to the one before it, of a SCALAR in all channels together, and what it is
+        # behind the chunk
+        flow = tl.zeros([C], tl.float32) if GATE == SCALAR else tl.zeros([C, BX], tl.float32)
         behind = tl.zeros([BX], tl.float32)
         for group in tl.static_range(G):
             q = h * G + group
@@ -276,11 +277,17 @@ def gated_kernel(
                 else:
                     total = last_of(summed, C)
                     grad_w *= until_end(summed, total, at_last, C, HAS_POS)[:, None]
-                if GATE != NONE:
+                if GATE == CHANNEL:
                     flow -= w_x * grad_w
                     behind = behind * whole_of(total, at_last, C, HAS_POS) - tl.sum(flow, 0)
-            if WRITE and GATE != NONE:
+                elif GATE == SCALAR:
+                    written = w_x * grad_w
+                    behind = behind * whole_of(total, at_last, C, HAS_POS) + tl.sum(written, 0)
+                    flow -= tl.sum(written, 1)
+            if WRITE and GATE == CHANNEL:
                 flow += r_x * found * scale
+            elif WRITE and GATE == SCALAR:
+                flow += tl.sum(r_x * found, 1) * scale
             P = tl.load(scores + ((b * (H * G) + q) * chunks + n) * (C * C) + i[:, None] * C + i[None, :])
             if GATE == CHANNEL:
                 for level in range(NEAR - 1, LEVELS):
@@ -307,7 +314,7 @@ def gated_kernel(
                     written = product(tl.trans(P_all), r_x, LOW)
                     grad_w += written * scale
                     if GATE == SCALAR:
-                        flow += (rounded(r_x, LOW) * read - rounded(w_x, LOW) * written) * scale
+                        flow += tl.sum(rounded(r_x, LOW) * read - rounded(w_x, LOW) * written, 1) * scale
             if READ:
                 if SHARE == 1:
                     leave_rows(out_r + (b * T * (H * G) + q) * X, t, H * G * X, x, T, X, found * scale)
@@ -322,7 +329,7 @@ def gated_kernel(
                 leave_rows(out_g + (b * T * H + h) * X, t, H * X, x, T, X, from_here_on(flow, C, LOW) + behind[None, :])
             elif GATE == SCALAR:
                 # of [1, BX]: with a sum over one dimension alone Triton 3.6 fails for sm_100
-                grad_g = tl.cumsum(tl.sum(flow, 1), 0, reverse=True) + tl.sum(behind[None, :], 1)
+                grad_g = tl.cumsum(flow, 0, reverse=True) + tl.sum(behind[None, :], 1)
                 to = out_g + ((xs * (tl.num_programs(2) // PARTS) + b) * T * H + h)
                 tl.store(to + t.to(tl.int64) * H, grad_g, mask=t < T)
     if SHARE > 1:

@@ -256,8 +256,9 @@ class Sum:
         r = None if read is None else self.new(*shape, self.query_heads // share, X, dtype=read)
         w = None if write is None else self.new(*shape, heads // share, X, dtype=write)
         BX = self.block(X, self.tiles.x_gated)
-        # with tiles of 32 by 64 or 16 by 64 Triton 3.6 makes a kernel for sm_90 whose gates' gradients are wrong
-        BY, g = self.block(Y, self.tiles.y_gated if BX > 32 else 32), None
+        # with tiles of 32 by 64 or 16 by 64 Triton 3.6 makes a kernel for sm_90 whose gates' gradients are wrong; sums over heads
+        # take the registers
+        BY, g = self.block(Y, self.tiles.y_gated if BX > 32 and share == 1 else 32), None
         blocks = -(-X // BX)
         if write is not None and self.g is not None:
             g = self.new(*shape, heads, X) if self.per_channel else self.new(blocks, *shape, heads)

@@ -8,8 +8,8 @@ itself, and all gradients are equal to rounding.
 from torch import Tensor
 
 from baton.kernels.diagonal_scan.triton import Inputs, in_triton, scan
-from baton.kernels.elementwise import gated
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.gate import gated
 from baton.kernels.longhorn.chunked import longhorn_chunked
 
 _KERNEL = "longhorn"
@@ -90,4 +90,4 @@ def longhorn(
     if beta_sigmoid:
         beta = beta.to(compute_dtype).sigmoid()
     y, S = longhorn_chunked(x, k, q, beta, D, pos=pos, initial_state=initial_state)
-    return (y if z is None else gated(y, z, compute_dtype)), S
+    return (y if z is None else gated(y, z)), S

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.diagonal_scan.triton import Inputs, in_triton, scan
-from baton.kernels.elementwise import gated
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.gate import gated
 from baton.kernels.selective_scan.chunked import selective_scan_chunked
 
 Discretization = Literal["euler", "zoh"]
@@ -101,4 +101,4 @@ def selective_scan(
     if delta_softplus:
         delta = F.softplus(delta.to(compute_dtype))
     y, h = selective_scan_chunked(u, delta, A, B, C, D, pos=pos, initial_state=initial_state, zoh=discretization == "zoh")
-    return (y if z is None else gated(y, z, compute_dtype)), h
+    return (y if z is None else gated(y, z)), h

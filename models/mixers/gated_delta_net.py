@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.gate import gated
 from baton.models import init
 from baton.models.delta_rule import DeltaRuleMixer
 from baton.models.mixer import Site
@@ -31,4 +32,4 @@ class GatedDeltaNet(DeltaRuleMixer, settings=GatedDeltaNetConfig):
         return -self.A_log.exp() * F.softplus(extra[0].to(self.dt_bias.dtype) + self.dt_bias)
 
     def gate(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:
-        return o_BTHV * F.silu(extra[1].to(o_BTHV.dtype)).unflatten(2, o_BTHV.shape[2:])
+        return gated(o_BTHV.flatten(2), extra[1], dtype=extra[1].dtype).view(o_BTHV.shape)

@@ -8,6 +8,7 @@ group; the low-rank code of the decays is computed by every rank.
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.gate import gated
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import Leaf, State
 from baton.models import init
@@ -64,5 +65,5 @@ class GLA(Mixer, settings=GLAConfig):
         )
         recurrence = GatedLinearAttention("key", scale=d_key**-0.5)
         o_BTHV, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
-        y_BTV = self.norm(o_BTHV).flatten(2) * F.silu(gate.to(self.norm.weight.dtype))
+        y_BTV = gated(self.norm(o_BTHV).flatten(2), gate, dtype=gate.dtype)
         return self.out_proj(y_BTV), leaving

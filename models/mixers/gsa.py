@@ -49,4 +49,4 @@ class GSA(Mixer, settings=GSAConfig):
         log_alpha = F.logsigmoid(alpha.to(self.norm.weight.dtype)) / self.config.damping
         inputs = (q, k, v, log_alpha.unflatten(2, (-1, self.config.slots)))
         o_BTHV, state = self.carry(GatedSlotAttention(self.config.link), inputs, pos_BT, state)
-        return self.out_proj(self.norm(F.silu(o_BTHV).flatten(2))), state
+        return self.out_proj(self.norm(F.silu(o_BTHV).flatten(2), o_BTHV.dtype)), state

@@ -49,7 +49,7 @@ class HGRN2(Mixer, settings=HGRN2Config):
         )
         recurrence = GatedLinearAttention("key")
         o_BTHV, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
-        return self.out_proj(self.norm(o_BTHV.flatten(2))), leaving
+        return self.out_proj(self.norm(o_BTHV.flatten(2), v.dtype)), leaving
 
     def forget(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """log a and 1 - a of the forget gates' logits, without a subtraction that would lose gates of nearly 1."""

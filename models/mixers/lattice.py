@@ -8,9 +8,9 @@ Shapes: B batch, T time, M d_model, H this rank's heads, K slots, V head_dim, W 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.gate import gated
 from baton.kernels.orthogonal_state.recurrence import OrthogonalState
 from baton.kernels.protocol import Leaf, State
 from baton.kernels.short_conv.recurrence import ShortConv
@@ -74,7 +74,7 @@ class Lattice(Mixer, settings=LatticeConfig):
         recurrence = OrthogonalState(config.variant, config.project, forget=config.forget, sparse=bool(config.sparsity))
         o_BTHV, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
         o_BTD = o_BTHV.flatten(2)
-        y_BTD = (o_BTD.to(dtype) if self.norm is None else self.norm(o_BTD)) * F.gelu(gate_BTD.to(dtype))
+        y_BTD = gated(o_BTD if self.norm is None else self.norm(o_BTD, dtype), gate_BTD, activation="gelu", dtype=gate_BTD.dtype)
         return self.out_proj(y_BTD), {"conv": conv, **leaving}
 
     def _convolved(self, u_BTD: Tensor, weight: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.gate import gated
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.head_scale import head_scale
 from baton.kernels.protocol import Leaf, State
@@ -73,7 +74,7 @@ class Mamba2(Mixer, settings=Mamba2Config):
         recurrence = GatedLinearAttention("scalar")
         y_BTHP, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
         y_BTD = (y_BTHP + self.D.unsqueeze(-1) * u_BTHP).flatten(2)
-        return self.out_proj(self.norm(y_BTD * F.silu(z.to(y_BTD.dtype)))), {
+        return self.out_proj(self.norm(gated(y_BTD, z), z.dtype)), {
             "conv_u": conv_u["tail"],
             "conv_bc": conv_bc["tail"],
             **leaving,

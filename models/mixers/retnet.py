@@ -5,9 +5,9 @@ attention's layer, with which GSA's paper compares, for RMSNorm in place of its 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.gate import gated
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import Leaf, State
 from baton.models.feature_map import FEATURE_MAPS
@@ -58,5 +58,5 @@ class RetNet(Mixer, settings=RetNetConfig):
         )
         recurrence = GatedLinearAttention("scalar", scale=d_key**-0.5)
         o_BTHV, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
-        y_BTV = self.norm(o_BTHV).flatten(2) * F.silu(gate.to(self.norm.weight.dtype))
+        y_BTV = gated(self.norm(o_BTHV).flatten(2), gate, dtype=gate.dtype)
         return self.out_proj(y_BTV), leaving

@@ -3,11 +3,12 @@
 Source: Shazeer, "GLU variants improve Transformer", equation 6. Hidden features are split over the tensor group.
 """
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.gate import gated
 from baton.kernels.protocol import Leaf, State
 from baton.models.mixer import Mixer, Site
+from baton.models.remade import remaking
 from baton.models.settings.swiglu import SwiGLUConfig
 
 
@@ -19,6 +20,7 @@ class SwiGLU(Mixer, settings=SwiGLUConfig):
         hidden = config.width(site.d_model)
         self.in_proj = site.column(2 * hidden, parts=(("gate", hidden), ("up", hidden)))
         self.out_proj = site.output(hidden)
+        self._selective = site.selective_recompute
         self._widths = (hidden // site.tensor_size,) * 2
 
     @property
@@ -27,4 +29,7 @@ class SwiGLU(Mixer, settings=SwiGLUConfig):
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         gate, up = self.in_proj(x_BTM, self._widths)
-        return self.out_proj(F.silu(gate) * up), {}
+        product = gated(up, gate)
+        with remaking(self._selective) as kept_not:
+            kept_not(product, lambda: gated(up, gate))
+            return self.out_proj(product), {}

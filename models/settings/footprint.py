@@ -39,7 +39,7 @@ class Work:
     batch: sequences. length: tokens of each on this rank. tensor: ranks of the tensor group. compute_bytes: of the compute type, 2
     or 4. gpu: whether kernels that only a GPU has fused keep less. segment: whether the tokens are a segment of a sequence, whose
     States come from another rank or from the segment before. split_residual: whether tensor ranks share the residual stream, each a
-    part of the tokens.
+    part of the tokens. selective: whether what costs little is not kept.
     """
 
     batch: int
@@ -49,6 +49,7 @@ class Work:
     gpu: bool = True
     segment: bool = False
     split_residual: bool = False
+    selective: bool = False
 
     @property
     def tokens(self) -> int:
@@ -96,7 +97,8 @@ class Kept:
     type is not float32. device: which one's form keeps it, where they differ; ranks: the same for one tensor rank and several.
     once: `width` numbers in all, not per token. stream: of the residual stream, so of this rank's part of it. inside: of a
     recurrence that a GPU has a fused kernel for, and that a segment runs again for its gradient: "graph", what autograd keeps where
-    neither is so; "input", what both keep instead; "kernel", what the fused kernel keeps besides.
+    neither is so; "input", what both keep instead; "kernel", what the fused kernel keeps besides. cheap: made again where
+    recomputation is selective, but in a segment.
     """
 
     name: str
@@ -109,6 +111,7 @@ class Kept:
     once: bool = False
     stream: bool = False
     inside: Literal["graph", "input", "kernel"] | None = None
+    cheap: bool = False
 
     def nbytes(self, work: Work) -> int:
         kept = {
@@ -117,6 +120,8 @@ class Kept:
             "kernel": work.gpu and not work.segment,
         }
         if self.inside is not None and not kept[self.inside]:
+            return 0
+        if self.cheap and work.selective and not work.segment:
             return 0
         device, ranks = "gpu" if work.gpu else "cpu", "several" if work.tensor > 1 else "one"
         if (self.cast and work.compute_bytes == 4) or self.device not in (None, device) or self.ranks not in (None, ranks):
@@ -352,9 +357,12 @@ def split_norm(name: str, width: int) -> tuple[tuple[Kept, ...], tuple[Reduction
 
 
 def activated(name: str, width: int) -> tuple[Kept, ...]:
-    """A gate's activation in float32: the projected gate (of which a float32 copy is kept) and the result, both factors' gradients
-    need it."""
-    return Kept(f"{name} input", width, "float32", cast=True), Kept(f"{name} activated", width, "float32")
+    """A gate's activation in float32, which a GPU's kernel makes again; elsewhere the projected gate (of which a float32 copy is
+    kept) and the result, both factors' gradients need it."""
+    return (
+        Kept(f"{name} input", width, "float32", cast=True, device="cpu"),
+        Kept(f"{name} activated", width, "float32", device="cpu"),
+    )
 
 
 def log_sigmoid(name: str, width: int, *, view: bool = True) -> tuple[Kept, ...]:

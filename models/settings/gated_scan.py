@@ -57,9 +57,9 @@ class GatedScanConfig(MixerConfig):
             kept=(
                 Kept("in_proj input", d_model, "compute", split=False),
                 Kept("x and z", 2 * inner, "compute"),
-                Kept("convolved x", inner, "compute"),
+                Kept("convolved x", inner, "compute", cheap=True),
                 Kept("code and vectors", code, "compute", split=False),
-                Kept("projected step sizes", inner, "compute", inside="input"),
+                Kept("projected step sizes", inner, "compute", inside="input", cheap=True),
                 # after softplus or sigmoid
                 Kept("step sizes", inner, "float32", inside="graph"),
                 Kept("y", inner, "float32", inside="graph"),

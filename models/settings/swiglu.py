@@ -28,9 +28,10 @@ class SwiGLUConfig(MixerConfig):
             parameters=(column("in_proj", d_model, 2 * hidden), row("out_proj", hidden, d_model)),
             kept=(
                 Kept("in_proj input", d_model, "compute", split=False),
-                Kept("gate and up", 2 * hidden, "compute"),
-                Kept("activated gate", hidden, "compute"),
-                Kept("out_proj input", hidden, "compute"),
+                Kept("gate and up", 2 * hidden, "compute", device="gpu"),
+                Kept("gate and up", 2 * hidden, "float32", device="cpu"),
+                Kept("activated gate", hidden, "float32", device="cpu"),
+                Kept("out_proj input", hidden, "compute", cheap=True),
             ),
             reductions=(column_gradient("in_proj", d_model), row_sum("out_proj", d_model)),
         )

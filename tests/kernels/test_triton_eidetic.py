@@ -24,7 +24,8 @@ def compare(recurrence: EideticAttention, length: int, tiles: Tiles, *, wide: bo
     pos = positions(seeded(1), 2, length, starts)
     # the first lane goes on with the document that the State is of
     pos[0] = torch.arange(length) + 2 * recurrence.window + 3
-    inputs = tuple(x.to(dtype) for x in inputs)
+    # scores are compared in float32 whatever the others are in
+    inputs = (*(x.to(dtype) for x in inputs[:5]), inputs[5].float())
     state = {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.leaves(inputs)}
     scale = inputs[0].shape[-1] ** -0.5
     options = Options(recurrence.window, recurrence.n_fading, recurrence.n_eidetic, recurrence.sliding, scale)

@@ -1,4 +1,4 @@
-"""A projection's products beside autograd's of the same in float64: parts, what else reads the input, gradients added where they are."""
+"""Projections beside the same products of autograd in float64: parts, what else reads the input, gradients added in place."""
 
 from itertools import product
 
@@ -80,6 +80,27 @@ def test_gradients_are_added_where_they_are(monkeypatch, dtype, read, narrow):
     assert len(places) == 1
 
 
+@pytest.mark.parametrize("beside", [((1, 2),), ((0, 1, 2), (3, 4)), ((0, 1), (1, 2))])
+def test_gradients_that_lie_side_by_side(monkeypatch, beside):
+    """Columns of one tensor are taken as they lie, and only these: not those of another, nor what only overlaps."""
+    monkeypatch.setattr(linears, "_NARROW", 1)
+    x, parameter, dy, _ = case(torch.float64)
+    dys = [part.clone() for part in dy.split(WIDTHS, dim=-1)]
+    for numbers in beside:
+        parts = torch.cat([dys[n] for n in numbers], -1).split([WIDTHS[n] for n in numbers], dim=-1)
+        for n, part in zip(numbers, parts, strict=True):
+            dys[n] = part
+    parts = linear(x, parameter, parameter.detach(), widths=WIDTHS)
+    torch.autograd.backward(parts, dys)
+    for found, exact in zip((x.grad, parameter.grad), expected(x, parameter, dy, dy[..., :4], (True,) * 5, False), strict=True):
+        assert relative(found, exact) <= 1e-14
+    calls = []
+    monkeypatch.setattr(linears, "add_product", lambda into, a, b, *, first: calls.append(len(into)))
+    parts = linear(x, parameter, parameter.detach(), widths=WIDTHS)
+    torch.autograd.backward(parts, dys)
+    assert calls == {((1, 2),): [7, 5, 5, 1], ((0, 1, 2), (3, 4)): [12, 6], ((0, 1), (1, 2)): [7, 5, 5, 1]}[beside]
+
+
 def test_outside_gradients_are_given_to_who_asks():
     """torch.autograd.grad gets them, and `.grad` stays as it is."""
     x, parameter, dy, _ = case(torch.float32)
@@ -112,3 +133,18 @@ def test_a_product_is_added(dtype, first):
     add_product(into, a, b, first=first)
     exact = a.double() @ b.double() + (0 if first else before.double())
     assert relative(into, exact) <= {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", [False, True])
+def test_a_product_is_added_in_float32_on_a_gpu(first):
+    """Nothing is rounded to bfloat16 on the way, into rows of a larger tensor too."""
+    g = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(*shape, generator=g, device="cuda").bfloat16() for shape in ((96, 160), (160, 72)))
+    whole = torch.randn(200, 72, generator=g, device="cuda")
+    exact = whole.double().clone()
+    exact[64:160] = a.double() @ b.double() + (0 if first else exact[64:160])
+    if first:
+        whole[64:160] = float("nan")
+    add_product(whole[64:160], a, b, first=first)
+    assert relative(whole, exact) <= 1e-6

@@ -61,6 +61,7 @@ def kernels(arch):
     yield from _lattice_kernels()
     yield from _eidetic_kernels(arch)
     yield from _norm_kernels()
+    yield from _gate_kernels()
     yield from _scale_kernels()
     yield from _loss_kernels()
 
@@ -118,6 +119,8 @@ def _matrix_kernels(arch):
         for write in (False, True):
             share = tiles.heads if write and name == "mamba2" else 1
             gated = {**headed, **low, **levels, **stages, **sizes, "READ": True, "WRITE": write, "SHARE": share}
+            if share > 1:
+                gated["BY"] = 32
             yield f"{name} gated{' backward' * write}", sides.gated_kernel, gated, tiles.warps_gated, types
 
     def tiles_of(kernel, shape):
@@ -198,6 +201,18 @@ def _norm_kernels():
         warps, float32 = sizes.pop("num_warps"), dict.fromkeys(("x", "weight", "scale", "dstream", "dx", "dweight"), "fp32")
         yield f"{name} forward", per_row.forward_kernel, sizes, warps, float32
         yield f"{name} backward", per_row.backward_kernel, {**sizes, "BLOCKS": 32, "BESIDE": width == 2048}, warps, float32
+
+
+def _gate_kernels():
+    """With an MLP's width at 1.3B, whose two halves lie in one tensor."""
+    from baton.kernels.gate import per_block
+    from baton.kernels.gate.triton import sizes_of
+
+    for name, gelu in (("silu", False), ("gelu", True)):
+        sizes = {**sizes_of(5632), "GELU": gelu}
+        warps = sizes.pop("num_warps")
+        yield f"gate {name}, forward", per_block.forward_kernel, sizes, warps, {}
+        yield f"gate {name}, backward", per_block.backward_kernel, sizes, warps, {}
 
 
 def _scale_kernels():

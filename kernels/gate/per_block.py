@@ -1,0 +1,52 @@
+"""Gates in Triton: forward and backward, a block of rows and columns a program.
+
+Shape suffixes: R rows, D width.
+"""
+
+import triton
+import triton.language as tl
+
+from baton.kernels.rows import LOG2_E
+
+
+@triton.jit
+def block_of(rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """This program's rows (int64) and columns, and which entries exist."""
+    r, d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BD + tl.arange(0, BD)
+    return r[:, None], d[None, :], (r < rows)[:, None] & (d < D)[None, :]
+
+
+@triton.jit
+def activation(z, GELU: tl.constexpr):
+    """act(z) and its derivative."""
+    if GELU:
+        share = 0.5 + 0.5 * tl.erf(z * 0.7071067811865476)
+        # the normal density
+        return z * share, share + z * tl.exp2(-0.5 * LOG2_E * z * z) * 0.3989422804014327
+    share = 1.0 / (1.0 + tl.exp2(-LOG2_E * z))
+    return z * share, share * (1.0 + z * (1.0 - share))
+
+
+@triton.jit
+def forward_kernel(
+    x, z, y, rows, x_row, z_row, D: tl.constexpr, GELU: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """y [R, D]; x_row, z_row: numbers between rows."""
+    r, d, inside = block_of(rows, D, BR, BD)
+    x_rd = tl.load(x + r * x_row + d, mask=inside, other=0.0).to(tl.float32)
+    act, _ = activation(tl.load(z + r * z_row + d, mask=inside, other=0.0).to(tl.float32), GELU)
+    tl.store(y + r * D + d, (x_rd * act).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(
+    x, z, dy, dx, dz, rows, x_row, z_row, dy_row, dx_row, dz_row,
+    D: tl.constexpr, GELU: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """dx and dz [R, D]."""
+    r, d, inside = block_of(rows, D, BR, BD)
+    x_rd = tl.load(x + r * x_row + d, mask=inside, other=0.0).to(tl.float32)
+    dy_rd = tl.load(dy + r * dy_row + d, mask=inside, other=0.0).to(tl.float32)
+    act, slope = activation(tl.load(z + r * z_row + d, mask=inside, other=0.0).to(tl.float32), GELU)
+    tl.store(dx + r * dx_row + d, (dy_rd * act).to(dx.dtype.element_ty), mask=inside)
+    tl.store(dz + r * dz_row + d, (dy_rd * x_rd * slope).to(dz.dtype.element_ty), mask=inside)

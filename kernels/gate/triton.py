@@ -1,0 +1,89 @@
+"""Gates on a GPU: launches the Triton kernels of `per_block` and gives them a gradient.
+
+The one thing to know: where x and z are neighbours in the rows of one tensor, so are their gradients, and the projection that made
+both takes them for the gradient of one.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from baton.kernels import tiles as table
+
+_COLUMNS = 1024  # of a program
+_ENTRIES = 4096
+
+
+def in_triton(x: Tensor, z: Tensor) -> bool:
+    """Whether these kernels compute it: on a GPU, in float32."""
+    return x.is_cuda and torch.float64 not in (x.dtype, z.dtype)
+
+
+def gated_triton(x: Tensor, z: Tensor, *, gelu: bool, dtype: torch.dtype) -> Tensor:
+    """As `op.gated`, which checks the arguments."""
+    y: Tensor = _Gate.apply(x, z, gelu, dtype)
+    return y
+
+
+def sizes_of(width: int) -> dict[str, int]:
+    """A launch's, for rows of so many numbers."""
+    columns = min(_COLUMNS, table.power_of_two(width))
+    return {"D": width, "BR": max(1, _ENTRIES // columns), "BD": columns, "num_warps": 4}
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor, gelu: bool, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, z)
+        ctx.gelu = gelu
+        y = torch.empty(x.shape, dtype=dtype, device=x.device)
+        x, z = _rows(x), _rows(z)
+        grid, sizes = _launch(x)
+        _kernels().forward_kernel[grid](x, z, y, len(x), x.stride(0), z.stride(0), GELU=gelu, **sizes)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, z = ctx.saved_tensors
+        shape, (x, z, dy) = x.shape, (_rows(of) for of in (x, z, dy))
+        dx, dz = _gradients(x, z)
+        grid, sizes = _launch(x)
+        _kernels().backward_kernel[grid](
+            x, z, dy, dx, dz, len(x), *(of.stride(0) for of in (x, z, dy, dx, dz)), GELU=ctx.gelu, **sizes
+        )
+        return dx.view(shape), dz.view(shape), None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[rows, d] whose columns are contiguous; a copy where there is no such view."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _gradients(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for them: side by side in rows of their own where x and z are in one tensor's."""
+    rows, width = x.shape
+    apart = int(z.storage_offset()) - int(x.storage_offset())
+    beside = x.untyped_storage().data_ptr() == z.untyped_storage().data_ptr() and abs(apart) == width and x.dtype == z.dtype
+    if not beside or not x.stride(0) == z.stride(0) >= 2 * width:
+        return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(
+            z, memory_format=torch.contiguous_format
+        )
+    left, right = torch.empty(rows, 2 * width, dtype=x.dtype, device=x.device).split(width, dim=1)
+    return (left, right) if apart > 0 else (right, left)
+
+
+def _launch(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    sizes = sizes_of(x.shape[1])
+    return (-(-len(x) // sizes["BR"]), -(-x.shape[1] // sizes["BD"])), sizes
+
+
+def _kernels() -> ModuleType:
+    """Imported when they are first needed: where there is no GPU there need be no Triton."""
+    from baton.kernels.gate import per_block
+
+    return per_block

@@ -1,0 +1,71 @@
+"""Selective recomputation: the same bits, with less kept."""
+
+import weakref
+
+import pytest
+import torch
+from support.models import model_of, step_batch
+
+from baton.models import remade
+from baton.models.lm import LanguageModel
+from baton.models.remade import remaking
+from baton.parallel.layout import initialize_parameters
+
+
+def test_what_is_named_is_not_kept_and_made_once():
+    """For two readers, one of them of a view; in between it is gone, and so it is afterwards."""
+    x, made = torch.randn(4, 3, requires_grad=True), []
+
+    def make():
+        assert not torch.is_grad_enabled()
+        made.append(x * 2)
+        return made[-1]
+
+    with remaking(True) as kept_not:
+        u = x * 2  # whose own backward pass needs no u
+        kept_not(u, make)
+        y = (u * u).sum() + (u.view_as(u) * 3.0).square().sum()
+    gone = weakref.ref(u.untyped_storage())
+    del u
+    assert gone() is None
+    y.backward()
+    torch.testing.assert_close(x.grad, (2 * (2 * x) + 18 * (2 * x)).detach() * 2)
+    assert len(made) == 1
+
+
+def test_off_everything_is_kept():
+    x = torch.randn(3, requires_grad=True)
+    with remaking(False) as kept_not:
+        u = x.exp()
+        kept_not(u, lambda: pytest.fail("made again"))
+        y = (u * u).sum()
+    y.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mixer", ["mamba", "longhorn", "hybrid", "bmojo"])
+def test_losses_and_gradients_have_the_same_bits(mixer, dtype, monkeypatch, single_mesh):
+    batch, found, notes = step_batch(0), [], []
+
+    class Note(remade._Note):
+        def __init__(self, make):
+            super().__init__(make)
+            notes.append(self)
+
+    monkeypatch.setattr(remade, "_Note", Note)
+    for selective in (False, True):
+        model = LanguageModel(model_of(mixer), compute_dtype=dtype, selective_recompute=selective)
+        initialize_parameters(model, 0, 0, 1)
+        hidden, _ = model(batch.tokens, batch.pos)
+        loss = model.loss(hidden, batch.labels)
+        assert any(note.readers for note in notes) == selective
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(note.readers == 0 and note.made is None for note in notes)
+    for plain, again in zip(*found, strict=True):
+        assert torch.equal(plain, again)
+
+
+def test_a_layer_that_is_run_again_has_no_notes():
+    model = LanguageModel(model_of("mamba"), recompute=True, selective_recompute=True)
+    assert not any(getattr(module, "_selective", False) for module in model.modules())
