@@ -188,12 +188,13 @@ class Bench:
     def case(self, model: str, shape: Shape, micro_batches: int) -> None:
         report, case = self.report, f"{model} {shape} x {micro_batches}"
         words: list[str] = ["training.recompute=true"] if self.arguments.recompute else []
+        words += ["training.selective_recompute=true"] if self.arguments.selective else []
         if self.left() < self.arguments.reserve:
             report.say(f"{case}: left out, for want of time")
             return
         config, path = self.config(model, shape, micro_batches, *words)
         found = self.ours(config, path)
-        if found is None and not words:
+        if found is None and not self.arguments.recompute:
             report.say(f"{case}: out of memory; with training.recompute=true:")
             config, path = self.config(model, shape, micro_batches, "training.recompute=true")
             found = self.ours(config, path)
@@ -249,7 +250,7 @@ class Bench:
             peak=peak_of(device, training.precision, 0.1 if self.arguments.tiny else None),
         )
         spread = f"{1000 * min(found.seconds):,.1f} to {1000 * max(found.seconds):,.1f}"
-        again = ", recomputed" if training.recompute else ""
+        again = ", recomputed" if training.recompute else ", cheap parts recomputed" if training.selective_recompute else ""
         cut = f", {training.segments} exact segments" if training.segments > 1 else ""
         self.report.say(
             f"{case}{cut}{again}: {used.tokens_per_s:,.0f} tokens/s, {1000 * seconds:,.1f} ms a step ({spread}, "
@@ -321,6 +322,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--reference-tokens", type=int, default=32768, metavar="N", help="micro-batches of more tokens rest on the "
                         "reference form's loss of other tokens, where another shape has one (default 32768)")  # fmt: skip
     parser.add_argument("--recompute", action="store_true", help="training.recompute=true, also where it fits without")
+    parser.add_argument("--selective", action="store_true", help="training.selective_recompute=true")
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--profile", action="store_true", help="also profile=true: where the time of two more steps goes")
     parser.add_argument("--seconds", type=float, default=570, help="after which no further case is begun (default 570)")

@@ -30,6 +30,7 @@ class SwiGLU(Mixer, settings=SwiGLUConfig):
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         gate, up = self.in_proj(x_BTM, self._widths)
         product = gated(up, gate)
-        with remaking(self._selective) as kept_not:
+        # on a CPU the gate keeps copies of its own, not what would make it again
+        with remaking(self._selective and product.is_cuda) as kept_not:
             kept_not(product, lambda: gated(up, gate))
             return self.out_proj(product), {}

@@ -31,7 +31,8 @@ class SwiGLUConfig(MixerConfig):
                 Kept("gate and up", 2 * hidden, "compute", device="gpu"),
                 Kept("gate and up", 2 * hidden, "float32", device="cpu"),
                 Kept("activated gate", hidden, "float32", device="cpu"),
-                Kept("out_proj input", hidden, "compute", cheap=True),
+                Kept("out_proj input", hidden, "compute", device="gpu", cheap=True),
+                Kept("out_proj input", hidden, "compute", device="cpu"),
             ),
             reductions=(column_gradient("in_proj", d_model), row_sum("out_proj", d_model)),
         )

@@ -13,6 +13,7 @@ from support.plans import (
     HANDED_ON,
     ODD_CONTEXT,
     RECOMPUTED,
+    SELECTIVELY,
     SENT_WITH,
     SHARED,
     SHARED_BY,
@@ -165,6 +166,15 @@ def test_what_lives_after_forward_is_activations_and_states(measured, variant, r
     arithmetic = Arithmetic(run_of(variant, precision="bfloat16"))
     counted = arithmetic.activations(recompute=recompute) + arithmetic.states
     assert counted == pytest.approx(measured["living"][f"{variant} {recompute}"], rel=0.1)
+
+
+@pytest.mark.parametrize("variant", SELECTIVELY)
+def test_what_is_made_again_does_not_live(measured, variant):
+    """Of a layer with an MLP and one without: as many bytes fewer as are counted."""
+    plain, less = measured["selective"][variant]
+    runs = (Arithmetic(run_of(variant, precision="bfloat16", mlp=True, selective=on)) for on in (False, True))
+    counted = [run.activations(recompute=False) for run in runs]
+    assert plain - less == counted[0] - counted[1] > 0
 
 
 def test_a_gpu_keeps_less():

@@ -29,6 +29,7 @@ VARIANTS = {
     "lattice without projection": ("lattice", {"project": False, "forget": True, "initial_slots": "learned"}),
 }
 RECOMPUTED = ("mamba", "gla", "bmojo")
+SELECTIVELY = ("mamba", "longhorn")
 EXCHANGED = (*kinds(), "lattice, everything")
 HANDED_ON = [variant for variant, (_, changes) in VARIANTS.items() if changes.get("window", 1) is not None]
 SENT_WITH = [("float32", False), ("bfloat16", True)]
@@ -52,7 +53,9 @@ LANES = 6
 SEGMENTED_OVER_RANKS = [(variant, bptt) for variant in SEGMENTED for bptt in BPTT if bptt == "truncated" or variant == "gla"]
 
 
-def run_of(variant, *, precision="float32", recompute=False, device="cpu", context=CONTEXT, mlp=False, bptt=None, **layout):
+def run_of(
+    variant, *, precision="float32", recompute=False, selective=False, device="cpu", context=CONTEXT, mlp=False, bptt=None, **layout
+):  # fmt: skip
     """A run of two layers of the variant's small mixer. mlp: the first has an MLP behind it. bptt: a name of BPTT."""
     kind, changes = VARIANTS[variant]
     mixers = {kind: kinds()[kind].small().model_copy(update=changes).model_dump()}
@@ -62,6 +65,7 @@ def run_of(variant, *, precision="float32", recompute=False, device="cpu", conte
         model["pattern"] = [f"{kind}+swiglu", kind]
     training = {"steps": 1, "context": context, "global_batch_tokens": 2 * BATCH * context, "micro_batch": BATCH}
     training |= {"precision": precision, "recompute": recompute, "optimizer": {"lr": 1e-3}}
+    training |= {"selective_recompute": selective}
     if bptt is not None:
         training |= {"bptt": BPTT[bptt], "lanes": LANES}
     return RunConfig.model_validate({"name": "small", "device": device, "model": model, "training": training, "layout": layout})
@@ -143,7 +147,7 @@ def measure():
         tokens = torch.randint(64, (BATCH, context))
         return TokenBatch(tokens, tokens.roll(-1, 1), torch.arange(context, dtype=torch.int32).repeat(BATCH, 1))
 
-    def model_of(variant, precision, recompute, tensor, *, mlp=False, split_residual=False):
+    def model_of(variant, precision, recompute, tensor, *, mlp=False, split_residual=False, selective=False):
         """A model that has made its compute copies, and the storages of those and of its parameters."""
         config = run_of(variant, tensor=tensor, mlp=mlp)
         model = LanguageModel(
@@ -151,6 +155,7 @@ def measure():
             tensor_size=tensor,
             compute_dtype=DTYPES[precision],
             recompute=recompute,
+            selective_recompute=selective,
             split_residual=split_residual,
         )
         initialize_parameters(model, 0, 0, tensor)
@@ -183,6 +188,15 @@ def measure():
             with Living() as living:
                 kept = model(read.tokens, read.pos)
             results["living"][f"{variant} {recompute}"] = living.nbytes(known)
+            del kept
+    results["selective"] = {}
+    for variant in SELECTIVELY:
+        found = results["selective"][variant] = []
+        for selective in (False, True):
+            model, known = model_of(variant, "bfloat16", False, 1, mlp=True, selective=selective)
+            with Living() as living:
+                kept = model(read.tokens, read.pos)
+            found.append(living.nbytes(known))
             del kept
     meshes.shutdown()
 
