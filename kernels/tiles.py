@@ -106,9 +106,9 @@ def choose(kernel: str, default: Tiles, device: torch.device, shape: Shape, size
         _chosen = table(), {}
     _, known = _chosen
     key = (kernel, default, device, *shape.items())
-    if key not in known:
-        known[key] = replace(default, **find(kernel, device, shape, sizes))
-    tiles: Tiles = known[key]
+    tiles: Tiles | None = known.get(key)
+    if tiles is None:
+        tiles = known[key] = replace(default, **find(kernel, device, shape, sizes))
     return tiles
 
 

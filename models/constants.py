@@ -1,7 +1,8 @@
 """Tensors that are the same in every layer and call, made once for each device: small launches cost a GPU's host more than they do.
 
-The one thing to know: all who ask share them, so nobody may write into one. They are no buffers: there is nothing to save or to
-split, and the bits are the same on every machine.
+The one thing to know: all who ask share them, so nobody may write into one, and a mixer asks on its own stream, never one beside
+it, which would have to wait for the other. They are no buffers: there is nothing to save or to split, and the bits are the same on
+every machine.
 """
 
 from functools import cache

@@ -121,9 +121,10 @@ class Sum:
         shape, X = (self.batch, self.length, self.heads), self.sizes[0]
         # see `decays`
         precise = torch.float32 if self.kept == torch.bfloat16 else torch.float64
-        sums, read, written, BX = self.new(*shape, dtype=precise), r, w, 16
-        whole = self.new(self.batch, self.heads, self.chunks)
-        if self.per_channel:
+        if not self.per_channel:
+            sums, read, written, BX = self.new(*shape, dtype=precise), r, w, 16
+            whole = self.new(self.batch, self.heads, self.chunks)
+        else:
             sums = self.new(*shape, X, dtype=precise)
             read = None if r is None else self.new(*shape[:2], self.query_heads, X, dtype=self.kept)
             written = None if w is None else self.new(*shape, X, dtype=self.kept)
