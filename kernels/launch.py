@@ -3,8 +3,6 @@
 The one thing to know: positions come as slices of a whole sequence's, in int32 already, so nothing would copy them by chance.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -14,18 +12,12 @@ def in_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def strides(**tensors: Tensor | None) -> dict[str, int]:
-    """Of tensors [B, T, H, ...] by name: NAME_batch, NAME_row, NAME_head, of batch, token and head; 0 for what is not there."""
-    found: dict[str, int] = {}
-    for name, x in tensors.items():
-        batch, row, head = _names(name)
-        found[batch], found[row], found[head] = (0, 0, 0) if x is None else x.stride()[:3]
+def strides(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Of tensors [B, T, H, ...], of batch, token and head, as kernels take them one after the other; 0 for what is not there."""
+    found: tuple[int, ...] = ()
+    for x in tensors:
+        found += (0, 0, 0) if x is None else x.stride()[:3]
     return found
-
-
-@cache
-def _names(name: str) -> tuple[str, str, str]:
-    return f"{name}_batch", f"{name}_row", f"{name}_head"
 
 
 def positions(pos: Tensor | None) -> Tensor | None:

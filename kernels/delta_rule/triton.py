@@ -108,7 +108,7 @@ class _Run:
         del options["Y"], options["BY"]
         self.kernels.inverse_kernel[(run.chunks, rows)](
             k, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.length, run.chunks,
-            **launch.strides(k=k, beta=self.beta), **options,
+            *launch.strides(k, self.beta), **options,
         )  # fmt: skip
         X, Y = run.sizes
         u = run.new(*v.shape, dtype=run.kept)
@@ -116,7 +116,7 @@ class _Run:
         last, options = run.new(run.batch, heads, X, Y), self.options(walk=True)
         self.kernels.writes_kernel[(-(-Y // options["BY"]), rows)](
             k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.or_v(first), u, run.or_v(states), last,
-            run.length, run.chunks, **launch.strides(k=k, v=v, beta=self.beta), HAS_FIRST=first is not None, KEEP=keep, **options,
+            run.length, run.chunks, *launch.strides(k, v, self.beta), HAS_FIRST=first is not None, KEEP=keep, **options,
         )  # fmt: skip
         return inverse, u, last if states is None else states, last
 
@@ -139,7 +139,7 @@ class _Run:
         options = self.options(walk=True)
         self.kernels.writes_backward_kernel[(-(-shape[3] // options["BY"]), rows)](
             q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), scores, inverse, dlast, dr, cotangents, dfirst, run.length,
-            run.chunks, self.scale, **launch.strides(q=q, k=k, beta=self.beta, dy=dy), **options,
+            run.chunks, self.scale, *launch.strides(q, k, self.beta, dy), **options,
         )  # fmt: skip
         over_y = run.scores(dy, u, None, gated=False)
         dq, written, dg = run.along_x(
@@ -149,7 +149,7 @@ class _Run:
         dbeta, more_dg = run.new(*shape[:3]), None if dg is None else run.new(*shape[:3])
         self.kernels.solved_kernel[(run.chunks, rows)](
             k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), u, dr, states, written, dk, dv, dbeta, run.or_v(more_dg),
-            run.length, run.chunks, **launch.strides(k=k, v=v, beta=self.beta), **self.options(walk=False),
+            run.length, run.chunks, *launch.strides(k, v, self.beta), **self.options(walk=False),
         )  # fmt: skip
         return dq, dk, dv, dbeta, None if dg is None or more_dg is None else dg + more_dg, dfirst
 

@@ -131,7 +131,7 @@ class Sum:
             whole, BX = self.new(self.batch, self.heads, self.chunks, X), self.block(X, self.tiles.x_prepared)
         self.kernels.prepare_kernel[(self.chunks, -(-X // BX) if self.per_channel else 1, self.batch * self.heads)](
             self.or_v(r), self.or_v(w), self.g, self.or_v(self.pos), sums, self.or_v(read), self.or_v(written), whole,
-            self.length, self.scale, **launch.strides(r=r, w=w, g=self.g), X=X, READ=r is not None, WRITE=w is not None, BX=BX,
+            self.length, self.scale, *launch.strides(r, w, self.g), X=X, READ=r is not None, WRITE=w is not None, BX=BX,
             num_warps=4 if self.per_channel else 1, **self.common,
         )  # fmt: skip
         return Prepared(sums, read, written, whole)
@@ -149,7 +149,7 @@ class Sum:
         if not gated:
             options["GATE"] = _kind("none")
         self.kernels.scores_kernel[(self.chunks, self.query_heads, self.batch)](
-            r, w, self.or_v(sums), self.or_v(self.pos), found, self.length, **launch.strides(r=r, w=w), X=size,
+            r, w, self.or_v(sums), self.or_v(self.pos), found, self.length, *launch.strides(r, w), X=size,
             LEVELS=chunk.bit_length() - 1, **options,
         )  # fmt: skip
         return found
@@ -178,7 +178,7 @@ class Sum:
             last = self.new(self.batch, -(-chunks // piece), heads, X, Y)
             self.kernels.states_kernel[(blocks, heads, self.batch * last.shape[1])](
                 along_x, along_y, self.or_v(prepared.sums), self.or_v(prepared.whole), self.or_v(self.pos), self.or_v(first),
-                self.or_v(kept), last, self.length, chunks, piece, self.scale, **launch.strides(a=along_x, c=along_y),
+                self.or_v(kept), last, self.length, chunks, piece, self.scale, *launch.strides(along_x, along_y),
                 HAS_FIRST=first is not None, BACKWARDS=backwards, KEEP=kept is not None, num_warps=self.tiles.warps,
                 **options, **self.low,
             )  # fmt: skip
@@ -230,7 +230,7 @@ class Sum:
         self.kernels.plain_kernel[(-(-Y // BY), self.chunks, self.batch * self.heads)](
             self.or_v(x.read), self.or_v(y.r), self.or_v(x.written), self.or_v(y.w), self.or_v(x.sums), self.or_v(self.pos), scores,
             states, self.or_v(cotangents), self.or_v(r), self.or_v(w), self.length, self.chunks, self.scale,
-            **launch.strides(rx=x.read, ry=y.r, wx=x.written, wy=y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
+            *launch.strides(x.read, y.r, x.written, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
             BX=BX, BY=BY, num_warps=self.tiles.warps, **self.common, **self.low,
         )  # fmt: skip
         return r, w
@@ -255,7 +255,7 @@ class Sum:
         self.kernels.gated_kernel[(blocks, self.chunks, self.batch * heads // share)](
             self.or_v(x.r), self.or_v(y.r), self.or_v(x.w), self.or_v(y.w), self.or_v(sums), self.or_v(self.pos), scores, states,
             self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
-            **launch.strides(rx=x.r, ry=y.r, wx=x.w, wy=y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
+            *launch.strides(x.r, y.r, x.w, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
             LEVELS=self.tiles.chunk.bit_length() - 1, SHARE=share, BX=BX, BY=BY, num_warps=self.tiles.warps_gated, **self.common,
             **self.low,
         )  # fmt: skip

@@ -96,10 +96,10 @@ class _Run:
         self.batch, self.length, self.heads, self.m = q.shape
         self.d = v.shape[3]
         self.borders = -(-self.length // tiles.border)
+        self.strides = launch.strides(self.q, self.k, self.v, gamma, mu)
         kinds = {"dec": self.kernels.DEC, "enc": self.kernels.ENC, "sim": self.kernels.SIM}
         self.options = {
-            **launch.strides(q=self.q, k=self.k, v=self.v, gamma=gamma, mu=mu),
-            "T": self.length, "D": self.d, "M": self.m, "H": self.heads, "VARIANT": kinds[variant].value,
+            "D": self.d, "M": self.m, "H": self.heads, "VARIANT": kinds[variant].value,
             "FORGET": mu is not None, "HAS_POS": pos is not None, "BORDER": tiles.border, "BD": max(4, table.power_of_two(self.d)),
             "num_stages": 1,
         }  # fmt: skip
@@ -125,8 +125,8 @@ class _Run:
         borders = self.new(self.batch, self.heads, self.borders, self.d, self.m) if keep else None
         self.kernels.forward_kernel[(parts, self.batch * self.heads)](
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), S, self.S0, y, self.or_q(borders), last,
-            KEEP=keep, STEPS=self.tiles.steps, BM=slots, num_warps=self.tiles.warps_all if self.all else self.tiles.warps,
-            **self.options,
+            self.length, *self.strides, KEEP=keep, STEPS=self.tiles.steps, BM=slots,
+            num_warps=self.tiles.warps_all if self.all else self.tiles.warps, **self.options,
         )  # fmt: skip
         return y[0] if parts == 1 else y.sum(0).to(self.q.dtype), last, borders
 
@@ -143,8 +143,8 @@ class _Run:
         states = self.new(programs, self.tiles.border // steps, self.options["BD"], slots)
         self.kernels.backward_kernel[(parts, self.batch * self.heads)](
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), self.S0, borders, dy, dlast, states,
-            dq, dk, dv, dgamma, self.or_q(dmu), dfirst, dloaded, STEPS=steps, BM=slots,
-            num_warps=self.tiles.warps_all_back if self.all else self.tiles.warps_back, **launch.strides(dy=dy), **self.options,
+            dq, dk, dv, dgamma, self.or_q(dmu), dfirst, dloaded, self.length, *self.strides, *launch.strides(dy), STEPS=steps,
+            BM=slots, num_warps=self.tiles.warps_all_back if self.all else self.tiles.warps_back, **self.options,
         )  # fmt: skip
         return (
             dq,
