@@ -9,6 +9,7 @@ from torch import Tensor
 
 REDUCED_DTYPES = (torch.bfloat16, torch.float16)
 FLOAT_DTYPES = (*REDUCED_DTYPES, torch.float32, torch.float64)
+_SINGLE_DTYPES = frozenset((*REDUCED_DTYPES, torch.float32))
 
 
 class KernelError(ValueError):
@@ -37,7 +38,10 @@ def expect_tensor(
     if not isinstance(tensor, Tensor):
         raise KernelError(f"{kernel}: {name} is a {type(tensor).__name__}, expected a tensor of shape {_expected(axes, sizes)}")
     shape = tensor.shape
-    if len(shape) != len(sizes) or any(have < 1 if want < 0 else have != want for have, want in zip(shape, sizes, strict=True)):
+    # in every layer and for every argument, so what is nearly always so comes first
+    if shape != sizes and (
+        len(shape) != len(sizes) or any(have < 1 if want < 0 else have != want for have, want in zip(shape, sizes, strict=True))
+    ):
         message = f"{kernel}: {name} has shape {tuple(shape)}, expected {_expected(axes, sizes)}"
         raise KernelError(message + ("; every dimension must be at least 1" if 0 in shape else ""))
     if tensor.device != device:
@@ -73,6 +77,9 @@ def expect_one_precision(kernel: str, **tensors: Tensor) -> torch.dtype:
         KernelError: an argument is not floating point, or float64 is mixed with anything else (results would be float32's
             while looking like float64's).
     """
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if dtypes <= _SINGLE_DTYPES:
+        return torch.float32
     for name, tensor in tensors.items():
         expect_dtype(kernel, name, tensor, FLOAT_DTYPES)
     doubles = [name for name, tensor in tensors.items() if tensor.dtype == torch.float64]

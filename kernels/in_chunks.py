@@ -21,7 +21,7 @@ Step = Callable[[Inputs, Tensor | None, State], tuple[Tensor, State]]
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 where all are, else float32: what states and gates are computed in."""
-    return torch.float64 if all(x.dtype == torch.float64 for x in tensors) else torch.float32
+    return torch.float64 if {x.dtype for x in tensors} == {torch.float64} else torch.float32
 
 
 def in_chunks(step: Step, inputs: Inputs, along: int, *, pos: Tensor | None, state: State, chunk: int) -> tuple[Tensor, State]:

@@ -12,6 +12,14 @@ def in_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def strides(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Of tensors [B, T, H, ...], of batch, token and head, as kernels take them one after the other; 0 for what is not there."""
+    found: tuple[int, ...] = ()
+    for x in tensors:
+        found += (0, 0, 0) if x is None else x.stride()[:3]
+    return found
+
+
 def positions(pos: Tensor | None) -> Tensor | None:
     """int32 [B, T], contiguous, of positions as callers have them."""
     return None if pos is None else pos.to(torch.int32).contiguous()

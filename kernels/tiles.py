@@ -9,12 +9,16 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from baton.kernels.errors import TilesError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 PATH = Path(__file__).with_name("tiles.json")
 
@@ -48,6 +52,9 @@ class Request:
 
 
 _requests: list[Request] | None = None
+_chosen: tuple[tuple[Entry, ...], dict[tuple[Any, ...], Any]] = ((), {})  # of which table, and what it gave
+
+Tiles = TypeVar("Tiles", bound="DataclassInstance")
 
 
 def read(path: Path = PATH) -> tuple[Entry, ...]:
@@ -90,6 +97,19 @@ def find(kernel: str, device: torch.device, shape: Shape, sizes: dict[str, int])
         else:
             _requests.append(request)
     return of_device(kernel, names_of(device), shape)
+
+
+def choose(kernel: str, default: Tiles, device: torch.device, shape: Shape, sizes: dict[str, int]) -> Tiles:
+    """default with the tiles that `find` finds; default: a frozen dataclass. Looked up once for each table, device and shape."""
+    global _chosen
+    if _requests is not None or _chosen[0] is not table():
+        _chosen = table(), {}
+    _, known = _chosen
+    key = (kernel, default, device, *shape.items())
+    tiles: Tiles | None = known.get(key)
+    if tiles is None:
+        tiles = known[key] = replace(default, **find(kernel, device, shape, sizes))
+    return tiles
 
 
 @contextmanager

@@ -162,7 +162,7 @@ def _scan(request: table.Request, device: torch.device, dtype: torch.dtype) -> t
         return [y, final, *torch.autograd.grad([y, final], leaves, [dy, dfinal])]
 
     default = diagonal_scan.default_tiles(d_state)
-    return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
+    return call, default, table.choose(request.kernel, default, device, request.shape, sizes)
 
 
 def _conv(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
@@ -179,7 +179,7 @@ def _conv(request: table.Request, device: torch.device, dtype: torch.dtype) -> t
         return [y, tail, *torch.autograd.grad([y], leaves, [dy])]
 
     default = short_conv.Tiles()
-    return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
+    return call, default, table.choose(request.kernel, default, device, request.shape, sizes)
 
 
 def _gla(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
@@ -211,7 +211,7 @@ def _gla(request: table.Request, device: torch.device, dtype: torch.dtype) -> tu
         return [y, final, *torch.autograd.grad([y], leaves, [dy])]
 
     default = gated_linear_attention.Tiles()
-    return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
+    return call, default, table.choose(request.kernel, default, device, request.shape, sizes)
 
 
 def _delta_rule(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
@@ -230,7 +230,7 @@ def _delta_rule(request: table.Request, device: torch.device, dtype: torch.dtype
         return [y, final, *torch.autograd.grad([y], leaves, [dy.to(dtype)])]
 
     default = delta_rule.Tiles()
-    return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
+    return call, default, table.choose(request.kernel, default, device, request.shape, sizes)
 
 
 def _orthogonal_state(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
@@ -253,7 +253,7 @@ def _orthogonal_state(request: table.Request, device: torch.device, dtype: torch
         return [y, final, *torch.autograd.grad([y], leaves, [dy])]
 
     default = orthogonal_state.Tiles()
-    return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
+    return call, default, table.choose(request.kernel, default, device, request.shape, sizes)
 
 
 def _eidetic_attention(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
@@ -275,7 +275,7 @@ def _eidetic_attention(request: table.Request, device: torch.device, dtype: torc
         return [y, *torch.autograd.grad(y, leaves, dy)]
 
     default = eidetic_attention.Tiles()
-    return call, default, replace(default, **table.find(request.kernel, device, request.shape, sizes))
+    return call, default, table.choose(request.kernel, default, device, request.shape, sizes)
 
 
 _SETUPS = {

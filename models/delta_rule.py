@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from baton.kernels.delta_rule.recurrence import DeltaRule
 from baton.kernels.protocol import Leaf, State
 from baton.kernels.short_conv.recurrence import ShortConv
-from baton.models import init
+from baton.models import constants, init
 from baton.models.mixer import Mixer, Site
 from baton.models.norm import HeadRMSNorm
 from baton.models.settings.delta_rule import DeltaRuleConfig
@@ -70,17 +70,18 @@ class DeltaRuleMixer(Mixer):
         def mixed(name: str, u_BTD: Tensor) -> Tensor:
             weight, leaf = self.conv_weights[name], f"conv_{name}"
             # the papers' convolutions have no bias
-            inputs, tail = (u_BTD, weight, weight.new_zeros(len(weight))), None if state is None else {"tail": state[leaf]}
+            bias = constants.zeros(weight.shape[0], weight.dtype, weight.device)
+            inputs, tail = (u_BTD, weight, bias), None if state is None else {"tail": state[leaf]}
             out_BTD, own = self.carry(_CONV, inputs, pos_BT, tail)
             leaving[leaf] = own["tail"]
             return out_BTD.unflatten(2, (-1, config.d_value if name == "v" else config.d_key))
 
-        log_decay = self.log_decay(extra)
+        log_decay, beta_BTH = self.log_decay(extra), torch.sigmoid(beta_BTH.to(dtype))
         inputs = (
             self._unit(mixed("q", q_BTD)),
             self._unit(mixed("k", k_BTD)),
             mixed("v", v_BTD),
-            config.beta_max * torch.sigmoid(beta_BTH.to(dtype)),
+            beta_BTH if config.beta_max == 1.0 else config.beta_max * beta_BTH,
             *(() if log_decay is None else (log_decay,)),
         )
         recurrence = DeltaRule(gated=log_decay is not None)

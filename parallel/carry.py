@@ -37,7 +37,7 @@ def carry(
     Raises:
         ExchangeError: on a CPU, when a neighbour is gone or sends nothing.
     """
-    with span(f"{RECURRENCE}{recurrence.name}"):
+    with span(RECURRENCE, recurrence):
         return _carried(link, recurrence, inputs, pos, state, where)
 
 

@@ -13,6 +13,9 @@ EXCHANGE, RECURRENCE, MARK, STEP = "exchange: ", "recurrence: ", "mark: ", "Prof
 """How names begin: waiting for other ranks; a recurrence in forward; what ends here of a step; a whole step (torch's own word)."""
 
 
-def span(name: str) -> AbstractContextManager[Any]:
-    """What happens within it is called `name` in the trace that is being made; nothing, where none is."""
-    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+_NOTHING = nullcontext()
+
+
+def span(kind: str, name: object) -> AbstractContextManager[Any]:
+    """What happens within it is called kind and name in the trace that is being made; nothing, where none is."""
+    return record_function(f"{kind}{name}") if torch.autograd._profiler_enabled() else _NOTHING

@@ -75,7 +75,7 @@ def waiting() -> Iterator[None]:
         events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
         events[0].record()
     try:
-        with span(f"{EXCHANGE}waiting"):
+        with span(EXCHANGE, "waiting"):
             yield
     finally:
         _waited.inside = False

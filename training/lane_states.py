@@ -30,6 +30,7 @@ class LaneStates:
         lanes = range(mesh.data_rank, self._count, mesh.layout.data)
         self._rows = {lane: row for row, lane in enumerate(lanes)} if mesh.sequence_rank == 0 else {}
         self._states = {number: zeros(leaves, len(self._rows), mesh.device) for number, leaves in self.leaves.items()}
+        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
         self._before: dict[tuple[int, ...], tuple[torch.Tensor, States]] | None = None
 
     def read(self, lanes: Sequence[int]) -> States:
@@ -103,7 +104,11 @@ class LaneStates:
         return {key: boxes for key, boxes in found.items() if boxes}
 
     def _index(self, lanes: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([self._rows[lane] for lane in lanes], device=self._mesh.device)
+        """Rows of these lanes. Kept: where a lane is never changes, and making one anew waits for all that a GPU has to do."""
+        key = tuple(lanes)
+        if key not in self._indices:
+            self._indices[key] = torch.tensor([self._rows[lane] for lane in key], device=self._mesh.device)
+        return self._indices[key]
 
 
 def _local(leaf: Leaf, mesh: Mesh) -> Leaf:

@@ -55,7 +55,7 @@ class Profiler:
     def mark(self, part: str) -> None:
         """A part of the step ends here."""
         if self._step is not None:
-            with span(f"{MARK}{part}"):
+            with span(MARK, part):
                 pass
 
     def before_first_step(self, progress: Progress) -> None:

@@ -4,6 +4,7 @@ The one thing to know: only the arguments are kept for the backward pass; what t
 """
 
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from types import ModuleType
 from typing import Any, Self
 
@@ -39,8 +40,12 @@ class Tiles(SumTiles):
     x_solved: int = 32
     y_solved: int = 32
 
+    @cached_property
     def for_float32(self) -> Self:
-        return replace(super().for_float32(), values=min(self.values, 16))
+        return replace(super().for_float32, values=min(self.values, 16))
+
+
+_DEFAULT = Tiles()
 
 
 def delta_rule_triton(
@@ -69,7 +74,7 @@ def shape_of(d_key: int, d_value: int) -> table.Shape:
 def _tiles_for(k: Tensor, v: Tensor) -> Tiles:
     batch, length, heads, d_value = v.shape
     sizes = {"batch": batch, "tokens": length, "heads": heads, "d_key": k.shape[3], "d_value": d_value}
-    return replace(Tiles(), **table.find(KERNEL, v.device, shape_of(k.shape[3], d_value), sizes))
+    return table.choose(KERNEL, _DEFAULT, v.device, shape_of(k.shape[3], d_value), sizes)
 
 
 class _Run:
@@ -80,7 +85,7 @@ class _Run:
     ) -> None:
         given = Given.of(q, k, v)
         self.sum = Sum("none" if g is None else "scalar", scale, pos, g, given, tiles)
-        self.tiles = tiles if given.low else tiles.for_float32()
+        self.tiles = tiles if given.low else tiles.for_float32
         self.beta, self.scale, self.kernels = launch.in_rows(beta), scale, _kernels()
         self.sums = self.sum.prepare(None, None).sums
 
@@ -90,7 +95,9 @@ class _Run:
         BX = max(16, table.power_of_two(X)) if walk else run.block(X, tiles.x_solved)
         BY = run.block(Y, tiles.values if walk else tiles.y_solved)
         sizes = {"X": X, "Y": Y, "BX": BX, "BY": BY, "num_warps": tiles.warps_walk if walk else tiles.warps_gated}
-        return {**sizes, **run.low, **{name: value for name, value in run.common.items() if name != "G"}}
+        options = {**sizes, **run.low, **run.common}
+        del options["G"]
+        return options
 
     def writes(self, first: Tensor | None, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The chunks' inverses [B, H, N, C, C], what tokens write [B, T, H, d_value], the states before each chunk, the last."""
@@ -101,7 +108,7 @@ class _Run:
         del options["Y"], options["BY"]
         self.kernels.inverse_kernel[(run.chunks, rows)](
             k, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.length, run.chunks,
-            **run.strides(k=k, beta=self.beta), **options,
+            *launch.strides(k, self.beta), **options,
         )  # fmt: skip
         X, Y = run.sizes
         u = run.new(*v.shape, dtype=run.kept)
@@ -109,7 +116,7 @@ class _Run:
         last, options = run.new(run.batch, heads, X, Y), self.options(walk=True)
         self.kernels.writes_kernel[(-(-Y // options["BY"]), rows)](
             k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.or_v(first), u, run.or_v(states), last,
-            run.length, run.chunks, **run.strides(k=k, v=v, beta=self.beta), HAS_FIRST=first is not None, KEEP=keep, **options,
+            run.length, run.chunks, *launch.strides(k, v, self.beta), HAS_FIRST=first is not None, KEEP=keep, **options,
         )  # fmt: skip
         return inverse, u, last if states is None else states, last
 
@@ -132,7 +139,7 @@ class _Run:
         options = self.options(walk=True)
         self.kernels.writes_backward_kernel[(-(-shape[3] // options["BY"]), rows)](
             q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), scores, inverse, dlast, dr, cotangents, dfirst, run.length,
-            run.chunks, self.scale, **run.strides(q=q, k=k, beta=self.beta, dy=dy), **options,
+            run.chunks, self.scale, *launch.strides(q, k, self.beta, dy), **options,
         )  # fmt: skip
         over_y = run.scores(dy, u, None, gated=False)
         dq, written, dg = run.along_x(
@@ -142,7 +149,7 @@ class _Run:
         dbeta, more_dg = run.new(*shape[:3]), None if dg is None else run.new(*shape[:3])
         self.kernels.solved_kernel[(run.chunks, rows)](
             k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), u, dr, states, written, dk, dv, dbeta, run.or_v(more_dg),
-            run.length, run.chunks, **run.strides(k=k, v=v, beta=self.beta), **self.options(walk=False),
+            run.length, run.chunks, *launch.strides(k, v, self.beta), **self.options(walk=False),
         )  # fmt: skip
         return dq, dk, dv, dbeta, None if dg is None or more_dg is None else dg + more_dg, dfirst
 
@@ -171,6 +178,7 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+@cache
 def _kernels() -> ModuleType:
     """Imported when they are first needed: where there is no GPU there need be no Triton."""
     from baton.kernels.delta_rule import solve

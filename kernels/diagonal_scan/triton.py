@@ -5,6 +5,7 @@ calls give equal bits on every rank. Inputs may be views: only their last dimens
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -72,6 +73,7 @@ def shape_of(kind: str, d_state: int, batch: int, channels: int) -> table.Shape:
     return {"kind": kind, "d_state": d_state, "warps": table.power_of_two(batch * -(-channels // 32))}
 
 
+@cache
 def default_tiles(d_state: int) -> Tiles:
     """What a program has room for in its registers."""
     if d_state <= 16:
@@ -85,7 +87,7 @@ def _tiles_for(inputs: Inputs, activate: bool) -> Tiles:
     d_state, kind = inputs.into.shape[2], "longhorn" if inputs.A is None else "mamba"
     sizes = {"batch": batch, "tokens": length, "channels": channels, "activate": activate, "gated": inputs.z is not None}
     shape = shape_of(kind, d_state, batch, channels)
-    return replace(default_tiles(d_state), **table.find(KERNEL, inputs.x.device, shape, sizes))
+    return table.choose(KERNEL, default_tiles(d_state), inputs.x.device, shape, sizes)
 
 
 def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
@@ -302,6 +304,7 @@ class _Scan(torch.autograd.Function):
         return (None, *(grad if want else None for want, grad in zip(ctx.needs_input_grad[1:], grads, strict=True)))
 
 
+@cache
 def _kernels() -> tuple[ModuleType, ModuleType]:
     """Those forwards and those backwards, imported when they are first needed: where there is no GPU there need be no Triton."""
     from baton.kernels.diagonal_scan import backward, forward
@@ -309,6 +312,7 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
     return forward, backward
 
 
+@cache
 def _kind(mamba: bool) -> int:
     from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA
 

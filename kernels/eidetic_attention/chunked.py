@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.kernels.eidetic_attention.memory import largest, take
 from baton.kernels.in_chunks import in_chunks
 from baton.kernels.protocol import Inputs, State
-from baton.kernels.window_attention.chunked import attend, history, new_tail, read_so_far, visible
+from baton.kernels.window_attention.chunked import attend, history, new_tails, read_so_far, visible
 
 _BLOCK = 128
 
@@ -106,14 +106,14 @@ def _remember(inputs: Inputs, pos_BL: Tensor, state: State, options: Options) ->
         m, candidates = options.n_eidetic, (state["score"], state["where"], score_BL, pos_BL)
         new, best = largest(m, *candidates, publication.before(m)), largest(m, *candidates, publication.of_last_document(m))
         rows, valid = torch.cat((new.rows, best.rows), dim=1), torch.cat((new.valid, best.valid), dim=1)
-        new_k, best_k = take(state["best_k"], k, rows, valid).split(m, dim=1)
-        new_v, best_v = take(state["best_v"], v, rows, valid).split(m, dim=1)
+        taken = take([(state["best_k"], k), (state["best_v"], v)], rows, valid)
+        (new_k, best_k), (new_v, best_v) = (x.split(m, dim=1) for x in taken)
         published.append((new_k, new_v, new.valid))
         # copies: a view would keep the published rows as well
         entries = {"best_k": best_k.clone(), "best_v": best_v.clone(), "score": best.score, "where": best.where}
     if options.n_fading:
         rows, valid = publication.just_before(options.n_fading, state["seen"])
-        new_k, new_v = take(state["fading_k"], fading_k, rows, valid), take(state["fading_v"], fading_v, rows, valid)
+        new_k, new_v = take([(state["fading_k"], fading_k), (state["fading_v"], fading_v)], rows, valid)
         published.append((new_k, new_v, valid))
     new_k, new_v, new_valid = (torch.cat(x, dim=1) for x in zip(*published, strict=True))
     old_k, old_v = state["frozen_k"].to(k.dtype), state["frozen_v"].to(v.dtype)
@@ -123,7 +123,7 @@ def _remember(inputs: Inputs, pos_BL: Tensor, state: State, options: Options) ->
 def _leaving(rows: State, memory: _Memory | None, pos_BL: Tensor, state: State) -> State:
     """The State behind a span. rows: by name of their tail, the last rows read, at least as many as the tail has."""
     read = read_so_far(pos_BL.shape[1], pos_BL, state["seen"])
-    leaving = {"seen": read, **{name: new_tail(x, state[name].shape[1], read) for name, x in rows.items()}}
+    leaving = {"seen": read, **new_tails(rows, {name: state[name].shape[1] for name in rows}, read)}
     if memory is not None:
         # what the last token sees is what the next span begins with; a document's first window sees nothing
         keeps_old, keeps_new = memory.publication.sees_old_BL[:, -1], memory.publication.sees_new_BL[:, -1]

@@ -7,6 +7,7 @@ keep the older token, wherever the cut is. Indices are constants to autograd: gr
 Shape suffixes: B batch, E memory entries, L tokens.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,16 +58,18 @@ def largest(m: int, score_BE: Tensor, where_BE: Tensor, score_BL: Tensor, where_
     )
 
 
-def take(before: Tensor, rows: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Row `index` [B, m] of `before` [B, E, ...] followed by `rows` [B, L, ...], 0 where not valid: [B, m, ...] in rows' dtype.
+def take(sources: Sequence[tuple[Tensor, Tensor]], index: Tensor, valid: Tensor) -> list[Tensor]:
+    """Row `index` [B, m] of each before [B, E, ...] followed by its rows [B, L, ...], 0 where not valid: [B, m, ...] in rows' type.
 
     The two are not put together: to choose from a span copies what is chosen, not the span.
     """
-    n = before.shape[1]
-    wide = (*index.shape, *[1] * (rows.dim() - 2))
-
-    def choose(source: Tensor, at: Tensor) -> Tensor:
-        return source.gather(1, at.clamp(0, source.shape[1] - 1).view(wide).expand(*index.shape, *source.shape[2:]))
-
-    found = torch.where((index < n).view(wide), choose(before, index).to(rows.dtype), choose(rows, index - n))
-    return found.masked_fill(~valid.view(wide), 0.0)
+    entries, length = sources[0][0].shape[1], sources[0][1].shape[1]
+    inside, nothing = index < entries, ~valid
+    at_before, at_rows = index.clamp(0, entries - 1), (index - entries).clamp(0, length - 1)
+    found = []
+    for before, rows in sources:
+        wide, whole = (*index.shape, *[1] * (rows.dim() - 2)), (*index.shape, *rows.shape[2:])
+        old = before.gather(1, at_before.view(wide).expand(whole)).to(rows.dtype)
+        new = rows.gather(1, at_rows.view(wide).expand(whole))
+        found.append(torch.where(inside.view(wide), old, new).masked_fill(nothing.view(wide), 0.0))
+    return found

@@ -5,6 +5,8 @@ tokens counted from the document's start; so a sequence may be cut anywhere, and
 select equal tokens; the selection is the only thing here that is not continuous.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -120,23 +122,27 @@ def _checked(
     expect_positions(_KERNEL, pos, batch, length, device)
     options = Options(window, n_fading, n_eidetic, sliding, dim**-0.5 if scale is None else scale)
     expected = leaves(options, k, dtype)
+    inputs = (q, k, v, fading_k, fading_v, score.detach().to(dtype))
     if state is None:
-        state = empty(expected, batch, device)
+        return inputs, options, empty(expected, batch, device)
     for leaf in expected:
         state_axes = ("batch", "rows", "key heads", "dim")[: 1 + len(leaf.shape)]
         expect_tensor(_KERNEL, f"state {leaf.name}", state[leaf.name], state_axes, (batch, *leaf.shape), device)
         expect_dtype(_KERNEL, f"state {leaf.name}", state[leaf.name], (leaf.dtype,))
-    inputs = (q, k, v, fading_k, fading_v, score.detach().to(dtype))
     return inputs, options, {leaf.name: state[leaf.name] for leaf in expected}
 
 
 def leaves(options: Options, k: Tensor, score_dtype: torch.dtype) -> tuple[Leaf, ...]:
     """What is carried: window and fading tails, the best tokens so far, the memory in use; heads split over the tensor group."""
-    heads = tuple(k.shape[2:])
+    return _leaves(options, tuple(k.shape[2:]), k.dtype, score_dtype)
+
+
+@cache
+def _leaves(options: Options, heads: tuple[int, ...], dtype: torch.dtype, score_dtype: torch.dtype) -> tuple[Leaf, ...]:
     found: list[Leaf] = []
 
     def rows(names: tuple[str, ...], n: int) -> None:
-        found.extend(Leaf(name, (n, *heads), k.dtype, tp=1, grad=True) for name in names)
+        found.extend(Leaf(name, (n, *heads), dtype, tp=1, grad=True) for name in names)
 
     rows(("k", "v"), options.window - 1)
     found.append(Leaf("seen", (), torch.int64, tp=None, grad=False))
@@ -188,11 +194,16 @@ def innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor) -> tuple[T
     expect_tensor("innovation", "tail", tail, ("batch", "k", "channels"), (batch, k, channels), y.device)
     expect_dtype("innovation", "tail", tail, (y.dtype,))
     expect_positions("innovation", pos, batch, length, y.device)
-    score, leaving = _innovation(y.detach(), weights.detach(), pos, tail.detach())
+    score, leaving = torch.ops.baton.innovation(y.detach(), weights.detach(), pos, tail.detach())
     return score, leaving
 
 
-@torch.library.custom_op("baton::innovation", mutates_args=())
+# not as a custom_op, which looks for aliases and gradients in each call: there are none
+_LIBRARY = torch.library.Library("baton", "FRAGMENT")
+_LIBRARY.define("innovation(Tensor y, Tensor weights, Tensor pos, Tensor tail) -> (Tensor, Tensor)")
+
+
+@torch.library.impl(_LIBRARY, "innovation", "CompositeExplicitAutograd")
 def _innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
     """As `innovation`, which checks the arguments."""
     length, k = y.shape[1], weights.shape[0]

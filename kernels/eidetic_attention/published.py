@@ -62,7 +62,7 @@ def publish(
     place_BP = publishes_BPW.to(torch.int8).argmax(2) + torch.arange(0, blocks * window, window, device=pos.device)
     place_BP = torch.where(has_BP, place_BP, length)
     begun_BP = place_BP - pos.gather(1, place_BP.clamp(max=length - 1))  # where the document begins, before the span if negative
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    parts: list[tuple[Tensor, ...]] = []
     last = None
     if n_eidetic:
         if at_once:
@@ -74,12 +74,12 @@ def publish(
         else:
             chosen = _eidetic(n_eidetic, window, score, place_BP, begun_BP, has_BP, state)
             rows, valid = (x.view(batch, -1) for x in (chosen.row, chosen.valid))
-        parts.append((take(state["best_k"], k, rows, valid), take(state["best_v"], v, rows, valid), valid))
+        parts.append((*take([(state["best_k"], k), (state["best_v"], v)], rows, valid), valid))
     if n_fading:
         back = torch.arange(n_fading, 0, -1, device=pos.device)
         valid = has_BP[:, :, None] & (back <= (place_BP + state["seen"][:, None])[:, :, None])
         rows, valid = (n_fading + place_BP[:, :, None] - back).view(batch, -1), valid.view(batch, -1)
-        parts.append((take(state["fading_k"], fading_k, rows, valid), take(state["fading_v"], fading_v, rows, valid), valid))
+        parts.append((*take([(state["fading_k"], fading_k), (state["fading_v"], fading_v)], rows, valid), valid))
     new_k, new_v, new_valid = (
         torch.cat([part[x].unflatten(1, (blocks, -1)) for part in parts], dim=2) for x in range(3)
     )  # fmt: skip

@@ -13,7 +13,7 @@ from baton.kernels.eidetic_attention.reference import eidetic_attention_referenc
 from baton.kernels.examples import randn
 from baton.kernels.in_chunks import compute_dtype
 from baton.kernels.protocol import Inputs, Leaf, Recurrence, State, StateFirstRecurrence
-from baton.kernels.window_attention.chunked import new_tail
+from baton.kernels.window_attention.chunked import new_tails
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ class Innovation(Recurrence):
         y, weights = inputs
         assert pos is not None
         n = weights.shape[0]
-        return {"tail": new_tail(y, n, pos[:, -1].to(torch.int64) + 1).contiguous()} if y.shape[1] >= n else None
+        if y.shape[1] < n:
+            return None
+        return {"tail": new_tails({"tail": y}, {"tail": n}, pos[:, -1].to(torch.int64) + 1)["tail"].contiguous()}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         """One token at a time."""

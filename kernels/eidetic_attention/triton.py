@@ -5,6 +5,7 @@ and one number per token and head.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from baton.kernels.eidetic_attention.chunked import TAILS, Options
 from baton.kernels.eidetic_attention.memory import take
 from baton.kernels.eidetic_attention.published import Published, publish
 from baton.kernels.protocol import Inputs, State
-from baton.kernels.window_attention.chunked import history, new_tail
+from baton.kernels.window_attention.chunked import history, new_tails
 
 KERNEL = "eidetic_attention"
 
@@ -48,6 +49,9 @@ class Tiles:
         return replace(self, queries=32, keys=32, queries_back=32, keys_back=32, memory=32, stages=1)
 
 
+_DEFAULT = Tiles()
+
+
 class Seen(NamedTuple):
     """What a span's tokens see. limit, far_limit: largest distances, int32 [B, T]; the others: see `Published`, valid in int8."""
 
@@ -76,7 +80,7 @@ def eidetic_attention_triton(
     if tiles is None:
         batch, length, heads, dim = q.shape
         sizes = {"batch": batch, "tokens": length, "heads": heads, "groups": k.shape[2], "dim": dim, "window": options.window}
-        tiles = replace(Tiles(), **table.find(KERNEL, q.device, shape_of(dim), sizes))
+        tiles = table.choose(KERNEL, _DEFAULT, q.device, shape_of(dim), sizes)
     pos = pos.to(torch.int64)
     read = torch.minimum(torch.arange(q.shape[1], device=q.device) + state["seen"][:, None], pos)
     rows = [history(state[name], x).to(q.dtype) for name, x in (("k", k), ("v", v))]
@@ -104,24 +108,25 @@ def eidetic_attention_triton(
 def _leaving(inputs: Inputs, memory: Published | None, seen: Tensor, pos: Tensor, state: State) -> State:
     """As `chunked.leave`, of memories that are known. seen: tokens read so far of the last token's document, [B]."""
     rows = {name: x for name, x in zip(TAILS, inputs[1:], strict=False) if name in state}
-    leaving = {"seen": seen}
-    for name, x in rows.items():
-        tail = state[name].shape[1]
-        leaving[name] = new_tail(history(state[name], x[:, max(0, x.shape[1] - tail) :]), tail, seen)
+    sizes = {name: state[name].shape[1] for name in rows}
+    # of a span that is as long as a tail, the tail before it is not read
+    ends = {name: x if x.shape[1] >= sizes[name] else history(state[name], x) for name, x in rows.items()}
+    leaving = {"seen": seen, **new_tails(ends, sizes, seen)}
     if memory is not None:
         slot = memory.slot[:, -1].to(torch.int64)
         at = slot.clamp(min=0)[:, None]
         frozen = memory.valid.gather(1, at[:, :, None].expand(-1, -1, memory.valid.shape[2]))[:, 0] & (slot >= 0)[:, None]
         leaving["frozen"] = frozen
+        slot, hidden = at.view(-1, 1, 1, 1, 1), ~frozen[:, :, None, None]
         for name, x in (("frozen_k", memory.k), ("frozen_v", memory.v)):
-            last = x.gather(1, at.view(-1, 1, 1, 1, 1).expand(-1, 1, *x.shape[2:]))[:, 0]
-            leaving[name] = last.masked_fill(~frozen[:, :, None, None], 0.0)
+            leaving[name] = x.gather(1, slot.expand(-1, 1, *x.shape[2:]))[:, 0].masked_fill(hidden, 0.0)
         if memory.last is not None:
             _, k, v, _, _, score = inputs
             row, valid = memory.last
-            leaving |= {name: take(state[name], x, row, valid) for name, x in (("best_k", k), ("best_v", v))}
-            leaving["score"] = take(state["score"], score, row, valid)
-            leaving["where"] = take(state["where"], pos, row, valid).masked_fill(~valid, -1)
+            best = {"best_k": k, "best_v": v, "score": score, "where": pos}
+            taken = take([(state[name], x) for name, x in best.items()], row, valid)
+            leaving |= dict(zip(best, taken, strict=True))
+            leaving["where"] = leaving["where"].masked_fill(~valid, -1)
     return {name: leaving[name] for name in state}
 
 
@@ -237,6 +242,7 @@ class _Run:
         return dk, dv
 
 
+@cache
 def _kernels() -> ModuleType:
     """Imported when they are first needed: where there is no GPU there need be no Triton."""
     from baton.kernels.eidetic_attention import joint
@@ -244,6 +250,7 @@ def _kernels() -> ModuleType:
     return joint
 
 
+@cache
 def _low() -> Any:
     """bfloat16, as Triton calls it."""
     import triton.language as tl

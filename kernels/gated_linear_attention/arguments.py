@@ -4,12 +4,13 @@ The one thing to know: a "side" is what lies along x, where decays are, or along
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Self
 
-import torch
 from torch import Tensor
 
 from baton.kernels import launch
+from baton.kernels.errors import REDUCED_DTYPES
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Tiles:
     heads: int = 8
     programs: int = 384
 
+    @cached_property
     def for_float32(self) -> Self:
         """None larger than these: products of float32 use no tensor cores, and larger ones have no room in registers."""
         largest = {"chunk": 32, "x": 32, "x_gated": 32, "x_prepared": 32, "x_scores": 32, "y": 32, "y_gated": 32}
@@ -62,7 +64,7 @@ class Given(NamedTuple):
     @property
     def low(self) -> bool:
         """Whether products are of bfloat16."""
-        return self.v.is_cuda and all(x.dtype in (torch.bfloat16, torch.float16) for x in self)
+        return self.v.is_cuda and all(x.dtype in REDUCED_DTYPES for x in self)
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Given":

@@ -13,6 +13,7 @@ from baton.kernels.gated_linear_attention.chunked import gla_chunked
 from baton.kernels.gated_linear_attention.reference import Gate
 from baton.kernels.gated_linear_attention.triton import gla_triton, in_triton
 
+_GATES = get_args(Gate)
 _KERNEL = "gated_linear_attention"
 
 
@@ -58,8 +59,8 @@ def gated_linear_attention(
     Raises:
         KernelError: an argument of another shape, dtype or device than stated, by name; an unknown gate; T = 0.
     """
-    if gate not in get_args(Gate):
-        raise KernelError(f"{_KERNEL}: gate is {gate!r}, expected one of {get_args(Gate)}")
+    if gate not in _GATES:
+        raise KernelError(f"{_KERNEL}: gate is {gate!r}, expected one of {_GATES}")
     expect_attention(_KERNEL, q, k, v, shared=True)
     batch, length, heads, d_value = v.shape
     d_key, device = k.shape[3], q.device

@@ -5,7 +5,7 @@ computes the output and which the gradients. Chunks' states are made again for t
 """
 
 import math
-from dataclasses import replace
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +19,7 @@ from baton.kernels.gated_linear_attention.arguments import Given, Prepared, Side
 from baton.kernels.gated_linear_attention.reference import Gate
 
 KERNEL = "gated_linear_attention"
+_DEFAULT = Tiles()
 
 
 def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
@@ -35,7 +36,7 @@ def tiles_for(gate: Gate, given: Given) -> Tiles:
     batch, length, heads, d_value = given.v.shape
     d_key, query_heads = given.k.shape[3], given.q.shape[2]
     sizes = {"batch": batch, "tokens": length, "heads": heads, "query_heads": query_heads, "d_key": d_key, "d_value": d_value}
-    return replace(Tiles(), **table.find(KERNEL, given.v.device, shape_of(gate, d_key, d_value), sizes))
+    return table.choose(KERNEL, _DEFAULT, given.v.device, shape_of(gate, d_key, d_value), sizes)
 
 
 def gla_triton(
@@ -74,24 +75,19 @@ class Sum:
         self.shared = not self.swapped and given.v.shape[2] > 1 and given.q.stride(2) == given.k.stride(2) == 0
         self.batch, self.length, self.heads, d_value = given.v.shape
         self.query_heads, d_key = given.q.shape[2], given.k.shape[3]
-        self.given, self.g, self.pos = given, None if g is None else launch.in_rows(g), pos
+        self.given, self.device, self.g, self.pos = given, given.v.device, None if g is None else launch.in_rows(g), pos
         low = given.low
-        self.tiles = tiles if low else tiles.for_float32()
+        self.tiles = tiles if low else tiles.for_float32
         self.sizes = (d_value, d_key) if self.swapped else (d_key, d_value)
         self.scale = scale
         self.chunks = -(-self.length // self.tiles.chunk)
         self.kernels = _kernels()
         self.kept = torch.bfloat16 if low else torch.float32
-        kinds = {
-            "none": self.kernels.NONE,
-            "scalar": self.kernels.SCALAR,
-            "key": self.kernels.CHANNEL,
-            "value": self.kernels.CHANNEL,
-        }
-        self.gate = kinds[gate].value
-        self.per_channel = self.gate == self.kernels.CHANNEL.value
-        self.common = {"H": self.heads, "G": self.query_heads // self.heads, "GATE": self.gate, "HAS_POS": pos is not None}
-        self.common |= {"C": self.tiles.chunk, "num_stages": self.tiles.stages}
+        self.gate, self.per_channel = _kind(gate), gate in ("key", "value")
+        self.common = {
+            "H": self.heads, "G": self.query_heads // self.heads, "GATE": self.gate, "HAS_POS": pos is not None,
+            "C": self.tiles.chunk, "num_stages": self.tiles.stages,
+        }  # fmt: skip
         self.low = {"LOW": _low() if low else None}
 
     @property
@@ -109,7 +105,7 @@ class Sum:
         return x.transpose(2, 3) if self.swapped else x
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.given.v.device)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def or_v(self, x: Tensor | None) -> Tensor:
         """A pointer for what is not there and is not read."""
@@ -118,14 +114,6 @@ class Sum:
     def block(self, size: int, wanted: int) -> int:
         return max(16, min(wanted, table.power_of_two(size)))
 
-    def strides(self, **tensors: Tensor | None) -> dict[str, int]:
-        """Of tensors [B, T, H, ...] by name, of batch, token and head."""
-        found: dict[str, int] = {}
-        for name, x in tensors.items():
-            strides = (0, 0, 0) if x is None else x.stride()[:3]
-            found |= dict(zip((f"{name}_batch", f"{name}_row", f"{name}_head"), strides, strict=True))
-        return found
-
     def prepare(self, r: Tensor | None, w: Tensor | None) -> Prepared:
         """Of what is read with and what is written along x."""
         if self.g is None:
@@ -133,16 +121,17 @@ class Sum:
         shape, X = (self.batch, self.length, self.heads), self.sizes[0]
         # see `decays`
         precise = torch.float32 if self.kept == torch.bfloat16 else torch.float64
-        sums, read, written, BX = self.new(*shape, dtype=precise), r, w, 16
-        whole = self.new(self.batch, self.heads, self.chunks)
-        if self.per_channel:
+        if not self.per_channel:
+            sums, read, written, BX = self.new(*shape, dtype=precise), r, w, 16
+            whole = self.new(self.batch, self.heads, self.chunks)
+        else:
             sums = self.new(*shape, X, dtype=precise)
             read = None if r is None else self.new(*shape[:2], self.query_heads, X, dtype=self.kept)
             written = None if w is None else self.new(*shape, X, dtype=self.kept)
             whole, BX = self.new(self.batch, self.heads, self.chunks, X), self.block(X, self.tiles.x_prepared)
         self.kernels.prepare_kernel[(self.chunks, -(-X // BX) if self.per_channel else 1, self.batch * self.heads)](
             self.or_v(r), self.or_v(w), self.g, self.or_v(self.pos), sums, self.or_v(read), self.or_v(written), whole,
-            self.length, self.scale, **self.strides(r=r, w=w, g=self.g), X=X, READ=r is not None, WRITE=w is not None, BX=BX,
+            self.length, self.scale, *launch.strides(r, w, self.g), X=X, READ=r is not None, WRITE=w is not None, BX=BX,
             num_warps=4 if self.per_channel else 1, **self.common,
         )  # fmt: skip
         return Prepared(sums, read, written, whole)
@@ -157,9 +146,10 @@ class Sum:
             options |= {"BX": self.block(size, self.tiles.x_scores), "num_warps": self.tiles.warps_scores, "num_stages": 1}
         else:
             options |= {"BX": self.block(size, self.tiles.x), "num_warps": self.tiles.warps}
-        options |= {} if gated else {"GATE": self.kernels.NONE.value}
+        if not gated:
+            options["GATE"] = _kind("none")
         self.kernels.scores_kernel[(self.chunks, self.query_heads, self.batch)](
-            r, w, self.or_v(sums), self.or_v(self.pos), found, self.length, **self.strides(r=r, w=w), X=size,
+            r, w, self.or_v(sums), self.or_v(self.pos), found, self.length, *launch.strides(r, w), X=size,
             LEVELS=chunk.bit_length() - 1, **options,
         )  # fmt: skip
         return found
@@ -180,14 +170,15 @@ class Sum:
         kept = self.new(self.batch, heads, chunks, X, Y, dtype=self.kept) if keep else None
         BX, BY = self.block(X, self.tiles.x), self.block(Y, self.tiles.y)
         blocks = -(-X // BX) * -(-Y // BY)
-        options = {name: value for name, value in self.common.items() if name != "H"} | {"X": X, "Y": Y, "BX": BX, "BY": BY}
+        options = {**self.common, "X": X, "Y": Y, "BX": BX, "BY": BY}
+        del options["H"]
 
         def walk(piece: int, first: Tensor | None, kept: Tensor | None) -> Tensor:
             """Through pieces of so many chunks; what leaves each, [B, P, H, X, Y]."""
             last = self.new(self.batch, -(-chunks // piece), heads, X, Y)
             self.kernels.states_kernel[(blocks, heads, self.batch * last.shape[1])](
                 along_x, along_y, self.or_v(prepared.sums), self.or_v(prepared.whole), self.or_v(self.pos), self.or_v(first),
-                self.or_v(kept), last, self.length, chunks, piece, self.scale, **self.strides(a=along_x, c=along_y),
+                self.or_v(kept), last, self.length, chunks, piece, self.scale, *launch.strides(along_x, along_y),
                 HAS_FIRST=first is not None, BACKWARDS=backwards, KEEP=kept is not None, num_warps=self.tiles.warps,
                 **options, **self.low,
             )  # fmt: skip
@@ -239,7 +230,7 @@ class Sum:
         self.kernels.plain_kernel[(-(-Y // BY), self.chunks, self.batch * self.heads)](
             self.or_v(x.read), self.or_v(y.r), self.or_v(x.written), self.or_v(y.w), self.or_v(x.sums), self.or_v(self.pos), scores,
             states, self.or_v(cotangents), self.or_v(r), self.or_v(w), self.length, self.chunks, self.scale,
-            **self.strides(rx=x.read, ry=y.r, wx=x.written, wy=y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
+            *launch.strides(x.read, y.r, x.written, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
             BX=BX, BY=BY, num_warps=self.tiles.warps, **self.common, **self.low,
         )  # fmt: skip
         return r, w
@@ -265,7 +256,7 @@ class Sum:
         self.kernels.gated_kernel[(blocks, self.chunks, self.batch * heads // share)](
             self.or_v(x.r), self.or_v(y.r), self.or_v(x.w), self.or_v(y.w), self.or_v(sums), self.or_v(self.pos), scores, states,
             self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
-            **self.strides(rx=x.r, ry=y.r, wx=x.w, wy=y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
+            *launch.strides(x.r, y.r, x.w, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
             LEVELS=self.tiles.chunk.bit_length() - 1, SHARE=share, BX=BX, BY=BY, num_warps=self.tiles.warps_gated, **self.common,
             **self.low,
         )  # fmt: skip
@@ -286,15 +277,17 @@ class Sum:
         assert read is not None
         return read, self.state(last)
 
-    def backward(self, first: Tensor | None, dy: Tensor, dlast: Tensor, *, wide: str = "") -> tuple[Any, ...]:
-        """Gradients of q, k, v, g and the state that entered. wide: those of q, k and v that are not rounded to their dtypes."""
+    def backward(self, first: Tensor | None, dy: Tensor, dlast: Tensor | None, *, wide: str = "") -> tuple[Any, ...]:
+        """Gradients of q, k, v, g and the state that entered; dlast: None for zeros. wide: those of q, k and v that are not rounded
+        to their dtypes."""
         (wx, wy), (q, k, v) = self.writes, self.given
         rx, ry = (dy, q) if self.swapped else (q, dy)
         prepared = self.prepare(rx, wx)
         assert prepared.written is not None
         assert prepared.read is not None
         states, _ = self.states(prepared.written, wy, prepared, None if first is None else self.state(first).contiguous())
-        cotangents, dfirst = self.states(prepared.read, ry, prepared, self.state(dlast).contiguous(), backwards=True)
+        last = None if dlast is None else self.state(dlast).contiguous()
+        cotangents, dfirst = self.states(prepared.read, ry, prepared, last, backwards=True)
         x, y = Side(rx, wx), Side(ry, wy)
         scores = self.scores(rx, wx, prepared.sums, gated=True)
         of_q, of_k, of_v = (torch.float32 if name in wide else x.dtype for name, x in zip("qkv", (q, k, v), strict=True))
@@ -315,12 +308,15 @@ class _Gla(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(q, k, v, g, initial_state, pos)
         ctx.gate, ctx.scale, ctx.tiles = gate, scale, tiles
+        ctx.set_materialize_grads(False)
         return Sum(gate, scale, pos, g, Given.of(q, k, v), tiles).forward(initial_state, q.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> tuple[Any, ...]:
         q, k, v, g, initial_state, pos = ctx.saved_tensors
+        if dy is None:
+            dy = q.new_zeros(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
         run = Sum(ctx.gate, ctx.scale, pos, g, Given.of(q, k, v), ctx.tiles)
         dq, dk, dv, dg, dfirst = run.backward(initial_state, launch.in_rows(dy), dlast)
         # a head that all share was given to each, or to several at a time
@@ -329,6 +325,7 @@ class _Gla(torch.autograd.Function):
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:5], grads, strict=True)), *(None,) * 4)
 
 
+@cache
 def _kernels() -> ModuleType:
     """Imported when they are first needed: where there is no GPU there need be no Triton."""
     from baton.kernels.gated_linear_attention import sides
@@ -336,6 +333,16 @@ def _kernels() -> ModuleType:
     return sides
 
 
+@cache
+def _kind(gate: Gate) -> int:
+    """Of the gate, as the kernels call it."""
+    kernels = _kernels()
+    kinds = {"none": kernels.NONE, "scalar": kernels.SCALAR, "key": kernels.CHANNEL, "value": kernels.CHANNEL}
+    value: int = kinds[gate].value
+    return value
+
+
+@cache
 def _low() -> Any:
     """bfloat16, as Triton calls it."""
     import triton.language as tl

@@ -16,6 +16,7 @@ from baton.kernels.gated_slot_attention.reference import Link
 from baton.kernels.gated_slot_attention.triton import gsa_triton
 from baton.kernels.protocol import State
 
+_LINKS = get_args(Link)
 _KERNEL = "gated_slot_attention"
 
 
@@ -61,8 +62,8 @@ def gated_slot_attention(
     Raises:
         KernelError: an argument of another shape, dtype or device than stated, by name; an unknown link; T = 0.
     """
-    if link not in get_args(Link):
-        raise KernelError(f"{_KERNEL}: link is {link!r}, expected one of {get_args(Link)}")
+    if link not in _LINKS:
+        raise KernelError(f"{_KERNEL}: link is {link!r}, expected one of {_LINKS}")
     expect_attention(_KERNEL, q, k, v, shared=False)
     batch, length, heads, d_key = k.shape
     d_value, device = v.shape[3], q.device

@@ -4,6 +4,7 @@ The one thing to know: the passes share their gate, and what a slot takes in is 
 backward pass; weights, strengths and chunks' states are made again.
 """
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -62,12 +63,15 @@ class _Gsa(torch.autograd.Function):
         y, values = _values(weights, write, v, log_alpha, pos, tiles).forward(first_v, q.dtype)
         ctx.save_for_backward(q, k, v, log_alpha, first_k, first_v, scores, pos)
         ctx.scale, ctx.link, ctx.tiles = scale, link, tiles
+        ctx.set_materialize_grads(False)
         return y, keys, values
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dkeys: Tensor, dvalues: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dkeys: Tensor | None, dvalues: Tensor | None) -> tuple[Any, ...]:
         q, k, v, log_alpha, first_k, first_v, scores, pos = ctx.saved_tensors
+        if dy is None:
+            dy = q.new_zeros(*q.shape[:3], v.shape[3])
         write, weights = strength(log_alpha, v.dtype), weights_of(scores, ctx.link, q.dtype)
         of_values = _values(weights, write, v, log_alpha, pos, ctx.tiles)
         # of weights and strengths only differences reach what they are made of: not rounded in between
@@ -94,13 +98,17 @@ def _values(weights: Tensor, write: Tensor, v: Tensor, log_alpha: Tensor, pos: T
     return Sum("key", 1.0, pos, log_alpha, given, tiles or tiles_for("key", given))
 
 
+@cache
+def _sizes(slots: int) -> dict[str, int]:
+    """A launch's over [..., slots]."""
+    width = table.power_of_two(slots)
+    return {"M": slots, "BR": max(1, _ENTRIES // width), "BM": width, "num_warps": 4}
+
+
 def _rows(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
     """Grid and sizes of a launch over [..., slots]."""
-    slots = x.shape[-1]
-    width = table.power_of_two(slots)
-    block = max(1, _ENTRIES // width)
-    rows = x.numel() // slots
-    return (-(-rows // block),), {"M": slots, "BR": block, "BM": width, "num_warps": 4}
+    sizes = _sizes(x.shape[-1])
+    return (-(-(x.numel() // sizes["M"]) // sizes["BR"]),), sizes
 
 
 def strength(log_alpha: Tensor, dtype: torch.dtype) -> Tensor:
@@ -133,12 +141,14 @@ def _gates_backward(log_alpha: Tensor, dg_k: Tensor, dg_v: Tensor, dwrite_k: Ten
     return out
 
 
+@cache
 def _link(link: Link) -> int:
     kernels = _kernels()
     value: int = getattr(kernels, link.upper()).value
     return value
 
 
+@cache
 def _kernels() -> ModuleType:
     """Imported when they are first needed: where there is no GPU there need be no Triton."""
     from baton.kernels.gated_slot_attention import slots

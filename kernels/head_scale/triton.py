@@ -1,5 +1,6 @@
 """Each head's scale on a GPU: launches the Triton kernels of `per_row` and gives them a gradient."""
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ def head_scale_triton(x: Tensor, scale: Tensor) -> Tensor:
     return y
 
 
+@cache
 def sizes_of(width: int) -> dict[str, int]:
     """A launch's, for heads of so many numbers."""
     block = table.power_of_two(width)
@@ -48,6 +50,7 @@ class _HeadScale(torch.autograd.Function):
         return dx, dscale
 
 
+@cache
 def _kernels() -> ModuleType:
     """Imported when they are first needed: where there is no GPU there need be no Triton."""
     from baton.kernels.head_scale import per_row

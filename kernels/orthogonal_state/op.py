@@ -5,13 +5,11 @@ sequence may be cut anywhere: outputs, states and gradients are equal to roundin
 into is S0.
 """
 
-from typing import get_args
-
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.orthogonal_state.chunked import Options, entering, orthogonal_state_chunked, within_limits
-from baton.kernels.orthogonal_state.rule import Rule, Variant, norms
+from baton.kernels.orthogonal_state.rule import VARIANTS, Rule, Variant, norms
 from baton.kernels.orthogonal_state.triton import in_triton, orthogonal_state_triton
 
 _KERNEL = "orthogonal_state"
@@ -75,8 +73,8 @@ def orthogonal_state(
         KernelError: an argument of another shape, dtype or device than stated, by name; T = 0; m > d; an unknown variant; a slot
             of zeros.
     """
-    if variant not in get_args(Variant):
-        raise KernelError(f"{_KERNEL}: variant is {variant!r}, expected one of {get_args(Variant)}")
+    if variant not in VARIANTS:
+        raise KernelError(f"{_KERNEL}: variant is {variant!r}, expected one of {VARIANTS}")
     if not isinstance(q, Tensor):
         raise KernelError(f"{_KERNEL}: q is a {type(q).__name__}, expected a tensor of shape (batch, T, heads, m)")
     device = q.device

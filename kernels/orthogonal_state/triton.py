@@ -4,7 +4,8 @@ The one thing to know: these run with projection and without thresholds; slots e
 which runs everything else and makes them so. Kept for the backward pass are the arguments and the slots at borders.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -43,6 +44,9 @@ class Tiles:
     warps_all_back: int = 4
 
 
+_DEFAULT = Tiles()
+
+
 def shape_of(variant: Variant, d: int, m: int) -> table.Shape:
     """What tiles depend on, in classes."""
     return {"variant": variant, "d": table.power_of_two(d), "m": table.power_of_two(m)}
@@ -74,7 +78,7 @@ def orthogonal_state_triton(
     if tiles is None:
         batch, length, heads, m = q.shape
         sizes = {"batch": batch, "tokens": length, "heads": heads, "d": v.shape[3], "m": m}
-        tiles = replace(Tiles(), **table.find(KERNEL, q.device, shape_of(variant, v.shape[3], m), sizes))
+        tiles = table.choose(KERNEL, _DEFAULT, q.device, shape_of(variant, v.shape[3], m), sizes)
     y, leaving = _OrthogonalState.apply(q, k, v, gamma, mu, S0, S, variant, launch.positions(pos), tiles)
     return y, leaving
 
@@ -92,13 +96,10 @@ class _Run:
         self.batch, self.length, self.heads, self.m = q.shape
         self.d = v.shape[3]
         self.borders = -(-self.length // tiles.border)
-        strides: dict[str, int] = {}
-        for name, x in (("q", self.q), ("k", self.k), ("v", self.v), ("gamma", gamma), ("mu", mu)):
-            values = (0, 0, 0) if x is None else x.stride()[:3]
-            strides |= dict(zip((f"{name}_batch", f"{name}_row", f"{name}_head"), values, strict=True))
+        self.strides = launch.strides(self.q, self.k, self.v, gamma, mu)
         kinds = {"dec": self.kernels.DEC, "enc": self.kernels.ENC, "sim": self.kernels.SIM}
         self.options = {
-            **strides, "T": self.length, "D": self.d, "M": self.m, "H": self.heads, "VARIANT": kinds[variant].value,
+            "D": self.d, "M": self.m, "H": self.heads, "VARIANT": kinds[variant].value,
             "FORGET": mu is not None, "HAS_POS": pos is not None, "BORDER": tiles.border, "BD": max(4, table.power_of_two(self.d)),
             "num_stages": 1,
         }  # fmt: skip
@@ -124,8 +125,8 @@ class _Run:
         borders = self.new(self.batch, self.heads, self.borders, self.d, self.m) if keep else None
         self.kernels.forward_kernel[(parts, self.batch * self.heads)](
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), S, self.S0, y, self.or_q(borders), last,
-            KEEP=keep, STEPS=self.tiles.steps, BM=slots, num_warps=self.tiles.warps_all if self.all else self.tiles.warps,
-            **self.options,
+            self.length, *self.strides, KEEP=keep, STEPS=self.tiles.steps, BM=slots,
+            num_warps=self.tiles.warps_all if self.all else self.tiles.warps, **self.options,
         )  # fmt: skip
         return y[0] if parts == 1 else y.sum(0).to(self.q.dtype), last, borders
 
@@ -140,11 +141,10 @@ class _Run:
         dloaded = torch.zeros_like(dfirst)
         programs = parts * self.batch * self.heads
         states = self.new(programs, self.tiles.border // steps, self.options["BD"], slots)
-        strides = dict(zip(("dy_batch", "dy_row", "dy_head"), dy.stride()[:3], strict=True))
         self.kernels.backward_kernel[(parts, self.batch * self.heads)](
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), self.S0, borders, dy, dlast, states,
-            dq, dk, dv, dgamma, self.or_q(dmu), dfirst, dloaded, STEPS=steps, BM=slots,
-            num_warps=self.tiles.warps_all_back if self.all else self.tiles.warps_back, **strides, **self.options,
+            dq, dk, dv, dgamma, self.or_q(dmu), dfirst, dloaded, self.length, *self.strides, *launch.strides(dy), STEPS=steps,
+            BM=slots, num_warps=self.tiles.warps_all_back if self.all else self.tiles.warps_back, **self.options,
         )  # fmt: skip
         return (
             dq,
@@ -177,6 +177,7 @@ class _OrthogonalState(torch.autograd.Function):
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:7], grads, strict=True)), *(None,) * 3)
 
 
+@cache
 def _kernels() -> ModuleType:
     """Imported when they are first needed: where there is no GPU there need be no Triton."""
     from baton.kernels.orthogonal_state import per_token

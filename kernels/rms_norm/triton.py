@@ -1,5 +1,6 @@
 """The root-mean-square norm on a GPU: launches the Triton kernels of `per_row` and gives them a gradient."""
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ def rms_norm_triton(
     return stream, y
 
 
+@cache
 def sizes_of(width: int) -> dict[str, int]:
     """A launch's, for rows of so many numbers."""
     block = table.power_of_two(width)
@@ -50,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
         if dy is None:
             return dstream, None, None, None, None
         x, weight, scale = ctx.saved_tensors
-        sizes, rows, dx = sizes_of(x.shape[-1]), len(scale), torch.empty_like(x)
+        sizes, rows, dx = sizes_of(x.shape[-1]), scale.shape[0], torch.empty_like(x)
         programs = -(-rows // (sizes["BR"] * ctx.blocks))
         shares = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
         dy = dy.contiguous()
@@ -61,6 +63,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx, shares.sum(0), None, None, None
 
 
+@cache
 def _kernels() -> ModuleType:
     """Imported when they are first needed: where there is no GPU there need be no Triton."""
     from baton.kernels.rms_norm import per_row

@@ -17,6 +17,7 @@ from baton.kernels.selective_scan.chunked import selective_scan_chunked
 
 Discretization = Literal["euler", "zoh"]
 
+_DISCRETIZATIONS = get_args(Discretization)
 _KERNEL = "selective_scan"
 
 
@@ -91,8 +92,8 @@ def selective_scan(
         expect_dtype(_KERNEL, "initial_state", initial_state, (compute_dtype,))
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
-    if discretization not in get_args(Discretization):
-        raise KernelError(f"{_KERNEL}: discretization is {discretization!r}, expected one of {get_args(Discretization)}")
+    if discretization not in _DISCRETIZATIONS:
+        raise KernelError(f"{_KERNEL}: discretization is {discretization!r}, expected one of {_DISCRETIZATIONS}")
     if discretization == "euler" and in_triton(u, compute_dtype):
         inputs = Inputs(u, delta, B, C, D, A, delta_bias, z)
         return scan(inputs, pos=pos, initial_state=initial_state, activate=delta_softplus)

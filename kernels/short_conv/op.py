@@ -14,6 +14,7 @@ from baton.kernels.short_conv.triton import in_triton, short_conv_triton
 
 Activation = Literal["silu"]
 
+_ACTIVATIONS = get_args(Activation)
 _KERNEL = "short_conv"
 
 
@@ -64,8 +65,8 @@ def short_conv(
         expect_dtype(_KERNEL, "tail", tail, (x.dtype,))
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
-    if activation is not None and activation not in get_args(Activation):
-        raise KernelError(f"{_KERNEL}: activation is {activation!r}, expected None or one of {get_args(Activation)}")
+    if activation is not None and activation not in _ACTIVATIONS:
+        raise KernelError(f"{_KERNEL}: activation is {activation!r}, expected None or one of {_ACTIVATIONS}")
     if in_triton(x):
         return short_conv_triton(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu")
     return short_conv_chunked(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu")

@@ -78,11 +78,17 @@ def read_so_far(length: int, pos: Tensor | None, seen: Tensor) -> Tensor:
     return seen if pos is None else torch.minimum(seen, pos[:, -1].to(torch.int64) + 1)
 
 
-def new_tail(rows_BJ: Tensor, n: int, seen: Tensor) -> Tensor:
-    """The last n rows of a history, zero where they are not of the last token's document: a State holds nothing of another one."""
-    tail = rows_BJ[:, rows_BJ.shape[1] - n :]
-    own = torch.arange(n, 0, -1, device=seen.device) <= seen[:, None]
-    return tail.masked_fill(~own.view(*own.shape, *[1] * (tail.dim() - 2)), 0.0)
+def new_tails(rows_BJ: State, sizes: dict[str, int], seen: Tensor) -> State:
+    """The last rows of histories, sizes of each, zero where they are not of the last token's document: a State holds nothing of
+    another one."""
+    farthest = max(sizes.values())
+    others_BJ = torch.arange(farthest, 0, -1, device=seen.device) > seen[:, None]
+    tails = {}
+    for name, x_BJ in rows_BJ.items():
+        n = sizes[name]
+        mask = others_BJ[:, farthest - n :].view(len(others_BJ), n, *[1] * (x_BJ.dim() - 2))
+        tails[name] = x_BJ[:, x_BJ.shape[1] - n :].masked_fill(mask, 0.0)
+    return tails
 
 
 def _window_step(inputs: Inputs, pos: Tensor | None, state: State, *, window: int, scale: float) -> tuple[Tensor, State]:
@@ -92,7 +98,7 @@ def _window_step(inputs: Inputs, pos: Tensor | None, state: State, *, window: in
     y = attend(q, keys.to(q.dtype), values.to(q.dtype), visible(n, length, 0, window - 1, pos, state["seen"]), scale)
     # counted no farther than the tail reaches: then a piece of that length knows it without what was before
     seen = read_so_far(length, pos, state["seen"]).clamp(max=n)
-    return y, {"k": new_tail(keys, n, seen), "v": new_tail(values, n, seen), "seen": seen}
+    return y, {**new_tails({"k": keys, "v": values}, {"k": n, "v": n}, seen), "seen": seen}
 
 
 def _whole_step(inputs: Inputs, pos: Tensor | None, state: State, *, scale: float, block: int) -> tuple[Tensor, State]:
@@ -105,5 +111,5 @@ def _whole_step(inputs: Inputs, pos: Tensor | None, state: State, *, scale: floa
         rows = visible(n + begin, end - begin, 0, None, None if pos is None else pos[:, begin:end], state["seen"] + begin)
         outputs.append(attend(q[:, begin:end], keys[:, : n + end].to(q.dtype), values[:, : n + end].to(q.dtype), rows, scale))
     seen = read_so_far(length, pos, state["seen"])
-    leaving = {"k": new_tail(keys, n + length, seen), "v": new_tail(values, n + length, seen), "seen": seen}
+    leaving = {**new_tails({"k": keys, "v": values}, {"k": n + length, "v": n + length}, seen), "seen": seen}
     return torch.cat(outputs, dim=1), leaving

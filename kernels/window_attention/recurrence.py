@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baton.kernels.examples import randn
 from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
-from baton.kernels.window_attention.chunked import new_tail, read_so_far
+from baton.kernels.window_attention.chunked import new_tails, read_so_far
 from baton.kernels.window_attention.op import window_attention
 from baton.kernels.window_attention.reference import window_attention_reference
 
@@ -43,7 +43,7 @@ class WindowAttention(Recurrence):
             return None
         rows = self.window - 1
         seen = read_so_far(k.shape[1], pos, torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)).clamp(max=rows)
-        return {"k": new_tail(k, rows, seen), "v": new_tail(v, rows, seen), "seen": seen}
+        return {**new_tails({"k": k, "v": v}, {"k": rows, "v": rows}, seen), "seen": seen}
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         heads, groups, dim = (6, 2, 17) if wide else (4, 2, 3)

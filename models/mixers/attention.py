@@ -41,6 +41,6 @@ class Attention(Mixer, settings=AttentionConfig):
         widths = [width // self._tensor_size for width in self.widths]
         q, k, v = (x.unflatten(-1, (-1, self.config.head_dim)) for x in self.in_proj(x_BTM, widths))
         if self.config.rope_theta is not None:
-            q, k = rotate(q, pos_BT, self.config.rope_theta), rotate(k, pos_BT, self.config.rope_theta)
+            q, k = rotate(q, k, pos_BT, self.config.rope_theta)
         y, state = self.carry(WindowAttention(self.config.window), (q, k, v), pos_BT, state)
         return self.out_proj(y.flatten(2)), state

@@ -17,6 +17,7 @@ from baton.kernels.eidetic_attention.chunked import Options
 from baton.kernels.eidetic_attention.op import leaves
 from baton.kernels.eidetic_attention.recurrence import EideticAttention, Innovation
 from baton.kernels.protocol import Leaf, State
+from baton.models import constants
 from baton.models.mixer import Mixer, Site
 from baton.models.mixers.mamba import Mamba
 from baton.models.settings.bmojo import BMojoConfig
@@ -63,7 +64,9 @@ class BMojo(Mixer, settings=BMojoConfig):
             attention_state = {name: leaf for name, leaf in state.items() if name != "y" and not name.startswith("ssm.")}
             tail = {"tail": state["y"]}
         fading_BTM, ssm_state = self.ssm(x_BTM, pos_BT, ssm_state)
-        score_BT, tail = self.carry(INNOVATION, (fading_BTM.detach(), self._weights(fading_BTM)), pos_BT, tail)
+        # of the outputs before, nearest first
+        weights = constants.halved(config.predictor, fading_BTM.device)
+        score_BT, tail = self.carry(INNOVATION, (fading_BTM.detach(), weights), pos_BT, tail)
         q = self.q_proj(x_BTM).unflatten(-1, (-1, config.head_dim))
         if self._split_residual:
             # the projection leaves x's gradient in parts, which gathering x sums; the fading tokens' parts are summed here
@@ -77,8 +80,3 @@ class BMojo(Mixer, settings=BMojoConfig):
     def _keys_and_values(self, x_BTM: Tensor) -> tuple[Tensor, Tensor]:
         k, v = self.kv_proj(x_BTM).unflatten(-1, (2, -1, self.config.head_dim)).unbind(2)
         return k, v
-
-    def _weights(self, like: Tensor) -> Tensor:
-        """The fixed weights of the outputs before, nearest first."""
-        weights = 0.5 ** torch.arange(1, self.config.predictor + 1, dtype=torch.float32, device=like.device)
-        return weights / weights.sum()

@@ -14,7 +14,7 @@ from baton.kernels.gate import gated
 from baton.kernels.orthogonal_state.recurrence import OrthogonalState
 from baton.kernels.protocol import Leaf, State
 from baton.kernels.short_conv.recurrence import ShortConv
-from baton.models import init
+from baton.models import constants, init
 from baton.models.mixer import Mixer, Site
 from baton.models.norm import SplitRMSNorm
 from baton.models.settings.lattice import LatticeConfig
@@ -60,7 +60,9 @@ class Lattice(Mixer, settings=LatticeConfig):
         q_BTHK, conv = self._convolved(qk_BTD, self.conv_q, pos_BT, state)
         k_BTHK, _ = self._convolved(qk_BTD, self.conv_k, pos_BT, state)
         # biases are added in fp32: rounded to bf16 they would move in jumps, and a gate near 1 would be 1
-        step_BTH = config.step_max * torch.sigmoid(step_BTH.to(dtype) + self.step_bias)
+        step_BTH = torch.sigmoid(step_BTH.to(dtype) + self.step_bias)
+        if config.step_max != 1.0:
+            step_BTH = config.step_max * step_BTH
         scale = config.head_dim**-0.5 if config.value_scale is None else config.value_scale
         inputs = (
             self._unit(q_BTHK) if config.unit_queries else q_BTHK,
@@ -78,16 +80,15 @@ class Lattice(Mixer, settings=LatticeConfig):
         return self.out_proj(y_BTD), {"conv": conv, **leaving}
 
     def _convolved(self, u_BTD: Tensor, weight: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, Tensor]:
-        inputs, tail = (u_BTD, weight, weight.new_zeros(len(weight))), None if state is None else {"tail": state["conv"]}
+        bias = constants.zeros(weight.shape[0], weight.dtype, weight.device)
+        inputs, tail = (u_BTD, weight, bias), None if state is None else {"tail": state["conv"]}
         out_BTD, tail = self.carry(ShortConv(self.config.conv_activation), inputs, pos_BT, tail)
         return out_BTD.unflatten(2, (-1, self.config.slots)), tail["tail"]
 
     def _initial_slots(self, heads: int, device: torch.device) -> Tensor:
         if self.config.initial_slots == "learned":
             return self.S0
-        # no buffer: nothing to save or to split, and the same bits on every machine
-        frame = torch.eye(self.config.head_dim, self.config.slots, dtype=self.step_bias.dtype, device=device)
-        return frame.expand(heads, -1, -1)
+        return constants.frame(self.config.head_dim, self.config.slots, self.step_bias.dtype, device).expand(heads, -1, -1)
 
     def _unit(self, x_BTHK: Tensor) -> Tensor:
         """x / sqrt(|x|^2 + norm_eps), in fp32."""

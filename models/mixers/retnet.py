@@ -51,8 +51,7 @@ class RetNet(Mixer, settings=RetNetConfig):
         q, k, v, gate = self.in_proj(x_BTM, self._widths)
         q, k = (FEATURE_MAPS[self.config.feature_map](x).unflatten(2, (-1, d_key)) for x in (q, k))
         inputs = (
-            rotate(q, pos_BT, self.config.rope_theta),
-            rotate(k, pos_BT, self.config.rope_theta),
+            *rotate(q, k, pos_BT, self.config.rope_theta),
             v.unflatten(2, (-1, d_value)),
             self.log_decay(x_BTM).expand(*x_BTM.shape[:2], -1),
         )

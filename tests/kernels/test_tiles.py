@@ -44,6 +44,26 @@ def test_a_name_goes_before_an_architecture_and_a_later_row_before_an_earlier(tm
     assert tiles.of_device("scan", ("sm_80",), {"d_state": 16}) == {}
 
 
+def test_a_choice_is_made_once_for_each_table_and_shape(monkeypatch):
+    table, default = (Entry("scan", "cpu", {"d_state": 16}, {"steps": 1}, "measured"),), diagonal_scan.Tiles()
+    monkeypatch.setattr(tiles, "table", lambda: table)
+    monkeypatch.setattr(tiles, "names_of", lambda device: (device.type,))
+
+    def choose(d_state):
+        return tiles.choose("scan", default, torch.device("cpu"), {"d_state": d_state}, {"tokens": 3})
+
+    chosen = choose(16)
+    assert chosen == dataclasses.replace(default, steps=1)
+    assert choose(16) is chosen
+    assert choose(8) == default
+    with tiles.requests() as asked:
+        assert [choose(16), choose(16)] == [chosen, chosen]
+    assert asked == [Request("scan", {"d_state": 16}, {"tokens": 3})]
+    assert asked[0].times == 2
+    table = ()
+    assert choose(16) == default
+
+
 def test_the_digest_is_of_the_tiles_and_not_of_the_reasons(monkeypatch):
     def digest(steps, why):
         monkeypatch.setattr(tiles, "table", lambda: (Entry("scan", "sm_90", {}, {"steps": steps}, why),))

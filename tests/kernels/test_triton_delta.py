@@ -61,6 +61,7 @@ def test_outputs_and_gradients_are_the_definitions(gated, starts):
 class AsTheyAre(Tiles):
     """In float32 too, which takes smaller ones on a GPU."""
 
+    @property
     def for_float32(self):
         return self
 
