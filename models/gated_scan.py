@@ -83,9 +83,9 @@ class GatedScan(Mixer):
             u_BTD, projected = self.x_proj(u_BTD, beside=True)
             projected = copy_to_tensor_group(projected)
             code_BTR, in_BTN, out_BTN = projected.split([self.dt_rank, self.config.d_state, self.config.d_state], dim=-1)
-            step_proj = self.get_submodule(f"{self._step}_proj")
+            step_proj = getattr(self, f"{self._step}_proj")
             step_BTD = step_proj(code_BTR)
-            scanned = self.scanned(u_BTD, step_BTD, in_BTN, out_BTN, z_BTD, self.get_parameter(f"{self._step}_bias"))
+            scanned = self.scanned(u_BTD, step_BTD, in_BTN, out_BTN, z_BTD, getattr(self, f"{self._step}_bias"))
             (leaf,) = self.recurrence.leaves(scanned)
             entering = None if state is None else {leaf.name: state["scan"]}
             kept_not(step_BTD, lambda: step_proj(code_BTR))

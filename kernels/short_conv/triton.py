@@ -5,6 +5,7 @@ view: only its last dimension has to be contiguous.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +35,9 @@ class Tiles:
     span: int = 128
 
 
+_DEFAULT = Tiles()
+
+
 def in_triton(x: Tensor) -> bool:
     """Whether these kernels compute for tensors like x: on a GPU, in float32."""
     return x.is_cuda and x.dtype != torch.float64
@@ -59,15 +63,17 @@ def shape_of(width: int, element_bytes: int) -> table.Shape:
 def _tiles_for(x: Tensor, weight: Tensor) -> Tiles:
     batch, length, channels = x.shape
     sizes = {"batch": batch, "tokens": length, "channels": channels}
-    return replace(Tiles(), **table.find(KERNEL, x.device, shape_of(weight.shape[1], x.element_size()), sizes))
+    return table.choose(KERNEL, _DEFAULT, x.device, shape_of(weight.shape[1], x.element_size()), sizes)
 
 
+@cache
 def _with_room(tiles: Tiles, width: int) -> Tiles:
     """A block of tokens is as long as what a token's gradient reaches back."""
     steps = max(tiles.steps, table.power_of_two(width - 1))
     return replace(tiles, steps=steps, span=-(-tiles.span // steps) * steps)
 
 
+@cache
 def _kernels() -> ModuleType:
     """Imported when they are first needed: where there is no GPU there need be no Triton."""
     from baton.kernels.short_conv import taps
