@@ -1,17 +1,21 @@
 """What every benchmark writes: `results/NAME.json` for tables, and `results/NAME.log`, the lines it printed.
 
 The one thing to know: a comparison is only printed after the gates, checks that both sides do the same thing; a red gate ends the
-program with status 1 before any time is shown.
+program with status 1 before any time is shown. Both files are written anew with every row. A benchmark that is told to end
+(SIGTERM) ends whatever it has started: a run that went on would share the GPU with what is measured next.
 """
 
 import json
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
+
+import psutil
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -28,6 +32,7 @@ class Report:
         self.rows: list[dict[str, Any]] = []
         self._gates: dict[str, str] = {}
         self._lines: list[str] = []
+        signal.signal(signal.SIGTERM, _end_all)
         self.say(f"$ {self.command}")
         self.say(f"commit {self.commit}, on {self.device}")
 
@@ -54,6 +59,7 @@ class Report:
         row = {"case": case, "metric": metric, "ours": ours, "peer_name": peer_name, "peer": peer, "ratio": ratio}
         self.rows.append({**row, "gate": self._gates[gate]})
         self.say(f"{case:<28} {metric:<12} ours {_short(ours):>14}   {peer_name} {_short(peer):>14}   ratio {ratio:.2f}")
+        self.save()
 
     def save(self) -> None:
         """Write both files."""
@@ -73,6 +79,12 @@ class Report:
     def _fail(self) -> NoReturn:
         self._save_log()
         sys.exit(1)
+
+
+def _end_all(number: int, frame: Any) -> NoReturn:
+    for process in psutil.Process().children(recursive=True):
+        process.kill()
+    os._exit(128 + number)
 
 
 def _short(value: float) -> str:
