@@ -4,8 +4,9 @@ The one thing to know: the passes share their gate, and what a slot takes in is 
 backward pass; weights, strengths and chunks' states are made again.
 """
 
+from collections.abc import Mapping
 from functools import cache
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -99,13 +100,13 @@ def _values(weights: Tensor, write: Tensor, v: Tensor, log_alpha: Tensor, pos: T
 
 
 @cache
-def _sizes(slots: int) -> dict[str, int]:
+def _sizes(slots: int) -> Mapping[str, int]:
     """A launch's over [..., slots]."""
     width = table.power_of_two(slots)
-    return {"M": slots, "BR": max(1, _ENTRIES // width), "BM": width, "num_warps": 4}
+    return MappingProxyType({"M": slots, "BR": max(1, _ENTRIES // width), "BM": width, "num_warps": 4})
 
 
-def _rows(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
+def _rows(x: Tensor) -> tuple[tuple[int], Mapping[str, int]]:
     """Grid and sizes of a launch over [..., slots]."""
     sizes = _sizes(x.shape[-1])
     return (-(-(x.numel() // sizes["M"]) // sizes["BR"]),), sizes

@@ -1,7 +1,8 @@
 """Each head's scale on a GPU: launches the Triton kernels of `per_row` and gives them a gradient."""
 
+from collections.abc import Mapping
 from functools import cache
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ def head_scale_triton(x: Tensor, scale: Tensor) -> Tensor:
 
 
 @cache
-def sizes_of(width: int) -> dict[str, int]:
+def sizes_of(width: int) -> Mapping[str, int]:
     """A launch's, for heads of so many numbers."""
     block = table.power_of_two(width)
-    return {"D": width, "BR": max(1, _ENTRIES // block), "BD": block, "num_warps": 4}
+    return MappingProxyType({"D": width, "BR": max(1, _ENTRIES // block), "BD": block, "num_warps": 4})
 
 
 class _HeadScale(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """The root-mean-square norm on a GPU: launches the Triton kernels of `per_row` and gives them a gradient."""
 
+from collections.abc import Mapping
 from functools import cache
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ def rms_norm_triton(
 
 
 @cache
-def sizes_of(width: int) -> dict[str, int]:
+def sizes_of(width: int) -> Mapping[str, int]:
     """A launch's, for rows of so many numbers."""
     block = table.power_of_two(width)
-    return {"D": width, "BR": max(1, _ENTRIES // block), "BD": block, "num_warps": min(16, max(4, block // 512))}
+    return MappingProxyType({"D": width, "BR": max(1, _ENTRIES // block), "BD": block, "num_warps": min(16, max(4, block // 512))})
 
 
 class _RMSNorm(torch.autograd.Function):

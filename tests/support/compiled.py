@@ -197,7 +197,7 @@ def _norm_kernels():
     from baton.kernels.rms_norm.triton import sizes_of
 
     for name, width in (("norm", 2048), ("norm, of heads", 128)):
-        sizes = sizes_of(width)
+        sizes = {**sizes_of(width)}
         warps, float32 = sizes.pop("num_warps"), dict.fromkeys(("x", "weight", "scale", "dstream", "dx", "dweight"), "fp32")
         yield f"{name} forward", per_row.forward_kernel, sizes, warps, float32
         yield f"{name} backward", per_row.backward_kernel, {**sizes, "BLOCKS": 32, "BESIDE": width == 2048}, warps, float32
@@ -220,7 +220,7 @@ def _scale_kernels():
     from baton.kernels.head_scale import per_row
     from baton.kernels.head_scale.triton import sizes_of
 
-    sizes = sizes_of(64)
+    sizes = {**sizes_of(64)}
     warps, types = sizes.pop("num_warps"), dict.fromkeys(("scale", "dscale"), "fp32")
     yield "head scale, forward", per_row.forward_kernel, sizes, warps, types
     yield "head scale, backward", per_row.backward_kernel, sizes, warps, types
