@@ -76,9 +76,9 @@ class AttentionConfig(HeadsConfig):
             Kept("out_proj input", width, "compute"),
         ]
         if self.rope_theta is not None:
-            # of queries and of keys each: a cosine and a sine per pair, the same for all heads
+            # a cosine and a sine per pair, the same for queries and keys and for all heads
             kept += [
-                Kept("cosines and sines", 2 * self.head_dim, "float32", split=False),
+                Kept("cosines and sines", self.head_dim, "float32", split=False),
                 Kept("turned q and k", width + kv_width, "compute"),
             ]
         return Footprint(

@@ -107,7 +107,7 @@ class LatticeConfig(MixerConfig):
             *_key("k", keys, heads, unit=self.unit_keys),
             Kept("scaled v", values, "compute"),
             # a sigmoid and what it is multiplied to; the forget gate's, and with projection its limited value
-            Kept("step sizes", 2 * heads, "float32"),
+            Kept("step sizes", (1 + (self.step_max != 1.0)) * heads, "float32"),
             Kept("forget gates", (1 + self.project) * heads * self.forget, "float32"),
             Kept("thresholds", heads * bool(self.sparsity), "float32"),
             # with projection they are divided by their norms, which a gradient to them keeps as well

@@ -59,8 +59,8 @@ class RetNetConfig(LinearAttentionConfig):
                 Kept("in_proj input", d_model, "compute", split=False),
                 Kept("q, k, v and gate", 2 * keys + 2 * values, "compute"),
                 *mapped,
-                # of queries and of keys each: a cosine and a sine per pair, the same for all heads
-                Kept("cosines and sines", 2 * d_key, "float32", split=False),
+                # a cosine and a sine per pair, the same for queries and keys and for all heads
+                Kept("cosines and sines", d_key, "float32", split=False),
                 Kept("turned q and k", 2 * keys, "compute"),
                 *rms_norm("norm", values, rows=heads),
                 Kept("normalised output", values, "float32"),

@@ -74,7 +74,7 @@ def test_the_tiles_of_runs(sliding, dtype):
 
 def test_what_is_chosen_at_once_is_what_is_chosen_by_doubling():
     """To the bit, leaving States too: equal scores, negative ones, both zeros; documents that begin before the span and within."""
-    recurrence, length = EideticAttention(8, 3, 24), 150
+    recurrence, length = EideticAttention(8, 3, 24), 70
     inputs, state = recurrence.example(seeded(0), 3, length, torch.float32, wide=False)
     score = torch.randint(-3, 4, (3, length), generator=seeded(1)) * 0.25
     score[score == 0] *= torch.randint(0, 2, (int((score == 0).sum()),), generator=seeded(2)) * 2.0 - 1
