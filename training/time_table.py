@@ -11,7 +11,8 @@ import bisect
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from baton.parallel.spans import MARK, STEP
@@ -19,6 +20,7 @@ from baton.training import kernel_classes as classes
 
 _ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHED = "a kernel that was launched in time"
 _LARGEST = 8
 """Kernels that are named of each category."""
 
@@ -80,6 +82,8 @@ class TimeTable:
             yield f"{'hidden exchange':<18}{self.hidden_ms:>11,.2f}  behind computation, in no sum"
         for kernel in self.kernels.get(classes.UNCLASSIFIED, [])[:_LARGEST]:
             yield f"  unclassified: {kernel.ms:,.2f} ms in {kernel.calls:,.0f} calls of {_short(kernel.name)}"
+        for kernel in self.kernels.get(classes.IDLE, [])[:_LARGEST]:
+            yield f"  idle: {kernel.ms:,.2f} ms in {kernel.calls:,.0f} gaps before {_short(kernel.name)}"
 
     def _meaning(self, name: str) -> str:
         if name != classes.IDLE:
@@ -167,6 +171,17 @@ class _Host:
                 return self.around(n)
         return 0
 
+    def late(self, kernel: dict[str, Any], since: float) -> str:
+        """In which part of the step a kernel was launched, and in what, outermost; "": it was launched before `since`, or that is
+        not in the trace."""
+        n = self._launches.get(("correlation", kernel.get("args", {}).get("correlation")))
+        if n is None or self.events[n]["ts"] <= since:
+            return ""
+        phase = self.phase(self.events[n]["ts"]) or "callbacks"
+        while self.parents[n] >= 0 and not self.events[self.parents[n]]["name"].startswith((STEP, MARK)):
+            n = self.parents[n]
+        return f"{phase}: {self.events[n]['name']}"
+
     def data_spans(self, begin: float, end: float) -> list[tuple[float, float]]:
         """When, within a step, the host gets its batch."""
         return [(begin, ts) for ts, name in zip(self._mark_times, self._mark_names) if name == "data" and begin < ts < end]
@@ -190,6 +205,7 @@ def tabulate(events: Sequence[dict[str, Any]], *, on_gpu: bool) -> TimeTable:
         begin, end = float(step["ts"]), float(step["ts"] + step["dur"])
         if on_gpu:
             pieces, hidden = _of_gpu(kernels, labels, begin, end)
+            pieces = _explained(pieces, kernels, host)
             table.hidden_ms += hidden / 1000 / len(steps)
         else:
             pieces = _of_host(host, step["tid"], begin, end)
@@ -237,6 +253,17 @@ def _of_gpu(kernels: Sequence[dict[str, Any]], labels: Sequence[str], begin: flo
         now = until
     exchanges = [n for n in inside if labels[n] == "exchange"]
     return pieces, sum(ends[n] - max(begin, float(kernels[n]["ts"])) - shown[n] for n in exchanges)
+
+
+def _explained(pieces: Sequence[_Piece], kernels: Sequence[dict[str, Any]], host: _Host) -> list[_Piece]:
+    """The pieces, those that are idle named by what the host was late to launch; or by the launch itself, which takes its time."""
+    found: list[_Piece] = []
+    for piece, following in zip_longest(pieces, pieces[1:]):
+        if piece.category == classes.IDLE and following is not None and following.number >= 0:
+            name = host.late(kernels[following.number], piece.begin) or _LAUNCHED
+            piece = replace(piece, name=name, number=len(kernels) + following.number)
+        found.append(piece)
+    return found
 
 
 def _of_host(host: _Host, thread: Any, begin: float, end: float) -> list[_Piece]:
@@ -290,10 +317,10 @@ def _waiting_for_data(pieces: Iterable[_Piece], spans: Sequence[tuple[float, flo
         for begin, end in spans:
             begin, end = max(begin, at), min(end, piece.end)
             if begin < end:
-                yield _Piece(at, begin, classes.IDLE)
+                yield replace(piece, begin=at, end=begin)
                 yield _Piece(begin, end, "data")
                 at = end
-        yield _Piece(at, piece.end, classes.IDLE)
+        yield replace(piece, begin=at)
 
 
 def _short(name: str, width: int = 72) -> str:

@@ -84,6 +84,13 @@ def test_every_moment_of_a_step_is_in_one_category():
     assert table.hidden_ms == pytest.approx(0.050)
     text = "\n".join(table.lines())
     assert "unclassified: 0.04 ms in 1 calls of strange_kernel" in text
+    idle = {kernel.name: (pytest.approx(kernel.ms), kernel.calls) for kernel in table.kernels["idle"]}
+    assert idle == {
+        "callbacks: cudaLaunchKernel": (0.080, 1),
+        "forward: _RMSNorm": (0.020, 1),
+        "a kernel that was launched in time": (0.020, 1),
+    }
+    assert "idle: 0.02 ms in 1 gaps before forward: _RMSNorm" in text
     assert {kernel.name for kernel in table.kernels["scan"]} == {"forward_kernel", "backward_kernel"}
 
 
