@@ -211,6 +211,13 @@ if __name__ == "__main__":
 """
 
 
+def _lives(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_workers_of_a_killed_process_end_and_leave_nothing(token_folder, tokenizer, tmp_path, clean):
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
@@ -219,7 +226,7 @@ def test_workers_of_a_killed_process_end_and_leave_nothing(token_folder, tokeniz
         pids = json.loads(process.stdout.readline())
         process.kill()
     deadline = time.monotonic() + 30
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+    while any(_lives(pid) for pid in pids):
         assert time.monotonic() < deadline, "a worker outlives who listened to it"
         time.sleep(0.05)
 
