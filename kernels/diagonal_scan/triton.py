@@ -167,6 +167,8 @@ class _Run:
         even = self.length % options.get("BORDER", steps) == 0
         channels = options.setdefault("BD", self.tiles.channels)
         full = self.channels % channels == 0 and self.d_state == self.options["BN"]
+        if "UNROLL" in options and not (even and full):
+            options["UNROLL"] = 1  # of odd sizes, as checks have: a loop twice as long takes the compiler six times as long
         grid = (-(-self.channels // channels), self.batch, self.pieces)
         kernel[grid](*arguments, **self.options, EVEN=even, FULL=full, STEPS=steps, **options)
 

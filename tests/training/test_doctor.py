@@ -18,7 +18,7 @@ from baton.training.errors import KernelCheckError
 def checked(mesh, mixer):
     """Names of what a model's mixers carry, as found and as they then do; and the check itself."""
     built = build(model_of(mixer), training(), mesh)
-    found = recurrences_of(built.model, built.model.config.d_model, mesh.link)
+    found = recurrences_of(built.model, built.model.config.d_model)
     check_kernels(built, training())
     Mixer.seen = seen = set()
     tokens = torch.randint(32, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -43,7 +43,7 @@ def test_ranks_find_the_same(pool, layout):
 
 def found_by(mesh):
     built = build(model_of("hybrid"), training(), mesh)
-    return [str(r) for r in recurrences_of(built.model, built.model.config.d_model, mesh.link)], None
+    return [str(r) for r in recurrences_of(built.model, built.model.config.d_model)], None
 
 
 def wrong_scan(mesh):
