@@ -142,8 +142,8 @@ class Bench:
         words, wanted, table = [], warm_up + timed, None
         if self.arguments.profile:
             # the profiler gets ready in a step that is not timed; every tenth step measures the update, which is not every step's
-            first = next(n for n in range(wanted + 2, wanted + 22) if n % 10 and (n + 1) % 10)
-            words = [f"profile.after={first - 1}", "profile.steps=2"]
+            first = next(n for n in range(wanted + 2, wanted + 22) if n % 10)
+            words = [f"profile.after={first - 1}", "profile.steps=1"]  # of many micro-batches, which it takes a while to read
             table = config.folder / "profile" / f"step-{first:08d}-rank-0.txt"
         began = time.time()
         process = subprocess.Popen([*BATON, "train", str(path), *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -324,7 +324,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true", help="training.recompute=true, also where it fits without")
     parser.add_argument("--selective", action="store_true", help="training.selective_recompute=true")
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
-    parser.add_argument("--profile", action="store_true", help="also profile=true: where the time of two more steps goes")
+    parser.add_argument("--profile", action="store_true", help="also profile=true: where the time of another step goes")
     parser.add_argument("--seconds", type=float, default=570, help="after which no further case is begun (default 570)")
     parser.add_argument("--reserve", type=float, default=120, help="seconds that must be left to begin one (default 120)")
     parser.add_argument("--folder", type=Path, help="keeps data and runs (default: a temporary one)")

@@ -46,6 +46,21 @@ def found_by(mesh):
     return [str(r) for r in recurrences_of(built.model, built.model.config.d_model)], None
 
 
+def found_without_kernels(mesh):
+    """What a model carries, found while its scan cannot run."""
+    built, right = build(ModelConfig(**model_of("mamba").model_dump()), training(), mesh), SelectiveScan.run
+    SelectiveScan.run = None
+    try:
+        return [str(r) for r in recurrences_of(built.model, built.model.config.d_model)]
+    finally:
+        SelectiveScan.run = right
+
+
+def test_looking_for_what_is_carried_runs_no_kernel(pool):
+    ((found),) = pool.run(found_without_kernels, data=1)
+    assert any("selective" in name for name in found), found
+
+
 def wrong_scan(mesh):
     """The message when a scan's state is off by a thousandth, and what a check of the right one says."""
     config = ModelConfig(**model_of("mamba").model_dump())
