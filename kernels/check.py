@@ -47,23 +47,10 @@ class Finding:
 
 def check(recurrence: Recurrence, device: torch.device, dtype: torch.dtype, *, extreme: bool = False) -> Finding:
     """Compare. dtype: of what runs along time; extreme: gates, steps and keys that reach the ends of their ranges."""
-    inputs, state = recurrence.example(torch.Generator().manual_seed(0), _BATCH, _TOKENS, torch.float32, wide=True)
-    inputs = inputs if extreme else recurrence.smooth(inputs)
-    inputs = (*(x.to(dtype) for x in inputs[: recurrence.along]), *inputs[recurrence.along :])
-    state = {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.leaves(inputs)}
-    pos = positions(torch.Generator().manual_seed(1), _BATCH, _TOKENS, 0.05).to(torch.int32)
+    example = _example(recurrence, dtype, extreme)
 
     def run(defined: bool, where: torch.device, cast: torch.dtype | None) -> dict[str, Tensor]:
-        def leaf(x: Tensor, view: bool = False) -> Tensor:
-            x = x.detach().to(where)
-            x = x.to(cast or x.dtype) if x.is_floating_point() else x
-            return (_part_of_wider(x, dim=-1) if view else x).requires_grad_(x.is_floating_point())
-
-        own = tuple(leaf(x, view=n < recurrence.along and not defined) for n, x in enumerate(inputs))
-        entering = {name: leaf(x) for name, x in state.items()}
-        with torch.enable_grad():
-            y, leaving = (recurrence.reference if defined else recurrence.run)(own, _part_of_wider(pos.to(where), dim=1), entering)
-            return {name: x.detach().cpu() for name, x in results(y, leaving, own, entering, 2).items()}
+        return {name: x.detach().cpu() for name, x in _run(recurrence, example, defined, where, cast).items()}
 
     cpu = torch.device("cpu")
     expected, found, again = run(True, cpu, torch.float64), run(False, device, None), run(False, device, None)
@@ -77,6 +64,41 @@ def check(recurrence: Recurrence, device: torch.device, dtype: torch.dtype, *, e
     # nan first: it is larger than any limit, but compares as smaller
     error, limit, worst = max(rows, key=lambda row: (row[0] != row[0], row[0] / row[1]))
     return Finding(str(recurrence), dtype, worst, error, limit, all(torch.equal(again[name], x) for name, x in found.items()))
+
+
+def launch(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) -> None:
+    """Do on the device what `check` does there, and look at nothing."""
+    _run(recurrence, _example(recurrence, dtype, False), False, device, None)
+
+
+_Example = tuple[Inputs, State, Tensor]
+"""What goes into a recurrence and its positions, on the CPU."""
+
+
+def _example(recurrence: Recurrence, dtype: torch.dtype, extreme: bool) -> _Example:
+    inputs, state = recurrence.example(torch.Generator().manual_seed(0), _BATCH, _TOKENS, torch.float32, wide=True)
+    inputs = inputs if extreme else recurrence.smooth(inputs)
+    inputs = (*(x.to(dtype) for x in inputs[: recurrence.along]), *inputs[recurrence.along :])
+    state = {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.leaves(inputs)}
+    return inputs, state, positions(torch.Generator().manual_seed(1), _BATCH, _TOKENS, 0.05).to(torch.int32)
+
+
+def _run(
+    recurrence: Recurrence, example: _Example, defined: bool, where: torch.device, cast: torch.dtype | None
+) -> dict[str, Tensor]:
+    """The definition or what runs use, on a device, in a dtype or in that of the example."""
+    inputs, state, pos = example
+
+    def leaf(x: Tensor, view: bool = False) -> Tensor:
+        x = x.detach().to(where)
+        x = x.to(cast or x.dtype) if x.is_floating_point() else x
+        return (_part_of_wider(x, dim=-1) if view else x).requires_grad_(x.is_floating_point())
+
+    own = tuple(leaf(x, view=n < recurrence.along and not defined) for n, x in enumerate(inputs))
+    entering = {name: leaf(x) for name, x in state.items()}
+    with torch.enable_grad():
+        y, leaving = (recurrence.reference if defined else recurrence.run)(own, _part_of_wider(pos.to(where), dim=1), entering)
+        return results(y, leaving, own, entering, 2)
 
 
 def results(y: Tensor, state: State, inputs: Inputs, entering: State, seed: int) -> dict[str, Tensor]:

@@ -22,6 +22,12 @@ class TilesError(Exception):
     exit_status = 2
 
 
+class CompileError(Exception):
+    """Kernels cannot be compiled ahead."""
+
+    exit_status = 2
+
+
 def expect_tensor(
     kernel: str, name: str, tensor: object, axes: tuple[str, ...], sizes: tuple[int, ...], device: torch.device
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from baton.kernels.launch import without_autocast
 from baton.kernels.protocol import Inputs, State
 
 Step = Callable[[Inputs, Tensor | None, State], tuple[Tensor, State]]
@@ -61,7 +62,7 @@ class _InChunks(torch.autograd.Function):
         length, kept = inputs[0].shape[1], any(ctx.needs_input_grad)
         outputs: list[Tensor] = []
         borders: list[Tensor] = []
-        with torch.autocast(inputs[0].device.type, enabled=False):
+        with without_autocast(inputs[0]):
             for begin in range(0, length, chunk):
                 end = min(begin + chunk, length)
                 if kept:
@@ -86,7 +87,7 @@ class _InChunks(torch.autograd.Function):
         cotangents: list[Tensor | None] = list(dleaves)
         for number in reversed(range(-(-length // chunk))):
             begin, end = number * chunk, min((number + 1) * chunk, length)
-            with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
+            with torch.enable_grad(), without_autocast(dy):
                 leaves = [x.detach().requires_grad_() for x in _piece(inputs, along, begin, end)]
                 entering = [
                     x.detach().requires_grad_(x.is_floating_point()) for x in borders[number * width : (number + 1) * width]

@@ -3,6 +3,9 @@
 The one thing to know: positions come as slices of a whole sequence's, in int32 already, so nothing would copy them by chance.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,3 +32,8 @@ def aligned(x: Tensor) -> Tensor:
     """x, or a copy of it, contiguous and where kernels may read 16 bytes at once."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Within it the types are those that were asked for, on x's device. The meta device knows no autocast."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from baton.kernels.ahead import target
 from baton.kernels.errors import TilesError
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def choose(kernel: str, default: Tiles, device: torch.device, shape: Shape, size
     if _requests is not None or _chosen[0] is not table():
         _chosen = table(), {}
     _, known = _chosen
-    key = (kernel, default, device, *shape.items())
+    key = (kernel, default, device, target(), *shape.items())
     tiles: Tiles | None = known.get(key)
     if tiles is None:
         tiles = known[key] = replace(default, **find(kernel, device, shape, sizes))
@@ -133,9 +134,14 @@ def of_device(kernel: str, names: tuple[str, ...], shape: Shape) -> dict[str, in
     return tiles
 
 
-@functools.cache
 def names_of(device: torch.device) -> tuple[str, ...]:
     """What the table may call a device, the most particular last; nothing for a CPU."""
+    wanted = target()
+    return wanted.names if device.type == "meta" and wanted is not None else _names_of(device)
+
+
+@functools.cache
+def _names_of(device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda":
         return ()
     major, minor = torch.cuda.get_device_capability(device)

@@ -63,6 +63,15 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("overrides", metavar="key=value", nargs="*", help="settings over the file's, e.g. training.micro_batch=8")
     tune.add_argument("--table", type=Path, metavar="FILE", help="the table to change (default: the package's own)")
 
+    ahead = _command(commands, "compile", _compile, "compile a run's kernels before it starts, also where there is no GPU")
+    ahead.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
+    ahead.add_argument("overrides", metavar="key=value", nargs="*", help="settings over the file's, e.g. training.micro_batch=8")
+    ahead.add_argument(
+        "--capability", type=_capability, metavar="N.N", help="of the GPU, e.g. 9.0 of an H200 (default: the one here)"
+    )
+    ahead.add_argument("--gpu", metavar="NAME", default="", help="CUDA's name of it, for rows of the table of tiles that have one")
+    ahead.add_argument("--threads", type=_positive, metavar="N", help="that compile (default: the usable cores)")
+
     generate = _command(commands, "generate", _generate, "write text with a run's newest checkpoint")
     generate.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     generate.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
@@ -145,6 +154,12 @@ def _command(
     return parser
 
 
+def _capability(text: str) -> int:
+    """Ten times major, and minor."""
+    major, minor = map(int, text.split("."))
+    return 10 * major + minor
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -213,6 +228,24 @@ def _tune(arguments: argparse.Namespace) -> int:
     for tuned in tune_for(config.model, config.training, config.layout, device, path):
         print(tuned, flush=True)
     print(f"written to {path}")
+    return 0
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    import time
+
+    from baton.launcher.config import load
+    from baton.launcher.errors import ConfigError
+    from baton.training.compile import Target, compile_for
+
+    wanted = Target.here() if arguments.capability is None else Target(arguments.capability, arguments.gpu)
+    if wanted is None:
+        raise ConfigError("there is no GPU here: say which to compile for, e.g. --capability 9.0")
+    config, began = with_known_vocabulary(load(arguments.config, arguments.overrides)), time.monotonic()
+    compiled = compile_for(config.model, config.training, config.layout, wanted, arguments.threads)
+    total, new = len(compiled.kernels), len(compiled.new)
+    seconds = time.monotonic() - began
+    print(f"{total} kernels for {wanted}: {new} compiled, {total - new} were there, in {seconds:.0f} s; {compiled.folder}")
     return 0
 
 

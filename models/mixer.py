@@ -10,7 +10,8 @@ so the projections of a Site sum nothing, and what every rank computes alike mus
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
@@ -108,7 +109,7 @@ class Mixer(nn.Module, ABC):
     link: SequenceLink | None = None
     """The sequence group's neighbours; None: this rank has whole sequences."""
     seen: ClassVar[set[Recurrence] | None] = None
-    """Where recurrences that are carried are noted, while `recurrences_of` looks: they are then run as they are defined."""
+    """Where recurrences that are carried are noted, within `noting`: they are then run as they are defined."""
     where: str = "a mixer"
     """This mixer's name in the model, "layers.3.mamba", as errors and counts of messages call it."""
 
@@ -116,7 +117,8 @@ class Mixer(nn.Module, ABC):
         """Outputs and leaving State of a recurrence, whoever has the tokens before these. Everything carried goes through here."""
         if Mixer.seen is not None:
             Mixer.seen.add(recurrence)
-            return recurrence.reference(inputs, pos, state)  # of a few tokens, for which nothing has to be compiled
+            if not inputs[0].is_meta:  # definitions look at numbers
+                return recurrence.reference(inputs, pos, state)  # of a few tokens, for which nothing has to be compiled
         return carry(self.link, recurrence, inputs, pos, state, self.where)
 
     def __init_subclass__(cls, settings: type[MixerConfig] | None = None, **kwargs: Any) -> None:
@@ -140,15 +142,22 @@ def build_mixer(config: MixerConfig, site: Site) -> Mixer:
 
 
 @torch.no_grad()
+@contextmanager
+def noting() -> Iterator[set[Recurrence]]:
+    """Within it, what mixers carry."""
+    Mixer.seen = set()
+    try:
+        yield Mixer.seen
+    finally:
+        Mixer.seen = None
+
+
 def recurrences_of(model: nn.Module, d_model: int) -> list[Recurrence]:
     """What the model's mixers carry, by name: found by running each kind on a few tokens. A tensor group calls it together."""
     inner = {part for module in model.modules() if isinstance(module, Mixer) for part in module.modules() if part is not module}
     outer = {type(module): module for module in model.modules() if isinstance(module, Mixer) and module not in inner}
-    Mixer.seen = seen = set[Recurrence]()
-    try:
+    with noting() as seen:
         for mixer in outer.values():
             device = next(mixer.parameters()).device
             mixer(torch.zeros(1, 16, d_model, device=device), torch.arange(16, device=device)[None], None)
-    finally:
-        Mixer.seen = None
     return sorted(seen, key=str)

@@ -14,12 +14,12 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 def install(device: torch.device) -> None:
     """Prepare this process, before either library builds anything. Idempotent.
 
-    device: where the model lives; "cpu" replaces the two torch.cuda functions that megatron-core calls, for good.
+    device: where the model lives; one that is no GPU replaces the two torch.cuda functions that megatron-core calls, for good.
     """
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed insists on it and takes it for the CUDA device
     # a hardware queue per stream: see sequence_link, which refuses a single one
     os.environ.setdefault(QUEUES, "32")
-    if device.type == "cpu":
+    if device.type != "cuda":
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported; without it a warning and a guess
         torch.cuda.current_device = lambda: device  # type: ignore[assignment, return-value]
         torch.cuda.synchronize = lambda device=None: None

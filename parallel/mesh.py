@@ -59,7 +59,7 @@ def initialize(layout: LayoutConfig, *, device: torch.device, rank: int, store: 
     """Join the world and build the mesh's groups.
 
     layout: sizes; their product is the number of processes that call this. Its timeout_s also bounds every collective.
-    device: "cpu" (gloo) or "cuda:i" (NCCL).
+    device: "cpu" (gloo), "cuda:i" (NCCL) or "meta" (torch's fake: this process stands for one of the world, and nothing is sent).
     store: where the processes meet.
     Raises LayoutError for a layout that cannot be.
     """
@@ -69,7 +69,7 @@ def initialize(layout: LayoutConfig, *, device: torch.device, rank: int, store: 
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=layout.timeout_s)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        {"cuda": "nccl", "meta": "fake"}.get(device.type, "gloo"),
         store=store,
         rank=rank,
         world_size=layout.world_size,

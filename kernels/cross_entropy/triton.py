@@ -5,12 +5,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from baton.kernels.ahead import on_gpu
+
 COLUMNS = 4096  # of a step
 
 
 def in_triton(logits: Tensor) -> bool:
     """Whether these kernels compute it: on a GPU, in float32."""
-    return logits.is_cuda and logits.dtype != torch.float64
+    return on_gpu(logits) and logits.dtype != torch.float64
 
 
 def partial_sums_triton(logits: Tensor, labels: Tensor, first: int, columns: int = COLUMNS) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.in_chunks import compute_dtype, in_chunks
+from baton.kernels.launch import without_autocast
 from baton.kernels.protocol import Inputs, State
 
 CHUNK = 64
@@ -58,7 +59,7 @@ def delta_rule_effect(
     d_value = v.shape[3]
     identity_KK = torch.eye(d_key, dtype=dtype, device=k.device)
     S_BHKX = torch.cat((identity_KK.new_zeros(d_key, d_value), identity_KK), dim=1).expand(batch, heads, -1, -1)
-    with torch.no_grad(), torch.autocast(k.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(k):
         for begin in range(0, length, chunk):
             piece = slice(begin, begin + chunk)
             v_BLHX = torch.nn.functional.pad(v[:, piece], (0, d_key))

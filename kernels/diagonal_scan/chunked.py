@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.elementwise import padded_buffer
+from baton.kernels.launch import without_autocast
 
 # Elements of one expanded buffer (tokens x batch x channels x d_state). Measured on 1 and 2 cores; see chunk_length.
 _CHUNK_ELEMENTS = 1 << 19
@@ -227,7 +228,7 @@ class _DiagonalScan(torch.autograd.Function):
         *tensors, borders = ctx.saved_tensors
         inputs = _unflatten(ctx.kind, ctx.n_along, tensors)
         # an autocast region around backward() must not turn the fp32 reductions into bf16
-        with torch.autocast(dy_BTD.device.type, enabled=False):
+        with without_autocast(dy_BTD):
             grads = _backward(inputs, borders, ctx.starts, ctx.chunk, dy_BTD, dfinal_BDN)
         wanted = zip(ctx.needs_input_grad[4:], grads, strict=True)
         return (None, None, None, None, *(grad if want else None for want, grad in wanted))

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels import launch
 from baton.kernels import tiles as table
+from baton.kernels.ahead import on_gpu, target
 
 KERNEL = "diagonal_scan"
 
@@ -92,7 +93,7 @@ def _tiles_for(inputs: Inputs, activate: bool) -> Tiles:
 
 def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
     """Whether these kernels compute for tensors like x: on a GPU, in float32."""
-    return x.is_cuda and compute_dtype == torch.float32
+    return on_gpu(x) and compute_dtype == torch.float32
 
 
 def scan(
@@ -199,7 +200,7 @@ class _Run:
         fits = (
             self.d_state == self.options["BN"] == 16 and self.tiles.channels_back == 32 and self.tiles.warps == 1 and steps % 2 == 0
         )
-        return x.is_cuda and torch.version.cuda is not None and x.dtype != torch.float32 and fits
+        return on_gpu(x) and (torch.version.cuda is not None or target() is not None) and x.dtype != torch.float32 and fits
 
     def summarize(self) -> tuple[Tensor, Tensor]:
         """decay and add of each piece, [B, P, D, N]."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels import tiles as table
+from baton.kernels.ahead import on_gpu
 from baton.kernels.eidetic_attention.chunked import TAILS, Options
 from baton.kernels.eidetic_attention.memory import take
 from baton.kernels.eidetic_attention.published import Published, publish
@@ -64,7 +65,7 @@ class Seen(NamedTuple):
 
 def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
     """Whether these kernels compute for tensors like x: on a GPU, in float32."""
-    return x.is_cuda and compute_dtype == torch.float32
+    return on_gpu(x) and compute_dtype == torch.float32
 
 
 def shape_of(dim: int) -> table.Shape:
@@ -162,7 +163,7 @@ class _Run:
         self.q, self.k, self.v, self.seen, self.window, self.scale = q, k, v, seen, window, scale
         self.batch, self.length, self.heads, dim = q.shape
         self.groups = k.shape[2]
-        low = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+        low = on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16)
         self.tiles = tiles if low else tiles.for_float32()
         self.memories = 0 if self.others[2] is None else self.others[2].shape[1]
         self.kernels = _kernels()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels import tiles as table
+from baton.kernels.ahead import on_gpu
 
 _COLUMNS = 1024  # of a program
 _ENTRIES = 4096
@@ -19,7 +20,7 @@ _ENTRIES = 4096
 
 def in_triton(x: Tensor, z: Tensor) -> bool:
     """Whether these kernels compute it: on a GPU, in float32."""
-    return x.is_cuda and torch.float64 not in (x.dtype, z.dtype)
+    return on_gpu(x) and torch.float64 not in (x.dtype, z.dtype)
 
 
 def gated_triton(x: Tensor, z: Tensor, *, gelu: bool, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from baton.kernels import launch
+from baton.kernels.ahead import on_gpu
 from baton.kernels.errors import REDUCED_DTYPES
 
 
@@ -64,7 +65,7 @@ class Given(NamedTuple):
     @property
     def low(self) -> bool:
         """Whether products are of bfloat16."""
-        return self.v.is_cuda and all(x.dtype in REDUCED_DTYPES for x in self)
+        return on_gpu(self.v) and all(x.dtype in REDUCED_DTYPES for x in self)
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Given":

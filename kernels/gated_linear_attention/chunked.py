@@ -21,6 +21,7 @@ from baton.kernels.gated_linear_attention.block import (
 )
 from baton.kernels.gated_linear_attention.reference import Gate
 from baton.kernels.in_chunks import compute_dtype, in_chunks
+from baton.kernels.launch import without_autocast
 from baton.kernels.protocol import Inputs, State
 
 # Measured on one core, forwards and backwards, for d_key and d_value of 32 to 512 and 4 to 64 heads, with every gate: the fastest
@@ -59,7 +60,7 @@ def gla_state(k: Tensor, v: Tensor, g: Tensor | None, *, gate: Gate, pos: Tensor
     inputs = (k, v) if g is None else (k, v, g)
     dtype = compute_dtype(*inputs)
     S = empty_state(k, v, dtype)
-    with torch.no_grad(), torch.autocast(k.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(k):
         for begin in range(0, k.shape[1], chunk):
             span = slice(begin, begin + chunk)
             block = _Block(tuple(x[:, span] for x in inputs), None if pos is None else pos[:, span], gate, dtype)

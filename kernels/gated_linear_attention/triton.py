@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels import launch
 from baton.kernels import tiles as table
+from baton.kernels.ahead import on_gpu
 from baton.kernels.gated_linear_attention.arguments import Given, Prepared, Side, Tiles
 from baton.kernels.gated_linear_attention.reference import Gate
 
@@ -24,7 +25,7 @@ _DEFAULT = Tiles()
 
 def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
     """Whether these kernels compute for tensors like x: on a GPU, in float32."""
-    return x.is_cuda and compute_dtype == torch.float32
+    return on_gpu(x) and compute_dtype == torch.float32
 
 
 def shape_of(gate: Gate, d_key: int, d_value: int) -> table.Shape:

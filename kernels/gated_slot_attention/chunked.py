@@ -22,6 +22,7 @@ from baton.kernels.gated_linear_attention.block import (
 from baton.kernels.gated_linear_attention.chunked import CHUNK
 from baton.kernels.gated_slot_attention.reference import LINKS, Link
 from baton.kernels.in_chunks import compute_dtype, in_chunks
+from baton.kernels.launch import without_autocast
 from baton.kernels.protocol import Inputs, State
 
 
@@ -60,7 +61,7 @@ def gsa_state(k: Tensor, v: Tensor, log_alpha: Tensor, *, pos: Tensor | None, ch
     inputs = (k, v, log_alpha)
     dtype = compute_dtype(*inputs)
     state = empty_state(*inputs, dtype)
-    with torch.no_grad(), torch.autocast(k.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(k):
         for begin in range(0, k.shape[1], chunk):
             span = slice(begin, begin + chunk)
             block = _Block(tuple(x[:, span] for x in inputs), None if pos is None else pos[:, span], dtype)

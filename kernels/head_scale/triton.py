@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels import tiles as table
+from baton.kernels.ahead import on_gpu
 
 _ENTRIES = 4096  # of a program
 
 
 def in_triton(x: Tensor, scale: Tensor) -> bool:
     """Whether these kernels compute it: on a GPU, in float32."""
-    return x.is_cuda and scale.dtype == torch.float32 and x.dtype != torch.float64
+    return on_gpu(x) and scale.dtype == torch.float32 and x.dtype != torch.float64
 
 
 def head_scale_triton(x: Tensor, scale: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from baton.kernels.examples import extreme_gates, extreme_keys, randn
 from baton.kernels.in_chunks import compute_dtype
+from baton.kernels.launch import without_autocast
 from baton.kernels.orthogonal_state.chunked import Options, Prepared, advance, chunk_length, entering, prepare, within_limits
 from baton.kernels.orthogonal_state.op import orthogonal_state
 from baton.kernels.orthogonal_state.reference import orthogonal_state_reference
@@ -78,7 +79,7 @@ class OrthogonalState(SequentialRecurrence):
         """Casts, masks, and an orthonormal basis of each chunk's values where the recurrence runs in one."""
         along, length, step = self.along, inputs[0].shape[1], chunk_length(self.options)
         chunks = []
-        with torch.autocast(inputs[0].device.type, enabled=False):
+        with without_autocast(inputs[0]):
             limited = within_limits(self.options, inputs)
             if self._in_triton(inputs):
                 return Context(limited, pos, None)
@@ -91,7 +92,7 @@ class OrthogonalState(SequentialRecurrence):
     def run_prepared(self, context: Context, state: State) -> tuple[Tensor, State]:
         check(state, self.leaves(context.inputs), context.inputs[0].shape[0])
         ys = []
-        with torch.autocast(context.inputs[0].device.type, enabled=False):
+        with without_autocast(context.inputs[0]):
             S = entering(self.options, context.inputs, context.pos, state["S"])
             if context.chunks is None:
                 q, k, v, gamma, *mu, S0 = context.inputs

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels import launch
 from baton.kernels import tiles as table
+from baton.kernels.ahead import on_gpu
 from baton.kernels.orthogonal_state.rule import Rule, Variant
 
 KERNEL = "orthogonal_state"
@@ -54,7 +55,7 @@ def shape_of(variant: Variant, d: int, m: int) -> table.Shape:
 
 def in_triton(x: Tensor, compute_dtype: torch.dtype, rule: Rule, tau: Tensor | None) -> bool:
     """Whether these kernels compute it: on a GPU, in float32, with projection and without thresholds."""
-    return x.is_cuda and compute_dtype == torch.float32 and rule.project and tau is None
+    return on_gpu(x) and compute_dtype == torch.float32 and rule.project and tau is None
 
 
 def orthogonal_state_triton(

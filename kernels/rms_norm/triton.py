@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels import tiles as table
+from baton.kernels.ahead import on_gpu
 
 _ENTRIES = 4096  # of a block of rows
 _BLOCKS = 32  # of rows, of a program of the backward pass
@@ -17,7 +18,7 @@ _BLOCKS = 32  # of rows, of a program of the backward pass
 
 def in_triton(x: Tensor, weight: Tensor) -> bool:
     """Whether these kernels compute it: on a GPU, in float32."""
-    return x.is_cuda and weight.dtype == torch.float32 and x.dtype != torch.float64
+    return on_gpu(x) and weight.dtype == torch.float32 and x.dtype != torch.float64
 
 
 def rms_norm_triton(

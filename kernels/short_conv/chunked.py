@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.elementwise import LOG2_E, exp2_, padded_buffer
+from baton.kernels.launch import without_autocast
 
 
 def short_conv_chunked(
@@ -110,7 +111,7 @@ class _ShortConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_BTC: Tensor, dtail_out_BTC: Tensor) -> tuple[Any, ...]:
         x, weight, bias, tail, pos = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             grads = _backward(x, weight, bias, tail, pos, ctx.silu, dy_BTC, dtail_out_BTC)
         wanted = zip(ctx.needs_input_grad[:4], grads, strict=True)
         return (*(grad if want else None for want, grad in wanted), None, None)

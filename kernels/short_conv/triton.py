@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels import launch
 from baton.kernels import tiles as table
+from baton.kernels.ahead import on_gpu
 from baton.kernels.short_conv.chunked import new_tail
 
 KERNEL = "short_conv"
@@ -40,7 +41,7 @@ _DEFAULT = Tiles()
 
 def in_triton(x: Tensor) -> bool:
     """Whether these kernels compute for tensors like x: on a GPU, in float32."""
-    return x.is_cuda and x.dtype != torch.float64
+    return on_gpu(x) and x.dtype != torch.float64
 
 
 def short_conv_triton(

@@ -5,6 +5,7 @@ Source: Shazeer, "GLU variants improve Transformer", equation 6. Hidden features
 
 from torch import Tensor
 
+from baton.kernels.ahead import on_gpu
 from baton.kernels.gate import gated
 from baton.kernels.protocol import Leaf, State
 from baton.models.mixer import Mixer, Site
@@ -31,6 +32,6 @@ class SwiGLU(Mixer, settings=SwiGLUConfig):
         gate, up = self.in_proj(x_BTM, self._widths)
         product = gated(up, gate)
         # on a CPU the gate keeps copies of its own, not what would make it again
-        with remaking(self._selective and product.is_cuda) as kept_not:
+        with remaking(self._selective and on_gpu(product)) as kept_not:
             kept_not(product, lambda: gated(up, gate))
             return self.out_proj(product), {}

@@ -1,0 +1,117 @@
+"""Compiling for a GPU that is not here: within `compiling`, what a program would launch on one is compiled into Triton's cache.
+
+The one thing to know: tensors are on the meta device, which has shapes, types and strides and no memory, and count as being on the
+GPU; a launch of a Triton kernel then compiles it and runs nothing. The cache knows a kernel by its source, the types and the
+divisibility of its arguments and the compiler's version, so a run with the same installation finds every one of them.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.kernels.errors import CompileError
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Target:
+    """An NVIDIA GPU. capability: ten times major, and minor: 90; name: as CUDA gives it, for the table of tiles; "": not known."""
+
+    capability: int
+    name: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As `tiles.names_of`."""
+        return (f"sm_{self.capability}", self.name) if self.name else (f"sm_{self.capability}",)
+
+    @classmethod
+    def here(cls) -> "Target | None":
+        """This process's GPU; None: it has none."""
+        if not torch.cuda.is_available():
+            return None
+        major, minor = torch.cuda.get_device_capability()
+        return cls(10 * major + minor, torch.cuda.get_device_name())
+
+    def __str__(self) -> str:
+        return ", ".join(reversed(self.names))
+
+
+@dataclass
+class Compiled:
+    """What was launched, by name, once for each kind of arguments. folder: Triton's cache; new: what had not been in it."""
+
+    folder: str
+    kernels: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+
+
+_target: Target | None = None
+
+
+def target() -> Target | None:
+    """What is being compiled for; None: nothing, as in any run."""
+    return _target
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether kernels for a GPU compute what is asked of x."""
+    return x.is_cuda or (x.is_meta and _target is not None)
+
+
+class _Driver:
+    """What Triton asks of a GPU before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> str:
+        return f"ahead of sm_{self._target.arch}"  # kernels that a real device has in this process are kept apart
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(wanted: Target, threads: int | None = None) -> Iterator[Compiled]:
+    """Within it launches on meta tensors compile, all at once; what was compiled is complete behind it. Not for two threads.
+
+    threads: that compile (default: the usable cores). Raises CompileError where Triton interprets, and what its compiler raises.
+    """
+    global _target
+    from triton import knobs
+    from triton.runtime import JITFunction, driver
+    from triton.runtime._async_compile import AsyncCompileMode
+
+    if knobs.runtime.interpret:
+        raise CompileError("TRITON_INTERPRET is set, so that nothing is compiled: unset it")
+    found, run, listener = Compiled(knobs.cache.dir), JITFunction.run, knobs.compilation.listener
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    def record(*, src: Any, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
+        found.kernels.append(src.name)
+        found.new += [] if cache_hit else [src.name]
+
+    before = driver._active
+    driver.set_active(_Driver(wanted.capability))
+    JITFunction.run, knobs.compilation.listener, _target = compile_only, record, wanted
+    try:
+        with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as pool, AsyncCompileMode(pool):
+            yield found
+    finally:
+        JITFunction.run, knobs.compilation.listener, _target = run, listener, None
+        driver._active = before
