@@ -5,6 +5,7 @@ GPU; a launch of a Triton kernel then compiles it and runs nothing. The cache kn
 divisibility of its arguments and the compiler's version, so a run with the same installation finds every one of them.
 """
 
+import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,7 @@ class Compiled:
 
 
 _target: Target | None = None
+_times = itertools.count()
 
 
 def target() -> Target | None:
@@ -73,12 +75,14 @@ class _Driver:
         from triton.backends.compiler import GPUTarget
 
         self._target = GPUTarget("cuda", capability, 32)
+        self._name = f"sm_{capability}, time {next(_times)}"
 
     def get_current_target(self) -> Any:
         return self._target
 
     def get_current_device(self) -> str:
-        return f"ahead of sm_{self._target.arch}"  # kernels that a real device has in this process are kept apart
+        # kernels that a real device has in this process are kept apart, and those of an earlier time
+        return self._name
 
     def get_current_stream(self, device: Any) -> int:
         return 0

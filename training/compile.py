@@ -39,19 +39,19 @@ def compile_for(
     layers = model.model_copy(update={"n_layers": min(model.n_layers, len(model.period))})
     # stages have the same kinds of layers and data ranks the same everything; a link to itself takes the steps of a sequence rank
     own = LayoutConfig(tensor=layout.tensor, split_residual=layout.split_residual)
-    mesh = meshes.initialize(own, device=META, rank=0, store=FakeStore())
-    if layout.sequence > 1:
-        mesh = replace(mesh, link=SequenceLink(0, [0], META))
-    try:
-        with compiling(wanted, threads) as compiled:
+    with compiling(wanted, threads) as compiled:
+        mesh = meshes.initialize(own, device=META, rank=0, store=FakeStore())
+        if layout.sequence > 1:
+            mesh = replace(mesh, link=SequenceLink(0, [0], META))
+        try:
             built = build_model(layers, training, META, mesh)
             with noting() as carried:
                 for at in {(at.micro_batch, at.context): at for _, at in training.stretches}.values():
                     _step(built, at, layout.sequence, LaneStates(built, at, mesh) if at.carries else None)
             for recurrence in sorted(carried, key=str):
                 launch(recurrence, META, DTYPES[training.precision])
-    finally:
-        meshes.shutdown()
+        finally:
+            meshes.shutdown()
     return compiled
 
 

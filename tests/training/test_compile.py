@@ -11,10 +11,17 @@ import torch
 from support.models import micro_batches
 
 from baton.launcher import cli
+from baton.models.settings import kinds
 
 RUN = {
     "name": "small",
-    "model": {"d_model": 64, "n_layers": 2, "pattern": ["gla+swiglu"], "vocab_size": 64},
+    "model": {
+        "d_model": 64,
+        "n_layers": 2,
+        "pattern": ["attention+swiglu"],
+        "vocab_size": 64,
+        "mixers": {"attention": {"heads": 2}},
+    },
     "data": {"path": "nowhere", "tokenizer": "nowhere.model"},
     "training": {
         "steps": 2,
@@ -33,35 +40,81 @@ def run_file(tmp_path):
     return tmp_path / "run.yaml"
 
 
+def environment(folder):
+    """Of a process whose Triton compiles, into a cache of its own."""
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return settings | {"TRITON_CACHE_DIR": str(folder / "cache")}
+
+
 def compiled(run_file, *words):
     """How many kernels, how many of them compiled, and how many were there, as the command says."""
-    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    settings["TRITON_CACHE_DIR"] = str(run_file.parent / "cache")
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "baton.launcher.cli", "compile", str(run_file), "--capability", "9.0", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=settings,
-    )
+    command = [sys.executable, "-P", "-m", "baton.launcher.cli", "compile", str(run_file), "--capability", "9.0", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(run_file.parent))
     assert done.returncode == 0, done.stderr[-3000:]
     said = re.fullmatch(r"(\d+) kernels for sm_90: (\d+) compiled, (\d+) were there, in \d+ s; (.+)", done.stdout.strip())
-    assert said[4] == settings["TRITON_CACHE_DIR"]
+    assert said[4] == str(run_file.parent / "cache")
     return tuple(int(n) for n in said.groups()[:3])
 
 
+@pytest.mark.timeout(600)  # it compiles, where other things run
 def test_kernels_are_compiled_once_for_each_kind_of_call(run_file):
     kernels, new, there = compiled(run_file)
     assert (new, there) == (kernels, 0)
     binaries = {path.stem for path in (run_file.parent / "cache").glob("*/*.cubin")}
-    # of the norm, the gate of the MLP, the matrix states both ways and the loss
-    for name in ("forward_kernel", "backward_kernel", "prepare_kernel", "gated_kernel", "states_kernel", "sums_kernel"):
-        assert name in binaries, f"{name} is not among {sorted(binaries)}"
-    assert compiled(run_file) == (kernels, 0, kernels)
-    split, new, there = compiled(run_file, "layout.tensor=2", "layout.sequence=2")
-    assert new > 0, "a rank's share has other sizes, and a sequence rank other phases"
-    assert there > 0, "norms are whole on every rank"
-    assert split > kernels
+    assert binaries == {"forward_kernel", "backward_kernel", "sums_kernel", "gradient_kernel"}, "norm, gate and loss"
+    # a rank's share of the gate has another width; norms and loss are the same
+    split, new, there = compiled(run_file, "layout.tensor=2")
+    assert 0 < new < split
+    assert new + there == split == kernels
+
+
+EVERY_MIXER = """
+import json, torch
+from triton.runtime import JITFunction
+from baton.kernels.ahead import Target
+from baton.models.config import ModelConfig
+from baton.models.settings import SMALL_WIDTH, kinds
+from baton.parallel.config import LayoutConfig
+from baton.training.compile import compile_for
+from baton.training.config import TrainingConfig
+
+def note(self, key, signature, device, constexprs, options, attrs, warmup):
+    launched.append(self.fn.__name__)
+    self.device_caches[device][0][key] = self
+    return self
+JITFunction._do_compile = note  # nothing is compiled here
+
+found = {}
+for name, settings in kinds().items():
+    model = ModelConfig(d_model=SMALL_WIDTH, n_layers=2, vocab_size=64, pattern=[name], mixers={name: settings.small()})
+    for case, bptt, layout in (
+        ("whole", None, {}),
+        ("ranks", None, {"tensor": 2, "sequence": 2}),
+        ("exact", {"mode": "exact", "segment": 16}, {}),
+        ("truncated", {"mode": "truncated", "segment": 16, "gradient_segments": 2}, {"sequence": 2}),
+    ):
+        values = {"steps": 1, "context": 64, "global_batch_tokens": 128, "micro_batch": 2, "precision": "bfloat16"}
+        launched = []
+        compile_for(model, TrainingConfig(**values, bptt=bptt, optimizer={"lr": 1e-3}), LayoutConfig(**layout), Target(90))
+        found[f"{name}, {case}"] = sorted(set(launched))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.timeout(600)
+def test_every_mixer_goes_through_in_every_layout(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", EVERY_MIXER], capture_output=True, text=True, check=False, env=environment(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {name: set(kernels) for name, kernels in json.loads(done.stdout).items()}
+    assert len(found) == 4 * len(kinds())
+    for name, kernels in found.items():
+        assert kernels >= {"forward_kernel", "backward_kernel", "sums_kernel", "gradient_kernel"}, name
+    assert found["mamba, whole"] >= {"scan_kernel", "scan_backward_kernel", "conv_kernel", "conv_backward_kernel"}
+    for case in ("ranks", "exact", "truncated"):
+        begun = found[f"mamba, {case}"] - found["mamba, whole"]
+        assert "summarize_kernel" in begun, f"{case}: what a span does to a State is asked before the State is there"
 
 
 def test_what_cannot_be_compiled_is_said(run_file, capsys, monkeypatch):
@@ -86,7 +139,7 @@ def test_a_step_on_a_gpu_compiles_nothing_more(mixer, tmp_path, monkeypatch):
 
     from baton.kernels.ahead import Target
     from baton.models.config import ModelConfig
-    from baton.models.settings import SMALL_WIDTH, kinds
+    from baton.models.settings import SMALL_WIDTH
     from baton.parallel import mesh as meshes
     from baton.parallel.config import LayoutConfig
     from baton.training.build import build
