@@ -84,7 +84,7 @@ class _Run:
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, scale: float, pos: Tensor | None, tiles: Tiles
     ) -> None:
         given = Given.of(q, k, v)
-        self.sum = Sum("none" if g is None else "scalar", scale, pos, g, given, tiles)
+        self.sum = Sum("none" if g is None else "scalar", scale, pos, g, given, tiles, low=given.low)
         self.tiles = tiles if given.low else tiles.for_float32
         self.beta, self.scale, self.kernels = launch.in_rows(beta), scale, _kernels()
         self.sums = self.sum.prepare(None, None).sums

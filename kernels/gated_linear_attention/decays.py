@@ -35,6 +35,14 @@ def rounded(x, LOW: tl.constexpr):
 
 
 @triton.jit
+def product_of_two(a, b, LOW: tl.constexpr):
+    """a b, of a rounded to LOW and b to twice as many digits, as the sum of two."""
+    high = b.to(LOW)
+    low = (b - high.to(tl.float32)).to(LOW)
+    return tl.dot(a.to(LOW), low, tl.dot(a.to(LOW), high))
+
+
+@triton.jit
 def from_here_on(x, C: tl.constexpr, LOW: tl.constexpr):
     """Of [C, BX] the sum from each token to the last, without rounding: three parts of eight bits hold a float32."""
     i = tl.arange(0, C)

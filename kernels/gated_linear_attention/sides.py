@@ -27,6 +27,7 @@ from baton.kernels.gated_linear_attention.decays import (
     near,
     positions_of,
     product,
+    product_of_two,
     rounded,
     rows_of,
     since_begin,
@@ -229,12 +230,13 @@ def gated_kernel(
     rx, ry, wx, wy, sums, pos, scores, states, cotangents, out_r, out_w, out_g, T, chunks, scale,
     rx_batch, rx_row, rx_head, ry_batch, ry_row, ry_head, wx_batch, wx_row, wx_head, wy_batch, wy_row, wy_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
-    READ: tl.constexpr, WRITE: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr, SHARE: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, LOW: tl.constexpr, PRECISE: tl.constexpr, LEVELS: tl.constexpr, SHARE: tl.constexpr,
     C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """Derivatives along x: to rx, [B, T, Q, X], if READ, and to wx, [B, T, H, X], and the log-decays, [B, T, H, X] or, of a SCALAR,
-    of each block of x [X / BX, B, T, H], if WRITE; scores are those of ry and wy, without decays. SHARE: heads, one after
-    the other, that a program has; of more than one the derivatives to rx and wx are sums, [B, T, H / SHARE, X]."""
+    of each block of x [X / BX, B, T, H], if WRITE; scores are those of ry and wy, without decays. PRECISE: of
+    channels, what is read within a chunk is of wx with twice LOW's digits. SHARE: heads, one after the other, that a program has;
+    of more than one the derivatives to rx and wx are sums, [B, T, H / SHARE, X]."""
     PARTS: tl.constexpr = H // SHARE
     xs, n = tl.program_id(0), tl.program_id(1)
     x = xs * BX + tl.arange(0, BX)
@@ -290,15 +292,19 @@ def gated_kernel(
                 flow += tl.sum(r_x * found, 1) * scale
             P = tl.load(scores + ((b * (H * G) + q) * chunks + n) * (C * C) + i[:, None] * C + i[None, :])
             if GATE == CHANNEL:
-                for level in range(NEAR - 1, LEVELS):
+                for level in tl.range(NEAR - 1, LEVELS, num_stages=1 if PRECISE else None):
                     apart = (summed - sums_at(here, n * C + joint(level, C), T, x, H, X, GATE)).to(tl.float32)
                     # within a block of 2^NEAR both are on either side of the token between them
                     far = -tl.abs(apart)
                     for_r = tl.exp2(tl.where(level < NEAR, apart, far))
                     for_w = tl.exp2(tl.where(level < NEAR, -apart, far))
                     P_level = tl.where(tl.where(level < NEAR, near(C), meet(level, C)), P, 0.0)
-                    w_level = rounded(w_x * for_w, LOW)
-                    read = product(P_level, w_level, LOW)
+                    if PRECISE:
+                        w_level = w_x * for_w
+                        read = product_of_two(P_level, w_level, LOW)
+                    else:
+                        w_level = rounded(w_x * for_w, LOW)
+                        read = product(P_level, w_level, LOW)
                     found += for_r * read
                     if WRITE:
                         r_level = rounded(r_x * for_r, LOW)

@@ -58,9 +58,14 @@ def gla_triton(
     return y, leaving
 
 
-def gla_effect(k: Tensor, v: Tensor, g: Tensor | None, *, gate: Gate, pos: Tensor | None, tiles: Tiles | None = None) -> Tensor:
-    """What a span adds to a state of zeros, [batch, heads, d_key, d_value], without queries, outputs and gradients."""
-    run = Sum(gate, 1.0, launch.positions(pos), g, Given.of(k, k, v), tiles or tiles_for(gate, Given(k, k, v)))
+def gla_effect(
+    k: Tensor, v: Tensor, g: Tensor | None, *, gate: Gate, pos: Tensor | None, tiles: Tiles | None = None, low: bool | None = None
+) -> Tensor:
+    """What a span adds to a state of zeros, [batch, heads, d_key, d_value], without queries, outputs and gradients. low: whether
+    products are of bfloat16 (default: where k and v have 16 bits)."""
+    given = Given.of(k, k, v)
+    low = given.low if low is None else low
+    run = Sum(gate, 1.0, launch.positions(pos), g, given, tiles or tiles_for(gate, Given(k, k, v)), low=low)
     wx, wy = run.writes
     prepared = run.prepare(None, wx)
     assert prepared.written is not None
@@ -68,16 +73,17 @@ def gla_effect(k: Tensor, v: Tensor, g: Tensor | None, *, gate: Gate, pos: Tenso
 
 
 class Sum:
-    """One call's shapes and launches: scale sum_i rx_i^T S_i ry_i, see `sides`."""
+    """One call's shapes and launches: scale sum_i rx_i^T S_i ry_i, see `sides`. low: whether products are of bfloat16."""
 
-    def __init__(self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: Given, tiles: Tiles) -> None:
+    def __init__(
+        self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: Given, tiles: Tiles, *, low: bool
+    ) -> None:
         self.swapped = gate == "value"
         # one query and one key for all heads, which see them by a stride of 0
         self.shared = not self.swapped and given.v.shape[2] > 1 and given.q.stride(2) == given.k.stride(2) == 0
         self.batch, self.length, self.heads, d_value = given.v.shape
         self.query_heads, d_key = given.q.shape[2], given.k.shape[3]
         self.given, self.device, self.g, self.pos = given, given.v.device, None if g is None else launch.in_rows(g), pos
-        low = given.low
         self.tiles = tiles if low else tiles.for_float32
         self.sizes = (d_value, d_key) if self.swapped else (d_key, d_value)
         self.scale = scale
@@ -241,7 +247,8 @@ class Sum:
         read: torch.dtype | None, write: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """Derivatives, in the dtypes that are given, to what is read with and to what is written along x; and of the latter to the
-        log-decays, in float32. Where all heads share what is read and written with, parts of those sums, [B, T, parts, X]."""
+        log-decays, in float32. What is not rounded when it is read is computed
+        as precisely. Where all heads share what is read and written with, parts of those sums, [B, T, parts, X]."""
         (X, Y), heads, shape = self.sizes, self.heads, (self.batch, self.length)
         shared = self.shared and read is not None and write is not None
         share = math.gcd(heads, self.tiles.heads) if shared else 1
@@ -258,6 +265,7 @@ class Sum:
             self.or_v(x.r), self.or_v(y.r), self.or_v(x.w), self.or_v(y.w), self.or_v(sums), self.or_v(self.pos), scores, states,
             self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
             *launch.strides(x.r, y.r, x.w, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
+            PRECISE=self.low["LOW"] is not None and self.per_channel and read == torch.float32,
             LEVELS=self.tiles.chunk.bit_length() - 1, SHARE=share, BX=BX, BY=BY, num_warps=self.tiles.warps_gated, **self.common,
             **self.low,
         )  # fmt: skip
@@ -310,7 +318,8 @@ class _Gla(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, g, initial_state, pos)
         ctx.gate, ctx.scale, ctx.tiles = gate, scale, tiles
         ctx.set_materialize_grads(False)
-        return Sum(gate, scale, pos, g, Given.of(q, k, v), tiles).forward(initial_state, q.dtype)
+        given = Given.of(q, k, v)
+        return Sum(gate, scale, pos, g, given, tiles, low=given.low).forward(initial_state, q.dtype)
 
     @staticmethod
     @once_differentiable
@@ -318,7 +327,8 @@ class _Gla(torch.autograd.Function):
         q, k, v, g, initial_state, pos = ctx.saved_tensors
         if dy is None:
             dy = q.new_zeros(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
-        run = Sum(ctx.gate, ctx.scale, pos, g, Given.of(q, k, v), ctx.tiles)
+        given = Given.of(q, k, v)
+        run = Sum(ctx.gate, ctx.scale, pos, g, given, ctx.tiles, low=given.low)
         dq, dk, dv, dg, dfirst = run.backward(initial_state, launch.in_rows(dy), dlast)
         # a head that all share was given to each, or to several at a time
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))

@@ -1,7 +1,9 @@
 """Gated slot attention on a GPU: two passes of gated linear attention, keys written to the slots and values read from them.
 
-The one thing to know: the passes share their gate, and what a slot takes in is 1 - alpha. Scores are kept in float32 for the
-backward pass; weights, strengths and chunks' states are made again.
+The one thing to know: the passes share their gate, and what a slot takes in is 1 - alpha. What the link makes of a score is as far
+off as the score is, times its size, so nothing between the two is rounded that need not be: strengths, scores and the gradients of
+weights are float32, and what is read within a chunk is of strengths with twice bfloat16's digits. Scores are kept for the backward
+pass; weights, strengths and chunks' states are made again.
 """
 
 from collections.abc import Mapping
@@ -44,10 +46,10 @@ def gsa_triton(
 
 def gsa_effect(k: Tensor, v: Tensor, log_alpha: Tensor, *, pos: Tensor | None, tiles: Tiles | None = None) -> State:
     """What a span adds to slots of zeros: neither queries nor link nor outputs, and without gradients."""
-    write = strength(log_alpha, v.dtype)
+    write, low = strength(log_alpha), Given(k, k, v).low
     return {
-        "k": gla_effect(k, write, log_alpha, gate="value", pos=pos, tiles=tiles),
-        "v": gla_effect(write, v, log_alpha, gate="key", pos=pos, tiles=tiles),
+        "k": gla_effect(k, write, log_alpha, gate="value", pos=pos, tiles=tiles, low=low),
+        "v": gla_effect(write, v, log_alpha, gate="key", pos=pos, tiles=tiles, low=low),
     }
 
 
@@ -57,11 +59,10 @@ class _Gsa(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, first_k: Tensor | None, first_v: Tensor | None,
         scale: float, link: Link, pos: Tensor | None, tiles: Tiles | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        write = strength(log_alpha, v.dtype)
-        # what the link makes of a score is as far off as the score is: not rounded in between
-        scores, keys = _keys(q, k, write, log_alpha, scale, pos, tiles).forward(first_k, torch.float32)
+        write, low = strength(log_alpha), Given(q, k, v).low
+        scores, keys = _keys(q, k, write, log_alpha, scale, pos, tiles, low).forward(first_k, torch.float32)
         weights = weights_of(scores, link, q.dtype)
-        y, values = _values(weights, write, v, log_alpha, pos, tiles).forward(first_v, q.dtype)
+        y, values = _values(weights, write, v, log_alpha, pos, tiles, low).forward(first_v, q.dtype)
         ctx.save_for_backward(q, k, v, log_alpha, first_k, first_v, scores, pos)
         ctx.scale, ctx.link, ctx.tiles = scale, link, tiles
         ctx.set_materialize_grads(False)
@@ -73,30 +74,32 @@ class _Gsa(torch.autograd.Function):
         q, k, v, log_alpha, first_k, first_v, scores, pos = ctx.saved_tensors
         if dy is None:
             dy = q.new_zeros(*q.shape[:3], v.shape[3])
-        write, weights = strength(log_alpha, v.dtype), weights_of(scores, ctx.link, q.dtype)
-        of_values = _values(weights, write, v, log_alpha, pos, ctx.tiles)
-        # of weights and strengths only differences reach what they are made of: not rounded in between
-        dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(first_v, launch.in_rows(dy), dvalues, wide="qk")
+        write, weights, low = strength(log_alpha), weights_of(scores, ctx.link, q.dtype), Given(q, k, v).low
+        of_values = _values(weights, write, v, log_alpha, pos, ctx.tiles, low)
+        # of weights and strengths only differences reach what they are made of
+        dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(first_v, launch.in_rows(dy), dvalues, wide="q")
         dscores = weights_backward(scores, dweights, ctx.link)
-        of_keys = _keys(q, k, write, log_alpha, ctx.scale, pos, ctx.tiles)
-        dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, dscores, dkeys, wide="v")
+        of_keys = _keys(q, k, write, log_alpha, ctx.scale, pos, ctx.tiles, low)
+        dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, dscores, dkeys)
         dgates = _gates_backward(log_alpha, dg_k, dg_v, dwrite_k, dwrite_v)
         grads = (dq, dk, dv, dgates, dfirst_k, dfirst_v)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 4)
 
 
 def _keys(
-    q: Tensor, k: Tensor, write: Tensor, log_alpha: Tensor, scale: float, pos: Tensor | None, tiles: Tiles | None
-) -> Sum:  # fmt: skip
+    q: Tensor, k: Tensor, write: Tensor, log_alpha: Tensor, scale: float, pos: Tensor | None, tiles: Tiles | None, low: bool
+) -> Sum:
     """The pass that writes keys to slots and reads a query's scores of them."""
     given = Given.of(q, k, write)
-    return Sum("value", scale, pos, log_alpha, given, tiles or tiles_for("value", given))
+    return Sum("value", scale, pos, log_alpha, given, tiles or tiles_for("value", given), low=low)
 
 
-def _values(weights: Tensor, write: Tensor, v: Tensor, log_alpha: Tensor, pos: Tensor | None, tiles: Tiles | None) -> Sum:
+def _values(
+    weights: Tensor, write: Tensor, v: Tensor, log_alpha: Tensor, pos: Tensor | None, tiles: Tiles | None, low: bool
+) -> Sum:
     """The pass that writes values to slots and reads them by weights."""
     given = Given.of(weights, write, v)
-    return Sum("key", 1.0, pos, log_alpha, given, tiles or tiles_for("key", given))
+    return Sum("key", 1.0, pos, log_alpha, given, tiles or tiles_for("key", given), low=low)
 
 
 @cache
@@ -112,10 +115,10 @@ def _rows(x: Tensor) -> tuple[tuple[int], Mapping[str, int]]:
     return (-(-(x.numel() // sizes["M"]) // sizes["BR"]),), sizes
 
 
-def strength(log_alpha: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 - alpha, of its logarithm: alpha itself would lose the gates that matter most, those that keep nearly all."""
+def strength(log_alpha: Tensor) -> Tensor:
+    """1 - alpha in float32, of its logarithm: alpha itself would lose the gates that matter most, those that keep nearly all."""
     gates = log_alpha.contiguous()
-    out, (grid, sizes) = torch.empty_like(gates, dtype=dtype), _rows(gates)
+    out, (grid, sizes) = torch.empty_like(gates, dtype=torch.float32), _rows(gates)
     _kernels().strength_kernel[grid](gates, out, gates.numel() // sizes["M"], **sizes)
     return out
 

@@ -103,12 +103,14 @@ def _matrix_kernels(arch):
         levels, stages = {"LEVELS": tiles.chunk.bit_length() - 1}, {"num_stages": tiles.stages}
         BX, BY = {"BX": min(X, tiles.x)}, {"BY": min(Y, tiles.y)}
         per_channel = gate.value == CHANNEL.value
+        # strengths and what is made of scores
+        of_slots = {**types, "w": "fp32", "wx": "fp32", "out_r": "fp32"} if name == "gsa" else types
         if gate.value != NONE.value:
             prepare = {**headed, "READ": per_channel, "WRITE": per_channel, "BX": min(X, tiles.x_prepared)}
-            yield f"{name} prepare", sides.prepare_kernel, prepare, 4 if per_channel else 1, types
+            yield f"{name} prepare", sides.prepare_kernel, prepare, 4 if per_channel else 1, of_slots
         scores = {"BX": min(X, tiles.x_scores), "num_stages": 1} if per_channel else {**BX, **stages}
         warps = tiles.warps_scores if per_channel else tiles.warps
-        yield f"{name} scores", sides.scores_kernel, {**headed, **low, **levels, **scores}, warps, types
+        yield f"{name} scores", sides.scores_kernel, {**headed, **low, **levels, **scores}, warps, of_slots
         for backwards in (False, True):
             states = {**common, **low, **stages, **BX, **BY, "Y": Y, "HAS_FIRST": True, "KEEP": True, "BACKWARDS": backwards}
             yield f"{name} states{' backward' * backwards}", sides.states_kernel, states, tiles.warps, types
@@ -119,16 +121,17 @@ def _matrix_kernels(arch):
         for write in (False, True):
             share = tiles.heads if write and name == "mamba2" else 1
             gated = {**headed, **low, **levels, **stages, **sizes, "READ": True, "WRITE": write, "SHARE": share}
+            gated["PRECISE"] = name == "gsa"
             if share > 1:
                 gated["BY"] = 32
-            yield f"{name} gated{' backward' * write}", sides.gated_kernel, gated, tiles.warps_gated, types
+            yield f"{name} gated{' backward' * write}", sides.gated_kernel, gated, tiles.warps_gated, of_slots
 
     def tiles_of(kernel, shape):
         return replace(kernel.Tiles(), **table.of_device(kernel.KERNEL, (f"sm_{arch}",), shape))
 
     for name, decay, gate, X, Y in (
         ("gla", CHANNEL, "key", 256, 512),
-        ("gsa,", CHANNEL, "key", 64, 512),
+        ("gsa", CHANNEL, "key", 64, 512),
         ("mamba2", SCALAR, "scalar", 128, 64),
     ):
         yield from of_sum(name, decay, X, Y, tiles_of(gated_linear_attention, gated_linear_attention.shape_of(gate, X, Y)))
