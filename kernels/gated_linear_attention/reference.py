@@ -42,7 +42,7 @@ def gla_reference(
         if g is not None:
             S_BHKV = along_state(g[:, t], gate).exp() * S_BHKV
         S_BHKV = S_BHKV + k[:, t, :, :, None] * v[:, t, :, None, :]
-        y_BTHV.append(scale * torch.einsum("bhgk,bhkv->bhgv", q_BTHGK[:, t], S_BHKV).flatten(1, 2))
+        y_BTHV.append(scale * torch.einsum("bhgk,bhkv->bhgv", q_BTHGK[:, t].to(S_BHKV.dtype), S_BHKV).flatten(1, 2))
     return torch.stack(y_BTHV, dim=1), S_BHKV
 
 

@@ -59,6 +59,6 @@ def gsa_reference(
         keep_BHM, write_BHM = log_alpha[:, t].exp(), -torch.expm1(log_alpha[:, t])
         k_BHKM = keep_BHM[:, :, None, :] * k_BHKM + k[:, t, :, :, None] * write_BHM[:, :, None, :]
         v_BHMV = keep_BHM[:, :, :, None] * v_BHMV + write_BHM[:, :, :, None] * v[:, t, :, None, :]
-        scores_BHGM = scale * torch.einsum("bhgk,bhkm->bhgm", q_BTHGK[:, t], k_BHKM)
+        scores_BHGM = scale * torch.einsum("bhgk,bhkm->bhgm", q_BTHGK[:, t].to(k_BHKM.dtype), k_BHKM)
         y_BTHV.append(torch.einsum("bhgm,bhmv->bhgv", LINKS[link](scores_BHGM), v_BHMV).flatten(1, 2))
     return torch.stack(y_BTHV, dim=1), {"k": k_BHKM, "v": v_BHMV}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.models import model_of, training
+from support.models import micro_batches, model_of, training
 
 from baton.kernels.check import check
 from baton.kernels.selective_scan.recurrence import SelectiveScan
@@ -13,6 +13,7 @@ from baton.models.settings import kinds
 from baton.training.build import build
 from baton.training.doctor import check_kernels
 from baton.training.errors import KernelCheckError
+from baton.training.executor import StepExecutor
 
 
 def checked(mesh, mixer):
@@ -39,6 +40,18 @@ def test_ranks_find_the_same(pool, layout):
     names = [found for found, _ in pool.run(found_by, **layout)]
     assert names[0]
     assert all(found == names[0] for found in names)
+
+
+def stepped_in_bfloat16(mesh, mixer):
+    built = build(model_of(mixer), training(precision="bfloat16"), mesh)
+    check_kernels(built, training(precision="bfloat16"))
+    return StepExecutor(built.model, built.engine, mesh).step(micro_batches(0, 0, 1, 2), 1e-3).loss
+
+
+@pytest.mark.parametrize("mixer", [*kinds(), "hybrid"])
+def test_a_model_is_checked_and_takes_a_step_in_bfloat16(pool, mixer):
+    """As on a GPU, with activations in bfloat16 beside gates in float32."""
+    assert pool.run(stepped_in_bfloat16, mixer=mixer, data=1)
 
 
 def found_by(mesh):
