@@ -1,7 +1,8 @@
 """A layer: sub-blocks x + mixer(norm(x)) one after the other, with the residual stream in fp32.
 
-The one thing to know: where tensor ranks share the residual stream, x and what is added to it are this rank's part of the tokens
-(baton.parallel.tensor), and the normalised tokens are gathered in front of the mixer, in the compute type.
+The one thing to know: what a sub-block gives is added by the next norm, which reads the stream anyway. Where tensor ranks share
+the residual stream, both its parts are this rank's part of the tokens (baton.parallel.tensor), and the normalised tokens are
+gathered in front of the mixer, in the compute type.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import noop_context_fn
 from baton.kernels.protocol import Leaf, State
 from baton.models.config import ModelConfig
 from baton.models.mixer import Mixer, Site, build_mixer
-from baton.models.norm import RMSNorm
+from baton.models.norm import RMSNorm, Stream, summed
 from baton.parallel.sequence import SequenceLink
 from baton.parallel.tensor import gather_tokens
 
@@ -28,7 +29,10 @@ def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any
 
 
 class SubBlock(nn.Module):
-    """x [B, T, d_model] fp32 (or this rank's part [part_of(B T), d_model]), pos [B, T], State or None -> x, State."""
+    """Stream [B, T, d_model] (or this rank's part [part_of(B T), d_model]), pos [B, T], State or None -> stream, State.
+
+    The stream's first part is fp32, the second in the compute type.
+    """
 
     mixer: Mixer
 
@@ -38,13 +42,13 @@ class SubBlock(nn.Module):
         self.norm = RMSNorm(config.d_model, config.norm_eps, of_part=site.split_residual)
         self.mixer = build_mixer(config.mixers[name], site)
 
-    def forward(self, x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(self, stream: Stream, pos: Tensor, state: State | None) -> tuple[Stream, State]:
         # every projection would cast it anyway, each for itself
-        x, normed = self.norm(x, self._compute_dtype)
+        x, normed = self.norm(stream, self._compute_dtype)
         if self._split:
             normed = gather_tokens(normed, pos.shape)
         y, state = self.mixer(normed, pos, state)
-        return x + y, state
+        return (x, y), state
 
 
 class Layer(nn.ModuleDict):
@@ -61,16 +65,21 @@ class Layer(nn.ModuleDict):
             found += [dataclasses.replace(leaf, name=f"{name}.{leaf.name}") for leaf in cast(SubBlock, block).mixer.leaves]
         return tuple(found)
 
-    def forward(self, x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(self, stream: Stream, pos: Tensor, state: State | None) -> tuple[Stream, State]:
         leaving: State = {}
         for name, block in self.items():
             prefix = f"{name}."
             entering = None
             if state is not None:
                 entering = {key.removeprefix(prefix): leaf for key, leaf in state.items() if key.startswith(prefix)}
-            x, own = block(x, pos, entering)
+            stream, own = block(stream, pos, entering)
             leaving.update({f"{prefix}{key}": leaf for key, leaf in own.items()})
-        return x, leaving
+        return stream, leaving
+
+    def whole(self, x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """The same from and to a stream of one part."""
+        stream, leaving = self((x, None), pos, state)
+        return summed(stream), leaving
 
 
 class _Kept(TorchDispatchMode):

@@ -20,7 +20,7 @@ from baton.models.block import Layer, recomputation
 from baton.models.config import ModelConfig
 from baton.models.cross_entropy import linear_cross_entropy
 from baton.models.mixer import Mixer, Site
-from baton.models.norm import RMSNorm
+from baton.models.norm import RMSNorm, Stream, summed
 from baton.models.stages import Stage, whole
 from baton.parallel.layout import declare, layout_of
 from baton.parallel.pipeline import PipelineLink
@@ -114,26 +114,28 @@ class LanguageModel(nn.Module):
             )
 
     def forward(self, tokens: Tensor, pos: Tensor, states: States | None = None) -> tuple[Tensor, States]:
-        x = self.embedding(tokens) if self.stage.first else tokens
+        stream: Stream = (self.embedding(tokens) if self.stage.first else tokens, None)
         leaving: States = {}
         for number, layer in self.layers.items():
             entering = None if states is None else states[number]
             if self.recompute and torch.is_grad_enabled():
                 # nothing random happens in a layer, so there is no generator's state to restore
+                # one part, of which half as much is kept
                 x, leaving[number] = checkpoint(
-                    layer,
-                    x,
+                    cast(Layer, layer).whole,
+                    stream[0],
                     pos,
                     entering,
                     use_reentrant=False,
                     preserve_rng_state=False,
                     context_fn=partial(recomputation, [layer], self.link),
                 )
+                stream = x, None
             else:
-                x, leaving[number] = layer(x, pos, entering)
+                stream, leaving[number] = layer(stream, pos, entering)
         if not self.stage.last:
-            return x, leaving
-        _, hidden = self.norm(x, self.compute_dtype)
+            return summed(stream), leaving
+        _, hidden = self.norm(stream, self.compute_dtype)
         return gather_tokens(hidden, pos.shape) if self.split_residual else hidden, leaving
 
     def recomputation(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -9,6 +9,15 @@ from baton.models import init
 from baton.models.mixer import Site
 from baton.parallel.layout import ParameterLayout, declare
 
+Stream = tuple[Tensor, Tensor | None]
+"""A residual stream in two parts: the second, if any, is still to be added to the first, which the next norm does in passing."""
+
+
+def summed(stream: Stream) -> Tensor:
+    """The stream as one."""
+    x, added = stream
+    return x if added is None else x + added
+
 
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in the weight's type (fp32).
@@ -23,9 +32,10 @@ class RMSNorm(nn.Module):
         layout = ParameterLayout((d_model,), init.constant(1.0), partial_over=partial, decay=False)
         self.weight = declare(nn.Parameter(torch.empty(d_model)), layout)
 
-    def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """x, for what else reads it, and y in dtype."""
-        return rms_norm_beside(x, self.weight, self.eps, dtype=dtype)
+    def forward(self, stream: Stream, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """x, the sum of the stream's parts, for what else reads it, and y in dtype."""
+        x, added = stream
+        return rms_norm_beside(x, self.weight, self.eps, added=added, dtype=dtype)
 
 
 class HeadRMSNorm(nn.Module):

@@ -32,18 +32,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None
     return rms_norm_beside(x, weight, eps, dtype=dtype)[1]
 
 
-def rms_norm_beside(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """x, for what else reads it, and y as `rms_norm`: on a GPU the cotangents of both are added while the norm's is made.
+def rms_norm_beside(
+    x: Tensor, weight: Tensor, eps: float, *, added: Tensor | None = None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + added, for what else reads it, and y as `rms_norm` of that: on a GPU the sum is made on the way into the norm, and the
+    cotangents of both are added on the way out, where what was added gets its own in its own type.
 
-    A residual stream is read by a norm and by the sum behind the sub-block; added afterwards, its two cotangents would be read and
-    written once more.
+    A residual stream is read by a norm and by the sum behind the sub-block. Sums by themselves would read and write it once more in
+    either direction.
 
-    Args, raises: as `rms_norm`.
+    Args, raises: as `rms_norm`. added: as x, in its dtype or a less precise one; None: nothing is.
     """
     if not isinstance(x, Tensor) or not x.dim():
         raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (..., width)")
     expect_tensor(_KERNEL, "weight", weight, ("width",), (x.shape[-1],), x.device)
+    if added is not None:
+        expect_tensor(_KERNEL, "added", added, ("...", "width"), tuple(x.shape), x.device)
     dtype = dtype or weight.dtype
     if in_triton(x, weight):
-        return rms_norm_triton(x, weight, eps, dtype)
+        return rms_norm_triton(x, weight, eps, dtype, added)
+    x = x if added is None else x + added.to(x.dtype)
     return x, F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(dtype)

@@ -18,11 +18,17 @@ def block_of(n, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(x, weight, y, scale, rows, eps, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """y [R, D], and what each row was multiplied with, [R]."""
+def forward_kernel(
+    x, added, weight, stream, y, scale, rows, eps, D: tl.constexpr, ADD: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """y [R, D], and what each row was multiplied with, [R]. ADD: what is normalised is x + added, which goes to stream [R, D]."""
     row, at, inside = block_of(tl.program_id(0), rows, D, BR, BD)
     d = tl.arange(0, BD)
     x_rd = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        total = (x_rd + tl.load(added + at, mask=inside, other=0.0).to(tl.float32)).to(stream.dtype.element_ty)
+        tl.store(stream + at, total, mask=inside)
+        x_rd = total.to(tl.float32)
     factor = 1.0 / tl.sqrt(tl.sum(x_rd * x_rd, 1) / D + eps)
     w = tl.load(weight + d, mask=d < D, other=0.0)
     tl.store(y + at, (x_rd * factor[:, None] * w[None, :]).to(y.dtype.element_ty), mask=inside)
@@ -31,10 +37,11 @@ def forward_kernel(x, weight, y, scale, rows, eps, D: tl.constexpr, BR: tl.const
 
 @triton.jit
 def backward_kernel(
-    x, weight, scale, dy, dstream, dx, dweight, rows,
-    D: tl.constexpr, BESIDE: tl.constexpr, BLOCKS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    x, weight, scale, dy, dstream, dx, dadded, dweight, rows,
+    D: tl.constexpr, BESIDE: tl.constexpr, ADD: tl.constexpr, BLOCKS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """dx [R, D], and this program's share of the weight's gradient, [programs, D]. BESIDE: dx has what else reads x gives."""
+    """dx [R, D], and this program's share of the weight's gradient, [programs, D]. BESIDE: dx has what else reads x gives. ADD: dx
+    once more, in the type of what was added."""
     d = tl.arange(0, BD)
     w = tl.load(weight + d, mask=d < D, other=0.0)
     share = tl.zeros([BD], tl.float32)
@@ -50,4 +57,6 @@ def backward_kernel(
         if BESIDE:
             dx_rd += tl.load(dstream + at, mask=inside, other=0.0)
         tl.store(dx + at, dx_rd.to(dx.dtype.element_ty), mask=inside)
+        if ADD:
+            tl.store(dadded + at, dx_rd.to(dadded.dtype.element_ty), mask=inside)
     tl.store(dweight + tl.program_id(0) * D + d, share, mask=d < D)

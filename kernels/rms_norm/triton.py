@@ -22,10 +22,10 @@ def in_triton(x: Tensor, weight: Tensor) -> bool:
 
 
 def rms_norm_triton(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, blocks: int = _BLOCKS
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, added: Tensor | None = None, blocks: int = _BLOCKS
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `op.rms_norm_beside`, which checks the arguments. blocks: of rows, of a program of the backward pass."""
-    stream, y = _RMSNorm.apply(x, weight, eps, dtype, blocks)
+    stream, y = _RMSNorm.apply(x, weight, added, eps, dtype, blocks)
     return stream, y
 
 
@@ -33,36 +33,48 @@ def rms_norm_triton(
 def sizes_of(width: int) -> Mapping[str, int]:
     """A launch's, for rows of so many numbers."""
     block = table.power_of_two(width)
-    return MappingProxyType({"D": width, "BR": max(1, _ENTRIES // block), "BD": block, "num_warps": min(16, max(4, block // 512))})
+    warps = min(16, max(8, block // 512)) if block >= 2048 else 4
+    return MappingProxyType({"D": width, "BR": max(1, _ENTRIES // block), "BD": block, "num_warps": warps})
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, blocks: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, added: Tensor | None, eps: float, dtype: torch.dtype, blocks: int
+    ) -> tuple[Tensor, Tensor]:
         x, weight = x.contiguous(), weight.contiguous()
+        stream = x if added is None else torch.empty_like(x)
+        ctx.added = None if added is None else added.dtype
+        added = x if added is None else added.contiguous()
         sizes, rows = sizes_of(x.shape[-1]), x.numel() // x.shape[-1]
         y, scale = torch.empty_like(x, dtype=dtype), torch.empty(rows, dtype=torch.float32, device=x.device)
-        _kernels().forward_kernel[(-(-rows // sizes["BR"]),)](x, weight, y, scale, rows, eps, **sizes)
-        ctx.save_for_backward(x, weight, scale)
+        _kernels().forward_kernel[(-(-rows // sizes["BR"]),)](
+            x, added, weight, stream, y, scale, rows, eps, ADD=ctx.added is not None, **sizes
+        )
+        ctx.save_for_backward(stream, weight, scale)
         ctx.blocks = blocks
         ctx.set_materialize_grads(False)
-        return x, y
+        return stream, y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> tuple[Any, ...]:
         if dy is None:
-            return dstream, None, None, None, None
+            assert dstream is not None
+            return dstream, None, None if ctx.added is None else dstream.to(ctx.added), None, None, None
         x, weight, scale = ctx.saved_tensors
         sizes, rows, dx = sizes_of(x.shape[-1]), scale.shape[0], torch.empty_like(x)
         programs = -(-rows // (sizes["BR"] * ctx.blocks))
         shares = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
         dy = dy.contiguous()
+        # of the same type, one gradient does for both
+        own = ctx.added is not None and ctx.added != dx.dtype
+        dadded = torch.empty_like(dx, dtype=ctx.added) if own else dx
         _kernels().backward_kernel[(programs,)](
-            x, weight, scale, dy, dy if dstream is None else dstream.contiguous(), dx, shares, rows, BESIDE=dstream is not None,
-            BLOCKS=ctx.blocks, **sizes,
+            x, weight, scale, dy, dy if dstream is None else dstream.contiguous(), dx, dadded, shares, rows,
+            BESIDE=dstream is not None, ADD=own, BLOCKS=ctx.blocks, **sizes,
         )  # fmt: skip
-        return dx, shares.sum(0), None, None, None
+        return dx, shares.sum(0), None if ctx.added is None else dadded, None, None, None
 
 
 @cache

@@ -60,23 +60,51 @@ def test_what_else_reads_a_stream_has_its_cotangent_added(read, run):
         assert relative_error(have, want) <= 1e-6
 
 
+@pytest.mark.parametrize("run", [rms_norm_beside, rms_norm_triton], ids=["op", "kernel"])
+@pytest.mark.parametrize("read", [(True, True), (True, False), (False, True)], ids=["both", "stream", "norm"])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_what_is_added_to_a_stream_is_added_before_its_norm(dtype, read, run):
+    """Its gradient is the stream's, in its own type; views."""
+    g = seeded(0)
+    x, added, weight, dstream, dy = (torch.randn(*shape, generator=g) for shape in ((9, 40), (9, 40), (40,), (9, 40), (9, 40)))
+    added, found = added.to(dtype), []
+    for place, cast in (("cpu", torch.float64), (DEVICE, None)):
+        own, w, more = (t.to(place, cast or t.dtype).requires_grad_() for t in (x, weight, added))
+        if cast:
+            stream = own + more
+            y = F.rms_norm(stream, (40,), w, EPS)
+        else:
+            view = torch.stack((more, more), -1)[..., 0]
+            stream, y = run(own, w, EPS, dtype=torch.float32, added=view)
+            assert stream.dtype == torch.float32
+        outputs = [(z, dz.to(z)) for z, dz, wanted in zip((stream, y), (dstream, dy), read, strict=True) if wanted]
+        grads = torch.autograd.grad([z for z, _ in outputs], (own, more, w), [dz for _, dz in outputs], allow_unused=True)
+        found.append([t.detach().cpu() for t in (stream, y, *grads) if t is not None])
+    for want, have in zip(*found, strict=True):
+        assert relative_error(have.double(), want) <= LIMITS[have.dtype]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("out", LIMITS, ids=str)
 def test_the_sizes_of_runs(out):
     """More rows than programs, a residual stream's width; twice the same bits."""
-    x, weight, dy = (torch.randn(*shape, generator=seeded(n)) for n, shape in enumerate([(3000, 2048), (2048,), (3000, 2048)]))
-    dy, found = dy.to(out), []
+    shapes = [(3000, 2048), (2048,), (3000, 2048), (3000, 2048), (3000, 2048)]
+    x, weight, dy, added, dstream = (torch.randn(*shape, generator=seeded(n)) for n, shape in enumerate(shapes))
+    dy, added, found = dy.to(out), added.to(out), []
     for place, cast in (("cpu", torch.float64), (DEVICE, None), (DEVICE, None)):
-        own, w = (t.to(place, cast or t.dtype).requires_grad_() for t in (x, weight))
-        y = rms_norm(own, w, EPS, dtype=cast or out)
-        found.append([t.cpu() for t in (y.detach(), *torch.autograd.grad(y, (own, w), dy.to(place, y.dtype)))])
+        own, w, more = (t.to(place, cast or t.dtype).requires_grad_() for t in (x, weight, added))
+        stream, y = rms_norm_beside(own, w, EPS, added=more, dtype=cast or out)
+        given = dstream.to(stream), dy.to(place, y.dtype)
+        found.append([t.detach().cpu() for t in (stream, y, *torch.autograd.grad((stream, y), (own, w, more), given))])
     for want, have, again in zip(*found, strict=True):
-        assert relative_error(have.double(), want) <= LIMITS[out]
+        assert relative_error(have.double(), want) <= LIMITS[have.dtype]
         assert torch.equal(have, again)
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(KernelError, match=r"rms_norm: weight has shape \(4,\), expected \(width,\) = \(5,\)"):
         rms_norm(torch.ones(2, 5), torch.ones(4), EPS)
+    with pytest.raises(KernelError, match=r"rms_norm: added has shape \(5, 2\), expected \(..., width\) = \(2, 5\)"):
+        rms_norm_beside(torch.ones(2, 5), torch.ones(5), EPS, added=torch.ones(5, 2))
     with pytest.raises(KernelError, match="rms_norm: x is a float"):
         rms_norm(1.0, torch.ones(4), EPS)  # type: ignore[arg-type]

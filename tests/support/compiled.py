@@ -201,9 +201,11 @@ def _norm_kernels():
 
     for name, width in (("norm", 2048), ("norm, of heads", 128)):
         sizes = {**sizes_of(width)}
-        warps, float32 = sizes.pop("num_warps"), dict.fromkeys(("x", "weight", "scale", "dstream", "dx", "dweight"), "fp32")
-        yield f"{name} forward", per_row.forward_kernel, sizes, warps, float32
-        yield f"{name} backward", per_row.backward_kernel, {**sizes, "BLOCKS": 32, "BESIDE": width == 2048}, warps, float32
+        stream = width == 2048
+        types = dict.fromkeys(("x", "stream", "weight", "scale", "dstream", "dx", "dweight"), "fp32")
+        warps, sizes = sizes.pop("num_warps"), {**sizes, "ADD": stream}
+        yield f"{name} forward", per_row.forward_kernel, sizes, warps, types
+        yield f"{name} backward", per_row.backward_kernel, {**sizes, "BLOCKS": 32, "BESIDE": stream}, warps, types
 
 
 def _gate_kernels():

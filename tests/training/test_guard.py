@@ -141,7 +141,7 @@ def planted(mesh, what, victim):
             block.mixer.D.register_hook(lambda gradient: torch.where(gradient == gradient.max(), torch.nan, gradient))
         else:
             glitch = iter([True])
-            block.register_forward_hook(lambda m, a, o: (o[0] * torch.nan, o[1]) if next(glitch, False) else o)
+            block.register_forward_hook(lambda m, a, o: ((o[0][0], o[0][1] * torch.nan), o[1]) if next(glitch, False) else o)
     before = state_of(built)
     result = executor.step(micro_batches(1, mesh.data_rank, mesh.layout.data, 2, mesh.sequence_rank, mesh.layout.sequence), 1e-3)
     unchanged = all(x.isnan().any() or torch.equal(x, before[name]) for name, x in state_of(built).items())
