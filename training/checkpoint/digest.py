@@ -5,6 +5,7 @@ all multipliers odd. So a change of one element, in however many bits, always ch
 whatever layout wrote them, and it can be taken rectangle by rectangle.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -39,6 +40,14 @@ def part_digest(data: Tensor, offset: tuple[int, ...]) -> int:
     return int(found) & 0xFFFF_FFFF_FFFF_FFFF
 
 
+@torch.no_grad()
+def rows_digest(data: Tensor, places: Sequence[int]) -> int:
+    """Of rows [N, .., ..], int64, that lie anywhere in a whole tensor: the sum of part_digest(row[None], (place, 0, 0))."""
+    found = (data * _multipliers(2, 0, data.shape[2])).sum(dim=2)
+    found = (found * _multipliers(1, 0, data.shape[1])).sum(dim=1)
+    return int((found * _mixed(0, torch.tensor(places, dtype=torch.int64))).sum()) & 0xFFFF_FFFF_FFFF_FFFF
+
+
 def joined(parts: list[int]) -> str:
     """The whole's checksum from its boxes', as 16 hexadecimal digits."""
     return f"{sum(parts) & 0xFFFF_FFFF_FFFF_FFFF:016x}"
@@ -46,8 +55,13 @@ def joined(parts: list[int]) -> str:
 
 @lru_cache(maxsize=64)
 def _multipliers(dim: int, first: int, count: int) -> Tensor:
-    """Odd int64 numbers [count] of the indexes from `first` on, that look random."""
-    x = (torch.arange(first, first + count, dtype=torch.int64) + (dim + 1) * 0x1_0000_0000_0000) * _GOLDEN
+    """Of the indexes from `first` on."""
+    return _mixed(dim, torch.arange(first, first + count, dtype=torch.int64))
+
+
+def _mixed(dim: int, indexes: Tensor) -> Tensor:
+    """Odd int64 numbers of indexes, that look random."""
+    x = (indexes + (dim + 1) * 0x1_0000_0000_0000) * _GOLDEN
     x = (x ^ _shifted(x, 30)) * _MIX
     x = (x ^ _shifted(x, 27)) * _MIX_2
     return (x ^ _shifted(x, 31)) | 1
