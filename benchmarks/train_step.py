@@ -1,9 +1,9 @@
 """Whole optimizer steps at 1.3B on one GPU: `baton train` itself (its loop, DeepSpeed ZeRO-1, fp32 masters), beside other people's.
 
 The one thing to know: every run is the command that users start, on real text, watched from outside through its record and ended
-once enough steps are in it; nothing is left out of a step. A gate compares its first loss with the reference form's of the same
-initial values and tokens (float64, no kernel of ours). Peers have bfloat16 weights and moments, fused AdamW, as many micro-batches,
-their batches on the GPU beforehand, and are in processes of their own.
+once enough steps are in it; nothing is left out of a step. One run has steps of one micro-batch and of many: its batch grows. Its first
+loss is compared with the reference form's of the same initial values and tokens (float64, no kernel of ours). Peers have bfloat16
+weights and moments, fused AdamW, as many micro-batches, their batch on the GPU beforehand, and processes of their own.
 
     python benchmarks/train_step.py --model mamba-1.4b [--shapes 8x2048,1x16384,1x131072] [--micro-batches 1,16] [--steps 5]
     python benchmarks/train_step.py --model lattice-sim,lattice-enc,lattice-dec --shapes 8x2048 --name train_step_lattice
@@ -15,28 +15,28 @@ minute, on sizes that mean nothing, and writes no results.
 """
 
 import argparse
-import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.multiprocessing as mp
 import yaml
 from report import Report
 from train_step_data import text_for
+from train_step_run import end, start_of, steps_of
 from train_step_sides import PEERS, peer_main, reference_main
 
 from baton.launcher.arithmetic import flops_per_token, of_stages
 from baton.launcher.config import RunConfig, load
-from baton.training.monitor import read_metrics
 from baton.training.peaks import Utilisation, peak_of
 
 NEAR = 3e-4  # relative, of losses that are means over 16k tokens and more: bfloat16's rounding averages out
@@ -73,13 +73,21 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Found:
-    """Of a run of ours. losses: of each step; seconds: of the timed ones; start_s: until the first was done; bytes: at the peak."""
+class Timed:
+    """Steps of one number of micro-batches. seconds: of those that are timed; bytes: at the peak so far."""
 
-    losses: list[float]
     seconds: list[float]
-    start_s: float
     bytes: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of a run of ours. loss: of its first step; timed: by the number of micro-batches; start_s: until the first step was done, by
+    what was being done, in this order; profile: of a step of the most micro-batches."""
+
+    loss: float
+    timed: dict[int, Timed]
+    start_s: dict[str, float]
     profile: str | None
 
 
@@ -92,20 +100,25 @@ class Bench:
         self.mamba: dict[tuple[Shape, int], float] = {}
         self.references: dict[tuple[str, Shape], float] = {}
 
+    @property
+    def steps(self) -> int:
+        """Of each number of micro-batches."""
+        return int(self.arguments.warm_up + self.arguments.steps)
+
     def left(self) -> float:
         return float(self.arguments.seconds - (time.monotonic() - self.began))
 
     # -------------------------------------------------------------------------------------------------------------------- runs
 
-    def config(self, model: str, shape: Shape, micro_batches: int, *words: str) -> tuple[RunConfig, Path]:
-        """A run as the command gets it, and its file."""
+    def config(self, model: str, shape: Shape, counts: Sequence[int], *words: str) -> tuple[RunConfig, Path]:
+        """A run as the command gets it, and its file. counts: of micro-batches, first of the first steps."""
         base, settings = MODELS[model]
         if self.arguments.tiny:
             settings = [*settings, "model.d_model=64", "model.n_layers=2", "model.vocab_size=512", *TINY.get(model, [])]
             settings += [*TINY["lattice"], "model.mixers.swiglu.hidden=128"] if base == "lattice-1.3b" else []
         elif self.arguments.vocab_size:
             settings = [*settings, f"model.vocab_size={self.arguments.vocab_size}"]
-        name, segment = f"{model}-{shape}-{micro_batches}", self.arguments.segment
+        name, segment, tokens = f"{model}-{shape}", self.arguments.segment, shape.rows * shape.context
         values: dict[str, Any] = {
             "name": name,
             "directory": str(self.folder / f"{name}-{len(list(self.folder.glob(f'{name}-*')))}"),
@@ -114,7 +127,8 @@ class Bench:
                 "steps": 1_000_000,  # it is ended before
                 "context": shape.context,
                 "micro_batch": shape.rows,
-                "global_batch_tokens": shape.rows * shape.context * micro_batches,
+                "global_batch_tokens": tokens * counts[-1],
+                "batch_ramp": [{"steps": self.steps, "global_batch_tokens": tokens * count} for count in counts[:-1]],
                 "log_every": 1,
                 "optimizer": {"lr": 1e-4},
                 "schedule": {"kind": "constant"},
@@ -136,10 +150,9 @@ class Bench:
         path.write_text(config.to_yaml())
         return config, path
 
-    def ours(self, config: RunConfig, path: Path) -> Found | None:
+    def ours(self, config: RunConfig, path: Path, counts: Sequence[int]) -> Found | None:
         """The run, as far as is needed. None: out of memory. Raises RuntimeError."""
-        warm_up, timed = self.arguments.warm_up, self.arguments.steps
-        words, wanted, table = [], warm_up + timed, None
+        words, wanted, table = [], self.steps * len(counts), None
         if self.arguments.profile:
             # the profiler gets ready in a step that is not timed; every tenth step measures the update, which is not every step's
             first = next(n for n in range(wanted + 2, wanted + 22) if n % 10)
@@ -150,24 +163,28 @@ class Bench:
         deadline = time.monotonic() + max(60.0, self.left())
         try:
             while process.poll() is None and time.monotonic() < deadline:
-                if len(_steps(config)) >= wanted and (table is None or table.exists()):
+                if len(steps_of(config)) >= wanted and (table is None or table.exists()):
                     break
                 time.sleep(0.2)
         finally:
-            _end(process)
-        rows = _steps(config)
+            end(process)
+        rows = steps_of(config)
         if len(rows) < wanted:
             logs = sorted(config.folder.glob("attempts/*/rank-0.log"))
             log = logs[-1].read_text(errors="replace") if logs else process.stderr.read().decode()  # type: ignore[union-attr]
             if "OutOfMemoryError" in log or "out of memory" in log:
                 return None
             raise RuntimeError(f"{len(rows)} of {wanted} steps; its log ends with\n{log[-3000:]}")
-        times = [row["time"] for row in rows[:wanted]]
+        times, timed = [row["time"] for row in rows[:wanted]], {}
+        for number, count in enumerate(counts):
+            last = self.steps * (number + 1)
+            marks = times[last - self.arguments.steps - 1 : last]
+            peak = max(row["memory_bytes"] for row in rows[:last])
+            timed[count] = Timed([after - before for before, after in pairwise(marks)], peak)
         return Found(
-            losses=[row["loss"] for row in rows],
-            seconds=[after - before for before, after in zip(times[warm_up - 1 :], times[warm_up:])],
-            start_s=times[0] - began,
-            bytes=max(row["memory_bytes"] for row in rows[:wanted]),
+            loss=rows[0]["loss"],
+            timed=timed,
+            start_s=start_of(config, began, times[0]),
             profile=table.read_text() if table is not None and table.exists() else None,
         )
 
@@ -185,44 +202,49 @@ class Bench:
 
     # ------------------------------------------------------------------------------------------------------------------- cases
 
-    def case(self, model: str, shape: Shape, micro_batches: int) -> None:
-        report, case = self.report, f"{model} {shape} x {micro_batches}"
+    def case(self, model: str, shape: Shape, counts: Sequence[int]) -> None:
+        report, case = self.report, f"{model} {shape}"
         words: list[str] = ["training.recompute=true"] if self.arguments.recompute else []
         words += ["training.selective_recompute=true"] if self.arguments.selective else []
         if self.left() < self.arguments.reserve:
             report.say(f"{case}: left out, for want of time")
             return
-        config, path = self.config(model, shape, micro_batches, *words)
-        found = self.ours(config, path)
+        config, path = self.config(model, shape, counts, *words)
+        found = self.ours(config, path, counts)
         if found is None and not self.arguments.recompute:
             report.say(f"{case}: out of memory; with training.recompute=true:")
-            config, path = self.config(model, shape, micro_batches, "training.recompute=true")
-            found = self.ours(config, path)
+            config, path = self.config(model, shape, counts, "training.recompute=true")
+            found = self.ours(config, path, counts)
         if found is None:
             report.say(f"{case}: out of memory")
             return
-        self.gate(case, model, shape, micro_batches, found, path)
-        used = self.said(case, config, found)
-        if model == "mamba-1.4b":
-            self.mamba[shape, micro_batches] = used.tokens_per_s
-        elif (mamba := self.mamba.get((shape, micro_batches))) is not None:
-            report.row(case, "tokens/s", used.tokens_per_s, "our mamba-1.4b", mamba, gate=case)
-        if used.peak is not None:
-            for metric, share in (("TFLOP/s as 6N", used.mfu_6n), ("TFLOP/s, mixers counted", used.mfu_model)):
-                assert share is not None
-                report.row(case, metric, share * used.peak.tflops, used.peak.name, used.peak.tflops, gate=case)
-        self.peer(case, config, used, found, path)
+        self.gate(case, model, shape, found, path)
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in found.start_s.items())
+        report.say(f"{case}: the first step was done {sum(found.start_s.values()):.1f} s after the command: {parts}")
+        uses = {count: self.said(case, config, count, timed) for count, timed in found.timed.items()}
+        for count, used in uses.items():
+            row = f"{case} x {count}"
+            if model == "mamba-1.4b":
+                self.mamba[shape, count] = used.tokens_per_s
+            elif (mamba := self.mamba.get((shape, count))) is not None:
+                report.row(row, "tokens/s", used.tokens_per_s, "our mamba-1.4b", mamba, gate=case)
+            if used.peak is not None:
+                for metric, share in (("TFLOP/s as 6N", used.mfu_6n), ("TFLOP/s, mixers counted", used.mfu_model)):
+                    assert share is not None
+                    report.row(row, metric, share * used.peak.tflops, used.peak.name, used.peak.tflops, gate=case)
+        report.save()
+        self.peer(case, config, uses, found, path)
         if found.profile:
             for line in found.profile.splitlines():
                 report.say(f"  {line}")
         report.save()
 
-    def gate(self, case: str, model: str, shape: Shape, micro_batches: int, found: Found, path: Path) -> None:
+    def gate(self, case: str, model: str, shape: Shape, found: Found, path: Path) -> None:
         """The first loss beside the reference form's; where another one of the same model has been compared already, whose tokens
         are others, and this one's are too many to do so again, beside that."""
-        loss, many = found.losses[0], shape.rows * shape.context > self.arguments.reference_tokens
-        known = [of for (name, at), of in self.references.items() if name == model and (many or at == shape)]
-        if known and (many or micro_batches > 1):
+        loss, many = found.loss, shape.rows * shape.context > self.arguments.reference_tokens
+        known = [of for (name, _), of in self.references.items() if name == model]
+        if known and many:
             off = abs(loss - known[0]) / known[0]
             detail = f"first loss {loss:.5f}, of other tokens in the reference form {known[0]:.5f}: {off:.1e} <= {OTHER_TEXT:g}"
             self.report.gate(case, off <= OTHER_TEXT, detail)
@@ -236,7 +258,7 @@ class Bench:
         detail = f"first loss {loss:.6f}, of the reference form {reference['loss']:.6f}: {off:.1e} <= {NEAR:g}"
         self.report.gate(case, off <= NEAR, detail + "".join(f" (other initial values: {other:.1e})" for other in others))
 
-    def said(self, case: str, config: RunConfig, found: Found) -> Utilisation:
+    def said(self, case: str, config: RunConfig, count: int, found: Timed) -> Utilisation:
         """A line of what was found."""
         seconds, gpu = statistics.median(found.seconds), torch.cuda.is_available()
         device = torch.cuda.get_device_name() if gpu else "this CPU"
@@ -244,7 +266,7 @@ class Bench:
         used = Utilisation(
             parameters=sum(one.parameter_count for one in of_stages(config)),
             flops=flops_per_token(config, training),
-            tokens=training.global_batch_tokens,
+            tokens=training.micro_batch * training.context * count,
             seconds=seconds,
             devices=1,
             peak=peak_of(device, training.precision, 0.1 if self.arguments.tiny else None),
@@ -253,14 +275,13 @@ class Bench:
         again = ", recomputed" if training.recompute else ", cheap parts recomputed" if training.selective_recompute else ""
         cut = f", {training.segments} exact segments" if training.segments > 1 else ""
         self.report.say(
-            f"{case}{cut}{again}: {used.tokens_per_s:,.0f} tokens/s, {1000 * seconds:,.1f} ms a step ({spread}, "
-            f"{len(found.seconds)} steps), {found.bytes / 2**30:.2f} GiB, N = {used.parameters:,}; the first step was done "
-            f"{found.start_s:.1f} s after the command"
+            f"{case} x {count}{cut}{again}: {used.tokens_per_s:,.0f} tokens/s, {1000 * seconds:,.1f} ms a step ({spread}, "
+            f"{len(found.seconds)} steps), {found.bytes / 2**30:.2f} GiB, N = {used.parameters:,}"
         )
-        self.report.say(f"{case}: {used}")
+        self.report.say(f"{case} x {count}: {used}")
         return used
 
-    def peer(self, case: str, config: RunConfig, used: Utilisation, found: Found, path: Path) -> None:
+    def peer(self, case: str, config: RunConfig, uses: dict[int, Utilisation], found: Found, path: Path) -> None:
         """The peer of the model, where there is one."""
         mixer = next(iter(config.model.mixers))
         if mixer not in PEERS or self.arguments.no_peers:
@@ -269,45 +290,29 @@ class Bench:
         if self.left() < self.arguments.reserve:
             self.report.say(f"{case}: {name} left out, for want of time")
             return
-        theirs = self.aside(peer_main, path, self.arguments.warm_up, self.arguments.steps)
+        theirs = self.aside(peer_main, path, list(uses), self.arguments.warm_up, self.arguments.steps)
         if theirs is None or "absent" in theirs:
             why = "it failed" if theirs is None else theirs["absent"]
             self.report.say(f"{case}: {name} is not here: {why}")
             return
-        context, gate = theirs["tokens"], f"{case}, {name}"
-        off = abs(theirs["parameters"] - used.parameters) / used.parameters
-        far = abs(theirs["loss"] - found.losses[0]) / found.losses[0]
-        detail = f"parameters {theirs['parameters']:,} and {used.parameters:,} to {off:.1e} <= {SAME_SIZE:g}, "
-        detail += f"untrained losses {theirs['loss']:.3f} and {found.losses[0]:.3f} to {far:.1e} <= {SEEMS_TRAINED:g}"
+        context, gate, size = theirs["tokens"], f"{case}, {name}", next(iter(uses.values())).parameters
+        off = abs(theirs["parameters"] - size) / size
+        far = abs(theirs["loss"] - found.loss) / found.loss
+        detail = f"parameters {theirs['parameters']:,} and {size:,} to {off:.1e} <= {SAME_SIZE:g}, "
+        detail += f"untrained losses {theirs['loss']:.3f} and {found.loss:.3f} to {far:.1e} <= {SEEMS_TRAINED:g}"
         self.report.gate(gate, off <= SAME_SIZE and far <= SEEMS_TRAINED, detail)
-        seconds, tokens = statistics.median(theirs["seconds"]), used.tokens * context // config.training.context
         if context < config.training.context:
             self.report.say(f"{case}: {name} is out of memory; the longest that fits is {context} tokens")
             name = f"{name} at {context}"
-        theirs_used = replace(used, parameters=theirs["parameters"], tokens=tokens, seconds=seconds)
-        self.report.say(f"{case}: {name} {1000 * seconds:,.1f} ms a step, {theirs['bytes'] / 2**30:.2f} GiB; {theirs_used}")
-        self.report.row(case, "tokens/s", used.tokens_per_s, name, tokens / seconds, gate=gate)
-        for whose, nbytes in ((name, 0), (f"{name} + 14 bytes a parameter", 14 * used.parameters)):
-            allowed = (theirs["bytes"] + nbytes) / 2**30
-            self.report.row(case, "peak GiB", found.bytes / 2**30, whose, allowed, gate=gate, higher_is_better=False)
-
-
-def _steps(config: RunConfig) -> list[dict[str, Any]]:
-    """What the run has recorded of its steps so far."""
-    return [row for row in read_metrics(config.folder / "metrics.jsonl") if row["kind"] == "train"]
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """The launcher and its ranks, and wait until the GPU's memory is free again."""
-    ranks = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        ranks = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    for rank in ranks:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rank.kill()
-    psutil.wait_procs(ranks, timeout=60)
-    process.wait()
+        for count, used in uses.items():
+            of, row = theirs["timed"][str(count)], f"{case} x {count}"
+            seconds, tokens = statistics.median(of["seconds"]), used.tokens * context // config.training.context
+            theirs_used = replace(used, parameters=theirs["parameters"], tokens=tokens, seconds=seconds)
+            self.report.say(f"{row}: {name} {1000 * seconds:,.1f} ms a step, {of['bytes'] / 2**30:.2f} GiB; {theirs_used}")
+            self.report.row(row, "tokens/s", used.tokens_per_s, name, tokens / seconds, gate=gate)
+            for whose, nbytes in ((name, 0), (f"{name} + 14 bytes a parameter", 14 * used.parameters)):
+                mine, allowed = found.timed[count].bytes / 2**30, (of["bytes"] + nbytes) / 2**30
+                self.report.row(row, "peak GiB", mine, whose, allowed, gate=gate, higher_is_better=False)
 
 
 def _arguments() -> argparse.Namespace:
@@ -315,7 +320,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="mamba-1.4b", help=f"separated by commas, of {', '.join(MODELS)}; or all")
     parser.add_argument("--shapes", help="rows x tokens of a micro-batch (default 8x2048,1x16384,1x131072)")
     parser.add_argument("--micro-batches", default="1,16", help="per optimizer step (default 1,16)")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before those that are timed (default 3)")
+    parser.add_argument(
+        "--warm-up", type=int, default=3, help="steps before those that are timed, of each number of micro-batches (default 3)"
+    )
     parser.add_argument("--steps", type=int, default=5, help="steps that are timed (default 5)")
     parser.add_argument("--segment", type=int, help="tokens of an exact segment (default 16384)")
     parser.add_argument("--vocab-size", type=int, help="another vocabulary than the model's own")
@@ -358,13 +365,12 @@ def main() -> None:
         bench = Bench(report, folder.resolve(), arguments)
         for shape in shapes:
             for name in arguments.model.split(","):
-                counts = [1] if shape.context > arguments.segment else map(int, arguments.micro_batches.split(","))
-                for micro_batches in counts:
-                    try:
-                        bench.case(name, shape, micro_batches)
-                    except RuntimeError as error:  # the others are worth their time
-                        failed = True
-                        report.say(f"{name} {shape} x {micro_batches}: FAILED: {error}")
+                counts = [1] if shape.context > arguments.segment else sorted(map(int, arguments.micro_batches.split(",")))
+                try:
+                    bench.case(name, shape, counts)
+                except RuntimeError as error:  # the others are worth their time
+                    failed = True
+                    report.say(f"{name} {shape}: FAILED: {error}")
     report.save()
     sys.exit(failed)
 

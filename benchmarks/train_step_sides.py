@@ -8,7 +8,7 @@ master copy, its batches on the GPU beforehand, no clip, no check, no record.
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,44 +126,46 @@ PEERS = {"mamba": ("mamba_ssm", mamba_ssm), "gsa": ("fla", fla)}
 """By the name of the first mixer."""
 
 
-def time_peer(make: Any, model: ModelConfig, batches: list[TokenBatch], warm_up: int, steps: int) -> dict[str, Any]:
-    """{parameters, loss, seconds: of each timed step, bytes}. Raises OutOfMemoryError."""
+def time_peer(make: Any, model: ModelConfig, batch: TokenBatch, counts: Sequence[int], warm_up: int, steps: int) -> dict[str, Any]:
+    """{parameters, loss, timed: {number of micro-batches, which are all the same: {seconds: of each timed step, bytes}}}. Raises
+    OutOfMemoryError."""
     torch.manual_seed(0)
     torch.cuda.reset_peak_memory_stats()
-    theirs, loss_of = make(model, batches[0].tokens.shape[1])
+    theirs, loss_of = make(model, batch.tokens.shape[1])
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    first, seconds = 0.0, []
-    for step in range(warm_up + steps):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        total = torch.zeros((), device="cuda")
-        for batch in batches:
-            loss = loss_of(batch.tokens, batch.labels) / len(batches)
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        if step >= warm_up:
+    first, timed = 0.0, {}
+    for count in counts:
+        seconds = []
+        for _ in range(warm_up + steps):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            total = torch.zeros((), device="cuda")
+            for _ in range(count):
+                loss = loss_of(batch.tokens, batch.labels) / count
+                loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
-        first = first or float(total)
-    count = sum(p.numel() for p in theirs.parameters())
-    return {"parameters": count, "loss": first, "seconds": seconds, "bytes": torch.cuda.max_memory_allocated()}
+            first = first or float(total)
+        timed[count] = {"seconds": seconds[warm_up:], "bytes": torch.cuda.max_memory_allocated()}
+    return {"parameters": sum(p.numel() for p in theirs.parameters()), "loss": first, "timed": timed}
 
 
-def peer_main(config_file: str, found: str, warm_up: int, steps: int) -> None:
-    """Writes what `time_peer` finds, on the run's own first batches, with tokens: of a sequence, the run's or the longest half,
+def peer_main(config_file: str, found: str, counts: Sequence[int], warm_up: int, steps: int) -> None:
+    """Writes what `time_peer` finds, on the run's own first batch, with tokens: of a sequence, the run's or the longest half,
     quarter, ... that fits; or {absent: why}."""
     config = read_config(Path(config_file))
     if not torch.cuda.is_available():
         Path(found).write_text(json.dumps({"absent": "it needs a GPU"}))
         return
     mesh = alone(config)
-    model, batches = first_step(config, mesh)
+    model, (batch, *_) = first_step(config, mesh)
     tokens, result = config.training.context, None
     while result is None:
         try:
-            result = time_peer(PEERS[next(iter(model.mixers))][1], model, batches, warm_up, steps) | {"tokens": tokens}
+            result = time_peer(PEERS[next(iter(model.mixers))][1], model, batch, counts, warm_up, steps) | {"tokens": tokens}
         except ImportError as error:
             result = {"absent": " ".join(str(error).split())}
         except torch.cuda.OutOfMemoryError:
@@ -172,6 +174,6 @@ def peer_main(config_file: str, found: str, warm_up: int, steps: int) -> None:
                 result = {"absent": "out of memory at any length"}
         gc.collect()
         torch.cuda.empty_cache()
-        batches = [TokenBatch(*(x[:, :tokens].contiguous() for x in (b.tokens, b.labels, b.pos))) for b in batches]
+        batch = TokenBatch(*(x[:, :tokens].contiguous() for x in (batch.tokens, batch.labels, batch.pos)))
     Path(found).write_text(json.dumps(result))
     meshes.shutdown()
