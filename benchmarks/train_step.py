@@ -1,7 +1,7 @@
 """Whole optimizer steps at 1.3B on one GPU: `baton train` itself (its loop, DeepSpeed ZeRO-1, fp32 masters), beside other people's.
 
 The one thing to know: every run is the command that users start, on real text, watched from outside through its record and ended
-once enough steps are in it; nothing is left out of a step. One run has steps of one micro-batch and of many: its batch grows. Its first
+enough steps are in it; nothing is left out of a step. A run has steps of one micro-batch and of many: its batch grows. Its first
 loss is compared with the reference form's of the same initial values and tokens (float64, no kernel of ours). Peers have bfloat16
 weights and moments, fused AdamW, as many micro-batches, their batch on the GPU beforehand, and processes of their own.
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,8 @@ from baton.training.errors import CheckpointError
 
 Rectangles = dict[str, list[Rectangle]]
 
-BLOCK = (
-    1 << 23
-)  # bytes written at a time: large enough for the disk, small enough to stay in the processor's cache for the checksum
+BLOCK = 1 << 23
+"""Bytes written at a time."""
 
 DTYPES = {
     torch.float64: "F64",
@@ -91,8 +91,9 @@ class Staging:
         return parts, self._memory[:size]
 
 
-def write_file(path: Path, parts: Sequence[Part], memory: Tensor) -> dict[str, Any]:
-    """Write what `Staging.copy` gave, synced; {bytes, sha256} of what was meant to be written. Raises OSError."""
+def write_file(path: Path, parts: Sequence[Part], memory: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write what `Staging.copy` gave, synced; {bytes, sha256} of what was meant to be written, and what `describe` says of the
+    parts. Both checksums are taken while the disk writes, by threads of their own. Raises OSError."""
     header, at = {}, 0
     for part in parts:
         end = at + part.data.nbytes
@@ -101,14 +102,22 @@ def write_file(path: Path, parts: Sequence[Part], memory: Tensor) -> dict[str, A
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     content = memoryview(memory.numpy().data)
-    digest, size = hashlib.sha256(), 8 + len(text) + len(content)
-    with open(path, "wb", buffering=0) as f:
-        for block in _blocks(len(text).to_bytes(8, "little") + text, content):
-            digest.update(block)
-            while block:
-                block = block[f.write(block) :]
-        os.fsync(f.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    start, size = len(text).to_bytes(8, "little") + text, 8 + len(text) + len(content)
+    with ThreadPoolExecutor(2, thread_name_prefix="checksum") as pool:
+        digest, described = pool.submit(_sha256, start, content), pool.submit(describe, parts)
+        with open(path, "wb", buffering=0) as f:
+            for block in _blocks(start, content):
+                while block:
+                    block = block[f.write(block) :]
+            os.fsync(f.fileno())
+        return {"bytes": size, "sha256": digest.result()}, described.result()
+
+
+def _sha256(*contents: bytes | memoryview) -> str:
+    digest = hashlib.sha256()
+    for block in _blocks(*contents):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _blocks(*contents: bytes | memoryview) -> Iterator[memoryview]:

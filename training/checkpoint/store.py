@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from baton.parallel.mesh import Mesh
 from baton.training.checkpoint.digest import joined
-from baton.training.checkpoint.files import CheckpointFiles, Part, Rectangles, Staging, describe, file_name, write_file
+from baton.training.checkpoint.files import CheckpointFiles, Part, Rectangles, Staging, file_name, write_file
 from baton.training.checkpoint.manifest import NAME, Manifest, check_file
 from baton.training.checkpoint.retention import Retention
 from baton.training.errors import CheckpointError
@@ -238,8 +238,8 @@ class _Flight:
         if not parts:
             return
         try:
-            entry = write_file(self.work / file, parts, memory)
-            tensors = {key: {**of, "file": file} for key, of in describe(parts).items()}
+            entry, described = write_file(self.work / file, parts, memory)
+            tensors = {key: {**of, "file": file} for key, of in described.items()}
             self._result = {"problem": None, "files": {file: entry}, "tensors": tensors}
         except Exception as error:  # whatever it is, it costs this checkpoint and not the run; it is said aloud
             self._result["problem"] = f"{type(error).__name__} {error}"
