@@ -45,7 +45,7 @@ class ModelConfig(BaseModel):
     )
     norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
     decay_embedding: bool = Field(False, description="weight decay on embedding and head; the papers leave it open")
-    loss_chunk: int = Field(1024, ge=1, description="tokens whose logits exist at once; a whole context's would not fit")
+    loss_chunk: int = Field(4096, ge=1, description="tokens whose logits exist at once; a whole context's would not fit")
 
     @model_validator(mode="before")
     @classmethod
