@@ -61,15 +61,20 @@ def largest(m: int, score_BE: Tensor, where_BE: Tensor, score_BL: Tensor, where_
 def take(sources: Sequence[tuple[Tensor, Tensor]], index: Tensor, valid: Tensor) -> list[Tensor]:
     """Row `index` [B, m] of each before [B, E, ...] followed by its rows [B, L, ...], 0 where not valid: [B, m, ...] in rows' type.
 
-    The two are not put together: to choose from a span copies what is chosen, not the span.
+    The two are not put together: to choose from a span copies what is chosen, not the span. Whole rows are chosen by one number:
+    of a gather, which has one for each element, a deterministic backward pass on a GPU sorts them all.
     """
     entries, length = sources[0][0].shape[1], sources[0][1].shape[1]
     inside, nothing = index < entries, ~valid
-    at_before, at_rows = index.clamp(0, entries - 1), (index - entries).clamp(0, length - 1)
+    lanes = torch.arange(len(index), device=index.device)[:, None]
+    at_before = (index.clamp(0, entries - 1) + lanes * entries).flatten()
+    at_rows = ((index - entries).clamp(0, length - 1) + lanes * length).flatten()
     found = []
     for before, rows in sources:
-        wide, whole = (*index.shape, *[1] * (rows.dim() - 2)), (*index.shape, *rows.shape[2:])
-        old = before.gather(1, at_before.view(wide).expand(whole)).to(rows.dtype)
-        new = rows.gather(1, at_rows.view(wide).expand(whole))
+        wide = (*index.shape, *[1] * (rows.dim() - 2))
+        old, new = (
+            x.flatten(0, 1).index_select(0, at).unflatten(0, index.shape).to(rows.dtype)
+            for x, at in ((before, at_before), (rows, at_rows))
+        )
         found.append(torch.where(inside.view(wide), old, new).masked_fill(nothing.view(wide), 0.0))
     return found

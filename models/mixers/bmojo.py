@@ -78,5 +78,6 @@ class BMojo(Mixer, settings=BMojoConfig):
         return self.out_proj(y.flatten(2)), leaving
 
     def _keys_and_values(self, x_BTM: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = self.kv_proj(x_BTM).unflatten(-1, (2, -1, self.config.head_dim)).unbind(2)
+        width = len(self.kv_proj.weight) // 2
+        k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self.kv_proj(x_BTM, (width, width)))
         return k, v
