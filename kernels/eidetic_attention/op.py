@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked, leave
-from baton.kernels.eidetic_attention.triton import eidetic_attention_triton, in_triton
+from baton.kernels.eidetic_attention.triton import eidetic_attention_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.protocol import Inputs, Leaf, State
+from baton.kernels.window_attention.fused import in_triton
 
 _KERNEL = "eidetic_attention"
 

@@ -1,76 +1,15 @@
-"""B'MOJO's attention on a GPU: all memories of a span are chosen first, then one fused attention reads window and memories.
-
-The one thing to know: the attention makes its weights again for the backward pass, so it keeps no more than its inputs, its output
-and one number per token and head.
-"""
-
-from dataclasses import dataclass, replace
-from functools import cache
-from types import ModuleType
-from typing import Any, NamedTuple
+"""B'MOJO's attention on a GPU: all memories of a span are chosen first, then one fused attention reads window and memories."""
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from baton.kernels import tiles as table
-from baton.kernels.ahead import on_gpu
 from baton.kernels.eidetic_attention.chunked import TAILS, Options
 from baton.kernels.eidetic_attention.memory import take
 from baton.kernels.eidetic_attention.published import Published, publish
 from baton.kernels.protocol import Inputs, State
 from baton.kernels.window_attention.chunked import history, new_tails
-
-KERNEL = "eidetic_attention"
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How the kernels are cut; powers of two, at least 16.
-
-    Attributes:
-        queries, keys: tokens and rows of a step of what computes outputs and the queries' gradients.
-        queries_back, keys_back: the same of what computes the gradients of keys and values.
-        memory: rows of a memory in a step.
-        warps, warps_back: of a program.
-        stages: of what loops load, ahead of what they compute.
-    """
-
-    queries: int = 128
-    keys: int = 64
-    queries_back: int = 64
-    keys_back: int = 64
-    memory: int = 64
-    warps: int = 8
-    warps_back: int = 8
-    stages: int = 2
-
-    def for_float32(self) -> "Tiles":
-        """None larger than these: products of float32 use no tensor cores, and larger ones have no room in registers."""
-        return replace(self, queries=32, keys=32, queries_back=32, keys_back=32, memory=32, stages=1)
-
-
-_DEFAULT = Tiles()
-
-
-class Seen(NamedTuple):
-    """What a span's tokens see. limit, far_limit: largest distances, int32 [B, T]; the others: see `Published`, valid in int8."""
-
-    limit: Tensor
-    far_limit: Tensor | None
-    slot: Tensor | None
-    begin: Tensor | None
-    valid: Tensor | None
-
-
-def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
-    """Whether these kernels compute for tensors like x: on a GPU, in float32."""
-    return on_gpu(x) and compute_dtype == torch.float32
-
-
-def shape_of(dim: int) -> table.Shape:
-    """What tiles depend on, in classes."""
-    return {"dim": table.power_of_two(dim)}
+from baton.kernels.window_attention.fused import KERNEL, Seen, Tiles, joint_attention, shape_of
 
 
 def eidetic_attention_triton(
@@ -81,15 +20,13 @@ def eidetic_attention_triton(
     if tiles is None:
         batch, length, heads, dim = q.shape
         sizes = {"batch": batch, "tokens": length, "heads": heads, "groups": k.shape[2], "dim": dim, "window": options.window}
-        tiles = table.choose(KERNEL, _DEFAULT, q.device, shape_of(dim), sizes)
+        tiles = table.choose(KERNEL, Tiles(), q.device, shape_of(dim), sizes)
     pos = pos.to(torch.int64)
     read = torch.minimum(torch.arange(q.shape[1], device=q.device) + state["seen"][:, None], pos)
-    rows = [history(state[name], x).to(q.dtype) for name, x in (("k", k), ("v", v))]
-    far: list[Tensor | None] = [None, None]
-    remembered: list[Tensor | None] = [None, None]
-    far_limit = memory = None
+    keys, values = (history(state[name], x).to(q.dtype) for name, x in (("k", k), ("v", v)))
+    far_k = far_v = memory_k = memory_v = far_limit = memory = None
     if options.sliding:
-        far = [history(state[name], x).to(q.dtype) for name, x in (("fading_k", fading_k), ("fading_v", fading_v))]
+        far_k, far_v = (history(state[name], x).to(q.dtype) for name, x in (("fading_k", fading_k), ("fading_v", fading_v)))
         far_limit = read.clamp(max=2 * options.window - 1).to(torch.int32)
     if options.n_fading + options.n_eidetic:
         memory = publish(
@@ -98,11 +35,21 @@ def eidetic_attention_triton(
         )  # fmt: skip
     limit = read.clamp(max=options.window - 1).to(torch.int32)
     if memory is None:
-        seen = Seen(limit, far_limit, None, None, None)
+        seen = Seen(limit, far_limit)
     else:
         seen = Seen(limit, far_limit, memory.slot.contiguous(), memory.begin.contiguous(), memory.valid.to(torch.int8).contiguous())
-        remembered = [memory.k.to(q.dtype), memory.v.to(q.dtype)]
-    y = _Joint.apply(q, *rows, *far, *remembered, seen, options.window, options.scale, tiles)
+        memory_k, memory_v = memory.k.to(q.dtype), memory.v.to(q.dtype)
+    y = joint_attention(
+        q,
+        keys,
+        values,
+        seen,
+        far=(far_k, far_v),
+        memory=(memory_k, memory_v),
+        window=options.window,
+        scale=options.scale,
+        tiles=tiles,
+    )
     return y, _leaving(inputs, memory, read[:, -1] + 1, pos, state)
 
 
@@ -129,131 +76,3 @@ def _leaving(inputs: Inputs, memory: Published | None, seen: Tensor, pos: Tensor
             leaving |= dict(zip(best, taken, strict=True))
             leaving["where"] = leaving["where"].masked_fill(~valid, -1)
     return {name: leaving[name] for name in state}
-
-
-class _Joint(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, far_k: Tensor | None, far_v: Tensor | None, memory_k: Tensor | None,
-        memory_v: Tensor | None, seen: Seen, window: int, scale: float, tiles: Tiles,
-    ) -> Tensor:  # fmt: skip
-        tensors = [None if x is None else x.contiguous() for x in (q, k, v, far_k, far_v, memory_k, memory_v)]
-        run = _Run(tensors, seen, window, scale, tiles)
-        y, lse = run.forward()
-        ctx.save_for_backward(*tensors, y, lse, *seen)
-        ctx.window, ctx.scale, ctx.tiles = window, scale, tiles
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        *tensors, y, lse = ctx.saved_tensors[:9]
-        run = _Run(tensors, Seen(*ctx.saved_tensors[9:]), ctx.window, ctx.scale, ctx.tiles)
-        return (*run.backward(y, lse, dy.contiguous()), *(None,) * 4)
-
-
-class _Run:
-    """One call's shapes and launches. tensors: q, then keys and values of the window, farther back and of memories."""
-
-    def __init__(self, tensors: list[Tensor | None], seen: Seen, window: int, scale: float, tiles: Tiles) -> None:
-        q, k, v, *self.others = tensors
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        self.q, self.k, self.v, self.seen, self.window, self.scale = q, k, v, seen, window, scale
-        self.batch, self.length, self.heads, dim = q.shape
-        self.groups = k.shape[2]
-        low = on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16)
-        self.tiles = tiles if low else tiles.for_float32()
-        self.memories = 0 if self.others[2] is None else self.others[2].shape[1]
-        self.kernels = _kernels()
-        self.common = {
-            "H": self.heads, "G": self.groups, "K": dim, "LOW": _low() if low else None, "BD": max(16, table.power_of_two(dim)),
-            "num_stages": self.tiles.stages,
-        }  # fmt: skip
-        rows = 0 if self.others[2] is None else self.others[2].shape[2]
-        self.of_queries = {
-            **self.common, "N": window - 1, "FAR": 0 if self.others[0] is None else window, "M": rows, "BQ": self.tiles.queries,
-            "BK": self.tiles.keys, "BM": self.memory_block(rows), "num_warps": self.tiles.warps,
-        }  # fmt: skip
-
-    def memory_block(self, rows: int) -> int:
-        return max(16, min(self.tiles.memory, table.power_of_two(max(1, rows))))
-
-    def or_q(self, x: Tensor | None) -> Tensor:
-        """A pointer for what is not there and is not read."""
-        return self.q if x is None else x
-
-    @property
-    def read(self) -> tuple[Tensor, ...]:
-        """What the kernels of queries read."""
-        seen = (self.seen.valid, self.seen.slot, self.seen.limit, self.seen.far_limit)
-        return self.q, self.k, self.v, *(self.or_q(x) for x in (*self.others, *seen))
-
-    def grid(self, tokens: int, size: int, heads: int) -> tuple[int, int, int]:
-        return (-(-tokens // size), heads, self.batch)
-
-    def of_tokens(self) -> Tensor:
-        return torch.empty(self.batch, self.heads, self.length, dtype=torch.float32, device=self.q.device)
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """The output, [B, T, H, K], and the logarithms of sums of weights, [B, H, T]."""
-        y, lse = torch.empty_like(self.q), self.of_tokens()
-        self.kernels.forward_kernel[self.grid(self.length, self.tiles.queries, self.heads)](
-            *self.read, y, lse, self.length, self.memories, self.scale, **self.of_queries
-        )
-        return y, lse
-
-    def backward(self, y: Tensor, lse: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of q and the keys and values."""
-        dq, delta = torch.empty_like(self.q), self.of_tokens()
-        self.kernels.queries_backward_kernel[self.grid(self.length, self.tiles.queries, self.heads)](
-            *self.read, y, lse, dy, dq, delta, self.length, self.memories, self.scale, **self.of_queries
-        )
-        far_k, far_v, memory_k, memory_v = self.others
-        found: list[Tensor | None] = [dq, *self.of_rows(self.k, self.v, self.seen.limit, 0, lse, dy, delta)]
-        if far_k is None or far_v is None or self.seen.far_limit is None:
-            found += [None, None]
-        else:
-            found += self.of_rows(far_k, far_v, self.seen.far_limit, self.window, lse, dy, delta)
-        if memory_k is None or memory_v is None:
-            found += [None, None]
-        else:
-            found += self.of_memories(memory_k, memory_v, lse, dy, delta)
-        return tuple(found)
-
-    def of_rows(
-        self, k: Tensor, v: Tensor, limit: Tensor, nearest: int, lse: Tensor, dy: Tensor, delta: Tensor
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Gradients of a history, whose rows are seen from the nearest distance on."""
-        dk, dv, size = torch.empty_like(k), torch.empty_like(v), self.tiles.keys_back
-        self.kernels.rows_backward_kernel[self.grid(k.shape[1], size, self.groups)](
-            self.q, k, v, limit, lse, dy, delta, dk, dv, self.length, self.scale, N=k.shape[1] - self.length, NEAR=nearest,
-            BQ=self.tiles.queries_back, BK=size, num_warps=self.tiles.warps_back, **self.common,
-        )  # fmt: skip
-        return dk, dv
-
-    def of_memories(self, k: Tensor, v: Tensor, lse: Tensor, dy: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        dk, dv, size = torch.empty_like(k), torch.empty_like(v), self.memory_block(k.shape[2])
-        self.kernels.memories_backward_kernel[self.grid(self.memories * -(-k.shape[2] // size) * size, size, self.groups)](
-            self.q, k, v, self.or_q(self.seen.valid), self.or_q(self.seen.slot), self.or_q(self.seen.begin), lse, dy, delta, dk, dv,
-            self.length, self.memories, self.scale, M=k.shape[2], WINDOW=self.window, BQ=self.tiles.queries_back, BM=size,
-            num_warps=self.tiles.warps_back, **self.common,
-        )  # fmt: skip
-        return dk, dv
-
-
-@cache
-def _kernels() -> ModuleType:
-    """Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.eidetic_attention import joint
-
-    return joint
-
-
-@cache
-def _low() -> Any:
-    """bfloat16, as Triton calls it."""
-    import triton.language as tl
-
-    return tl.bfloat16

@@ -52,7 +52,7 @@ def attend(q_BLHK: Tensor, k_BJGK: Tensor, v_BJGK: Tensor, seen_BLJ: Tensor, sca
 
 def history(tail: Tensor, rows: Tensor) -> Tensor:
     """A tail [B, n, ...] and what follows it, [B, n + L, ...]."""
-    return torch.cat((tail.to(rows.dtype), rows), dim=1)
+    return rows if tail.shape[1] == 0 else torch.cat((tail.to(rows.dtype), rows), dim=1)
 
 
 def visible(n: int, length: int, nearest: int, farthest: int | None, pos: Tensor | None, seen: Tensor) -> Tensor:

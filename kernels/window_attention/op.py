@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.in_chunks import compute_dtype
 from baton.kernels.protocol import State
 from baton.kernels.window_attention.chunked import window_attention_chunked
+from baton.kernels.window_attention.fused import in_triton
+from baton.kernels.window_attention.triton import SHORT, window_attention_triton
 
 _KERNEL = "window_attention"
 
@@ -67,7 +70,9 @@ def window_attention(
     else:
         rows = state["k"].shape[1] if window is None else window - 1
         check_tail(_KERNEL, state, {"k": k, "v": v}, rows)
-    return window_attention_chunked(q, k, v, window=window, pos=pos, state=state, scale=dim**-0.5 if scale is None else scale)
+    fused = length >= SHORT and in_triton(q, compute_dtype(q, k, v))
+    implementation = window_attention_triton if fused else window_attention_chunked
+    return implementation(q, k, v, window=window, pos=pos, state=state, scale=dim**-0.5 if scale is None else scale)
 
 
 def empty(k: Tensor, v: Tensor, rows: int) -> State:

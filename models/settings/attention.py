@@ -71,8 +71,10 @@ class AttentionConfig(HeadsConfig):
         shape = (0 if self.window is None else self.window - 1, kv_heads, self.head_dim)
         kept = [
             Kept("in_proj input", d_model, "compute", split=False),
-            # the values are a view of it, so all of it stays
-            Kept("q, k and v", width + 2 * kv_width, "compute"),
+            # the values are a view of it, so all of it stays; a GPU's kernels read each in one piece
+            Kept("q, k and v", width + 2 * kv_width, "compute", device="cpu"),
+            Kept("v", kv_width, "compute", device="gpu"),
+            Kept("sums of weights", heads, "float32", inside="kernel"),
             Kept("out_proj input", width, "compute"),
         ]
         if self.rope_theta is not None:
@@ -81,6 +83,8 @@ class AttentionConfig(HeadsConfig):
                 Kept("cosines and sines", self.head_dim, "float32", split=False),
                 Kept("turned q and k", width + kv_width, "compute"),
             ]
+        else:
+            kept += [Kept("q and k", width + kv_width, "compute", device="gpu")]
         return Footprint(
             parameters=(column("in_proj", d_model, width + 2 * kv_width), row("out_proj", width, d_model)),
             kept=tuple(kept),

@@ -241,7 +241,7 @@ class Footprint:
 
     matrix_flops, vector_flops: of the recurrence, per token, forwards; those on matrix units, and those that are not. attended:
     (width of all queries, tokens that a query sees at most; None: all before it) of each softmax attention.
-    masks: whether a mask over all pairs of a sequence's tokens exists while its gradients are computed.
+    masks: whether a mask over all pairs of a sequence's tokens exists on a CPU while its gradients are computed.
     """
 
     parameters: tuple[Parameter, ...]
@@ -279,7 +279,7 @@ class Footprint:
 
     def mask_bytes(self, work: Work) -> int:
         """A truth value and a number in the compute type for every pair of tokens, the later one's half of them."""
-        return work.batch * work.length * (work.length + 1) // 2 * (1 + work.compute_bytes) if self.masks else 0
+        return work.batch * work.length * (work.length + 1) // 2 * (1 + work.compute_bytes) if self.masks and not work.gpu else 0
 
     def recurrence_flops(self, context: int) -> tuple[float, float]:
         """Per token, forwards, on matrix units and elsewhere; a context is taken for one document."""

@@ -11,7 +11,8 @@ from baton.kernels.check import gradients, moving
 from baton.kernels.eidetic_attention.chunked import Options, leave
 from baton.kernels.eidetic_attention.published import publish
 from baton.kernels.eidetic_attention.recurrence import RECURRENCES, EideticAttention
-from baton.kernels.eidetic_attention.triton import Tiles, eidetic_attention_triton
+from baton.kernels.eidetic_attention.triton import eidetic_attention_triton
+from baton.kernels.window_attention.fused import Tiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Tiles(queries=16, keys=16, queries_back=16, keys_back=16, memory=16)

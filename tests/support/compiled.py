@@ -172,8 +172,9 @@ def _eidetic_kernels(arch):
     import triton.language as tl
 
     from baton.kernels import tiles as table
-    from baton.kernels.eidetic_attention import joint, prefix
-    from baton.kernels.eidetic_attention.triton import KERNEL, Tiles, shape_of
+    from baton.kernels.eidetic_attention import prefix
+    from baton.kernels.window_attention import joint
+    from baton.kernels.window_attention.fused import KERNEL, Tiles, shape_of
 
     integers = dict.fromkeys(("slot", "limit", "far_limit", "begin"), "i32")
     types = {**integers, "valid": "i8", "lse": "fp32", "delta": "fp32"}
@@ -181,12 +182,24 @@ def _eidetic_kernels(arch):
         tiles = replace(Tiles(), **table.of_device(KERNEL, (f"sm_{arch}",), shape_of(dim)))
         common = {"H": 2048 // dim, "G": 2048 // dim, "K": dim, "BD": dim, "LOW": tl.bfloat16, "num_stages": tiles.stages}
         queries = {**common, "N": 511, "FAR": 0, "M": 80, "BQ": tiles.queries, "BK": tiles.keys, "BM": tiles.memory}
+        queries["WHOLE"] = False
         back = {**common, "BQ": tiles.queries_back}
         name = "eidetic" if dim == 64 else f"eidetic, {dim}"
         yield f"{name} forward", joint.forward_kernel, queries, tiles.warps, types
         yield f"{name} queries backward", joint.queries_backward_kernel, queries, tiles.warps, types
-        rows = {**back, "N": 511, "NEAR": 0, "BK": tiles.keys_back}
+        rows = {**back, "N": 511, "NEAR": 0, "BK": tiles.keys_back, "WHOLE": False}
         yield f"{name} rows backward", joint.rows_backward_kernel, rows, tiles.warps_back, types
+        # all of a document, and no memories
+        alone = {**queries, "N": 0, "M": 0, "BM": 16, "WHOLE": True}
+        yield f"attention, {dim} forward", joint.forward_kernel, alone, tiles.warps, types
+        yield f"attention, {dim} queries backward", joint.queries_backward_kernel, alone, tiles.warps, types
+        yield (
+            f"attention, {dim} rows backward",
+            joint.rows_backward_kernel,
+            {**rows, "N": 0, "WHOLE": True},
+            tiles.warps_back,
+            types,
+        )
         memories = {**back, "M": 80, "WINDOW": 512, "BM": tiles.memory}
         yield f"{name} memories backward", joint.memories_backward_kernel, memories, tiles.warps_back, types
     types = {"score": "fp32", "entry_score": "fp32", "entry_where": "i64", "rows": "i64", "valid": "i1"}

@@ -57,10 +57,17 @@ def seen_of(i, r, limit, J, N: tl.constexpr, NEAR: tl.constexpr):
 
 
 @triton.jit
+def first_row(i0, near, N: tl.constexpr, WHOLE: tl.constexpr):
+    """From which on rows are read for tokens i0, ... WHOLE: no window bounds the distances, so the tile's largest, which is a later
+    token's than the first, may point before the first row."""
+    return tl.maximum(i0 + N - tl.max(near, 0), 0) if WHOLE else i0 + N - tl.max(near, 0)
+
+
+@triton.jit
 def forward_kernel(
     q, k, v, far_k, far_v, memory_k, memory_v, valid, slot, limit, far_limit, y, lse, T, memories, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """y [B, T, H, K] and the logarithm (base 2) of the sum of weights, [B, H, T]. FAR: rows farther back count from this distance
     on (0: there are none); M: rows of a memory (0: there are none)."""
@@ -74,7 +81,7 @@ def forward_kernel(
     largest = total + float("-inf")
     near = tl.load(limit + b * T + i, mask=inside, other=-1)
     of_rows = (b * (N + T) * G + g) * K
-    for r0 in range(i0 + N - tl.max(near, 0), tl.minimum(i0 + BQ, T) + N, BK):
+    for r0 in range(first_row(i0, near, N, WHOLE), tl.minimum(i0 + BQ, T) + N, BK):
         r = r0 + tl.arange(0, BK)
         scores = weighed(q_i, tile_of(k + of_rows, r, r < N + T, G * K, K, BD), seen_of(i, r, near, N + T, N, 0), scale, LOW)
         found, largest, total = absorb(found, largest, total, scores, tile_of(v + of_rows, r, r < N + T, G * K, K, BD), LOW)
@@ -113,7 +120,7 @@ def slope(weights, dy_i, v_j, delta, scale, LOW: tl.constexpr):
 def queries_backward_kernel(
     q, k, v, far_k, far_v, memory_k, memory_v, valid, slot, limit, far_limit, y, lse, dy, dq, delta, T, memories, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """dq, and delta, the product of what is read with its cotangent, [B, H, T]."""
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -128,7 +135,7 @@ def queries_backward_kernel(
     found = tl.zeros([BQ, BD], tl.float32)
     near = tl.load(limit + b * T + i, mask=inside, other=-1)
     of_rows = (b * (N + T) * G + g) * K
-    for r0 in range(i0 + N - tl.max(near, 0), tl.minimum(i0 + BQ, T) + N, BK):
+    for r0 in range(first_row(i0, near, N, WHOLE), tl.minimum(i0 + BQ, T) + N, BK):
         r = r0 + tl.arange(0, BK)
         k_j, v_j = tile_of(k + of_rows, r, r < N + T, G * K, K, BD), tile_of(v + of_rows, r, r < N + T, G * K, K, BD)
         weights = tl.exp2(weighed(q_i, k_j, seen_of(i, r, near, N + T, N, 0), scale, LOW) - whole[:, None])
@@ -167,9 +174,9 @@ def token_tile(q, dy, lse, delta, i, inside, b, h, T, H: tl.constexpr, K: tl.con
 def rows_backward_kernel(
     q, k, v, limit, lse, dy, delta, dk, dv, T, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, NEAR: tl.constexpr, LOW: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of a history, [B, N + T, G, K]. limit: [B, T], the largest distance, at most N; NEAR: the smallest."""
+    """dk, dv of a history, [B, N + T, G, K]. limit: [B, T], the largest distance, at most N unless WHOLE; NEAR: the smallest."""
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     r0 = tl.program_id(0) * BK
     r = r0 + tl.arange(0, BK)
@@ -177,7 +184,7 @@ def rows_backward_kernel(
     k_j, v_j = tile_of(k + of_rows, r, exists, G * K, K, BD), tile_of(v + of_rows, r, exists, G * K, K, BD)
     of_k, of_v = tl.zeros([BK, BD], tl.float32), tl.zeros([BK, BD], tl.float32)
     for h in range(g * (H // G), (g + 1) * (H // G)):
-        for i0 in range(tl.maximum(r0 - N + NEAR, 0), tl.minimum(r0 + BK, T), BQ):
+        for i0 in range(tl.maximum(r0 - N + NEAR, 0), T if WHOLE else tl.minimum(r0 + BK, T), BQ):
             i = i0 + tl.arange(0, BQ)
             q_i, dy_i, whole, read = token_tile(q, dy, lse, delta, i, i < T, b, h, T, H, K, BD)
             farthest = tl.load(limit + b * T + i, mask=i < T, other=-1)

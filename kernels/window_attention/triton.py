@@ -1,0 +1,40 @@
+"""Window attention on a GPU: the fused attention without what B'MOJO adds.
+
+The one thing to know: what a token sees is a distance, so there are no masks, and what lies outside of a token's window or document
+is not read.
+"""
+
+import torch
+from torch import Tensor
+
+from baton.kernels import tiles as table
+from baton.kernels.protocol import State
+from baton.kernels.window_attention.chunked import history, new_tails, read_so_far
+from baton.kernels.window_attention.fused import KERNEL, Seen, Tiles, joint_attention, shape_of
+
+SHORT = 16
+"""Tokens below which, as in decoding, torch's products do: a kernel is compiled for each number of rows before the span."""
+
+
+def window_attention_triton(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, pos: Tensor | None, state: State, scale: float,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, State]:  # fmt: skip
+    """As `op.window_attention`, which checks the arguments."""
+    (batch, length, heads, dim), before, seen = q.shape, state["k"].shape[1], state["seen"]
+    if tiles is None:
+        sizes = {"batch": batch, "tokens": length, "heads": heads, "groups": k.shape[2], "dim": dim, "window": window or length}
+        tiles = table.choose(KERNEL, Tiles(), q.device, shape_of(dim), sizes)
+    # rows that the tail does not hold cannot be seen
+    limit = torch.arange(length, device=q.device) + seen.clamp(max=before)[:, None]
+    if pos is not None:
+        limit = torch.minimum(limit, pos)
+    if window is not None:
+        limit = limit.clamp(max=window - 1)
+    keys, values = (history(state[name], x) for name, x in (("k", k), ("v", v)))
+    near = Seen(limit.to(torch.int32))
+    y = joint_attention(q, keys.to(q.dtype), values.to(q.dtype), near, window=window, scale=scale, tiles=tiles)
+    rows, seen = before + length if window is None else before, read_so_far(length, pos, seen)
+    if window is not None:
+        seen = seen.clamp(max=rows)  # counted no farther than the tail reaches
+    return y, {**new_tails({"k": keys, "v": values}, {"k": rows, "v": rows}, seen), "seen": seen}

@@ -1,0 +1,83 @@
+"""Window attention in Triton against its definition in float64; on a CPU the same kernels are interpreted."""
+
+import pytest
+import torch
+from support.compare import relative_error
+from support.recurrences import positions, seeded
+
+from baton.kernels.check import gradients, moving
+from baton.kernels.window_attention.chunked import window_attention_chunked
+from baton.kernels.window_attention.fused import Tiles
+from baton.kernels.window_attention.recurrence import RECURRENCES, WindowAttention
+from baton.kernels.window_attention.triton import window_attention_triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = Tiles(queries=16, keys=16, queries_back=16, keys_back=16, memory=16)
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def compare(recurrence, length, tiles, *, wide, dtype=torch.float32, starts=0.1, carried=True):
+    """Output, State that leaves and every gradient; documents start within. carried: what a document before has left enters."""
+    inputs, state = recurrence.example(seeded(0), 2, length, torch.float32, wide=wide)
+    pos = positions(seeded(1), 2, length, starts)
+    pos[0] = torch.arange(length) + 50  # goes on with the document that the State is of
+    if not carried:
+        rows = 0 if recurrence.window is None else recurrence.window - 1
+        state = {name: torch.zeros(2, rows, *x.shape[2:]) if name != "seen" else torch.zeros_like(x) for name, x in state.items()}
+    inputs = tuple(x.to(dtype) for x in inputs)
+    state = {name: x.to(dtype) if x.is_floating_point() else x for name, x in state.items()}
+    scale = inputs[0].shape[-1] ** -0.5
+
+    def run(defined):
+        place, cast = ("cpu", torch.float64) if defined else (DEVICE, None)
+        own = [x.to(place, cast or x.dtype).requires_grad_() for x in inputs]
+        entering = {
+            name: x.to(place, cast or x.dtype).requires_grad_() if x.is_floating_point() else x.to(place)
+            for name, x in state.items()
+        }
+        if defined:
+            y, leaving = recurrence.reference(tuple(own), pos, entering)
+        else:
+            given = {"pos": pos.to(place), "state": entering, "scale": scale, "tiles": tiles}
+            y, leaving = window_attention_triton(*own, window=recurrence.window, **given)
+        grads = gradients([y, *moving(leaving).values()], [*own, *moving(entering).values()], seeded(2))
+        return {"y": y, **leaving, **{f"gradient {n}": x for n, x in enumerate(grads)}}
+
+    expected, found = run(True), run(False)
+    assert expected.keys() == found.keys()
+    for name, want in expected.items():
+        assert relative_error(found[name].double().cpu(), want.double()) <= LIMITS[dtype], name
+
+
+@pytest.mark.parametrize("carried", [True, False])
+@pytest.mark.parametrize("recurrence", RECURRENCES, ids=str)
+def test_outputs_and_gradients_are_the_definitions(recurrence, carried):
+    compare(recurrence, 21, SMALL, wide=recurrence.grouped, carried=carried)
+
+
+@pytest.mark.parametrize("window", [37, None])
+def test_longer_than_tiles(window):
+    """Rows that tokens several tiles on see, and a window that is no multiple of a tile."""
+    compare(WindowAttention(window, grouped=True), 75, SMALL, wide=False, starts=0.02)
+
+
+@pytest.mark.parametrize("window", [8, None])
+def test_the_leaving_state_is_the_chunked_forms(window):
+    """To the bit."""
+    recurrence = WindowAttention(window)
+    inputs, state = recurrence.example(seeded(0), 3, 30, torch.float32, wide=False)
+    given = {"pos": positions(seeded(1), 3, 30, 0.1).to(DEVICE), "state": {name: x.to(DEVICE) for name, x in state.items()}}
+    inputs = [x.to(DEVICE) for x in inputs]
+    _, expected = window_attention_chunked(*inputs, window=window, scale=1.0, **given)
+    _, found = window_attention_triton(*inputs, window=window, scale=1.0, tiles=SMALL, **given)
+    for name, leaf in expected.items():
+        assert torch.equal(found[name], leaf), name
+        assert found[name].dtype == leaf.dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [150, None])
+def test_the_tiles_of_runs(window, dtype):
+    compare(WindowAttention(window, grouped=True), 700, Tiles(), wide=True, dtype=dtype, starts=0.004)
+    compare(WindowAttention(window), 700, Tiles(), wide=True, dtype=dtype, starts=0.004, carried=False)
