@@ -62,5 +62,5 @@ def _unpack(kept: Tensor | _Note) -> Tensor:
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies: equal for two that are the same numbers in the same memory."""
-    return x.data_ptr(), x.dtype, tuple(x.shape), x.stride()
+    """Where a tensor lies: equal for two that are the same numbers in the same memory, which on the meta device has no address."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.dtype, tuple(x.shape), x.stride()

@@ -4,13 +4,17 @@ Source: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Seque
 for scores without a scale. Heads are split over the tensor group.
 """
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.ahead import on_gpu
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
 from baton.kernels.protocol import Leaf, State
 from baton.models.mixer import Mixer, Site
 from baton.models.norm import SplitRMSNorm
+from baton.models.remade import remaking
 from baton.models.settings.gsa import GSAConfig
 
 
@@ -32,6 +36,7 @@ class GSA(Mixer, settings=GSAConfig):
         self._widths = [width // site.tensor_size for _, width in parts]
         self.norm = SplitRMSNorm(width, site)
         self.out_proj = site.output(width)
+        self._selective, self._alone = site.selective_recompute, site.tensor_size == 1
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -43,10 +48,25 @@ class GSA(Mixer, settings=GSAConfig):
         )
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+        # carried slots may have come from elsewhere
+        selective = self._selective and (self.link is None or not self.link.active)
         *qkv, alpha = self.in_proj(x_BTM, self._widths)
-        q, k, v = (F.silu(x).unflatten(2, (-1, self.config.head_dim)) for x in qkv)
+        q, k, v = (self._activated(x) for x in qkv)
         # fp32 before the root: in bf16 no alpha between 0.996 and 1 exists
         log_alpha = F.logsigmoid(alpha.to(self.norm.weight.dtype)) / self.config.damping
         inputs = (q, k, v, log_alpha.unflatten(2, (-1, self.config.slots)))
-        o_BTHV, state = self.carry(GatedSlotAttention(self.config.link), inputs, pos_BT, state)
-        return self.out_proj(self.norm(F.silu(o_BTHV).flatten(2), o_BTHV.dtype)), state
+        with remaking(selective) as kept_not:
+            for made, projected in zip((q, k, v), qkv, strict=True):
+                kept_not(made, partial(self._activated, projected))
+            o_BTHV, state = self.carry(GatedSlotAttention(self.config.link), inputs, pos_BT, state)
+        # on a CPU the norm keeps copies of its own, and several ranks would have to sum again
+        with remaking(selective and self._alone and on_gpu(o_BTHV)) as kept_not:
+            read = F.silu(o_BTHV).flatten(2)
+            kept_not(read, lambda: F.silu(o_BTHV).flatten(2))
+            normed = self.norm(read, o_BTHV.dtype)
+            kept_not(normed, lambda: self.norm(F.silu(o_BTHV).flatten(2), o_BTHV.dtype))
+            return self.out_proj(normed), state
+
+    def _activated(self, x: Tensor) -> Tensor:
+        """[B, T, heads, head_dim]."""
+        return F.silu(x).unflatten(2, (-1, self.config.head_dim))

@@ -1,5 +1,6 @@
 """Settings of gated slot attention."""
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
@@ -49,13 +50,16 @@ class GSAConfig(HeadsConfig):
             kept=(
                 Kept("in_proj input", d_model, "compute", split=False),
                 Kept("q, k, v and gates", width + 2 * kv_width + gates, "compute"),
-                Kept("activated q, k and v", width + 2 * kv_width, "compute"),
+                Kept("activated q, k and v", width + 2 * kv_width, "compute", cheap=True),
                 *log_sigmoid("gates", gates),
                 Kept("gates", gates, "float32"),
                 Kept("scores of slots", heads * slots, "float32", inside="kernel"),
                 Kept("output", width, "compute"),
-                *norm,
-                Kept("out_proj input", width, "compute"),
+                # on one rank a GPU makes the norm's input again too, and its output
+                *(replace(kept, cheap=kept.device == "gpu" and kept.width == width) for kept in norm),
+                Kept("out_proj input", width, "compute", device="gpu", ranks="one", cheap=True),
+                Kept("out_proj input", width, "compute", device="gpu", ranks="several"),
+                Kept("out_proj input", width, "compute", device="cpu"),
             ),
             carriers=(
                 Carrier(

@@ -43,7 +43,7 @@ def test_off_everything_is_kept():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mixer", ["mamba", "longhorn", "hybrid", "bmojo"])
+@pytest.mark.parametrize("mixer", ["mamba", "longhorn", "gsa", "hybrid", "bmojo"])
 def test_losses_and_gradients_have_the_same_bits(mixer, dtype, monkeypatch, single_mesh):
     batch, found, notes = step_batch(0), [], []
 

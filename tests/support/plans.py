@@ -29,7 +29,7 @@ VARIANTS = {
     "lattice without projection": ("lattice", {"project": False, "forget": True, "initial_slots": "learned"}),
 }
 RECOMPUTED = ("mamba", "gla", "bmojo")
-SELECTIVELY = ("mamba", "longhorn")
+SELECTIVELY = ("mamba", "longhorn", "gsa")
 EXCHANGED = (*kinds(), "lattice, everything")
 HANDED_ON = [variant for variant, (_, changes) in VARIANTS.items() if changes.get("window", 1) is not None]
 SENT_WITH = [("float32", False), ("bfloat16", True)]
