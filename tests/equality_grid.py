@@ -115,7 +115,8 @@ The largest by quantity, all cells together:
 
 Matmuls and activations in bfloat16 on both sides; the cells of `make test`. Eight bits of mantissa move single tensors further
 than the limit whatever the layout: the row `rounding` is the one process in bfloat16 against itself in float32. A gradient norm
-or a tensor may be {times} times as far, a gradient norm also as far as the gradient itself moved.
+or a tensor may be {times} times as far, a gradient norm also as far as the gradient itself moved. Errors of parameters and master
+copies are here relative to how far these moved from their initial values.
 
 {low}
 

@@ -9,9 +9,9 @@ process; a second run with its own scores reports which selections differ, and b
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 
 import torch
@@ -118,11 +118,19 @@ def settings_of(mixer: str, precision: str):
 @dataclass
 class Trained:
     """rows: (loss, gradient norm) by step. tensors: whole ones after the last step, by kind and name. scores: B'MOJO's by (step,
-    layer), [sequences, context]."""
+    layer), [sequences, context]. start: initial values of the master copies, only in bfloat16: their errors are relative to how far
+    they moved from there. So faults of a weight that AdamW moved by a hundredth are seen a hundred times larger, and the few
+    parameters that start at zero are measured as all others are. (In float32 so small a move has too few digits.)"""
 
     rows: list[tuple[float, float]]
     tensors: dict[str, Tensor]
     scores: dict[tuple[int, str], Tensor]
+    start: dict[str, Tensor] = field(default_factory=dict)
+
+    def error(self, key: str, values: Tensor) -> float:
+        """Relative error of a tensor of this kind and name."""
+        start = self.start.get(key, 0)
+        return relative_error(values - start, self.tensors[key] - start)
 
 
 @cache
@@ -135,6 +143,8 @@ def one_process(mixer: str, precision: str, scores_of: str | None = None) -> Tra
     o = config.optimizer
     optimizer = torch.optim.AdamW(parameter_groups(model, o.weight_decay, tuple(o.rates)), lr=o.lr, betas=o.betas, eps=o.eps)
     found = Trained([], {}, {})
+    if precision != "float32":
+        found.start = {f"master.{name}": values.clone() for name, values in _blocks(dict(model.named_parameters()))}
     for step in range(STEPS):
         batch = step_batch(step)
         optimizer.zero_grad()
@@ -152,12 +162,19 @@ def one_process(mixer: str, precision: str, scores_of: str | None = None) -> Tra
             module._compute_copy = None
         found.rows.append((loss.item(), norm.item()))
         found.scores |= {(step, layer): values[0] for layer, values in scores.items()}
-    for name, p in model.named_parameters():
-        state = optimizer.state[p]
-        for kind, values in zip(KINDS, (p.detach(), state["exp_avg"], state["exp_avg_sq"]), strict=True):
-            for block in p.baton_layout.global_blocks(name, 0, 1):
-                found.tensors[f"{kind}.{block.name}"] = values[block.local_row : block.local_row + block.extent[0]]
+    parameters = dict(model.named_parameters())
+    for kind in KINDS:
+        tensors = {n: p.detach() if kind == "master" else optimizer.state[p][kind] for n, p in parameters.items()}
+        found.tensors |= {f"{kind}.{name}": values for name, values in _blocks(parameters, tensors)}
     return found
+
+
+def _blocks(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, rows) of the blocks of each parameter, or of a tensor of its shape."""
+    for name, p in parameters.items():
+        for block in p.baton_layout.global_blocks(name, 0, 1):
+            whole = p.detach() if tensors is None else tensors[name]
+            yield block.name, whole[block.local_row : block.local_row + block.extent[0]]
 
 
 @dataclass
@@ -243,10 +260,9 @@ def errors(expected: Trained, shares: Sequence[Share]) -> dict[str, float]:
                 assert tuple(whole[key].shape) == shape, key
                 whole[key][tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))] = data
     for kind in KINDS:
-        of_kind = {key: values for key, values in expected.tensors.items() if key.startswith(f"{kind}.")}
-        found[kind] = max(relative_error(whole[key], values) for key, values in of_kind.items())
+        found[kind] = max(expected.error(key, whole[key]) for key in expected.tensors if key.startswith(f"{kind}."))
         assert not math.isnan(found[kind]), f"{kind}: no rank has all of it"
-    held = [relative_error(p, expected.tensors[f"master.{name}"]) for share in shares for name, p in share.parameters.items()]
+    held = [expected.error(f"master.{name}", p) for share in shares for name, p in share.parameters.items()]
     names = {name for share in shares for name in share.parameters}
     assert {f"master.{name}" for name in names} == {key for key in expected.tensors if key.startswith("master.")}
     return {**found, "parameters": max(held)}
@@ -255,7 +271,8 @@ def errors(expected: Trained, shares: Sequence[Share]) -> dict[str, float]:
 @cache
 def rounding(mixer: str, precision: str) -> dict[str, float]:
     """How far the one process is in this precision from itself in float32; "gradient": all first moments as one vector."""
-    expected, other = one_process(mixer, "float32"), one_process(mixer, precision, "float32")
+    other = one_process(mixer, precision, "float32")
+    expected = replace(one_process(mixer, "float32"), start=other.start)
     boxes = {key: [(tuple(x.shape), (0,) * x.dim(), x)] for key, x in other.tensors.items()}
     parameters = {key.removeprefix("master."): x for key, x in other.tensors.items() if key.startswith("master.")}
     gradient, same = (
