@@ -102,8 +102,9 @@ class _Joint(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        *tensors, y, lse = ctx.saved_tensors[:9]
-        run = _Run(tensors, Seen(*ctx.saved_tensors[9:]), ctx.window, ctx.scale, ctx.tiles)
+        saved = ctx.saved_tensors  # once: a layer that is run again gives them once
+        *tensors, y, lse = saved[:9]
+        run = _Run(tensors, Seen(*saved[9:]), ctx.window, ctx.scale, ctx.tiles)
         return (*run.backward(y, lse, dy.contiguous()), *(None,) * 4)
 
 
