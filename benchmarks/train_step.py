@@ -206,6 +206,7 @@ class Bench:
         report, case = self.report, f"{model} {shape}"
         words: list[str] = ["training.recompute=true"] if self.arguments.recompute else []
         words += ["training.selective_recompute=true"] if self.arguments.selective else []
+        words += ["training.cuda_graphs=true"] if self.arguments.graphs else []
         if self.left() < self.arguments.reserve:
             report.say(f"{case}: left out, for want of time")
             return
@@ -273,6 +274,7 @@ class Bench:
         )
         spread = f"{1000 * min(found.seconds):,.1f} to {1000 * max(found.seconds):,.1f}"
         again = ", recomputed" if training.recompute else ", cheap parts recomputed" if training.selective_recompute else ""
+        again += ", recorded" if training.cuda_graphs else ""
         cut = f", {training.segments} exact segments" if training.segments > 1 else ""
         self.report.say(
             f"{case} x {count}{cut}{again}: {used.tokens_per_s:,.0f} tokens/s, {1000 * seconds:,.1f} ms a step ({spread}, "
@@ -330,6 +332,7 @@ def _arguments() -> argparse.Namespace:
                         "reference form's loss of other tokens, where another shape has one (default 32768)")  # fmt: skip
     parser.add_argument("--recompute", action="store_true", help="training.recompute=true, also where it fits without")
     parser.add_argument("--selective", action="store_true", help="training.selective_recompute=true")
+    parser.add_argument("--graphs", action="store_true", help="training.cuda_graphs=true; not with --profile, nor in segments")
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--profile", action="store_true", help="also profile=true: where the time of another step goes")
     parser.add_argument("--seconds", type=float, default=570, help="after which no further case is begun (default 570)")
@@ -338,6 +341,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--name", default="train_step", help="of the results' files")
     parser.add_argument("--tiny", action="store_true", help="try the program on sizes that mean nothing; writes no results")
     arguments = parser.parse_args()
+    if arguments.graphs and arguments.profile:
+        parser.error("--graphs does not go with --profile: a graph's kernels are not launched one by one")
     arguments.segment = arguments.segment or (64 if arguments.tiny else 16384)
     arguments.shapes = arguments.shapes or ("2x32,1x64,1x256" if arguments.tiny else "8x2048,1x16384,1x131072")
     arguments.model = ",".join(MODELS) if arguments.model == "all" else arguments.model

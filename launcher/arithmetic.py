@@ -33,7 +33,8 @@ class Memory:
     Arithmetic.host_bytes); activations are what forward keeps, of all passes on their way through the
     stages; borders are the States that entered the segments which wait to be run again, with what their first run alone decides,
     and inputs the hidden vectors that the stage before sent for them; in_hand is what the sub-block in hand takes in backward;
-    loss is one chunk's logits and the head's gradient; buffers are what the optimizer's step takes for a moment.
+    loss is one chunk's logits and the head's gradient; buffers are what the optimizer's step takes for a moment; recorded is what
+    passes took that were recorded as CUDA graphs, which nothing else gets meanwhile.
     """
 
     parameters: int
@@ -51,6 +52,7 @@ class Memory:
     states: int
     loss: int
     buffers: int
+    recorded: int
 
     @property
     def weights(self) -> int:
@@ -61,7 +63,7 @@ class Memory:
     def peak(self) -> int:
         kept = self.activations + self.borders + self.inputs
         lasting = self.weights - self.buffers + self.tokens + self.lanes + self.before + self.saved + self.states
-        return lasting + max(kept + max(self.in_hand, self.loss), self.buffers)
+        return lasting + max(kept + max(self.in_hand, self.loss), self.buffers + self.recorded)
 
 
 @dataclass(frozen=True)
@@ -286,6 +288,7 @@ class Arithmetic:
         in_hand = max(block.kept_bytes(work) + block.mask_bytes(work) for block in self.blocks.values())
         if recompute:
             in_hand += max(self.layer_bytes(layer) for layer in set(self.layers))
+        activations = self.in_flight * self.activations(recompute=recompute) + self._expected
         return Memory(
             parameters=4 * self._held,
             compute_copies=2 * self._copied if low else 0,
@@ -297,10 +300,11 @@ class Arithmetic:
             lanes=self.lanes,
             before=self.before,
             saved=0 if work.gpu else self.saved,
-            activations=self.in_flight * self.activations(recompute=recompute) + self._expected,
+            activations=activations,
             borders=self.borders,
             inputs=0 if self.stage.first else (self.together - 1) * self.hidden_bytes,
             in_hand=in_hand + waiting,
+            recorded=activations + max(in_hand + waiting, loss) if self.training.cuda_graphs else 0,
             states=self.states,
             loss=loss,
             # a bucket is flattened into a copy; later, a rank's part of the gradient

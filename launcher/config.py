@@ -39,6 +39,7 @@ MAY_CHANGE = (
     "training.micro_batch",
     "training.recompute",
     "training.selective_recompute",
+    "training.cuda_graphs",
     "training.replica_check_every",
     "training.log_every",
     "training.checkpoint",
@@ -88,6 +89,7 @@ class RunConfig(BaseModel):
         self.training.check(self.layout.data)
         if self.profile is not None:
             self.profile.check(self.training.steps)
+        self._check_graphs()
         self._check_sequence(self.layout.sequence)
         check_long_rows(self.model, self.training, self.layout.sequence, documents=not isinstance(self.data, TaskConfig))
         cut(self.model, self.layout.pipeline, self.training.context)
@@ -108,6 +110,24 @@ class RunConfig(BaseModel):
                 raise ConfigError(
                     f"layout.tensor={tensor} does not divide {name}={size}; layout.tensor that does: {divisors(size)}"
                 )
+
+    def _check_graphs(self) -> None:
+        """Refuse to record passes that are in parts, or that do not run on a GPU."""
+        if not self.training.cuda_graphs:
+            return
+        split = [f"layout.{name}={n}" for name in ("tensor", "pipeline", "sequence") if (n := getattr(self.layout, name)) > 1]
+        others = {
+            "training.bptt": self.training.bptt is not None,
+            "device=cpu": self.device == "cpu",
+            # a graph's kernels are not launched one by one, so nothing says what each of them belongs to
+            "profile": self.profile is not None,
+        }
+        found = [*split, *(name for name, there in others.items() if there)]
+        if found:
+            raise ConfigError(
+                f"training.cuda_graphs=true does not go with {' and '.join(found)}: a graph is of the passes of a whole model over "
+                f"whole sequences, on one GPU; set training.cuda_graphs=false"
+            )
 
     def _check_sequence(self, ranks: int) -> None:
         """Refuse a sequence, or a segment of it, that does not divide over its ranks, and a State that cannot be handed on."""

@@ -37,6 +37,7 @@ _PARTS = {
     "in_hand": "backward of a sub-block",
     "loss": "loss chunk and head gradient",
     "buffers": "optimizer step's buffers",
+    "recorded": "recorded passes, beside these",
 }
 
 

@@ -324,6 +324,12 @@ def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config=config, mpu=DeepSpeedGroups(mesh), dist_init_required=False
     )
+    for parameter in module.parameters():
+        # DeepSpeed keeps a view of each parameter, and the view, made with a graph, the parameter's accumulator: for good that of
+        # the stream on which the engine was made, whatever stream a backward pass is on
+        fragment = getattr(parameter, "_hp_mapping", None)
+        if fragment is not None:
+            fragment.lp_fragment = fragment.lp_fragment.detach()
     return Engine(module, engine, mesh, clip_norm, members)
 
 

@@ -172,6 +172,9 @@ class TrainingConfig(_Settings):
     recompute: bool = Field(False, description="run each block again in backward and keep only its input: less memory")
     selective_recompute: bool = Field(False, description="make again in backward what costs little, as convolutions and gates: "
                                       "somewhat less memory; not for sequences in segments or over ranks")  # fmt: skip
+    cuda_graphs: bool = Field(False, description="launch a pass's kernels at once: faster where the host takes longer to launch "
+                              "them than the GPU to run them, for somewhat more memory; where a GPU has a whole model and whole "
+                              "sequences")  # fmt: skip
     deterministic: bool = Field(True, description="refuse kernels whose result varies from run to run")
     log_every: int = Field(10, ge=1, description="steps between lines on the console; metrics.jsonl gets every step")
     replica_check_every: int = Field(500, ge=0, description="steps between comparisons of what ranks must hold to the bit; also at "

@@ -23,6 +23,7 @@ from baton.parallel.pipeline import schedule
 from baton.parallel.tensor import drop_compute_copies
 from baton.training.clock import StepClock
 from baton.training.errors import RunError
+from baton.training.graphs import GraphedPasses, Graphs
 from baton.training.guard import Judge
 from baton.training.lane_states import LaneStates
 from baton.training.passes import Passes, Segments, TokenBatch
@@ -50,7 +51,7 @@ class StepExecutor:
     """Drives a model, or a stage of it, and its engine.
 
     segments: how sequences are cut (None: not at all), may change between steps. lanes: what they carry from step to step. judge:
-    of losses and norms that are finite; None: all are good.
+    of losses and norms that are finite; None: all are good. graphs: launch passes as CUDA graphs; for whole models and sequences.
     """
 
     def __init__(
@@ -63,12 +64,13 @@ class StepExecutor:
         segments: Segments | None = None,
         lanes: LaneStates | None = None,
         judge: Judge | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.model = model
         self.engine = engine
         self.mesh = mesh
         self.clock = clock or StepClock(mesh.device)
-        self.segments, self.lanes, self.judge = segments or Segments(), lanes, judge
+        self.segments, self.lanes, self.judge, self._graphs = segments or Segments(), lanes, judge, graphs
         self.watch_update = False  # whether to tell the norm of the parameters' change
 
     def step(self, batches: Sequence[TokenBatch], lr: float | Mapping[str, float], consumed: int = 0) -> StepResult:
@@ -121,9 +123,13 @@ class StepExecutor:
     def _run(self, batches: Sequence[TokenBatch], scale: float, trace: Trace | None = None) -> tuple[Tensor, list[str]]:
         """Forward and backward, up to whole gradients; the global loss, and the segments that differed when run twice."""
         stage, segments = self.model.stage, self.segments
-        passes = Passes(self.model, batches, scale, segments, self.lanes)
         # what looks at gradients sees those that autograd hands to parameters
         with self.engine.gradients(), adding_gradients() if trace is None else nullcontext():
+            passes: Passes | GraphedPasses
+            if self._graphs is not None and trace is None:
+                passes = self._graphs.passes(batches, scale)
+            else:
+                passes = Passes(self.model, batches, scale, segments, self.lanes)
             for operation in schedule(stage.index, stage.count, len(batches), segments.count, segments.gradient):
                 if trace is not None:
                     trace.at = operation

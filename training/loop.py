@@ -25,6 +25,7 @@ from baton.training.config import with_vocabulary
 from baton.training.doctor import check_kernels
 from baton.training.errors import CheckpointError, RunError, StoppedError
 from baton.training.executor import StepExecutor
+from baton.training.graphs import Graphs
 from baton.training.guard import Events, Judge
 from baton.training.heartbeat import Heartbeat
 from baton.training.lane_states import LaneStates
@@ -48,6 +49,8 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     began = psutil.Process().create_time()
     account = Account(settings.folder, settings.attempt, on=mesh.is_main, since=began)
     training.check(mesh.layout.data)
+    if training.cuda_graphs and mesh.device.type != "cuda":
+        raise RunError("training.cuda_graphs=true needs a GPU, and this run is on a CPU; set it to false")
     make_deterministic(training)
     source = open_source(settings.data)
     tokenizer = source.config.tokenizer if isinstance(source, ShardSource) else None
@@ -99,7 +102,8 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         profiler.mark(part)
 
     clock = StepClock(mesh.device, told)
-    executor = StepExecutor(built.model, built.engine, mesh, clock, lanes=lanes, judge=Judge(training.guard))
+    graphs = Graphs(built.model) if training.cuda_graphs else None
+    executor = StepExecutor(built.model, built.engine, mesh, clock, lanes=lanes, judge=Judge(training.guard), graphs=graphs)
     evaluator: Callback
     if isinstance(source, ShardSource):
         evaluator = Evaluator(built, source, monitor, settings)
