@@ -139,8 +139,10 @@ def one_model(report: Report, name: str, batch: int, length: int, clock: Clock) 
         return
     off, where = worst(found, their_step())
     report.gate(case, off <= AGREE, f"differs from mamba_ssm's by {off:.1e} ({where}), {AGREE:.0e} allowed")
-    mine, other = clock(our_step), clock(their_step)
-    report.row(case, "fwd+bwd us", 1000 * mine, "mamba_ssm", 1000 * other, gate=case, higher_is_better=False)
+    # the second without the host's time, which at the smaller size is the longer one
+    for metric, timed in (("fwd+bwd us", clock), ("fwd+bwd as a graph us", clock.recorded)):
+        mine, other = timed(our_step), timed(their_step)
+        report.row(case, metric, 1000 * mine, "mamba_ssm", 1000 * other, gate=case, higher_is_better=False)
     by_kernel(report, f"{case}, ours", our_step)
     by_kernel(report, f"{case}, mamba_ssm", their_step)
 

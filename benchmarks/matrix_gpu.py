@@ -3,7 +3,8 @@
 The one thing to know: every row rests on a gate, the error of outputs, leaving states and all gradients against the definition in
 float64 on the same rounded inputs, at the row's sizes but fewer tokens, with documents that start within and a state that enters,
 in float32 and bfloat16, in memory that is NaN before it is written, twice with the same bits. Times are medians of events around
-whole calls, autograd's and the launches' own included, after something else has filled the cache. fla's gated delta rule has no
+whole calls, autograd's and the launches' own included, after something else has filled the cache; and of CUDA graphs of them, where
+the host, which at these sizes may take longer than the kernels, has no part. fla's gated delta rule has no
 backward pass on Hopper with this Triton: it is compared forwards. B'MOJO's attention is held against the same mathematics composed
 of torch's fused attention with masks, block by block, and of its FlexAttention over all memories at once, whose block mask is made
 beforehand.
@@ -187,12 +188,16 @@ def gate(report: Report, case: Case) -> None:
     report.gate(str(case), passed, f"{len(errors)} tensors, {', '.join(details)}, bits equal" if passed else ", ".join(details))
 
 
-def times(clock: Clock, forward: Callable[..., Tensor], inputs: dict[str, Tensor], back: bool = True) -> tuple[float, float, float]:
-    """Milliseconds forwards as in training and both ways (nan: not possible), GiB that both take beyond outputs and gradients."""
+METRICS = ("forward ms", "fwd+bwd ms", "fwd+bwd as a graph ms", "extra GiB")
+
+
+def times(clock: Clock, forward: Callable[..., Tensor], inputs: dict[str, Tensor], back: bool = True) -> tuple[float, ...]:
+    """Milliseconds forwards as in training, both ways, both ways as a CUDA graph (nan: not possible), GiB that both take beyond
+    outputs and gradients."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     ahead = clock(partial(forward, **leaves))
     if not back:
-        return ahead, float("nan"), float("nan")
+        return ahead, *(float("nan"),) * 3
     y = forward(**leaves)
     dy = torch.randn_like(y)
     del y
@@ -200,8 +205,13 @@ def times(clock: Clock, forward: Callable[..., Tensor], inputs: dict[str, Tensor
     def backward(y: Tensor) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(y, list(leaves.values()), dy, allow_unused=True)
 
-    both = clock(lambda: backward(forward(**leaves)))
-    return ahead, both, peak_gib(partial(forward, **leaves), backward, lambda y: (y,))
+    extra = peak_gib(partial(forward, **leaves), backward, lambda y: (y,))
+    both = partial(_both, forward, backward, leaves)
+    return ahead, clock(both), clock.recorded(both), extra
+
+
+def _both(forward: Callable[..., Tensor], backward: Callable[[Tensor], Any], leaves: dict[str, Tensor]) -> Any:
+    return backward(forward(**leaves))
 
 
 def peer_of(case: Case) -> tuple[str, Callable[..., Tensor] | None, bool]:
@@ -239,7 +249,8 @@ def one(report: Report, clock: Clock, case: Case, measure: dict[tuple[int, ...],
     gate(report, case)
     inputs = inputs_of(case, torch.bfloat16)
     own = times(clock, lambda **given: run(case, given)[0], inputs)
-    report.say(f"{case}: forward {own[0]:.3f} ms, both ways {own[1]:.3f} ms, {own[2]:.2f} GiB beyond")
+    graph = f"as a graph {own[2]:.3f} ms"
+    report.say(f"{case}: forward {own[0]:.3f} ms, both ways {own[1]:.3f} ms, {graph}, {own[3]:.2f} GiB beyond")
     if case.length <= 16384:
         leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
         y = run(case, leaves)[0]
@@ -251,7 +262,7 @@ def one(report: Report, clock: Clock, case: Case, measure: dict[tuple[int, ...],
     name, peer, back = peer_of(case)
     if peer is not None:
         theirs = times(clock, peer, inputs, back)
-        for metric, ours, other in zip(("forward ms", "fwd+bwd ms", "extra GiB"), own, theirs, strict=True):
+        for metric, ours, other in zip(METRICS, own, theirs, strict=True):
             if other == other:
                 compare(report, case, metric, ours, name, other)
         if case.kind == "delta_net":
@@ -260,8 +271,8 @@ def one(report: Report, clock: Clock, case: Case, measure: dict[tuple[int, ...],
         report.say(f"{case}: {name} is not here")
     if case.kind.startswith("lattice") and sizes in measure:
         other_name, theirs = measure[sizes]
-        compare(report, case, "forward ms", own[0], other_name, theirs[0])
-        compare(report, case, "fwd+bwd ms", own[1], other_name, theirs[1])
+        for metric, ours, other in list(zip(METRICS, own, theirs, strict=True))[:3]:
+            compare(report, case, metric, ours, other_name, other)
 
 
 def python_loop(report: Report, clock: Clock) -> None:

@@ -83,6 +83,19 @@ class Clock:
         torch.cuda.synchronize()
         return statistics.median(begin.elapsed_time(end) for begin, end in times)
 
+    def recorded(self, call: Callable[[], Any]) -> float:
+        """Median milliseconds of a CUDA graph of the call: its kernels, without the host that launches them."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+        return self(graph.replay)
+
 
 def inputs_of(case: Case, seed: int = 0) -> tuple[Inputs, Tensor | None, Tensor | None]:
     """Inputs as a model gives them, with some step sizes near 0 and some that forget everything; pos; the entering state."""
