@@ -7,6 +7,7 @@ three with plain PyTorch in every way they are driven here, and guards every ver
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -161,6 +162,10 @@ class Engine:
         self._optimizer: torch.optim.Optimizer = engine.optimizer.optimizer if self.stage else engine.optimizer
         if self.stage == 0:
             engine.enable_backward_allreduce = False  # its step would reduce a second time, after the clip
+        if self.stage == 2:
+            # its hooks on the parameters hold it, and Python does not see that the parameters hold these: with them it would stay
+            # for ever, and so would its process groups with their threads
+            weakref.finalize(self, _remove, engine.optimizer._grad_acc_hooks).atexit = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -311,6 +316,11 @@ class Engine:
         if self.stage:
             self._engine.optimizer.update_lp_params()
         lend(self._module, self._mesh)
+
+
+def _remove(hooks: Iterable[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, clip_norm: float) -> Engine:

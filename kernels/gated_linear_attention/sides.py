@@ -45,9 +45,9 @@ def prepare_kernel(
     X: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, READ: tl.constexpr,
     WRITE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
-    """Gates' sums, [B, T, H, X] or, of a SCALAR, [B, T, H], and what is left behind a chunk of what entered, [B, H, N, X] or
-    [B, H, N]. Of channels also what of r is read of the state that enters a chunk, [B, T, Q, X], if READ, and what of w reaches the
-    chunk's end, [B, T, H, X], if WRITE."""
+    """Gates' sums, [B, T, H, X] or, of a SCALAR, [B, T, H]. Of channels also what is left behind a chunk of what entered,
+    [B, H, N, X], what of r is read of the state that enters a chunk, [B, T, Q, X], if READ, and what of w reaches the chunk's end,
+    [B, T, H, X], if WRITE."""
     n, bh = tl.program_id(0), tl.program_id(2)
     b, h = (bh // H).to(tl.int64), bh % H
     t, x = n * C + tl.arange(0, C), tl.program_id(1) * BX + tl.arange(0, BX)
@@ -56,8 +56,6 @@ def prepare_kernel(
         gates = tl.load(g + t.to(tl.int64) * g_row, mask=t < T, other=0.0).to(tl.float32) * LOG2_E
         summed = tl.cumsum(gates.to(sums.dtype.element_ty), 0)
         tl.store(sums + b * T * H + h + t.to(tl.int64) * H, summed, mask=t < T)
-        at_last = last_of(positions_of(pos + b * T, t, T, HAS_POS), C)
-        tl.store(whole + (b * H + h) * tl.num_programs(0) + n, whole_of(last_of(summed, C), at_last, C, HAS_POS))
     else:
         gates = tl.maximum(rows_of(g, t, g_row, x, T, X).to(tl.float32) * LOG2_E, LEAST)
         summed = tl.cumsum(gates.to(sums.dtype.element_ty), 0)
@@ -116,13 +114,14 @@ def scores_kernel(
 
 @triton.jit
 def states_kernel(
-    a, c, sums, whole, pos, first, states, last, T, chunks, piece, scale, a_batch, a_row, a_head, c_batch, c_row, c_head,
+    a, c, sums, whole, pos, first, states, last, decay, T, chunks, piece, scale, a_batch, a_row, a_head, c_batch, c_row, c_head,
     X: tl.constexpr, Y: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, HAS_FIRST: tl.constexpr,
-    BACKWARDS: tl.constexpr, KEEP: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    BACKWARDS: tl.constexpr, KEEP: tl.constexpr, DECAY: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+    BY: tl.constexpr,
 ):  # fmt: skip
-    """The state before each chunk [B, H, N, X, Y] if KEEP, from first to last of each piece of so many chunks [B, P, H, X, Y];
-    BACKWARDS: the cotangent of the state behind each, a and c being what is read with, of G query heads. Of channels a is as
-    `prepare_kernel` leaves it."""
+    """The state before each chunk [B, H, N, X, Y] if KEEP, from first to last of each piece of so many chunks [B, P, H, X, Y]; and
+    if DECAY what is left behind the piece of what entered it, [B, P, H, X], or of a head [B, P, H]. BACKWARDS: the cotangent of the
+    state behind each, a and c being what is read with, of G query heads. Of channels a is as `prepare_kernel` leaves it."""
     xs, h, H, pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1), tl.cdiv(chunks, piece)
     b, p = (tl.program_id(2) // pieces).to(tl.int64), tl.program_id(2) % pieces
     x = xs // tl.cdiv(Y, BY) * BX + tl.arange(0, BX)
@@ -135,22 +134,27 @@ def states_kernel(
     c += b * c_batch
     begin, end = p * piece, tl.minimum((p + 1) * piece, chunks)
     S = tl.load(first + of_piece, mask=inside, other=0.0) if HAS_FIRST else tl.zeros([BX, BY], tl.float32)
+    remains = tl.full([BX], 1.0, tl.float32)
     for k in range(end - begin):
         n = tl.cast(end - 1 - k if BACKWARDS else begin + k, tl.int64)
         t = (end - 1 - k if BACKWARDS else begin + k) * C + tl.arange(0, C)
         if KEEP:
             tl.store(states + (head * chunks + n * (X * Y)) + where, S.to(states.dtype.element_ty), mask=inside)
         if GATE == CHANNEL:
-            S *= tl.load(whole + ((b * H + h) * chunks + n) * X + x, mask=x < X, other=0.0)[:, None]
+            left = tl.load(whole + ((b * H + h) * chunks + n) * X + x, mask=x < X, other=0.0)
+            S *= left[:, None]
         else:
             at = positions_of(pos + b * T, t, T, HAS_POS)
             summed = sums_at(sums + b * T * H + h, t, T, x, H, X, GATE)
             total, at_last = last_of(summed, C), last_of(at, C)
-            S *= whole_of(total, at_last, C, HAS_POS)
+            left = whole_of(total, at_last, C, HAS_POS)
+            S *= left
             if BACKWARDS:
                 factor = since_begin(summed, at, C, HAS_POS) * scale
             else:
                 factor = until_end(summed, total, at_last, C, HAS_POS)
+        if DECAY:
+            remains *= left
         for q in tl.static_range(G if BACKWARDS else 1):
             head_q = h * G + q if BACKWARDS else h
             a_x = rows_of(a + head_q * a_head, t, a_row, x, T, X)
@@ -158,6 +162,9 @@ def states_kernel(
                 a_x = a_x * factor[:, None]
             S += product(tl.trans(a_x), rows_of(c + head_q * c_head, t, c_row, y, T, Y), LOW)
     tl.store(last + of_piece, S, mask=inside)
+    if DECAY:
+        width = X if GATE == CHANNEL else 1
+        tl.store(decay + ((b * pieces + p) * H + h) * width + x, remains, mask=(x < width) & (xs % tl.cdiv(Y, BY) == 0))
 
 
 @triton.jit

@@ -129,17 +129,16 @@ class Sum:
         # see `decays`
         precise = torch.float32 if self.kept == torch.bfloat16 else torch.float64
         if not self.per_channel:
-            sums, read, written, BX = self.new(*shape, dtype=precise), r, w, 16
-            whole = self.new(self.batch, self.heads, self.chunks)
+            sums, read, written, whole, BX = self.new(*shape, dtype=precise), r, w, None, 16
         else:
             sums = self.new(*shape, X, dtype=precise)
             read = None if r is None else self.new(*shape[:2], self.query_heads, X, dtype=self.kept)
             written = None if w is None else self.new(*shape, X, dtype=self.kept)
             whole, BX = self.new(self.batch, self.heads, self.chunks, X), self.block(X, self.tiles.x_prepared)
         self.kernels.prepare_kernel[(self.chunks, -(-X // BX) if self.per_channel else 1, self.batch * self.heads)](
-            self.or_v(r), self.or_v(w), self.g, self.or_v(self.pos), sums, self.or_v(read), self.or_v(written), whole,
-            self.length, self.scale, *launch.strides(r, w, self.g), X=X, READ=r is not None, WRITE=w is not None, BX=BX,
-            num_warps=4 if self.per_channel else 1, **self.common,
+            self.or_v(r), self.or_v(w), self.g, self.or_v(self.pos), sums, self.or_v(read), self.or_v(written),
+            self.or_v(whole), self.length, self.scale, *launch.strides(r, w, self.g), X=X, READ=r is not None,
+            WRITE=w is not None, BX=BX, num_warps=4 if self.per_channel else 1, **self.common,
         )  # fmt: skip
         return Prepared(sums, read, written, whole)
 
@@ -180,14 +179,14 @@ class Sum:
         options = {**self.common, "X": X, "Y": Y, "BX": BX, "BY": BY}
         del options["H"]
 
-        def walk(piece: int, first: Tensor | None, kept: Tensor | None) -> Tensor:
+        def walk(piece: int, first: Tensor | None, kept: Tensor | None, decay: Tensor | None = None) -> Tensor:
             """Through pieces of so many chunks; what leaves each, [B, P, H, X, Y]."""
             last = self.new(self.batch, -(-chunks // piece), heads, X, Y)
             self.kernels.states_kernel[(blocks, heads, self.batch * last.shape[1])](
                 along_x, along_y, self.or_v(prepared.sums), self.or_v(prepared.whole), self.or_v(self.pos), self.or_v(first),
-                self.or_v(kept), last, self.length, chunks, piece, self.scale, *launch.strides(along_x, along_y),
-                HAS_FIRST=first is not None, BACKWARDS=backwards, KEEP=kept is not None, num_warps=self.tiles.warps,
-                **options, **self.low,
+                self.or_v(kept), last, self.or_v(decay), self.length, chunks, piece, self.scale, *launch.strides(along_x, along_y),
+                HAS_FIRST=first is not None, BACKWARDS=backwards, KEEP=kept is not None, DECAY=decay is not None,
+                num_warps=self.tiles.warps, **options, **self.low,
             )  # fmt: skip
             return last
 
@@ -197,9 +196,9 @@ class Sum:
         if piece == chunks:
             last = walk(chunks, first, kept)[:, 0]
             return last if kept is None else kept, last
-        add = walk(piece, None, None)
+        decay = self.new(self.batch, -(-chunks // piece), heads, X if self.per_channel else 1)
+        add = walk(piece, None, None, decay)
         arriving, last = torch.empty_like(add), self.new(self.batch, heads, X, Y)
-        decay = self.decay_of_pieces(prepared, piece)
         self.kernels.fold_kernel[(-(-X * Y // 256), heads, self.batch)](
             decay, add, self.or_v(first), arriving, last, add.shape[1], X=X, Y=Y, WIDTH=decay.shape[3],
             HAS_FIRST=first is not None, BACKWARDS=backwards, BLOCK=256, num_warps=4,
@@ -207,23 +206,6 @@ class Sum:
         if kept is not None:
             walk(piece, arriving, kept)
         return last if kept is None else kept, last
-
-    def decay_of_pieces(self, prepared: Prepared, piece: int) -> Tensor:
-        """What is left behind each piece of what entered it, [B, P, H, X or 1]."""
-        chunks = self.chunks
-        if prepared.whole is not None:
-            whole = prepared.whole.view(self.batch, self.heads, chunks, -1)
-        else:
-            whole = self.new(self.batch, 1, chunks, 1).fill_(1.0)
-            if self.pos is not None:
-                ends = torch.arange(1, chunks + 1, device=whole.device) * self.tiles.chunk
-                ends = ends.clamp(max=self.length)
-                inside = self.pos[:, ends - 1] >= ends - torch.arange(chunks, device=whole.device) * self.tiles.chunk
-                whole = torch.where(inside[:, None, :, None], whole, 0.0)
-            whole = whole.expand(-1, self.heads, -1, -1)
-        pieces = -(-chunks // piece)
-        padded = torch.nn.functional.pad(whole, (0, 0, 0, pieces * piece - chunks), value=1.0)
-        return padded.unflatten(2, (pieces, piece)).prod(3).transpose(1, 2).contiguous()
 
     def along_y(
         self, x: Prepared, y: Side, scores: Tensor, states: Tensor, cotangents: Tensor | None, *,

@@ -3,6 +3,9 @@
 Run it before believing a new DeepSpeed. SGD, because AdamW hides wrong gradient scales; clipping on, because it shows them.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -187,3 +190,24 @@ def no_gradient(mesh):
 
 def test_parameter_without_gradient_is_an_error(pool):
     assert "first has no gradient" in pool.run(no_gradient, data=1)[0]
+
+
+def dropped(mesh):
+    """Whether DeepSpeed's engine goes when ours does, and nobody keeps an accumulator of a parameter."""
+    module = TwoOutputs()
+    optimizer = torch.optim.SGD(zero.parameter_groups(module, 0.0), lr=0.1)
+    engine = zero.build_engine(module, optimizer, mesh, 1.0)
+    for p in module.parameters():
+        p.view_as(p).grad_fn.next_functions[0][0].metadata["made"] = "before"
+    held = [name for name, p in module.named_parameters() if p.view_as(p).grad_fn.next_functions[0][0].metadata]
+    theirs = weakref.ref(engine._engine)
+    del module, optimizer, engine, p
+    gc.collect()
+    return held, theirs() is None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_nothing_is_held_on_to(pool, stage):
+    for held, gone in pool.run(dropped, data=2, zero=stage):
+        assert held == []
+        assert gone

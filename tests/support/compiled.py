@@ -113,7 +113,10 @@ def _matrix_kernels(arch):
         yield f"{name} scores", sides.scores_kernel, {**headed, **low, **levels, **scores}, warps, of_slots
         for backwards in (False, True):
             states = {**common, **low, **stages, **BX, **BY, "Y": Y, "HAS_FIRST": True, "KEEP": True, "BACKWARDS": backwards}
+            states |= {"DECAY": False}
             yield f"{name} states{' backward' * backwards}", sides.states_kernel, states, tiles.warps, types
+        states |= {"HAS_FIRST": False, "KEEP": False, "DECAY": True}
+        yield f"{name} states of pieces", sides.states_kernel, states, tiles.warps, types
         for read in (False, True):
             plain = {**headed, **low, **stages, **BX, **BY, "Y": Y, "READ": read, "WRITE": not read}
             yield f"{name} plain {'read' if read else 'write'}", sides.plain_kernel, plain, tiles.warps, types

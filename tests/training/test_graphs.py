@@ -101,25 +101,6 @@ class Forgetful(Again):
         return again
 
 
-def marks(mesh):
-    """Whether a parameter's accumulator outlives the passes that made it: it would be of their stream, and not of a graph's."""
-    built = build(model_of("hybrid"), training(), mesh)
-    StepExecutor(built.model, built.engine, mesh).step(micro_batches(0, mesh.data_rank, mesh.layout.data, 2), 1e-3)
-
-    def accumulator(p):
-        return p.view_as(p).grad_fn.next_functions[0][0]
-
-    for p in built.model.parameters():
-        accumulator(p).metadata["made"] = "before"
-    return [name for name, p in built.model.named_parameters() if accumulator(p).metadata]
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_nobody_holds_on_to_accumulators(pool, zero):
-    for held in pool.run(marks, data=2, zero=zero):
-        assert held == []
-
-
 OF_THE_HOST = """
 import sys
 import torch
