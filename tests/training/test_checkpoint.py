@@ -265,8 +265,9 @@ def save_while_training(mesh, folder):
         published = store.poll()
     assert store.poll() is store.finish() is None
     store.save(rectangles, manifest(2, built))
-    if mesh.is_main:
-        shutil.rmtree(Path(folder) / ".saving-step-00000002", ignore_errors=True)
+    # a file that a rank makes meanwhile would keep the folder
+    while mesh.is_main and (unfinished := Path(folder) / ".saving-step-00000002").exists():
+        shutil.rmtree(unfinished, ignore_errors=True)
     store.finish()
     store.save(rectangles, manifest(3, built))
     store.save(rectangles, manifest(4, built))  # waits for the one before
