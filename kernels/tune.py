@@ -1,9 +1,12 @@
 """Which tiles are the quickest on the GPU at hand, for the shapes that a run asks for.
 
-The one thing to know: a choice is made field by field, from the tiles in use; a value is taken where it is at least 2 % quicker and
-the outputs and gradients are those of the tiles in use to the rounding of their type. Nothing of this happens in a run.
+The one thing to know: a choice is made step by step, from the tiles in use; of a step's fields all combinations are tried: some are
+only good together. One is taken where it is at least 2 % quicker and the outputs and gradients are those of the tiles in use to
+the rounding of their type. All of a step is compiled at once. Nothing of this happens in a run.
 """
 
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels import tiles as table
+from baton.kernels.ahead import META, Target, compiling
 from baton.kernels.delta_rule import triton as delta_rule
 from baton.kernels.diagonal_scan import triton as diagonal_scan
 from baton.kernels.eidetic_attention import op as eidetic
@@ -28,59 +32,46 @@ from baton.kernels.short_conv import triton as short_conv
 LEAST_GAIN = 0.02
 REPETITIONS = 11
 FLUSHED = 256 * 2**20  # bytes written before each call, more than any L2 has
+FLUSH_MS = 0.05  # that takes, at least
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
-FIELDS: dict[str, dict[str, tuple[int, ...]]] = {
-    diagonal_scan.KERNEL: {
-        "full": (512, 1024, 2048),
-        "programs": (1024, 2048, 4096),
-        "ahead": (2, 4, 6, 8),
-        "unroll": (1, 2),
-        "ahead_summary": (2, 4, 8),
-    },
-    gated_linear_attention.KERNEL: {
-        "chunk": (32, 64),
-        "x": (32, 64, 128),
-        "y": (64, 128),
-        "warps": (4, 8),
-        "x_gated": (32, 64),
-        "y_gated": (32, 64),
-        "warps_gated": (4, 8),
-        "warps_scores": (4, 8),
-        "stages": (1, 2, 3),
-        "heads": (4, 8, 16),
-    },
-    delta_rule.KERNEL: {
-        "values": (16, 32, 64),
-        "warps_walk": (4, 8),
-        "warps_inverse": (1, 2, 4),
-        "x_solved": (32, 64),
-        "y_solved": (32, 64),
-        "x_gated": (32, 64),
-        "y_gated": (32, 64),
-        "warps_gated": (4, 8),
-        "stages": (1, 2, 3),
-    },
-    orthogonal_state.KERNEL: {
-        "slots": (8, 16, 32),
-        "steps": (2, 4),
-        "slots_back": (8, 16),
-        "warps_back": (1, 2),
-        "warps_all": (2, 4, 8),
-        "warps_all_back": (4, 8),
-    },
-    eidetic_attention.KERNEL: {
-        "queries": (64, 128),
-        "keys": (32, 64, 128),
-        "queries_back": (32, 64, 128),
-        "keys_back": (32, 64, 128),
-        "warps": (4, 8),
-        "warps_back": (4, 8),
-        "stages": (1, 2, 3),
-    },
-    short_conv.KERNEL: {"channels": (64, 128, 256), "steps": (4, 8, 16), "span": (64, 128, 256, 512)},
+STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
+    diagonal_scan.KERNEL: (
+        {"full": (512, 1024, 2048)},
+        {"programs": (1024, 2048, 4096)},
+        {"ahead": (2, 4, 6, 8), "unroll": (1, 2)},
+        {"ahead_summary": (2, 4, 8)},
+    ),
+    gated_linear_attention.KERNEL: (
+        {"chunk": (32, 64)},
+        {"x": (32, 64, 128), "y": (64, 128), "warps": (4, 8)},
+        {"x_gated": (32, 64), "y_gated": (32, 64), "warps_gated": (4, 8)},
+        {"warps_scores": (4, 8)},
+        {"stages": (1, 2, 3)},
+        {"heads": (4, 8, 16)},
+    ),
+    delta_rule.KERNEL: (
+        {"values": (16, 32, 64), "warps_walk": (4, 8)},
+        {"warps_inverse": (1, 2, 4)},
+        {"x_solved": (32, 64), "y_solved": (32, 64)},
+        {"x_gated": (32, 64), "y_gated": (32, 64), "warps_gated": (4, 8)},
+        {"stages": (1, 2, 3)},
+    ),
+    orthogonal_state.KERNEL: (
+        {"slots": (8, 16, 32), "steps": (2, 4)},
+        {"slots_back": (8, 16), "warps_back": (1, 2)},
+        {"warps_all": (2, 4, 8)},
+        {"warps_all_back": (4, 8)},
+    ),
+    eidetic_attention.KERNEL: (
+        {"queries": (64, 128), "keys": (32, 64, 128), "warps": (4, 8)},
+        {"queries_back": (32, 64, 128), "keys_back": (32, 64, 128), "warps_back": (4, 8)},
+        {"stages": (1, 2, 3)},
+        {"registers": (128, 255)},
+    ),
+    short_conv.KERNEL: ({"channels": (64, 128, 256), "steps": (4, 8, 16)}, {"span": (64, 128, 256, 512)}),
 }
-"""Of each kernel what is tried, in this order. Not borders: `baton plan` counts with them."""
+"""Of each kernel the fields that are tried together, in this order. Not borders: `baton plan` counts with them."""
 
 Call = Callable[[Any], list[Tensor]]
 """Outputs and gradients of a call with the tiles it is given."""
@@ -115,18 +106,37 @@ def tune(requests: Sequence[table.Request], device: torch.device, dtype: torch.d
         call, default, used = _SETUPS[request.kernel](request, device, dtype)
         expected, best, before = call(used), used, _milliseconds(call, used, device)
         after = before
-        for name, values in FIELDS[request.kernel].items():
-            for value in values:
-                tiles = replace(best, **{name: value})
-                if value == getattr(best, name) or not _fits(tiles):
-                    continue
-                if not _agree(call(tiles), expected, _LIMITS[dtype]):
-                    continue
-                took = _milliseconds(call, tiles, device)
+        for step in STEPS[request.kernel]:
+            tried = [replace(best, **dict(zip(step, values, strict=True))) for values in itertools.product(*step.values())]
+            tried = [tiles for tiles in tried if tiles != best and _fits(tiles)]
+            if device.type == "cuda":
+                _compile(request, tried, dtype)
+            for tiles in tried:
+                took = _measured(call, tiles, expected, device, dtype)
                 if took < (1 - LEAST_GAIN) * after:
                     best, after = tiles, took
         found = {name: value for name, value in asdict(best).items() if value != getattr(default, name)}
         yield Tuned(request, found, before, after)
+
+
+def _compile(request: table.Request, tried: Sequence[Any], dtype: torch.dtype) -> None:
+    """Into Triton's cache, on all cores."""
+    here = Target.here()
+    assert here is not None
+    with compiling(here):
+        call, _, _ = _SETUPS[request.kernel](request, META, dtype)
+        for tiles in tried:
+            call(tiles)
+
+
+def _measured(call: Call, tiles: Any, expected: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> float:
+    """Milliseconds; infinite where something else is computed, or the GPU has no room for such tiles."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        return _milliseconds(call, tiles, device) if _agree(call(tiles), expected, _LIMITS[dtype]) else math.inf
+    except OutOfResources:
+        return math.inf
 
 
 def _fits(tiles: Any) -> bool:
@@ -137,7 +147,7 @@ def _fits(tiles: Any) -> bool:
 
 
 def _scan(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
-    g, sizes, d_state = torch.Generator(device).manual_seed(0), request.sizes, int(request.shape["d_state"])
+    g, sizes, d_state = _generator(device), request.sizes, int(request.shape["d_state"])
     batch, length, channels = sizes["batch"], sizes["tokens"], sizes["channels"]
     mamba = request.shape["kind"] == "mamba"
 
@@ -166,7 +176,7 @@ def _scan(request: table.Request, device: torch.device, dtype: torch.dtype) -> t
 
 
 def _conv(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
-    g, sizes = torch.Generator(device).manual_seed(0), request.sizes
+    g, sizes = _generator(device), request.sizes
     shape, channels = (sizes["batch"], sizes["tokens"], sizes["channels"]), sizes["channels"]
     x, weight, bias, dy = (
         torch.randn(*s, generator=g, device=device).to(dtype)
@@ -183,7 +193,7 @@ def _conv(request: table.Request, device: torch.device, dtype: torch.dtype) -> t
 
 
 def _gla(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
-    g, sizes, gate = torch.Generator(device).manual_seed(0), request.sizes, cast(Gate, request.shape["gate"])
+    g, sizes, gate = _generator(device), request.sizes, cast(Gate, request.shape["gate"])
     tokens, heads, d_key, d_value = (sizes["batch"], sizes["tokens"]), sizes["heads"], sizes["d_key"], sizes["d_value"]
     of_gate = {"key": (heads, d_key), "value": (heads, d_value), "scalar": (heads,)}
 
@@ -215,7 +225,7 @@ def _gla(request: table.Request, device: torch.device, dtype: torch.dtype) -> tu
 
 
 def _delta_rule(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
-    g, sizes = torch.Generator(device).manual_seed(0), request.sizes
+    g, sizes = _generator(device), request.sizes
     shape = (sizes["batch"], sizes["tokens"], sizes["heads"])
 
     def randn(*last: int) -> Tensor:
@@ -234,7 +244,7 @@ def _delta_rule(request: table.Request, device: torch.device, dtype: torch.dtype
 
 
 def _orthogonal_state(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
-    g, sizes, variant = torch.Generator(device).manual_seed(0), request.sizes, cast(Variant, request.shape["variant"])
+    g, sizes, variant = _generator(device), request.sizes, cast(Variant, request.shape["variant"])
     shape = (sizes["batch"], sizes["tokens"], sizes["heads"])
 
     def randn(*shape: int) -> Tensor:
@@ -258,7 +268,7 @@ def _orthogonal_state(request: table.Request, device: torch.device, dtype: torch
 
 def _eidetic_attention(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
     """With memories of as many rows as the defaults of models have."""
-    g, sizes = torch.Generator(device).manual_seed(0), request.sizes
+    g, sizes = _generator(device), request.sizes
     shape, dim, window = (sizes["batch"], sizes["tokens"]), sizes["dim"], sizes["window"]
 
     def randn(heads: int) -> Tensor:
@@ -294,18 +304,25 @@ def _agree(found: Sequence[Tensor], expected: Sequence[Tensor], limit: float) ->
     return all(float((a - b).norm()) <= limit * float(b.norm()) for a, b in pairs)
 
 
+def _generator(device: torch.device) -> torch.Generator | None:
+    return None if device == META else torch.Generator(device).manual_seed(0)
+
+
 def _milliseconds(call: Call, tiles: Any, device: torch.device) -> float:
     """Median of calls that find nothing in the caches. On a CPU, where kernels are interpreted, of one call."""
-    if device.type != "cuda":
-        since = time.perf_counter()
-        call(tiles)
-        return 1e3 * (time.perf_counter() - since)
     call(tiles)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    since = time.perf_counter()
+    call(tiles)
+    host = 1e3 * (time.perf_counter() - since)
+    if device.type != "cuda":
+        return host
     flush = torch.empty(FLUSHED, dtype=torch.int8, device=device)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPETITIONS)]
     for begin, end in events:
         # and long enough for what is timed to be launched while it runs
-        for _ in range(6):
+        for _ in range(2 + math.ceil(2 * host / FLUSH_MS)):
             flush.zero_()
         begin.record()
         call(tiles)

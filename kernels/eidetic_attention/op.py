@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked, leave
-from baton.kernels.eidetic_attention.triton import eidetic_attention_triton
+from baton.kernels.eidetic_attention.triton import eidetic_attention_triton, innovation_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.protocol import Inputs, Leaf, State
 from baton.kernels.window_attention.fused import in_triton
@@ -65,9 +65,11 @@ def eidetic_attention(
     Raises:
         KernelError: an argument of another shape, dtype or device than stated, by name; impossible sizes; T = 0.
     """
+    fresh = state is None
     inputs, options, state = _checked((q, k, v, fading_k, fading_v, score), window, n_fading, n_eidetic, sliding, pos, state, scale)
-    implementation = eidetic_attention_triton if in_triton(q, inputs[-1].dtype) else eidetic_attention_chunked
-    return implementation(inputs, options, pos=pos, state=state)
+    if in_triton(q, inputs[-1].dtype):
+        return eidetic_attention_triton(inputs, options, pos=pos, state=state, fresh=fresh)
+    return eidetic_attention_chunked(inputs, options, pos=pos, state=state)
 
 
 def leaving_state(
@@ -208,11 +210,18 @@ _LIBRARY.define("innovation(Tensor y, Tensor weights, Tensor pos, Tensor tail) -
 def _innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
     """As `innovation`, which checks the arguments."""
     length, k = y.shape[1], weights.shape[0]
-    rows = torch.cat((tail, y), dim=1)
     dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
+    score = innovation_triton(y, weights, pos, tail) if in_triton(y, dtype) else _score(y, weights, pos, tail, dtype)
+    ends = y if length >= k else torch.cat((tail, y), dim=1)
+    own = torch.arange(k, 0, -1, device=y.device) <= pos[:, -1:] + 1
+    return score, ends[:, ends.shape[1] - k :].masked_fill(~own[:, :, None], 0.0)
+
+
+def _score(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, dtype: torch.dtype) -> Tensor:
+    length, k = y.shape[1], weights.shape[0]
+    rows = torch.cat((tail, y), dim=1)
     missed = y.to(dtype, copy=True)
     for j in range(1, k + 1):
         back = rows[:, k - j : k - j + length].to(dtype)
         missed.addcmul_(back.masked_fill((pos < j)[:, :, None], 0.0), weights[j - 1].to(dtype), value=-1)
-    own = torch.arange(k, 0, -1, device=y.device) <= pos[:, -1:] + 1
-    return missed.square().mean(-1).sqrt(), rows[:, length:].masked_fill(~own[:, :, None], 0.0)
+    return missed.square().mean(-1).sqrt()

@@ -1,4 +1,5 @@
-"""B'MOJO's attention on a GPU: all memories of a span are chosen first, then one fused attention reads window and memories."""
+"""B'MOJO's attention on a GPU: all memories of a span are chosen first, then one fused attention reads window and memories. And the
+score that chooses."""
 
 import torch
 from torch import Tensor
@@ -11,11 +12,14 @@ from baton.kernels.protocol import Inputs, State
 from baton.kernels.window_attention.chunked import history, new_tails
 from baton.kernels.window_attention.fused import KERNEL, Seen, Tiles, joint_attention, shape_of
 
+_ROWS, _CHANNELS = 16, 256  # of a block that a score is summed over
+
 
 def eidetic_attention_triton(
-    inputs: Inputs, options: Options, *, pos: Tensor, state: State, tiles: Tiles | None = None
+    inputs: Inputs, options: Options, *, pos: Tensor, state: State, fresh: bool = False, tiles: Tiles | None = None
 ) -> tuple[Tensor, State]:
-    """As `op.eidetic_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits."""
+    """As `op.eidetic_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. fresh: nothing
+    has been read, so nothing is put before keys and values."""
     q, k, v, fading_k, fading_v, score = inputs
     if tiles is None:
         batch, length, heads, dim = q.shape
@@ -23,7 +27,8 @@ def eidetic_attention_triton(
         tiles = table.choose(KERNEL, Tiles(), q.device, shape_of(dim), sizes)
     pos = pos.to(torch.int64)
     read = torch.minimum(torch.arange(q.shape[1], device=q.device) + state["seen"][:, None], pos)
-    keys, values = (history(state[name], x).to(q.dtype) for name, x in (("k", k), ("v", v)))
+    # a view's gradient is added to those of what is chosen when that of a history would be
+    keys, values = ((x.view_as(x) if fresh else history(state[name], x)).to(q.dtype) for name, x in (("k", k), ("v", v)))
     far_k = far_v = memory_k = memory_v = far_limit = memory = None
     if options.sliding:
         far_k, far_v = (history(state[name], x).to(q.dtype) for name, x in (("fading_k", fading_k), ("fading_v", fading_v)))
@@ -76,3 +81,16 @@ def _leaving(inputs: Inputs, memory: Published | None, seen: Tensor, pos: Tensor
             leaving |= dict(zip(best, taken, strict=True))
             leaving["where"] = leaving["where"].masked_fill(~valid, -1)
     return {name: leaving[name] for name in state}
+
+
+def innovation_triton(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor) -> Tensor:
+    """The score of `op.innovation`, which checks the arguments; tensors of 32 or 16 bits."""
+    from baton.kernels.eidetic_attention import foretold
+
+    batch, length, channels = y.shape
+    score = torch.empty(batch, length, dtype=torch.float32, device=y.device)
+    foretold.innovation_kernel[(-(-length // _ROWS), batch)](
+        y.contiguous(), tail.contiguous(), weights.contiguous(), pos.contiguous(), score, length, C=channels, N=weights.shape[0],
+        BT=_ROWS, BC=min(_CHANNELS, table.power_of_two(channels)), num_warps=4,
+    )  # fmt: skip
+    return score

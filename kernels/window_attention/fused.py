@@ -30,6 +30,7 @@ class Tiles:
         memory: rows of a memory in a step.
         warps, warps_back: of a program.
         stages: of what loops load, ahead of what they compute.
+        registers: of a thread of what computes outputs, at most: with 128 a processor has room for two programs of 8 warps.
     """
 
     queries: int = 128
@@ -40,10 +41,11 @@ class Tiles:
     warps: int = 8
     warps_back: int = 8
     stages: int = 2
+    registers: int = 255
 
     def for_float32(self) -> "Tiles":
         """None larger than these: products of float32 use no tensor cores, and larger ones have no room in registers."""
-        return replace(self, queries=32, keys=32, queries_back=32, keys_back=32, memory=32, stages=1)
+        return replace(self, queries=32, keys=32, queries_back=32, keys_back=32, memory=32, stages=1, registers=255)
 
 
 _Pair = tuple[Tensor | None, Tensor | None]
@@ -76,12 +78,14 @@ def joint_attention(
     """Softmax attention of tokens q [B, T, H, K] to all that each of them sees: y [B, T, H, K].
 
     Args:
-        k, v: a history, [B, N + T, G, K], of rows at distances up to seen.limit.
+        k, v: a history, [B, N + T, G, K], of rows at distances up to seen.limit; N: window - 1, or 0 where nothing has been read.
         far: keys and values of another, of rows at distances from the window to seen.far_limit.
         memory: keys and values of memories, [B, P, M, G, K].
-        window: tokens, N + 1; None: of the history all that the limit allows, and nothing else.
+        window: tokens; None: of the history all that the limit allows, and nothing else.
         scale: of the scores.
     """
+    if scale <= 0:  # the kernels know the largest score before it is scaled
+        q, scale = q * (-1 if scale < 0 else 0), abs(scale) or 1.0
     y: Tensor = _Joint.apply(q, k, v, *far, *memory, seen, window, scale, tiles)
     return y
 
@@ -92,7 +96,8 @@ class _Joint(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, far_k: Tensor | None, far_v: Tensor | None, memory_k: Tensor | None,
         memory_v: Tensor | None, seen: Seen, window: int | None, scale: float, tiles: Tiles,
     ) -> Tensor:  # fmt: skip
-        tensors = [None if x is None else x.contiguous() for x in (q, k, v, far_k, far_v, memory_k, memory_v)]
+        k, v = _alike(k, v)
+        tensors = [q.contiguous(), k, v, *(None if x is None else x.contiguous() for x in (far_k, far_v, memory_k, memory_v))]
         run = _Run(tensors, seen, window, scale, tiles)
         y, lse = run.forward()
         ctx.save_for_backward(*tensors, y, lse, *seen)
@@ -106,6 +111,13 @@ class _Joint(torch.autograd.Function):
         *tensors, y, lse = saved[:9]
         run = _Run(tensors, Seen(*saved[9:]), ctx.window, ctx.scale, ctx.tiles)
         return (*run.backward(y, lse, dy.contiguous()), *(None,) * 4)
+
+
+def _alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Histories, [B, J, G, K], or copies of them, whose rows lie equally far apart, whole; as do halves of one tensor's."""
+    row, (_, rows, groups, dim) = k.stride(1), k.shape
+    as_they_are = all(x.stride() == (rows * row, row, dim, 1) for x in (k, v)) and row >= groups * dim
+    return (k, v) if as_they_are else (k.contiguous(), v.contiguous())
 
 
 class _Run:
@@ -131,8 +143,8 @@ class _Run:
         rows = 0 if self.others[2] is None else self.others[2].shape[2]
         self.of_queries = {
             **self.common, "N": k.shape[1] - self.length, "FAR": 0 if self.others[0] is None else window, "M": rows,
-            "WHOLE": window is None,
             "BQ": self.tiles.queries, "BK": self.tiles.keys, "BM": self.memory_block(rows), "num_warps": self.tiles.warps,
+            "ROW": k.stride(1),
         }  # fmt: skip
 
     def memory_block(self, rows: int) -> int:
@@ -158,7 +170,7 @@ class _Run:
         """The output, [B, T, H, K], and the logarithms of sums of weights, [B, H, T]."""
         y, lse = torch.empty_like(self.q), self.of_tokens()
         self.kernels.forward_kernel[self.grid(self.length, self.tiles.queries, self.heads)](
-            *self.read, y, lse, self.length, self.memories, self.scale, **self.of_queries
+            *self.read, y, lse, self.length, self.memories, self.scale, maxnreg=self.tiles.registers, **self.of_queries
         )
         return y, lse
 
@@ -169,12 +181,13 @@ class _Run:
             *self.read, y, lse, dy, dq, delta, self.length, self.memories, self.scale, **self.of_queries
         )
         far_k, far_v, memory_k, memory_v = self.others
-        found: list[Tensor | None] = [dq, *self.of_rows(self.k, self.v, self.seen.limit, 0, lse, dy, delta)]
+        reach = -1 if self.window is None else self.window - 1 - (self.k.shape[1] - self.length)
+        found: list[Tensor | None] = [dq, *self.of_rows(self.k, self.v, self.seen.limit, 0, reach, lse, dy, delta)]
         if far_k is None or far_v is None or self.seen.far_limit is None:
             found += [None, None]
         else:
             assert self.window is not None
-            found += self.of_rows(far_k, far_v, self.seen.far_limit, self.window, lse, dy, delta)
+            found += self.of_rows(far_k, far_v, self.seen.far_limit, self.window, 0, lse, dy, delta)
         if memory_k is None or memory_v is None:
             found += [None, None]
         else:
@@ -182,12 +195,13 @@ class _Run:
         return tuple(found)
 
     def of_rows(
-        self, k: Tensor, v: Tensor, limit: Tensor, nearest: int, lse: Tensor, dy: Tensor, delta: Tensor
+        self, k: Tensor, v: Tensor, limit: Tensor, nearest: int, reach: int, lse: Tensor, dy: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Gradients of a history, whose rows are seen from the nearest distance on."""
-        dk, dv, size, before = torch.empty_like(k), torch.empty_like(v), self.tiles.keys_back, k.shape[1] - self.length
-        self.kernels.rows_backward_kernel[self.grid(k.shape[1], size, self.groups)](
-            self.q, k, v, limit, lse, dy, delta, dk, dv, self.length, self.scale, N=before, NEAR=nearest, WHOLE=self.window is None,
+        """Gradients of a history, whose rows are seen from the nearest distance on, by so many tokens behind them (-1: by any)."""
+        (dk, dv), size, before = (x.new_empty(x.shape) for x in (k, v)), self.tiles.keys_back, k.shape[1] - self.length
+        self.kernels.rows_backward_kernel[self.grid(k.shape[1] + max(0, reach), size, self.groups)](
+            self.q, k, v, limit, lse, dy, delta, dk, dv, self.length, self.scale, N=before, NEAR=nearest, REACH=reach,
+            ROW=k.stride(1),
             BQ=self.tiles.queries_back, BK=size, num_warps=self.tiles.warps_back, **self.common,
         )  # fmt: skip
         return dk, dv

@@ -34,43 +34,43 @@ def leave_tile(to, at, inside, value, ROW: tl.constexpr, K: tl.constexpr, BD: tl
 
 
 @triton.jit
-def weighed(q_i, k_j, seen, scale, LOW: tl.constexpr):
-    """Scores in base 2, minus infinity of what is not seen."""
-    return tl.where(seen, product(q_i, tl.trans(k_j), LOW) * (scale * LOG2_E), float("-inf"))
-
-
-@triton.jit
-def absorb(found, largest, total, scores, v_j, LOW: tl.constexpr):
-    """Weighted values and sum of weights so far, relative to the largest score so far, with some more."""
+def absorb(found, largest, total, scores, seen, v_j, scale, LOW: tl.constexpr):
+    """Weighted values and sum of weights so far, relative to the largest score so far, with some more. scale: of scores, to base 2,
+    more than 0."""
+    scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(largest, tl.max(scores, 1))
     # who has seen nothing yet has no largest
-    base = tl.where(new == float("-inf"), 0.0, new)
-    weights, fewer = tl.exp2(scores - base[:, None]), tl.exp2(largest - base)
+    base = tl.where(new == float("-inf"), 0.0, new * scale)
+    weights, fewer = tl.exp2(scores * scale - base[:, None]), tl.exp2(largest * scale - base)
     return found * fewer[:, None] + product(weights, v_j, LOW), new, total * fewer + tl.sum(weights, 1)
 
 
 @triton.jit
-def seen_of(i, r, limit, J, N: tl.constexpr, NEAR: tl.constexpr):
-    """Whether tokens i see rows r: those at distances from NEAR to limit."""
-    distance = i[:, None] + N - r[None, :]
-    return (distance >= NEAR) & (distance <= limit[:, None]) & (r < J)[None, :]
+def within(distance, count):
+    """Whether a distance is one of 0 to count - 1, in one comparison: what is below 0 is, without a sign, beyond all counts."""
+    return distance.to(tl.uint32, bitcast=True) < count.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def first_row(i0, near, N: tl.constexpr, WHOLE: tl.constexpr):
-    """From which on rows are read for tokens i0, ... WHOLE: no window bounds the distances, so the tile's largest, which is a later
-    token's than the first, may point before the first row."""
-    return tl.maximum(i0 + N - tl.max(near, 0), 0) if WHOLE else i0 + N - tl.max(near, 0)
+def count_of(limits, b, i, inside, T, NEAR: tl.constexpr):
+    """How many distances tokens i see, from NEAR to their limits, [B, T]; no token sees a row behind the last one."""
+    return tl.maximum(tl.load(limits + b * T + i, mask=inside, other=-1) - (NEAR - 1), 0)
+
+
+@triton.jit
+def first_row(i, count, N: tl.constexpr):
+    """That any of tokens i sees, of how many each of them sees."""
+    return tl.min(i + N + 1 - count, 0)
 
 
 @triton.jit
 def forward_kernel(
     q, k, v, far_k, far_v, memory_k, memory_v, valid, slot, limit, far_limit, y, lse, T, memories, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """y [B, T, H, K] and the logarithm (base 2) of the sum of weights, [B, H, T]. FAR: rows farther back count from this distance
-    on (0: there are none); M: rows of a memory (0: there are none)."""
+    on (0: there are none); M: rows of a memory (0: there are none); ROW: elements between rows of k, and of v."""
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     g, i0 = h // (H // G), tl.program_id(0) * BQ
     i = i0 + tl.arange(0, BQ)
@@ -79,20 +79,23 @@ def forward_kernel(
     q_i = tile_of(q + own, i, inside, H * K, K, BD)
     found, total = tl.zeros([BQ, BD], tl.float32), tl.zeros([BQ], tl.float32)
     largest = total + float("-inf")
-    near = tl.load(limit + b * T + i, mask=inside, other=-1)
-    of_rows = (b * (N + T) * G + g) * K
-    for r0 in range(first_row(i0, near, N, WHOLE), tl.minimum(i0 + BQ, T) + N, BK):
+    base_2 = scale * LOG2_E
+    near, of_rows = count_of(limit, b, i, inside, T, 0), b * (N + T) * ROW + g * K
+    for r0 in range(first_row(i, near, N), tl.minimum(i0 + BQ, T) + N, BK):
         r = r0 + tl.arange(0, BK)
-        scores = weighed(q_i, tile_of(k + of_rows, r, r < N + T, G * K, K, BD), seen_of(i, r, near, N + T, N, 0), scale, LOW)
-        found, largest, total = absorb(found, largest, total, scores, tile_of(v + of_rows, r, r < N + T, G * K, K, BD), LOW)
+        scores = product(q_i, tl.trans(tile_of(k + of_rows, r, r < N + T, ROW, K, BD)), LOW)
+        seen = (r[None, :] > (i + N - near)[:, None]) & (r[None, :] <= (i + N)[:, None])
+        v_j = tile_of(v + of_rows, r, r < N + T, ROW, K, BD)
+        found, largest, total = absorb(found, largest, total, scores, seen, v_j, base_2, LOW)
     if FAR > 0:
-        far, F = tl.load(far_limit + b * T + i, mask=inside, other=-1), 2 * FAR - 1
+        far, F = count_of(far_limit, b, i, inside, T, FAR), 2 * FAR - 1
         of_rows = (b * (F + T) * G + g) * K
-        for r0 in range(i0 + F - tl.max(far, 0), tl.minimum(i0 + BQ, T) + F - FAR, BK):
+        for r0 in range(first_row(i, far, F - FAR), tl.minimum(i0 + BQ, T) + F - FAR, BK):
             r = r0 + tl.arange(0, BK)
-            exists = r < F + T
-            scores = weighed(q_i, tile_of(far_k + of_rows, r, exists, G * K, K, BD), seen_of(i, r, far, F + T, F, FAR), scale, LOW)
-            found, largest, total = absorb(found, largest, total, scores, tile_of(far_v + of_rows, r, exists, G * K, K, BD), LOW)
+            scores = product(q_i, tl.trans(tile_of(far_k + of_rows, r, r < F + T, G * K, K, BD)), LOW)
+            seen = (r[None, :] > (i + (F - FAR) - far)[:, None]) & (r[None, :] <= (i + (F - FAR))[:, None])
+            v_j = tile_of(far_v + of_rows, r, r < F + T, G * K, K, BD)
+            found, largest, total = absorb(found, largest, total, scores, seen, v_j, base_2, LOW)
     if M > 0:
         place = tl.load(slot + b * T + i, mask=inside, other=-1)
         for s in range(tl.min(tl.where(place >= 0, place, memories), 0), tl.max(place, 0) + 1):
@@ -102,25 +105,41 @@ def forward_kernel(
                 exists = tl.load(valid + of_memory + m, mask=m < M, other=0) != 0
                 seen = (place == s)[:, None] & exists[None, :]
                 at = (of_memory * G + g) * K
-                scores = weighed(q_i, tile_of(memory_k + at, m, m < M, G * K, K, BD), seen, scale, LOW)
-                found, largest, total = absorb(found, largest, total, scores, tile_of(memory_v + at, m, m < M, G * K, K, BD), LOW)
+                scores = product(q_i, tl.trans(tile_of(memory_k + at, m, m < M, G * K, K, BD)), LOW)
+                v_j = tile_of(memory_v + at, m, m < M, G * K, K, BD)
+                found, largest, total = absorb(found, largest, total, scores, seen, v_j, base_2, LOW)
     # a token sees itself; behind the last one there is none
     total = tl.where(inside, total, 1.0)
     leave_tile(y + own, i, inside, found / total[:, None], H * K, K, BD)
-    tl.store(lse + (b * H + h) * T + i, largest + tl.log2(total), mask=inside)
+    tl.store(lse + (b * H + h) * T + i, largest * base_2 + tl.log2(total), mask=inside)
 
 
 @triton.jit
-def slope(weights, dy_i, v_j, delta, scale, LOW: tl.constexpr):
-    """The scores' gradient before they are scaled: of weights whose values are v_j."""
-    return weights * (product(dy_i, tl.trans(v_j), LOW) - delta[:, None]) * scale
+def weights_of(scores, seen, whole, scale):
+    """Of scores again. whole: logarithms of the sums of weights; scale: of scores, to base 2."""
+    return tl.where(seen, tl.exp2(scores * scale - whole), 0.0)
+
+
+@triton.jit
+def of_query(q_i, k_j, v_j, dy_i, seen, whole, delta_i, scale, LOW: tl.constexpr):
+    """What rows give to the queries' gradient, before it is scaled."""
+    weights = weights_of(product(q_i, tl.trans(k_j), LOW), seen, whole[:, None], scale)
+    return product(weights * (product(dy_i, tl.trans(v_j), LOW) - delta_i[:, None]), k_j, LOW)
+
+
+@triton.jit
+def of_row(q_i, k_j, v_j, dy_i, seen, whole, delta_i, scale, LOW: tl.constexpr):
+    """What tokens give to the gradients of keys, before it is scaled, and of values."""
+    weights = weights_of(product(q_i, tl.trans(k_j), LOW), seen, whole[:, None], scale)
+    slopes = weights * (product(dy_i, tl.trans(v_j), LOW) - delta_i[:, None])
+    return product(tl.trans(slopes), q_i, LOW), product(tl.trans(weights), dy_i, LOW)
 
 
 @triton.jit
 def queries_backward_kernel(
     q, k, v, far_k, far_v, memory_k, memory_v, valid, slot, limit, far_limit, y, lse, dy, dq, delta, T, memories, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """dq, and delta, the product of what is read with its cotangent, [B, H, T]."""
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -129,25 +148,24 @@ def queries_backward_kernel(
     inside = i < T
     own = (b * T * H + h) * K
     q_i, dy_i = tile_of(q + own, i, inside, H * K, K, BD), tile_of(dy + own, i, inside, H * K, K, BD)
-    read = tl.sum(dy_i.to(tl.float32) * tile_of(y + own, i, inside, H * K, K, BD).to(tl.float32), 1)
-    tl.store(delta + (b * H + h) * T + i, read, mask=inside)
+    delta_i = tl.sum(dy_i.to(tl.float32) * tile_of(y + own, i, inside, H * K, K, BD).to(tl.float32), 1)
+    tl.store(delta + (b * H + h) * T + i, delta_i, mask=inside)
     whole = tl.load(lse + (b * H + h) * T + i, mask=inside, other=0.0)
-    found = tl.zeros([BQ, BD], tl.float32)
-    near = tl.load(limit + b * T + i, mask=inside, other=-1)
-    of_rows = (b * (N + T) * G + g) * K
-    for r0 in range(first_row(i0, near, N, WHOLE), tl.minimum(i0 + BQ, T) + N, BK):
+    found, base_2 = tl.zeros([BQ, BD], tl.float32), scale * LOG2_E
+    near, of_rows = count_of(limit, b, i, inside, T, 0), b * (N + T) * ROW + g * K
+    for r0 in range(first_row(i, near, N), tl.minimum(i0 + BQ, T) + N, BK):
         r = r0 + tl.arange(0, BK)
-        k_j, v_j = tile_of(k + of_rows, r, r < N + T, G * K, K, BD), tile_of(v + of_rows, r, r < N + T, G * K, K, BD)
-        weights = tl.exp2(weighed(q_i, k_j, seen_of(i, r, near, N + T, N, 0), scale, LOW) - whole[:, None])
-        found += product(slope(weights, dy_i, v_j, read, scale, LOW), k_j, LOW)
+        k_j, v_j = tile_of(k + of_rows, r, r < N + T, ROW, K, BD), tile_of(v + of_rows, r, r < N + T, ROW, K, BD)
+        seen = within((i + N)[:, None] - r[None, :], near[:, None])
+        found += of_query(q_i, k_j, v_j, dy_i, seen, whole, delta_i, base_2, LOW)
     if FAR > 0:
-        far, F = tl.load(far_limit + b * T + i, mask=inside, other=-1), 2 * FAR - 1
+        far, F = count_of(far_limit, b, i, inside, T, FAR), 2 * FAR - 1
         of_rows = (b * (F + T) * G + g) * K
-        for r0 in range(i0 + F - tl.max(far, 0), tl.minimum(i0 + BQ, T) + F - FAR, BK):
+        for r0 in range(first_row(i, far, F - FAR), tl.minimum(i0 + BQ, T) + F - FAR, BK):
             r = r0 + tl.arange(0, BK)
             k_j, v_j = tile_of(far_k + of_rows, r, r < F + T, G * K, K, BD), tile_of(far_v + of_rows, r, r < F + T, G * K, K, BD)
-            weights = tl.exp2(weighed(q_i, k_j, seen_of(i, r, far, F + T, F, FAR), scale, LOW) - whole[:, None])
-            found += product(slope(weights, dy_i, v_j, read, scale, LOW), k_j, LOW)
+            seen = within((i + (F - FAR))[:, None] - r[None, :], far[:, None])
+            found += of_query(q_i, k_j, v_j, dy_i, seen, whole, delta_i, base_2, LOW)
     if M > 0:
         place = tl.load(slot + b * T + i, mask=inside, other=-1)
         for s in range(tl.min(tl.where(place >= 0, place, memories), 0), tl.max(place, 0) + 1):
@@ -157,9 +175,8 @@ def queries_backward_kernel(
                 exists, at = tl.load(valid + of_memory + m, mask=m < M, other=0) != 0, (of_memory * G + g) * K
                 k_j, v_j = tile_of(memory_k + at, m, m < M, G * K, K, BD), tile_of(memory_v + at, m, m < M, G * K, K, BD)
                 seen = (place == s)[:, None] & exists[None, :]
-                weights = tl.exp2(weighed(q_i, k_j, seen, scale, LOW) - whole[:, None])
-                found += product(slope(weights, dy_i, v_j, read, scale, LOW), k_j, LOW)
-    leave_tile(dq + own, i, inside, found, H * K, K, BD)
+                found += of_query(q_i, k_j, v_j, dy_i, seen, whole, delta_i, base_2, LOW)
+    leave_tile(dq + own, i, inside, found * scale, H * K, K, BD)
 
 
 @triton.jit
@@ -174,24 +191,26 @@ def token_tile(q, dy, lse, delta, i, inside, b, h, T, H: tl.constexpr, K: tl.con
 def rows_backward_kernel(
     q, k, v, limit, lse, dy, delta, dk, dv, T, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, NEAR: tl.constexpr, LOW: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, REACH: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of a history, [B, N + T, G, K]. limit: [B, T], the largest distance, at most N unless WHOLE; NEAR: the smallest."""
+    """dk, dv of a history, [B, N + T, G, K]. limit: [B, T], the largest distance, at most N + REACH (-1: any); NEAR: the smallest.
+    Tiles begin where they would if there were REACH more rows before, so that sums are the same to the bit."""
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    r0 = tl.program_id(0) * BK
+    r0 = tl.program_id(0) * BK - tl.maximum(REACH, 0)
     r = r0 + tl.arange(0, BK)
-    exists, of_rows = r < N + T, (b * (N + T) * G + g) * K
-    k_j, v_j = tile_of(k + of_rows, r, exists, G * K, K, BD), tile_of(v + of_rows, r, exists, G * K, K, BD)
-    of_k, of_v = tl.zeros([BK, BD], tl.float32), tl.zeros([BK, BD], tl.float32)
+    exists, read, of_rows = (r >= 0) & (r < N + T), b * (N + T) * ROW + g * K, (b * (N + T) * G + g) * K
+    k_j, v_j = tile_of(k + read, r, exists, ROW, K, BD), tile_of(v + read, r, exists, ROW, K, BD)
+    of_k, of_v, base_2 = tl.zeros([BK, BD], tl.float32), tl.zeros([BK, BD], tl.float32), scale * LOG2_E
+    end = tl.where(r0 + BK > 0, T if REACH < 0 else tl.minimum(r0 + BK + REACH, T), 0)
     for h in range(g * (H // G), (g + 1) * (H // G)):
-        for i0 in range(tl.maximum(r0 - N + NEAR, 0), T if WHOLE else tl.minimum(r0 + BK, T), BQ):
+        for i0 in range(tl.maximum(r0 - N + NEAR, 0), end, BQ):
             i = i0 + tl.arange(0, BQ)
-            q_i, dy_i, whole, read = token_tile(q, dy, lse, delta, i, i < T, b, h, T, H, K, BD)
-            farthest = tl.load(limit + b * T + i, mask=i < T, other=-1)
-            weights = tl.exp2(weighed(q_i, k_j, seen_of(i, r, farthest, N + T, N, NEAR), scale, LOW) - whole[:, None])
-            of_v += product(tl.trans(weights), dy_i, LOW)
-            of_k += product(tl.trans(slope(weights, dy_i, v_j, read, scale, LOW)), q_i, LOW)
-    leave_tile(dk + of_rows, r, exists, of_k, G * K, K, BD)
+            q_i, dy_i, whole, delta_i = token_tile(q, dy, lse, delta, i, i < T, b, h, T, H, K, BD)
+            seen = within((i + (N - NEAR))[:, None] - r[None, :], count_of(limit, b, i, i < T, T, NEAR)[:, None])
+            more_k, more_v = of_row(q_i, k_j, v_j, dy_i, seen, whole, delta_i, base_2, LOW)
+            of_k += more_k
+            of_v += more_v
+    leave_tile(dk + of_rows, r, exists, of_k * scale, G * K, K, BD)
     leave_tile(dv + of_rows, r, exists, of_v, G * K, K, BD)
 
 
@@ -208,15 +227,15 @@ def memories_backward_kernel(
     m, of_memory = tl.program_id(0) % blocks * BM + tl.arange(0, BM), (b * memories + s) * M
     at, exists = (of_memory * G + g) * K, tl.load(valid + of_memory + m, mask=m < M, other=0) != 0
     k_j, v_j = tile_of(memory_k + at, m, m < M, G * K, K, BD), tile_of(memory_v + at, m, m < M, G * K, K, BD)
-    of_k, of_v = tl.zeros([BM, BD], tl.float32), tl.zeros([BM, BD], tl.float32)
+    of_k, of_v, base_2 = tl.zeros([BM, BD], tl.float32), tl.zeros([BM, BD], tl.float32), scale * LOG2_E
     first = tl.load(begin + b * memories + s)
     for h in range(g * (H // G), (g + 1) * (H // G)):
         for i0 in range(first, tl.minimum(first + WINDOW, T), BQ):
             i = i0 + tl.arange(0, BQ)
-            q_i, dy_i, whole, read = token_tile(q, dy, lse, delta, i, i < T, b, h, T, H, K, BD)
+            q_i, dy_i, whole, delta_i = token_tile(q, dy, lse, delta, i, i < T, b, h, T, H, K, BD)
             seen = (tl.load(slot + b * T + i, mask=i < T, other=-1) == s)[:, None] & exists[None, :]
-            weights = tl.exp2(weighed(q_i, k_j, seen, scale, LOW) - whole[:, None])
-            of_v += product(tl.trans(weights), dy_i, LOW)
-            of_k += product(tl.trans(slope(weights, dy_i, v_j, read, scale, LOW)), q_i, LOW)
-    leave_tile(dmemory_k + at, m, m < M, of_k, G * K, K, BD)
+            more_k, more_v = of_row(q_i, k_j, v_j, dy_i, seen, whole, delta_i, base_2, LOW)
+            of_k += more_k
+            of_v += more_v
+    leave_tile(dmemory_k + at, m, m < M, of_k * scale, G * K, K, BD)
     leave_tile(dmemory_v + at, m, m < M, of_v, G * K, K, BD)

@@ -65,14 +65,16 @@ def window_attention(
         raise KernelError(f"{_KERNEL}: window is {window}, expected at least 1, or None for all of the document")
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
+    fresh = state is None
     if state is None:
         state = empty(k, v, 0 if window is None else window - 1)
     else:
         rows = state["k"].shape[1] if window is None else window - 1
         check_tail(_KERNEL, state, {"k": k, "v": v}, rows)
-    fused = length >= SHORT and in_triton(q, compute_dtype(q, k, v))
-    implementation = window_attention_triton if fused else window_attention_chunked
-    return implementation(q, k, v, window=window, pos=pos, state=state, scale=dim**-0.5 if scale is None else scale)
+    scale = dim**-0.5 if scale is None else scale
+    if length >= SHORT and in_triton(q, compute_dtype(q, k, v)):
+        return window_attention_triton(q, k, v, window=window, pos=pos, state=state, scale=scale, fresh=fresh)
+    return window_attention_chunked(q, k, v, window=window, pos=pos, state=state, scale=scale)
 
 
 def empty(k: Tensor, v: Tensor, rows: int) -> State:

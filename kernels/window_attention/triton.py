@@ -17,10 +17,10 @@ SHORT = 16
 
 
 def window_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, pos: Tensor | None, state: State, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, pos: Tensor | None, state: State, scale: float, fresh: bool = False,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """As `op.window_attention`, which checks the arguments."""
+    """As `op.window_attention`, which checks the arguments. fresh: nothing has been read, and nothing is put before keys."""
     (batch, length, heads, dim), before, seen = q.shape, state["k"].shape[1], state["seen"]
     if tiles is None:
         sizes = {"batch": batch, "tokens": length, "heads": heads, "groups": k.shape[2], "dim": dim, "window": window or length}
@@ -31,10 +31,12 @@ def window_attention_triton(
         limit = torch.minimum(limit, pos)
     if window is not None:
         limit = limit.clamp(max=window - 1)
-    keys, values = (history(state[name], x) for name, x in (("k", k), ("v", v)))
+    keys, values = (k, v) if fresh else (history(state[name], x) for name, x in (("k", k), ("v", v)))
     near = Seen(limit.to(torch.int32))
     y = joint_attention(q, keys.to(q.dtype), values.to(q.dtype), near, window=window, scale=scale, tiles=tiles)
     rows, seen = before + length if window is None else before, read_so_far(length, pos, seen)
     if window is not None:
         seen = seen.clamp(max=rows)  # counted no farther than the tail reaches
+    if fresh and length < rows:
+        keys, values = (history(state[name], x) for name, x in (("k", k), ("v", v)))
     return y, {**new_tails({"k": keys, "v": values}, {"k": rows, "v": rows}, seen), "seen": seen}

@@ -87,10 +87,10 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
 @pytest.mark.parametrize("kernel", TILES)
 def test_tuning_returns_tiles_that_compute_the_same(kernel, monkeypatch):
     """By the same kernels, interpreted; what is quickest there means nothing, that it computes the same does."""
-    monkeypatch.setattr("baton.kernels.tune.FIELDS", {
-        diagonal_scan.KERNEL: {"full": (1, 2048), "steps": (8, 7), "ahead": (1,)}, short_conv.KERNEL: {"steps": (4, 8)},
-        gated_linear_attention.KERNEL: {"chunk": (16,)}, delta_rule.KERNEL: {"chunk": (16,)},
-        orthogonal_state.KERNEL: {"slots": (4,)}, eidetic_attention.KERNEL: {"keys": (16,)},
+    monkeypatch.setattr("baton.kernels.tune.STEPS", {
+        diagonal_scan.KERNEL: ({"full": (1, 2048)}, {"steps": (8, 7), "ahead": (1,)}), short_conv.KERNEL: ({"steps": (4, 8)},),
+        gated_linear_attention.KERNEL: ({"chunk": (16,)},), delta_rule.KERNEL: ({"chunk": (16,)},),
+        orthogonal_state.KERNEL: ({"slots": (4,)},), eidetic_attention.KERNEL: ({"keys": (16,)},),
     })  # fmt: skip
     if kernel == diagonal_scan.KERNEL:
         sizes = {"batch": 1, "tokens": 20, "channels": 5, "activate": True, "gated": True}
@@ -120,7 +120,7 @@ def test_tiles_that_compute_something_else_are_not_taken(monkeypatch):
     request = Request(short_conv.KERNEL, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
     run, quick = short_conv.short_conv_triton, iter((2.0, 1.0, 1.0, 1.0))
     monkeypatch.setattr("baton.kernels.tune._milliseconds", lambda *_: next(quick))
-    monkeypatch.setattr("baton.kernels.tune.FIELDS", {short_conv.KERNEL: {"steps": (8,)}})
+    monkeypatch.setattr("baton.kernels.tune.STEPS", {short_conv.KERNEL: ({"steps": (8,)},)})
 
     def wrong(*args, tiles, **options):
         y, tail = run(*args, tiles=tiles, **options)

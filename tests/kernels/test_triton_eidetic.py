@@ -8,10 +8,11 @@ from support.compare import relative_error
 from support.recurrences import positions, seeded
 
 from baton.kernels.check import gradients, moving
+from baton.kernels.eidetic_attention import innovation
 from baton.kernels.eidetic_attention.chunked import Options, leave
 from baton.kernels.eidetic_attention.published import publish
 from baton.kernels.eidetic_attention.recurrence import RECURRENCES, EideticAttention
-from baton.kernels.eidetic_attention.triton import eidetic_attention_triton
+from baton.kernels.eidetic_attention.triton import eidetic_attention_triton, innovation_triton
 from baton.kernels.window_attention.fused import Tiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -64,6 +65,24 @@ def test_longer_than_tiles():
     compare(EideticAttention(20, 3, 18), 95, SMALL, wide=False, starts=0.02)
 
 
+@pytest.mark.parametrize("sliding", [False, True])
+def test_rows_that_nothing_was_read_into_need_not_be_there(sliding):
+    """To the bit, outputs, leaving State and gradients."""
+    recurrence = EideticAttention(20, 0 if sliding else 3, 18, sliding)
+    (*inputs, score), _ = recurrence.example(seeded(0), 2, 47, torch.float32, wide=False)
+    inputs = [x.to(DEVICE).requires_grad_() for x in inputs]
+    score, pos = score.to(DEVICE), positions(seeded(1), 2, 47, 0.02).to(DEVICE)
+    options = Options(20, recurrence.n_fading, 18, sliding, 0.4)
+    state = recurrence.initial((*inputs, score))
+
+    def run(fresh):
+        y, leaving = eidetic_attention_triton((*inputs, score), options, pos=pos, state=state, fresh=fresh, tiles=SMALL)
+        return [y, *leaving.values(), *gradients([y, leaving["k"], leaving["v"]], inputs, seeded(2))]
+
+    for found, expected in zip(run(True), run(False), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sliding", [False, True])
@@ -93,3 +112,24 @@ def test_what_is_chosen_at_once_is_what_is_chosen_by_doubling():
     for name, leaf in expected.items():
         assert torch.equal(found[name], leaf), name
         assert found[name].dtype == leaf.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("length", "channels", "k", "cut"), [(37, 300, 4, 21), (3, 17, 5, 1)])
+def test_innovation_is_its_definitions_and_the_same_bits_over_any_cut(length, channels, k, cut, dtype):
+    """Also in pieces shorter than what is foretold from. What is of another document is not read: it is NaN."""
+    y, tail = (torch.randn(2, n, channels, generator=seeded(n)).to(dtype) for n in (length, k))
+    weights, pos = torch.rand(k, generator=seeded(1)), positions(seeded(2), 2, length, 0.1)
+    pos[1] = torch.arange(length)  # a document that begins with the span
+    tail[1] = torch.nan
+    expected, _ = innovation(y.double(), weights.double(), pos, tail.double().nan_to_num())
+    y, weights, pos, tail = (x.to(DEVICE) for x in (y, weights, pos, tail))
+    found = innovation_triton(y, weights, pos, tail)
+    assert found.dtype == torch.float32
+    assert relative_error(found.double().cpu(), expected) <= 1e-6
+    before = torch.cat((tail, y[:, :cut]), dim=1)[:, -k:]
+    pieces = (
+        innovation_triton(y[:, :cut], weights, pos[:, :cut], tail),
+        innovation_triton(y[:, cut:], weights, pos[:, cut:], before),
+    )
+    assert torch.equal(torch.cat(pieces, dim=1), found)

@@ -8,6 +8,7 @@ from support.recurrences import positions, seeded
 from baton.kernels.check import gradients, moving
 from baton.kernels.window_attention.chunked import window_attention_chunked
 from baton.kernels.window_attention.fused import Tiles
+from baton.kernels.window_attention.op import empty
 from baton.kernels.window_attention.recurrence import RECURRENCES, WindowAttention
 from baton.kernels.window_attention.triton import window_attention_triton
 
@@ -59,6 +60,37 @@ def test_outputs_and_gradients_are_the_definitions(recurrence, carried):
 def test_longer_than_tiles(window):
     """Rows that tokens several tiles on see, and a window that is no multiple of a tile."""
     compare(WindowAttention(window, grouped=True), 75, SMALL, wide=False, starts=0.02)
+
+
+@pytest.mark.parametrize(("window", "length"), [(20, 45), (20, 12), (None, 45)])
+def test_rows_that_nothing_was_read_into_need_not_be_there(window, length):
+    """To the bit, outputs, leaving State and gradients."""
+    recurrence = WindowAttention(window, grouped=True)
+    inputs, _ = recurrence.example(seeded(0), 2, length, torch.float32, wide=False)
+    inputs = [x.to(DEVICE).requires_grad_() for x in inputs]
+    state = empty(*inputs[1:], 0 if window is None else window - 1)
+    pos = positions(seeded(1), 2, length, 0.05).to(DEVICE)
+
+    def run(fresh):
+        y, leaving = window_attention_triton(*inputs, window=window, pos=pos, state=state, scale=0.4, fresh=fresh, tiles=SMALL)
+        return [y, *leaving.values(), *gradients([y, leaving["k"], leaving["v"]], inputs, seeded(2))]
+
+    for found, expected in zip(run(True), run(False), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_scales_that_are_not_positive(scale):
+    recurrence = WindowAttention(6)
+    inputs, state = recurrence.example(seeded(0), 2, 18, torch.float32, wide=False)
+    found, expected = [], []
+    for results, place, run in ((found, DEVICE, window_attention_triton), (expected, "cpu", window_attention_chunked)):
+        own = [x.to(place).requires_grad_() for x in inputs]
+        given = {"pos": None, "state": {name: x.to(place) for name, x in state.items()}, "scale": scale}
+        y, _ = run(*own, window=6, **given, **({"tiles": SMALL} if run is window_attention_triton else {}))
+        results += [y, *gradients([y], own, seeded(1))]
+    for a, b in zip(found, expected, strict=True):
+        assert relative_error(a.cpu(), b) <= 1e-5
 
 
 @pytest.mark.parametrize("window", [8, None])

@@ -175,7 +175,7 @@ def _eidetic_kernels(arch):
     import triton.language as tl
 
     from baton.kernels import tiles as table
-    from baton.kernels.eidetic_attention import prefix
+    from baton.kernels.eidetic_attention import foretold, prefix
     from baton.kernels.window_attention import joint
     from baton.kernels.window_attention.fused import KERNEL, Tiles, shape_of
 
@@ -184,22 +184,21 @@ def _eidetic_kernels(arch):
     for dim in (64, 128):
         tiles = replace(Tiles(), **table.of_device(KERNEL, (f"sm_{arch}",), shape_of(dim)))
         common = {"H": 2048 // dim, "G": 2048 // dim, "K": dim, "BD": dim, "LOW": tl.bfloat16, "num_stages": tiles.stages}
-        queries = {**common, "N": 511, "FAR": 0, "M": 80, "BQ": tiles.queries, "BK": tiles.keys, "BM": tiles.memory}
-        queries["WHOLE"] = False
+        queries = {**common, "N": 511, "FAR": 0, "M": 80, "BQ": tiles.queries, "BK": tiles.keys, "BM": tiles.memory, "ROW": 2048}
         back = {**common, "BQ": tiles.queries_back}
         name = "eidetic" if dim == 64 else f"eidetic, {dim}"
-        yield f"{name} forward", joint.forward_kernel, queries, tiles.warps, types
+        yield f"{name} forward", joint.forward_kernel, {**queries, "maxnreg": tiles.registers}, tiles.warps, types
         yield f"{name} queries backward", joint.queries_backward_kernel, queries, tiles.warps, types
-        rows = {**back, "N": 511, "NEAR": 0, "BK": tiles.keys_back, "WHOLE": False}
+        rows = {**back, "N": 511, "NEAR": 0, "BK": tiles.keys_back, "REACH": 0, "ROW": 2048}
         yield f"{name} rows backward", joint.rows_backward_kernel, rows, tiles.warps_back, types
         # all of a document, and no memories
-        alone = {**queries, "N": 0, "M": 0, "BM": 16, "WHOLE": True}
-        yield f"attention, {dim} forward", joint.forward_kernel, alone, tiles.warps, types
+        alone = {**queries, "N": 0, "M": 0, "BM": 16}
+        yield f"attention, {dim} forward", joint.forward_kernel, {**alone, "maxnreg": tiles.registers}, tiles.warps, types
         yield f"attention, {dim} queries backward", joint.queries_backward_kernel, alone, tiles.warps, types
         yield (
             f"attention, {dim} rows backward",
             joint.rows_backward_kernel,
-            {**rows, "N": 0, "WHOLE": True},
+            {**rows, "N": 0, "REACH": -1},
             tiles.warps_back,
             types,
         )
@@ -207,6 +206,8 @@ def _eidetic_kernels(arch):
         yield f"{name} memories backward", joint.memories_backward_kernel, memories, tiles.warps_back, types
     types = {"score": "fp32", "entry_score": "fp32", "entry_where": "i64", "rows": "i64", "valid": "i1"}
     types |= dict.fromkeys(("stop", "begun"), "i32")
+    score = {"C": 2048, "N": 4, "BT": 16, "BC": 256}
+    yield "eidetic, innovation", foretold.innovation_kernel, score, 4, {"weights": "fp32", "score": "fp32", "y": "bf16"}
     yield "eidetic, choice", prefix.largest_kernel, {"E": 64, "M": 64, "BM": 64}, 1, types
 
 
@@ -312,11 +313,11 @@ def binary_of(kernel, known, constants, arch, warps, *, aligned=True):
 
     types = {name: known.get(name, "constexpr") for name in kernel.arg_names}
     constants = dict(constants)
-    stages = constants.pop("num_stages", 1)
+    options = {"num_warps": warps, **{name: constants.pop(name) for name in ("num_stages", "maxnreg") if name in constants}}
     special = [aligned and not p.do_not_specialize and known.get(p.name) != "fp32" for p in kernel.params]
     divisible = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.arg_names) if name in known and special[n]}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=divisible)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": stages})
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_stages": 1, **options})
 
 
 def blocks(binary):

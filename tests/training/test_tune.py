@@ -44,7 +44,7 @@ def test_a_runs_shapes_are_those_of_a_rank():
 
 @pytest.mark.gpu
 def test_what_was_tuned_is_in_the_table(tmp_path, monkeypatch):
-    monkeypatch.setattr("baton.kernels.tune.FIELDS", {"diagonal_scan": {"steps": (4, 8)}, "short_conv": {"steps": (4, 8)}})
+    monkeypatch.setattr("baton.kernels.tune.STEPS", dict.fromkeys(("diagonal_scan", "short_conv"), ({"steps": (4, 8)},)))
     device, path = torch.device("cuda", 0), tmp_path / "tiles.json"
     tiles.write(tiles.table(), path)
     found = list(tune_for(*settings(), device, path))

@@ -1,0 +1,32 @@
+"""How badly a token is foretold by those before it, in Triton: rows are read once and compared with the rows before them.
+
+The one thing to know: a token's score must not depend on where the sequence is cut, since scores choose. So its channels are always
+added up in the same blocks, whichever program it falls into.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def innovation_kernel(
+    y, tail, weights, pos, score, T, C: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """score [B, T], float32, of y [B, T, C]; see `op.innovation`. tail: the N rows before, [B, N, C]; weights: [N]."""
+    t0, b = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
+    t = t0 + tl.arange(0, BT)
+    place = tl.load(pos + b * T + t, mask=t < T, other=0)
+    found = tl.zeros([BT], tl.float32)
+    for c0 in range(0, C, BC):
+        c = c0 + tl.arange(0, BC)
+        exists = (c < C)[None, :]
+        missed = tl.load(y + (b * T + t)[:, None] * C + c[None, :], mask=(t < T)[:, None] & exists, other=0.0).to(tl.float32)
+        for j in tl.static_range(1, N + 1):
+            row, known = t - j, (t < T) & (place >= j)
+            back = tl.load(y + (b * T + row)[:, None] * C + c[None, :], mask=(known & (row >= 0))[:, None] & exists, other=0.0)
+            if t0 < N:
+                before = (known & (row < 0))[:, None] & exists
+                back += tl.load(tail + (b * N + N + row)[:, None] * C + c[None, :], mask=before, other=0.0)
+            missed -= back.to(tl.float32) * tl.load(weights + j - 1).to(tl.float32)
+        found += tl.sum(missed * missed, 1)
+    tl.store(score + b * T + t, tl.sqrt(found / C), mask=t < T)
