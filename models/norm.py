@@ -1,6 +1,7 @@
 """Root-mean-square norms: of the whole width, of each head, and of a width that is split over the tensor group."""
 
 import torch
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
@@ -60,11 +61,11 @@ class SplitRMSNorm(nn.Module):
         self.width, self.eps, self._split = width, site.norm_eps, site.tensor_size > 1
         self.weight = site.split((width,), init.constant(1.0), decay=False)
 
-    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """y in dtype."""
+    def forward(self, x: Tensor, dtype: torch.dtype, *, silu: bool = False) -> Tensor:
+        """y in dtype. silu: of silu(x)."""
         if not self._split:
-            return rms_norm(x, self.weight, self.eps, dtype=dtype)
-        x = x.to(self.weight.dtype)
+            return rms_norm(x, self.weight, self.eps, silu=silu, dtype=dtype)
+        x = (F.silu(x) if silu else x).to(self.weight.dtype)
         squares = x.square().sum(-1, keepdim=True)
         # summed forwards; and since every rank's outputs depend on the sum, its gradient is summed backwards
         squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares)

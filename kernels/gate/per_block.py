@@ -1,4 +1,4 @@
-"""Gates in Triton: forward and backward, a block of rows and columns a program.
+"""Gates and activations in Triton: forward and backward, a block of rows and columns a program.
 
 Shape suffixes: R rows, D width.
 """
@@ -6,6 +6,7 @@ Shape suffixes: R rows, D width.
 import triton
 import triton.language as tl
 
+from baton.kernels.diagonal_scan.per_token import softplus
 from baton.kernels.rows import LOG2_E
 
 
@@ -50,3 +51,30 @@ def backward_kernel(
     act, slope = activation(tl.load(z + r * z_row + d, mask=inside, other=0.0).to(tl.float32), GELU)
     tl.store(dx + r * dx_row + d, (dy_rd * act).to(dx.dtype.element_ty), mask=inside)
     tl.store(dz + r * dz_row + d, (dy_rd * x_rd * slope).to(dz.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activate_kernel(x, y, rows, divisor, x_row, D: tl.constexpr, LOGS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """y [R, D], silu of x or (LOGS) the logarithm of its sigmoid, divided; x_row: numbers between rows."""
+    r, d, inside = block_of(rows, D, BR, BD)
+    x_rd = tl.load(x + r * x_row + d, mask=inside, other=0.0).to(tl.float32)
+    if LOGS:
+        y_rd = -softplus(-x_rd) / divisor
+    else:
+        y_rd, _ = activation(x_rd, False)
+    tl.store(y + r * D + d, y_rd.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activate_backward_kernel(
+    x, dy, dx, rows, divisor, x_row, dy_row, dx_row, D: tl.constexpr, LOGS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """dx [R, D]."""
+    r, d, inside = block_of(rows, D, BR, BD)
+    x_rd = tl.load(x + r * x_row + d, mask=inside, other=0.0).to(tl.float32)
+    if LOGS:
+        slope = 1.0 / ((1.0 + tl.exp2(LOG2_E * x_rd)) * divisor)
+    else:
+        _, slope = activation(x_rd, False)
+    dy_rd = tl.load(dy + r * dy_row + d, mask=inside, other=0.0).to(tl.float32)
+    tl.store(dx + r * dx_row + d, (dy_rd * slope).to(dx.dtype.element_ty), mask=inside)

@@ -1,11 +1,12 @@
-"""Gates on a GPU: launches the Triton kernels of `per_block` and gives them a gradient.
+"""Gates and activations on a GPU: launches the Triton kernels of `per_block` and gives them a gradient.
 
 The one thing to know: where x and z are neighbours in the rows of one tensor, so are their gradients, and the projection that made
 both takes them for the gradient of one.
 """
 
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,18 @@ _COLUMNS = 1024  # of a program
 _ENTRIES = 4096
 
 
+class Part(NamedTuple):
+    """Columns of a projection that are activated alike. divisor: of logarithms of sigmoids."""
+
+    width: int
+    activation: Literal["silu", "log_sigmoid"]
+    divisor: float = 1.0
+
+    def dtype(self, x: Tensor) -> torch.dtype:
+        """Of what is made of x: of gates no digit is lost."""
+        return x.dtype if self.activation == "silu" else torch.promote_types(x.dtype, torch.float32)
+
+
 def in_triton(x: Tensor, z: Tensor) -> bool:
     """Whether these kernels compute it: on a GPU, in float32."""
     return on_gpu(x) and torch.float64 not in (x.dtype, z.dtype)
@@ -27,6 +40,12 @@ def gated_triton(x: Tensor, z: Tensor, *, gelu: bool, dtype: torch.dtype) -> Ten
     """As `op.gated`, which checks the arguments."""
     y: Tensor = _Gate.apply(x, z, gelu, dtype)
     return y
+
+
+def activated_triton(x: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
+    """As `op.activated`, which checks the arguments."""
+    found: tuple[Tensor, ...] = _Activated.apply(x, tuple(parts))
+    return found
 
 
 def sizes_of(width: int) -> dict[str, int]:
@@ -57,6 +76,55 @@ class _Gate(torch.autograd.Function):
             x, z, dy, dx, dz, len(x), *(of.stride(0) for of in (x, z, dy, dx, dz)), GELU=ctx.gelu, **sizes
         )
         return dx.view(shape), dz.view(shape), None, None
+
+
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: tuple[Part, ...]) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x)
+        ctx.parts = parts
+        ctx.set_materialize_grads(False)
+        rows, made, begin = _rows(x), list[Tensor](), 0
+        for part, widths in _runs(parts):
+            own = rows[:, begin : begin + sum(widths)]
+            y = torch.empty(own.shape, dtype=part.dtype(x), device=x.device)
+            grid, sizes = _launch(own)
+            _kernels().activate_kernel[grid](
+                own, y, len(own), part.divisor, own.stride(0), LOGS=part.activation == "log_sigmoid", **sizes
+            )
+            made += y.view(*x.shape[:-1], -1).split(widths, dim=-1)
+            begin += sum(widths)
+        return tuple(made)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        rows = _rows(x)
+        dx, begin = torch.empty(rows.shape, dtype=x.dtype, device=x.device), 0
+        for part, dy in zip(ctx.parts, dys, strict=True):
+            own, found = (of[:, begin : begin + part.width] for of in (rows, dx))
+            begin += part.width
+            if dy is None:
+                found.zero_()
+                continue
+            dy, (grid, sizes) = _rows(dy), _launch(own)
+            _kernels().activate_backward_kernel[grid](
+                own, dy, found, len(own), part.divisor, *(of.stride(0) for of in (own, dy, found)),
+                LOGS=part.activation == "log_sigmoid", **sizes,
+            )  # fmt: skip
+        return dx.view(x.shape), None
+
+
+def _runs(parts: Sequence[Part]) -> list[tuple[Part, list[int]]]:
+    """Neighbours that one launch activates: one of them, and their widths."""
+    runs: list[tuple[Part, list[int]]] = []
+    for part in parts:
+        if runs and runs[-1][0][1:] == part[1:]:
+            runs[-1][1].append(part.width)
+        else:
+            runs.append((part, [part.width]))
+    return runs
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -14,13 +14,14 @@ from baton.kernels.rms_norm.triton import in_triton, rms_norm_triton
 _KERNEL = "rms_norm"
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, silu: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019).
 
     Args:
         x: [..., width], float32, bfloat16, float16, or float64 with a weight of float64.
         weight: [width], float32 or float64: what is computed in.
         eps: added to the mean of squares.
+        silu: of silu(x) instead, which on a GPU is made on the way in, in float32, and never in memory.
         dtype: of the result; None: the weight's.
 
     Returns:
@@ -29,7 +30,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None
     Raises:
         KernelError: a weight of another shape or device than x's last dimension.
     """
-    return rms_norm_beside(x, weight, eps, dtype=dtype)[1]
+    _check(x, weight)
+    dtype = dtype or weight.dtype
+    if in_triton(x, weight):
+        return rms_norm_triton(x, weight, eps, dtype, silu=silu)[1]
+    return _plain(F.silu(x) if silu else x, weight, eps, dtype)
 
 
 def rms_norm_beside(
@@ -43,13 +48,21 @@ def rms_norm_beside(
 
     Args, raises: as `rms_norm`. added: as x, in its dtype or a less precise one; None: nothing is.
     """
-    if not isinstance(x, Tensor) or not x.dim():
-        raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (..., width)")
-    expect_tensor(_KERNEL, "weight", weight, ("width",), (x.shape[-1],), x.device)
+    _check(x, weight)
     if added is not None:
         expect_tensor(_KERNEL, "added", added, ("...", "width"), tuple(x.shape), x.device)
     dtype = dtype or weight.dtype
     if in_triton(x, weight):
         return rms_norm_triton(x, weight, eps, dtype, added)
     x = x if added is None else x + added.to(x.dtype)
-    return x, F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(dtype)
+    return x, _plain(x, weight, eps, dtype)
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    if not isinstance(x, Tensor) or not x.dim():
+        raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (..., width)")
+    expect_tensor(_KERNEL, "weight", weight, ("width",), (x.shape[-1],), x.device)
+
+
+def _plain(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(dtype)

@@ -9,6 +9,8 @@ Shape suffixes: R rows, D width.
 import triton
 import triton.language as tl
 
+from baton.kernels.gate.per_block import activation
+
 
 @triton.jit
 def block_of(n, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
@@ -19,9 +21,11 @@ def block_of(n, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    x, added, weight, stream, y, scale, rows, eps, D: tl.constexpr, ADD: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+    x, added, weight, stream, y, scale, rows, eps,
+    D: tl.constexpr, ADD: tl.constexpr, SILU: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """y [R, D], and what each row was multiplied with, [R]. ADD: what is normalised is x + added, which goes to stream [R, D]."""
+    """y [R, D], and what each row was multiplied with, [R]. ADD: what is normalised is x + added, which goes to stream [R, D];
+    SILU: it is silu(x)."""
     row, at, inside = block_of(tl.program_id(0), rows, D, BR, BD)
     d = tl.arange(0, BD)
     x_rd = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -29,6 +33,8 @@ def forward_kernel(
         total = (x_rd + tl.load(added + at, mask=inside, other=0.0).to(tl.float32)).to(stream.dtype.element_ty)
         tl.store(stream + at, total, mask=inside)
         x_rd = total.to(tl.float32)
+    if SILU:
+        x_rd, _ = activation(x_rd, False)
     factor = 1.0 / tl.sqrt(tl.sum(x_rd * x_rd, 1) / D + eps)
     w = tl.load(weight + d, mask=d < D, other=0.0)
     tl.store(y + at, (x_rd * factor[:, None] * w[None, :]).to(y.dtype.element_ty), mask=inside)
@@ -38,7 +44,8 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     x, weight, scale, dy, dstream, dx, dadded, dweight, rows,
-    D: tl.constexpr, BESIDE: tl.constexpr, ADD: tl.constexpr, BLOCKS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    D: tl.constexpr, BESIDE: tl.constexpr, ADD: tl.constexpr, SILU: tl.constexpr, BLOCKS: tl.constexpr, BR: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
     """dx [R, D], and this program's share of the weight's gradient, [programs, D]. BESIDE: dx has what else reads x gives. ADD: dx
     once more, in the type of what was added."""
@@ -48,12 +55,17 @@ def backward_kernel(
     for n in range(tl.program_id(0) * BLOCKS, (tl.program_id(0) + 1) * BLOCKS):
         row, at, inside = block_of(n, rows, D, BR, BD)
         factor = tl.load(scale + row, mask=row < rows, other=0.0)
-        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor[:, None]
+        x_rd = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            x_rd, slope = activation(x_rd, False)
+        normed = x_rd * factor[:, None]
         dy_rd = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         share += tl.sum(dy_rd * normed, 0)
         dnormed = dy_rd * w[None, :]
         along = tl.sum(dnormed * normed, 1) / D
         dx_rd = (dnormed - normed * along[:, None]) * factor[:, None]
+        if SILU:
+            dx_rd *= slope
         if BESIDE:
             dx_rd += tl.load(dstream + at, mask=inside, other=0.0)
         tl.store(dx + at, dx_rd.to(dx.dtype.element_ty), mask=inside)

@@ -22,10 +22,12 @@ def in_triton(x: Tensor, weight: Tensor) -> bool:
 
 
 def rms_norm_triton(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, added: Tensor | None = None, blocks: int = _BLOCKS
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, added: Tensor | None = None, *, silu: bool = False,
+    blocks: int = _BLOCKS,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `op.rms_norm_beside`, which checks the arguments. blocks: of rows, of a program of the backward pass."""
-    stream, y = _RMSNorm.apply(x, weight, added, eps, dtype, blocks)
+    """As `op.rms_norm_beside`, which checks the arguments. silu: of silu(x), with nothing added. blocks: of rows, of a program
+    backwards."""
+    stream, y = _RMSNorm.apply(x, weight, added, eps, dtype, silu, blocks)
     return stream, y
 
 
@@ -40,7 +42,7 @@ def sizes_of(width: int) -> Mapping[str, int]:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, added: Tensor | None, eps: float, dtype: torch.dtype, blocks: int
+        ctx: Any, x: Tensor, weight: Tensor, added: Tensor | None, eps: float, dtype: torch.dtype, silu: bool, blocks: int
     ) -> tuple[Tensor, Tensor]:
         x, weight = x.contiguous(), weight.contiguous()
         stream = x if added is None else torch.empty_like(x)
@@ -49,10 +51,10 @@ class _RMSNorm(torch.autograd.Function):
         sizes, rows = sizes_of(x.shape[-1]), x.numel() // x.shape[-1]
         y, scale = torch.empty_like(x, dtype=dtype), torch.empty(rows, dtype=torch.float32, device=x.device)
         _kernels().forward_kernel[(-(-rows // sizes["BR"]),)](
-            x, added, weight, stream, y, scale, rows, eps, ADD=ctx.added is not None, **sizes
+            x, added, weight, stream, y, scale, rows, eps, ADD=ctx.added is not None, SILU=silu, **sizes
         )
         ctx.save_for_backward(stream, weight, scale)
-        ctx.blocks = blocks
+        ctx.silu, ctx.blocks = silu, blocks
         ctx.set_materialize_grads(False)
         return stream, y
 
@@ -61,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> tuple[Any, ...]:
         if dy is None:
             assert dstream is not None
-            return dstream, None, None if ctx.added is None else dstream.to(ctx.added), None, None, None
+            return dstream, None, None if ctx.added is None else dstream.to(ctx.added), *(None,) * 4
         x, weight, scale = ctx.saved_tensors
         sizes, rows, dx = sizes_of(x.shape[-1]), scale.shape[0], torch.empty_like(x)
         programs = -(-rows // (sizes["BR"] * ctx.blocks))
@@ -72,9 +74,9 @@ class _RMSNorm(torch.autograd.Function):
         dadded = torch.empty_like(dx, dtype=ctx.added) if own else dx
         _kernels().backward_kernel[(programs,)](
             x, weight, scale, dy, dy if dstream is None else dstream.contiguous(), dx, dadded, shares, rows,
-            BESIDE=dstream is not None, ADD=own, BLOCKS=ctx.blocks, **sizes,
+            BESIDE=dstream is not None, ADD=own, SILU=ctx.silu, BLOCKS=ctx.blocks, **sizes,
         )  # fmt: skip
-        return dx, shares.sum(0), None if ctx.added is None else dadded, None, None, None
+        return dx, shares.sum(0), None if ctx.added is None else dadded, *(None,) * 4
 
 
 @cache

@@ -6,10 +6,10 @@ for scores without a scale. Heads are split over the tensor group.
 
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.ahead import on_gpu
+from baton.kernels.gate import Part, activated
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
 from baton.kernels.protocol import Leaf, State
 from baton.models.mixer import Mixer, Site
@@ -33,7 +33,9 @@ class GSA(Mixer, settings=GSAConfig):
         width, kv_width = heads * config.head_dim, self.kv_heads * config.head_dim
         parts = (("q", width), ("k", kv_width), ("v", kv_width), ("alpha", self.kv_heads * config.slots))
         self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
-        self._widths = [width // site.tensor_size for _, width in parts]
+        # logarithms of gates in fp32 before the root: in bf16 no alpha between 0.996 and 1 exists
+        *qkv, alpha = (width // site.tensor_size for _, width in parts)
+        self._parts = (*(Part(width, "silu") for width in qkv), Part(alpha, "log_sigmoid", config.damping))
         self.norm = SplitRMSNorm(width, site)
         self.out_proj = site.output(width)
         self._selective, self._alone = site.selective_recompute, site.tensor_size == 1
@@ -50,23 +52,26 @@ class GSA(Mixer, settings=GSAConfig):
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         # carried slots may have come from elsewhere
         selective = self._selective and (self.link is None or not self.link.active)
-        *qkv, alpha = self.in_proj(x_BTM, self._widths)
-        q, k, v = (self._activated(x) for x in qkv)
-        # fp32 before the root: in bf16 no alpha between 0.996 and 1 exists
-        log_alpha = F.logsigmoid(alpha.to(self.norm.weight.dtype)) / self.config.damping
-        inputs = (q, k, v, log_alpha.unflatten(2, (-1, self.config.slots)))
+        projected = self.in_proj(x_BTM)
+        *qkv, log_alpha = activated(projected, self._parts)
+        inputs = (
+            *(x.unflatten(2, (-1, self.config.head_dim)) for x in qkv),
+            log_alpha.unflatten(2, (-1, self.config.slots)),
+        )
         with remaking(selective) as kept_not:
-            for made, projected in zip((q, k, v), qkv, strict=True):
-                kept_not(made, partial(self._activated, projected))
+            begin = 0
+            for made, part in zip(inputs, self._parts[:3], strict=False):
+                kept_not(made, partial(self._activated, projected.narrow(2, begin, part.width), part))
+                begin += part.width
             o_BTHV, state = self.carry(GatedSlotAttention(self.config.link), inputs, pos_BT, state)
+        read = o_BTHV.flatten(2)
         # on a CPU the norm keeps copies of its own, and several ranks would have to sum again
-        with remaking(selective and self._alone and on_gpu(o_BTHV)) as kept_not:
-            read = F.silu(o_BTHV).flatten(2)
-            kept_not(read, lambda: F.silu(o_BTHV).flatten(2))
-            normed = self.norm(read, o_BTHV.dtype)
-            kept_not(normed, lambda: self.norm(F.silu(o_BTHV).flatten(2), o_BTHV.dtype))
+        with remaking(selective and self._alone and on_gpu(read)) as kept_not:
+            normed = self.norm(read, read.dtype, silu=True)
+            kept_not(normed, lambda: self.norm(read, read.dtype, silu=True))
             return self.out_proj(normed), state
 
-    def _activated(self, x: Tensor) -> Tensor:
+    def _activated(self, projected: Tensor, part: Part) -> Tensor:
         """[B, T, heads, head_dim]."""
-        return F.silu(x).unflatten(2, (-1, self.config.head_dim))
+        (made,) = activated(projected, (part,))
+        return made.unflatten(2, (-1, self.config.head_dim))

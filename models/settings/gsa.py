@@ -51,12 +51,13 @@ class GSAConfig(HeadsConfig):
                 Kept("in_proj input", d_model, "compute", split=False),
                 Kept("q, k, v and gates", width + 2 * kv_width + gates, "compute"),
                 Kept("activated q, k and v", width + 2 * kv_width, "compute", cheap=True),
-                *log_sigmoid("gates", gates),
+                # a GPU's kernel reads the projection
+                *(replace(kept, device="cpu") for kept in log_sigmoid("gates", gates)),
                 Kept("gates", gates, "float32"),
                 Kept("scores of slots", heads * slots, "float32", inside="kernel"),
                 Kept("output", width, "compute"),
-                # on one rank a GPU makes the norm's input again too, and its output
-                *(replace(kept, cheap=kept.device == "gpu" and kept.width == width) for kept in norm),
+                # which on one rank a GPU's norm reads itself, and whose norm it makes again
+                *(kept for kept in norm if not (kept.device == "gpu" and kept.width == width)),
                 Kept("out_proj input", width, "compute", device="gpu", ranks="one", cheap=True),
                 Kept("out_proj input", width, "compute", device="gpu", ranks="several"),
                 Kept("out_proj input", width, "compute", device="cpu"),

@@ -7,8 +7,8 @@ from support.compare import relative_error
 from support.recurrences import seeded
 
 from baton.kernels.errors import KernelError
-from baton.kernels.gate import gated
-from baton.kernels.gate.triton import gated_triton
+from baton.kernels.gate import Part, activated, gated
+from baton.kernels.gate.triton import activated_triton, gated_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
@@ -86,3 +86,66 @@ def test_what_does_not_fit_is_refused():
         gated(1.0, torch.ones(4))  # type: ignore[arg-type]
     with pytest.raises(KernelError, match="gated: activation is 'relu'"):
         gated(torch.ones(4), torch.ones(4), activation="relu")  # type: ignore[arg-type]
+
+
+PARTS = (Part(300, "silu"), Part(37, "silu"), Part(65, "log_sigmoid", 8.0), Part(4, "silu"))
+
+
+def compare_parts(run, shape, parts, dtype, *, without=()):
+    """Of columns within wider rows. without: parts that nobody has a gradient of. Numbers so large that a gate keeps nearly all."""
+    g, found, width = seeded(0), [], sum(part.width for part in parts)
+    rows = (8 * torch.randn(*shape, width + 6, generator=g)).to(dtype)
+    dys = [torch.randn(*shape, part.width, generator=g) for n, part in enumerate(parts) if n not in without]
+    for place, cast in (("cpu", torch.float64), (DEVICE, None)):
+        own = rows.to(place, cast or rows.dtype).requires_grad_()
+        x = own[..., 3 : 3 + width]
+        if cast:
+            columns = zip(parts, x.split([part.width for part in parts], dim=-1), strict=True)
+            ys = [F.silu(of) if part.activation == "silu" else F.logsigmoid(of) / part.divisor for part, of in columns]
+        else:
+            ys = list(run(x, parts))
+            assert [y.dtype for y in ys] == [dtype if part.activation == "silu" else torch.float32 for part in parts]
+        read = [y for n, y in enumerate(ys) if n not in without]
+        grads = torch.autograd.grad(read, own, [dy.to(place, y.dtype) for dy, y in zip(dys, read, strict=True)])
+        found.append([*ys, *(dx for dx in grads[0][..., 3 : 3 + width].split([part.width for part in parts], dim=-1))])
+    for n, (want, have) in enumerate(zip(*found, strict=True)):
+        assert relative_error(have.double().cpu(), want) <= LIMITS[have.dtype], n
+    logs = [n for n, part in enumerate(parts) if part.activation == "log_sigmoid"]
+    for n in logs:  # each number by itself, however near 0 it is
+        want, have = found[0][n], found[1][n].double().cpu()
+        assert ((have - want) / want).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize("without", [(), (1,), (0, 2)])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_parts_are_activated_each_in_its_way(dtype, without):
+    compare_parts(activated_triton, (2, 7), PARTS, dtype, without=without)
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_the_cpus_form_of_parts(dtype):
+    compare_parts(activated, (2, 5), PARTS, dtype, without=(3,))
+
+
+def test_gradients_of_parts_are_columns_of_one_tensor():
+    x = torch.randn(3, 4, 20, device=DEVICE).requires_grad_()
+    taken = []
+    x.register_hook(taken.append)
+    a, b = activated_triton(x, (Part(12, "silu"), Part(8, "log_sigmoid")))
+    assert a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
+    (a.sum() + b.sum()).backward()
+    assert taken[0].is_contiguous()
+
+
+def test_parts_that_do_not_fit_are_refused():
+    x = torch.randn(3, 20)
+    with pytest.raises(KernelError, match=r"activated: parts of \[12, 9\] columns, expected 20 together, as x has"):
+        activated(x, (Part(12, "silu"), Part(9, "silu")))
+    with pytest.raises(KernelError, match="activated: activation is 'relu', expected 'silu' or 'log_sigmoid'"):
+        activated(x, (Part(20, "relu"),))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_the_parts_of_runs(dtype):
+    compare_parts(activated, (2, 1000), (*(Part(2048, "silu"),) * 3, Part(256, "log_sigmoid", 8.0)), dtype)

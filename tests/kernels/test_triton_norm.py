@@ -38,6 +38,24 @@ def test_it_is_torchs(shape, dtype, out):
         assert relative_error(have.double().cpu(), want) <= max(LIMITS[dtype] if name != "y" else 0, LIMITS[out]), name
 
 
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("run", [rms_norm, rms_norm_triton], ids=["op", "kernel"])
+def test_a_norm_of_silu(run, dtype):
+    g, found = seeded(0), []
+    x, weight, dy = 3 * torch.randn(70, 90, generator=g).to(dtype), torch.randn(90, generator=g), torch.randn(70, 90, generator=g)
+    for place, cast in (("cpu", torch.float64), (DEVICE, None)):
+        own, w = (t.to(place, cast or t.dtype).requires_grad_() for t in (x, weight))
+        if cast:
+            y = F.rms_norm(F.silu(own), (90,), w, EPS)
+        elif run is rms_norm:
+            y = run(own, w, EPS, silu=True, dtype=dtype)
+        else:
+            _, y = run(own, w, EPS, dtype, silu=True, blocks=3)
+        found.append([y, *torch.autograd.grad(y, (own, w), dy.to(place, y.dtype))])
+    for name, want, have in zip(("y", "dx", "dweight"), *found, strict=True):
+        assert relative_error(have.double().cpu(), want) <= LIMITS[dtype], name
+
+
 @pytest.mark.parametrize("run", [rms_norm_beside, rms_norm_triton], ids=["op", "kernel"])
 @pytest.mark.parametrize("read", [(True, True), (True, False), (False, True)], ids=["both", "stream", "norm"])
 def test_what_else_reads_a_stream_has_its_cotangent_added(read, run):

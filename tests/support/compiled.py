@@ -41,7 +41,11 @@ def signature(kernel, constants, dtype):
     """dtype: of activations; or, by name, of what is not of bfloat16."""
     if isinstance(dtype, dict):
         sizes = {name: "i32" for name in kernel.arg_names if name.endswith(("_batch", "_row", "_head")) or name in COUNTS}
-        known = {"pos": "*i32", "scale": "fp32", "eps": "fp32"} | sizes | {name: f"*{other}" for name, other in dtype.items()}
+        known = (
+            {"pos": "*i32", "scale": "fp32", "eps": "fp32", "divisor": "fp32"}
+            | sizes
+            | {name: f"*{other}" for name, other in dtype.items()}
+        )
         return {name: known.get(name, "*bf16") for name in kernel.arg_names if name not in constants}
 
     def of(name):
@@ -220,9 +224,13 @@ def _norm_kernels():
         sizes = {**sizes_of(width)}
         stream = width == 2048
         types = dict.fromkeys(("x", "stream", "weight", "scale", "dstream", "dx", "dweight"), "fp32")
-        warps, sizes = sizes.pop("num_warps"), {**sizes, "ADD": stream}
+        warps, sizes = sizes.pop("num_warps"), {**sizes, "ADD": stream, "SILU": False}
         yield f"{name} forward", per_row.forward_kernel, sizes, warps, types
         yield f"{name} backward", per_row.backward_kernel, {**sizes, "BLOCKS": 32, "BESIDE": stream}, warps, types
+    silu = {**sizes_of(2048), "ADD": False, "SILU": True}
+    warps, types = silu.pop("num_warps"), dict.fromkeys(("weight", "scale", "dweight"), "fp32")
+    yield "norm, of silu, forward", per_row.forward_kernel, silu, warps, types
+    yield "norm, of silu, backward", per_row.backward_kernel, {**silu, "BLOCKS": 32, "BESIDE": False}, warps, types
 
 
 def _gate_kernels():
@@ -235,6 +243,11 @@ def _gate_kernels():
         warps = sizes.pop("num_warps")
         yield f"gate {name}, forward", per_block.forward_kernel, sizes, warps, {}
         yield f"gate {name}, backward", per_block.backward_kernel, sizes, warps, {}
+    for name, width in (("silu", 6144), ("gates", 256)):
+        sizes = {**sizes_of(width), "LOGS": name == "gates"}
+        warps, types = sizes.pop("num_warps"), dict.fromkeys(("y", "dy") if name == "gates" else (), "fp32")
+        yield f"activated {name}, forward", per_block.activate_kernel, sizes, warps, types
+        yield f"activated {name}, backward", per_block.activate_backward_kernel, sizes, warps, types
 
 
 def _scale_kernels():
