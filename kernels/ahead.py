@@ -89,6 +89,20 @@ class _Driver:
 
 
 @contextmanager
+def launching_nothing(wanted: Target) -> Iterator[None]:
+    """Within it a launch on meta tensors does nothing: to see what a program asks of kernels. Not for two threads."""
+    global _target
+    from triton.runtime.jit import KernelInterface
+
+    get = KernelInterface.__getitem__
+    KernelInterface.__getitem__, _target = lambda self, grid: lambda *args, **options: None, wanted
+    try:
+        yield
+    finally:
+        KernelInterface.__getitem__, _target = get, None
+
+
+@contextmanager
 def compiling(wanted: Target, threads: int | None = None) -> Iterator[Compiled]:
     """Within it launches on meta tensors compile, all at once; what was compiled is complete behind it. Not for two threads.
 
