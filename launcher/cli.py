@@ -61,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     tune.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
     tune.add_argument("overrides", metavar="key=value", nargs="*", help="settings over the file's, e.g. training.micro_batch=8")
+    tune.add_argument(
+        "--kernel", action="append", default=[], metavar="NAME", help="only this one; may be given again (default: all)"
+    )
     tune.add_argument("--table", type=Path, metavar="FILE", help="the table to change (default: the package's own)")
 
     ahead = _command(commands, "compile", _compile, "compile a run's kernels before it starts, also where there is no GPU")
@@ -225,7 +228,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     if device.type != "cuda":
         raise ConfigError("there is no GPU here: kernels are tuned on a GPU of the kind that will run them")
     path = arguments.table or PATH
-    for tuned in tune_for(config.model, config.training, config.layout, device, path):
+    for tuned in tune_for(config.model, config.training, config.layout, device, path, arguments.kernel):
         print(tuned, flush=True)
     print(f"written to {path}")
     return 0

@@ -1,12 +1,13 @@
 """The shapes that a run's kernels have on a rank, and the table of tiles that is quickest for them on the GPU at hand."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from baton.kernels import tiles as table
 from baton.kernels.ahead import META, Target, launching_nothing
+from baton.kernels.errors import TilesError
 from baton.kernels.tiles import PATH
 from baton.kernels.tune import Tuned, tune
 from baton.models.config import ModelConfig
@@ -15,7 +16,7 @@ from baton.parallel.config import LayoutConfig
 from baton.training.build import DTYPES, build_model
 from baton.training.config import TrainingConfig
 
-__all__ = ["PATH", "requests_of", "tune_for"]
+__all__ = ["PATH", "chosen", "requests_of", "tune_for"]
 
 
 def requests_of(model: ModelConfig, training: TrainingConfig, layout: LayoutConfig, wanted: Target) -> list[table.Request]:
@@ -42,18 +43,34 @@ def requests_of(model: ModelConfig, training: TrainingConfig, layout: LayoutConf
     return found
 
 
+def chosen(requests: Sequence[table.Request], kernels: Collection[str]) -> list[table.Request]:
+    """Those of the kernels of these names; of all if there are none. Raises TilesError for a kernel that no request is of."""
+    known = sorted({request.kernel for request in requests})
+    if unknown := set(kernels) - set(known):
+        raise TilesError(f"the run has no kernel called {min(unknown)!r}; it has {', '.join(known)}")
+    return [request for request in requests if not kernels or request.kernel in kernels]
+
+
 def tune_for(
-    model: ModelConfig, training: TrainingConfig, layout: LayoutConfig, device: torch.device, path: Path
+    model: ModelConfig,
+    training: TrainingConfig,
+    layout: LayoutConfig,
+    device: torch.device,
+    path: Path,
+    kernels: Collection[str] = (),
 ) -> Iterator[Tuned]:
     """The quickest tiles of everything that the run asks for, one after the other; each is in the table at `path` when it comes.
 
+    Args:
+        kernels: names of those that are tuned; none: all.
+
     Raises:
-        TilesError: the table cannot be read or written, before anything is timed.
+        TilesError: the table cannot be read or written, or the run has none of the kernels, before anything is timed.
     """
     table.write(table.read(path), path)
     dtype, here = DTYPES[training.precision], Target.here()
     assert here is not None
-    for tuned in tune(requests_of(model, training, layout, here), device, dtype):
+    for tuned in tune(chosen(requests_of(model, training, layout, here), kernels), device, dtype):
         table.write(_with_row(table.read(path), tuned.entry(device, dtype)), path)
         yield tuned
 

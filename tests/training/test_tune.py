@@ -5,13 +5,14 @@ import torch
 
 from baton.kernels import tiles
 from baton.kernels.ahead import META, Target, launching_nothing
+from baton.kernels.errors import TilesError
 from baton.kernels.tune import _SETUPS, STEPS
 from baton.launcher import cli
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
 from baton.parallel.config import LayoutConfig
 from baton.training.config import TrainingConfig
-from baton.training.tune import requests_of, tune_for
+from baton.training.tune import chosen, requests_of, tune_for
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -61,6 +62,14 @@ def test_each_mixer_asks_for_what_can_be_tuned(kind):
     assert divided
     assert divided <= {"channels", "heads", "query_heads", "groups"}
     assert all(size in (of_rank, 2 * of_rank) for _, size, of_rank in pairs)
+
+
+def test_some_kernels_alone():
+    requests = requests_of(*settings(), Target(90))
+    assert {request.kernel for request in chosen(requests, ["short_conv"])} == {"short_conv"}
+    assert chosen(requests, []) == requests
+    with pytest.raises(TilesError, match="the run has no kernel called 'delta_rule'; it has diagonal_scan, short_conv"):
+        chosen(requests, ["short_conv", "delta_rule"])
 
 
 @pytest.mark.gpu
