@@ -9,12 +9,14 @@ import os
 import torch
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_OF_CUDA = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize")}
 
 
 def install(device: torch.device) -> None:
     """Prepare this process, before either library builds anything. Idempotent.
 
-    device: where the model lives; one that is no GPU replaces the two torch.cuda functions that megatron-core calls, for good.
+    device: where the model lives; one that is no GPU replaces the two torch.cuda functions that megatron-core calls, until the
+    process groups are destroyed: Triton's driver asks one of them too.
     """
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed insists on it and takes it for the CUDA device
     # a hardware queue per stream: see sequence_link, which refuses a single one
@@ -43,3 +45,5 @@ def destroy_process_groups() -> None:
         groups.mpu = None
     if dist.is_initialized():
         dist.destroy_process_group()
+    for name, function in _OF_CUDA.items():
+        setattr(torch.cuda, name, function)

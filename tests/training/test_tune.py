@@ -64,6 +64,13 @@ def test_each_mixer_asks_for_what_can_be_tuned(kind):
     assert all(size in (of_rank, 2 * of_rank) for _, size, of_rank in pairs)
 
 
+def test_a_process_that_has_seen_the_meta_device_can_use_its_gpu():
+    """Triton's driver asks torch.cuda for the device, which a world on another device answers for."""
+    before = torch.cuda.current_device, torch.cuda.synchronize
+    requests_of(*settings(), Target(90))
+    assert (torch.cuda.current_device, torch.cuda.synchronize) == before
+
+
 def test_some_kernels_alone():
     requests = requests_of(*settings(), Target(90))
     assert {request.kernel for request in chosen(requests, ["short_conv"])} == {"short_conv"}
