@@ -1,17 +1,18 @@
-"""A Mamba block on a GPU (norm, projections, convolution, scan, gate, residual), forward and backward, beside mamba_ssm's.
+"""A block of each model on a GPU (norm, mixer, residual), forward and backward, beside mamba_ssm's, fla's, or our Mamba's.
 
-The one thing to know: both have the same weights, fp32 parameters, bfloat16 products and an fp32 residual stream. To it each adds
-once, ours behind the mixer, mamba_ssm's before its norm, and casts its weights in every call. The gate compares outputs and
-gradients of the two, and ours with itself in float32. Ours also takes document positions, which mamba_ssm's has no place for. Where
-the time goes is printed by kernel.
+The one thing to know: a peer has the same weights, in bfloat16 (mamba_ssm's, whose block wants them so, in fp32 under autocast),
+and both have an fp32 residual stream to which each adds once. Ours has fp32 parameters that it casts in every call. The gates
+compare outputs and gradients of the two, and ours with itself in float32. Ours also takes document positions. A model that nobody
+else trains is held against our own Mamba's block of the same call. Where the time goes is printed by kernel.
 
-    python benchmarks/blocks_gpu.py [--models mamba-130m,mamba-1.4b] [--batch 8] [--tokens 2048] [--repetitions 50]
+    python benchmarks/blocks_gpu.py [--models mamba-1.4b,gsa-1.3b,lattice-1.3b/sim] [--batch 8] [--tokens 2048] [--name blocks_gpu]
 """
 
 import argparse
 import importlib
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from types import ModuleType
@@ -32,29 +33,68 @@ from baton.parallel.layout import initialize_parameters
 from baton.parallel.tensor import drop_compute_copies
 
 AGREE = 2e-2  # of two bfloat16 computations that round in other places
-NAMES = {
-    "in_proj.weight": "in_proj.weight",
-    "conv_weight": "conv1d.weight",
-    "conv_bias": "conv1d.bias",
-    "x_proj.weight": "x_proj.weight",
-    "dt_proj.weight": "dt_proj.weight",
-    "dt_bias": "dt_proj.bias",
-    "A_log": "A_log",
-    "D": "D",
-    "out_proj.weight": "out_proj.weight",
+NORM = "norm.weight"  # the block's own, beside its mixer's parameters
+NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "mamba": {
+        "in_proj.weight": ("in_proj.weight",),
+        "conv_weight": ("conv1d.weight",),
+        "conv_bias": ("conv1d.bias",),
+        "x_proj.weight": ("x_proj.weight",),
+        "dt_proj.weight": ("dt_proj.weight",),
+        "dt_bias": ("dt_proj.bias",),
+        "A_log": ("A_log",),
+        "D": ("D",),
+        "out_proj.weight": ("out_proj.weight",),
+    },
+    "gsa": {
+        "in_proj.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight", "f_proj.weight"),
+        "norm.weight": ("g_norm.weight",),
+        "out_proj.weight": ("o_proj.weight",),
+    },
+    "gla": {
+        "in_proj.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight", "g_proj.weight"),
+        "code_proj.weight": ("gk_proj.0.weight",),
+        "decay_proj.weight": ("gk_proj.1.weight",),
+        "decay_bias": ("gk_proj.1.bias",),
+        "norm.weight": ("g_norm_swish_gate.weight",),
+        "out_proj.weight": ("o_proj.weight",),
+    },
 }
-"""Ours: mamba_ssm's."""
+"""Of a mixer: parameters by our names, and a peer's, of which ours is made one below the other."""
+
+Found = dict[str, Tensor]
+Call = Callable[[], Found]
 
 
-def our_layer(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
+@dataclass(frozen=True)
+class Peer:
+    """Someone else's block. run: (what is added to the stream, the stream) to (what is to be added next, the stream)."""
+
+    name: str
+    mixer: nn.Module
+    norm: nn.Module
+    run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def config_of(model: str) -> ModelConfig:
+    """model: a name in configs/models, of Lattice also a variant: NAME/VARIANT. One layer of it."""
+    name, _, variant = model.partition("/")
+    values = yaml.safe_load((files("baton.configs") / "models" / f"{name}.yaml").read_text())
+    if variant:
+        values["mixers"]["lattice"]["variant"] = variant
+    return ModelConfig(**values).model_copy(update={"n_layers": 1, "vocab_size": 64})
+
+
+def our_block(config: ModelConfig, dtype: torch.dtype) -> tuple[str, nn.Module]:
+    """The first sub-block's mixer's name in the configuration, and the sub-block."""
     with torch.device("cuda"):
         model = LanguageModel(config, compute_dtype=dtype)
     initialize_parameters(model, 0, 0, 1)
-    return model.layers["0"]["mamba"]
+    name, block = next(iter(model.layers["0"].items()))
+    return name, block
 
 
-def peer_layer(config: ModelConfig, ours: nn.Module) -> nn.Module | None:
-    """mamba_ssm's block with the same weights."""
+def mamba_ssm(config: ModelConfig) -> Peer | None:
     modules = [_imported(f"mamba_ssm.{name}") for name in ("modules.mamba_simple", "modules.block", "ops.triton.layer_norm")]
     if None in modules:
         return None
@@ -63,37 +103,89 @@ def peer_layer(config: ModelConfig, ours: nn.Module) -> nn.Module | None:
     mixer = partial(simple.Mamba, d_state=settings.d_state, d_conv=settings.d_conv, expand=settings.expand)
     rms = partial(norm.RMSNorm, eps=config.norm_eps)
     layer = block.Block(config.d_model, mixer, nn.Identity, norm_cls=rms, fused_add_norm=True, residual_in_fp32=True).cuda()
-    theirs = dict(layer.mixer.named_parameters())
-    with torch.no_grad():
-        for name, other in NAMES.items():
-            theirs[other].copy_(ours.mixer.get_parameter(name).view_as(theirs[other]))
-        layer.norm.weight.copy_(ours.norm.weight)
-    return layer
 
-
-def steps_of(
-    ours: nn.Module, theirs: nn.Module | None, hidden: Tensor, residual: Tensor, pos: Tensor, dy: Tensor
-) -> tuple[Callable[[], dict[str, Tensor]], Callable[[], dict[str, Tensor]]]:
-    """One call of each: forward, backward; what leaves, to be added to the stream, and all gradients, by our names."""
-
-    def our_step() -> dict[str, Tensor]:
-        drop_compute_copies(ours)
-        stream = residual.requires_grad_()
-        parameters = [ours.mixer.get_parameter(name) for name in NAMES]
-        (leaving, out), _ = ours((stream, hidden), pos, None)
-        grads = torch.autograd.grad([out, leaving], [stream, *parameters, ours.norm.weight], [dy.to(out.dtype), dy])
-        return {"leaves": out.detach(), **dict(zip(("x", *NAMES, "norm"), grads, strict=True))}
-
-    def their_step() -> dict[str, Tensor]:
-        assert theirs is not None
-        stream = residual.requires_grad_()
-        parameters = [theirs.mixer.get_parameter(name) for name in NAMES.values()]
+    def run(hidden: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            out, leaving = theirs(hidden, stream)
-        grads = torch.autograd.grad([out, leaving], [stream, *parameters, theirs.norm.weight], [dy.to(out.dtype), dy])
-        return {"leaves": out.detach(), **dict(zip(("x", *NAMES, "norm"), grads, strict=True))}
+            return layer(hidden, stream)
 
-    return our_step, their_step
+    return Peer("mamba_ssm", layer.mixer, layer.norm, run)
+
+
+def fla(config: ModelConfig) -> Peer | None:
+    layers, modules = _imported("fla.layers"), _imported("fla.modules")
+    if layers is None or modules is None:
+        return None
+    name, settings = next(iter(config.mixers.items()))
+    sizes = {"hidden_size": config.d_model, "num_heads": settings.heads, "norm_eps": config.norm_eps, "layer_idx": 0}
+    if name == "gsa":
+        mixer = layers.GatedSlotAttention(num_slots=settings.slots, gate_logit_normalizer=settings.damping, **sizes)
+    else:
+        mixer = layers.GatedLinearAttention(gate_logit_normalizer=settings.damping, gate_low_rank_dim=settings.gate_rank, **sizes)
+    mixer, norm = mixer.cuda().bfloat16(), modules.RMSNorm(config.d_model, eps=config.norm_eps).cuda().bfloat16()
+
+    def run(hidden: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        normed, stream = norm(hidden, residual=stream, prenorm=True, residual_in_fp32=True)
+        return mixer(normed)[0], stream
+
+    return Peer("fla", mixer, norm, run)
+
+
+PEERS: dict[str, Callable[[ModelConfig], Peer | None]] = {"mamba": mamba_ssm, "gsa": fla, "gla": fla}
+
+
+def give_weights(names: dict[str, tuple[str, ...]], ours: nn.Module, peer: Peer) -> None:
+    """Ours, to the peer."""
+    theirs = dict(peer.mixer.named_parameters())
+    assert theirs.keys() == {other for others in names.values() for other in others}
+    with torch.no_grad():
+        peer.norm.weight.copy_(ours.norm.weight)
+        for name, others in names.items():
+            weight = ours.mixer.get_parameter(name)
+            for other, part in zip(others, weight.split([theirs[other].shape[0] for other in others]), strict=True):
+                theirs[other].copy_(part.view_as(theirs[other]))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """[B, T, M]: hidden, bfloat16, is to be added to residual, fp32. dy: of what leaves, fp32."""
+
+    hidden: Tensor
+    residual: Tensor
+    pos: Tensor
+    dy: Tensor
+
+    @classmethod
+    def of(cls, batch: int, length: int, width: int) -> "Inputs":
+        g = torch.Generator("cuda").manual_seed(0)
+        hidden, residual, dy = (torch.randn(batch, length, width, device="cuda", generator=g) for _ in range(3))
+        pos = torch.arange(length, dtype=torch.int32, device="cuda").repeat(batch, 1)
+        return cls(hidden.bfloat16(), residual.requires_grad_(), pos, dy)
+
+
+def our_step(block: nn.Module, given: Inputs) -> Call:
+    """Forward and backward: what leaves, to be added to the stream, and all gradients, by our names."""
+    parameters = dict(block.mixer.named_parameters())
+
+    def step() -> Found:
+        drop_compute_copies(block)
+        (stream, out), _ = block((given.residual, given.hidden), given.pos, None)
+        leaves = [given.residual, block.norm.weight, *parameters.values()]
+        grads = torch.autograd.grad([out, stream], leaves, [given.dy.to(out.dtype), given.dy])
+        return {"leaves": out.detach(), **dict(zip(("x", f"block's {NORM}", *parameters), grads, strict=True))}
+
+    return step
+
+
+def their_step(names: dict[str, tuple[str, ...]], peer: Peer, given: Inputs) -> Call:
+    parameters = dict(peer.mixer.named_parameters())
+
+    def step() -> Found:
+        out, stream = peer.run(given.hidden, given.residual)
+        leaves = [given.residual, peer.norm.weight, *parameters.values()]
+        dx, dnorm, *grads = torch.autograd.grad([out, stream], leaves, [given.dy.to(out.dtype), given.dy])
+        return {"leaves": out.detach(), "x": dx, f"block's {NORM}": dnorm, **dict(zip(parameters, grads, strict=True))}
+
+    return step
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -101,8 +193,14 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+def worst(found: Found, expected: Found) -> tuple[float, str]:
     return max((error(x, expected[name]), name) for name, x in found.items())
+
+
+def by_our_names(names: dict[str, tuple[str, ...]], theirs: Found) -> Found:
+    others = {other for of in names.values() for other in of}
+    kept = {name: x for name, x in theirs.items() if name not in others}
+    return kept | {name: torch.cat([theirs[other] for other in of]) for name, of in names.items()}
 
 
 def by_kernel(report: Report, case: str, step: Callable[[], Any]) -> None:
@@ -120,31 +218,44 @@ def by_kernel(report: Report, case: str, step: Callable[[], Any]) -> None:
         report.say(f"  {microseconds:9.1f} us  {100 * microseconds / total:5.1f} %  {name}")
 
 
-def one_model(report: Report, name: str, batch: int, length: int, clock: Clock) -> None:
-    config = ModelConfig(**yaml.safe_load((files("baton.configs") / "models" / f"{name}.yaml").read_text()))
-    config = config.model_copy(update={"n_layers": 1, "vocab_size": 64})
-    g = torch.Generator("cuda").manual_seed(0)
-    hidden, residual, dy = (torch.randn(batch, length, config.d_model, device="cuda", generator=g) for _ in range(3))
-    hidden, pos = hidden.bfloat16(), torch.arange(length, dtype=torch.int32, device="cuda").repeat(batch, 1)
-    ours = our_layer(config, torch.bfloat16)
-    theirs = peer_layer(config, ours)
-    our_step, their_step = steps_of(ours, theirs, hidden, residual, pos, dy)
-    exact, _ = steps_of(our_layer(config, torch.float32), None, hidden, residual, pos, dy)
-    found, case = our_step(), f"{name} block {batch} x {length}"
-    off, where = worst(found, exact())
-    report.gate(f"{case} itself", off <= AGREE, f"bfloat16 and float32 differ by {off:.1e} ({where}), {AGREE:.0e} allowed")
-    if theirs is None:
-        report.say(f"{case}: mamba_ssm is not here; ours {clock(our_step):.3f} ms")
-        by_kernel(report, f"{case}, ours", our_step)
-        return
-    off, where = worst(found, their_step())
-    report.gate(case, off <= AGREE, f"differs from mamba_ssm's by {off:.1e} ({where}), {AGREE:.0e} allowed")
-    # the second without the host's time, which at the smaller size is the longer one
-    for metric, timed in (("fwd+bwd us", clock), ("fwd+bwd as a graph us", clock.recorded)):
-        mine, other = timed(our_step), timed(their_step)
-        report.row(case, metric, 1000 * mine, "mamba_ssm", 1000 * other, gate=case, higher_is_better=False)
-    by_kernel(report, f"{case}, ours", our_step)
-    by_kernel(report, f"{case}, mamba_ssm", their_step)
+class Bench:
+    def __init__(self, report: Report, batch: int, length: int, clock: Clock) -> None:
+        self.report, self.shape, self.clock = report, (batch, length), clock
+        self.mamba: dict[int, tuple[str, tuple[float, float]]] = {}  # by width: its name, and its times
+
+    def one_model(self, name: str) -> None:
+        report, clock, config = self.report, self.clock, config_of(name)
+        given = Inputs.of(*self.shape, config.d_model)
+        kind, block = our_block(config, torch.bfloat16)
+        step, exact = our_step(block, given), our_step(our_block(config, torch.float32)[1], given)
+        found, case = step(), f"{name} block {self.shape[0]} x {self.shape[1]}"
+        off, where = worst(found, exact())
+        report.gate(f"{case} itself", off <= AGREE, f"bfloat16 and float32 differ by {off:.1e} ({where}), {AGREE:.0e} allowed")
+        # the second without the host's time, which at small sizes is the longer one
+        mine = clock(step), clock.recorded(step)
+        report.say(f"{case}: {1000 * mine[0]:,.0f} us, as a graph {1000 * mine[1]:,.0f} us")
+        by_kernel(report, f"{case}, ours", step)
+        if kind == "mamba":
+            self.mamba.setdefault(config.d_model, (f"our {name}'s block", mine))
+        elif config.d_model in self.mamba:
+            self._rows(case, mine, *self.mamba[config.d_model], gate=f"{case} itself")
+        if kind not in PEERS:
+            return
+        peer = PEERS[kind](config)
+        if peer is None:
+            report.say(f"{case}: {PEERS[kind].__name__} is not here")
+            return
+        give_weights(NAMES[kind], block, peer)
+        other = their_step(NAMES[kind], peer, given)
+        theirs = by_our_names(NAMES[kind], other())
+        off, where = worst(found, theirs)
+        report.gate(case, off <= AGREE, f"differs from {peer.name}'s by {off:.1e} ({where}), {AGREE:.0e} allowed")
+        self._rows(case, mine, peer.name, (clock(other), clock.recorded(other)), gate=case)
+        by_kernel(report, f"{case}, {peer.name}", other)
+
+    def _rows(self, case: str, mine: tuple[float, float], peer_name: str, theirs: tuple[float, float], gate: str) -> None:
+        for metric, own, other in zip(("fwd+bwd us", "fwd+bwd as a graph us"), mine, theirs, strict=True):
+            self.report.row(case, metric, 1000 * own, peer_name, 1000 * other, gate=gate, higher_is_better=False)
 
 
 def _imported(name: str) -> ModuleType | None:
@@ -156,16 +267,20 @@ def _imported(name: str) -> ModuleType | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", default="mamba-130m,mamba-1.4b", help="names of configs/models, separated by commas")
+    models = "mamba-130m,mamba-1.4b,gsa-1.3b,gla-1.3b,longhorn-1.3b,bmojo-1.4b,lattice-1.3b/sim,lattice-1.3b/enc,lattice-1.3b/dec"
+    models += ",transformer-1.3b"
+    parser.add_argument("--models", default=models, help=f"names of configs/models, separated by commas (default: {models})")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--repetitions", type=int, default=50)
+    parser.add_argument("--repetitions", type=int, default=30)
+    parser.add_argument("--name", default="blocks_gpu", help="of the results' files")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     meshes.initialize(LayoutConfig(), device=torch.device("cuda", 0), rank=0, store=torch.distributed.HashStore())
-    report = Report("blocks_gpu", device=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    report = Report(arguments.name, device=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    bench = Bench(report, arguments.batch, arguments.tokens, Clock(arguments.repetitions))
     for name in arguments.models.split(","):
-        one_model(report, name, arguments.batch, arguments.tokens, Clock(arguments.repetitions))
+        bench.one_model(name)
     report.save()
     meshes.shutdown()
 

@@ -1,9 +1,12 @@
-"""Every test of this folder runs on poisoned memory: whatever torch.empty and its relatives return is full of NaN."""
+"""Every test of this folder runs on poisoned memory: whatever torch.empty and its relatives return is full of NaN. And no kernel
+that Triton interprets reads or writes beyond its arguments."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from support.bounds import bounds_checked
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +17,15 @@ def poisoned_memory() -> Iterator[None]:
     yield
     torch.utils.deterministic.fill_uninitialized_memory = fill
     torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(autouse=True)
+def memory_of_arguments() -> Iterator[None]:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    with bounds_checked():
+        yield
 
 
 @pytest.fixture
