@@ -1,0 +1,154 @@
+"""Losses of 200 steps on real text in bfloat16: with our kernels, and with PyTorch's operators in their place.
+
+The one thing to know: every run is a rank of `baton train` as the launcher starts it, with the same text, order and initial values.
+Two bfloat16 runs drift apart by rounding alone, so there is a third one that says how far: with our kernels, and half the rows in a
+micro-batch. Compared are the losses of single steps, over the later half of a run, relative to the loss; a gate allows the plain
+form three times the drift of that third run. In the plain form `on_gpu` is false everywhere, and no Triton kernel is launched.
+
+    python benchmarks/curves.py [--models mamba,gsa,bmojo,longhorn,lattice] [--steps 200] [--name curves]
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from report import Report
+from train_step_data import text_for
+
+from baton.launcher.config import load
+from baton.training.monitor import read_metrics
+
+VOCABULARY = 4096
+ROWS, CONTEXT = 8, 512
+ALLOWED = 3.0  # times the drift of another rounding
+SIZES = {"d_model": 512, "n_layers": 4, "vocab_size": VOCABULARY}
+MODELS: dict[str, dict[str, Any]] = {
+    "mamba": {"pattern": ["mamba"]},
+    "longhorn": {"pattern": ["longhorn"]},
+    "gsa": {"pattern": ["gsa+swiglu"], "mixers": {"gsa": {"heads": 4, "slots": 64}}},
+    "lattice": {"pattern": ["lattice+swiglu"], "mixers": {"lattice": {"heads": 8, "head_dim": 64, "slots": 64}}},
+    "bmojo": {"pattern": ["bmojo"], "mixers": {"bmojo": {"window": 128, "fading": "chunk", "fading_tokens": 16, "eidetic": 32}}},
+}
+FORMS = {"kernels": ROWS, "kernels, half the rows": ROWS // 2, "plain": ROWS}
+"""Rows of a micro-batch."""
+
+
+def rank(config: Path, plain: bool) -> None:
+    """A run, in this process."""
+    if plain:
+        import baton.kernels.ahead as ahead
+
+        # before anything that has it by name is imported
+        ahead.on_gpu = lambda x: False
+    from baton.launcher import worker
+
+    sys.argv = ["worker", str(config)]
+    sys.exit(worker.main())
+
+
+def losses(model: str, form: str, folder: Path, arguments: argparse.Namespace) -> list[float]:
+    """Of each step."""
+    where = folder / f"{model}-{form.replace(' ', '-').replace(',', '')}"
+    values = {
+        "name": where.name,
+        "directory": str(where),
+        "device": "auto",
+        "model": {**SIZES, **MODELS[model]},
+        "data": text_for(VOCABULARY, folder, documents=4 if arguments.tiny else None),
+        "training": {
+            "steps": arguments.steps,
+            "context": arguments.context,
+            "micro_batch": FORMS[form],
+            "global_batch_tokens": 2 * ROWS * arguments.context,
+            "precision": "bfloat16",
+            "log_every": 1,
+            "optimizer": {"lr": 1e-3},
+            "schedule": {"kind": "constant", "warmup_steps": 20},
+            "checkpoint": {"every": 1_000_000},
+            "evaluation": {"every": 0},
+        },
+    }
+    where.mkdir()
+    path = where / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    path.write_text(load(path, []).to_yaml())
+    settings = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    command = [sys.executable, __file__, "--rank", str(path), *(["--plain"] if form == "plain" else [])]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
+    rows = [row for row in read_metrics(where / "metrics.jsonl") if row["kind"] == "train"]
+    if len(rows) < arguments.steps:
+        raise RuntimeError(f"{len(rows)} of {arguments.steps} steps of {model}, {form}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return [row["loss"] for row in rows]
+
+
+def drift(a: list[float], b: list[float]) -> float:
+    """Root mean square of relative differences over the later half."""
+    pairs = list(zip(a, b, strict=True))[len(a) // 2 :]
+    return math.sqrt(sum(((x - y) / y) ** 2 for x, y in pairs) / len(pairs))
+
+
+def mean_of_last(curve: list[float]) -> float:
+    last = curve[-max(1, len(curve) // 4) :]
+    return sum(last) / len(last)
+
+
+def one_model(report: Report, model: str, folder: Path, arguments: argparse.Namespace) -> None:
+    curves = {form: losses(model, form, folder, arguments) for form in FORMS}
+    for form, curve in curves.items():
+        marks = ", ".join(f"{curve[n]:.4f}" for n in range(0, len(curve), max(1, len(curve) // 10)))
+        report.say(f"{model}, {form}: {marks}, last quarter {mean_of_last(curve):.5f}")
+    ours, plain = curves["kernels"], curves["plain"]
+    noise, off = drift(curves["kernels, half the rows"], ours), drift(plain, ours)
+    detail = f"{len(ours)} steps, first losses differ by {abs(ours[0] - plain[0]) / plain[0]:.1e}, later ones by {off:.1e} <= "
+    detail += f"{ALLOWED:g} x {noise:.1e}, as far as rounding alone drives two runs apart"
+    report.gate(model, off <= ALLOWED * noise, detail)
+    report.row(
+        model,
+        "nats, last quarter",
+        mean_of_last(ours),
+        "PyTorch's operators",
+        mean_of_last(plain),
+        gate=model,
+        higher_is_better=False,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default=",".join(MODELS), help=f"separated by commas, of {', '.join(MODELS)}")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--name", default="curves", help="of the results' files")
+    parser.add_argument(
+        "--tiny", action="store_true", help="on a CPU, where there are no kernels: to try the program; writes no results"
+    )
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        rank(arguments.rank, arguments.plain)
+    if not arguments.tiny and not torch.cuda.is_available():
+        parser.error("there is no GPU here; --tiny tries the program without one")
+    device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}" if torch.cuda.is_available() else None
+    report = Report(arguments.name, device=device, keep=not arguments.tiny)
+    with tempfile.TemporaryDirectory() as folder:
+        for model in arguments.models.split(","):
+            one_model(report, model, Path(folder), arguments)
+
+
+if __name__ == "__main__":
+    main()
