@@ -1,6 +1,7 @@
 """What holds the house together: import arrows, packaging, the shape of files."""
 
 import ast
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -98,3 +99,24 @@ def test_pins_are_within_the_declared_ranges():
         version = pins.get(requirement.name.lower().replace("_", "-"))
         assert version is not None, f"{requirement.name} is not pinned in constraints.txt"
         assert requirement.specifier.contains(version), f"{text} does not admit {version}"
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """The program that writes tables of what was measured."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("tables")
+
+
+def test_figures_are_those_of_the_results(tables):
+    for path, text in tables.pages(tables.results()).items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(ROOT)} is not what the results say: make tables"
+
+
+def test_a_result_that_is_none_is_named(tables, tmp_path):
+    (tmp_path / "torn.json").write_text('{"command": "python x.py')
+    with pytest.raises(ValueError, match=r"torn.json: not a benchmark's result: "):
+        tables.results(tmp_path)
+    (tmp_path / "torn.json").write_text('{"command": "", "commit": "", "device": "", "rows": [{"case": "a"}]}')
+    with pytest.raises(ValueError, match=r"the row .* has other keys than"):
+        tables.results(tmp_path)

@@ -1,0 +1,106 @@
+"""Tables of everything measured, from results/*.json: docs/measured.md, and a few rows of it in README.md.
+
+The one thing to know: nothing in them is typed by hand, and tests/test_house.py fails when a result has changed and the tables have not; `make tables` writes them.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+KEYS = {"case", "metric", "ours", "peer_name", "peer", "ratio", "gate"}
+BEGIN, END = "<!-- figures: make tables -->", "<!-- end of figures -->"
+CHOSEN = (
+    ("train_step_mamba_8x2048", "mamba-1.4b 8x2048 x 16", "tokens/s", "mamba_ssm"),
+    ("train_step_gsa_8x2048", "gsa-1.3b 8x2048 x 16", "tokens/s", "fla"),
+    ("train_step_bmojo_8x2048", "bmojo 8x2048 x 16", "tokens/s", "our mamba-1.4b, the next run on the same GPU"),
+    ("scan_gpu_main_conv", "mamba B8 T2048 D4096 N16", "forward us", "mamba_ssm"),
+    ("scan_gpu_main_conv", "mamba B8 T2048 D4096 N16", "backward us", "mamba_ssm"),
+    ("scan_gpu_main_conv", "longhorn B8 T2048 D4096 N16", "backward us", "our mamba"),
+    ("matrix_gpu_mamba2_2048", "mamba2 B8 T2048 H64 K128 V64", "fwd+bwd us", "mamba_ssm"),
+    ("matrix_gpu_bmojo", "bmojo B8 T2048 H32 D64", "fwd+bwd us", "FlexAttention"),
+    ("checkpoint_stall_mamba-1_4b", "a save's stall", "seconds", "the limit"),
+)
+"""File, case, metric and peer of README's rows."""
+
+
+def results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """By name. Raises ValueError for a file that is no result."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            if missing := {"command", "commit", "device", "rows"} - value.keys():
+                raise ValueError(f"it has no {min(missing)}")
+            if odd := [row for row in value["rows"] if row.keys() != KEYS]:
+                raise ValueError(f"the row {odd[0]} has other keys than {sorted(KEYS)}")
+        except ValueError as error:
+            raise ValueError(f"{path}: not a benchmark's result: {error}") from None
+        found[path.stem] = value
+    return found
+
+
+def measured(found: dict[str, dict[str, Any]]) -> str:
+    """docs/measured.md."""
+    lines = [
+        "# Measured",
+        "",
+        "Every row of `benchmarks/results`: ours beside a peer's, of the same call. A ratio above 1 says that ours is better. No row",
+        "is printed before its gate, a check that both sides compute the same, has passed; the gates are in the JSON files, and what",
+        "else a program said is in the `.log` beside them. This page is written by `make tables`.",
+    ]
+    for name, value in found.items():
+        commit = value["commit"] if " " in value["commit"] else value["commit"][:12]
+        lines += ["", f"## {name}", "", f"`{value['command']}`, commit {commit}, on {value['device']}.", ""]
+        if not value["rows"]:
+            lines += [f"Gates alone: `{name}.log`."]
+            continue
+        lines += table(value["rows"])
+    return "\n".join(lines) + "\n"
+
+
+def chosen(found: dict[str, dict[str, Any]]) -> str:
+    """README's rows. Raises ValueError where one is not there."""
+    rows = []
+    for name, *key in CHOSEN:
+        own = [row for row in found[name]["rows"] if [row["case"], row["metric"], row["peer_name"]] == key]
+        if not own:
+            raise ValueError(f"{name}: has no row {key}; change CHOSEN in {Path(__file__).name}")
+        rows += own[:1]
+    return "\n".join(table(rows))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["| case | metric | ours | peer | peer's | ratio |", "| --- | --- | ---: | --- | ---: | ---: |"]
+    for row in rows:
+        cells = (row["case"], row["metric"], short(row["ours"]), row["peer_name"], short(row["peer"]), f"{row['ratio']:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def short(value: float) -> str:
+    """Four digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def pages(found: dict[str, dict[str, Any]]) -> dict[Path, str]:
+    """What the files should say."""
+    readme = ROOT / "README.md"
+    between = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    figures = f"{BEGIN}\n{chosen(found)}\n{END}"
+    return {
+        ROOT / "docs" / "measured.md": measured(found),
+        readme: between.sub(lambda _: figures, readme.read_text(encoding="utf-8"), count=1),
+    }
+
+
+def main() -> None:
+    for path, text in pages(results()).items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
