@@ -1,6 +1,7 @@
 """Tables of everything measured, from results/*.json: docs/measured.md, and a few rows of it in README.md.
 
-The one thing to know: nothing in them is typed by hand, and tests/test_house.py fails when a result has changed and the tables have not; `make tables` writes them.
+The one thing to know: nothing in them is typed by hand; `make tables` writes them, and tests/test_house.py fails when a result has
+changed and they have not.
 """
 
 import json
@@ -48,9 +49,9 @@ def measured(found: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# Measured",
         "",
-        "Every row of `benchmarks/results`: ours beside a peer's, of the same call. A ratio above 1 says that ours is better. No row",
-        "is printed before its gate, a check that both sides compute the same, has passed; the gates are in the JSON files, and what",
-        "else a program said is in the `.log` beside them. This page is written by `make tables`.",
+        "Every row of `benchmarks/results`: ours beside a peer's, of the same call. A ratio above 1 says that ours is better.",
+        "No row is printed before its gate, a check that both sides compute the same, has passed; the gates are in the JSON",
+        "files, and what else a program said is in the `.log` beside them. This page is written by `make tables`.",
     ]
     for name, value in found.items():
         commit = value["commit"] if " " in value["commit"] else value["commit"][:12]
