@@ -58,10 +58,10 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
         {"stages": (1, 2, 3)},
     ),
     orthogonal_state.KERNEL: (
-        {"slots": (8, 16, 32), "steps": (2, 4)},
-        {"slots_back": (8, 16), "warps_back": (1, 2)},
+        {"slots": (8, 16, 32), "steps": (2, 4, 8)},
+        {"slots_back": (8, 16), "steps_back": (1, 2, 4), "warps_back": (1, 2)},
         {"warps_all": (2, 4, 8)},
-        {"warps_all_back": (4, 8)},
+        {"warps_all_back": (4, 8), "steps_back": (1, 2)},
     ),
     eidetic_attention.KERNEL: (
         {"queries": (64, 128), "keys": (32, 64, 128), "warps": (4, 8)},

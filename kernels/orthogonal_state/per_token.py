@@ -17,16 +17,20 @@ DEC, ENC, SIM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def token(t, q, k, v, gamma, mu, pos, T, row, m_in, d_in, FORGET: tl.constexpr, HAS_POS: tl.constexpr):
-    """What is read of token t: q, k [BM], v [BD], gamma, mu, and whether a document starts with it; one behind the end changes
-    nothing. row: strides of q, k, v, gamma and mu."""
-    inside = t < T
-    q_t = tl.load(q + t * row[0], mask=m_in & inside, other=0.0)
-    k_t = tl.load(k + t * row[1], mask=m_in & inside, other=0.0)
-    v_t = tl.load(v + t * row[2], mask=d_in & inside, other=0.0)
-    gamma_t = tl.load(gamma + t * row[3], mask=inside, other=0.0)
-    mu_t = tl.load(mu + t * row[4], mask=inside, other=1.0) if FORGET else gamma_t * 0.0 + 1.0
-    starts = tl.load(pos + t, mask=inside, other=1) == 0 if HAS_POS else False
+def token(t, q, k, v, gamma, mu, pos, T, row, m_in, d_in, WHOLE: tl.constexpr, FORGET: tl.constexpr, HAS_POS: tl.constexpr):
+    """What is read of token t: q, k [BM], v [BD], gamma, mu, and whether a document starts with it; one behind the end is the last
+    with a step of 0, which changes nothing. row: strides of q, k, v, gamma and mu. WHOLE: all m and d are there."""
+    inside, t = t < T, tl.minimum(t, T - 1)
+    if WHOLE:
+        # masks cost instructions, and what is behind them registers to be zeroed
+        q_t, k_t, v_t = tl.load(q + t * row[0]), tl.load(k + t * row[1]), tl.load(v + t * row[2])
+    else:
+        q_t = tl.load(q + t * row[0], mask=m_in, other=0.0)
+        k_t = tl.load(k + t * row[1], mask=m_in, other=0.0)
+        v_t = tl.load(v + t * row[2], mask=d_in, other=0.0)
+    gamma_t = tl.where(inside, tl.load(gamma + t * row[3]).to(tl.float32), 0.0)
+    mu_t = tl.where(inside, tl.load(mu + t * row[4]).to(tl.float32), 1.0) if FORGET else 1.0
+    starts = (tl.load(pos + t) == 0) & inside if HAS_POS else False
     return q_t, k_t, v_t, gamma_t, mu_t, starts
 
 
@@ -39,7 +43,7 @@ def entered(S, starts, initial, inside):
 
 
 @triton.jit
-def step(S, row, VARIANT: tl.constexpr):
+def step(S, row, VARIANT: tl.constexpr, FORGET: tl.constexpr):
     """The slots [BD, BM] behind a token before which they are S; h [BD]; a, c, weight and one over u's norm, [BM]; see `walk`."""
     k_t, v_t = row[1].to(tl.float32), row[2].to(tl.float32)
     if VARIANT == ENC:
@@ -50,12 +54,13 @@ def step(S, row, VARIANT: tl.constexpr):
         h = tl.sum(S * k_t[None, :], 1) - v_t
     a = tl.sum(S * h[:, None], 0)
     c = a - k_t if VARIANT == ENC else k_t
-    weight = -row[3].to(tl.float32) * c
+    weight = -row[3] * c
     # h - S a before it is scaled: a large step leaves the difference of two large multiples of S otherwise
-    U = row[4].to(tl.float32) * S + (h[:, None] - S * a[None, :]) * weight[None, :]
+    tangent = (h[:, None] - S * a[None, :]) * weight[None, :]
+    U = row[4] * S + tangent if FORGET else S + tangent
     square = tl.sum(U * U, 0)
     # slots that do not exist are zeros and stay so
-    over = tl.where(square > 0.0, 1.0 / tl.sqrt(square), 0.0)
+    over = tl.where(square > 0.0, tl.rsqrt(square), 0.0)
     return U * over[None, :], h, a, c, weight, over
 
 
@@ -75,6 +80,7 @@ def forward_kernel(
     d, m = tl.arange(0, BD), p * BM + tl.arange(0, BM)
     d_in, m_in = d < D, m < M
     inside, at = d_in[:, None] & m_in[None, :], d[:, None] * M + m[None, :]
+    WHOLE: tl.constexpr = D == BD and M % BM == 0
     q += b * q_batch + h * q_head + m
     k += b * k_batch + h * k_head + m
     v += b * v_batch + h * v_head + d
@@ -86,18 +92,18 @@ def forward_kernel(
     S = tl.load(first + bh.to(tl.int64) * (D * M) + at, mask=inside, other=0.0)
     rows = ()
     for s in tl.static_range(STEPS):
-        rows += token(s, q, k, v, gamma, mu, pos, T, strides, m_in, d_in, FORGET, HAS_POS)
+        rows += token(s, q, k, v, gamma, mu, pos, T, strides, m_in, d_in, WHOLE, FORGET, HAS_POS)
     for t0 in range(0, T, STEPS):
         if KEEP and t0 % BORDER == 0:
             to = borders + (bh.to(tl.int64) * tl.cdiv(T, BORDER) + t0 // BORDER) * (D * M)
             tl.store(to + at, S, mask=inside)
         next_rows = ()
         for s in tl.static_range(STEPS):
-            next_rows += token(t0 + STEPS + s, q, k, v, gamma, mu, pos, T, strides, m_in, d_in, FORGET, HAS_POS)
+            next_rows += token(t0 + STEPS + s, q, k, v, gamma, mu, pos, T, strides, m_in, d_in, WHOLE, FORGET, HAS_POS)
         for s in tl.static_range(STEPS):
             row = rows[6 * s : 6 * s + 6]
             S = entered(S, row[5], loaded + h * (D * M) + at, inside)
-            S, _h, _a, _c, _weight, _over = step(S, row, VARIANT)
+            S, _h, _a, _c, _weight, _over = step(S, row, VARIANT, FORGET)
             read = tl.sum(S * row[0].to(tl.float32)[None, :], 1)
             tl.store(y + tl.cast(t0 + s, tl.int64) * (H * D), read.to(y.dtype.element_ty), mask=d_in & (t0 + s < T))
         rows = next_rows
@@ -121,6 +127,7 @@ def backward_kernel(
     d, m = tl.arange(0, BD), p * BM + tl.arange(0, BM)
     d_in, m_in = d < D, m < M
     inside, at = d_in[:, None] & m_in[None, :], d[:, None] * M + m[None, :]
+    WHOLE: tl.constexpr = D == BD and M % BM == 0
     own = d[:, None] * BM + tl.arange(0, BM)[None, :]
     BLOCKS: tl.constexpr = BORDER // STEPS
     states += (bh.to(tl.int64) * tl.num_programs(0) + p) * (BLOCKS * BD * BM)
@@ -149,18 +156,18 @@ def backward_kernel(
             if j < BLOCKS - 1:
                 for s in tl.static_range(STEPS):
                     t = c0 + j * STEPS + s
-                    row = token(t, q, k, v, gamma, mu, pos, T, strides, m_in, d_in, FORGET, HAS_POS)
+                    row = token(t, q, k, v, gamma, mu, pos, T, strides, m_in, d_in, WHOLE, FORGET, HAS_POS)
                     S = entered(S, row[5], initial, inside)
-                    S, _h, _a, _c, _weight, _over = step(S, row, VARIANT)
+                    S, _h, _a, _c, _weight, _over = step(S, row, VARIANT, FORGET)
         tl.debug_barrier()
         for k_block in range(BLOCKS):
             j = BLOCKS - 1 - k_block
             S = tl.load(states + j * (BD * BM) + own)
             found = ()
             for s in tl.static_range(STEPS):
-                row = token(c0 + j * STEPS + s, q, k, v, gamma, mu, pos, T, strides, m_in, d_in, FORGET, HAS_POS)
+                row = token(c0 + j * STEPS + s, q, k, v, gamma, mu, pos, T, strides, m_in, d_in, WHOLE, FORGET, HAS_POS)
                 before = entered(S, row[5], initial, inside)
-                S, h_t, a, c, weight, over = step(before, row, VARIANT)
+                S, h_t, a, c, weight, over = step(before, row, VARIANT, FORGET)
                 found += (before, h_t, a, c, weight, over, S) + row
             for s in tl.static_range(STEPS - 1, -1, -1):
                 t = c0 + j * STEPS + s
@@ -173,11 +180,11 @@ def backward_kernel(
                 along = tl.sum(dU * before, 0)
                 dweight = tl.sum(dU * h_t[:, None], 0) - a * along
                 da = -weight * along
-                dc = -gamma_t.to(tl.float32) * dweight
+                dc = -gamma_t * dweight
                 if VARIANT == ENC:
                     da += dc
                 dh = tl.sum(dU * weight[None, :] + before * da[None, :], 1)
-                dS = dU * (mu_t.to(tl.float32) - weight * a)[None, :] + h_t[:, None] * da[None, :]
+                dS = dU * ((mu_t if FORGET else 1.0) - weight * a)[None, :] + h_t[:, None] * da[None, :]
                 if VARIANT == DEC:
                     dc += tl.sum(dh[:, None] * before, 0)
                     dS += dh[:, None] * k_t.to(tl.float32)[None, :]

@@ -15,6 +15,8 @@ from pathlib import Path
 
 CHANNELS = 4096
 ARCHITECTURES = (80, 90, 100)
+# as the table of tiles may call them
+NAMES = {80: ("sm_80",), 90: ("sm_90", "NVIDIA H200"), 100: ("sm_100",)}
 MAIN = 90  # the only one for what is a variant of another kernel, "NAME, VARIANT"
 # of tensors: what is in the activations' dtype; the others are float32, positions int32, and what is no pointer a size
 ACTIVATIONS = {
@@ -134,7 +136,7 @@ def _matrix_kernels(arch):
             yield f"{name} gated{' backward' * write}", sides.gated_kernel, gated, tiles.warps_gated, of_slots
 
     def tiles_of(kernel, shape):
-        return replace(kernel.Tiles(), **table.of_device(kernel.KERNEL, (f"sm_{arch}",), shape))
+        return replace(kernel.Tiles(), **table.of_device(kernel.KERNEL, NAMES[arch], shape))
 
     for name, decay, gate, X, Y in (
         ("gla", CHANNEL, "key", 256, 512),
@@ -186,7 +188,7 @@ def _eidetic_kernels(arch):
     integers = dict.fromkeys(("slot", "limit", "far_limit", "begin"), "i32")
     types = {**integers, "valid": "i8", "lse": "fp32", "delta": "fp32"}
     for dim in (64, 128):
-        tiles = replace(Tiles(), **table.of_device(KERNEL, (f"sm_{arch}",), shape_of(dim)))
+        tiles = replace(Tiles(), **table.of_device(KERNEL, NAMES[arch], shape_of(dim)))
         common = {"H": 2048 // dim, "G": 2048 // dim, "K": dim, "BD": dim, "LOW": tl.bfloat16, "num_stages": tiles.stages}
         queries = {**common, "N": 511, "FAR": 0, "M": 80, "BQ": tiles.queries, "BK": tiles.keys, "BM": tiles.memory, "ROW": 2048}
         back = {**common, "BQ": tiles.queries_back}
@@ -287,7 +289,7 @@ def _kernels(arch):
         ("longhorn", LONGHORN.value, 16),
         ("mamba, d_state 64,", MAMBA.value, 64),
     ):
-        own = table.of_device(KERNEL, (f"sm_{arch}",), shape_of(label.split(",")[0], d_state, 8, CHANNELS))
+        own = table.of_device(KERNEL, NAMES[arch], shape_of(label.split(",")[0], d_state, 8, CHANNELS))
         tiles = replace(default_tiles(d_state), **own)
         common = {"KIND": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "FULL": True}
         common |= {"D": CHANNELS, "N": d_state, "BD": tiles.channels, "BN": d_state}
