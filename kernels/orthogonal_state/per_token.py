@@ -163,16 +163,19 @@ def backward_kernel(
         for k_block in range(BLOCKS):
             j = BLOCKS - 1 - k_block
             S = tl.load(states + j * (BD * BM) + own)
-            found = ()
+            left, found = (), ()
             for s in tl.static_range(STEPS):
                 row = token(c0 + j * STEPS + s, q, k, v, gamma, mu, pos, T, strides, m_in, d_in, WHOLE, FORGET, HAS_POS)
-                before = entered(S, row[5], initial, inside)
-                S, h_t, a, c, weight, over = step(before, row, VARIANT, FORGET)
-                found += (before, h_t, a, c, weight, over, S) + row
+                S, h_t, a, c, weight, over = step(entered(S, row[5], initial, inside), row, VARIANT, FORGET)
+                left += (S,)
+                found += (h_t, a, c, weight, over) + row
             for s in tl.static_range(STEPS - 1, -1, -1):
                 t = c0 + j * STEPS + s
-                before, h_t, a, c, weight, over, S = found[13 * s : 13 * s + 7]
-                q_t, k_t, _v_t, gamma_t, mu_t, starts = found[13 * s + 7 : 13 * s + 13]
+                h_t, a, c, weight, over = found[11 * s : 11 * s + 5]
+                q_t, k_t, _v_t, gamma_t, mu_t, starts = found[11 * s + 5 : 11 * s + 11]
+                # read anew, so that registers hold one state a token
+                before = entered(tl.load(states + j * (BD * BM) + own) if s == 0 else left[s - 1], starts, initial, inside)
+                S = left[s]
                 dy_t = tl.load(dy + tl.cast(t, tl.int64) * dy_row, mask=d_in & (t < T), other=0.0).to(tl.float32)
                 dq_t = tl.sum(S * dy_t[:, None], 0)
                 dU = dS + dy_t[:, None] * q_t.to(tl.float32)[None, :]
