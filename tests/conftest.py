@@ -57,9 +57,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def single_mesh():
-    """This process as a world of one, for tests of models without other ranks."""
+    """This process as a world of one, for tests of models without other ranks. Until a file's end: others make their own."""
     from baton.parallel import mesh as meshes
     from baton.parallel.config import LayoutConfig
 
