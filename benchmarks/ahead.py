@@ -1,0 +1,220 @@
+"""Compile what the benchmarks launch, before there is a GPU: ours, `baton tune`'s candidates, and fla's with all that it tries.
+
+The one thing to know: everything goes into Triton's cache (TRITON_CACHE_DIR), which is as good on another machine with the same
+Triton; on a GPU that is paid by the minute only measuring is left. fla finds the quickest of its kernels' configurations by timing
+all of them, so all of them are compiled; the timing stays.
+
+    TRITON_CACHE_DIR=/tmp/cache python benchmarks/ahead.py train:mamba-1.4b:8x2048 tune:bmojo-1.4b op:gsa peer:gsa:8x2048
+
+train: a model of train_step.py, and a shape of its; tune: a name in configs/models; op: a kind of matrix_gpu.py, ours; peer: the
+same by fla, at all sizes or at one, or model: fla's whole GSA.
+"""
+
+import argparse
+import contextlib
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from baton.kernels import ahead
+from baton.kernels.ahead import META, Compiled, Target, compiling
+from baton.kernels.tune import _SETUPS, STEPS, _fits
+from baton.launcher.config import RunConfig, load
+from baton.training.compile import compile_for
+from baton.training.tune import requests_of
+
+H200 = {"max_shared_mem": 232448, "multiprocessor_count": 132}
+SEGMENT = 16384
+
+
+def run_of(model: str, settings: list[str], rows: int, context: int) -> RunConfig:
+    """As train_step.py's, of two micro-batches."""
+    with tempfile.TemporaryDirectory() as folder:
+        training: dict[str, Any] = {"steps": 10, "context": context, "micro_batch": rows, "global_batch_tokens": 2 * rows * context}
+        values = {
+            "name": "ahead",
+            "directory": f"{folder}/run",
+            "model": model,
+            "data": {"path": "nowhere", "tokenizer": "nowhere.model"},
+            "training": training | {"optimizer": {"lr": 1e-4}},
+        }
+        path = Path(folder) / "run.yaml"
+        path.write_text(yaml.safe_dump(values))
+        config = load(path, settings)
+        if context > SEGMENT and not any(mixer.state_grows for mixer in config.model.mixers.values()):
+            settings = [*settings, f"training.bptt={{mode: exact, segment: {SEGMENT}}}"]
+        return load(path, settings)
+
+
+def train(target: Target, model: str, shape: str) -> Compiled:
+    from train_step import MODELS
+
+    rows, context = map(int, shape.split("x"))
+    config = run_of(*MODELS[model], rows, context)
+    return compile_for(config.model, config.training, config.layout, target)
+
+
+def tune(target: Target, model: str) -> Compiled:
+    """Candidates of each step beside the tiles in use: the next step's are others where one of them is taken."""
+    config, found = run_of(model, [], 8, 2048), Compiled("")
+    for request in requests_of(config.model, config.training, config.layout, target):
+        for step in STEPS[request.kernel]:
+            with compiling(target) as compiled:
+                call, _, used = _SETUPS[request.kernel](request, META, torch.bfloat16)
+                for values in itertools.product(*step.values()):
+                    tiles = replace(used, **dict(zip(step, values, strict=True)))
+                    if _fits(tiles):
+                        call(tiles)
+            found.kernels.extend(compiled.kernels)
+            found.new.extend(compiled.new)
+    return found
+
+
+def op(target: Target, kind: str) -> Compiled:
+    from matrix_gpu import CASES, run
+
+    with compiling(target) as compiled, on_meta():
+        for case in [case for case in CASES if case.kind.startswith(kind)]:
+            leaves = inputs_on_meta(case)
+            both(lambda case=case, **given: run(case, given)[0], leaves)
+    return compiled
+
+
+def peer(target: Target, kind: str, shape: str | None = None) -> Compiled:
+    from matrix_gpu import CASES, peer_of
+
+    with compiling(target) as compiled, autotuning_by_compiling(), on_meta():
+        if kind == "model":
+            fla_model()
+            return compiled
+        for case in [case for case in CASES if case.kind.startswith(kind) and shape in (None, f"{case.batch}x{case.length}")]:
+            name, call, back = peer_of(case)
+            if call is None:
+                raise SystemExit(f"{name} is not here")
+            with contextlib.nullcontext() if back else torch.no_grad():
+                both(call, inputs_on_meta(case), back)
+    return compiled
+
+
+def inputs_on_meta(case: Any) -> dict[str, Tensor]:
+    from matrix_gpu import inputs_of
+
+    generator = torch.Generator
+    torch.Generator = lambda device: generator()  # type: ignore[assignment, misc]
+    try:
+        return {name: x.detach().requires_grad_() for name, x in inputs_of(case, torch.bfloat16).items()}
+    finally:
+        torch.Generator = generator  # type: ignore[misc]
+
+
+def both(call: Callable[..., Tensor], leaves: dict[str, Tensor], back: bool = True) -> None:
+    y = call(**leaves)
+    if back:
+        torch.autograd.grad(y, list(leaves.values()), torch.empty_like(y), allow_unused=True)
+
+
+def fla_model() -> None:
+    """A layer of GSA 1.3B, without its loss, which insists on a GPU."""
+    from fla.models.gsa import GSAConfig, GSAForCausalLM
+
+    config = GSAConfig(
+        hidden_size=2048, num_hidden_layers=1, num_heads=4, num_slots=64, gate_logit_normalizer=8, vocab_size=32000,
+        tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    model = GSAForCausalLM(config).train()
+    torch.set_default_dtype(torch.float32)
+    model(input_ids=torch.empty(8, 2048, dtype=torch.int64)).logits.sum().backward()
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """What is made, also "on cuda", is on the meta device, and torch.cuda answers for an H200."""
+    from torch.overrides import TorchFunctionMode
+
+    class Meta(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if kwargs.get("device") is not None:
+                kwargs["device"] = META
+            kwargs.pop("generator", None)
+            return func(*args, **kwargs)
+
+    answers = {
+        "is_available": lambda: True,
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_name": lambda *_: "NVIDIA H200",
+        "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132, major=9, minor=0),
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+    }
+    before = {name: getattr(torch.cuda, name) for name in answers}
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    try:
+        with META, Meta():
+            yield
+    finally:
+        for name, function in before.items():
+            setattr(torch.cuda, name, function)
+
+
+@contextlib.contextmanager
+def autotuning_by_compiling() -> Iterator[None]:
+    """Triton's autotuner launches each configuration once, which compiles it, and takes the first."""
+    from triton.runtime.autotuner import Autotuner
+
+    def bench(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
+        try:
+            self.fn.run(*args, **dict(meta, **config.all_kwargs()))
+        except Exception as error:  # a configuration that cannot be compiled is one that is not chosen
+            print(f"  {self.base_fn.__name__}: {config}: {type(error).__name__}", file=sys.stderr)
+            return [float("inf")] * 3
+        return [1.0] * 3
+
+    driver: Any = ahead._Driver
+    driver.utils = SimpleNamespace(get_device_properties=lambda _: H200)
+    driver.get_benchmarker = lambda self: None
+    driver.get_active_torch_device = lambda self: META
+    before, Autotuner._bench = Autotuner._bench, bench
+    try:
+        with on_meta():  # it looks at the device as it is imported
+            import fla.utils
+            import fla.utils.decorators
+            import fla.utils.hardware
+
+            for module in (fla.utils, fla.utils.decorators, fla.utils.hardware):
+                module.custom_device_ctx = lambda index: contextlib.nullcontext()
+            fla.utils.hardware.get_all_max_shared_mem = lambda: [H200["max_shared_mem"]]
+        yield
+    finally:
+        Autotuner._bench = before
+
+
+KINDS: dict[str, Callable[..., Compiled]] = {"train": train, "tune": tune, "op": op, "peer": peer}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", nargs="+", help="train:MODEL:SHAPE, tune:MODEL, op:KIND, peer:KIND[:SHAPE] or peer:model")
+    for what in parser.parse_args().what:
+        kind, *rest = what.split(":")
+        if kind not in KINDS:
+            parser.error(f"{what!r} is of none of {', '.join(KINDS)}")
+        began = time.monotonic()
+        compiled = KINDS[kind](Target(90, "NVIDIA H200"), *rest)
+        print(f"{what}: {len(compiled.kernels)} kernels, {len(compiled.new)} new, {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
