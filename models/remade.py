@@ -19,7 +19,8 @@ def remaking(on: bool) -> Iterator[Callable[[Tensor, Make], None]]:
     """Within it autograd keeps no tensor that was named to what is given: f(tensor, make).
 
     make: gives the same again, from what is kept anyway. It is called without a graph, once for all who ask in a backward pass, and
-    what it gave is dropped when the last has asked. Not around or within other hooks for saved tensors. on: else nothing happens.
+    what it gave is dropped when the last has asked. What is kept within another `remaking` is not noted by an outer one; and not
+    around or within other hooks for saved tensors. on: else nothing happens.
     """
     if not on:
         yield lambda tensor, make: None

@@ -98,7 +98,7 @@ class Kept:
     once: `width` numbers in all, not per token. stream: of the residual stream, so of this rank's part of it. inside: of a
     recurrence that a GPU has a fused kernel for, and that a segment runs again for its gradient: "graph", what autograd keeps where
     neither is so; "input", what both keep instead; "kernel", what the fused kernel keeps besides. cheap: made again where
-    recomputation is selective, but in a segment.
+    recomputation is selective, but in a segment, and not what tensor ranks that share the residual stream gather.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Kept:
         }
         if self.inside is not None and not kept[self.inside]:
             return 0
-        if self.cheap and work.selective and not work.segment:
+        if self.cheap and work.selective and not work.segment and (self.split or not work.split_residual):
             return 0
         device, ranks = "gpu" if work.gpu else "cpu", "several" if work.tensor > 1 else "one"
         if (self.cast and work.compute_bytes == 4) or self.device not in (None, device) or self.ranks not in (None, ranks):

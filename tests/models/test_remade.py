@@ -9,6 +9,7 @@ from support.models import model_of, step_batch
 from baton.models import remade
 from baton.models.lm import LanguageModel
 from baton.models.remade import remaking
+from baton.models.settings import kinds
 from baton.parallel.layout import initialize_parameters
 
 
@@ -43,7 +44,7 @@ def test_off_everything_is_kept():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mixer", ["mamba", "longhorn", "gsa", "hybrid", "bmojo"])
+@pytest.mark.parametrize("mixer", [*sorted(kinds()), "hybrid"])
 def test_losses_and_gradients_have_the_same_bits(mixer, dtype, monkeypatch, single_mesh):
     batch, found, notes = step_batch(0), [], []
 
