@@ -16,6 +16,7 @@ minute, on sizes that mean nothing, and writes no results.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -150,8 +151,8 @@ class Bench:
         path.write_text(config.to_yaml())
         return config, path
 
-    def ours(self, config: RunConfig, path: Path, counts: Sequence[int]) -> Found | None:
-        """The run, as far as is needed. None: out of memory. Raises RuntimeError."""
+    def ours(self, config: RunConfig, path: Path, counts: Sequence[int], gpu: int | None = None) -> Found | None:
+        """The run, as far as is needed. gpu: the only one that it sees. None: out of memory. Raises RuntimeError."""
         words, wanted, table = [], self.steps * len(counts), None
         if self.arguments.profile:
             # the profiler gets ready in a step that is not timed; every tenth step measures the update, which is not every step's
@@ -159,7 +160,9 @@ class Bench:
             words = [f"profile.after={first - 1}", "profile.steps=1"]  # of many micro-batches, which it takes a while to read
             table = config.folder / "profile" / f"step-{first:08d}-rank-0.txt"
         began = time.time()
-        process = subprocess.Popen([*BATON, "train", str(path), *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+        command = [*BATON, "train", str(path), *words]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
         deadline = time.monotonic() + max(60.0, self.left())
         try:
             while process.poll() is None and time.monotonic() < deadline:
@@ -317,11 +320,9 @@ class Bench:
                 self.report.row(row, "peak GiB", mine, whose, allowed, gate=gate, higher_is_better=False)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="mamba-1.4b", help=f"separated by commas, of {', '.join(MODELS)}; or all")
-    parser.add_argument("--shapes", help="rows x tokens of a micro-batch (default 8x2048,1x16384,1x131072)")
-    parser.add_argument("--micro-batches", default="1,16", help="per optimizer step (default 1,16)")
+def bench_arguments(description: str) -> argparse.ArgumentParser:
+    """What Bench needs to be told."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--warm-up", type=int, default=3, help="steps before those that are timed, of each number of micro-batches (default 3)"
     )
@@ -333,13 +334,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true", help="training.recompute=true, also where it fits without")
     parser.add_argument("--selective", action="store_true", help="training.selective_recompute=true")
     parser.add_argument("--graphs", action="store_true", help="training.cuda_graphs=true; not with --profile, nor in segments")
-    parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--profile", action="store_true", help="also profile=true: where the time of another step goes")
     parser.add_argument("--seconds", type=float, default=570, help="after which no further case is begun (default 570)")
     parser.add_argument("--reserve", type=float, default=120, help="seconds that must be left to begin one (default 120)")
     parser.add_argument("--folder", type=Path, help="keeps data and runs (default: a temporary one)")
     parser.add_argument("--name", default="train_step", help="of the results' files")
     parser.add_argument("--tiny", action="store_true", help="try the program on sizes that mean nothing; writes no results")
+    return parser
+
+
+def _arguments() -> argparse.Namespace:
+    parser = bench_arguments(__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="mamba-1.4b", help=f"separated by commas, of {', '.join(MODELS)}; or all")
+    parser.add_argument("--shapes", help="rows x tokens of a micro-batch (default 8x2048,1x16384,1x131072)")
+    parser.add_argument("--micro-batches", default="1,16", help="per optimizer step (default 1,16)")
+    parser.add_argument("--no-peers", action="store_true", help="ours alone")
     arguments = parser.parse_args()
     if arguments.graphs and arguments.profile:
         parser.error("--graphs does not go with --profile: a graph's kernels are not launched one by one")
