@@ -171,7 +171,8 @@ def on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autotuning_by_compiling() -> Iterator[None]:
-    """Triton's autotuner launches each configuration once, which compiles it, and takes the first."""
+    """Triton's autotuner launches each configuration once, which compiles it, and takes the first; that choice, which nothing was
+    measured for, is not kept where a GPU's would be."""
     from triton.runtime.autotuner import Autotuner
 
     def bench(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
@@ -186,7 +187,8 @@ def autotuning_by_compiling() -> Iterator[None]:
     driver.utils = SimpleNamespace(get_device_properties=lambda _: H200)
     driver.get_benchmarker = lambda self: None
     driver.get_active_torch_device = lambda self: META
-    before, Autotuner._bench = Autotuner._bench, bench
+    before = Autotuner._bench, Autotuner.check_disk_cache
+    Autotuner._bench, Autotuner.check_disk_cache = bench, lambda self, key, configs, measure: bool(measure())
     try:
         with on_meta():  # it looks at the device as it is imported
             import fla.utils
@@ -198,7 +200,7 @@ def autotuning_by_compiling() -> Iterator[None]:
             fla.utils.hardware.get_all_max_shared_mem = lambda: [H200["max_shared_mem"]]
         yield
     finally:
-        Autotuner._bench = before
+        Autotuner._bench, Autotuner.check_disk_cache = before
 
 
 KINDS: dict[str, Callable[..., Compiled]] = {"train": train, "tune": tune, "op": op, "peer": peer}

@@ -103,6 +103,7 @@ class Arithmetic:
             compute_bytes=2 if self.training.precision == "bfloat16" else 4,
             gpu=config.device != "cpu",
             segment=self.layout.sequence > 1 or self.training.bptt is not None,
+            again=self.layout.sequence > 1 and self.layout.state_exchange != "relay",
             split_residual=self.layout.split_residual and self.tensor > 1,
             selective=self.training.selective_recompute,
         )

@@ -1,19 +1,22 @@
-"""A recurrence with a receive before and a send after it, as one autograd function.
+"""A recurrence with a receive before and a send after it, as autograd functions around it.
 
-The one thing to know: in backward the cotangents of the States travel the other way. A receive is posted before anything else. What
-can be known early leaves early: a tail that lies whole in a rank's own tokens leaves before anything arrives, a linear recurrence
-advances the arriving State before its outputs exist, one whose State is cheap makes it before its outputs; only what is none of
-these is run first and sent then. Nothing waits for a send, and there is no collective over the sequence group inside the stack (but
-where gathering is asked for), so a rank is free to go on to the next layer while the one to its right does this one.
+The one thing to know: in backward the cotangents of the States travel the other way. The recurrence itself runs as it does where
+nobody is beside it, once forwards and once backwards, and keeps for the backward pass what it keeps there; before it the State is
+received, whose cotangent leaves when the pass comes back to that point, and behind it the State is handed on, for whose cotangent
+the pass waits there. A tail that lies whole in a rank's own tokens leaves before anything arrives, a State that is cheap before the
+outputs. Nothing waits for a send, and there is no collective over the sequence group inside the stack (but where gathering is asked
+for), so a rank is free to go on to the next layer while the one to its right does this one.
 
 With L layers of t seconds on P ranks, messages that take m seconds, and w seconds between having the entering State and having the
 leaving one, a pass takes L t + (P - 1) (m + w): rank r trails rank 0 by r (m + w), once and not per layer. w is the largest of a
-layer's carriers: 0 for a tail and for a linear recurrence, the State's part of the work where the State comes first, all of it (t)
-for a recurrence that must run, which gives (L + P - 1) t.
+layer's carriers: 0 for a tail, the State's part of the work where the State comes first, all of the recurrence's work where it must
+run. With the exchange "early" a linear recurrence has w of 0 too: it makes its span's effect on any State first, advances the
+arriving one, sends it, and has its outputs then. That is more work in every layer, most of a second run, which pays where
+(P - 1) w is more than L times that: among many ranks. "gather" makes the same effects, and all ranks gather them.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,13 +51,12 @@ def _carried(
         return recurrence.run(inputs, pos, state)
     passage = _Passage(link, recurrence, inputs, where)
     given = state if passage.place.before("right") is None else None
-    if not recurrence.differentiable:
-        with torch.no_grad():
-            y, leaving, _, _ = _forward(passage, recurrence, inputs, pos, given)
-        return y, leaving
-    tensors = () if given is None else tuple(given[leaf.name] for leaf in passage.leaves)
-    y, *found = _Carry.apply(passage, recurrence, pos, len(inputs), *inputs, *tensors)
-    return y, {leaf.name: x for leaf, x in zip(passage.leaves, found, strict=True)}
+    if passage.makes_effects:
+        tensors = () if given is None else tuple(given[leaf.name] for leaf in passage.leaves)
+        y, *found = _ByEffect.apply(passage, recurrence, pos, len(inputs), *inputs, *tensors)
+        return y, passage.named(found)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and recurrence.differentiable):
+        return _around(passage, recurrence, inputs, pos, given)
 
 
 class _Passage:
@@ -67,6 +69,7 @@ class _Passage:
         self.moving = tuple(leaf for leaf in self.leaves if leaf.grad)
         self.batch = inputs[0].shape[0]
         self.gathers = link.gathers and isinstance(recurrence, LinearRecurrence)
+        self.makes_effects = self.gathers or (link.exchange == "early" and isinstance(recurrence, LinearRecurrence))
 
     def arriving(self, direction: Direction, given: State | None) -> Callable[[], State | None]:
         """Begin to receive, where there is somebody to receive from; the result waits. given: the caller's, where nobody is."""
@@ -115,173 +118,251 @@ class _Passage:
         self.link.aside.join(state)
         return state
 
+    def named(self, leaves: Sequence[Tensor]) -> State:
+        """Tensors in the order of the leaves, as a State."""
+        return {leaf.name: x for leaf, x in zip(self.leaves, leaves, strict=True)}
+
     def _leaves(self, direction: Direction) -> tuple[Leaf, ...]:
         return self.leaves if direction == "right" else self.moving
 
 
-def _forward(
-    passage: _Passage, recurrence: Recurrence, inputs: Inputs, pos: Tensor, given: State | None
-) -> tuple[Tensor, State, State | None, State]:
-    """Outputs, leaving State, entering State, and a linear recurrence's transition ({} for others)."""
-    link, replaying = passage.link, passage.link.replaying
-    arriving = link.replayed if replaying else passage.arriving("right", given) if not passage.gathers else None
-
-    def enter(effect: Effect | None = None) -> State | None:
-        if arriving is not None:
-            state = arriving()
-        else:
-            assert effect is not None
-            if given is None and passage.place.before("right") is None:
-                state = passage.fold("right", effect, zeros(passage.leaves, passage.batch, inputs[0].device))
-            else:
-                state = passage.fold("right", effect, given)
-        link.keep(state)
-        return state
-
-    def send(make: Callable[[], State]) -> State:
-        return make() if replaying or passage.gathers else passage.send("right", make)
-
-    transition: State = {}
-    if isinstance(recurrence, LinearRecurrence):
-        transition, effect = recurrence.begin(inputs, pos)
-        entering = enter(effect)
-        if entering is None:
-            entering = zeros(passage.leaves, passage.batch, inputs[0].device)
-        entered = entering
-        leaving = send(lambda: effect.advance(entered))
-        y = recurrence.finish(inputs, pos, entering)
-    elif isinstance(recurrence, StateFirstRecurrence):
-        entering = enter()
-        entered = recurrence.initial(inputs) if entering is None else entering
-        first = recurrence.leave(inputs, pos, entered)
-        leaving = send(lambda: first)
-        y = recurrence.read(inputs, pos, entered)
-    elif (early := recurrence.early(inputs, pos)) is not None:
-        leaving = send(lambda: early)
-        entering = enter()
-        y = recurrence.run(inputs, pos, entering)[0]
-    else:
-        entering = enter()
-        y, last = recurrence.run(inputs, pos, entering)
-        leaving = send(lambda: last)
-    link.aside.join(leaving)
-    return y, leaving, entering, transition
+Make = Callable[[Inputs, State], State]
+"""A leaving State from inputs and the entering State."""
+Piece = tuple[slice, int]
+"""The tokens that a tail is made of, and how many of the inputs, the first ones, run along time."""
 
 
-class _Carry(torch.autograd.Function):
+def _around(passage: "_Passage", recurrence: Recurrence, inputs: Inputs, pos: Tensor, given: State | None) -> tuple[Tensor, State]:
+    """The recurrence as it is, between what receives and what hands on."""
+    if isinstance(recurrence, StateFirstRecurrence):
+        entering = _enter(passage, given, lambda: recurrence.initial(inputs))
+        assert entering is not None
+        inputs, entering, leaving = _hand_on_first(passage, lambda x, s: recurrence.leave(x, pos, s), None, inputs, entering)
+        return recurrence.read(inputs, pos, entering), leaving
+    with torch.no_grad():
+        tail = recurrence.early(inputs, pos)
+    if tail is not None:
+        rows = max(x.shape[1] for x in tail.values() if x.dim() > 1)
+
+        def last(x: Inputs, _: State) -> State:
+            found = recurrence.early(x, pos[:, -x[0].shape[1] :])
+            assert found is not None
+            return found
+
+        piece = slice(inputs[0].shape[1] - rows, None), recurrence.along
+        inputs, _, leaving = _hand_on_first(passage, last, piece, inputs, {})
+        return recurrence.run(inputs, pos, _enter(passage, given))[0], leaving
+    nothing = (lambda: zeros(passage.leaves, passage.batch, inputs[0].device)) if isinstance(recurrence, LinearRecurrence) else None
+    entering = _enter(passage, given, nothing)
+    y, leaving = recurrence.run(inputs, pos, entering)
+    return _hand_on(passage, y, leaving, entering or {})
+
+
+def _enter(passage: _Passage, given: State | None, nothing: Callable[[], State] | None = None) -> State | None:
+    """What enters here: received, or the caller's, or what a recurrence enters with that has read nothing (None: None)."""
+    link = passage.link
+    arriving = link.replayed if link.replaying else passage.arriving("right", given)
+    state = arriving()
+    if state is not None:
+        state = {name: x.detach() for name, x in state.items()}
+    link.keep(state)
+    if state is None:
+        if nothing is None:
+            return None
+        with torch.no_grad():
+            state = nothing()
+    tensors = () if given is None else tuple(given[leaf.name] for leaf in passage.leaves)
+    return passage.named(_Enter.apply(passage, state, _anchor(state), *tensors))
+
+
+def _anchor(state: State) -> Tensor:
+    """Nothing, with a gradient: what makes autograd come back to where a State enters, whoever it is from."""
+    return torch.empty(0, device=next(iter(state.values())).device, requires_grad=True)
+
+
+class _Enter(torch.autograd.Function):
+    """The entering State; backwards its cotangent leaves."""
+
     @staticmethod
-    def forward(
-        ctx: Any, passage: _Passage, recurrence: Recurrence, pos: Tensor, n_inputs: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        inputs, leaves = tensors[:n_inputs], passage.leaves
-        given = {leaf.name: x for leaf, x in zip(leaves, tensors[n_inputs:], strict=True)} if len(tensors) > n_inputs else None
-        y, leaving, entering, transition = _forward(passage, recurrence, inputs, pos, given)
-        ctx.passage, ctx.recurrence, ctx.n_inputs = passage, recurrence, n_inputs
-        ctx.given, ctx.entered = given is not None, entering is not None
-        ctx.names = tuple(transition)
-        ctx.save_for_backward(pos, *inputs, *(entering[leaf.name] for leaf in leaves if entering is not None), *transition.values())
-        found = [leaving[leaf.name].clone() for leaf in leaves]
-        ctx.mark_non_differentiable(*(x for x, leaf in zip(found, leaves, strict=True) if not leaf.grad))
+    def forward(ctx: Any, passage: _Passage, state: State, anchor: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.passage, ctx.given = passage, bool(given)
+        # not the same tensors: in a recomputation, or where a file was read, others have them
+        found = [state[leaf.name].view_as(state[leaf.name]) for leaf in passage.leaves]
+        ctx.mark_non_differentiable(*(x for x, leaf in zip(found, passage.leaves, strict=True) if not leaf.grad))
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dstate: Tensor) -> tuple[Any, ...]:
+        passage = ctx.passage
+        dentering = {leaf.name: dx for leaf, dx in zip(passage.leaves, dstate, strict=True) if leaf.grad}
+        passage.send("left", lambda: dentering)
+        passage.link.aside.join(dentering)
+        return (None, None, None, *([dentering.get(leaf.name) for leaf in passage.leaves] if ctx.given else []))
+
+
+def _hand_on(passage: _Passage, y: Tensor, leaving: State, entering: State) -> tuple[Tensor, State]:
+    """Send what leaves; the outputs and the leaving State, for whose cotangent the backward pass waits before it goes on.
+
+    entering: what `_enter` gave, so that the backward pass comes there whatever the outputs hang on.
+    """
+    own = [leaving[leaf.name] for leaf in passage.leaves]
+    y, *found = _HandOn.apply(passage, y, *own, *entering.values())
+    return y, passage.named(found)
+
+
+class _HandOn(torch.autograd.Function):
+    """Outputs and leaving State as they are, which leaves; backwards its cotangent arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, passage: _Passage, y: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.passage, ctx.entering = passage, len(tensors) - len(passage.leaves)
+        leaving = tensors[: len(passage.leaves)]
+        _send(passage, passage.named(leaving))
+        found = [x if leaf.grad else x.detach() for x, leaf in zip(leaving, passage.leaves, strict=True)]
+        ctx.mark_non_differentiable(*(x for x, leaf in zip(found, passage.leaves, strict=True) if not leaf.grad))
         return y, *found
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, *dfound: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor, *dleaving: Tensor) -> tuple[Any, ...]:
+        passage = ctx.passage
+        arrived = _arrived(passage, dleaving)
+        return (None, dy, *(arrived.get(leaf.name) for leaf in passage.leaves), *(None,) * ctx.entering)
+
+
+def _hand_on_first(
+    passage: _Passage, make: Make, piece: Piece | None, inputs: Inputs, entering: State
+) -> tuple[Inputs, State, State]:
+    """Make what leaves and send it before there are outputs; inputs and entering State as they are, for what makes the outputs,
+    and the leaving State. piece: what of the inputs it is made of; None: all.
+
+    Backwards the leaving State's cotangent is waited for when the outputs' has gone through.
+    """
+    n = len(inputs)
+    tensors = _HandOnFirst.apply(passage, make, piece, n, tuple(entering), *inputs, *entering.values())
+    state = dict(zip(entering, tensors[n : n + len(entering)], strict=True))
+    return tensors[:n], state, passage.named(tensors[n + len(entering) :])
+
+
+class _HandOnFirst(torch.autograd.Function):
+    """Inputs and entering State as they are, and what is made of them, which leaves; backwards its cotangent arrives, and what it
+    gives is added to theirs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, passage: _Passage, make: Make, piece: Piece | None, n: int, names: tuple[str, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.passage, ctx.make, ctx.piece, ctx.n, ctx.names = passage, make, piece, n, names
+        ctx.save_for_backward(*tensors)
+        leaving = make(tensors[:n], dict(zip(names, tensors[n:], strict=True)))
+        _send(passage, leaving)
+        found = [leaving[leaf.name] for leaf in passage.leaves]
+        ctx.mark_non_differentiable(
+            *(x for x in tensors if not x.is_floating_point()),
+            *(x for x, leaf in zip(found, passage.leaves, strict=True) if not leaf.grad),
+        )
+        return *tensors, *found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        passage, tensors, n = ctx.passage, ctx.saved_tensors, ctx.n
+        grads = list(cotangents[: len(tensors)])
+        arrived = _arrived(passage, cotangents[len(tensors) :])
+        taken = [_taken(ctx.piece, number, x) for number, x in enumerate(tensors)]
+        with torch.enable_grad():
+            copies = [x.detach().requires_grad_(x.is_floating_point()) for x in taken]
+            leaving = ctx.make(tuple(copies[:n]), dict(zip(ctx.names, copies[n:], strict=True)))
+        reached = [leaf.name for leaf in passage.moving if leaving[leaf.name].requires_grad]
+        wanted = [number for number, x in enumerate(copies) if x.requires_grad and ctx.needs_input_grad[5 + number]]
+        if reached and wanted:
+            outputs, found = [leaving[name] for name in reached], [copies[number] for number in wanted]
+            more = torch.autograd.grad(outputs, found, [arrived[name] for name in reached], allow_unused=True)
+            for number, grad in zip(wanted, more, strict=True):
+                if grad is not None:
+                    # not in place: what comes may be somebody else's too
+                    grads[number] = grads[number].clone()
+                    _taken(ctx.piece, number, grads[number]).add_(grad)
+        return (None,) * 5 + tuple(grads)
+
+
+def _taken(piece: Piece | None, number: int, x: Tensor) -> Tensor:
+    """Of the input of that number what a leaving State is made of."""
+    return x if piece is None or number >= piece[1] else x[:, piece[0]]
+
+
+def _send(passage: _Passage, leaving: State) -> None:
+    """To the right, but not again in a recomputation."""
+    if not passage.link.replaying:
+        passage.send("right", lambda: leaving)
+    passage.link.aside.join(leaving)
+
+
+def _arrived(passage: _Passage, dleaving: Sequence[Tensor]) -> State:
+    """The leaving State's cotangent: from the right, or what the caller's use of it gave."""
+    used = {leaf.name: dx for leaf, dx in zip(passage.leaves, dleaving, strict=True) if leaf.grad}
+    found = passage.arriving("left", used)()
+    assert found is not None
+    return found
+
+
+class _ByEffect(torch.autograd.Function):
+    """A linear recurrence by its phases: what its span does to any State is made before one arrives."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, passage: _Passage, recurrence: LinearRecurrence, pos: Tensor, n_inputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        inputs, leaves, link = tensors[:n_inputs], passage.leaves, passage.link
+        given = passage.named(tensors[n_inputs:]) if len(tensors) > n_inputs else None
+        nothing = given is None and passage.place.before("right") is None
+        first = zeros(leaves, passage.batch, inputs[0].device) if nothing else given
+        if link.replaying:
+            transition, effect = recurrence.begin(inputs, pos)
+            state = link.replayed()
+        elif passage.gathers:
+            transition, effect = recurrence.begin(inputs, pos)
+            state = passage.fold("right", effect, first)
+        else:
+            arriving = passage.arriving("right", first)
+            transition, effect = recurrence.begin(inputs, pos)
+            state = arriving()
+        assert state is not None
+        entering = state
+        link.keep(entering)
+        leaving = (
+            effect.advance(entering)
+            if link.replaying or passage.gathers
+            else passage.send("right", lambda: effect.advance(entering))
+        )
+        y = recurrence.finish(inputs, pos, entering)
+        link.aside.join(leaving)
+        ctx.passage, ctx.recurrence, ctx.n_inputs, ctx.given, ctx.names = (
+            passage,
+            recurrence,
+            n_inputs,
+            given is not None,
+            tuple(transition),
+        )
+        ctx.save_for_backward(pos, *inputs, *(entering[leaf.name] for leaf in leaves), *transition.values())
+        return y, *(leaving[leaf.name].clone() for leaf in leaves)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *dleft: Tensor) -> tuple[Any, ...]:
         passage, recurrence, leaves = ctx.passage, ctx.recurrence, ctx.passage.leaves
         pos, *saved = ctx.saved_tensors
         inputs, rest = tuple(saved[: ctx.n_inputs]), saved[ctx.n_inputs :]
-        entering = {leaf.name: x for leaf, x in zip(leaves, rest, strict=False)} if ctx.entered else None
-        transition = dict(zip(ctx.names, rest[len(leaves) :], strict=True)) if ctx.names else {}
-        used = {leaf.name: dx for leaf, dx in zip(leaves, dfound, strict=True) if leaf.grad}
-        grads, dentering = _backward(passage, recurrence, inputs, pos, entering, transition, dy, used)
-        dgiven = [dentering.get(leaf.name) for leaf in leaves] if ctx.given else []
-        return (None, None, None, None, *grads, *dgiven)
-
-
-def _backward(
-    passage: _Passage,
-    recurrence: Recurrence,
-    inputs: Inputs,
-    pos: Tensor,
-    entering: State | None,
-    transition: State,
-    dy: Tensor,
-    used: State,
-) -> tuple[tuple[Tensor, ...], State]:
-    """Gradients of the inputs and the entering State's cotangent. used: what those who used the leaving State here gave it."""
-    arriving = None if passage.gathers else passage.arriving("left", used)
-
-    def arrived() -> State:
-        assert arriving is not None
-        found = arriving()
-        assert found is not None
-        return found
-
-    def send(make: Callable[[], State]) -> State:
-        return make() if passage.gathers else passage.send("left", make)
-
-    if isinstance(recurrence, LinearRecurrence):
-        assert entering is not None
+        entering = passage.named(rest[: len(leaves)])
+        transition = dict(zip(ctx.names, rest[len(leaves) :], strict=True))
+        used = passage.named(dleft)
+        arriving = None if passage.gathers else passage.arriving("left", used)
         effect = recurrence.begin_backward(inputs, pos, transition, entering, dy)
-        dleaving = passage.fold("left", effect, used) if passage.gathers else arrived()
+        dleaving = passage.fold("left", effect, used) if arriving is None else arriving()
         assert dleaving is not None
-        dentering = send(lambda: effect.advance(dleaving))
-        grads = recurrence.finish_backward(inputs, pos, entering, dy, dleaving)
-    elif isinstance(recurrence, StateFirstRecurrence):
-        # the outputs' part needs nothing from the right
-        grads, read = _pull_back(lambda x, s: [recurrence.read(x, pos, s)], recurrence, inputs, entering, lambda: [dy])
-        names = [leaf.name for leaf in passage.moving]
-        more, left = _pull_back(
-            lambda x, s: list(map(recurrence.leave(x, pos, s).__getitem__, names)),
-            recurrence,
-            inputs,
-            entering,
-            lambda: list(map(arrived().__getitem__, names)),
-        )
-        dentering = send(lambda: {name: read[name] + left[name] for name in names})
-        grads = tuple(map(torch.add, grads, more))
-    else:
-        with torch.enable_grad():
-            copies = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
-            early = recurrence.early(copies, pos)
-        if early is None:
-            grads, dentering = recurrence.pull_back(inputs, pos, entering, dy, arrived())
-            send(lambda: dentering)
-        else:
-            # the entering State does not reach the leaving one, so its cotangent does not wait
-            grads, dentering = recurrence.pull_back(inputs, pos, entering, dy, None)
-            send(lambda: dentering)
-            grads = _add_early(grads, early, copies, arrived())
-    passage.link.aside.join(dentering)
-    return grads, dentering
-
-
-def _pull_back(
-    function: Callable[[Inputs, State], list[Tensor]],
-    recurrence: StateFirstRecurrence,
-    inputs: Inputs,
-    state: State | None,
-    cotangents: Callable[[], list[Tensor]],
-) -> tuple[tuple[Tensor, ...], State]:
-    """Gradients of inputs and State of one phase; the cotangents are asked for when its graph is made."""
-    given = recurrence.initial(inputs) if state is None else state
-    with torch.enable_grad():
-        copies = [x.detach().requires_grad_(x.is_floating_point()) for x in (*inputs, *given.values())]
-        outputs = function(tuple(copies[: len(inputs)]), dict(zip(given, copies[len(inputs) :], strict=True)))
-    reached = [(y, dy) for y, dy in zip(outputs, cotangents(), strict=True) if y.requires_grad]
-    wanted = [x for x in copies if x.requires_grad]
-    found = iter(_grads([y for y, _ in reached], wanted, [dy for _, dy in reached]))
-    grads = [next(found) if x.requires_grad else torch.zeros_like(x) for x in copies]
-    return tuple(grads[: len(inputs)]), dict(zip(given, grads[len(inputs) :], strict=True))
-
-
-def _add_early(grads: tuple[Tensor, ...], early: State, inputs: Inputs, dleaving: State) -> tuple[Tensor, ...]:
-    """Gradients plus what the early leaving State's cotangent gives the inputs it was made of."""
-    reached = [name for name, x in early.items() if x.requires_grad]
-    wanted = [x for x in inputs if x.requires_grad]
-    found = iter(_grads([early[name] for name in reached], wanted, [dleaving[name] for name in reached]))
-    return tuple(grad + next(found) if x.requires_grad else grad for grad, x in zip(grads, inputs, strict=True))
-
-
-def _grads(outputs: list[Tensor], wanted: list[Tensor], cotangents: list[Tensor]) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True, materialize_grads=True)
+        arrived = dleaving
+        dentering = effect.advance(arrived) if passage.gathers else passage.send("left", lambda: effect.advance(arrived))
+        grads = recurrence.finish_backward(inputs, pos, entering, dy, arrived)
+        passage.link.aside.join(dentering)
+        return (None, None, None, None, *grads, *([dentering[leaf.name] for leaf in leaves] if ctx.given else []))

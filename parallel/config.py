@@ -26,10 +26,11 @@ class LayoutConfig(BaseModel):
         description="tensor ranks share the residual stream and the norms, each a part of the tokens (Megatron's sequence "
         "parallelism): less memory, the same bytes",
     )
-    state_exchange: Literal["relay", "gather"] = Field(
+    state_exchange: Literal["relay", "early", "gather"] = Field(
         "relay",
-        description="how States of linear recurrences cross the sequence ranks: from neighbour to neighbour, or gathered by all "
-        "and folded in the same order; the same bits, relay never waits for the slowest rank",
+        description="how States of linear recurrences cross the sequence ranks: from neighbour to neighbour when a rank's part has "
+        "run, or before (early: more work in every layer, less waiting behind the first of many ranks), or as early but gathered "
+        "by all, which waits for the slowest rank",
     )
     timeout_s: float = Field(600.0, gt=0, description="seconds that a rank waits for a message before it ends with an error")
 

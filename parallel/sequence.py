@@ -107,7 +107,8 @@ class SequenceLink:
     to the first's next segment), "around left" and, where exchange is "gather", "gather"; none for a group of one.
     A link of one rank exchanges nothing, but takes the same steps: so one rank with P segments has the bits of P ranks.
 
-    exchange: how States of linear recurrences cross the group: relayed, or gathered by all and folded in rank order, the same bits.
+    exchange: how States of linear recurrences cross the group: relayed, made and relayed early, or gathered by all and folded in
+    rank order, which are early's bits.
     counted: messages and bytes sent, by ("right" | "left", recurrence's name) and ("right bytes" | "left bytes", its name);
     counted_by_layer: the same by (.., where, its name). A gathered message counts as one, its bytes once per rank it goes to.
     observer: is called with every State and cotangent that leaves a segment here, also those that leave the sequence: (direction,
@@ -120,7 +121,7 @@ class SequenceLink:
         ranks: Sequence[int],
         device: torch.device,
         channels: Mapping[str, Channel] | None = None,
-        exchange: Literal["relay", "gather"] = "relay",
+        exchange: Literal["relay", "early", "gather"] = "relay",
     ) -> None:
         self.rank, self.size, self.device, self.exchange = rank, len(ranks), device, exchange
         self.channels = dict(channels or {})

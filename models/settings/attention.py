@@ -74,7 +74,7 @@ class AttentionConfig(HeadsConfig):
             # the values are a view of it, so all of it stays; a GPU's kernels read each in one piece
             Kept("q, k and v", width + 2 * kv_width, "compute", device="cpu"),
             Kept("v", kv_width, "compute", device="gpu"),
-            Kept("sums of weights", heads, "float32", inside="kernel"),
+            Kept("sums of weights", heads, "float32", device="gpu"),
             Kept("out_proj input", width, "compute"),
         ]
         if self.rope_theta is not None:

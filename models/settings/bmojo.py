@@ -80,8 +80,8 @@ class BMojoConfig(HeadsConfig):
                 Kept("k and v", 2 * kv_width, "compute"),
                 Kept("fading k and v", 2 * kv_width, "compute"),
                 Kept("scores", 1, "float32", split=False),
-                Kept("sums of weights", heads, "float32", inside="kernel"),
-                Kept("memories", 2 * kv_width * (self.eidetic + self.n_fading) // self.window, "compute", inside="kernel"),
+                Kept("sums of weights", heads, "float32", device="gpu"),
+                Kept("memories", 2 * kv_width * (self.eidetic + self.n_fading) // self.window, "compute", device="gpu"),
                 Kept("out_proj input", width, "compute"),
             ),
             carriers=(

@@ -38,8 +38,9 @@ class Work:
 
     batch: sequences. length: tokens of each on this rank. tensor: ranks of the tensor group. compute_bytes: of the compute type, 2
     or 4. gpu: whether kernels that only a GPU has fused keep less. segment: whether the tokens are a segment of a sequence, whose
-    States come from another rank or from the segment before. split_residual: whether tensor ranks share the residual stream, each a
-    part of the tokens. selective: whether what costs little is not kept.
+    States come from another rank or from the segment before. again: whether linear recurrences are run again for their gradient,
+    as where sequence ranks exchange effects. split_residual: whether tensor ranks share the residual stream, each a part of the
+    tokens. selective: whether what costs little is not kept.
     """
 
     batch: int
@@ -48,6 +49,7 @@ class Work:
     compute_bytes: int = 2
     gpu: bool = True
     segment: bool = False
+    again: bool = False
     split_residual: bool = False
     selective: bool = False
 
@@ -95,8 +97,8 @@ class Kept:
 
     split: whether the width is divided over the tensor group. cast: a copy in the other type, so it is there only where the compute
     type is not float32. device: which one's form keeps it, where they differ; ranks: the same for one tensor rank and several.
-    once: `width` numbers in all, not per token. stream: of the residual stream, so of this rank's part of it. inside: of a
-    recurrence that a GPU has a fused kernel for, and that a segment runs again for its gradient: "graph", what autograd keeps where
+    once: `width` numbers in all, not per token. stream: of the residual stream, so of this rank's part of it. inside: of a linear
+    recurrence, which a GPU has a fused kernel for and which may be run again for its gradient: "graph", what autograd keeps where
     neither is so; "input", what both keep instead; "kernel", what the fused kernel keeps besides. cheap: made again where
     recomputation is selective, but in a segment, and not what tensor ranks that share the residual stream gather.
     """
@@ -115,9 +117,9 @@ class Kept:
 
     def nbytes(self, work: Work) -> int:
         kept = {
-            "graph": not work.gpu and not work.segment,
-            "input": work.gpu or work.segment,
-            "kernel": work.gpu and not work.segment,
+            "graph": not work.gpu and not work.again,
+            "input": work.gpu or work.again,
+            "kernel": work.gpu and not work.again,
         }
         if self.inside is not None and not kept[self.inside]:
             return 0
@@ -155,16 +157,17 @@ class Carrier:
     """A recurrence in the sub-block: what it carries, and how often it keeps that on the way.
 
     chunk: tokens between the States that are kept for backward; 0: none is kept; None: one, where the piece begins. remade: whether
-    a GPU's kernels keep the first alone and make the others again. border: their chunk, where it is another. elements: a diagonal
-    scan's d_inner x d_state, from which its chunk follows. messages: how often the State travels to the next rank of a sequence.
-    transition: of a linear recurrence, the shape of what a span of tokens multiplies each leaf by, split as the leaf is; (): it is
-    not linear.
+    a GPU's kernels keep the first alone and make the others again. copied: whether the first is another tensor than what entered.
+    border: their chunk, where it is another. elements: a diagonal scan's d_inner x d_state, from which its chunk follows. messages:
+    how often the State travels to the next rank of a sequence. transition: of a linear recurrence, the shape of what a span of
+    tokens multiplies each leaf by, split as the leaf is; (): it is not linear.
     """
 
     name: str
     leaves: tuple[StateLeaf, ...]
     chunk: int | None = None
     remade: bool = False
+    copied: bool = False
     border: int | None = None
     elements: int = 0
     messages: int = 1
@@ -172,14 +175,14 @@ class Carrier:
 
     def kept_bytes(self, work: Work) -> int:
         """What is kept of the States on the way."""
-        state = sum(leaf.nbytes(work) for leaf in self.leaves)
-        # of a segment the chunks' States come back when the recurrence is run again: kept are the one that entered and the
-        # span's transition
-        if work.segment:
-            return self.arriving_bytes(work) + sum(leaf.nbytes(work) for leaf in self.factors)
+        state, arrived = sum(leaf.nbytes(work) for leaf in self.leaves), self.arriving_bytes(work)
+        if work.again and self.transition:
+            # the chunks' States come back when the recurrence is run again
+            return arrived + sum(leaf.nbytes(work) for leaf in self.factors)
         if not self.chunk or (self.remade and work.gpu):
-            return 0 if self.chunk == 0 else state
-        return -(-work.length // self.tokens_per_chunk(work)) * state
+            return arrived or (0 if self.chunk == 0 else state)
+        chunks = -(-work.length // self.tokens_per_chunk(work))
+        return arrived + (chunks if self.copied or not arrived else chunks - 1) * state
 
     @property
     def factors(self) -> tuple[StateLeaf, ...]:

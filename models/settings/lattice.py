@@ -127,6 +127,7 @@ class LatticeConfig(MixerConfig):
                     "orthogonal_state",
                     (StateLeaf("S", (heads, self.head_dim, self.slots), "float32", tp=0),),
                     chunk=LATTICE_SPAN_CHUNK if spans else LATTICE_STEPS_CHUNK,
+                    copied=True,
                     border=LATTICE_BORDER if self.project and not self.sparsity else None,
                 ),
             ),

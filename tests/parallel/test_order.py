@@ -14,17 +14,21 @@ from baton.parallel.layout import initialize_parameters
 from baton.parallel.sequence import SequenceLink
 from baton.parallel.tensor import megatron_config
 
+LINEAR = {
+    "mamba": "selective_scan",
+    "longhorn": "longhorn",
+    "gsa": "gated_slot_attention",
+    "gla": "gated_linear_attention",
+    "gated_delta_net": "gated_delta_rule",
+}
 # kind: (the carrier whose State the wavefront waits for, what comes before it leaves, what comes after; the same of cotangents)
 ORDERS = {
-    "mamba": ("selective_scan", ["begin"], ["finish"], ["begin_backward"], ["finish_backward"]),
-    "longhorn": ("longhorn", ["begin"], ["finish"], ["begin_backward"], ["finish_backward"]),
-    "gsa": ("gated_slot_attention", ["begin"], ["finish"], ["begin_backward"], ["finish_backward"]),
-    "gla": ("gated_linear_attention", ["begin"], ["finish"], ["begin_backward"], ["finish_backward"]),
-    "gated_delta_net": ("gated_delta_rule", ["begin"], ["finish"], ["begin_backward"], ["finish_backward"]),
-    "bmojo": ("eidetic_attention", ["leave"], ["read"], ["read", "leave"], []),
-    "lattice": ("orthogonal_state", ["run"], [], ["pull_back"], []),
-    "attention": ("window_attention", ["early"], ["run"], ["pull_back"], ["arrival"]),
+    **{kind: (carrier, ["arrival", "run"], [], ["arrival"], []) for kind, carrier in LINEAR.items()},
+    "lattice": ("orthogonal_state", ["arrival", "run"], [], ["arrival"], []),
+    "bmojo": ("eidetic_attention", ["arrival", "leave"], ["read"], ["arrival", "leave"], []),
+    "attention": ("window_attention", ["early"], ["arrival", "run"], [], ["arrival"]),
 }
+EARLY = {kind: (carrier, ["begin"], ["finish"], ["begin_backward"], ["finish_backward"]) for kind, carrier in LINEAR.items()}
 PHASES = ("begin", "finish", "begin_backward", "finish_backward", "leave", "read", "early", "run", "pull_back")
 
 
@@ -94,9 +98,10 @@ def events(mesh, names):
     return found
 
 
-def test_what_the_next_rank_waits_for_leaves_as_early_as_it_can(pool):
-    _, middle, _ = pool.run(events, list(ORDERS), sequence=3)
-    for kind, (carrier, before, after, back_before, back_after) in ORDERS.items():
+@pytest.mark.parametrize(("exchange", "orders"), [("relay", ORDERS), ("early", EARLY)], ids=["relay", "early"])
+def test_what_the_next_rank_waits_for_leaves_as_early_as_it_can(pool, exchange, orders):
+    _, middle, _ = pool.run(events, list(orders), sequence=3, state_exchange=exchange)
+    for kind, (carrier, before, after, back_before, back_after) in orders.items():
         forward, backward = ([event for name, event in log if name.startswith(carrier)] for log in middle[kind])
         for log, direction, earlier, later in (
             (forward, "right", before, after),
@@ -104,12 +109,21 @@ def test_what_the_next_rank_waits_for_leaves_as_early_as_it_can(pool):
         ):
             assert log.count(f"sent {direction}") == 1, (kind, log)
             at = log.index(f"sent {direction}")
-            for event in earlier:
+            for event in (f"arrival {direction}" if event == "arrival" else event for event in earlier):
                 assert event in log[:at], (kind, event, log)
-            for event in later:
-                wanted = f"arrival {direction}" if event == "arrival" else event
-                assert wanted in log[at:], (kind, wanted, log)
-                assert wanted not in log[:at], (kind, wanted, log)
+            for event in (f"arrival {direction}" if event == "arrival" else event for event in later):
+                assert event in log[at:], (kind, event, log)
+                assert event not in log[:at], (kind, event, log)
+
+
+def test_a_recurrence_runs_once_forwards_and_not_again_backwards(pool):
+    """What a rank computes is what one computes that has nobody beside it."""
+    _, middle, _ = pool.run(events, list(ORDERS), sequence=3)
+    for kind, (carrier, *_) in ORDERS.items():
+        forward, backward = ([event for name, event in log if name.startswith(carrier)] for log in middle[kind])
+        phase = "read" if kind == "bmojo" else "run"
+        assert forward.count(phase) == 1, (kind, forward)
+        assert not {"run", "read", "pull_back", "begin_backward"} & set(backward), (kind, backward)
 
 
 @pytest.mark.parametrize("kind", ["mamba", "attention"])

@@ -78,10 +78,10 @@ def roots_of(state, cotangents):
 
 
 @cache
-def by_hand(kind, carried, dtype, pieces):
+def by_hand(kind, carried, dtype, pieces, exchange="relay"):
     """One rank, which hands the States on from call to call and leaves the cotangents to autograd."""
     x, pos, dy, cotangents, state = case(kind, carried, dtype)
-    layer = layer_of(kind, SequenceLink(0, [0], CPU), dtype)
+    layer = layer_of(kind, SequenceLink(0, [0], CPU, exchange=exchange), dtype)
     x.requires_grad_()
     entering = None if state is None else {name: leaf(s) for name, s in state.items()}
     outputs, states, passed = {}, {}, entering
@@ -221,14 +221,33 @@ def test_what_waits_for_the_next_segment_takes_no_more_memory_than_it_needs(sing
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
+@pytest.mark.parametrize(("ranks", "segments", "options"), [(3, 1, {}), (2, 2, {"recompute": True})], ids=str)
+def test_effects_sent_early_fold_to_the_same_bits(pool, single_mesh, ranks, segments, options):
+    """Outputs, States and cotangents; what is recomputed, too, begins with what entered."""
+    results = pool.run(on_a_rank, STATEFUL, True, torch.float32, segments, sequence=ranks, state_exchange="early", **options)
+    for kind in STATEFUL:
+        rows = [result[kind] for result in results]
+        assert_same_bits(rows, by_hand(kind, True, torch.float32, ranks * segments, "early"), kind)
+        assert_as_counted(rows, alone(kind, True, ranks * segments), kind)
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_sent_early_or_when_it_has_run_is_the_same_to_rounding(single_mesh, kind):
+    early, relayed = (by_hand(kind, True, torch.float64, 3, exchange) for exchange in ("early", "relay"))
+    for part in ("y", "dx", "dentering", "parameters"):
+        for name, x in relayed[part].items() if isinstance(relayed[part], dict) else [("x", relayed[part])]:
+            other = early[part][name] if isinstance(early[part], dict) else early[part]
+            assert relative_error(other, x) <= 1e-10, (part, name)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gathered_effects_fold_to_the_same_bits(pool, single_mesh, ranks):
-    """Outputs, States and cotangents of relayed and of gathered exchange; one gathered message per linear carrier and direction."""
+    """Outputs, States and cotangents of early and of gathered exchange; one gathered message per linear carrier and direction."""
     results = pool.run(on_a_rank, STATEFUL, True, torch.float32, sequence=ranks, state_exchange="gather")
     gathered = 0
     for kind in STATEFUL:
         rows = [result[kind] for result in results]
-        assert_same_bits(rows, by_hand(kind, True, torch.float32, ranks), kind)
+        assert_same_bits(rows, by_hand(kind, True, torch.float32, ranks, "early"), kind)
         linear = {name for recurrence, _, name in carriers_of(kind) if isinstance(recurrence, LinearRecurrence)}
         for row in rows:
             for name in linear:

@@ -335,6 +335,8 @@ def measure():
             passes = Passes(model, [read], 1.0, Segments(training.segments, together), lanes)
             for n, operation in enumerate(schedule(mesh.pipeline_rank, run.layout.pipeline, 1, training.segments, together)):
                 passes.do(operation)
+                for channel in model.link.channels.values() if model.link is not None else ():
+                    channel.flush()  # a thread lets go of what has left, some time later
                 # the last survey, and the two that run forwards after it
                 if together - 2 <= n <= together + 1 and operation.kind != "backward":
                     found[operation.kind] = max(found[operation.kind], living.nbytes(known | taken_back()))
