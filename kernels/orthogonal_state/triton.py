@@ -1,7 +1,8 @@
 """The orthogonal state recurrence on a GPU: launches the Triton kernels of `per_token` and gives them a gradient.
 
 The one thing to know: these run with projection and without thresholds; slots enter and are loaded with norm 1, see `chunked`,
-which runs everything else and makes them so. Kept for the backward pass are the arguments and the slots at borders.
+which runs everything else and makes them so. Kept for the backward pass are the arguments and the slots at borders. The kernels
+have a slot's values side by side, callers a value's slots.
 """
 
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ class Tiles:
 
     Attributes:
         slots, slots_back: of a program, forwards and backwards; all of a head's in decoding.
+        parts, parts_back: tensors that slots are cut into along d: the more, the fewer lanes are summed over along d and the more
+            along slots. parts_all, parts_all_back: of a program that has all slots of a head.
         steps: tokens that are loaded together, one such block ahead of what is computed; divides border.
         steps_back: tokens whose slots are in registers together backwards; divides border.
         border: tokens between two states that are kept for the backward pass.
@@ -35,7 +38,11 @@ class Tiles:
     """
 
     slots: int = 16
-    slots_back: int = 8
+    slots_back: int = 16
+    parts: int = 2
+    parts_back: int = 4
+    parts_all: int = 2
+    parts_all_back: int = 2
     steps: int = 4
     steps_back: int = 2
     border: int = 32
@@ -92,7 +99,7 @@ class _Run:
         tiles: Tiles,
     ) -> None:  # fmt: skip
         self.q, self.k, self.v = (launch.in_rows(x) for x in (q, k, v))
-        self.gamma, self.mu, self.S0, self.pos, self.tiles = gamma, mu, S0.contiguous(), pos, tiles
+        self.gamma, self.mu, self.S0, self.pos, self.tiles = gamma, mu, S0.mT.contiguous(), pos, tiles
         self.kernels, self.all = _kernels(), variant == "dec"
         self.batch, self.length, self.heads, self.m = q.shape
         self.d = v.shape[3]
@@ -102,7 +109,7 @@ class _Run:
         self.options = {
             "D": self.d, "M": self.m, "H": self.heads, "VARIANT": kinds[variant].value,
             "FORGET": mu is not None, "HAS_POS": pos is not None, "BORDER": tiles.border, "BD": max(4, table.power_of_two(self.d)),
-            "num_stages": 1,
+            "EVEN": self.length % tiles.border == 0, "num_stages": 1,
         }  # fmt: skip
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -118,18 +125,23 @@ class _Run:
         slots = wanted if self.all else min(slots, wanted)
         return slots, -(-self.m // slots)
 
+    def cut(self, parts: int) -> int:
+        """Parts of at least 4 values."""
+        return int(min(parts, self.options["BD"] // 4))
+
     def forward(self, S: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The output, the slots that leave [B, H, d, m] and, if kept, those at borders [B, H, C, d, m]."""
+        """The output, the slots that leave and, if kept, those at borders [B, H, C, m, d]."""
         slots, parts = self.parts(self.tiles.slots)
         y = self.new(parts, self.batch, self.length, self.heads, self.d, dtype=self.q.dtype if parts == 1 else torch.float32)
-        last = self.new(self.batch, self.heads, self.d, self.m)
-        borders = self.new(self.batch, self.heads, self.borders, self.d, self.m) if keep else None
+        last = self.new(self.batch, self.heads, self.m, self.d)
+        borders = self.new(self.batch, self.heads, self.borders, self.m, self.d) if keep else None
         self.kernels.forward_kernel[(parts, self.batch * self.heads)](
-            self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), S, self.S0, y, self.or_q(borders), last,
+            self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), S.mT.contiguous(), self.S0, y, self.or_q(borders), last,
             self.length, *self.strides, KEEP=keep, STEPS=self.tiles.steps, BM=slots,
+            PARTS=self.cut(self.tiles.parts_all if self.all else self.tiles.parts),
             num_warps=self.tiles.warps_all if self.all else self.tiles.warps, **self.options,
         )  # fmt: skip
-        return y[0] if parts == 1 else y.sum(0).to(self.q.dtype), last, borders
+        return y[0] if parts == 1 else y.sum(0).to(self.q.dtype), last.mT.contiguous(), borders
 
     def backward(self, borders: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, gamma, mu, what is loaded and what entered."""
@@ -138,14 +150,16 @@ class _Run:
         dq, dk = (self.new(*shape, self.m, dtype=x.dtype) for x in (self.q, self.k))
         dv = self.new(parts, *shape, self.d, dtype=self.v.dtype if parts == 1 else torch.float32)
         dgamma, dmu = self.new(parts, *shape), None if self.mu is None else self.new(parts, *shape)
-        dfirst = self.new(self.batch, self.heads, self.d, self.m)
+        dfirst = self.new(self.batch, self.heads, self.m, self.d)
         dloaded = torch.zeros_like(dfirst)
-        programs = parts * self.batch * self.heads
-        states = self.new(programs, self.tiles.border // steps, self.options["BD"], slots)
-        self.kernels.backward_kernel[(parts, self.batch * self.heads)](
-            self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), self.S0, borders, dy, dlast, states,
+        border, width = self.tiles.border, self.options["BD"]
+        own = border // steps * slots * width + border * (2 * slots + (width if self.all else 0) + 1)
+        states = self.new(parts * self.batch * self.heads, own)
+        _backward().backward_kernel[(parts, self.batch * self.heads)](
+            self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), self.S0, borders, dy, dlast.mT.contiguous(), states,
             dq, dk, dv, dgamma, self.or_q(dmu), dfirst, dloaded, self.length, *self.strides, *launch.strides(dy), STEPS=steps,
-            BM=slots, num_warps=self.tiles.warps_all_back if self.all else self.tiles.warps_back, **self.options,
+            BM=slots, PARTS=self.cut(self.tiles.parts_all_back if self.all else self.tiles.parts_back), OWN=own,
+            num_warps=self.tiles.warps_all_back if self.all else self.tiles.warps_back, **self.options,
         )  # fmt: skip
         return (
             dq,
@@ -153,8 +167,8 @@ class _Run:
             dv[0] if parts == 1 else dv.sum(0).to(self.v.dtype),
             dgamma.sum(0).to(self.gamma.dtype),
             None if dmu is None or self.mu is None else dmu.sum(0).to(self.mu.dtype),
-            dloaded.sum(0),
-            dfirst,
+            dloaded.sum(0).mT,
+            dfirst.mT,
         )
 
 
@@ -164,7 +178,7 @@ class _OrthogonalState(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, mu: Tensor | None, S0: Tensor, S: Tensor, variant: Variant,
         pos: Tensor | None, tiles: Tiles,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, last, borders = _Run(q, k, v, gamma, mu, S0, variant, pos, tiles).forward(S.contiguous(), keep=any(ctx.needs_input_grad))
+        y, last, borders = _Run(q, k, v, gamma, mu, S0, variant, pos, tiles).forward(S, keep=any(ctx.needs_input_grad))
         ctx.save_for_backward(q, k, v, gamma, mu, S0, pos, borders)
         ctx.variant, ctx.tiles = variant, tiles
         return y, last
@@ -174,7 +188,7 @@ class _OrthogonalState(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
         q, k, v, gamma, mu, S0, pos, borders = ctx.saved_tensors
         run = _Run(q, k, v, gamma, mu, S0, ctx.variant, pos, ctx.tiles)
-        grads = run.backward(borders, dy, dlast.contiguous())
+        grads = run.backward(borders, dy, dlast)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:7], grads, strict=True)), *(None,) * 3)
 
 
@@ -184,3 +198,10 @@ def _kernels() -> ModuleType:
     from baton.kernels.orthogonal_state import per_token
 
     return per_token
+
+
+@cache
+def _backward() -> ModuleType:
+    from baton.kernels.orthogonal_state import backward
+
+    return backward
