@@ -26,6 +26,7 @@ from baton.kernels.orthogonal_state.per_token import (
     read,
     scaled,
     spread,
+    stacked,
     step,
     token,
     turned,
@@ -40,7 +41,7 @@ def backward_kernel(
     mu_batch, mu_row, mu_head, dy_batch, dy_row, dy_head,
     D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, VARIANT: tl.constexpr, FORGET: tl.constexpr, HAS_POS: tl.constexpr,
     EVEN: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
-    OWN: tl.constexpr,
+    WARPS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """Gradients: dq, dk [B, T, H, M]; of each part of the slots dv [P, B, T, H, D], dgamma and dmu [P, B, T, H]; of the slots that
     entered, [B, H, M, D], and, added to zeros, of those that documents started with. states: memory of the programs' own,
@@ -82,19 +83,22 @@ def backward_kernel(
         for j in range(BLOCKS):
             for i in tl.static_range(PARTS):
                 tl.store(states + j * (BM * BD) + i * BP + own, S[i])
+            of_group, h_group = (), ()
             for s in tl.static_range(STEPS):
                 row = token(
                     c0 + j * STEPS + s, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS
                 )
                 S = entered(S, row[5], initial, at_slots, BP, inside, PARTS)
-                S, h_t, a, over = step(S, row, VARIANT, FORGET, PARTS)
-                at = j * STEPS + s
-                tl.store(of_slots + at * (2 * BM) + lane, a)
-                tl.store(of_slots + at * (2 * BM) + BM + lane, over)
-                tl.store(of_square + at, over_d(h_t, h_t, PARTS))
-                if VARIANT == DEC:
-                    for i in tl.static_range(PARTS):
-                        tl.store(of_h + at * BD + i * BP + d, h_t[i])
+                S, h_t, a, over = step(S, row, VARIANT, FORGET, PARTS, WARPS)
+                of_group += (a, over)
+                h_group += h_t
+                tl.store(of_square + j * STEPS + s, over_d(h_t, h_t, PARTS))
+            column = tl.arange(0, 2 * STEPS)
+            tl.store(of_slots + (j * 2 * STEPS + column[None, :]) * BM + lane[:, None], stacked(of_group, 2 * STEPS))
+            if VARIANT == DEC:
+                column = tl.arange(0, PARTS * STEPS)
+                to = of_h + (j * STEPS + column // PARTS) * BD + column % PARTS * BP
+                tl.store(to[None, :] + d[:, None], stacked(h_group, PARTS * STEPS))
         tl.debug_barrier()
         for k_block in range(BLOCKS):
             j = BLOCKS - 1 - k_block
@@ -123,6 +127,7 @@ def backward_kernel(
                 if s < STEPS - 1:
                     S = scaled(turned(S, h_t, a, weight, row[4], FORGET, PARTS), over, PARTS)
                 found += (row[0].to(tl.float32), k_t, h_t, row[3], row[4], row[5], a, over, c, weight)
+            dq_group, dk_group, dgamma_group, dmu_group, dh_group = (), (), (), (), ()
             for s in tl.static_range(STEPS - 1, -1, -1):
                 at = j * STEPS + s
                 t = c0 + at
@@ -155,13 +160,18 @@ def backward_kernel(
                 back = behind * radial
                 of_both = da - A * back
                 along = A * A * radial
-                mixed, dS_t = (), ()
+                back = behind * back
+                mixed, dh_t, dS_t = (), (), ()
                 for i in tl.static_range(PARTS):
                     mixed += (behind[:, None] * P[i] + of_both[:, None] * S[i],)
-                dh, back = over_slots(mixed, PARTS), tl.sum(behind * back, 0)
-                dh_t = ()
+                    if VARIANT == DEC:
+                        # one sum over warps is dearer
+                        mixed = mixed[:i] + (mixed[i] - back[:, None] * h_S[i],)
+                dh = over_slots(mixed, PARTS, WARPS)
+                if VARIANT != DEC:
+                    back = tl.sum(back, 0)
                 for i in tl.static_range(PARTS):
-                    dh_t += (dh[i] - h_t[i] * back,)
+                    dh_t += (dh[i] if VARIANT == DEC else dh[i] - h_t[i] * back,)
                     dS_i = A[:, None] * P[i] - along[:, None] * S[i] + of_both[:, None] * h_S[i]
                     if VARIANT == DEC:
                         dS_i += dh_t[i][None, :] * k_t[:, None]
@@ -170,20 +180,9 @@ def backward_kernel(
                 dk_t = dc
                 if VARIANT == DEC:
                     dk_t = over_d(S, spread(dh_t, PARTS), PARTS) - dc
-                here, exists = tl.cast(t, tl.int64) * H, t < T
-                if WHOLE and EVEN:
-                    tl.store(dq + (of_token + here) * M + m, dq_t.to(dq.dtype.element_ty))
-                    tl.store(dk + (of_token + here) * M + m, dk_t.to(dk.dtype.element_ty))
-                else:
-                    tl.store(dq + (of_token + here) * M + m, dq_t.to(dq.dtype.element_ty), mask=m_in & exists)
-                    tl.store(dk + (of_token + here) * M + m, dk_t.to(dk.dtype.element_ty), mask=m_in & exists)
-                dv_t = ()
-                for i in tl.static_range(PARTS):
-                    dv_t += (-dh_t[i] if VARIANT == DEC else dh_t[i],)
-                write(dv + (of_part + here) * D, d, BP, dv_t, exists_d, PARTS, WHOLE and EVEN)
-                tl.store(dgamma + of_part + here, tl.sum(c * dweight, 0), mask=exists)
-                if FORGET:
-                    tl.store(dmu + of_part + here, -tl.sum(wX, 0), mask=exists)
+                # the last token's first
+                dq_group, dk_group, dgamma_group, dmu_group = (dq_t,) + dq_group, (dk_t,) + dk_group, (c * dweight,) + dgamma_group, (wX,) + dmu_group
+                dh_group = dh_t + dh_group
                 if starts:
                     # rare, so the sum waits in memory
                     kept = read(dloaded + head, at_slots, BP, inside, PARTS, False)
@@ -193,6 +192,28 @@ def backward_kernel(
                         none += (dS[i] * 0.0,)
                     write(dloaded + head, at_slots, BP, total, inside, PARTS, False)
                     dS = none
+            t = c0 + j * STEPS + tl.arange(0, STEPS)
+            here, exists = t.to(tl.int64) * H, t < T
+            to = (of_token + here)[None, :] * M + m[:, None]
+            dq_all, dk_all = stacked(dq_group, STEPS).to(dq.dtype.element_ty), stacked(dk_group, STEPS).to(dk.dtype.element_ty)
+            if WHOLE and EVEN:
+                tl.store(dq + to, dq_all)
+                tl.store(dk + to, dk_all)
+            else:
+                tl.store(dq + to, dq_all, mask=m_in[:, None] & exists[None, :])
+                tl.store(dk + to, dk_all, mask=m_in[:, None] & exists[None, :])
+            tl.store(dgamma + of_part + here, tl.sum(stacked(dgamma_group, STEPS), 0), mask=exists)
+            if FORGET:
+                tl.store(dmu + of_part + here, -tl.sum(stacked(dmu_group, STEPS), 0), mask=exists)
+            column = tl.arange(0, STEPS * PARTS)
+            t = c0 + j * STEPS + column // PARTS
+            to = dv + (of_part + t.to(tl.int64) * H) * D + column % PARTS * BP
+            dh_all = stacked(dh_group, STEPS * PARTS)
+            dv_all = (-dh_all if VARIANT == DEC else dh_all).to(dv.dtype.element_ty)
+            if WHOLE and EVEN:
+                tl.store(to[None, :] + d[:, None], dv_all)
+            else:
+                tl.store(to[None, :] + d[:, None], dv_all, mask=(d[:, None] + column % PARTS * BP < D) & (t < T))
         # the last states are read before the next chunk's are written
         tl.debug_barrier()
     write(dfirst + head, at_slots, BP, dS, inside, PARTS, WHOLE)

@@ -61,12 +61,64 @@ def spread(vector, PARTS: tl.constexpr):
 
 
 @triton.jit
-def over_slots(parts, PARTS: tl.constexpr):
-    """Sums over slots, parts of a vector."""
+def halves(x, N: tl.constexpr):
+    """N / 2 tensors with a last dimension of 2, of which the n-th has x[n] and x[n + N / 2]."""
+    joined = ()
+    for n in tl.static_range(N // 2):
+        joined += (tl.join(x[n], x[n + N // 2]),)
+    return joined
+
+
+@triton.jit
+def stacked(x, N: tl.constexpr):
+    """N tensors of one shape as one with a last dimension of N, within each lane; N: 1, 2, 4, 8 or 16."""
+    n: tl.constexpr = N
+    y = x
+    if n >= 16:
+        y = halves(y, 16)
+    if n >= 8:
+        y = halves(y, 8)
+    if n >= 4:
+        y = halves(y, 4)
+    if n >= 2:
+        y = halves(y, 2)
+    return tl.reshape(y[0], x[0].shape + [N])
+
+
+@triton.jit
+def in_warp(x, WARPS: tl.constexpr):
+    """Sums over the slots [BM, BP] of each warp, [WARPS, BP]: where a lane has 4 of d, and rows go first to lanes, then to warps."""
+    LANES: tl.constexpr = min(32, max(1, 128 // x.shape[1]))
+    ROWS: tl.constexpr = min(LANES, x.shape[0] // WARPS)
+    x = tl.reshape(x, [x.shape[0] // (ROWS * WARPS), WARPS, ROWS, x.shape[1]])
+    return tl.sum(tl.sum(x, 0), 1)
+
+
+@triton.jit
+def over_slots(parts, PARTS: tl.constexpr, WARPS: tl.constexpr):
+    """Sums over slots, parts of a vector: what warps have found is added all at once."""
     found = ()
     for i in tl.static_range(PARTS):
-        found += (tl.sum(parts[i], 0),)
+        found += (tl.sum(parts[i], 0) if WARPS == 1 else in_warp(parts[i], WARPS),)
+    if WARPS > 1:
+        if PARTS == 1:
+            found = (tl.sum(found[0], 0),)
+        if PARTS == 2:
+            found = tl.split(tl.sum(stacked(found, PARTS), 0))
+        if PARTS == 4:
+            both = tl.split(tl.reshape(tl.sum(stacked(found, PARTS), 0), [found[0].shape[1], 2, 2]))
+            found = tl.split(both[0]) + tl.split(both[1])
+            found = (found[0], found[2], found[1], found[3])
     return found
+
+
+@triton.jit
+def spread(vector, PARTS: tl.constexpr):
+    """A vector's parts beside slots', [1, BD / PARTS]."""
+    parts = ()
+    for i in tl.static_range(PARTS):
+        parts += (vector[i][None, :],)
+    return parts
 
 
 @triton.jit
@@ -102,11 +154,11 @@ def entered(S, starts, initial, at, apart, inside, PARTS: tl.constexpr):
 
 
 @triton.jit
-def direction(S, k_t, v_t, VARIANT: tl.constexpr, PARTS: tl.constexpr):
+def direction(S, k_t, v_t, VARIANT: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr):
     """h in parts; as in `walk`, but with the other sign in similarity, as `coefficient`: what they make together has the same."""
     h = ()
     if VARIANT == DEC:
-        read_k = over_slots(scaled(S, k_t, PARTS), PARTS)
+        read_k = over_slots(scaled(S, k_t, PARTS), PARTS, WARPS)
     for i in tl.static_range(PARTS):
         if VARIANT == DEC:
             h += (read_k[i] - v_t[i].to(tl.float32),)
@@ -147,10 +199,10 @@ def scaled(U, factor, PARTS: tl.constexpr):
 
 
 @triton.jit
-def step(S, row, VARIANT: tl.constexpr, FORGET: tl.constexpr, PARTS: tl.constexpr):
+def step(S, row, VARIANT: tl.constexpr, FORGET: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr):
     """The slots behind a token before which they are S; h in parts; a and one over u's norm, [BM]; see `walk`."""
     k_t = row[1].to(tl.float32)
-    h = direction(S, k_t, row[2], VARIANT, PARTS)
+    h = direction(S, k_t, row[2], VARIANT, PARTS, WARPS)
     a = over_d(S, spread(h, PARTS), PARTS)
     U = turned(S, h, a, row[3] * coefficient(a, k_t, VARIANT), row[4], FORGET, PARTS)
     over = tl.rsqrt(tl.maximum(over_d(U, U, PARTS), SMALLEST_SQUARE))
@@ -176,7 +228,7 @@ def forward_kernel(
     mu_batch, mu_row, mu_head,
     D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, VARIANT: tl.constexpr, FORGET: tl.constexpr, HAS_POS: tl.constexpr,
     EVEN: tl.constexpr, KEEP: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """What is read, [P, B, T, H, D], slots before each border [B, H, C, M, D] if KEEP, and behind the last token [B, H, M, D].
     first: slots that enter, [B, H, M, D]; loaded: those that documents start with, [H, M, D]."""
@@ -203,18 +255,26 @@ def forward_kernel(
     for t0 in range(0, T, STEPS):
         if KEEP and t0 % BORDER == 0:
             write(borders + (bh.to(tl.int64) * tl.cdiv(T, BORDER) + t0 // BORDER) * (D * M), at, BP, S, inside, PARTS, WHOLE)
-        next_rows = ()
+        next_rows, found = (), ()
         for s in tl.static_range(STEPS):
             t = t0 + STEPS + s
             next_rows += token(t, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS)
         for s in tl.static_range(STEPS):
             row = rows[6 * s : 6 * s + 6]
             S = entered(S, row[5], loaded + h * (D * M), at, BP, inside, PARTS)
-            S, _h, _a, _over = step(S, row, VARIANT, FORGET, PARTS)
+            S, _h, _a, _over = step(S, row, VARIANT, FORGET, PARTS, WARPS)
             weighed = scaled(S, row[0].to(tl.float32), PARTS)
-            exists = ()
             for i in tl.static_range(PARTS):
-                exists += (d_in[i] & (t0 + s < T),)
-            write(y + tl.cast(t0 + s, tl.int64) * (H * D), d, BP, over_slots(weighed, PARTS), exists, PARTS, WHOLE and EVEN)
+                found += (tl.sum(weighed[i], 0) if WARPS == 1 else in_warp(weighed[i], WARPS),)
+        out = stacked(found, STEPS * PARTS)
+        if WARPS > 1:
+            out = tl.sum(out, 0)
+        column = tl.arange(0, STEPS * PARTS)
+        to = y + (t0 + column // PARTS).to(tl.int64) * (H * D) + column % PARTS * BP
+        if WHOLE and EVEN:
+            tl.store(to[None, :] + d[:, None], out.to(y.dtype.element_ty))
+        else:
+            exists = (d[:, None] + column % PARTS * BP < D) & (t0 + column // PARTS < T)
+            tl.store(to[None, :] + d[:, None], out.to(y.dtype.element_ty), mask=exists)
         rows = next_rows
     write(last + head, at, BP, S, inside, PARTS, WHOLE)

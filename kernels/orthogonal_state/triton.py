@@ -129,6 +129,11 @@ class _Run:
         """Parts of at least 4 values."""
         return int(min(parts, self.options["BD"] // 4))
 
+    def warps(self, every: int, few: int) -> dict[str, int]:
+        """Of a program that has all slots of a head or a few; slots enough for each."""
+        warps = min(every if self.all else few, max(1, table.power_of_two(self.m) // 4))
+        return {"num_warps": warps, "WARPS": warps}
+
     def forward(self, S: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """The output, the slots that leave and, if kept, those at borders [B, H, C, m, d]."""
         slots, parts = self.parts(self.tiles.slots)
@@ -138,8 +143,8 @@ class _Run:
         self.kernels.forward_kernel[(parts, self.batch * self.heads)](
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), S.mT.contiguous(), self.S0, y, self.or_q(borders), last,
             self.length, *self.strides, KEEP=keep, STEPS=self.tiles.steps, BM=slots,
-            PARTS=self.cut(self.tiles.parts_all if self.all else self.tiles.parts),
-            num_warps=self.tiles.warps_all if self.all else self.tiles.warps, **self.options,
+            PARTS=self.cut(self.tiles.parts_all if self.all else self.tiles.parts), **self.warps(self.tiles.warps_all, self.tiles.warps),
+            **self.options,
         )  # fmt: skip
         return y[0] if parts == 1 else y.sum(0).to(self.q.dtype), last.mT.contiguous(), borders
 
@@ -159,7 +164,7 @@ class _Run:
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), self.S0, borders, dy, dlast.mT.contiguous(), states,
             dq, dk, dv, dgamma, self.or_q(dmu), dfirst, dloaded, self.length, *self.strides, *launch.strides(dy), STEPS=steps,
             BM=slots, PARTS=self.cut(self.tiles.parts_all_back if self.all else self.tiles.parts_back), OWN=own,
-            num_warps=self.tiles.warps_all_back if self.all else self.tiles.warps_back, **self.options,
+            **self.warps(self.tiles.warps_all_back, self.tiles.warps_back), **self.options,
         )  # fmt: skip
         return (
             dq,
