@@ -20,6 +20,7 @@ from baton.kernels.orthogonal_state.per_token import (
     ENC,
     coefficient,
     entered,
+    in_warp,
     over_d,
     over_slots,
     places,
@@ -127,7 +128,7 @@ def backward_kernel(
                 if s < STEPS - 1:
                     S = scaled(turned(S, h_t, a, weight, row[4], FORGET, PARTS), over, PARTS)
                 found += (row[0].to(tl.float32), k_t, h_t, row[3], row[4], row[5], a, over, c, weight)
-            dq_group, dk_group, dgamma_group, dmu_group, dh_group = (), (), (), (), ()
+            dq_group, dk_group, dgamma_group, dmu_group, dh_group, back_group = (), (), (), (), (), ()
             for s in tl.static_range(STEPS - 1, -1, -1):
                 at = j * STEPS + s
                 t = c0 + at
@@ -167,11 +168,11 @@ def backward_kernel(
                     if VARIANT == DEC:
                         # one sum over warps is dearer
                         mixed = mixed[:i] + (mixed[i] - back[:, None] * h_S[i],)
-                dh = over_slots(mixed, PARTS, WARPS)
-                if VARIANT != DEC:
-                    back = tl.sum(back, 0)
+                    else:
+                        dh_t += (tl.sum(mixed[i], 0) if WARPS == 1 else in_warp(mixed[i], WARPS),)
+                if VARIANT == DEC:
+                    dh_t = over_slots(mixed, PARTS, WARPS)
                 for i in tl.static_range(PARTS):
-                    dh_t += (dh[i] if VARIANT == DEC else dh[i] - h_t[i] * back,)
                     dS_i = A[:, None] * P[i] - along[:, None] * S[i] + of_both[:, None] * h_S[i]
                     if VARIANT == DEC:
                         dS_i += dh_t[i][None, :] * k_t[:, None]
@@ -182,6 +183,7 @@ def backward_kernel(
                     dk_t = over_d(S, spread(dh_t, PARTS), PARTS) - dc
                 # the last token's first
                 dq_group, dk_group, dgamma_group, dmu_group = (dq_t,) + dq_group, (dk_t,) + dk_group, (c * dweight,) + dgamma_group, (wX,) + dmu_group
+                back_group = (back,) + back_group
                 dh_group = dh_t + dh_group
                 if starts:
                     # rare, so the sum waits in memory
@@ -207,13 +209,24 @@ def backward_kernel(
                 tl.store(dmu + of_part + here, -tl.sum(stacked(dmu_group, STEPS), 0), mask=exists)
             column = tl.arange(0, STEPS * PARTS)
             t = c0 + j * STEPS + column // PARTS
-            to = dv + (of_part + t.to(tl.int64) * H) * D + column % PARTS * BP
+            column_d = d[:, None] + column % PARTS * BP
+            there = (column_d < D) & (t < T)
             dh_all = stacked(dh_group, STEPS * PARTS)
-            dv_all = (-dh_all if VARIANT == DEC else dh_all).to(dv.dtype.element_ty)
-            if WHOLE and EVEN:
-                tl.store(to[None, :] + d[:, None], dv_all)
+            if VARIANT == DEC:
+                dv_all = -dh_all
             else:
-                tl.store(to[None, :] + d[:, None], dv_all, mask=(d[:, None] + column % PARTS * BP < D) & (t < T))
+                h_at = v + tl.minimum(t, T - 1) * v_row + column_d
+                if WHOLE:
+                    h_all = tl.load(h_at).to(tl.float32)
+                else:
+                    h_all = tl.load(h_at, mask=column_d < D, other=0.0).to(tl.float32)
+                back = tl.sum(stacked(back_group, STEPS), 0)[:, None] + tl.zeros([STEPS, PARTS], tl.float32)
+                dv_all = (dh_all if WARPS == 1 else tl.sum(dh_all, 0)) - h_all * tl.reshape(back, [STEPS * PARTS])
+            to = dv + (of_part + t.to(tl.int64) * H) * D + column_d
+            if WHOLE and EVEN:
+                tl.store(to, dv_all.to(dv.dtype.element_ty))
+            else:
+                tl.store(to, dv_all.to(dv.dtype.element_ty), mask=there)
         # the last states are read before the next chunk's are written
         tl.debug_barrier()
     write(dfirst + head, at_slots, BP, dS, inside, PARTS, WHOLE)
