@@ -30,6 +30,7 @@ from baton.kernels.orthogonal_state.per_token import (
     stacked,
     step,
     token,
+    two_sums,
     turned,
     write,
 )
@@ -81,19 +82,24 @@ def backward_kernel(
         S = read(borders + (bh.to(tl.int64) * chunks + (chunks - 1 - n)) * (D * M), at_slots, BP, inside, PARTS, WHOLE)
         # what the memory held is read by every thread before it is written anew, and the other way round below
         tl.debug_barrier()
+        rows = ()
+        for s in tl.static_range(STEPS):
+            rows += token(c0 + s, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS)
         for j in range(BLOCKS):
             for i in tl.static_range(PARTS):
                 tl.store(states + j * (BM * BD) + i * BP + own, S[i])
-            of_group, h_group = (), ()
+            of_group, h_group, next_rows = (), (), ()
             for s in tl.static_range(STEPS):
-                row = token(
-                    c0 + j * STEPS + s, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS
-                )
+                t = c0 + (j + 1) * STEPS + s
+                next_rows += token(t, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS)
+            for s in tl.static_range(STEPS):
+                row = rows[6 * s : 6 * s + 6]
                 S = entered(S, row[5], initial, at_slots, BP, inside, PARTS)
                 S, h_t, a, over = step(S, row, VARIANT, FORGET, PARTS, WARPS)
                 of_group += (a, over)
                 h_group += h_t
                 tl.store(of_square + j * STEPS + s, over_d(h_t, h_t, PARTS))
+            rows = next_rows
             column = tl.arange(0, 2 * STEPS)
             tl.store(of_slots + (j * 2 * STEPS + column[None, :]) * BM + lane[:, None], stacked(of_group, 2 * STEPS))
             if VARIANT == DEC:
@@ -132,8 +138,14 @@ def backward_kernel(
             for s in tl.static_range(STEPS - 1, -1, -1):
                 at = j * STEPS + s
                 t = c0 + at
-                S = slots[s * PARTS : s * PARTS + PARTS]
                 q_t, k_t, h_t, gamma_t, mu_t, starts, a, over, c, weight = found[10 * s : 10 * s + 10]
+                S = slots[s * PARTS : s * PARTS + PARTS]
+                if s == 0:
+                    # read anew, so that registers hold one state less; the policy makes it another load than the first
+                    S = ()
+                    for i in tl.static_range(PARTS):
+                        S += (tl.load(states + j * (BM * BD) + i * BP + own, eviction_policy="evict_first"),)
+                    S = entered(S, starts, initial, at_slots, BP, inside, PARTS)
                 exists_d = ()
                 for i in tl.static_range(PARTS):
                     exists_d += (d_in[i] & (t < T),)
@@ -204,7 +216,11 @@ def backward_kernel(
             else:
                 tl.store(dq + to, dq_all, mask=m_in[:, None] & exists[None, :])
                 tl.store(dk + to, dk_all, mask=m_in[:, None] & exists[None, :])
-            tl.store(dgamma + of_part + here, tl.sum(stacked(dgamma_group, STEPS), 0), mask=exists)
+            if VARIANT == DEC:
+                dgamma_all = tl.sum(stacked(dgamma_group, STEPS), 0)
+            else:
+                dgamma_all, back_all = two_sums(dgamma_group, back_group, STEPS)
+            tl.store(dgamma + of_part + here, dgamma_all, mask=exists)
             if FORGET:
                 tl.store(dmu + of_part + here, -tl.sum(stacked(dmu_group, STEPS), 0), mask=exists)
             column = tl.arange(0, STEPS * PARTS)
@@ -220,7 +236,7 @@ def backward_kernel(
                     h_all = tl.load(h_at).to(tl.float32)
                 else:
                     h_all = tl.load(h_at, mask=column_d < D, other=0.0).to(tl.float32)
-                back = tl.sum(stacked(back_group, STEPS), 0)[:, None] + tl.zeros([STEPS, PARTS], tl.float32)
+                back = back_all[:, None] + tl.zeros([STEPS, PARTS], tl.float32)
                 dv_all = (dh_all if WARPS == 1 else tl.sum(dh_all, 0)) - h_all * tl.reshape(back, [STEPS * PARTS])
             to = dv + (of_part + t.to(tl.int64) * H) * D + column_d
             if WHOLE and EVEN:

@@ -52,6 +52,15 @@ def over_d(x, y, PARTS: tl.constexpr):
 
 
 @triton.jit
+def two_sums(x, y, N: tl.constexpr):
+    """Over slots, of N tensors [BM] each: two of [N]."""
+    both = ()
+    for n in tl.static_range(N):
+        both += (x[n], y[n])
+    return tl.split(tl.reshape(tl.sum(stacked(both, 2 * N), 0), [N, 2]))
+
+
+@triton.jit
 def spread(vector, PARTS: tl.constexpr):
     """A vector's parts beside slots', [1, BD / PARTS]."""
     parts = ()
@@ -110,6 +119,15 @@ def over_slots(parts, PARTS: tl.constexpr, WARPS: tl.constexpr):
             found = tl.split(both[0]) + tl.split(both[1])
             found = (found[0], found[2], found[1], found[3])
     return found
+
+
+@triton.jit
+def two_sums(x, y, N: tl.constexpr):
+    """Over slots, of N tensors [BM] each: two of [N]."""
+    both = ()
+    for n in tl.static_range(N):
+        both += (x[n], y[n])
+    return tl.split(tl.reshape(tl.sum(stacked(both, 2 * N), 0), [N, 2]))
 
 
 @triton.jit
