@@ -15,11 +15,7 @@ Shape suffixes and parts: see `per_token`.
 import triton
 import triton.language as tl
 
-from baton.kernels.orthogonal_state.per_token import (
-    DEC,
-    ENC,
-    coefficient,
-    entered,
+from baton.kernels.orthogonal_state.parts import (
     in_warp,
     over_d,
     over_slots,
@@ -28,12 +24,10 @@ from baton.kernels.orthogonal_state.per_token import (
     scaled,
     spread,
     stacked,
-    step,
-    token,
     two_sums,
-    turned,
     write,
 )
+from baton.kernels.orthogonal_state.per_token import DEC, ENC, coefficient, entered, step, token, turned
 
 
 @triton.jit
@@ -47,7 +41,7 @@ def backward_kernel(
 ):  # fmt: skip
     """Gradients: dq, dk [B, T, H, M]; of each part of the slots dv [P, B, T, H, D], dgamma and dmu [P, B, T, H]; of the slots that
     entered, [B, H, M, D], and, added to zeros, of those that documents started with. states: memory of the programs' own,
-    [programs, OWN], see `memory`."""
+    [programs, OWN], see `own` in `triton`."""
     p, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     batch = tl.num_programs(1) // H
@@ -115,17 +109,12 @@ def backward_kernel(
             found, slots = (), ()
             for s in tl.static_range(STEPS):
                 at = j * STEPS + s
-                row = token(
-                    c0 + at, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS
-                )
+                row = token(c0 + at, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS)
                 a = tl.load(of_slots + at * (2 * BM) + lane)
                 over = tl.load(of_slots + at * (2 * BM) + BM + lane)
                 h_t = ()
                 for i in tl.static_range(PARTS):
-                    if VARIANT == DEC:
-                        h_t += (tl.load(of_h + at * BD + i * BP + d),)
-                    else:
-                        h_t += (row[2][i].to(tl.float32),)
+                    h_t += (tl.load(of_h + at * BD + i * BP + d) if VARIANT == DEC else row[2][i].to(tl.float32),)
                 k_t = row[1].to(tl.float32)
                 c = coefficient(a, k_t, VARIANT)
                 weight = row[3] * c
@@ -176,12 +165,12 @@ def backward_kernel(
                 back = behind * back
                 mixed, dh_t, dS_t = (), (), ()
                 for i in tl.static_range(PARTS):
-                    mixed += (behind[:, None] * P[i] + of_both[:, None] * S[i],)
+                    both = behind[:, None] * P[i] + of_both[:, None] * S[i]
                     if VARIANT == DEC:
-                        # one sum over warps is dearer
-                        mixed = mixed[:i] + (mixed[i] - back[:, None] * h_S[i],)
+                        # here, since another sum over warps is dearer
+                        mixed += (both - back[:, None] * h_S[i],)
                     else:
-                        dh_t += (tl.sum(mixed[i], 0) if WARPS == 1 else in_warp(mixed[i], WARPS),)
+                        dh_t += (tl.sum(both, 0) if WARPS == 1 else in_warp(both, WARPS),)
                 if VARIANT == DEC:
                     dh_t = over_slots(mixed, PARTS, WARPS)
                 for i in tl.static_range(PARTS):
@@ -194,7 +183,8 @@ def backward_kernel(
                 if VARIANT == DEC:
                     dk_t = over_d(S, spread(dh_t, PARTS), PARTS) - dc
                 # the last token's first
-                dq_group, dk_group, dgamma_group, dmu_group = (dq_t,) + dq_group, (dk_t,) + dk_group, (c * dweight,) + dgamma_group, (wX,) + dmu_group
+                dq_group, dk_group = (dq_t,) + dq_group, (dk_t,) + dk_group
+                dgamma_group, dmu_group = (c * dweight,) + dgamma_group, (wX,) + dmu_group
                 back_group = (back,) + back_group
                 dh_group = dh_t + dh_group
                 if starts:

@@ -1,142 +1,20 @@
 """The orthogonal state recurrence token by token with a head's slots in registers, in Triton: a step, and the forward pass.
 
-The one thing to know: slots of encoding and similarity do not see each other, so a program has a few slots of a head, and what is
-summed over slots (outputs, gradients of values and steps) is left in parts, one per program. Decoding sums over all slots in every
-step, so there a program has them all. Always with projection; states and arithmetic are float32.
+The one thing to know: slots of encoding and similarity do not see each other, so a program may have a few slots of a head, and what
+is summed over slots (outputs, gradients of values and steps) is then left in parts, one per program. Decoding sums over all slots
+in every step, so there a program has them all. Always with projection; states and arithmetic are float32.
 
-Instructions are what these kernels are short of, and most that are not products move sums between lanes. So slots are rows of
-several tensors, PARTS of d each: their products are added within a lane, and few lanes are left to be summed over.
-
-Shape suffixes: B batch, T time, H heads, D values (d), M slots (m), P parts of M, C borders. "Parts" are tuples of PARTS tensors,
-slots [BM, BD / PARTS] and vectors [BD / PARTS].
+Shape suffixes: B batch, T time, H heads, D values (d), M slots (m), P parts of M, C borders; of tensors in parts see `parts`.
 """
 
 import triton
 import triton.language as tl
 
+from baton.kernels.orthogonal_state.parts import in_warp, over_d, over_slots, places, read, scaled, spread, stacked, write
+
 DEC, ENC, SIM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Below every square of a norm, since forgetting is at most down to SMALLEST_GATE; slots that do not exist are zeros and stay so.
 SMALLEST_SQUARE = tl.constexpr(1e-12)
-
-
-@triton.jit
-def read(pointer, at, apart, inside, PARTS: tl.constexpr, WHOLE: tl.constexpr):
-    """Parts of float32 at pointer + at, apart from one another; 0 where they are not inside."""
-    # masks cost instructions, and what is behind them registers to be zeroed
-    parts = ()
-    for i in tl.static_range(PARTS):
-        if WHOLE:
-            parts += (tl.load(pointer + i * apart + at),)
-        else:
-            parts += (tl.load(pointer + i * apart + at, mask=inside[i], other=0.0),)
-    return parts
-
-
-@triton.jit
-def write(pointer, at, apart, parts, inside, PARTS: tl.constexpr, WHOLE: tl.constexpr):
-    """The other way round, in the type of what the pointer points to."""
-    for i in tl.static_range(PARTS):
-        if WHOLE:
-            tl.store(pointer + i * apart + at, parts[i].to(pointer.dtype.element_ty))
-        else:
-            tl.store(pointer + i * apart + at, parts[i].to(pointer.dtype.element_ty), mask=inside[i])
-
-
-@triton.jit
-def over_d(x, y, PARTS: tl.constexpr):
-    """Sums over d of the products of parts of slots and of slots or a vector, [BM]."""
-    total = x[0] * y[0]
-    for i in tl.static_range(1, PARTS):
-        total += x[i] * y[i]
-    return tl.sum(total, len(total.shape) - 1)
-
-
-@triton.jit
-def two_sums(x, y, N: tl.constexpr):
-    """Over slots, of N tensors [BM] each: two of [N]."""
-    both = ()
-    for n in tl.static_range(N):
-        both += (x[n], y[n])
-    return tl.split(tl.reshape(tl.sum(stacked(both, 2 * N), 0), [N, 2]))
-
-
-@triton.jit
-def spread(vector, PARTS: tl.constexpr):
-    """A vector's parts beside slots', [1, BD / PARTS]."""
-    parts = ()
-    for i in tl.static_range(PARTS):
-        parts += (vector[i][None, :],)
-    return parts
-
-
-@triton.jit
-def halves(x, N: tl.constexpr):
-    """N / 2 tensors with a last dimension of 2, of which the n-th has x[n] and x[n + N / 2]."""
-    joined = ()
-    for n in tl.static_range(N // 2):
-        joined += (tl.join(x[n], x[n + N // 2]),)
-    return joined
-
-
-@triton.jit
-def stacked(x, N: tl.constexpr):
-    """N tensors of one shape as one with a last dimension of N, within each lane; N: 1, 2, 4, 8 or 16."""
-    n: tl.constexpr = N
-    y = x
-    if n >= 16:
-        y = halves(y, 16)
-    if n >= 8:
-        y = halves(y, 8)
-    if n >= 4:
-        y = halves(y, 4)
-    if n >= 2:
-        y = halves(y, 2)
-    return tl.reshape(y[0], x[0].shape + [N])
-
-
-@triton.jit
-def in_warp(x, WARPS: tl.constexpr):
-    """Sums over the slots [BM, BP] of each warp, [WARPS, BP]: where a lane has 4 of d, and rows go first to lanes, then to warps."""
-    LANES: tl.constexpr = min(32, max(1, 128 // x.shape[1]))
-    ROWS: tl.constexpr = min(LANES, x.shape[0] // WARPS)
-    x = tl.reshape(x, [x.shape[0] // (ROWS * WARPS), WARPS, ROWS, x.shape[1]])
-    return tl.sum(tl.sum(x, 0), 1)
-
-
-@triton.jit
-def over_slots(parts, PARTS: tl.constexpr, WARPS: tl.constexpr):
-    """Sums over slots, parts of a vector: what warps have found is added all at once."""
-    found = ()
-    for i in tl.static_range(PARTS):
-        found += (tl.sum(parts[i], 0) if WARPS == 1 else in_warp(parts[i], WARPS),)
-    if WARPS > 1:
-        if PARTS == 1:
-            found = (tl.sum(found[0], 0),)
-        if PARTS == 2:
-            found = tl.split(tl.sum(stacked(found, PARTS), 0))
-        if PARTS == 4:
-            both = tl.split(tl.reshape(tl.sum(stacked(found, PARTS), 0), [found[0].shape[1], 2, 2]))
-            found = tl.split(both[0]) + tl.split(both[1])
-            found = (found[0], found[2], found[1], found[3])
-    return found
-
-
-@triton.jit
-def two_sums(x, y, N: tl.constexpr):
-    """Over slots, of N tensors [BM] each: two of [N]."""
-    both = ()
-    for n in tl.static_range(N):
-        both += (x[n], y[n])
-    return tl.split(tl.reshape(tl.sum(stacked(both, 2 * N), 0), [N, 2]))
-
-
-@triton.jit
-def spread(vector, PARTS: tl.constexpr):
-    """A vector's parts beside slots', [1, BD / PARTS]."""
-    parts = ()
-    for i in tl.static_range(PARTS):
-        parts += (vector[i][None, :],)
-    return parts
 
 
 @triton.jit
@@ -145,7 +23,8 @@ def token(
     EVEN: tl.constexpr, FORGET: tl.constexpr, HAS_POS: tl.constexpr,
 ):  # fmt: skip
     """What is read of token t: q, k [BM], v in parts, gamma, mu, and whether a document starts with it; one behind the end is the
-    last, unless EVEN with a step of 0, which changes nothing. row: strides of q, k, v, gamma and mu. WHOLE: all m and d are there."""
+    last with a step of 0, which changes nothing (EVEN: there is none that matters). row: strides of q, k, v, gamma and mu. WHOLE:
+    all m and d are there."""
     inside, t = t < T, tl.minimum(t, T - 1)
     if WHOLE:
         q_t, k_t = tl.load(q + t * row[0]), tl.load(k + t * row[1])
@@ -209,14 +88,6 @@ def turned(S, h, a, weight, mu_t, FORGET: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def scaled(U, factor, PARTS: tl.constexpr):
-    S = ()
-    for i in tl.static_range(PARTS):
-        S += (U[i] * factor[:, None],)
-    return S
-
-
-@triton.jit
 def step(S, row, VARIANT: tl.constexpr, FORGET: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr):
     """The slots behind a token before which they are S; h in parts; a and one over u's norm, [BM]; see `walk`."""
     k_t = row[1].to(tl.float32)
@@ -225,18 +96,6 @@ def step(S, row, VARIANT: tl.constexpr, FORGET: tl.constexpr, PARTS: tl.constexp
     U = turned(S, h, a, row[3] * coefficient(a, k_t, VARIANT), row[4], FORGET, PARTS)
     over = tl.rsqrt(tl.maximum(over_d(U, U, PARTS), SMALLEST_SQUARE))
     return scaled(U, over, PARTS), h, a, over
-
-
-@triton.jit
-def places(p, D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr):
-    """Of a program's slots: m [BM], d of the first part [BD / PARTS], and of each part which m and d are there, which d, and
-    which m."""
-    m, d = p * BM + tl.arange(0, BM), tl.arange(0, BD // PARTS)
-    inside, d_in = (), ()
-    for i in tl.static_range(PARTS):
-        d_in += (i * (BD // PARTS) + d < D,)
-        inside += (d_in[i][None, :] & (m < M)[:, None],)
-    return m, d, inside, d_in, m < M
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The orthogonal state recurrence on a GPU: launches the Triton kernels of `per_token` and gives them a gradient.
+"""The orthogonal state recurrence on a GPU: launches the Triton kernels of `per_token` and `backward`.
 
 The one thing to know: these run with projection and without thresholds; slots enter and are loaded with norm 1, see `chunked`,
 which runs everything else and makes them so. Kept for the backward pass are the arguments and the slots at borders. The kernels
@@ -27,29 +27,30 @@ class Tiles:
     """How the kernels are cut; powers of two.
 
     Attributes:
-        slots, slots_back: of a program, forwards and backwards; all of a head's in decoding.
-        parts, parts_back: tensors that slots are cut into along d: the more, the fewer lanes are summed over along d and the more
-            along slots. parts_all, parts_all_back: of a program that has all slots of a head.
+        slots, slots_back: of a program in encoding and similarity, forwards and backwards; where they are not all of a head's, what
+            is summed over slots is left in parts. In decoding a program has all.
+        warps, warps_back: of such a program.
+        parts, parts_back: into which slots are cut along d: the more, the fewer lanes are summed over along d, and the more along
+            slots.
+        warps_all, warps_all_back, parts_all, parts_all_back: the same in decoding.
         steps: tokens that are loaded together, one such block ahead of what is computed; divides border.
         steps_back: tokens whose slots are in registers together backwards; divides border.
         border: tokens between two states that are kept for the backward pass.
-        warps, warps_back: of a program in encoding and similarity.
-        warps_all, warps_all_back: of one that has all slots of a head.
     """
 
-    slots: int = 16
-    slots_back: int = 16
+    slots: int = 64
+    slots_back: int = 64
+    warps: int = 4
+    warps_back: int = 4
     parts: int = 2
     parts_back: int = 4
+    warps_all: int = 4
+    warps_all_back: int = 8
     parts_all: int = 2
     parts_all_back: int = 2
     steps: int = 4
     steps_back: int = 2
     border: int = 32
-    warps: int = 1
-    warps_back: int = 1
-    warps_all: int = 4
-    warps_all_back: int = 4
 
 
 _DEFAULT = Tiles()
@@ -91,6 +92,11 @@ def orthogonal_state_triton(
     return y, leaving
 
 
+def own(border: int, steps: int, slots: int, d: int, variant: Variant) -> int:
+    """Numbers that a program of `backward` keeps for itself."""
+    return border // steps * slots * d + border * (2 * slots + (d if variant == "dec" else 0) + 1)
+
+
 class _Run:
     """One call's shapes and launches."""
 
@@ -100,7 +106,7 @@ class _Run:
     ) -> None:  # fmt: skip
         self.q, self.k, self.v = (launch.in_rows(x) for x in (q, k, v))
         self.gamma, self.mu, self.S0, self.pos, self.tiles = gamma, mu, S0.mT.contiguous(), pos, tiles
-        self.kernels, self.all = _kernels(), variant == "dec"
+        self.kernels, self.variant, self.all = _kernels(), variant, variant == "dec"
         self.batch, self.length, self.heads, self.m = q.shape
         self.d = v.shape[3]
         self.borders = -(-self.length // tiles.border)
@@ -119,52 +125,49 @@ class _Run:
         """A pointer for what is not there and is not read."""
         return self.q if x is None else x
 
-    def parts(self, slots: int) -> tuple[int, int]:
+    def programs(self, slots: int) -> tuple[int, int]:
         """Slots of a program, and programs of a head."""
         wanted = max(4, table.power_of_two(self.m))
         slots = wanted if self.all else min(slots, wanted)
         return slots, -(-self.m // slots)
 
-    def cut(self, parts: int) -> int:
-        """Parts of at least 4 values."""
-        return int(min(parts, self.options["BD"] // 4))
-
-    def warps(self, every: int, few: int) -> dict[str, int]:
-        """Of a program that has all slots of a head or a few; slots enough for each."""
-        warps = min(every if self.all else few, max(1, table.power_of_two(self.m) // 4))
-        return {"num_warps": warps, "WARPS": warps}
+    def cut(self, slots: int, warps: int, parts: int) -> dict[str, int]:
+        """How a program's slots lie: at least 4 of each warp, and 4 values in a part."""
+        warps = min(warps, slots // 4)
+        return {"BM": slots, "PARTS": min(parts, int(self.options["BD"]) // 4), "WARPS": warps, "num_warps": warps}
 
     def forward(self, S: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """The output, the slots that leave and, if kept, those at borders [B, H, C, m, d]."""
-        slots, parts = self.parts(self.tiles.slots)
+        tiles = self.tiles
+        slots, parts = self.programs(tiles.slots)
+        cut = self.cut(slots, *((tiles.warps_all, tiles.parts_all) if self.all else (tiles.warps, tiles.parts)))
         y = self.new(parts, self.batch, self.length, self.heads, self.d, dtype=self.q.dtype if parts == 1 else torch.float32)
         last = self.new(self.batch, self.heads, self.m, self.d)
         borders = self.new(self.batch, self.heads, self.borders, self.m, self.d) if keep else None
         self.kernels.forward_kernel[(parts, self.batch * self.heads)](
-            self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), S.mT.contiguous(), self.S0, y, self.or_q(borders), last,
-            self.length, *self.strides, KEEP=keep, STEPS=self.tiles.steps, BM=slots,
-            PARTS=self.cut(self.tiles.parts_all if self.all else self.tiles.parts), **self.warps(self.tiles.warps_all, self.tiles.warps),
-            **self.options,
+            self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), S.mT.contiguous(), self.S0, y,
+            self.or_q(borders), last, self.length, *self.strides, KEEP=keep, STEPS=tiles.steps, **cut, **self.options,
         )  # fmt: skip
         return y[0] if parts == 1 else y.sum(0).to(self.q.dtype), last.mT.contiguous(), borders
 
     def backward(self, borders: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, gamma, mu, what is loaded and what entered."""
-        slots, parts = self.parts(self.tiles.slots_back)
-        shape, steps, dy = (self.batch, self.length, self.heads), self.tiles.steps_back, launch.in_rows(dy)
+        tiles = self.tiles
+        slots, parts = self.programs(tiles.slots_back)
+        warps = (tiles.warps_all_back, tiles.parts_all_back) if self.all else (tiles.warps_back, tiles.parts_back)
+        cut = self.cut(slots, *warps)
+        shape, steps, dy = (self.batch, self.length, self.heads), tiles.steps_back, launch.in_rows(dy)
         dq, dk = (self.new(*shape, self.m, dtype=x.dtype) for x in (self.q, self.k))
         dv = self.new(parts, *shape, self.d, dtype=self.v.dtype if parts == 1 else torch.float32)
         dgamma, dmu = self.new(parts, *shape), None if self.mu is None else self.new(parts, *shape)
         dfirst = self.new(self.batch, self.heads, self.m, self.d)
         dloaded = torch.zeros_like(dfirst)
-        border, width = self.tiles.border, self.options["BD"]
-        own = border // steps * slots * width + border * (2 * slots + (width if self.all else 0) + 1)
-        states = self.new(parts * self.batch * self.heads, own)
+        memory = own(tiles.border, steps, slots, int(self.options["BD"]), self.variant)
+        states = self.new(parts * self.batch * self.heads, memory)
         _backward().backward_kernel[(parts, self.batch * self.heads)](
-            self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), self.S0, borders, dy, dlast.mT.contiguous(), states,
-            dq, dk, dv, dgamma, self.or_q(dmu), dfirst, dloaded, self.length, *self.strides, *launch.strides(dy), STEPS=steps,
-            BM=slots, PARTS=self.cut(self.tiles.parts_all_back if self.all else self.tiles.parts_back), OWN=own,
-            **self.warps(self.tiles.warps_all_back, self.tiles.warps_back), **self.options,
+            self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), self.S0, borders, dy,
+            dlast.mT.contiguous(), states, dq, dk, dv, dgamma, self.or_q(dmu), dfirst, dloaded, self.length, *self.strides,
+            *launch.strides(dy), STEPS=steps, OWN=memory, **cut, **self.options,
         )  # fmt: skip
         return (
             dq,
