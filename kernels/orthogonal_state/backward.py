@@ -1,15 +1,15 @@
 """The gradient of `per_token`, in Triton.
 
 The one thing to know: a program goes from border to border, the last first. Once forwards, leaving in memory of its own the slots
-before each group of tokens and what was summed over d or slots for each token; then through the groups, each forwards without any
-sum, and back. Back, nothing but a token's own slots s and their cotangents dS are needed: with the slots behind it S = A s + B h,
-A = (mu - w a) / |u| and B = w / |u|, everything that is a sum over d follows from s.dS, h.dS, s.dy and h.dy, which do not wait for
-each other. Of a slot's cotangent P = dS + dy q the normalisation keeps what is across S; of the plane of s and the tangent
-r = h - a s that is one number, X = mu r.P - w |r|^2 s.P, divided by |u|^3:
+before each group of tokens and, of each token, what was summed over d or slots; then through the groups, each forwards without any
+sum, and back. Back, a token's own slots s and the cotangents dS of those behind it are enough. With S = A s + w/|u| h behind it,
+A = (mu - w a) / |u|, and P = dS + dy q, what is summed over d follows from s.P, h.P, s.dy and h.dy, which do not wait for each
+other. The normalisation keeps what of P is across S: in the plane of s and the tangent r = h - a s that is one number,
+X = (mu r.P - w |r|^2 s.P) / |u|^3, and elsewhere P / |u|:
 
-    dw = mu X / |u|^3,   s.du = -w X / |u|^3,   da = w^2 X / |u|^3 (and dc, in encoding)
+    dw = mu X,   s.du = -w X,   da = w^2 X (and dc, in encoding),   ds = A (P - S (S.P)) + h da,   dh = sum of w du + s da
 
-Shape suffixes and parts: see `per_token`.
+Everything of S is written in s and h, so that the slots behind a token are not needed. Shape suffixes: see `per_token`.
 """
 
 import triton
