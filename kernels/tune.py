@@ -58,10 +58,12 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
         {"stages": (1, 2, 3)},
     ),
     orthogonal_state.KERNEL: (
-        {"slots": (8, 16, 32), "steps": (2, 4, 8)},
-        {"slots_back": (8, 16), "steps_back": (1, 2, 4), "warps_back": (1, 2)},
-        {"warps_all": (2, 4, 8)},
-        {"warps_all_back": (4, 8), "steps_back": (1, 2)},
+        {"slots": (16, 64), "warps": (1, 4, 8), "parts": (2, 4)},
+        {"slots_back": (8, 16, 64), "warps_back": (1, 4, 8), "parts_back": (2, 4)},
+        {"warps_all": (2, 4, 8), "parts_all": (2, 4)},
+        {"warps_all_back": (4, 8), "parts_all_back": (2, 4), "steps_back": (1, 2)},
+        {"steps": (2, 4, 8)},
+        {"steps_back": (1, 2, 4)},
     ),
     eidetic_attention.KERNEL: (
         {"queries": (64, 128), "keys": (32, 64, 128), "warps": (4, 8)},
@@ -143,6 +145,9 @@ def _fits(tiles: Any) -> bool:
     """What the attributes' descriptions ask for."""
     if isinstance(tiles, diagonal_scan.Tiles):
         return tiles.border % tiles.steps == 0 and tiles.ahead <= tiles.steps and tiles.ahead_summary <= tiles.steps_summary
+    if isinstance(tiles, orthogonal_state.Tiles):
+        # of a warp: more do not fit in registers, and fewer are mostly waited for
+        return all(8 <= n <= 16 for n in (tiles.slots // tiles.warps, tiles.slots_back // tiles.warps_back))
     return not isinstance(tiles, short_conv.Tiles) or tiles.span % tiles.steps == 0
 
 

@@ -33,7 +33,7 @@ def test_a_spill_would_be_seen():
     code = (
         "import compiled;"
         "name, kernel, constants, warps, dtype = next(x for x in compiled.kernels(90) if x[0] == 'lattice, sim backward');"
-        "constants = {**constants, 'STEPS': 4, 'BM': 16};"
+        "constants = {**constants, 'STEPS': 4};"
         "print(compiled.report(kernel, compiled.signature(kernel, constants, dtype), constants, 90, warps)['stack'])"
     )
     done = subprocess.run(

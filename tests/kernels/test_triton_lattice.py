@@ -11,7 +11,7 @@ from baton.kernels.orthogonal_state.rule import VARIANTS, Rule, norms
 from baton.kernels.orthogonal_state.triton import Tiles, orthogonal_state_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = Tiles(slots=4, slots_back=4, steps=2, steps_back=2, border=8)
+SMALL = Tiles(slots=4, slots_back=4, warps=1, warps_back=1, steps=2, steps_back=2, border=8)
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 5e-3}
 
 
@@ -66,6 +66,14 @@ def compare(variant, sizes, tiles, *, starts, forgets, dtype=torch.float32):
 @pytest.mark.parametrize("starts", [False, True])
 def test_outputs_and_gradients_are_the_definitions(variant, starts):
     compare(variant, (1, 21, 2, 9, 7) if starts else (2, 11, 1, 8, 8), SMALL, starts=starts, forgets=starts)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("warps", "parts", "steps"), [(1, 4, 1), (2, 1, 4)])
+def test_however_a_program_is_cut(variant, warps, parts, steps):
+    """With all slots of a head, and of whole chunks of whole slots."""
+    cut = {f"{name}{which}": n for name, n in (("warps", warps), ("parts", parts)) for which in ("", "_back", "_all", "_all_back")}
+    compare(variant, (1, 16, 1, 16, 8), Tiles(**cut, steps=steps, steps_back=steps, border=8), starts=False, forgets=True)
 
 
 @pytest.mark.gpu

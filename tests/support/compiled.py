@@ -155,25 +155,31 @@ def _matrix_kernels(arch):
 
 
 def _lattice_kernels():
-    """With the sizes of 340M and 1.3B. Not decoding's backward pass: with twice the warps it would not spill, and take twice as
-    long."""
-    from baton.kernels.orthogonal_state import per_token
-    from baton.kernels.orthogonal_state.triton import Tiles
+    """With the sizes of 340M and 1.3B."""
+    from baton.kernels.orthogonal_state import backward, per_token
+    from baton.kernels.orthogonal_state.triton import Tiles, own
 
-    tiles = Tiles()
+    tiles, d, m = Tiles(), 64, 64
     float32 = ("gamma", "mu", "first", "loaded", "borders", "last", "arriving", "states", "dgamma", "dmu", "dfirst", "dloaded")
     types = dict.fromkeys(float32, "fp32")
     for variant in ("dec", "enc", "sim"):
         decoding = variant == "dec"
-        common = {"D": 64, "M": 64, "H": 32, "VARIANT": getattr(per_token, variant.upper()).value, "FORGET": False, "HAS_POS": True}
-        common |= {"BORDER": tiles.border, "BD": 64}
-        ahead = {**common, "KEEP": True, "STEPS": tiles.steps, "BM": 64 if decoding else tiles.slots}
-        back = {**common, "STEPS": tiles.steps_back, "BM": 64 if decoding else tiles.slots_back}
-        parts = types if decoding else {**types, "y": "fp32", "dv": "fp32"}
+        common = {"D": d, "M": m, "H": 32, "VARIANT": getattr(per_token, variant.upper()).value, "FORGET": False, "HAS_POS": True}
+        common |= {"EVEN": True, "BORDER": tiles.border, "BD": d}
+        slots, slots_back = (m, m) if decoding else (tiles.slots, tiles.slots_back)
+        parts, parts_back = (tiles.parts_all, tiles.parts_all_back) if decoding else (tiles.parts, tiles.parts_back)
         warps, warps_back = (tiles.warps_all, tiles.warps_all_back) if decoding else (tiles.warps, tiles.warps_back)
-        yield f"lattice, {variant}", per_token.forward_kernel, ahead, warps, parts
-        if not decoding:
-            yield f"lattice, {variant} backward", per_token.backward_kernel, back, warps_back, parts
+        ahead = {**common, "KEEP": True, "STEPS": tiles.steps, "BM": slots, "PARTS": parts, "WARPS": warps}
+        yield f"lattice, {variant}", per_token.forward_kernel, ahead, warps, types | ({"y": "fp32"} if slots < m else {})
+        back = {**common, "STEPS": tiles.steps_back, "BM": slots_back, "PARTS": parts_back, "WARPS": warps_back}
+        back["OWN"] = own(tiles.border, tiles.steps_back, slots_back, d, variant)
+        yield (
+            f"lattice, {variant} backward",
+            backward.backward_kernel,
+            back,
+            warps_back,
+            types | ({"dv": "fp32"} if slots_back < m else {}),
+        )
 
 
 def _eidetic_kernels(arch):
