@@ -1,12 +1,13 @@
 """Compile what the benchmarks launch, before there is a GPU: ours, `baton tune`'s candidates, and fla's with all that it tries.
 
-The one thing to know: everything goes into Triton's cache (TRITON_CACHE_DIR), which is as good on another machine with the same
-Triton; on a GPU that is paid by the minute only measuring is left. fla finds the quickest of its kernels' configurations by timing
-all of them, so all of them are compiled; the timing stays.
+The one thing to know: everything goes into Triton's cache (TRITON_CACHE_DIR), which is as good on another machine at the same path
+and with the same build of Triton (that for another Python is another); on a GPU that is paid by the minute only measuring is left.
+fla finds the quickest of its kernels' configurations by timing all of them, so all of them are compiled; the timing stays.
 
     TRITON_CACHE_DIR=/tmp/cache python benchmarks/ahead.py train:mamba-1.4b:8x2048 tune:bmojo-1.4b op:gsa peer:gsa:8x2048
 
-train: a model of train_step.py, and a shape of its; tune: a name in configs/models; op: a kind of matrix_gpu.py, ours; peer: the
+train: a model of train_step.py, a shape of its, and settings of the run; tune: such a model, or a name in configs/models; exchange:
+such a name, of exchange.py, and its ranks and tokens; op: a kind of matrix_gpu.py, ours; peer: the
 same by fla, at all sizes or at one, or model: fla's whole GSA.
 """
 
@@ -56,17 +57,20 @@ def run_of(model: str, settings: list[str], rows: int, context: int) -> RunConfi
         return load(path, settings)
 
 
-def train(target: Target, model: str, shape: str) -> Compiled:
+def train(target: Target, model: str, shape: str, *settings: str) -> Compiled:
     from train_step import MODELS
 
     rows, context = map(int, shape.split("x"))
-    config = run_of(*MODELS[model], rows, context)
+    name, own = MODELS[model]
+    config = run_of(name, [*own, *settings], rows, context)
     return compile_for(config.model, config.training, config.layout, target)
 
 
 def tune(target: Target, model: str) -> Compiled:
     """Candidates of each step beside the tiles in use: the next step's are others where one of them is taken."""
-    config, found = run_of(model, [], 8, 2048), Compiled("")
+    from train_step import MODELS
+
+    config, found = run_of(*MODELS.get(model, (model, [])), 8, 2048), Compiled("")
     for request in requests_of(config.model, config.training, config.layout, target):
         for step in STEPS[request.kernel]:
             with compiling(target) as compiled:
@@ -203,12 +207,22 @@ def autotuning_by_compiling() -> Iterator[None]:
         Autotuner._bench, Autotuner.check_disk_cache = before
 
 
-KINDS: dict[str, Callable[..., Compiled]] = {"train": train, "tune": tune, "op": op, "peer": peer}
+def exchange(target: Target, model: str, ranks: str = "2", tokens: str = "16384") -> Compiled:
+    from exchange import launch
+
+    with compiling(target) as compiled:
+        launch(model, int(ranks), int(tokens))
+    return compiled
+
+
+KINDS: dict[str, Callable[..., Compiled]] = {"train": train, "tune": tune, "op": op, "peer": peer, "exchange": exchange}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", nargs="+", help="train:MODEL:SHAPE, tune:MODEL, op:KIND, peer:KIND[:SHAPE] or peer:model")
+    parser.add_argument(
+        "what", nargs="+", help="train:MODEL:SHAPE, tune:MODEL, exchange:MODEL, op:KIND, peer:KIND[:SHAPE] or peer:model"
+    )
     for what in parser.parse_args().what:
         kind, *rest = what.split(":")
         if kind not in KINDS:

@@ -101,6 +101,8 @@ LAYOUTS = [
     {"tensor": 2},
     {"tensor": 2, "data": 2},
     {"tensor": 2, "data": 2, "split_residual": True},
+    {"sequence": 2},
+    {"sequence": 2, "state_exchange": "early"},
     {"sequence": 2, "state_exchange": "gather"},
     {"pipeline": 2},
     {"pipeline": 2, "tensor": 2, "split_residual": True},
@@ -147,23 +149,28 @@ def test_states_go_from_gpu_to_gpu(pool, gpu_pool, mixer):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_are_segments_bit_for_bit_on_gpus(gpu_pool, ranks):
-    """Outputs, leaving State and the entering State's cotangent of every kind; by relay, and gathered."""
+    """Outputs, leaving State and the entering State's cotangent of every kind; by relay, early, and gathered."""
     if gpu_pool.size < ranks:
         pytest.skip(f"needs {ranks} GPUs, there are {gpu_pool.size}")
-    found = gpu_pool.run(spans, sequence=ranks)
-    gathered = gpu_pool.run(spans, sequence=ranks, state_exchange="gather")
-    alone = gpu_pool.run(spans, ranks, data=1)[0]
+    by = {exchange: gpu_pool.run(spans, sequence=ranks, state_exchange=exchange) for exchange in ("relay", "early", "gather")}
+    for exchange in ("relay", "early"):
+        alone = gpu_pool.run(spans, ranks, exchange, data=1)[0]
+        held_to(alone, [by["relay"]] if exchange == "relay" else [by["early"], by["gather"]])
+
+
+def held_to(alone, layouts):
+    """To one rank's results, bit for bit."""
     for kind, (outputs, leaving, entering) in alone.items():
-        for of_ranks in (found, gathered):
+        for of_ranks in layouts:
             assert all(torch.equal(rank[kind][0][0], outputs[n]) for n, rank in enumerate(of_ranks)), kind
             assert all(torch.equal(of_ranks[-1][kind][1][name], x) for name, x in leaving.items()), kind
             assert all(torch.equal(of_ranks[0][kind][2][name], x) for name, x in entering.items()), kind
 
 
-def spans(mesh, pieces=None):
+def spans(mesh, pieces=None, exchange="relay"):
     """Of a mixer of each kind with a State: outputs of this rank's span (or of all pieces), leaving State, entering cotangent."""
     torch.use_deterministic_algorithms(True)
-    link = mesh.link or SequenceLink(0, [0], mesh.device)
+    link = mesh.link or SequenceLink(0, [0], mesh.device, exchange=exchange)
     count, results = pieces or mesh.layout.sequence, {}
     for kind, settings in kinds().items():
         if settings.small().state_grows:

@@ -1,0 +1,177 @@
+"""The rival of exchange.py: sequence ranks that exchange tokens for heads, so that each runs 1 / P of the recurrences, whole.
+
+The one thing to know: between the two all-to-alls a rank computes what a tensor-parallel one would, over all P T tokens. Each
+tensor is sent once, in its own type, and copied once. Of Mamba and Longhorn the exchange covers convolution and scan, as
+megatron-core's Mamba with context parallelism does: x and z come before the convolution, y goes back behind the scan, and of what
+x_proj makes, a sum over all channels, each rank adds its own part: half the bytes of exchanging what either recurrence reads and
+gives. All else goes through `carry`, whose inputs are exchanged as they are.
+
+Parameters are whole on every rank, as in the other forms; a rank reads its share, and the gradient of the others' is zero.
+
+Shapes: B batch, T tokens of a rank, P ranks, H heads or channels, D channels.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from baton.kernels.protocol import Inputs, Recurrence, State
+from baton.kernels.short_conv.recurrence import ShortConv
+from baton.models import mixer
+from baton.models.gated_scan import GatedScan
+from baton.parallel.sequence import SequenceLink
+
+_CONV = ShortConv("silu")
+
+
+class HeadExchange:
+    """This rank's part in the exchange. pos: of the whole sequence, [B, P T]. messages, bytes: sent by this rank so far."""
+
+    def __init__(self, rank: int, ranks: int, pos: Tensor) -> None:
+        self.rank, self.ranks, self.pos = rank, ranks, pos
+        self.messages = self.bytes = 0
+
+    def to_heads(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """[B, T, H, ..] of this rank's tokens each to [B, P T, H / P, ..] of its heads."""
+        found: tuple[Tensor, ...] = _ToHeads.apply(self, *xs)
+        return found
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """[B, P T, H / P, ..] of this rank's heads to [B, T, H, ..] of its tokens."""
+        found: Tensor = _ToTokens.apply(self, x)
+        return found
+
+    def share(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's rows, or columns, of a parameter."""
+        return x.chunk(self.ranks, dim)[self.rank]
+
+    def carry(
+        self, link: SequenceLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str
+    ) -> tuple[Tensor, State]:
+        """In the place of `parallel.carry.carry`, for inputs that all have heads; no State leaves, for nothing comes behind."""
+        along = recurrence.along
+        own = (*self.to_heads(*inputs[:along]), *map(self.share, inputs[along:]))
+        return self.to_tokens(recurrence.run(own, self.pos, None)[0]), {}
+
+    def gated_scan(self, of: GatedScan, x_BTM: Tensor) -> tuple[Tensor, State]:
+        """In the place of `GatedScan.forward`."""
+        channels, d_state = len(of.D), of.config.d_state
+        x, z = self.to_heads(*of.in_proj(x_BTM, (channels, channels)))
+        u, _ = _CONV.run((x, self.share(of.conv_weight), self.share(of.conv_bias)), self.pos, None)
+        u, part = _Beside.apply(u, self.share(of.x_proj.weight, 1).to(u.dtype))
+        code, into, out = _Summed.apply(self, part).split([of.dt_rank, d_state, d_state], dim=-1)
+        step_proj, bias = getattr(of, f"{of._step}_proj"), getattr(of, f"{of._step}_bias")
+        step = F.linear(code, self.share(step_proj.weight).to(code.dtype))
+        inputs, along = of.scanned(u, step, into, out, z, bias), of.recurrence.along
+        y, _ = of.recurrence.run((*inputs[:along], *map(self.share, inputs[along:])), self.pos, None)
+        return of.out_proj(self.to_tokens(y)), {}
+
+    def move_to_heads(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """All are on their way before the first is waited for; received rows lie as they should where B is 1."""
+        begun = [self._begin(x.unflatten(2, (self.ranks, -1)).movedim(2, 0)) for x in xs]
+        return tuple(wait().movedim(0, 1).flatten(1, 2) for wait in begun)
+
+    def move_to_tokens(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The way back: where B is 1 rows are sent as they lie."""
+        begun = [self._begin(x.unflatten(1, (self.ranks, -1)).movedim(1, 0)) for x in xs]
+        return tuple(wait().movedim(0, 2).flatten(2, 3) for wait in begun)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x, which is overwritten, over all ranks."""
+        dist.all_reduce(x)
+        self._count(2 * x.nbytes)
+        return x
+
+    def _begin(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin to send x[p] to rank p; the result waits for what they sent, in this order."""
+        x = x.contiguous()
+        found = torch.empty_like(x)
+        work = dist.all_to_all_single(found, x, async_op=True)
+        self._count(x.nbytes)
+
+        def wait() -> Tensor:
+            work.wait()
+            return found
+
+        return wait
+
+    def _count(self, nbytes: int) -> None:
+        """Of a collective that sends all but this rank's own share of so many bytes."""
+        self.messages += 1
+        self.bytes += nbytes * (self.ranks - 1) // self.ranks
+
+
+@contextmanager
+def over_heads(exchange: HeadExchange) -> Iterator[None]:
+    """Within it all that models carry is exchanged for heads."""
+
+    def forward(self: GatedScan, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+        return exchange.gated_scan(self, x_BTM)
+
+    before = mixer.carry, GatedScan.forward
+    mixer.carry, GatedScan.forward = exchange.carry, forward  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        mixer.carry, GatedScan.forward = before  # type: ignore[method-assign]
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return exchange.move_to_heads(xs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+        return (None, *ctx.exchange.move_to_tokens(dys))
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, x: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.move_to_tokens([x])[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return (None, *ctx.exchange.move_to_heads([dy]))
+
+
+class _Summed(torch.autograd.Function):
+    """A sum over the ranks of parts, which each then uses for its own heads: so its gradient is a sum as well."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, part: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        ctx.mark_dirty(part)
+        return exchange.sum(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return None, ctx.exchange.sum(dy.clone(memory_format=torch.contiguous_format))
+
+
+class _Beside(torch.autograd.Function):
+    """x, for what else reads it, and x w^T: as `parallel.linear`, its gradient from there is the product's starting value."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, w)
+        return x.view_as(x), F.linear(x, w)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        rows = dy.flatten(0, 1)
+        return torch.addmm(dx.flatten(0, 1), rows, w).view_as(x), rows.mT @ x.flatten(0, 1)
