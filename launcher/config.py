@@ -122,6 +122,11 @@ class RunConfig(BaseModel):
             # a graph's kernels are not launched one by one, so nothing says what each of them belongs to
             "profile": self.profile is not None,
         }
+        if self.training.selective_recompute:
+            raise ConfigError(
+                "training.cuda_graphs=true does not go with training.selective_recompute=true: what is made again within a backward "
+                "pass cannot be recorded (CUDA refuses the capture); set one of them to false"
+            )
         found = [*split, *(name for name, there in others.items() if there)]
         if found:
             raise ConfigError(

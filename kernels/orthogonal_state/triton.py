@@ -38,10 +38,10 @@ class Tiles:
         border: tokens between two states that are kept for the backward pass.
     """
 
-    slots: int = 64
-    slots_back: int = 64
-    warps: int = 4
-    warps_back: int = 4
+    slots: int = 16
+    slots_back: int = 16
+    warps: int = 1
+    warps_back: int = 1
     parts: int = 2
     parts_back: int = 4
     warps_all: int = 4

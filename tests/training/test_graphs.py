@@ -188,6 +188,7 @@ training: {steps: 2, context: 64, global_batch_tokens: 256, micro_batch: 2, cuda
         (["layout.pipeline=2"], "layout.pipeline=2"),
         (["layout.sequence=2"], "layout.sequence=2"),
         (["training.bptt={mode: exact, segment: 32}"], "training.bptt"),
+        (["training.selective_recompute=true"], "training.selective_recompute=true"),
         (["device=cpu", "profile=true", "training.steps=20"], "device=cpu and profile"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
