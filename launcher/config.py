@@ -124,8 +124,8 @@ class RunConfig(BaseModel):
         }
         if self.training.selective_recompute:
             raise ConfigError(
-                "training.cuda_graphs=true does not go with training.selective_recompute=true: what is made again within a backward "
-                "pass cannot be recorded (CUDA refuses the capture); set one of them to false"
+                "training.cuda_graphs=true does not go with training.selective_recompute=true: what is made again in a backward "
+                "pass cannot be recorded (CUDA refuses it); set one of them to false"
             )
         found = [*split, *(name for name, there in others.items() if there)]
         if found:

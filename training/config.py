@@ -171,7 +171,8 @@ class TrainingConfig(_Settings):
                                         "begins with; null: values from the seed")  # fmt: skip
     recompute: bool = Field(False, description="run each block again in backward and keep only its input: less memory")
     selective_recompute: bool = Field(False, description="make again in backward what costs little, as convolutions and gates: "
-                                      "somewhat less memory; not for sequences in segments or over ranks, nor with cuda_graphs")  # fmt: skip
+                                      "somewhat less memory; not for sequences in segments or over ranks, "
+                                      "nor with cuda_graphs")  # fmt: skip
     cuda_graphs: bool = Field(False, description="launch a pass's kernels at once: faster where the host takes longer to launch "
                               "them than the GPU to run them, for somewhat more memory; where a GPU has a whole model and whole "
                               "sequences")  # fmt: skip
