@@ -1,14 +1,15 @@
 """Compile what the benchmarks launch, before there is a GPU: ours, `baton tune`'s candidates, and fla's with all that it tries.
 
 The one thing to know: everything goes into Triton's cache (TRITON_CACHE_DIR), which is as good on another machine at the same path
-and with the same build of Triton (that for another Python is another); on a GPU that is paid by the minute only measuring is left.
-fla finds the quickest of its kernels' configurations by timing all of them, so all of them are compiled; the timing stays.
+and with the same build of Triton (that for another Python is another), and elsewhere as an archive (archive.py); on a GPU that is
+paid by the minute only measuring is left. fla finds the quickest of its kernels' configurations by timing all of them, so all of
+them are compiled; the timing stays.
 
     TRITON_CACHE_DIR=/tmp/cache python benchmarks/ahead.py train:mamba-1.4b:8x2048 tune:bmojo-1.4b op:gsa peer:gsa:8x2048
 
 train: a model of train_step.py, a shape of its, and settings of the run; tune: such a model, or a name in configs/models; exchange:
-such a name, of exchange.py, and its ranks and tokens; op: a kind of matrix_gpu.py, ours; peer: the
-same by fla, at all sizes or at one, or model: fla's whole GSA.
+such a name, of exchange.py, and its ranks and tokens; op: a kind of matrix_gpu.py, ours; peer: the same by fla, at all sizes or at
+one, or model: fla's whole GSA.
 """
 
 import argparse
@@ -25,7 +26,9 @@ from typing import Any
 
 import torch
 import yaml
+from archive import noting, pack
 from torch import Tensor
+from triton import knobs
 
 from baton.kernels import ahead
 from baton.kernels.ahead import META, Compiled, Target, compiling
@@ -220,16 +223,22 @@ KINDS: dict[str, Callable[..., Compiled]] = {"train": train, "tune": tune, "op":
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "what", nargs="+", help="train:MODEL:SHAPE, tune:MODEL, exchange:MODEL, op:KIND, peer:KIND[:SHAPE] or peer:model"
-    )
-    for what in parser.parse_args().what:
-        kind, *rest = what.split(":")
-        if kind not in KINDS:
-            parser.error(f"{what!r} is of none of {', '.join(KINDS)}")
-        began = time.monotonic()
-        compiled = KINDS[kind](Target(90, "NVIDIA H200"), *rest)
-        print(f"{what}: {len(compiled.kernels)} kernels, {len(compiled.new)} new, {time.monotonic() - began:.0f} s", flush=True)
+    kinds = "train:MODEL:SHAPE[:SETTING...], tune:MODEL, exchange:MODEL[:RANKS:TOKENS], op:KIND, peer:KIND[:SHAPE] or peer:model"
+    parser.add_argument("what", nargs="+", help=kinds)
+    parser.add_argument("--archive", type=Path, help="also pack all of it for another installation: see archive.py")
+    arguments = parser.parse_args()
+    with noting() as keys:
+        for what in arguments.what:
+            kind, *rest = what.split(":")
+            if kind not in KINDS:
+                parser.error(f"{what!r} is of none of {', '.join(KINDS)}")
+            began = time.monotonic()
+            compiled = KINDS[kind](Target(90, "NVIDIA H200"), *rest)
+            seconds = time.monotonic() - began
+            print(f"{what}: {len(compiled.kernels)} kernels, {len(compiled.new)} new, {seconds:.0f} s", flush=True)
+    if arguments.archive is not None:
+        count = pack(keys, Path(knobs.cache.dir), arguments.archive)
+        print(f"{arguments.archive}: {count} kernels, {arguments.archive.stat().st_size / 2**20:.1f} MiB")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,11 @@ CHOSEN = (
     ("scan_gpu_main_conv", "mamba B8 T2048 D4096 N16", "backward us", "mamba_ssm"),
     ("scan_gpu_main_conv", "longhorn B8 T2048 D4096 N16", "backward us", "our mamba"),
     ("matrix_gpu_mamba2_2048", "mamba2 B8 T2048 H64 K128 V64", "fwd+bwd us", "mamba_ssm"),
+    ("matrix_gpu_gla_2048", "gla B8 T2048 H4 K256 V512", "fwd+bwd us", "fla"),
     ("matrix_gpu_bmojo", "bmojo B8 T2048 H32 D64", "fwd+bwd us", "FlexAttention"),
+    ("exchange", "gsa-1.3b 2 x 16384", "pass ms, relay", "the same without exchange"),
+    ("exchange", "mamba-1.4b 2 x 16384", "pass ms, relay", "the same without exchange"),
+    ("exchange", "mamba-1.4b 2 x 16384", "pass ms, relay", "all-to-all over heads"),
     ("checkpoint_stall_mamba-1_4b", "a save's stall", "seconds", "the limit"),
 )
 """File, case, metric and peer of README's rows."""

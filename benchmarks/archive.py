@@ -1,0 +1,105 @@
+"""Kernels that were compiled here, for an installation that has other names for them: another build of Triton, another path.
+
+The one thing to know: Triton calls a kernel in its cache by a hash of its own files and of what the kernel is made from, and writes
+down where each file of it lies. So a cache that is copied is not found where Python, hence Triton's build, or the path is another.
+An archive keeps what a name is made from beside the machine code; unpacking makes the names that the installation there looks for.
+What an autotuner has found to be quickest is not packed: it is for where it was measured.
+
+    TRITON_CACHE_DIR=/tmp/cache python benchmarks/ahead.py --archive kernels.tar.xz train:mamba-1.4b:8x2048
+    TRITON_CACHE_DIR=/tmp/there python benchmarks/archive.py kernels.tar.xz     # there, before it is run
+"""
+
+import hashlib
+import json
+import os
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MACHINE_CODE = (".cubin", ".json")
+"""What a launch needs of a kernel's files; the others are what it was on the way."""
+AUTOTUNED = ".autotune.json"
+KEYS = "keys.json"
+GROUP = "__grp__"
+
+
+@contextmanager
+def noting() -> Iterator[dict[str, str]]:
+    """Within it, what is compiled or found in the cache: by a kernel's folder, what its name is made from beside Triton's files."""
+    import triton.compiler.compiler as compiler
+    from triton.runtime.cache import triton_key
+
+    found: dict[str, str] = {}
+    before = compiler.get_cache_key
+
+    def noted(*arguments: Any, **options: Any) -> str:
+        key = before(*arguments, **options)
+        assert key.startswith(triton_key())
+        found[folder_of(key)] = key.removeprefix(triton_key())
+        return key
+
+    compiler.get_cache_key = noted
+    try:
+        yield found
+    finally:
+        compiler.get_cache_key = before
+
+
+def folder_of(key: str) -> str:
+    """A kernel's in the cache."""
+    from triton.runtime.cache import _base32
+
+    return _base32(hashlib.sha256(key.encode()).hexdigest())
+
+
+def pack(keys: dict[str, str], cache: Path, archive: Path) -> int:
+    """Write an archive of those kernels of `noting` that are in the cache, and return how many they are."""
+    there = {folder: key for folder, key in sorted(keys.items()) if (cache / folder).is_dir()}
+    new = archive.with_name(f"{archive.name}.new")
+    with tarfile.open(new, "w:xz", preset=3) as tar, tempfile.TemporaryDirectory() as temporary:
+        names = Path(temporary, KEYS)
+        names.write_text(json.dumps(there))
+        tar.add(names, KEYS)
+        for folder in there:
+            for file in sorted((cache / folder).iterdir()):
+                if file.name.endswith(MACHINE_CODE) and not file.name.endswith(AUTOTUNED):
+                    tar.add(file, f"{folder}/{file.name}")
+    new.replace(archive)
+    return len(there)
+
+
+def unpack(archive: Path, cache: Path) -> int:
+    """Put an archive's kernels where this installation of Triton looks for them, and return how many they are."""
+    from triton.runtime.cache import triton_key
+
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as temporary:
+        with tarfile.open(archive) as tar:
+            tar.extractall(temporary, filter="data")
+        keys: dict[str, str] = json.loads(Path(temporary, KEYS).read_text())
+        for folder, key in keys.items():
+            target = cache / folder_of(triton_key() + key)
+            if target.exists():
+                continue
+            source = Path(temporary, folder)
+            for group in source.glob(f"{GROUP}*"):
+                files = json.loads(group.read_text())["child_paths"]
+                here = {name: str(target / name) for name in files if (source / name).exists()}
+                group.write_text(json.dumps({"child_paths": here}))
+            source.rename(target)
+    return len(keys)
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or "TRITON_CACHE_DIR" not in os.environ:
+        sys.exit("usage: TRITON_CACHE_DIR=FOLDER python benchmarks/archive.py ARCHIVE")
+    count = unpack(Path(sys.argv[1]), Path(os.environ["TRITON_CACHE_DIR"]))
+    print(f"{count} kernels in {os.environ['TRITON_CACHE_DIR']}")
+
+
+if __name__ == "__main__":
+    main()

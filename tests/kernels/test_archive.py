@@ -1,0 +1,54 @@
+"""An archive of compiled kernels is found by an installation of Triton that calls them something else, at another path."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+import torch
+import triton.runtime.cache as cache
+sys.path.insert(0, {benchmarks!r})
+act, build, archive = sys.argv[1:]
+cache.triton_key = lambda: build  # what another build of Triton has
+from archive import noting, pack, unpack
+from baton.kernels.ahead import META, Target, compiling
+from baton.kernels.rms_norm import rms_norm
+folder = Path(os.environ["TRITON_CACHE_DIR"])
+if act == "unpack":
+    unpack(Path(archive), folder)
+with noting() as keys, compiling(Target(90)) as compiled:
+    rms_norm(torch.empty(4, 64, device=META), torch.empty(64, device=META), 1e-5)
+if act == "pack":
+    assert pack(keys, folder, Path(archive)) == len(keys) > 0
+print(len(compiled.kernels), len(compiled.new))
+"""
+
+
+def run(cache, act, build, archive):
+    """Kernels that were launched, and those that had to be compiled for it."""
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    program = PROGRAM.format(benchmarks=str(BENCHMARKS))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, act, build, str(archive)], capture_output=True, text=True, check=False, env=settings
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return tuple(map(int, done.stdout.split()))
+
+
+@pytest.mark.timeout(300)
+def test_what_is_packed_here_is_compiled_there_and_a_copied_cache_is_not(tmp_path):
+    archive, copied = tmp_path / "kernels.tar.xz", tmp_path / "copied"
+    launched, new = run(tmp_path / "here", "pack", "this build", archive)
+    assert launched == new > 0
+    assert run(tmp_path / "there", "unpack", "another build", archive) == (launched, 0)
+    shutil.move(tmp_path / "here", copied)
+    assert run(copied, "", "this build", archive) == (launched, launched), "at another path it is not found"
+    assert run(tmp_path / "there", "", "a third build", archive) == (launched, launched)
