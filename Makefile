@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 # -P: the checkout's folders must not become importable under their bare names; transformers, for one, looks for a `kernels`
 PYTEST := .venv/bin/python -P -m pytest
-.PHONY: demo test test-long chaos grid test-gpu test-slurm signals soak lint typing-tree bench tables clean
+.PHONY: demo test test-long chaos grid test-gpu test-slurm signals soak lint typing-tree bench bench-gpu tables clean
 
 demo:  ## five minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
@@ -60,6 +60,10 @@ bench:  ## the benchmarks that run on a CPU; results go to benchmarks/results
 	.venv/bin/python benchmarks/data_stream.py
 	.venv/bin/python benchmarks/checkpoint.py
 	.venv/bin/python benchmarks/cpu_scan.py
+
+bench-gpu:  ## those that need GPUs, on all there are, in SECONDS (3600)
+	@scripts/setup.sh test
+	.venv/bin/python benchmarks/on_gpus.py --seconds $(or $(SECONDS),3600)
 
 tables:  ## docs/measured.md and README's figures, from benchmarks/results
 	@scripts/setup.sh
