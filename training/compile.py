@@ -36,13 +36,16 @@ def compile_for(
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    layers = model.model_copy(update={"n_layers": min(model.n_layers, len(model.period))})
+    # a first layer, to whose stream nothing is to be added yet, and one behind another
+    layers = model.model_copy(update={"n_layers": min(model.n_layers, max(2, len(model.period)))})
     # stages have the same kinds of layers and data ranks the same everything; a link to itself takes the steps of a sequence rank
     own = LayoutConfig(tensor=layout.tensor, split_residual=layout.split_residual)
     with compiling(wanted, threads) as compiled:
         mesh = meshes.initialize(own, device=META, rank=0, store=FakeStore())
         if layout.sequence > 1:
-            mesh = replace(mesh, link=SequenceLink(0, [0], META))
+            # what is gathered is made as what is sent early
+            early = layout.state_exchange != "relay"
+            mesh = replace(mesh, link=SequenceLink(0, [0], META, exchange="early" if early else "relay"))
         try:
             built = build_model(layers, training, META, mesh)
             with noting() as carried:

@@ -92,6 +92,7 @@ for name, settings in kinds().items():
     for case, bptt, layout in (
         ("whole", None, {}),
         ("ranks", None, {"tensor": 2, "sequence": 2}),
+        ("early", None, {"sequence": 2, "state_exchange": "early"}),
         ("exact", {"mode": "exact", "segment": 16}, {}),
         ("truncated", {"mode": "truncated", "segment": 16, "gradient_segments": 2}, {"sequence": 2}),
     ):
@@ -110,13 +111,55 @@ def test_every_mixer_goes_through_in_every_layout(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = {name: set(kernels) for name, kernels in json.loads(done.stdout).items()}
-    assert len(found) == 4 * len(kinds())
+    assert len(found) == 5 * len(kinds())
     for name, kernels in found.items():
         assert kernels >= {"forward_kernel", "backward_kernel", "sums_kernel", "gradient_kernel"}, name
     assert found["mamba, whole"] >= {"scan_kernel", "scan_backward_kernel", "conv_kernel", "conv_backward_kernel"}
     for case in ("ranks", "exact", "truncated"):
-        begun = found[f"mamba, {case}"] - found["mamba, whole"]
-        assert "summarize_kernel" in begun, f"{case}: what a span does to a State is asked before the State is there"
+        assert found[f"mamba, {case}"] == found["mamba, whole"], f"{case}: a span is run as a whole sequence is"
+    begun = found["mamba, early"] - found["mamba, whole"]
+    assert "summarize_kernel" in begun, "what a span does to a State is asked before the State is there"
+
+
+DEEPER = """
+import json, torch
+from triton.runtime import JITFunction
+import baton.training.compile as compiling
+from baton.kernels.ahead import Target
+from baton.models.config import ModelConfig
+from baton.models.settings import SMALL_WIDTH, kinds
+from baton.parallel.config import LayoutConfig
+from baton.training.config import TrainingConfig
+
+def note(self, key, signature, device, constexprs, options, attrs, warmup):
+    launched.add((self.fn.__name__, str(key)))
+    self.device_caches[device][0].pop(key, None)
+    return self
+JITFunction._do_compile = note  # nothing is compiled here
+
+found = {}
+for depth in (None, 5):
+    if depth is not None:
+        compiling.min = lambda *_: depth  # as many layers as a model has
+    for pattern in (["mamba"], ["gsa+swiglu"], ["mamba", "attention"]):
+        launched = set()
+        mixers = {name: kinds()[name].small() for layer in pattern for name in layer.split("+")}
+        model = ModelConfig(d_model=SMALL_WIDTH, n_layers=6, vocab_size=64, pattern=pattern, mixers=mixers)
+        values = {"steps": 1, "context": 64, "global_batch_tokens": 128, "micro_batch": 2, "precision": "bfloat16"}
+        compiling.compile_for(model, TrainingConfig(**values, optimizer={"lr": 1e-3}), LayoutConfig(), Target(90))
+        found.setdefault(str(pattern), []).append(sorted(launched))
+print(json.dumps({name: [few == many, len(few)] for name, (few, many) in found.items()}))
+"""
+
+
+def test_a_deeper_model_launches_nothing_else(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", DEEPER], capture_output=True, text=True, check=False, env=environment(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert {name: same for name, (same, _) in found.items()} == dict.fromkeys(found, True)
+    assert all(count > 4 for _, count in found.values())
 
 
 def test_what_cannot_be_compiled_is_said(run_file, capsys, monkeypatch):
