@@ -186,7 +186,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passage: _Passage, state: State, anchor: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.passage, ctx.given = passage, bool(given)
-        # not the same tensors: in a recomputation, or where a file was read, others have them
+        # views: in a recomputation the tensors themselves are the first pass's
         found = [state[leaf.name].view_as(state[leaf.name]) for leaf in passage.leaves]
         ctx.mark_non_differentiable(*(x for x, leaf in zip(found, passage.leaves, strict=True) if not leaf.grad))
         return tuple(found)
