@@ -23,6 +23,7 @@ from baton.kernels.delta_rule import triton as delta_rule
 from baton.kernels.diagonal_scan import triton as diagonal_scan
 from baton.kernels.eidetic_attention import op as eidetic
 from baton.kernels.eidetic_attention import triton as eidetic_attention
+from baton.kernels.errors import TilesError
 from baton.kernels.gated_linear_attention import triton as gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate
 from baton.kernels.orthogonal_state import triton as orthogonal_state
@@ -103,7 +104,7 @@ class Tuned:
 
 
 def tune(requests: Sequence[table.Request], device: torch.device, dtype: torch.dtype) -> Iterator[Tuned]:
-    """The quickest tiles of each request."""
+    """The quickest tiles of each request. Raises TilesError where a candidate fails on the GPU: it names it."""
     for request in requests:
         call, default, used = _SETUPS[request.kernel](request, device, dtype)
         expected, best, before = call(used), used, _milliseconds(call, used, device)
@@ -114,7 +115,10 @@ def tune(requests: Sequence[table.Request], device: torch.device, dtype: torch.d
             if device.type == "cuda":
                 _compile(request, tried, dtype)
             for tiles in tried:
-                took = _measured(call, tiles, expected, device, dtype)
+                try:
+                    took = _measured(call, tiles, expected, device, dtype)
+                except RuntimeError as error:  # the GPU's context has gone with it, so none of the others can be timed
+                    raise TilesError(_failed(request, tiles, default, error)) from None
                 if took < (1 - LEAST_GAIN) * after:
                     best, after = tiles, took
         found = {name: value for name, value in asdict(best).items() if value != getattr(default, name)}
@@ -139,6 +143,18 @@ def _measured(call: Call, tiles: Any, expected: Sequence[Tensor], device: torch.
         return _milliseconds(call, tiles, device) if _agree(call(tiles), expected, _LIMITS[dtype]) else math.inf
     except OutOfResources:
         return math.inf
+
+
+def _failed(request: table.Request, tiles: Any, default: Any, error: RuntimeError) -> str:
+    """Which candidate it was."""
+    own = asdict(default)
+    changed = ", ".join(f"{name} {value}" for name, value in asdict(tiles).items() if value != own[name]) or "its defaults"
+    sizes = ", ".join(f"{name} {size}" for name, size in (request.shape | request.sizes).items())
+    why = str(error).strip().split("\n")[0]
+    return (
+        f"{request.kernel} ({sizes}) with {changed}: {why}; what was found before is in the table, nothing of this kernel is: "
+        f"tune the others with --kernel, and take this candidate out of STEPS in kernels/tune.py"
+    )
 
 
 def _fits(tiles: Any) -> bool:

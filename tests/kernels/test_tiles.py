@@ -132,5 +132,26 @@ def test_tiles_that_compute_something_else_are_not_taken(monkeypatch):
     assert next(tune([request], torch.device("cpu"), torch.float32)).tiles == {}
 
 
+def test_a_candidate_that_the_gpu_fails_on_is_named(monkeypatch):
+    """With it goes the GPU's context, so nothing else can be timed."""
+    request = Request(short_conv.KERNEL, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
+    run = short_conv.short_conv_triton
+    monkeypatch.setattr("baton.kernels.tune._milliseconds", lambda *_: 1.0)
+    monkeypatch.setattr("baton.kernels.tune.STEPS", {short_conv.KERNEL: ({"steps": (8, 16)},)})
+
+    def fails(*args, tiles, **options):
+        if tiles.steps == 16:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+        return run(*args, tiles=tiles, **options)
+
+    monkeypatch.setattr(short_conv, "short_conv_triton", fails)
+    with pytest.raises(TilesError) as refused:
+        list(tune([request], torch.device("cpu"), torch.float32))
+    said = str(refused.value)
+    assert said.startswith("short_conv (")
+    assert "with steps 16: CUDA error: an illegal memory access was encountered; " in said
+    assert "\n" not in said
+
+
 def test_the_packages_table_is_what_a_run_uses():
     assert json.loads(tiles.PATH.read_text()) == [dataclasses.asdict(entry) for entry in tiles.table()]
