@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -65,7 +66,29 @@ def target() -> Target | None:
 
 def on_gpu(x: Tensor) -> bool:
     """Whether kernels for a GPU compute what is asked of x."""
-    return x.is_cuda or (x.is_meta and _target is not None)
+    found = x.is_cuda or (x.is_meta and _target is not None)
+    if found:
+        whole_keys()  # before any kernel is launched
+    return found
+
+
+@cache
+def whole_keys() -> None:
+    """Have Triton call a kernel in its cache by the same name whatever was launched before.
+
+    Triton 3.6 makes the name from a kernel's source, that of the functions it calls, and the constants they all use, but looks at a
+    function's constants before it has found them: they are only in the name where another kernel has called the function first. So
+    what one process compiled ahead another one, which launches in another order, would compile again.
+    """
+    from triton.runtime.jit import DependenciesFinder
+
+    update = DependenciesFinder._update_hash
+
+    def whole(self: Any, function: Any) -> None:
+        _ = function.cache_key  # finds its constants
+        update(self, function)
+
+    DependenciesFinder._update_hash = whole
 
 
 class _Driver:
@@ -115,6 +138,7 @@ def compiling(wanted: Target, threads: int | None = None) -> Iterator[Compiled]:
 
     if knobs.runtime.interpret:
         raise CompileError("TRITON_INTERPRET is set, so that nothing is compiled: unset it")
+    whole_keys()
     found, run, listener = Compiled(knobs.cache.dir), JITFunction.run, knobs.compilation.listener
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:

@@ -162,6 +162,29 @@ def test_a_deeper_model_launches_nothing_else(tmp_path):
     assert all(count > 4 for _, count in found.values())
 
 
+KEYS = """
+import sys
+from baton.kernels.ahead import whole_keys
+from baton.kernels.diagonal_scan import forward
+from baton.kernels.short_conv import taps
+whole_keys()
+kernels = {"scan": forward.scan_kernel, "convolution": taps.conv_kernel}
+print(*sorted((name, kernels[name].cache_key) for name in sys.argv[1:]))
+"""
+
+
+def test_a_kernel_has_one_key_whatever_was_launched_before(tmp_path):
+    """Both call a function with a constant, whose key is made with the first's."""
+
+    def keys(*names):
+        command = [sys.executable, "-P", "-c", KEYS, *names]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(tmp_path))
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    assert keys("scan", "convolution") == keys("convolution", "scan")
+
+
 def test_what_cannot_be_compiled_is_said(run_file, capsys, monkeypatch):
     if not torch.cuda.is_available():
         assert cli.main(["compile", str(run_file)]) == 2
