@@ -68,7 +68,7 @@ class Carrier:
 
 
 class Aside:
-    """A stream beside the one that computes, for what leaves; on a CPU, nothing of that.
+    """A stream beside the one that computes, for what waits for messages; on a CPU, nothing of that.
 
     What was made on one of the two and is read on the other must not be freed for reuse too early: tensors of the computing stream
     live until `join`, those made aside are handed to `join`.
@@ -213,11 +213,7 @@ class SequenceLink:
             channel.send(message, self._ranks[target.rank], carrier.what(direction))
 
     def receive(self, direction: Direction, carrier: Carrier, leaves: tuple[Leaf, ...], batch: int) -> Callable[[], State]:
-        """Begin to receive the State that goes in `direction` to here; the result waits for it. Not at the end it comes from.
-
-        On a GPU a receive is a kernel that spins until its message is there, on a processor that products of matrices would use,
-        which are made to fill all: it begins when the computing stream has come to here, and not when the host has.
-        """
+        """Begin to receive the State that goes in `direction` to here; the result waits for it. Not at the end it comes from."""
         source = carrier.place.before(direction)
         assert source is not None
         if not leaves:
@@ -226,9 +222,17 @@ class SequenceLink:
             return lambda: self._take(direction, carrier)
         self._go_around(but=(direction, carrier.place.segment))
         channel, _ = self._channel(direction, source, carrier.place)
-        message = torch.empty(flat_nbytes(leaves, batch), dtype=torch.uint8, device=self.device)
-        arrival = channel.expect(message, self._ranks[source.rank], carrier.what(direction))
-        return lambda: from_flat(arrival.wait(), leaves, batch)
+        with self.aside.stream():
+            message = torch.empty(flat_nbytes(leaves, batch), dtype=torch.uint8, device=self.device)
+            arrival = channel.expect(message, self._ranks[source.rank], carrier.what(direction))
+
+        def wait() -> State:
+            with self.aside.stream():
+                state = from_flat(arrival.wait(), leaves, batch)
+            self.aside.join(state)
+            return state
+
+        return wait
 
     def gather(self, direction: Direction, carrier: Carrier, parts: list[Tensor]) -> Callable[[], list[list[Tensor]]]:
         """Begin to gather every rank's `parts`, of the same shapes, strides and types everywhere; the result waits for all."""
@@ -257,9 +261,13 @@ class SequenceLink:
     def receive_around(self, leaves: tuple[Leaf, ...], batch: int) -> State:
         """On the first rank: what the last one sent by `send_around`."""
         carrier = Carrier("all recurrences", "all layers", self._place)
-        message = torch.empty(flat_nbytes(leaves, batch), dtype=torch.uint8, device=self.device)
-        arrival = self.channels["around right"].expect(message, self._ranks[-1], carrier.what("right"))
-        return from_flat(arrival.wait(), leaves, batch)
+        with self.aside.stream():
+            message = torch.empty(flat_nbytes(leaves, batch), dtype=torch.uint8, device=self.device)
+            state = from_flat(
+                self.channels["around right"].expect(message, self._ranks[-1], carrier.what("right")).wait(), leaves, batch
+            )
+        self.aside.join(state)
+        return state
 
     def wait(self) -> None:
         """Until everything sent has left this rank."""
