@@ -52,11 +52,12 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
         {"heads": (4, 8, 16)},
     ),
     delta_rule.KERNEL: (
-        {"values": (16, 32, 64), "warps_walk": (4, 8)},
+        {"values": (32, 64), "warps_walk": (4, 8)},
+        {"values_back": (32, 64, 128), "warps_back": (4, 8), "stages_back": (1, 2)},
         {"warps_inverse": (1, 2, 4)},
-        {"x_solved": (32, 64), "y_solved": (32, 64)},
-        {"x_gated": (32, 64), "y_gated": (32, 64), "warps_gated": (4, 8)},
-        {"stages": (1, 2, 3)},
+        {"x_chunk": (32, 64), "y_chunk": (64, 128), "warps_chunk": (4, 8)},
+        {"x": (32, 64, 128), "y": (64, 128), "warps": (4, 8)},
+        {"stages": (1, 2)},
     ),
     orthogonal_state.KERNEL: (
         {"slots": (16, 64), "warps": (1, 4, 8), "parts": (2, 4)},

@@ -1,4 +1,4 @@
-"""The delta rule on a GPU: launches the Triton kernels of `solve`, and gated linear attention's with what tokens write for values.
+"""The delta rule on a GPU: launches the Triton kernels of `solve`, and gated linear attention's that read what tokens write.
 
 The one thing to know: only the arguments are kept for the backward pass; what tokens wrote and the chunks' states are made again.
 """
@@ -19,6 +19,8 @@ from baton.kernels.gated_linear_attention.arguments import Tiles as SumTiles
 from baton.kernels.gated_linear_attention.triton import Sum
 
 KERNEL = "delta_rule"
+SMALL = 32
+"""Of d_key and d_value, a step of what is inverted, and of what is computed where some beta is 0."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +30,26 @@ class Tiles(SumTiles):
     Attributes:
         values: of d_value, the part of a program that walks over chunks; a power of two, at least 16.
         warps_walk: of such a program.
+        values_back, warps_back, stages_back: the same, and stages, where it walks backwards.
         warps_inverse: of a program that inverts a chunk's matrix.
-        x_solved, y_solved: of d_key and d_value, a step of the program that computes what the right-hand side's cotangent gives.
+        x_chunk, y_chunk, warps_chunk: of d_key and d_value, a step of the program that computes a chunk's gradients; its warps.
     """
 
-    warps_gated: int = 4
     stages: int = 2
     values: int = 64
     warps_walk: int = 4
+    values_back: int = 64
+    warps_back: int = 4
+    stages_back: int = 1
     warps_inverse: int = 1
-    x_solved: int = 32
-    y_solved: int = 32
+    x_chunk: int = 64
+    y_chunk: int = 64
+    warps_chunk: int = 8
 
     @cached_property
     def for_float32(self) -> Self:
-        return replace(super().for_float32, values=min(self.values, 16))
+        largest = {"values": 16, "values_back": 16, "x_chunk": 32, "y_chunk": 32, "warps_chunk": 4}
+        return replace(super().for_float32, **{name: min(size, getattr(self, name)) for name, size in largest.items()})
 
 
 _DEFAULT = Tiles()
@@ -89,22 +96,28 @@ class _Run:
         self.beta, self.scale, self.kernels = launch.in_rows(beta), scale, _kernels()
         self.sums = self.sum.prepare(None, None).sums
 
-    def options(self, *, walk: bool) -> dict[str, Any]:
+    def options(self, **own: int) -> dict[str, Any]:
+        """Of a program that computes a chunk's gradients, but for what is its own."""
         run, tiles = self.sum, self.tiles
         X, Y = run.sizes
-        BX = max(16, table.power_of_two(X)) if walk else run.block(X, tiles.x_solved)
-        BY = run.block(Y, tiles.values if walk else tiles.y_solved)
-        sizes = {"X": X, "Y": Y, "BX": BX, "BY": BY, "num_warps": tiles.warps_walk if walk else tiles.warps_gated}
-        options = {**sizes, **run.low, **run.common}
+        sizes = {"X": X, "Y": Y, "BX": run.block(X, tiles.x_chunk), "BY": run.block(Y, tiles.y_chunk)}
+        options = {**run.low, **run.common, **sizes, "num_warps": tiles.warps_chunk, **own}
         del options["G"]
         return options
 
+    def walk(self, values: int, **own: int) -> dict[str, Any]:
+        """As `options`, of a program that walks over chunks with so much of d_value."""
+        X, Y = self.sum.sizes
+        return self.options(BX=max(16, table.power_of_two(X)), BY=self.sum.block(Y, values), **own)
+
     def writes(self, first: Tensor | None, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The chunks' inverses [B, H, N, C, C], what tokens write [B, T, H, d_value], the states before each chunk, the last."""
+        """The chunks' inverses, see `solve.inverse_kernel`, what tokens write [B, T, H, d_value], the states before each chunk, the
+        last."""
         run = self.sum
         (_, k, v), chunk, heads, rows = run.given, self.tiles.chunk, run.heads, run.batch * run.heads
-        inverse = run.new(run.batch, heads, run.chunks, chunk, chunk)
-        options = self.options(walk=False) | {"num_warps": self.tiles.warps_inverse}
+        planes = 1 if run.kept == torch.float32 else 2
+        inverse = run.new(run.batch, heads, run.chunks, planes, chunk, chunk, dtype=run.kept)
+        options = self.options(BX=run.block(run.sizes[0], SMALL), num_warps=self.tiles.warps_inverse)
         del options["Y"], options["BY"]
         self.kernels.inverse_kernel[(run.chunks, rows)](
             k, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.length, run.chunks,
@@ -113,7 +126,7 @@ class _Run:
         X, Y = run.sizes
         u = run.new(*v.shape, dtype=run.kept)
         states = run.new(run.batch, heads, run.chunks, X, Y, dtype=run.kept) if keep else None
-        last, options = run.new(run.batch, heads, X, Y), self.options(walk=True)
+        last, options = run.new(run.batch, heads, X, Y), self.walk(self.tiles.values, num_warps=self.tiles.warps_walk)
         self.kernels.writes_kernel[(-(-Y // options["BY"]), rows)](
             k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.or_v(first), u, run.or_v(states), last,
             run.length, run.chunks, *launch.strides(k, v, self.beta), HAS_FIRST=first is not None, KEEP=keep, **options,
@@ -136,22 +149,24 @@ class _Run:
         inverse, u, states, _ = self.writes(first, keep=True)
         scores = run.scores(q, k, self.sums, gated=True)
         dr, cotangents, dfirst = run.new(*shape, dtype=run.kept), torch.empty_like(states), torch.empty_like(dlast)
-        options = self.options(walk=True)
+        options = self.walk(self.tiles.values_back, num_warps=self.tiles.warps_back, num_stages=self.tiles.stages_back)
         self.kernels.writes_backward_kernel[(-(-shape[3] // options["BY"]), rows)](
             q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), scores, inverse, dlast, dr, cotangents, dfirst, run.length,
             run.chunks, self.scale, *launch.strides(q, k, self.beta, dy), **options,
         )  # fmt: skip
-        over_y = run.scores(dy, u, None, gated=False)
-        dq, written, dg = run.along_x(
-            Side(q, k), Side(dy, u), self.sums, over_y, states, cotangents, read=q.dtype, write=torch.float32
+        dq, dk, dv = (run.new(*x.shape, dtype=x.dtype) for x in (q, k, v))
+        dbeta, dg = run.new(*shape[:3]), None if self.sums is None else run.new(*shape[:3])
+        self.kernels.gradients_kernel[(run.chunks, rows)](
+            q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), u, dr, states, cotangents, dq, dk, dv, dbeta,
+            run.or_v(dg), run.length, run.chunks, self.scale, *launch.strides(q, k, self.beta, dy), **self.options(),
         )  # fmt: skip
-        dk, dv = run.new(*k.shape, dtype=k.dtype), run.new(*shape, dtype=v.dtype)
-        dbeta, more_dg = run.new(*shape[:3]), None if dg is None else run.new(*shape[:3])
-        self.kernels.solved_kernel[(run.chunks, rows)](
-            k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), u, dr, states, written, dk, dv, dbeta, run.or_v(more_dg),
-            run.length, run.chunks, *launch.strides(k, v, self.beta), **self.options(walk=False),
+        X, Y = run.sizes
+        options = self.options(BX=run.block(X, SMALL), BY=run.block(Y, SMALL), num_warps=4)
+        self.kernels.dbeta_of_zeros_kernel[(run.chunks, rows)](
+            k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), u, dr, states, dbeta, run.length, run.chunks,
+            *launch.strides(k, v, self.beta), **options,
         )  # fmt: skip
-        return dq, dk, dv, dbeta, None if dg is None or more_dg is None else dg + more_dg, dfirst
+        return dq, dk, dv, dbeta, dg, dfirst
 
 
 class _DeltaRule(torch.autograd.Function):

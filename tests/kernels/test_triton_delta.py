@@ -12,12 +12,12 @@ from baton.kernels.delta_rule.reference import delta_rule_reference
 from baton.kernels.delta_rule.triton import Tiles, delta_rule_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = Tiles(chunk=16, x=16, x_gated=16, y=16, values=16)
+SMALL = Tiles(chunk=16, x=16, y=16, values=16, values_back=16, x_chunk=16, y_chunk=16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 
 def compare(sizes, tiles, *, gated, starts, dtype=torch.float32):
-    """Keys that are much alike, strengths up to 2, and gates some of which forget everything."""
+    """Keys that are much alike, strengths from 0 to 2, and gates some of which forget everything."""
     batch, tokens, heads, d_key, d_value = sizes
     g = seeded(0)
 
@@ -28,6 +28,7 @@ def compare(sizes, tiles, *, gated, starts, dtype=torch.float32):
     q, v = randn(*along, d_key), randn(*along, d_value)
     k = F.normalize(randn(*along, d_key) + 2 * randn(1, 1, heads, d_key), dim=-1).to(dtype).double()
     beta = (2 * torch.sigmoid(randn(*along))).to(dtype).double()
+    beta[:, 1::7] = 0.0
     gates = (F.logsigmoid(randn(*along)) * 10 * randn(*along) ** 2).to(dtype).double() if gated else None
     state = randn(batch, heads, d_key, d_value, dtype=torch.float32)
     cotangents = randn(*along, d_value), randn(batch, heads, d_key, d_value, dtype=torch.float32)

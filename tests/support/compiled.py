@@ -74,7 +74,7 @@ def kernels(arch):
 
 def _matrix_kernels(arch):
     """Of gated linear attention and the delta rule, with the sizes of GLA, GSA, Mamba-2 and DeltaNet at 1.3B. Not the delta rule's
-    walks over chunks: with half the values a program they would not spill, and take half as long again."""
+    walk back over chunks: two programs share a processor and keep the rest of its registers in memory."""
     import triton.language as tl
 
     from baton.kernels import tiles as table
@@ -146,12 +146,21 @@ def _matrix_kernels(arch):
         yield from of_sum(name, decay, X, Y, tiles_of(gated_linear_attention, gated_linear_attention.shape_of(gate, X, Y)))
     X = 128
     tiles = tiles_of(delta_rule, delta_rule.shape_of(X, X))
-    yield from of_sum("delta", NONE, X, X, tiles)
+    read = ("delta scores", "delta plain read")
+    yield from (kernel for kernel in of_sum("delta", NONE, X, X, tiles) if kernel[0] in read)
     common = {"X": X, "H": 16, "GATE": SCALAR.value, "HAS_POS": True, "C": tiles.chunk, "num_stages": tiles.stages, **low}
-    inverse = {**common, "BX": tiles.x_solved}
-    yield "gated delta, inverse", solve.inverse_kernel, inverse, tiles.warps_inverse, {**types, "out": "fp32"}
-    solved = {**common, "Y": X, "BX": tiles.x_solved, "BY": tiles.y_solved}
-    yield "gated delta, solved", solve.solved_kernel, solved, tiles.warps_gated, {**types, "written": "fp32"}
+    strides = {f"{name}_row": 16 * X for name in ("q", "k", "v", "dy")} | {"beta_row": 16}
+
+    def of_rule(name, kernel, warps, **own):
+        taken = (*kernel.arg_names, "num_stages")
+        constants = {name: n for name, n in {**common, **strides, "Y": X, **own}.items() if name in taken}
+        return f"gated delta, {name}", kernel, constants, warps, {**types, "inverse": "bf16", "out": "bf16"}
+
+    small, chunk = delta_rule.SMALL, {"BX": tiles.x_chunk, "BY": tiles.y_chunk}
+    yield of_rule("inverse", solve.inverse_kernel, tiles.warps_inverse, BX=small)
+    yield of_rule("gradients", solve.gradients_kernel, tiles.warps_chunk, **chunk)
+    yield of_rule("strengths of 0", solve.dbeta_of_zeros_kernel, 4, BX=small, BY=small)
+    yield of_rule("writes", solve.writes_kernel, tiles.warps_walk, BX=X, BY=tiles.values, HAS_FIRST=True, KEEP=True)
 
 
 def _lattice_kernels():
