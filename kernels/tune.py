@@ -254,11 +254,15 @@ def _delta_rule(request: table.Request, device: torch.device, dtype: torch.dtype
         return torch.randn(*shape, *last, generator=g, device=device)
 
     q, k, v, dy = (randn(sizes[name]) for name in ("d_key", "d_key", "d_value", "d_value"))
-    leaves = [q.to(dtype), F.normalize(k, dim=-1).to(dtype), v.to(dtype), torch.sigmoid(randn()), F.logsigmoid(3 + randn())]
+    leaves = [q.to(dtype), F.normalize(k, dim=-1).to(dtype), v.to(dtype), torch.sigmoid(randn())]
+    leaves += [F.logsigmoid(3 + randn())] if request.shape["gate"] == "scalar" else []
     leaves = [x.requires_grad_() for x in leaves]
 
     def call(tiles: delta_rule.Tiles) -> list[Tensor]:
-        y, final = delta_rule.delta_rule_triton(*leaves, scale=1.0, pos=None, initial_state=None, tiles=tiles)
+        q, k, v, beta, *g = leaves
+        y, final = delta_rule.delta_rule_triton(
+            q, k, v, beta, g[0] if g else None, scale=1.0, pos=None, initial_state=None, tiles=tiles
+        )
         return [y, final, *torch.autograd.grad([y], leaves, [dy.to(dtype)])]
 
     default = delta_rule.Tiles()

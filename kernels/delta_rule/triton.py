@@ -68,20 +68,20 @@ def delta_rule_triton(
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `op.delta_rule`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits, the inverse's not."""
-    tiles = tiles or _tiles_for(k, v)
+    tiles = tiles or _tiles_for(k, v, g)
     y, leaving = _DeltaRule.apply(q, k, v, beta, g, initial_state, scale, launch.positions(pos), tiles)
     return y, leaving
 
 
-def shape_of(d_key: int, d_value: int) -> table.Shape:
+def shape_of(gated: bool, d_key: int, d_value: int) -> table.Shape:
     """What tiles depend on, in classes."""
-    return {"d_key": table.power_of_two(d_key), "d_value": table.power_of_two(d_value)}
+    return {"gate": "scalar" if gated else "none", "d_key": table.power_of_two(d_key), "d_value": table.power_of_two(d_value)}
 
 
-def _tiles_for(k: Tensor, v: Tensor) -> Tiles:
+def _tiles_for(k: Tensor, v: Tensor, g: Tensor | None) -> Tiles:
     batch, length, heads, d_value = v.shape
     sizes = {"batch": batch, "tokens": length, "heads": heads, "d_key": k.shape[3], "d_value": d_value}
-    return table.choose(KERNEL, _DEFAULT, v.device, shape_of(k.shape[3], d_value), sizes)
+    return table.choose(KERNEL, _DEFAULT, v.device, shape_of(g is not None, k.shape[3], d_value), sizes)
 
 
 class _Run:

@@ -145,22 +145,27 @@ def _matrix_kernels(arch):
     ):
         yield from of_sum(name, decay, X, Y, tiles_of(gated_linear_attention, gated_linear_attention.shape_of(gate, X, Y)))
     X = 128
-    tiles = tiles_of(delta_rule, delta_rule.shape_of(X, X))
+    tiles = tiles_of(delta_rule, delta_rule.shape_of(False, X, X))
     read = ("delta scores", "delta plain read")
     yield from (kernel for kernel in of_sum("delta", NONE, X, X, tiles) if kernel[0] in read)
-    common = {"X": X, "H": 16, "GATE": SCALAR.value, "HAS_POS": True, "C": tiles.chunk, "num_stages": tiles.stages, **low}
     strides = {f"{name}_row": 16 * X for name in ("q", "k", "v", "dy")} | {"beta_row": 16}
 
-    def of_rule(name, kernel, warps, **own):
+    def of_rule(name, kernel, tiles, warps, gate=SCALAR, **own):
+        common = {"X": X, "H": 16, "GATE": gate.value, "HAS_POS": True, "C": tiles.chunk, "num_stages": tiles.stages, **low}
         taken = (*kernel.arg_names, "num_stages")
         constants = {name: n for name, n in {**common, **strides, "Y": X, **own}.items() if name in taken}
-        return f"gated delta, {name}", kernel, constants, warps, {**types, "inverse": "bf16", "out": "bf16"}
+        return name, kernel, constants, warps, {**types, "inverse": "bf16", "out": "bf16"}
 
-    small, chunk = delta_rule.SMALL, {"BX": tiles.x_chunk, "BY": tiles.y_chunk}
-    yield of_rule("inverse", solve.inverse_kernel, tiles.warps_inverse, BX=small)
-    yield of_rule("gradients", solve.gradients_kernel, tiles.warps_chunk, **chunk)
-    yield of_rule("strengths of 0", solve.dbeta_of_zeros_kernel, 4, BX=small, BY=small)
-    yield of_rule("writes", solve.writes_kernel, tiles.warps_walk, BX=X, BY=tiles.values, HAS_FIRST=True, KEEP=True)
+    blocks = {"BX": tiles.x_chunk, "BY": tiles.y_chunk}
+    yield of_rule("delta, gradients", solve.gradients_kernel, tiles, tiles.warps_chunk, NONE, **blocks)
+    tiles, small = tiles_of(delta_rule, delta_rule.shape_of(True, X, X)), delta_rule.SMALL
+    blocks = {"BX": tiles.x_chunk, "BY": tiles.y_chunk}
+    yield of_rule("gated delta, gradients", solve.gradients_kernel, tiles, tiles.warps_chunk, **blocks)
+    yield of_rule("gated delta, inverse", solve.inverse_kernel, tiles, tiles.warps_inverse, BX=small)
+    yield of_rule("gated delta, strengths of 0", solve.dbeta_of_zeros_kernel, tiles, 4, BX=small, BY=small)
+    yield of_rule(
+        "gated delta, writes", solve.writes_kernel, tiles, tiles.warps_walk, BX=X, BY=tiles.values, HAS_FIRST=True, KEEP=True
+    )
 
 
 def _lattice_kernels():

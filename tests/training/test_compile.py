@@ -52,7 +52,7 @@ def compiled(run_file, *words):
     command = [sys.executable, "-P", "-m", "baton.launcher.cli", "compile", str(run_file), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(run_file.parent))
     assert done.returncode == 0, done.stderr[-3000:]
-    said = re.fullmatch(r"(\d+) kernels for sm_\d+: (\d+) compiled, (\d+) were there, in \d+ s; (.+)", done.stdout.strip())
+    said = re.fullmatch(r"(\d+) kernels for (?:.+, )?sm_\d+: (\d+) compiled, (\d+) were there, in \d+ s; (.+)", done.stdout.strip())
     assert said[4] == str(run_file.parent / "cache")
     return tuple(int(n) for n in said.groups()[:3])
 
