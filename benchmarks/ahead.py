@@ -88,12 +88,19 @@ def tune(target: Target, model: str) -> Compiled:
 
 
 def op(target: Target, kind: str) -> Compiled:
-    from matrix_gpu import CASES, run
+    from matrix_gpu import CASES, LIMITS, gate_of, run, state_of
 
     with compiling(target) as compiled, on_meta():
         for case in [case for case in CASES if case.kind.startswith(kind)]:
             leaves = inputs_on_meta(case)
             both(lambda case=case, **given: run(case, given)[0], leaves)
+            small, pos = gate_of(case)
+            for dtype in LIMITS:
+                leaves = inputs_on_meta(small, dtype)
+                with no_generators():
+                    leaves |= {name: x.requires_grad_() for name, x in state_of(small, leaves).items()}
+                outputs = run(small, leaves, pos)
+                torch.autograd.grad(outputs, list(leaves.values()), [torch.empty_like(y) for y in outputs])
     return compiled
 
 
@@ -113,13 +120,20 @@ def peer(target: Target, kind: str, shape: str | None = None) -> Compiled:
     return compiled
 
 
-def inputs_on_meta(case: Any) -> dict[str, Tensor]:
+def inputs_on_meta(case: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     from matrix_gpu import inputs_of
 
+    with no_generators():
+        return {name: x.detach().requires_grad_() for name, x in inputs_of(case, dtype).items()}
+
+
+@contextlib.contextmanager
+def no_generators() -> Iterator[None]:
+    """Within it torch.Generator makes one that is not a GPU's."""
     generator = torch.Generator
     torch.Generator = lambda device: generator()  # type: ignore[assignment, misc]
     try:
-        return {name: x.detach().requires_grad_() for name, x in inputs_of(case, torch.bfloat16).items()}
+        yield
     finally:
         torch.Generator = generator  # type: ignore[misc]
 

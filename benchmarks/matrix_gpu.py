@@ -157,10 +157,15 @@ def run(case: Case, inputs: dict[str, Tensor], pos: Tensor | None = None, define
     return list(rule(**{"g": None, **given}, scale=scale, pos=pos, initial_state=first))
 
 
+def gate_of(case: Case) -> tuple[Case, Tensor]:
+    """The case with fewer tokens, and their positions."""
+    small = replace(case, batch=min(case.batch, 2), length=GATE_TOKENS + 3)
+    return small, ((torch.arange(small.length, device="cuda") + 50) % 70).to(torch.int32).repeat(small.batch, 1)
+
+
 def gate(report: Report, case: Case) -> None:
     """Errors, and equal bits, with fewer tokens."""
-    small = replace(case, batch=min(case.batch, 2), length=GATE_TOKENS + 3)
-    pos = ((torch.arange(small.length, device="cuda") + 50) % 70).to(torch.int32).repeat(small.batch, 1)
+    small, pos = gate_of(case)
 
     def found(inputs: dict[str, Tensor], dtype: torch.dtype | None, defined: bool) -> dict[str, Tensor]:
         leaves = {name: x.to(dtype or x.dtype).detach().requires_grad_() for name, x in inputs.items()}

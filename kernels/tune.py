@@ -60,6 +60,8 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
         {"stages": (1, 2)},
     ),
     orthogonal_state.KERNEL: (
+        {"chunk": (0, 32, 64), "warps_chunk": (2, 4)},
+        {"steps_chunk": (4, 8), "warps_chunk_back": (2, 4), "warps_beside": (2, 4)},
         {"slots": (16, 64), "warps": (1, 4, 8), "parts": (2, 4)},
         {"slots_back": (8, 16, 64), "warps_back": (1, 4, 8), "parts_back": (2, 4)},
         {"warps_all": (2, 4, 8), "parts_all": (2, 4)},

@@ -31,6 +31,186 @@ from baton.kernels.orthogonal_state.per_token import DEC, ENC, coefficient, ente
 
 
 @triton.jit
+def border_back(
+    dS, c0, begins, states, q, k, v, gamma, mu, pos, dy, initial, dloaded, dq, dk, dv, dgamma, dmu, at_slots, inside, m, d, m_in,
+    d_in, of_token, of_part, T, strides, v_row, dy_row,
+    D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, VARIANT: tl.constexpr, FORGET: tl.constexpr, HAS_POS: tl.constexpr,
+    EVEN: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
+    WARPS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The slots' cotangents before the border's tokens, the first of which is c0, from dS behind them. begins: where the slots
+    before them lie; dloaded: of the head; other pointers as in the kernel."""
+    BP: tl.constexpr = BD // PARTS
+    BLOCKS: tl.constexpr = BORDER // STEPS
+    lane = tl.arange(0, BM)
+    own = lane[:, None] * BD + d[None, :]
+    of_slots = states + BLOCKS * BM * BD
+    of_h = of_slots + BORDER * 2 * BM
+    of_square = of_h + (BORDER * BD if VARIANT == DEC else 0)
+    S = read(begins, at_slots, BP, inside, PARTS, WHOLE)
+    # what the memory held is read by every thread before it is written anew, and the other way round below
+    tl.debug_barrier()
+    rows = ()
+    for s in tl.static_range(STEPS):
+        rows += token(c0 + s, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS)
+    for j in range(BLOCKS):
+        for i in tl.static_range(PARTS):
+            tl.store(states + j * (BM * BD) + i * BP + own, S[i])
+        of_group, h_group, next_rows = (), (), ()
+        for s in tl.static_range(STEPS):
+            t = c0 + (j + 1) * STEPS + s
+            next_rows += token(t, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS)
+        for s in tl.static_range(STEPS):
+            row = rows[6 * s : 6 * s + 6]
+            S = entered(S, row[5], initial, at_slots, BP, inside, PARTS)
+            S, h_t, a, over = step(S, row, VARIANT, FORGET, PARTS, WARPS)
+            of_group += (a, over)
+            h_group += h_t
+            tl.store(of_square + j * STEPS + s, over_d(h_t, h_t, PARTS))
+        rows = next_rows
+        column = tl.arange(0, 2 * STEPS)
+        tl.store(of_slots + (j * 2 * STEPS + column[None, :]) * BM + lane[:, None], stacked(of_group, 2 * STEPS))
+        if VARIANT == DEC:
+            column = tl.arange(0, PARTS * STEPS)
+            to = of_h + (j * STEPS + column // PARTS) * BD + column % PARTS * BP
+            tl.store(to[None, :] + d[:, None], stacked(h_group, PARTS * STEPS))
+    tl.debug_barrier()
+    for k_block in range(BLOCKS):
+        j = BLOCKS - 1 - k_block
+        S = ()
+        for i in tl.static_range(PARTS):
+            S += (tl.load(states + j * (BM * BD) + i * BP + own),)
+        found, slots = (), ()
+        for s in tl.static_range(STEPS):
+            at = j * STEPS + s
+            row = token(c0 + at, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS)
+            a = tl.load(of_slots + at * (2 * BM) + lane)
+            over = tl.load(of_slots + at * (2 * BM) + BM + lane)
+            h_t = ()
+            for i in tl.static_range(PARTS):
+                h_t += (tl.load(of_h + at * BD + i * BP + d) if VARIANT == DEC else row[2][i].to(tl.float32),)
+            k_t = row[1].to(tl.float32)
+            c = coefficient(a, k_t, VARIANT)
+            weight = row[3] * c
+            S = entered(S, row[5], initial, at_slots, BP, inside, PARTS)
+            slots += S
+            if s < STEPS - 1:
+                S = scaled(turned(S, h_t, a, weight, row[4], FORGET, PARTS), over, PARTS)
+            found += (row[0].to(tl.float32), k_t, h_t, row[3], row[4], row[5], a, over, c, weight)
+        dq_group, dk_group, dgamma_group, dmu_group, dh_group, back_group = (), (), (), (), (), ()
+        for s in tl.static_range(STEPS - 1, -1, -1):
+            at = j * STEPS + s
+            t = c0 + at
+            q_t, k_t, h_t, gamma_t, mu_t, starts, a, over, c, weight = found[10 * s : 10 * s + 10]
+            S = slots[s * PARTS : s * PARTS + PARTS]
+            if s == 0:
+                # read anew, so that registers hold one state less; the policy makes it another load than the first
+                S = ()
+                for i in tl.static_range(PARTS):
+                    S += (tl.load(states + j * (BM * BD) + i * BP + own, eviction_policy="evict_first"),)
+                S = entered(S, starts, initial, at_slots, BP, inside, PARTS)
+            exists_d = ()
+            for i in tl.static_range(PARTS):
+                exists_d += (d_in[i] & (t < T),)
+            given = read(dy, tl.cast(t, tl.int64) * dy_row + d, BP, exists_d, PARTS, WHOLE and EVEN)
+            dy_t, P = (), ()
+            for i in tl.static_range(PARTS):
+                dy_t += (given[i].to(tl.float32),)
+                P += (dS[i] + dy_t[i][None, :] * q_t[:, None],)
+            h_S = spread(h_t, PARTS)
+            s_dy, s_P, h_P = over_d(S, spread(dy_t, PARTS), PARTS), over_d(S, P, PARTS), over_d(P, h_S, PARTS)
+            h_dy = over_d(h_t, dy_t, PARTS)
+            across = tl.maximum(tl.load(of_square + at) - a * a, 0.0)
+            before, behind = over * mu_t if FORGET else over, over * weight
+            A = before - behind * a
+            r_P = h_P - a * s_P
+            radial = before * s_P + behind * r_P
+            X = over * over * (before * r_P - behind * across * s_P)
+            dweight = mu_t * X if FORGET else X
+            wX = weight * X
+            da = weight * wX
+            dc = gamma_t * dweight
+            if VARIANT == ENC:
+                da -= dc
+            dq_t = A * s_dy + behind * h_dy
+            back = behind * radial
+            of_both = da - A * back
+            along = A * A * radial
+            back = behind * back
+            mixed, dh_t, dS_t = (), (), ()
+            for i in tl.static_range(PARTS):
+                both = behind[:, None] * P[i] + of_both[:, None] * S[i]
+                if VARIANT == DEC:
+                    # here, since another sum over warps is dearer
+                    mixed += (both - back[:, None] * h_S[i],)
+                else:
+                    dh_t += (tl.sum(both, 0) if WARPS == 1 else in_warp(both, WARPS),)
+            if VARIANT == DEC:
+                dh_t = over_slots(mixed, PARTS, WARPS)
+            for i in tl.static_range(PARTS):
+                dS_i = A[:, None] * P[i] - along[:, None] * S[i] + of_both[:, None] * h_S[i]
+                if VARIANT == DEC:
+                    dS_i += dh_t[i][None, :] * k_t[:, None]
+                dS_t += (dS_i,)
+            dS = dS_t
+            dk_t = dc
+            if VARIANT == DEC:
+                dk_t = over_d(S, spread(dh_t, PARTS), PARTS) - dc
+            # the last token's first
+            dq_group, dk_group = (dq_t,) + dq_group, (dk_t,) + dk_group
+            dgamma_group, dmu_group = (c * dweight,) + dgamma_group, (wX,) + dmu_group
+            back_group = (back,) + back_group
+            dh_group = dh_t + dh_group
+            if starts:
+                # rare, so the sum waits in memory
+                kept = read(dloaded, at_slots, BP, inside, PARTS, False)
+                total, none = (), ()
+                for i in tl.static_range(PARTS):
+                    total += (kept[i] + dS[i],)
+                    none += (dS[i] * 0.0,)
+                write(dloaded, at_slots, BP, total, inside, PARTS, False)
+                dS = none
+        t = c0 + j * STEPS + tl.arange(0, STEPS)
+        here, exists = t.to(tl.int64) * H, t < T
+        to = (of_token + here)[None, :] * M + m[:, None]
+        dq_all, dk_all = stacked(dq_group, STEPS).to(dq.dtype.element_ty), stacked(dk_group, STEPS).to(dk.dtype.element_ty)
+        if WHOLE and EVEN:
+            tl.store(dq + to, dq_all)
+            tl.store(dk + to, dk_all)
+        else:
+            tl.store(dq + to, dq_all, mask=m_in[:, None] & exists[None, :])
+            tl.store(dk + to, dk_all, mask=m_in[:, None] & exists[None, :])
+        if VARIANT == DEC:
+            dgamma_all = tl.sum(stacked(dgamma_group, STEPS), 0)
+        else:
+            dgamma_all, back_all = two_sums(dgamma_group, back_group, STEPS)
+        tl.store(dgamma + of_part + here, dgamma_all, mask=exists)
+        if FORGET:
+            tl.store(dmu + of_part + here, -tl.sum(stacked(dmu_group, STEPS), 0), mask=exists)
+        column = tl.arange(0, STEPS * PARTS)
+        t = c0 + j * STEPS + column // PARTS
+        column_d = d[:, None] + column % PARTS * BP
+        there = (column_d < D) & (t < T)
+        dh_all = stacked(dh_group, STEPS * PARTS)
+        if VARIANT == DEC:
+            dv_all = -dh_all
+        else:
+            h_at = v + tl.minimum(t, T - 1) * v_row + column_d
+            if WHOLE:
+                h_all = tl.load(h_at).to(tl.float32)
+            else:
+                h_all = tl.load(h_at, mask=column_d < D, other=0.0).to(tl.float32)
+            back = back_all[:, None] + tl.zeros([STEPS, PARTS], tl.float32)
+            dv_all = (dh_all if WARPS == 1 else tl.sum(dh_all, 0)) - h_all * tl.reshape(back, [STEPS * PARTS])
+        to = dv + (of_part + t.to(tl.int64) * H) * D + column_d
+        if WHOLE and EVEN:
+            tl.store(to, dv_all.to(dv.dtype.element_ty))
+        else:
+            tl.store(to, dv_all.to(dv.dtype.element_ty), mask=there)
+    return dS
+
+
+@triton.jit
 def backward_kernel(
     q, k, v, gamma, mu, pos, loaded, borders, dy, arriving, states, dq, dk, dv, dgamma, dmu, dfirst, dloaded, T,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, gamma_batch, gamma_row, gamma_head,
@@ -48,15 +228,9 @@ def backward_kernel(
     m, d, inside, d_in, m_in = places(p, D, M, BD, BM, PARTS)
     WHOLE: tl.constexpr = D == BD and M % BM == 0
     BP: tl.constexpr = BD // PARTS
-    BLOCKS: tl.constexpr = BORDER // STEPS
     at_slots = m[:, None] * D + d[None, :]
-    lane = tl.arange(0, BM)
-    own = lane[:, None] * BD + d[None, :]
     # the program's own: slots before each group; of each token a, one over |u|, |h|^2 and, in decoding, h
     states += (bh.to(tl.int64) * tl.num_programs(0) + p) * OWN
-    of_slots = states + BLOCKS * BM * BD
-    of_h = of_slots + BORDER * 2 * BM
-    of_square = of_h + (BORDER * BD if VARIANT == DEC else 0)
     q += b * q_batch + h * q_head + m
     k += b * k_batch + h * k_head + m
     v += b * v_batch + h * v_head
@@ -73,166 +247,12 @@ def backward_kernel(
     chunks = tl.cdiv(T, BORDER)
     for n in range(chunks):
         c0 = (chunks - 1 - n) * BORDER
-        S = read(borders + (bh.to(tl.int64) * chunks + (chunks - 1 - n)) * (D * M), at_slots, BP, inside, PARTS, WHOLE)
-        # what the memory held is read by every thread before it is written anew, and the other way round below
-        tl.debug_barrier()
-        rows = ()
-        for s in tl.static_range(STEPS):
-            rows += token(c0 + s, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS)
-        for j in range(BLOCKS):
-            for i in tl.static_range(PARTS):
-                tl.store(states + j * (BM * BD) + i * BP + own, S[i])
-            of_group, h_group, next_rows = (), (), ()
-            for s in tl.static_range(STEPS):
-                t = c0 + (j + 1) * STEPS + s
-                next_rows += token(t, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS)
-            for s in tl.static_range(STEPS):
-                row = rows[6 * s : 6 * s + 6]
-                S = entered(S, row[5], initial, at_slots, BP, inside, PARTS)
-                S, h_t, a, over = step(S, row, VARIANT, FORGET, PARTS, WARPS)
-                of_group += (a, over)
-                h_group += h_t
-                tl.store(of_square + j * STEPS + s, over_d(h_t, h_t, PARTS))
-            rows = next_rows
-            column = tl.arange(0, 2 * STEPS)
-            tl.store(of_slots + (j * 2 * STEPS + column[None, :]) * BM + lane[:, None], stacked(of_group, 2 * STEPS))
-            if VARIANT == DEC:
-                column = tl.arange(0, PARTS * STEPS)
-                to = of_h + (j * STEPS + column // PARTS) * BD + column % PARTS * BP
-                tl.store(to[None, :] + d[:, None], stacked(h_group, PARTS * STEPS))
-        tl.debug_barrier()
-        for k_block in range(BLOCKS):
-            j = BLOCKS - 1 - k_block
-            S = ()
-            for i in tl.static_range(PARTS):
-                S += (tl.load(states + j * (BM * BD) + i * BP + own),)
-            found, slots = (), ()
-            for s in tl.static_range(STEPS):
-                at = j * STEPS + s
-                row = token(c0 + at, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS)
-                a = tl.load(of_slots + at * (2 * BM) + lane)
-                over = tl.load(of_slots + at * (2 * BM) + BM + lane)
-                h_t = ()
-                for i in tl.static_range(PARTS):
-                    h_t += (tl.load(of_h + at * BD + i * BP + d) if VARIANT == DEC else row[2][i].to(tl.float32),)
-                k_t = row[1].to(tl.float32)
-                c = coefficient(a, k_t, VARIANT)
-                weight = row[3] * c
-                S = entered(S, row[5], initial, at_slots, BP, inside, PARTS)
-                slots += S
-                if s < STEPS - 1:
-                    S = scaled(turned(S, h_t, a, weight, row[4], FORGET, PARTS), over, PARTS)
-                found += (row[0].to(tl.float32), k_t, h_t, row[3], row[4], row[5], a, over, c, weight)
-            dq_group, dk_group, dgamma_group, dmu_group, dh_group, back_group = (), (), (), (), (), ()
-            for s in tl.static_range(STEPS - 1, -1, -1):
-                at = j * STEPS + s
-                t = c0 + at
-                q_t, k_t, h_t, gamma_t, mu_t, starts, a, over, c, weight = found[10 * s : 10 * s + 10]
-                S = slots[s * PARTS : s * PARTS + PARTS]
-                if s == 0:
-                    # read anew, so that registers hold one state less; the policy makes it another load than the first
-                    S = ()
-                    for i in tl.static_range(PARTS):
-                        S += (tl.load(states + j * (BM * BD) + i * BP + own, eviction_policy="evict_first"),)
-                    S = entered(S, starts, initial, at_slots, BP, inside, PARTS)
-                exists_d = ()
-                for i in tl.static_range(PARTS):
-                    exists_d += (d_in[i] & (t < T),)
-                given = read(dy, tl.cast(t, tl.int64) * dy_row + d, BP, exists_d, PARTS, WHOLE and EVEN)
-                dy_t, P = (), ()
-                for i in tl.static_range(PARTS):
-                    dy_t += (given[i].to(tl.float32),)
-                    P += (dS[i] + dy_t[i][None, :] * q_t[:, None],)
-                h_S = spread(h_t, PARTS)
-                s_dy, s_P, h_P = over_d(S, spread(dy_t, PARTS), PARTS), over_d(S, P, PARTS), over_d(P, h_S, PARTS)
-                h_dy = over_d(h_t, dy_t, PARTS)
-                across = tl.maximum(tl.load(of_square + at) - a * a, 0.0)
-                before, behind = over * mu_t if FORGET else over, over * weight
-                A = before - behind * a
-                r_P = h_P - a * s_P
-                radial = before * s_P + behind * r_P
-                X = over * over * (before * r_P - behind * across * s_P)
-                dweight = mu_t * X if FORGET else X
-                wX = weight * X
-                da = weight * wX
-                dc = gamma_t * dweight
-                if VARIANT == ENC:
-                    da -= dc
-                dq_t = A * s_dy + behind * h_dy
-                back = behind * radial
-                of_both = da - A * back
-                along = A * A * radial
-                back = behind * back
-                mixed, dh_t, dS_t = (), (), ()
-                for i in tl.static_range(PARTS):
-                    both = behind[:, None] * P[i] + of_both[:, None] * S[i]
-                    if VARIANT == DEC:
-                        # here, since another sum over warps is dearer
-                        mixed += (both - back[:, None] * h_S[i],)
-                    else:
-                        dh_t += (tl.sum(both, 0) if WARPS == 1 else in_warp(both, WARPS),)
-                if VARIANT == DEC:
-                    dh_t = over_slots(mixed, PARTS, WARPS)
-                for i in tl.static_range(PARTS):
-                    dS_i = A[:, None] * P[i] - along[:, None] * S[i] + of_both[:, None] * h_S[i]
-                    if VARIANT == DEC:
-                        dS_i += dh_t[i][None, :] * k_t[:, None]
-                    dS_t += (dS_i,)
-                dS = dS_t
-                dk_t = dc
-                if VARIANT == DEC:
-                    dk_t = over_d(S, spread(dh_t, PARTS), PARTS) - dc
-                # the last token's first
-                dq_group, dk_group = (dq_t,) + dq_group, (dk_t,) + dk_group
-                dgamma_group, dmu_group = (c * dweight,) + dgamma_group, (wX,) + dmu_group
-                back_group = (back,) + back_group
-                dh_group = dh_t + dh_group
-                if starts:
-                    # rare, so the sum waits in memory
-                    kept = read(dloaded + head, at_slots, BP, inside, PARTS, False)
-                    total, none = (), ()
-                    for i in tl.static_range(PARTS):
-                        total += (kept[i] + dS[i],)
-                        none += (dS[i] * 0.0,)
-                    write(dloaded + head, at_slots, BP, total, inside, PARTS, False)
-                    dS = none
-            t = c0 + j * STEPS + tl.arange(0, STEPS)
-            here, exists = t.to(tl.int64) * H, t < T
-            to = (of_token + here)[None, :] * M + m[:, None]
-            dq_all, dk_all = stacked(dq_group, STEPS).to(dq.dtype.element_ty), stacked(dk_group, STEPS).to(dk.dtype.element_ty)
-            if WHOLE and EVEN:
-                tl.store(dq + to, dq_all)
-                tl.store(dk + to, dk_all)
-            else:
-                tl.store(dq + to, dq_all, mask=m_in[:, None] & exists[None, :])
-                tl.store(dk + to, dk_all, mask=m_in[:, None] & exists[None, :])
-            if VARIANT == DEC:
-                dgamma_all = tl.sum(stacked(dgamma_group, STEPS), 0)
-            else:
-                dgamma_all, back_all = two_sums(dgamma_group, back_group, STEPS)
-            tl.store(dgamma + of_part + here, dgamma_all, mask=exists)
-            if FORGET:
-                tl.store(dmu + of_part + here, -tl.sum(stacked(dmu_group, STEPS), 0), mask=exists)
-            column = tl.arange(0, STEPS * PARTS)
-            t = c0 + j * STEPS + column // PARTS
-            column_d = d[:, None] + column % PARTS * BP
-            there = (column_d < D) & (t < T)
-            dh_all = stacked(dh_group, STEPS * PARTS)
-            if VARIANT == DEC:
-                dv_all = -dh_all
-            else:
-                h_at = v + tl.minimum(t, T - 1) * v_row + column_d
-                if WHOLE:
-                    h_all = tl.load(h_at).to(tl.float32)
-                else:
-                    h_all = tl.load(h_at, mask=column_d < D, other=0.0).to(tl.float32)
-                back = back_all[:, None] + tl.zeros([STEPS, PARTS], tl.float32)
-                dv_all = (dh_all if WARPS == 1 else tl.sum(dh_all, 0)) - h_all * tl.reshape(back, [STEPS * PARTS])
-            to = dv + (of_part + t.to(tl.int64) * H) * D + column_d
-            if WHOLE and EVEN:
-                tl.store(to, dv_all.to(dv.dtype.element_ty))
-            else:
-                tl.store(to, dv_all.to(dv.dtype.element_ty), mask=there)
+        begins = borders + (bh.to(tl.int64) * chunks + (chunks - 1 - n)) * (D * M)
+        dS = border_back(
+            dS, c0, begins, states, q, k, v, gamma, mu, pos, dy, initial, dloaded + head, dq, dk, dv, dgamma, dmu, at_slots, inside,
+            m, d, m_in, d_in, of_token, of_part, T, strides, v_row, dy_row, D, M, H, VARIANT, FORGET, HAS_POS, EVEN, STEPS, BORDER,
+            BD, BM, PARTS, WARPS, WHOLE,
+        )  # fmt: skip
         # the last states are read before the next chunk's are written
         tl.debug_barrier()
     write(dfirst + head, at_slots, BP, dS, inside, PARTS, WHOLE)

@@ -99,6 +99,47 @@ def step(S, row, VARIANT: tl.constexpr, FORGET: tl.constexpr, PARTS: tl.constexp
 
 
 @triton.jit
+def tokens(
+    S, begin, end, q, k, v, gamma, mu, pos, initial, y, borders, at, inside, m, d, m_in, d_in, T, strides,
+    D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, VARIANT: tl.constexpr, FORGET: tl.constexpr, HAS_POS: tl.constexpr,
+    EVEN: tl.constexpr, KEEP: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
+    WARPS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The slots behind the tokens from begin to end, before which they are S; begin: a multiple of STEPS. Pointers are those of
+    the program's sequence, head and slots."""
+    BP: tl.constexpr = BD // PARTS
+    rows = ()
+    for s in tl.static_range(STEPS):
+        rows += token(begin + s, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS)
+    for t0 in range(begin, end, STEPS):
+        if KEEP and t0 % BORDER == 0:
+            write(borders + t0 // BORDER * (D * M), at, BP, S, inside, PARTS, WHOLE)
+        next_rows, found = (), ()
+        for s in tl.static_range(STEPS):
+            t = t0 + STEPS + s
+            next_rows += token(t, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS)
+        for s in tl.static_range(STEPS):
+            row = rows[6 * s : 6 * s + 6]
+            S = entered(S, row[5], initial, at, BP, inside, PARTS)
+            S, _h, _a, _over = step(S, row, VARIANT, FORGET, PARTS, WARPS)
+            weighed = scaled(S, row[0].to(tl.float32), PARTS)
+            for i in tl.static_range(PARTS):
+                found += (tl.sum(weighed[i], 0) if WARPS == 1 else in_warp(weighed[i], WARPS),)
+        out = stacked(found, STEPS * PARTS)
+        if WARPS > 1:
+            out = tl.sum(out, 0)
+        column = tl.arange(0, STEPS * PARTS)
+        to = y + (t0 + column // PARTS).to(tl.int64) * (H * D) + column % PARTS * BP
+        if WHOLE and EVEN:
+            tl.store(to[None, :] + d[:, None], out.to(y.dtype.element_ty))
+        else:
+            exists = (d[:, None] + column % PARTS * BP < D) & (t0 + column // PARTS < T)
+            tl.store(to[None, :] + d[:, None], out.to(y.dtype.element_ty), mask=exists)
+        rows = next_rows
+    return S
+
+
+@triton.jit
 def forward_kernel(
     q, k, v, gamma, mu, pos, first, loaded, y, borders, last, T,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, gamma_batch, gamma_row, gamma_head,
@@ -126,32 +167,10 @@ def forward_kernel(
     head = bh.to(tl.int64) * (D * M)
     strides = (q_row, k_row, v_row, gamma_row, mu_row)
     S = read(first + head, at, BP, inside, PARTS, WHOLE)
-    rows = ()
-    for s in tl.static_range(STEPS):
-        rows += token(s, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS)
-    for t0 in range(0, T, STEPS):
-        if KEEP and t0 % BORDER == 0:
-            write(borders + (bh.to(tl.int64) * tl.cdiv(T, BORDER) + t0 // BORDER) * (D * M), at, BP, S, inside, PARTS, WHOLE)
-        next_rows, found = (), ()
-        for s in tl.static_range(STEPS):
-            t = t0 + STEPS + s
-            next_rows += token(t, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, BP, WHOLE, EVEN, FORGET, HAS_POS)
-        for s in tl.static_range(STEPS):
-            row = rows[6 * s : 6 * s + 6]
-            S = entered(S, row[5], loaded + h * (D * M), at, BP, inside, PARTS)
-            S, _h, _a, _over = step(S, row, VARIANT, FORGET, PARTS, WARPS)
-            weighed = scaled(S, row[0].to(tl.float32), PARTS)
-            for i in tl.static_range(PARTS):
-                found += (tl.sum(weighed[i], 0) if WARPS == 1 else in_warp(weighed[i], WARPS),)
-        out = stacked(found, STEPS * PARTS)
-        if WARPS > 1:
-            out = tl.sum(out, 0)
-        column = tl.arange(0, STEPS * PARTS)
-        to = y + (t0 + column // PARTS).to(tl.int64) * (H * D) + column % PARTS * BP
-        if WHOLE and EVEN:
-            tl.store(to[None, :] + d[:, None], out.to(y.dtype.element_ty))
-        else:
-            exists = (d[:, None] + column % PARTS * BP < D) & (t0 + column // PARTS < T)
-            tl.store(to[None, :] + d[:, None], out.to(y.dtype.element_ty), mask=exists)
-        rows = next_rows
+    borders += bh.to(tl.int64) * tl.cdiv(T, BORDER) * (D * M)
+    initial = loaded + h * (D * M)
+    S = tokens(
+        S, 0, T, q, k, v, gamma, mu, pos, initial, y, borders, at, inside, m, d, m_in, d_in, T, strides, D, M, H, VARIANT, FORGET,
+        HAS_POS, EVEN, KEEP, STEPS, BORDER, BD, PARTS, WARPS, WHOLE,
+    )  # fmt: skip
     write(last + head, at, BP, S, inside, PARTS, WHOLE)

@@ -1,4 +1,4 @@
-"""The orthogonal state recurrence on a GPU: launches the Triton kernels of `per_token` and `backward`.
+"""The orthogonal state recurrence on a GPU: launches the Triton kernels of `per_token` and `backward`, or those of chunks.
 
 The one thing to know: these run with projection and without thresholds; slots enter and are loaded with norm 1, see `chunked`,
 which runs everything else and makes them so. Kept for the backward pass are the arguments and the slots at borders. The kernels
@@ -36,6 +36,12 @@ class Tiles:
         steps: tokens that are loaded together, one such block ahead of what is computed; divides border.
         steps_back: tokens whose slots are in registers together backwards; divides border.
         border: tokens between two states that are kept for the backward pass.
+        chunk: tokens of a chunk in encoding and similarity, a power of two from 16, which are between kept states there; 0: token
+            by token.
+        slots_chunk, warps_chunk, warps_chunk_back: of such a program, 16 slots at least; parts, parts_back, steps, steps_back are
+            those of a chunk that goes token by token.
+        steps_chunk: tokens of a chunk that the walk has in registers together; divides chunk.
+        warps_beside: of programs that have a chunk each.
     """
 
     slots: int = 16
@@ -51,9 +57,18 @@ class Tiles:
     steps: int = 4
     steps_back: int = 2
     border: int = 32
+    chunk: int = 32
+    slots_chunk: int = 64
+    warps_chunk: int = 4
+    warps_chunk_back: int = 4
+    steps_chunk: int = 8
+    warps_beside: int = 4
 
 
 _DEFAULT = Tiles()
+_Kept = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Slots at borders [B, H, C, m, d]; of chunks also those that leave, as the kernels have them, which chunks are not safe, and their
+slots' scales."""
 
 
 def shape_of(variant: Variant, d: int, m: int) -> table.Shape:
@@ -97,6 +112,11 @@ def own(border: int, steps: int, slots: int, d: int, variant: Variant) -> int:
     return border // steps * slots * d + border * (2 * slots + (d if variant == "dec" else 0) + 1)
 
 
+def own_of_chunks(chunk: int, slots: int, d: int) -> int:
+    """Numbers that a program of `chunk_forward` keeps for itself."""
+    return 2 * chunk * chunk + 2 * chunk * slots + slots * d
+
+
 class _Run:
     """One call's shapes and launches."""
 
@@ -109,13 +129,16 @@ class _Run:
         self.kernels, self.variant, self.all = _kernels(), variant, variant == "dec"
         self.batch, self.length, self.heads, self.m = q.shape
         self.d = v.shape[3]
-        self.borders = -(-self.length // tiles.border)
+        self.chunked = tiles.chunk > 0 and not self.all
+        self.border = tiles.chunk if self.chunked else tiles.border
+        self.borders = -(-self.length // self.border)
         self.strides = launch.strides(self.q, self.k, self.v, gamma, mu)
         kinds = {"dec": self.kernels.DEC, "enc": self.kernels.ENC, "sim": self.kernels.SIM}
         self.options = {
             "D": self.d, "M": self.m, "H": self.heads, "VARIANT": kinds[variant].value,
-            "FORGET": mu is not None, "HAS_POS": pos is not None, "BORDER": tiles.border, "BD": max(4, table.power_of_two(self.d)),
-            "EVEN": self.length % tiles.border == 0, "num_stages": 1,
+            "FORGET": mu is not None, "HAS_POS": pos is not None, "BORDER": self.border,
+            "BD": max(16 if self.chunked else 4, table.power_of_two(self.d)),
+            "EVEN": self.length % self.border == 0, "num_stages": 1,
         }  # fmt: skip
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -127,7 +150,7 @@ class _Run:
 
     def programs(self, slots: int) -> tuple[int, int]:
         """Slots of a program, and programs of a head."""
-        wanted = max(4, table.power_of_two(self.m))
+        wanted = max(16 if self.chunked else 4, table.power_of_two(self.m))
         slots = wanted if self.all else min(slots, wanted)
         return slots, -(-self.m // slots)
 
@@ -136,39 +159,109 @@ class _Run:
         warps = min(warps, slots // 4)
         return {"BM": slots, "PARTS": min(parts, int(self.options["BD"]) // 4), "WARPS": warps, "num_warps": warps}
 
-    def forward(self, S: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The output, the slots that leave and, if kept, those at borders [B, H, C, m, d]."""
+    def forward(self, S: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, "_Kept"]:
+        """The output, the slots that leave and, if kept, those at borders."""
         tiles = self.tiles
+        if self.chunked:
+            return self._forward_in_chunks(S)
         slots, parts = self.programs(tiles.slots)
         cut = self.cut(slots, *((tiles.warps_all, tiles.parts_all) if self.all else (tiles.warps, tiles.parts)))
-        y = self.new(parts, self.batch, self.length, self.heads, self.d, dtype=self.q.dtype if parts == 1 else torch.float32)
-        last = self.new(self.batch, self.heads, self.m, self.d)
+        y, last = self._outputs(parts), self.new(self.batch, self.heads, self.m, self.d)
         borders = self.new(self.batch, self.heads, self.borders, self.m, self.d) if keep else None
         self.kernels.forward_kernel[(parts, self.batch * self.heads)](
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), S.mT.contiguous(), self.S0, y,
             self.or_q(borders), last, self.length, *self.strides, KEEP=keep, STEPS=tiles.steps, **cut, **self.options,
         )  # fmt: skip
-        return y[0] if parts == 1 else y.sum(0).to(self.q.dtype), last.mT.contiguous(), borders
+        return self._summed(y), last.mT.contiguous(), (borders, None, None, None)
 
-    def backward(self, borders: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+    def _outputs(self, parts: int) -> Tensor:
+        dtype = self.q.dtype if parts == 1 else torch.float32
+        return self.new(parts, self.batch, self.length, self.heads, self.d, dtype=dtype)
+
+    def _summed(self, y: Tensor) -> Tensor:
+        return y[0] if y.shape[0] == 1 else y.sum(0).to(self.q.dtype)
+
+    def _numbers(self) -> Tensor:
+        """What the walk reads of each chunk's tokens alone."""
+        numbers = self.new(self.batch * self.heads, self.borders, self.border + 3, self.border)
+        options = self._options("D", "H", "FORGET", "HAS_POS", "EVEN", "BORDER", "BD", "num_stages")
+        _chunks()[0].numbers_kernel[(self.borders, self.batch * self.heads)](
+            self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), numbers, self.length, *self.strides[6:], num_warps=1,
+            **options,
+        )  # fmt: skip
+        return numbers
+
+    def _options(self, *names: str) -> dict[str, Any]:
+        return {name: self.options[name] for name in names}
+
+    def _forward_in_chunks(self, S: Tensor) -> tuple[Tensor, Tensor, "_Kept"]:
+        tiles, chunks, numbers = self.tiles, self.borders, self._numbers()
+        slots, parts = self.programs(tiles.slots_chunk)
+        cut = self.cut(slots, tiles.warps_chunk, tiles.parts)
+        y, last = self._outputs(parts), self.new(self.batch, self.heads, self.m, self.d)
+        borders = self.new(self.batch, self.heads, chunks, self.m, self.d)
+        unsafe = self.new(parts, self.batch, self.heads, chunks, dtype=torch.int32)
+        scales = self.new(self.batch, self.heads, chunks, self.m)
+        rows = self.new(self.batch * self.heads, parts, chunks, 2, self.border, slots)
+        memory = own_of_chunks(self.border, slots, int(self.options["BD"]))
+        _chunks()[0].chunk_forward_kernel[(parts, self.batch * self.heads)](
+            self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), numbers, S.mT.contiguous(), self.S0, y,
+            borders, last, unsafe, rows, scales, self.new(parts * self.batch * self.heads, memory), self.length, *self.strides,
+            OWN=memory, STEPS=tiles.steps, GROUP=tiles.steps_chunk, **cut, **self.options,
+        )  # fmt: skip
+        options = self._options("D", "M", "H", "HAS_POS", "EVEN", "BORDER", "BD", "num_stages")
+        _chunks()[0].outputs_kernel[(chunks, self.batch * self.heads, parts)](
+            self.q, self.v, numbers, self.S0, borders, unsafe, rows, y, self.length, *self.strides[:3], *self.strides[6:9],
+            BM=slots, num_warps=tiles.warps_beside, **options,
+        )  # fmt: skip
+        leaving = last.mT.contiguous()
+        return self._summed(y), leaving, (borders, last, unsafe, scales)
+
+    def backward(self, kept: "_Kept", dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, gamma, mu, what is loaded and what entered."""
-        tiles = self.tiles
-        slots, parts = self.programs(tiles.slots_back)
-        warps = (tiles.warps_all_back, tiles.parts_all_back) if self.all else (tiles.warps_back, tiles.parts_back)
-        cut = self.cut(slots, *warps)
+        tiles, (borders, last, unsafe, scales) = self.tiles, kept
+        slots, parts = self.programs(tiles.slots_chunk if self.chunked else tiles.slots_back)
+        if self.chunked:
+            cut = self.cut(slots, tiles.warps_chunk_back, tiles.parts_back)
+        else:
+            cut = self.cut(
+                slots, *((tiles.warps_all_back, tiles.parts_all_back) if self.all else (tiles.warps_back, tiles.parts_back))
+            )
         shape, steps, dy = (self.batch, self.length, self.heads), tiles.steps_back, launch.in_rows(dy)
         dq, dk = (self.new(*shape, self.m, dtype=x.dtype) for x in (self.q, self.k))
         dv = self.new(parts, *shape, self.d, dtype=self.v.dtype if parts == 1 else torch.float32)
         dgamma, dmu = self.new(parts, *shape), None if self.mu is None else self.new(parts, *shape)
         dfirst = self.new(self.batch, self.heads, self.m, self.d)
         dloaded = torch.zeros_like(dfirst)
-        memory = own(tiles.border, steps, slots, int(self.options["BD"]), self.variant)
+        memory = own(self.border, steps, slots, int(self.options["BD"]), self.variant)
+        memory += slots * int(self.options["BD"]) if self.chunked else 0
         states = self.new(parts * self.batch * self.heads, memory)
-        _backward().backward_kernel[(parts, self.batch * self.heads)](
-            self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), self.S0, borders, dy,
-            dlast.mT.contiguous(), states, dq, dk, dv, dgamma, self.or_q(dmu), dfirst, dloaded, self.length, *self.strides,
-            *launch.strides(dy), STEPS=steps, OWN=memory, **cut, **self.options,
-        )  # fmt: skip
+        found = (dq, dk, dv, dgamma, self.or_q(dmu), dfirst, dloaded, self.length, *self.strides, *launch.strides(dy))
+        options = {"STEPS": steps, "OWN": memory, **cut, **self.options}
+        arriving, grid = dlast.mT.contiguous(), (parts, self.batch * self.heads)
+        gates = (self.gamma, self.or_q(self.mu), self.or_q(self.pos))
+        if self.chunked:
+            numbers, chunks = self._numbers(), self.borders
+            rows = self.new(self.batch * self.heads, parts, chunks, _chunks()[1].ROWS.value, self.border, slots)
+            dlasts = self.new(self.batch, self.heads, chunks, self.m, self.d)
+            each, beside = (chunks, self.batch * self.heads, parts), {"BM": slots, "num_warps": tiles.warps_beside}
+            common = self._options("D", "M", "H", "HAS_POS", "EVEN", "BORDER", "BD", "num_stages") | beside
+            _chunks()[1].before_kernel[each](
+                self.q, self.k, self.v, numbers, self.S0, borders, unsafe, rows, dy, dq, self.length, *self.strides[:9],
+                *launch.strides(dy), VARIANT=self.options["VARIANT"], GROUP=tiles.steps_chunk, **common,
+            )  # fmt: skip
+            _chunks()[1].chunk_backward_kernel[grid](
+                self.q, self.k, self.v, *gates, numbers, self.S0, borders, last, unsafe, rows, scales, dy, arriving, states, dlasts,
+                *found, GROUP=tiles.steps_chunk, **options,
+            )  # fmt: skip
+            _chunks()[1].behind_kernel[each](
+                self.v, numbers, self.S0, borders, unsafe, rows, dlasts, dy, dv, dgamma, self.or_q(dmu), self.length,
+                *self.strides[6:9], *launch.strides(dy), FORGET=self.options["FORGET"], **common,
+            )  # fmt: skip
+        else:
+            _backward().backward_kernel[grid](
+                self.q, self.k, self.v, *gates, self.S0, borders, dy, arriving, states, *found, **options
+            )
         return (
             dq,
             dk,
@@ -186,17 +279,17 @@ class _OrthogonalState(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, mu: Tensor | None, S0: Tensor, S: Tensor, variant: Variant,
         pos: Tensor | None, tiles: Tiles,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, last, borders = _Run(q, k, v, gamma, mu, S0, variant, pos, tiles).forward(S, keep=any(ctx.needs_input_grad))
-        ctx.save_for_backward(q, k, v, gamma, mu, S0, pos, borders)
+        y, last, kept = _Run(q, k, v, gamma, mu, S0, variant, pos, tiles).forward(S, keep=any(ctx.needs_input_grad))
+        ctx.save_for_backward(q, k, v, gamma, mu, S0, pos, *kept)
         ctx.variant, ctx.tiles = variant, tiles
         return y, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
-        q, k, v, gamma, mu, S0, pos, borders = ctx.saved_tensors
+        q, k, v, gamma, mu, S0, pos, *kept = ctx.saved_tensors
         run = _Run(q, k, v, gamma, mu, S0, ctx.variant, pos, ctx.tiles)
-        grads = run.backward(borders, dy, dlast)
+        grads = run.backward(kept, dy, dlast)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:7], grads, strict=True)), *(None,) * 3)
 
 
@@ -213,3 +306,10 @@ def _backward() -> ModuleType:
     from baton.kernels.orthogonal_state import backward
 
     return backward
+
+
+@cache
+def _chunks() -> tuple[ModuleType, ModuleType]:
+    from baton.kernels.orthogonal_state import chunk_backward, chunk_forward
+
+    return chunk_forward, chunk_backward

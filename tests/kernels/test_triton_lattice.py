@@ -1,5 +1,7 @@
 """Lattice's Triton kernels against the definition: interpreted on a CPU, compiled on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,15 +10,17 @@ from support.recurrences import positions, seeded
 
 from baton.kernels.orthogonal_state.reference import orthogonal_state_reference
 from baton.kernels.orthogonal_state.rule import VARIANTS, Rule, norms
-from baton.kernels.orthogonal_state.triton import Tiles, orthogonal_state_triton
+from baton.kernels.orthogonal_state.triton import Tiles, _Run, orthogonal_state_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = Tiles(slots=4, slots_back=4, warps=1, warps_back=1, steps=2, steps_back=2, border=8)
+SMALL = Tiles(slots=4, slots_back=4, warps=1, warps_back=1, steps=2, steps_back=2, border=8, chunk=0)
+CHUNKS = Tiles(chunk=16, slots_chunk=16, warps_chunk=1, warps_chunk_back=1)
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 5e-3}
 
 
-def compare(variant, sizes, tiles, *, starts, forgets, dtype=torch.float32):
-    """Outputs, slots that leave and all gradients, to the slots' the part across them. Steps turn slots by up to a radian or so."""
+def compare(variant, sizes, tiles, *, starts, forgets, dtype=torch.float32, far=()):
+    """Outputs, slots that leave and all gradients, to the slots' the part across them. Steps turn slots by up to a radian or so,
+    those of the tokens `far` by all that they can."""
     batch, tokens, heads, d, m = sizes
     g = seeded(0)
 
@@ -31,7 +35,10 @@ def compare(variant, sizes, tiles, *, starts, forgets, dtype=torch.float32):
     names = ("q", "k", "v", "gamma", *(("mu",) if forgets else ()), "S0", "S")
     k = F.normalize(randn(*along, m), dim=-1).to(dtype).double()
     gates = [torch.sigmoid(randn(*along)).to(dtype).double() for _ in range(1 + forgets)]
-    given = dict(zip(names, (randn(*along, m), k, randn(*along, d) / d**0.5, *gates, unit(heads, d, m), unit(batch, heads, d, m))))
+    v = randn(*along, d) / d**0.5
+    for x in (k, v):
+        x[:, list(far)] *= 16
+    given = dict(zip(names, (randn(*along, m), k, v, *gates, unit(heads, d, m), unit(batch, heads, d, m))))
     cotangents = randn(*along, d), randn(batch, heads, d, m, dtype=torch.float32)
     pos = positions(seeded(1), batch, tokens, 0.1) if starts else None
 
@@ -73,11 +80,44 @@ def test_outputs_and_gradients_are_the_definitions(variant, starts):
 def test_however_a_program_is_cut(variant, warps, parts, steps):
     """With all slots of a head, and of whole chunks of whole slots."""
     cut = {f"{name}{which}": n for name, n in (("warps", warps), ("parts", parts)) for which in ("", "_back", "_all", "_all_back")}
-    compare(variant, (1, 16, 1, 16, 8), Tiles(**cut, steps=steps, steps_back=steps, border=8), starts=False, forgets=True)
+    compare(variant, (1, 16, 1, 16, 8), Tiles(**cut, steps=steps, steps_back=steps, border=8, chunk=0), starts=False, forgets=True)
+
+
+@pytest.mark.parametrize("variant", ["enc", "sim"])
+@pytest.mark.parametrize(("sizes", "starts", "steps"), [
+    ((1, 40, 2, 9, 7), False, 8), ((2, 37, 1, 16, 16), True, 4), ((1, 16, 1, 20, 40), True, 16),
+])  # fmt: skip
+def test_chunk_by_chunk(variant, sizes, starts, steps):
+    """With documents that begin in chunks, an end in one, slots in several programs, and walks in one and several groups of tokens;
+    forgetting where documents begin."""
+    compare(variant, sizes, replace(CHUNKS, steps_chunk=steps), starts=starts, forgets=starts)
+
+
+@pytest.mark.parametrize("variant", ["enc", "sim"])
+@pytest.mark.parametrize("starts", [False, True])
+def test_chunks_that_go_token_by_token(variant, starts):
+    """Between others that do not."""
+    compare(variant, (1, 60, 1, 16, 16), CHUNKS, starts=starts, forgets=starts, far=(18, 20, 33))
+
+
+@pytest.mark.parametrize("variant", ["enc", "sim"])
+def test_which_chunks_are_safe(variant):
+    """Of moderate steps all; of one that turns slots by right angles the chunk that it is in."""
+    g = seeded(3)
+    q, k = torch.randn(1, 48, 1, 16, generator=g), F.normalize(torch.randn(1, 48, 1, 16, generator=g), dim=-1)
+    v, gamma = F.normalize(torch.randn(1, 48, 1, 16, generator=g), dim=-1), torch.rand(1, 48, 1, generator=g)
+    k[:, 20:22], v[:, 20:22] = 30 * k[:, 20:22], 10 * v[:, 20:22]
+    S = torch.randn(1, 1, 16, 16, generator=g)
+    S /= norms(S)
+    run = _Run(*(x.to(DEVICE) for x in (q, k, v, gamma)), None, S[0].to(DEVICE), variant, None, CHUNKS)
+    unsafe = run.forward(S.to(DEVICE), keep=True)[2][2]
+    assert unsafe.flatten().tolist() == [0, 1, 0]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_tiles_of_runs(variant, dtype):
-    compare(variant, (2, 150, 3, 64, 64), Tiles(), starts=True, forgets=True, dtype=dtype)
+@pytest.mark.parametrize("chunk", [0, Tiles().chunk])
+def test_the_tiles_of_runs(variant, dtype, chunk):
+    compare(variant, (2, 150, 3, 64, 64), Tiles(chunk=chunk), starts=True, forgets=True, dtype=dtype)
+    compare(variant, (1, 128, 2, 64, 64), Tiles(chunk=chunk), starts=False, forgets=False, dtype=dtype, far=(40,))

@@ -132,7 +132,7 @@ def test_chunks_and_buckets_are_the_kernels():
     assert delta_rule.CHUNK == footprint.DELTA_RULE_CHUNK
     assert orthogonal_state._STEPS_LENGTH == footprint.LATTICE_STEPS_CHUNK
     assert orthogonal_state._SPAN_LENGTH == footprint.LATTICE_SPAN_CHUNK
-    assert LatticeTiles().border == footprint.LATTICE_BORDER
+    assert LatticeTiles().border == LatticeTiles().chunk == footprint.LATTICE_BORDER
     assert window_attention._BLOCK == footprint.WINDOW_BLOCK
     assert eidetic_attention._BLOCK == footprint.EIDETIC_BLOCK
     assert protocol._ALIGNMENT_BYTES == footprint.MESSAGE_ALIGNMENT

@@ -194,6 +194,31 @@ def _lattice_kernels():
             warps_back,
             types | ({"dv": "fp32"} if slots_back < m else {}),
         )
+        if not decoding and tiles.chunk:
+            yield from _lattice_chunks(variant, tiles, common, types)
+
+
+def _lattice_chunks(variant, tiles, common, types):
+    """Not the walk back over chunks, where some of what says where tiles lie is not kept in registers."""
+    from baton.kernels.orthogonal_state import chunk_backward, chunk_forward
+    from baton.kernels.orthogonal_state.triton import own_of_chunks
+
+    common = {**common, "BORDER": tiles.chunk}
+    types |= dict.fromkeys(("own", "numbers", "rows", "scales", "dlasts"), "fp32") | {"unsafe": "i32"}
+    beside, walk = {**common, "BM": tiles.slots_chunk}, {"GROUP": tiles.steps_chunk}
+    ahead = {**beside, **walk, "WARPS": tiles.warps_chunk, "PARTS": tiles.parts, "STEPS": tiles.steps}
+    ahead["OWN"] = own_of_chunks(tiles.chunk, tiles.slots_chunk, common["D"])
+    name = f"lattice, {variant} chunks"
+    yield name, chunk_forward.chunk_forward_kernel, ahead, tiles.warps_chunk, types
+    before = {n: x for n, x in (beside | walk).items() if n in chunk_backward.before_kernel.arg_names}
+    yield f"{name} before", chunk_backward.before_kernel, before, tiles.warps_beside, types
+    if variant == "sim":  # the others are the same in both
+        for of, kernel, warps in (
+            ("numbers of", chunk_forward.numbers_kernel, 1),
+            ("outputs of", chunk_forward.outputs_kernel, tiles.warps_beside),
+            ("behind", chunk_backward.behind_kernel, tiles.warps_beside),
+        ):
+            yield f"lattice, {of} chunks", kernel, {n: x for n, x in beside.items() if n in kernel.arg_names}, warps, types
 
 
 def _eidetic_kernels(arch):
