@@ -118,7 +118,9 @@ class Mixer(nn.Module, ABC):
         if Mixer.seen is not None:
             Mixer.seen.add(recurrence)
             if not inputs[0].is_meta:  # definitions look at numbers
-                return recurrence.reference(inputs, pos, state)  # of a few tokens, for which nothing has to be compiled
+                # of a few tokens, for which nothing has to be compiled: no kernel takes float64, and what comes behind has a step's
+                y, leaving = recurrence.reference(tuple(x.double() if x.is_floating_point() else x for x in inputs), pos, state)
+                return y.to(inputs[0].dtype), leaving
         return carry(self.link, recurrence, inputs, pos, state, self.where)
 
     def __init_subclass__(cls, settings: type[MixerConfig] | None = None, **kwargs: Any) -> None:
@@ -152,12 +154,14 @@ def noting() -> Iterator[set[Recurrence]]:
         Mixer.seen = None
 
 
-def recurrences_of(model: nn.Module, d_model: int) -> list[Recurrence]:
-    """What the model's mixers carry, by name: found by running each kind on a few tokens. A tensor group calls it together."""
+def recurrences_of(model: nn.Module, d_model: int, dtype: torch.dtype) -> list[Recurrence]:
+    """What the model's mixers carry, by name: found by running each kind on a few tokens, in the dtype and with the positions of a
+    step, so that no kernel is needed that steps do not need. A tensor group calls it together."""
     inner = {part for module in model.modules() if isinstance(module, Mixer) for part in module.modules() if part is not module}
     outer = {type(module): module for module in model.modules() if isinstance(module, Mixer) and module not in inner}
     with noting() as seen:
         for mixer in outer.values():
             device = next(mixer.parameters()).device
-            mixer(torch.zeros(1, 16, d_model, device=device), torch.arange(16, device=device)[None], None)
+            pos = torch.arange(16, dtype=torch.int32, device=device)[None]
+            mixer(torch.zeros(1, 16, d_model, dtype=dtype, device=device), pos, None)
     return sorted(seen, key=str)

@@ -27,7 +27,7 @@ def check_kernels(built: Built, training: TrainingConfig) -> None:
         KernelCheckError: one computes something else.
     """
     model, mesh = built.model, built.mesh
-    for recurrence in recurrences_of(model, model.config.d_model):
+    for recurrence in recurrences_of(model, model.config.d_model, model.compute_dtype):
         finding = check(recurrence, mesh.device, DTYPES[training.precision])
         if not finding.passed:
             raise KernelCheckError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from baton.kernels import launch
 from baton.kernels import tiles as table
 from baton.kernels.ahead import on_gpu
 
@@ -44,7 +45,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, added: Tensor | None, eps: float, dtype: torch.dtype, silu: bool, blocks: int
     ) -> tuple[Tensor, Tensor]:
-        x, weight = x.contiguous(), weight.contiguous()
+        # where it lies among others of odd sizes differs from what is compiled beforehand
+        x, weight = x.contiguous(), launch.aligned(weight)
         stream = x if added is None else torch.empty_like(x)
         ctx.added = None if added is None else added.dtype
         added = x if added is None else added.contiguous()

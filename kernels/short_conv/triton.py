@@ -112,7 +112,7 @@ def _forward(
     rows, width = launch.in_rows(x), weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _kernels().conv_kernel[_grid(x, tiles)](
-        rows, weight.contiguous(), bias.contiguous(), x if tail is None else tail.contiguous(), x if pos is None else pos, y,
+        rows, launch.aligned(weight), launch.aligned(bias), x if tail is None else tail.contiguous(), x if pos is None else pos, y,
         EVEN=x.shape[1] % tiles.steps == 0, **_options(rows, width, tail, pos, silu, tiles),
     )  # fmt: skip
     return y, new_tail(x, tail, width - 1)
@@ -138,8 +138,8 @@ class _ShortConv(torch.autograd.Function):
         dtail = x if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
         sums = torch.empty(batch * grid[2], width + 1, channels, dtype=torch.float32, device=x.device)
         _kernels().conv_backward_kernel[grid](
-            rows, weight.contiguous(), bias.contiguous(), x if tail is None else tail.contiguous(), x if pos is None else pos, dy,
-            dleaving.contiguous(), dx, dtail, sums, dy_batch=dy.stride(0), dy_row=dy.stride(1), EVEN=even,
+            rows, launch.aligned(weight), launch.aligned(bias), x if tail is None else tail.contiguous(), x if pos is None else pos,
+            dy, dleaving.contiguous(), dx, dtail, sums, dy_batch=dy.stride(0), dy_row=dy.stride(1), EVEN=even,
             **_options(rows, width, tail, pos, ctx.silu, tiles),
         )  # fmt: skip
         whole = sums.sum(0)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,6 +198,26 @@ def test_what_cannot_be_compiled_is_said(run_file, capsys, monkeypatch):
         cli.main(["compile", str(run_file), "--capability", "hopper"])
     assert ended.value.code == 2
     assert "argument --capability: invalid" in capsys.readouterr().err
+
+
+def launched(form, *mixers):
+    """By mixer, what tests/support/launched.py notes."""
+    program = Path(__file__).parents[1] / "support" / "launched.py"
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    settings["PYTHONPATH"] = str(program.parents[1])
+    command = [sys.executable, "-P", str(program), form, *mixers]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_what_is_launched_is_what_was_compiled():
+    """Not B'MOJO's: where a CPU is taken for a GPU, what is checked of it is made by the kernels that are checked."""
+    mixers = ("mamba2", "gsa", "lattice", "gated_delta_net")
+    real, ahead = launched("real", *mixers), launched("ahead", *mixers)
+    for mixer in mixers:
+        assert len(real[mixer]) > 10
+        assert set(real[mixer]) <= set(ahead[mixer]), mixer
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from baton.training.executor import StepExecutor
 def checked(mesh, mixer):
     """Names of what a model's mixers carry, as found and as they then do; and the check itself."""
     built = build(model_of(mixer), training(), mesh)
-    found = recurrences_of(built.model, built.model.config.d_model)
+    found = recurrences_of(built.model, built.model.config.d_model, built.model.compute_dtype)
     check_kernels(built, training())
     Mixer.seen = seen = set()
     tokens = torch.randint(32, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -56,7 +56,7 @@ def test_a_model_is_checked_and_takes_a_step_in_bfloat16(pool, mixer):
 
 def found_by(mesh):
     built = build(model_of("hybrid"), training(), mesh)
-    return [str(r) for r in recurrences_of(built.model, built.model.config.d_model)], None
+    return [str(r) for r in recurrences_of(built.model, built.model.config.d_model, built.model.compute_dtype)], None
 
 
 def found_without_kernels(mesh):
@@ -64,7 +64,7 @@ def found_without_kernels(mesh):
     built, right = build(ModelConfig(**model_of("mamba").model_dump()), training(), mesh), SelectiveScan.run
     SelectiveScan.run = None
     try:
-        return [str(r) for r in recurrences_of(built.model, built.model.config.d_model)]
+        return [str(r) for r in recurrences_of(built.model, built.model.config.d_model, built.model.compute_dtype)]
     finally:
         SelectiveScan.run = right
 
