@@ -17,6 +17,7 @@ BEGIN, END = "<!-- figures: make tables -->", "<!-- end of figures -->"
 CHOSEN = (
     ("train_step_mamba_8x2048", "mamba-1.4b 8x2048 x 16", "tokens/s", "mamba_ssm"),
     ("train_step_gsa_8x2048", "gsa-1.3b 8x2048 x 16", "tokens/s", "fla"),
+    ("train_step_1x16384_more", "longhorn 1x16384 x 16", "tokens/s", "our mamba-1.4b"),
     ("train_step_bmojo_8x2048", "bmojo 8x2048 x 16", "tokens/s", "our mamba-1.4b, the next run on the same GPU"),
     ("scan_gpu_main_conv", "mamba B8 T2048 D4096 N16", "forward us", "mamba_ssm"),
     ("scan_gpu_main_conv", "mamba B8 T2048 D4096 N16", "backward us", "mamba_ssm"),
@@ -25,11 +26,14 @@ CHOSEN = (
     ("matrix_gpu_gla_2048", "gla B8 T2048 H4 K256 V512", "fwd+bwd us", "fla"),
     ("matrix_gpu_gsa", "gsa B8 T2048 H4 K512 V512 M64", "fwd+bwd as a graph us", "fla"),
     ("matrix_gpu_gsa", "gsa B1 T131072 H4 K512 V512 M64", "fwd+bwd as a graph us", "fla"),
-    ("matrix_gpu_delta_net_gated_2048", "delta_net B8 T2048 H16 K128 V128", "fwd+bwd as a graph us", "fla"),
+    ("matrix_gpu_delta_net_lattice", "delta_net B8 T2048 H16 K128 V128", "fwd+bwd as a graph us", "fla"),
+    ("matrix_gpu_delta_net_lattice", "lattice-sim B8 T2048 H32 K64 V64", "fwd+bwd as a graph us", "fla's DeltaNet"),
     ("matrix_gpu_bmojo", "bmojo B8 T2048 H32 D64", "fwd+bwd us", "FlexAttention"),
     ("exchange", "gsa-1.3b 2 x 16384", "pass ms, relay", "the same without exchange"),
     ("exchange", "mamba-1.4b 2 x 16384", "pass ms, relay", "the same without exchange"),
     ("exchange", "mamba-1.4b 2 x 16384", "pass ms, relay", "all-to-all over heads"),
+    ("scaling", "mamba-1.4b, data 2, 8x2048 x 4", "tokens/s", "2 times one GPU"),
+    ("scaling", "mamba-1.4b, sequence 2, 1x32768 x 4", "tokens/s", "2 times one GPU"),
     ("checkpoint_stall_mamba-1_4b", "a save's stall", "seconds", "the limit"),
 )
 """File, case, metric and peer of README's rows."""
