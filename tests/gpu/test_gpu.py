@@ -147,14 +147,18 @@ def test_states_go_from_gpu_to_gpu(pool, gpu_pool, mixer):
             assert relative_error(got[name], value) <= 1e-4, name
 
 
+@pytest.mark.timeout(900)  # kernels of every kind are compiled
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_are_segments_bit_for_bit_on_gpus(gpu_pool, ranks):
     """Outputs, leaving State and the entering State's cotangent of every kind; by relay, early, and gathered."""
     if gpu_pool.size < ranks:
         pytest.skip(f"needs {ranks} GPUs, there are {gpu_pool.size}")
-    by = {exchange: gpu_pool.run(spans, sequence=ranks, state_exchange=exchange) for exchange in ("relay", "early", "gather")}
+    by = {
+        exchange: gpu_pool.run(spans, timeout_s=400, sequence=ranks, state_exchange=exchange)
+        for exchange in ("relay", "early", "gather")
+    }
     for exchange in ("relay", "early"):
-        alone = gpu_pool.run(spans, ranks, exchange, data=1)[0]
+        alone = gpu_pool.run(spans, ranks, exchange, timeout_s=400, data=1)[0]
         held_to(alone, [by["relay"]] if exchange == "relay" else [by["early"], by["gather"]])
 
 
