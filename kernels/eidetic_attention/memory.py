@@ -62,7 +62,8 @@ def take(sources: Sequence[tuple[Tensor, Tensor]], index: Tensor, valid: Tensor)
     """Row `index` [B, m] of each before [B, E, ...] followed by its rows [B, L, ...], 0 where not valid: [B, m, ...] in rows' type.
 
     The two are not put together: to choose from a span copies what is chosen, not the span. Whole rows are chosen by one number:
-    of a gather, which has one for each element, a deterministic backward pass on a GPU sorts them all.
+    of a gather, which has one for each element, a deterministic backward pass on a GPU sorts them all. And they are indexed, not
+    selected: rows are chosen more than once, and an index's gradients are added in one order whether or not PyTorch was asked to.
     """
     entries, length = sources[0][0].shape[1], sources[0][1].shape[1]
     inside, nothing = index < entries, ~valid
@@ -73,8 +74,7 @@ def take(sources: Sequence[tuple[Tensor, Tensor]], index: Tensor, valid: Tensor)
     for before, rows in sources:
         wide = (*index.shape, *[1] * (rows.dim() - 2))
         old, new = (
-            x.flatten(0, 1).index_select(0, at).unflatten(0, index.shape).to(rows.dtype)
-            for x, at in ((before, at_before), (rows, at_rows))
+            x.flatten(0, 1)[at].unflatten(0, index.shape).to(rows.dtype) for x, at in ((before, at_before), (rows, at_rows))
         )
         found.append(torch.where(inside.view(wide), old, new).masked_fill(nothing.view(wide), 0.0))
     return found

@@ -42,6 +42,14 @@ def test_every_recurrence_on_the_gpu_is_its_definition(recurrence, dtype, extrem
     assert finding.passed, str(finding)
 
 
+@pytest.mark.parametrize("recurrence", recurrences(), ids=str)
+def test_runs_have_the_same_bits_unasked(recurrence):
+    """Whether or not PyTorch's operators beside the kernels were asked to."""
+    for _ in range(3):
+        finding = check(recurrence, torch.device("cuda"), torch.bfloat16)
+        assert finding.passed, str(finding)
+
+
 LINEAR = [r for r in recurrences() if isinstance(r, LinearRecurrence)]
 
 
