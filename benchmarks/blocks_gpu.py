@@ -2,8 +2,9 @@
 
 The one thing to know: a peer has the same weights, in bfloat16 (mamba_ssm's, whose block wants them so, in fp32 under autocast),
 and both have an fp32 residual stream to which each adds once. Ours has fp32 parameters that it casts in every call. The gates
-compare outputs and gradients of the two, and ours with itself in float32. Ours also takes document positions. A model that nobody
-else trains is held against our own Mamba's block of the same call. Where the time goes is printed by kernel.
+compare outputs and gradients of the two, and ours with itself in float32; where a model chooses, as far as a stream rounded to
+bfloat16 leads float32 to other choices. Ours also takes document positions. A model that nobody else trains is held against our own
+Mamba's block of the same call. Where the time goes is printed by kernel.
 
     python benchmarks/blocks_gpu.py [--models mamba-1.4b,gsa-1.3b,lattice-1.3b/sim] [--batch 8] [--tokens 2048] [--name blocks_gpu]
 """
@@ -12,7 +13,7 @@ import argparse
 import importlib
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from types import ModuleType
@@ -33,6 +34,8 @@ from baton.parallel.layout import initialize_parameters
 from baton.parallel.tensor import drop_compute_copies
 
 AGREE = 2e-2  # of two bfloat16 computations that round in other places
+CHOOSES = {"bmojo"}  # what is remembered, by scores that rounding puts in another order
+ALLOWED = 3.0  # times what float32 loses of it where the stream alone is rounded
 NORM = "norm.weight"  # the block's own, beside its mixer's parameters
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "mamba": {
@@ -161,6 +164,10 @@ class Inputs:
         pos = torch.arange(length, dtype=torch.int32, device="cuda").repeat(batch, 1)
         return cls(hidden.bfloat16(), residual.requires_grad_(), pos, dy)
 
+    def rounded(self) -> "Inputs":
+        """With the stream in bfloat16's digits."""
+        return replace(self, residual=self.residual.detach().bfloat16().float().requires_grad_())
+
 
 def our_step(block: nn.Module, given: Inputs) -> Call:
     """Forward and backward: what leaves, to be added to the stream, and all gradients, by our names."""
@@ -229,8 +236,14 @@ class Bench:
         kind, block = our_block(config, torch.bfloat16)
         step, exact = our_step(block, given), our_step(our_block(config, torch.float32)[1], given)
         found, case = step(), f"{name} block {self.shape[0]} x {self.shape[1]}"
-        off, where = worst(found, exact())
-        report.gate(f"{case} itself", off <= AGREE, f"bfloat16 and float32 differ by {off:.1e} ({where}), {AGREE:.0e} allowed")
+        expected = exact()
+        (off, where), allowed, why = worst(found, expected), AGREE, ""
+        if kind in CHOOSES:
+            drift = error(our_step(our_block(config, torch.float32)[1], given.rounded())()[where], expected[where])
+            allowed, why = max(AGREE, ALLOWED * drift), f"; float32 with the stream's last bits of bfloat16 changed by {drift:.1e}"
+        report.gate(
+            f"{case} itself", off <= allowed, f"bfloat16 and float32 differ by {off:.1e} ({where}), {allowed:.0e} allowed{why}"
+        )
         # the second without the host's time, which at small sizes is the longer one
         mine = clock(step), clock.recorded(step)
         report.say(f"{case}: {1000 * mine[0]:,.0f} us, as a graph {1000 * mine[1]:,.0f} us")

@@ -52,6 +52,8 @@ MODELS: dict[str, tuple[str, list[str]]] = {
     "bmojo": ("bmojo-1.4b", []),
     **{f"lattice-{kind}": ("lattice-1.3b", [f"model.mixers.lattice.variant={kind}"]) for kind in ("sim", "enc", "dec")},
     "transformer": ("transformer-1.3b", []),
+    "mamba-2.8b": ("mamba-2.8b", []),
+    "gsa-2.7b": ("gsa-2.7b", []),
 }
 """A name in configs/models, and settings over it."""
 TINY = {
@@ -60,6 +62,7 @@ TINY = {
     "lattice": ["model.mixers.lattice.heads=2", "model.mixers.lattice.head_dim=32", "model.mixers.lattice.slots=8"],
     "transformer": ["model.mixers.attention={kind: attention, heads: 2, head_dim: 32}"],
 }
+TINY["gsa-2.7b"] = TINY["gsa-1.3b"]
 
 
 @dataclass(frozen=True)
