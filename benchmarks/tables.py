@@ -28,12 +28,15 @@ CHOSEN = (
     ("matrix_gpu_gsa", "gsa B1 T131072 H4 K512 V512 M64", "fwd+bwd as a graph us", "fla"),
     ("matrix_gpu_delta_net_lattice", "delta_net B8 T2048 H16 K128 V128", "fwd+bwd as a graph us", "fla"),
     ("matrix_gpu_delta_net_lattice", "lattice-sim B8 T2048 H32 K64 V64", "fwd+bwd as a graph us", "fla's DeltaNet"),
+    ("matrix_gpu_loop", "lattice-dec B8 T2048 H32 K64 V64", "fwd+bwd us", "compiled step, looped"),
     ("matrix_gpu_bmojo", "bmojo B8 T2048 H32 D64", "fwd+bwd us", "FlexAttention"),
     ("exchange", "gsa-1.3b 2 x 16384", "pass ms, relay", "the same without exchange"),
     ("exchange", "mamba-1.4b 2 x 16384", "pass ms, relay", "the same without exchange"),
     ("exchange", "mamba-1.4b 2 x 16384", "pass ms, relay", "all-to-all over heads"),
     ("scaling", "mamba-1.4b, data 2, 8x2048 x 4", "tokens/s", "2 times one GPU"),
     ("scaling", "mamba-1.4b, sequence 2, 1x32768 x 4", "tokens/s", "2 times one GPU"),
+    ("scaling_tensor_pipeline", "mamba-1.4b, tensor 2, 8x2048 x 4", "tokens/s", "2 times one GPU"),
+    ("scaling_tensor_pipeline", "mamba-1.4b, pipeline 2, 8x2048 x 8", "tokens/s", "2 times one GPU"),
     ("checkpoint_stall_mamba-1_4b", "a save's stall", "seconds", "the limit"),
 )
 """File, case, metric and peer of README's rows."""
