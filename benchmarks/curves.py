@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,11 @@ def mean_of_last(curve: list[float]) -> float:
 
 
 def one_model(report: Report, model: str, folder: Path, arguments: argparse.Namespace) -> None:
-    curves = {form: losses(model, form, folder, arguments) for form in FORMS}
+    curves = {}
+    for form in FORMS:
+        began = time.monotonic()
+        curves[form] = losses(model, form, folder, arguments)
+        report.say(f"{model}, {form}: {time.monotonic() - began:.0f} s")
     for form, curve in curves.items():
         marks = ", ".join(f"{curve[n]:.4f}" for n in range(0, len(curve), max(1, len(curve) // 10)))
         report.say(f"{model}, {form}: {marks}, last quarter {mean_of_last(curve):.5f}")
