@@ -10,8 +10,11 @@ from torch.nn.functional import normalize
 from baton.kernels.delta_rule.chunked import delta_rule_effect
 from baton.kernels.delta_rule.op import delta_rule
 from baton.kernels.delta_rule.reference import delta_rule_reference
+from baton.kernels.delta_rule.triton import delta_rule_effect_triton
 from baton.kernels.examples import extreme_gates, extreme_log_gates, randn
+from baton.kernels.gated_linear_attention.triton import in_triton
 from baton.kernels.in_chunks import compute_dtype
+from baton.kernels.launch import without_autocast
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, MatrixAffine, State
 
 
@@ -59,7 +62,6 @@ class DeltaRule(LinearRecurrence):
     def adjoint(self, transition: State) -> State:
         return {"S": transition["S"].transpose(2, 3)}
 
-    @torch.no_grad()
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
         """One pass without queries for both parts: the transition and what is added share everything but their columns."""
         matrix, add = self._effect(inputs, pos)
@@ -67,7 +69,9 @@ class DeltaRule(LinearRecurrence):
 
     def _effect(self, inputs: Inputs, pos: Tensor | None) -> tuple[Tensor, Tensor]:
         _, k, v, beta, *gate = inputs
-        return delta_rule_effect(k, v, beta, gate[0] if gate else None, pos=pos)
+        implementation = delta_rule_effect_triton if in_triton(k, compute_dtype(*inputs)) else delta_rule_effect
+        with torch.no_grad(), without_autocast(k):
+            return implementation(k, v, beta, gate[0] if gate else None, pos=pos)
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         """Keys of length 1, as the mixers make them, some equal to the one before and some 0; beta from 0 to 2."""

@@ -10,6 +10,10 @@ Backwards, dr = (I + A)^-T du is the right-hand side's cotangent. So dv = beta d
 beta multiplies, u / beta, without making that again. Row strides are known when a kernel is compiled: addresses of a tile's rows
 then differ by constants, and take few registers.
 
+A long sequence of few heads is walked in pieces at once. What a piece does to the state is S -> M S + add, and M is what it makes of
+a unit state without values: so all pieces are walked with as many more columns, `fold_kernel` goes from piece to piece, and they are
+walked again from what enters each. Cotangents go back by M^T.
+
 Shape suffixes as in `sides`: X is d_key, Y d_value.
 """
 
@@ -143,27 +147,33 @@ def inverse_kernel(
 
 @triton.jit
 def writes_kernel(
-    k, v, beta, sums, pos, inverse, first, u, states, last, T, chunks,
+    k, v, beta, sums, pos, inverse, first, u, states, last, T, chunks, piece,
     k_batch, k_row: tl.constexpr, k_head, v_batch, v_row: tl.constexpr, v_head, beta_batch, beta_row: tl.constexpr, beta_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, HAS_FIRST: tl.constexpr,
     KEEP: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
-    """u [B, T, H, Y], the state before each chunk [B, H, N, X, Y] if KEEP, and behind the last one. BX holds all of X."""
-    y, bh = tl.program_id(0) * BY + tl.arange(0, BY), tl.program_id(1)
+    """Of P pieces of so many chunks; first: what enters each, [B, H, P, X, Y]. If KEEP, u [B, T, H, Y], the state before each chunk
+    [B, H, N, X, Y] and behind the last one; else what each piece does to the state, add and M, last [B, H, P, X, Y + X], whose first
+    is not read. BX holds all of X."""
+    y, bh, p = tl.program_id(0) * BY + tl.arange(0, BY), tl.program_id(1), tl.program_id(2)
     b, h = (bh // H).to(tl.int64), bh % H
     x, i = tl.arange(0, BX), tl.arange(0, C)
     where = x[:, None] * Y + y[None, :]
     inside = (x < X)[:, None] & (y < Y)[None, :]
     square = i[:, None] * C + i[None, :]
     head = (b * H + h) * (X * Y)
+    of_piece = (b * H + h) * tl.num_programs(2) + p
     k += b * k_batch + h * k_head
     v += b * v_batch + h * v_head
     beta += b * beta_batch + h * beta_head
     PLANES: tl.constexpr = 1 if LOW is None else 2
     inverse += (b * H + h) * chunks * PLANES * (C * C)
     states += head * chunks
-    S = tl.load(first + head + where, mask=inside, other=0.0) if HAS_FIRST else tl.zeros([BX, BY], tl.float32)
-    for step in range(chunks):
+    if KEEP:
+        S = tl.load(first + of_piece * (X * Y) + where, mask=inside, other=0.0) if HAS_FIRST else tl.zeros([BX, BY], tl.float32)
+    else:
+        S = tl.where(x[:, None] == y[None, :] - Y, 1.0, 0.0)
+    for step in range(p * piece, tl.minimum(chunks, (p + 1) * piece)):
         n = tl.cast(step, tl.int64)
         begin, left = n * C, T - step * C
         k_x = rows_of(k + begin * k_row, i, k_row, x, left, X)
@@ -181,27 +191,35 @@ def writes_kernel(
         u_t = solved(inverse + n * PLANES * (C * C), square, beta_t[:, None] * missed, False, LOW, C)
         S *= whole_of(total, at_last, C, HAS_POS)
         S += product(tl.trans(k_x), until[:, None] * u_t, LOW)
-        leave_rows(u + ((b * T + begin) * H + h) * Y, i, H * Y, y, left, Y, u_t)
-    tl.store(last + head + where, S, mask=inside)
+        if KEEP:
+            leave_rows(u + ((b * T + begin) * H + h) * Y, i, H * Y, y, left, Y, u_t)
+    if KEEP:
+        tl.store(last + head + where, S, mask=inside & (p == tl.num_programs(2) - 1))
+    else:
+        to = last + of_piece * (X * (Y + X)) + x[:, None] * (Y + X) + y[None, :]
+        tl.store(to, S, mask=(x < X)[:, None] & (y < Y + X)[None, :])
 
 
 @triton.jit
 def writes_backward_kernel(
-    q, k, beta, sums, dy, pos, scores, inverse, arriving, dr, cotangents, dfirst, T, chunks, scale,
+    q, k, beta, sums, dy, pos, scores, inverse, arriving, dr, cotangents, dfirst, T, chunks, piece, scale,
     q_batch, q_row: tl.constexpr, q_head, k_batch, k_row: tl.constexpr, k_head,
     beta_batch, beta_row: tl.constexpr, beta_head, dy_batch, dy_row: tl.constexpr, dy_head,
-    X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
+    X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, KEEP: tl.constexpr,
     LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
-    """Cotangents: of the right-hand side, dr [B, T, H, Y], of the state behind each chunk [B, H, N, X, Y] and of the first.
-    scores: of q and k. What multiplies tokens multiplies the rows of dy, du and dr, so that q and k are multiplied as they lie."""
-    y, bh = tl.program_id(0) * BY + tl.arange(0, BY), tl.program_id(1)
+    """Cotangents, of P pieces of so many chunks; arriving: of what leaves each, [B, H, P, X, Y]. If KEEP, of the right-hand side,
+    dr [B, T, H, Y], of the state behind each chunk [B, H, N, X, Y] and of the first, dfirst [B, H, X, Y]; else of what enters each
+    piece with nothing arriving, dfirst [B, H, P, X, Y]. scores: of q and k. What multiplies tokens multiplies the rows of dy, du and
+    dr, so that q and k are multiplied as they lie."""
+    y, bh, p = tl.program_id(0) * BY + tl.arange(0, BY), tl.program_id(1), tl.program_id(2)
     b, h = (bh // H).to(tl.int64), bh % H
     x, i = tl.arange(0, BX), tl.arange(0, C)
     where = x[:, None] * Y + y[None, :]
     inside = (x < X)[:, None] & (y < Y)[None, :]
     square = i[:, None] * C + i[None, :]
     head = (b * H + h) * (X * Y)
+    of_piece = (b * H + h) * tl.num_programs(2) + p
     q += b * q_batch + h * q_head
     k += b * k_batch + h * k_head
     beta += b * beta_batch + h * beta_head
@@ -210,11 +228,12 @@ def writes_backward_kernel(
     PLANES: tl.constexpr = 1 if LOW is None else 2
     inverse += (b * H + h) * chunks * PLANES * (C * C)
     cotangents += head * chunks
-    dS = tl.load(arriving + head + where, mask=inside, other=0.0)
-    for step in range(chunks):
-        n = tl.cast(chunks - 1 - step, tl.int64)
+    dS = tl.load(arriving + of_piece * (X * Y) + where, mask=inside, other=0.0) if KEEP else tl.zeros([BX, BY], tl.float32)
+    behind = tl.minimum(chunks, (p + 1) * piece)
+    for step in range(behind - p * piece):
+        n = tl.cast(behind - 1 - step, tl.int64)
         begin = n * C
-        left = T - (chunks - 1 - step) * C
+        left = T - (behind - 1 - step) * C
         k_x = rows_of(k + begin * k_row, i, k_row, x, left, X)
         dy_t = rows_of(dy + begin * dy_row, i, dy_row, y, left, Y)
         read = tl.load(scores + n * (C * C) + square)
@@ -225,7 +244,8 @@ def writes_backward_kernel(
         total = last_of(summed, C)
         since, until = since_begin(summed, at, C, HAS_POS), until_end(summed, total, at_last, C, HAS_POS)
         low = rounded(dS, LOW)
-        tl.store(cotangents + n * (X * Y) + where, low.to(cotangents.dtype.element_ty), mask=inside)
+        if KEEP:
+            tl.store(cotangents + n * (X * Y) + where, low.to(cotangents.dtype.element_ty), mask=inside)
         du = product(k_x, low, LOW) * until[:, None]
         du += product(tl.trans(read), dy_t * scale, LOW)
         dr_t = solved(inverse + n * PLANES * (C * C), square, du, True, LOW, C)
@@ -234,8 +254,50 @@ def writes_backward_kernel(
         dS *= whole_of(total, at_last, C, HAS_POS)
         dS += product(tl.trans(q_x), dy_t * (since * scale)[:, None], LOW)
         dS -= product(tl.trans(k_x), (since * beta_t)[:, None] * dr_t, LOW)
-        leave_rows(dr + ((b * T + begin) * H + h) * Y, i, H * Y, y, left, Y, dr_t)
-    tl.store(dfirst + head + where, dS, mask=inside)
+        if KEEP:
+            leave_rows(dr + ((b * T + begin) * H + h) * Y, i, H * Y, y, left, Y, dr_t)
+    if KEEP:
+        tl.store(dfirst + head + where, dS, mask=inside & (p == 0))
+    else:
+        tl.store(dfirst + of_piece * (X * Y) + where, dS, mask=inside)
+
+
+@triton.jit
+def fold_kernel(
+    effects, adds, first, arriving, pieces, X: tl.constexpr, Y: tl.constexpr, WIDTH: tl.constexpr, HAS_FIRST: tl.constexpr,
+    BACKWARDS: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+):  # fmt: skip
+    """What enters each piece, arriving [B, H, P, X, Y], by effects [B, H, P, X, Y + X] as `writes_kernel` leaves them; or, if
+    BACKWARDS, the cotangents of what leaves each. adds: what a piece adds, [B, H, P, X, WIDTH], in its first Y columns; first: what
+    enters the first piece, [B, H, X, Y], or leaves the last. In float32, and exact where M is the unit matrix."""
+    y, bh = tl.program_id(0) * BY + tl.arange(0, BY), tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, BX)
+    first += bh * (X * Y)
+    effects += bh * pieces * (X * (Y + X)) + Y
+    adds += bh * pieces * (X * WIDTH)
+    arriving += bh * pieces * (X * Y)
+    for x0 in range(0, X, BX):
+        x = x0 + i
+        inside = (x < X)[:, None] & (y < Y)[None, :]
+        where = x[:, None] * Y + y[None, :]
+        S = tl.load(first + where, mask=inside, other=0.0) if HAS_FIRST else tl.zeros([BX, BY], tl.float32)
+        tl.store(arriving + (pieces - 1 if BACKWARDS else 0) * (X * Y) + where, S, mask=inside)
+    for step in range(pieces - 1):
+        n = pieces - 1 - step if BACKWARDS else step
+        to = arriving + (n - 1 if BACKWARDS else n + 1) * (X * Y)
+        # what other lanes have stored
+        tl.debug_barrier()
+        for x0 in range(0, X, BX):
+            x = x0 + i
+            inside = (x < X)[:, None] & (y < Y)[None, :]
+            S = tl.load(adds + n * (X * WIDTH) + x[:, None] * WIDTH + y[None, :], mask=inside, other=0.0)
+            for z0 in range(0, X, BX):
+                z = z0 + i
+                rows, columns = (z[None, :], x[:, None]) if BACKWARDS else (x[:, None], z[None, :])
+                M = tl.load(effects + n * (X * (Y + X)) + rows * (Y + X) + columns, mask=(rows < X) & (columns < X), other=0.0)
+                entering = arriving + n * (X * Y) + z[:, None] * Y + y[None, :]
+                S += tl.dot(M, tl.load(entering, mask=(z < X)[:, None] & (y < Y)[None, :], other=0.0), input_precision="ieee")
+            tl.store(to + x[:, None] * Y + y[None, :], S, mask=inside)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ class Tiles(SumTiles):
         values: of d_value, the part of a program that walks over chunks; a power of two, at least 16.
         warps_walk: of such a program.
         values_back, warps_back, stages_back: the same, and stages, where it walks backwards.
+        programs: that a GPU should have where chunks are walked through; with a third of them the sequence is walked in pieces.
         warps_inverse: of a program that inverts a chunk's matrix.
         x_chunk, y_chunk, warps_chunk: of d_key and d_value, a step of the program that computes a chunk's gradients; its warps.
     """
@@ -41,6 +42,7 @@ class Tiles(SumTiles):
     values_back: int = 64
     warps_back: int = 4
     stages_back: int = 1
+    programs: int = 128
     warps_inverse: int = 1
     x_chunk: int = 64
     y_chunk: int = 64
@@ -71,6 +73,21 @@ def delta_rule_triton(
     tiles = tiles or _tiles_for(k, v, g)
     y, leaving = _DeltaRule.apply(q, k, v, beta, g, initial_state, scale, launch.positions(pos), tiles)
     return y, leaving
+
+
+def delta_rule_effect_triton(
+    k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, pos: Tensor | None, tiles: Tiles | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `chunked.delta_rule_effect`, of arguments that `delta_rule_triton` takes."""
+    run = _Run(k, k, v, beta, g, 1.0, launch.positions(pos), tiles or _tiles_for(k, v, g))
+    X, Y = run.sum.sizes
+    effects = run.effects(run.inverses(), run.pieces(-(-(Y + X) // run.walk(run.tiles.values)["BY"])))
+    total, *others = effects.unbind(2)
+    for effect in others:
+        total = effect[..., Y:] @ total
+        total[..., :Y] += effect[..., :Y]
+    add, M = total.split((Y, X), dim=3)
+    return M.contiguous(), add.contiguous()
 
 
 def shape_of(gated: bool, d_key: int, d_value: int) -> table.Shape:
@@ -110,11 +127,17 @@ class _Run:
         X, Y = self.sum.sizes
         return self.options(BX=max(16, table.power_of_two(X)), BY=self.sum.block(Y, values), **own)
 
-    def writes(self, first: Tensor | None, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The chunks' inverses, see `solve.inverse_kernel`, what tokens write [B, T, H, d_value], the states before each chunk, the
-        last."""
+    def pieces(self, blocks: int) -> int:
+        """Chunks of each piece of the sequence, of so many programs a head."""
         run = self.sum
-        (_, k, v), chunk, heads, rows = run.given, self.tiles.chunk, run.heads, run.batch * run.heads
+        # pieces are walked twice, with more columns the first time: two do not pay
+        wanted = min(self.tiles.programs // (blocks * run.batch * run.heads), run.chunks // 4)
+        return run.chunks if wanted < 3 else -(-run.chunks // wanted)
+
+    def inverses(self) -> Tensor:
+        """The chunks' inverses, see `solve.inverse_kernel`."""
+        run = self.sum
+        k, chunk, heads, rows = run.given.k, self.tiles.chunk, run.heads, run.batch * run.heads
         planes = 1 if run.kept == torch.float32 else 2
         inverse = run.new(run.batch, heads, run.chunks, planes, chunk, chunk, dtype=run.kept)
         options = self.options(BX=run.block(run.sizes[0], SMALL), num_warps=self.tiles.warps_inverse)
@@ -123,20 +146,58 @@ class _Run:
             k, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.length, run.chunks,
             *launch.strides(k, self.beta), **options,
         )  # fmt: skip
+        return inverse
+
+    def walked(
+        self, inverse: Tensor, piece: int, first: Tensor | None, u: Tensor | None, states: Tensor | None, last: Tensor
+    ) -> None:
+        """A launch of `solve.writes_kernel`; without u and states of what each piece does to the state."""
+        run, (_, k, v) = self.sum, self.sum.given
         X, Y = run.sizes
-        u = run.new(*v.shape, dtype=run.kept)
-        states = run.new(run.batch, heads, run.chunks, X, Y, dtype=run.kept) if keep else None
-        last, options = run.new(run.batch, heads, X, Y), self.walk(self.tiles.values, num_warps=self.tiles.warps_walk)
-        self.kernels.writes_kernel[(-(-Y // options["BY"]), rows)](
-            k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.or_v(first), u, run.or_v(states), last,
-            run.length, run.chunks, *launch.strides(k, v, self.beta), HAS_FIRST=first is not None, KEEP=keep, **options,
+        options = self.walk(self.tiles.values, num_warps=self.tiles.warps_walk)
+        columns = Y if u is not None else Y + X
+        self.kernels.writes_kernel[(-(-columns // options["BY"]), run.batch * run.heads, -(-run.chunks // piece))](
+            k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.or_v(first), run.or_v(u), run.or_v(states), last,
+            run.length, run.chunks, piece, *launch.strides(k, v, self.beta), HAS_FIRST=first is not None, KEEP=u is not None,
+            **options,
         )  # fmt: skip
-        return inverse, u, last if states is None else states, last
+
+    def effects(self, inverse: Tensor, piece: int) -> Tensor:
+        """What each piece adds, and its transition, [B, H, P, d_key, d_value + d_key]."""
+        run, (X, Y) = self.sum, self.sum.sizes
+        effects = run.new(run.batch, run.heads, -(-run.chunks // piece), X, Y + X)
+        self.walked(inverse, piece, None, None, None, effects)
+        return effects
+
+    def folded(self, effects: Tensor, adds: Tensor, first: Tensor | None, *, backwards: bool) -> Tensor:
+        """What enters each piece, [B, H, P, d_key, d_value], or the cotangents of what leaves each."""
+        run, (X, Y), pieces = self.sum, self.sum.sizes, effects.shape[2]
+        arriving, BY = run.new(*effects.shape[:3], X, Y), 16
+        self.kernels.fold_kernel[(-(-Y // BY), run.batch * run.heads)](
+            effects, adds, run.or_v(first), arriving, pieces, X=X, Y=Y, WIDTH=adds.shape[4], HAS_FIRST=first is not None,
+            BACKWARDS=backwards, BX=run.block(X, 64), BY=BY, num_warps=4,
+        )  # fmt: skip
+        return arriving
+
+    def writes(self, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """The chunks' inverses, what tokens write [B, T, H, d_value], the states before each chunk, the last, and the pieces'
+        effects if there are pieces."""
+        run, (X, Y) = self.sum, self.sum.sizes
+        inverse, effects = self.inverses(), None
+        piece = self.pieces(-(-Y // self.walk(self.tiles.values)["BY"]))
+        if piece < run.chunks:
+            effects = self.effects(inverse, piece)
+            first = self.folded(effects, effects, first, backwards=False)
+        u = run.new(*run.given.v.shape, dtype=run.kept)
+        states = run.new(run.batch, run.heads, run.chunks, X, Y, dtype=run.kept)
+        last = run.new(run.batch, run.heads, X, Y)
+        self.walked(inverse, piece, first, u, states, last)
+        return inverse, u, states, last, effects
 
     def forward(self, first: Tensor | None) -> tuple[Tensor, Tensor]:
         run = self.sum
         q, k, _ = run.given
-        _, u, states, last = self.writes(first, keep=True)
+        _, u, states, last, _ = self.writes(first)
         scores = run.scores(q, k, self.sums, gated=True)
         y, _ = run.along_y(Prepared(self.sums, q, k, None), Side(None, u), scores, states, None, read=q.dtype, write=None)
         assert y is not None
@@ -146,14 +207,25 @@ class _Run:
         """Gradients of q, k, v, beta, g and the state that entered."""
         run = self.sum
         (q, k, v), rows, shape = run.given, run.batch * run.heads, run.given.v.shape
-        inverse, u, states, _ = self.writes(first, keep=True)
+        inverse, u, states, _, effects = self.writes(first)
         scores = run.scores(q, k, self.sums, gated=True)
-        dr, cotangents, dfirst = run.new(*shape, dtype=run.kept), torch.empty_like(states), torch.empty_like(dlast)
-        options = self.walk(self.tiles.values_back, num_warps=self.tiles.warps_back, num_stages=self.tiles.stages_back)
-        self.kernels.writes_backward_kernel[(-(-shape[3] // options["BY"]), rows)](
-            q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), scores, inverse, dlast, dr, cotangents, dfirst, run.length,
-            run.chunks, self.scale, *launch.strides(q, k, self.beta, dy), **options,
-        )  # fmt: skip
+        dr, cotangents = run.new(*shape, dtype=run.kept), torch.empty_like(states)
+
+        def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
+            options = self.walk(self.tiles.values_back, num_warps=self.tiles.warps_back, num_stages=self.tiles.stages_back)
+            self.kernels.writes_backward_kernel[(-(-shape[3] // options["BY"]), rows, pieces)](
+                q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), scores, inverse, run.or_v(arriving), dr, cotangents,
+                dfirst, run.length, run.chunks, -(-run.chunks // pieces), self.scale, *launch.strides(q, k, self.beta, dy),
+                KEEP=arriving is not None, **options,
+            )  # fmt: skip
+            return dfirst
+
+        pieces = 1 if effects is None else effects.shape[2]
+        arriving = dlast
+        if effects is not None:
+            adds = back(None, run.new(*effects.shape[:4], shape[3]), pieces)
+            arriving = self.folded(effects, adds, dlast, backwards=True)
+        dfirst = back(arriving, torch.empty_like(dlast), pieces)
         dq, dk, dv = (run.new(*x.shape, dtype=x.dtype) for x in (q, k, v))
         dbeta, dg = run.new(*shape[:3]), None if self.sums is None else run.new(*shape[:3])
         self.kernels.gradients_kernel[(run.chunks, rows)](

@@ -1,6 +1,6 @@
 """The delta rule's Triton kernels against the definition: interpreted on a CPU, compiled on a GPU."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
+from baton.kernels.delta_rule.chunked import delta_rule_effect
 from baton.kernels.delta_rule.reference import delta_rule_reference
-from baton.kernels.delta_rule.triton import Tiles, delta_rule_triton
+from baton.kernels.delta_rule.triton import Tiles, _Run, delta_rule_effect_triton, delta_rule_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(chunk=16, x=16, y=16, values=16, values_back=16, x_chunk=16, y_chunk=16)
@@ -71,6 +72,41 @@ class AsTheyAre(Tiles):
 def test_inverses_are_made_block_by_block(chunk):
     tiles = AsTheyAre(**{**asdict(SMALL), "chunk": chunk})
     compare((1, 70, 1, 9, 5), tiles, gated=chunk == 64, starts=chunk == 64)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_sequence_is_walked_in_pieces(gated):
+    """Three pieces of five chunks and one of three, of what is written in columns of two programs; documents start in some."""
+    tiles = replace(SMALL, programs=8)
+    sizes = (1, 276, 1, 18, 19)
+    assert _Run(*(torch.empty(*sizes[:3], n) for n in (18, 18, 19)), torch.empty(sizes[:3]), None, 1.0, None, tiles).pieces(2) == 5
+    compare(sizes, tiles, gated=gated, starts=gated)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("programs", [1, 100])
+def test_what_a_span_does_to_the_state_is_the_chunked_forms(gated, programs):
+    g = seeded(2)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g)
+
+    k, v = F.normalize(randn(2, 200, 2, 9), dim=-1), randn(2, 200, 2, 18)
+    beta, gates = 2 * torch.rand(2, 200, 2, generator=g), 0.1 * F.logsigmoid(randn(2, 200, 2)) if gated else None
+    pos = positions(seeded(3), 2, 200, 0.002)
+    given = [x if x is None else x.to(DEVICE) for x in (k, v, beta, gates)]
+    found = delta_rule_effect_triton(*given, pos=pos.to(DEVICE), tiles=replace(SMALL, programs=programs))
+    exact = delta_rule_effect(*(x if x is None else x.double() for x in (k, v, beta, gates)), pos=pos)
+    for ours, expected in zip(found, exact, strict=True):
+        assert relative_error(ours.double().cpu(), expected) <= 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(2, 1500, 3, 96, 160), (1, 4100, 2, 64, 64), (1, 3000, 1, 200, 40)])
+def test_long_sequences_of_few_heads(gated, dtype, sizes):
+    compare(sizes, Tiles(), gated=gated, starts=True, dtype=dtype)
 
 
 @pytest.mark.gpu
