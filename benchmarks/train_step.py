@@ -157,7 +157,7 @@ class Bench:
     def ours(self, config: RunConfig, path: Path, counts: Sequence[int], gpu: int | None = None) -> Found | None:
         """The run, as far as is needed. gpu: the only one that it sees. None: out of memory. Raises RuntimeError."""
         words, wanted, table = [], self.steps * len(counts), None
-        if self.arguments.profile:
+        if self.arguments.profile and config.training.segments == 1:
             # the profiler gets ready in a step that is not timed; every tenth step measures the update, which is not every step's
             first = next(n for n in range(wanted + 2, wanted + 22) if n % 10)
             words = [f"profile.after={first - 1}", "profile.steps=1"]  # of many micro-batches, which it takes a while to read
@@ -337,7 +337,7 @@ def bench_arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--recompute", action="store_true", help="training.recompute=true, also where it fits without")
     parser.add_argument("--selective", action="store_true", help="training.selective_recompute=true")
     parser.add_argument("--graphs", action="store_true", help="training.cuda_graphs=true; not with --profile, nor in segments")
-    parser.add_argument("--profile", action="store_true", help="also profile=true: where the time of another step goes")
+    parser.add_argument("--profile", action="store_true", help="also profile=true: where the time of another step goes; not in segments")
     parser.add_argument("--seconds", type=float, default=570, help="after which no further case is begun (default 570)")
     parser.add_argument("--reserve", type=float, default=120, help="seconds that must be left to begin one (default 120)")
     parser.add_argument("--folder", type=Path, help="keeps data and runs (default: a temporary one)")

@@ -42,7 +42,7 @@ class Tiles(SumTiles):
     values_back: int = 64
     warps_back: int = 4
     stages_back: int = 1
-    programs: int = 128
+    programs: int = 256
     warps_inverse: int = 1
     x_chunk: int = 64
     y_chunk: int = 64
