@@ -4,8 +4,9 @@ The one thing to know: every run is a rank of `baton train` as the launcher star
 Two bfloat16 runs drift apart by rounding alone, so there is a third one that says how far: with our kernels, and half the rows in a
 micro-batch. Compared are the losses of single steps, over the later half of a run, relative to the loss; a gate allows the plain
 form three times the drift of that third run. In the plain form `on_gpu` is false everywhere, and no Triton kernel is launched.
+All runs go at once, since nothing is timed here and most of each is waiting for the host; what is not done in --seconds is ended.
 
-    python benchmarks/curves.py [--models mamba,gsa,bmojo,longhorn,lattice] [--steps 200] [--name curves]
+    python benchmarks/curves.py [--models mamba,gsa,bmojo,longhorn,lattice] [--steps 200] [--seconds 500] [--name curves]
 """
 
 import argparse
@@ -29,7 +30,7 @@ from baton.training.monitor import read_metrics
 VOCABULARY = 4096
 ROWS, CONTEXT = 8, 512
 ALLOWED = 3.0  # times the drift of another rounding
-SIZES = {"d_model": 512, "n_layers": 4, "vocab_size": VOCABULARY}
+SIZES = {"d_model": 512, "n_layers": 2, "vocab_size": VOCABULARY}
 MODELS: dict[str, dict[str, Any]] = {
     "mamba": {"pattern": ["mamba"]},
     "longhorn": {"pattern": ["longhorn"]},
@@ -54,46 +55,60 @@ def rank(config: Path, plain: bool) -> None:
     sys.exit(worker.main())
 
 
-def losses(model: str, form: str, folder: Path, arguments: argparse.Namespace) -> list[float]:
-    """Of each step."""
-    where = folder / f"{model}-{form.replace(' ', '-').replace(',', '')}"
-    values = {
-        "name": where.name,
-        "directory": str(where),
-        "device": "auto",
-        "model": {**SIZES, **MODELS[model]},
-        "data": text_for(VOCABULARY, folder, documents=4 if arguments.tiny else None),
-        "training": {
-            "steps": arguments.steps,
-            "context": arguments.context,
-            "micro_batch": FORMS[form],
-            "global_batch_tokens": 2 * ROWS * arguments.context,
-            "precision": "bfloat16",
-            "log_every": 1,
-            "optimizer": {"lr": 1e-3},
-            "schedule": {"kind": "constant", "warmup_steps": 20},
-            "checkpoint": {"every": 1_000_000},
-            "evaluation": {"every": 0},
-        },
-    }
-    where.mkdir()
-    path = where / "config.yaml"
-    path.write_text(yaml.safe_dump(values))
-    path.write_text(load(path, []).to_yaml())
-    settings = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
-    command = [sys.executable, __file__, "--rank", str(path), *(["--plain"] if form == "plain" else [])]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
-    rows = [row for row in read_metrics(where / "metrics.jsonl") if row["kind"] == "train"]
-    if len(rows) < arguments.steps:
-        raise RuntimeError(f"{len(rows)} of {arguments.steps} steps of {model}, {form}:\n{(done.stdout + done.stderr)[-3000:]}")
-    return [row["loss"] for row in rows]
+class Run:
+    """A form of a model, being trained in a process of its own. where: its folder."""
+
+    def __init__(self, model: str, form: str, folder: Path, arguments: argparse.Namespace) -> None:
+        self.name, self.steps, self.began = f"{model}, {form}", arguments.steps, time.monotonic()
+        self.where = folder / f"{model}-{form.replace(' ', '-').replace(',', '')}"
+        values = {
+            "name": self.where.name,
+            "directory": str(self.where),
+            "device": "auto",
+            "model": {**SIZES, **MODELS[model]},
+            "data": text_for(VOCABULARY, folder, documents=4 if arguments.tiny else None),
+            "training": {
+                "steps": arguments.steps,
+                "context": arguments.context,
+                "micro_batch": FORMS[form],
+                "global_batch_tokens": 2 * ROWS * arguments.context,
+                "precision": "bfloat16",
+                "log_every": 1,
+                "optimizer": {"lr": 1e-3},
+                "schedule": {"kind": "constant", "warmup_steps": 20},
+                "checkpoint": {"every": 1_000_000},
+                "evaluation": {"every": 0},
+            },
+        }
+        self.where.mkdir()
+        path = self.where / "config.yaml"
+        path.write_text(yaml.safe_dump(values))
+        path.write_text(load(path, []).to_yaml())
+        settings = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        }
+        command = [sys.executable, __file__, "--rank", str(path), *(["--plain"] if form == "plain" else [])]
+        with (self.where / "output").open("w") as output:
+            self.process = subprocess.Popen(command, env=os.environ | settings, stdout=output, stderr=subprocess.STDOUT)
+
+    def losses(self, seconds: float) -> list[float]:
+        """Of each step, if they are done in so many seconds from now; RuntimeError if not."""
+        try:
+            self.process.wait(max(1.0, seconds))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        metrics = self.where / "metrics.jsonl"
+        rows = [row for row in read_metrics(metrics) if row["kind"] == "train"] if metrics.exists() else []
+        said = f"{len(rows)} of {self.steps} steps of {self.name} in {time.monotonic() - self.began:.0f} s"
+        if len(rows) < self.steps:
+            raise RuntimeError(f"{said}\n{(self.where / 'output').read_text()[-1500:]}")
+        return [row["loss"] for row in rows]
 
 
 def drift(a: list[float], b: list[float]) -> float:
@@ -107,12 +122,8 @@ def mean_of_last(curve: list[float]) -> float:
     return sum(last) / len(last)
 
 
-def one_model(report: Report, model: str, folder: Path, arguments: argparse.Namespace) -> None:
-    curves = {}
-    for form in FORMS:
-        began = time.monotonic()
-        curves[form] = losses(model, form, folder, arguments)
-        report.say(f"{model}, {form}: {time.monotonic() - began:.0f} s")
+def one_model(report: Report, model: str, runs: dict[str, Run], deadline: float) -> None:
+    curves = {form: run.losses(deadline - time.monotonic()) for form, run in runs.items()}
     for form, curve in curves.items():
         marks = ", ".join(f"{curve[n]:.4f}" for n in range(0, len(curve), max(1, len(curve) // 10)))
         report.say(f"{model}, {form}: {marks}, last quarter {mean_of_last(curve):.5f}")
@@ -137,6 +148,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), help=f"separated by commas, of {', '.join(MODELS)}")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--seconds", type=float, default=500, help="for all of it (default 500)")
     parser.add_argument("--name", default="curves", help="of the results' files")
     parser.add_argument(
         "--tiny", action="store_true", help="on a CPU, where there are no kernels: to try the program; writes no results"
@@ -150,9 +162,18 @@ def main() -> None:
         parser.error("there is no GPU here; --tiny tries the program without one")
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}" if torch.cuda.is_available() else None
     report = Report(arguments.name, device=device, keep=not arguments.tiny)
+    deadline, failed = time.monotonic() + arguments.seconds, False
     with tempfile.TemporaryDirectory() as folder:
-        for model in arguments.models.split(","):
-            one_model(report, model, Path(folder), arguments)
+        models = arguments.models.split(",")
+        runs = {model: {form: Run(model, form, Path(folder), arguments) for form in FORMS} for model in models}
+        for model in models:
+            try:
+                one_model(report, model, runs[model], deadline)
+            except RuntimeError as error:  # the others are worth their time
+                failed = True
+                report.say(f"{model}: FAILED: {error}")
+    report.save()
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

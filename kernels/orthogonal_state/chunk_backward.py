@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.orthogonal_state.backward import border_back
-from baton.kernels.orthogonal_state.chunk_walk import exact, leave, mixed, product, segments_of, tile, walk
+from baton.kernels.orthogonal_state.chunk_walk import exact, leave, mixed, numbers_at, product, segments_of, tile, walk
 from baton.kernels.orthogonal_state.parts import places, read, write
 from baton.kernels.orthogonal_state.per_token import ENC
 
@@ -29,8 +29,8 @@ then what dmu is summed of; wbar, then dgamma's; pbar, then 2 d|h|^2's."""
 
 
 @triton.jit
-def rows_of(rows, numbers, first, C: tl.constexpr, BM: tl.constexpr, N: tl.constexpr):
-    """Of N tokens from the first on: what `walk_back` reads of each."""
+def rows_of(rows, first, C: tl.constexpr, BM: tl.constexpr, N: tl.constexpr):
+    """Of N tokens from the first on: what `walk_back` reads of each in rows."""
     found = ()
     for t in tl.static_range(N):
         at = rows + (first + t) * BM
@@ -41,9 +41,6 @@ def rows_of(rows, numbers, first, C: tl.constexpr, BM: tl.constexpr, N: tl.const
         else:
             found += (tl.where(first > 0, tl.load(at + (2 * C - tl.minimum(first, 1)) * BM), 1.0),)
         found += (tl.load(at + 6 * C * BM),)
-        for n in tl.static_range(3):
-            found += (tl.load(numbers + (C + n) * C + first + t),)
-        found += (tl.load(numbers + (first + t) * (C + 1)),)
     return found
 
 
@@ -65,19 +62,23 @@ def walk_back(
         for g in range(step):
             for j in tl.static_range(N):
                 later = C - N - g * N + j
-                A = tl.load(rows + later * BM)
+                A, alike = tl.load(rows + later * BM), numbers_at(numbers + later * C + first, N)
                 sums = ()
                 for s in tl.static_range(N):
-                    sums += (wbars[s] + tl.load(numbers + later * C + first + s) * A,)
+                    sums += (wbars[s] + alike[s] * A,)
                 wbars = sums
-        found = rows_of(rows, numbers, first, C, BM, N)
+        found = rows_of(rows, first, C, BM, N)
+        gammas, mus = numbers_at(numbers + C * C + first, N), numbers_at(numbers + (C + 1) * C + first, N)
+        if HAS_POS:
+            starts = numbers_at(numbers + (C + 2) * C + first, N)
         dks, cotangents, dgamma_group, square_group, dmu_group = (), (), (), (), ()
         for s in tl.static_range(N - 1, -1, -1):
-            k_t, reached, w, before, pbar, gamma_t, mu_t, starts, square = found[9 * s : 9 * s + 9]
-            wbar = wbars[s]
+            k_t, reached, w, before, pbar = found[5 * s : 5 * s + 5]
+            gamma_t, mu_t, alike = gammas[s], mus[s], numbers_at(numbers + (first + s) * C + first, N)
+            square, wbar = alike[s], wbars[s]
             pbar += carry
             if HAS_POS:
-                before = tl.where(starts > 0.0, 1.0, before)
+                before = tl.where(starts[s] > 0.0, 1.0, before)
             a = before * reached
             c, weight = mixed(k_t, gamma_t, a, VARIANT)
             f = mu_t - weight * a
@@ -96,10 +97,10 @@ def walk_back(
             A = before * da
             carry = pbar * (f * over) - back * f + da * reached
             if HAS_POS:
-                carry = tl.where(starts > 0.0, 0.0, carry)
+                carry = tl.where(starts[s] > 0.0, 0.0, carry)
             earlier = ()
             for e in tl.static_range(N):
-                earlier += (wbars[e] + tl.load(numbers + (first + s) * C + first + e) * A if e < s else wbars[e],)
+                earlier += (wbars[e] + alike[e] * A if e < s else wbars[e],)
             wbars = earlier
             # the last token's first
             dks, cotangents = (dk_t,) + dks, (A,) + cotangents

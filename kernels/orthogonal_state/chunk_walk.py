@@ -102,6 +102,28 @@ def segments_of(numbers, HAS_POS: tl.constexpr, C: tl.constexpr):
     return segment, tl.max(segment, 0)
 
 
+@triton.constexpr_function
+def _interpreted():
+    return triton.knobs.runtime.interpret
+
+
+@triton.jit
+def numbers_at(at, N: tl.constexpr):
+    """N numbers that lie side by side, as a tuple. Four at a time where they are as many and lie on 16 bytes: each load takes its
+    turn, of one number as of four, and Triton loads single ones alone."""
+    found = ()
+    if N % 4 == 0 and not _interpreted():
+        for n in tl.static_range(0, N, 4):
+            found += tl.inline_asm_elementwise(
+                "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l,~{memory}", [tl.cast(at + n, tl.int64, bitcast=True)],
+                dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
+            )  # fmt: skip
+    else:
+        for n in tl.static_range(N):
+            found += (tl.load(at + n),)
+    return found
+
+
 @triton.jit
 def mixed(k_t, gamma_t, a, VARIANT: tl.constexpr):
     """c and the weight of h, [BM]."""
@@ -128,18 +150,21 @@ def walk(
             products += (tl.load(rows + (C + first + t) * BM),)
         for e in range(group):
             for j in tl.static_range(N):
-                w, of_earlier = tl.load(to + (C + e * N + j) * BM), numbers + (e * N + j) * C + first
+                w, alike = tl.load(to + (C + e * N + j) * BM), numbers_at(numbers + (e * N + j) * C + first, N)
                 sums = ()
                 for t in tl.static_range(N):
-                    sums += (products[t] + tl.load(of_earlier + t) * w,)
+                    sums += (products[t] + alike[t] * w,)
                 products = sums
         ps, ws = (), ()
         of_group = numbers + first
+        gammas, mus = numbers_at(of_group + C * C, N), numbers_at(of_group + (C + 1) * C, N)
+        if HAS_POS:
+            starts = numbers_at(of_group + (C + 2) * C, N)
         for t in tl.static_range(N):
-            gamma_t, mu_t = tl.load(of_group + C * C + t), tl.load(of_group + (C + 1) * C + t)
-            square, k_t = tl.load(of_group + (first + t) * C + t), tl.load(rows + (first + t) * BM)
+            gamma_t, mu_t, alike = gammas[t], mus[t], numbers_at(of_group + (first + t) * C, N)
+            square, k_t = alike[t], tl.load(rows + (first + t) * BM)
             if HAS_POS:
-                p = tl.where(tl.load(of_group + (C + 2) * C + t) > 0.0, 1.0, p)
+                p = tl.where(starts[t] > 0.0, 1.0, p)
             a = p * products[t]
             _c, weight = mixed(k_t, gamma_t, a, VARIANT)
             f = mu_t - weight * a
@@ -156,7 +181,7 @@ def walk(
                 bad = tl.where(good & (tl.abs(p) >= SMALLEST_P), bad, 1.0)
             later = ()
             for s in tl.static_range(N):
-                later += (products[s] + tl.load(of_group + (first + t) * C + s) * w if s > t else products[s],)
+                later += (products[s] + alike[s] * w if s > t else products[s],)
             products = later
         # only now, so that nothing that is loaded above waits for it
         for t in tl.static_range(N):

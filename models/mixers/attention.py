@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from baton.kernels.protocol import Leaf, State
+from baton.kernels.rotary import rotary
 from baton.kernels.window_attention.recurrence import WindowAttention
 from baton.models.mixer import Mixer, Site
-from baton.models.rotary import rotate
 from baton.models.settings.attention import AttentionConfig
 
 
@@ -41,6 +41,6 @@ class Attention(Mixer, settings=AttentionConfig):
         widths = [width // self._tensor_size for width in self.widths]
         q, k, v = (x.unflatten(-1, (-1, self.config.head_dim)) for x in self.in_proj(x_BTM, widths))
         if self.config.rope_theta is not None:
-            q, k = rotate(q, k, pos_BT, self.config.rope_theta)
+            q, k = rotary(q, k, pos_BT, self.config.rope_theta)
         y, state = self.carry(WindowAttention(self.config.window), (q, k, v), pos_BT, state)
         return self.out_proj(y.flatten(2)), state

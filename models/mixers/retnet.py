@@ -10,10 +10,10 @@ from torch import Tensor
 from baton.kernels.gate import gated
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import Leaf, State
+from baton.kernels.rotary import rotary
 from baton.models.feature_map import FEATURE_MAPS
 from baton.models.mixer import Mixer, Site
 from baton.models.norm import HeadRMSNorm
-from baton.models.rotary import rotate
 from baton.models.settings.retnet import RetNetConfig
 
 
@@ -51,7 +51,7 @@ class RetNet(Mixer, settings=RetNetConfig):
         q, k, v, gate = self.in_proj(x_BTM, self._widths)
         q, k = (FEATURE_MAPS[self.config.feature_map](x).unflatten(2, (-1, d_key)) for x in (q, k))
         inputs = (
-            *rotate(q, k, pos_BT, self.config.rope_theta),
+            *rotary(q, k, pos_BT, self.config.rope_theta),
             v.unflatten(2, (-1, d_value)),
             self.log_decay(x_BTM).expand(*x_BTM.shape[:2], -1),
         )

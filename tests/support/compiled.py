@@ -69,6 +69,7 @@ def kernels(arch):
     yield from _norm_kernels()
     yield from _gate_kernels()
     yield from _scale_kernels()
+    yield from _rotary_kernels()
     yield from _loss_kernels()
 
 
@@ -306,6 +307,18 @@ def _scale_kernels():
     warps, types = sizes.pop("num_warps"), dict.fromkeys(("scale", "dscale"), "fp32")
     yield "head scale, forward", per_row.forward_kernel, sizes, warps, types
     yield "head scale, backward", per_row.backward_kernel, sizes, warps, types
+
+
+def _rotary_kernels():
+    """With heads as in Transformer++, and one alone, wider and of no power of two."""
+    from baton.kernels.rotary import turns
+    from baton.kernels.rotary.triton import sizes_of
+
+    for name, heads, dim in (("rotary", 32, 64), ("rotary, one head", 1, 160)):
+        sizes = {**sizes_of(heads, dim)}
+        warps, types = sizes.pop("num_warps"), dict.fromkeys(("cos", "sin"), "fp32")
+        yield f"{name} forward", turns.turn_kernel, {**sizes, "BACK": False}, warps, types
+        yield f"{name} backward", turns.turn_kernel, {**sizes, "BACK": True}, warps, types
 
 
 def _loss_kernels():

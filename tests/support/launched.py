@@ -38,11 +38,16 @@ def noting() -> Iterator[set[str]]:
 
     def launch(kernel: Any, grid: Any) -> Any:
         constants = {p.name for p in kernel.params if p.is_constexpr}
+        alike = {p.name for p in kernel.params if p.do_not_specialize}
 
         def call(*arguments: Any, **options: Any) -> None:
             given = dict(zip((p.name for p in kernel.params), arguments, strict=False)) | options
             fixed = {name: str(x) for name, x in given.items() if name in constants or name not in kernel.arg_names}
-            others = {name: kind_of(x) for name, x in given.items() if name not in fixed and x is not None}
+            others = {
+                name: type(x).__name__ if name in alike else kind_of(x)
+                for name, x in given.items()
+                if name not in fixed and x is not None
+            }
             found.add(f"{kernel.fn.__module__}.{kernel.fn.__name__} {json.dumps(fixed | others, sort_keys=True)}")
 
         return call

@@ -63,7 +63,7 @@ def test_kernels_are_compiled_once_for_each_kind_of_call(run_file):
     kernels, new, there = compiled(run_file, *HOPPER)
     assert (new, there) == (kernels, 0)
     binaries = {path.stem for path in (run_file.parent / "cache").glob("*/*.cubin")}
-    of_attention = {"queries_backward_kernel", "rows_backward_kernel"}
+    of_attention = {"turn_kernel", "queries_backward_kernel", "rows_backward_kernel"}
     assert binaries == {"forward_kernel", "backward_kernel", "sums_kernel", "gradient_kernel"} | of_attention, "norm, gate and loss"
     # a rank's share of the gate has another width; norms and loss are the same
     split, new, there = compiled(run_file, *HOPPER, "layout.tensor=2")
@@ -213,7 +213,7 @@ def launched(form, *mixers):
 
 def test_what_is_launched_is_what_was_compiled():
     """Not B'MOJO's: where a CPU is taken for a GPU, what is checked of it is made by the kernels that are checked."""
-    mixers = ("mamba2", "gsa", "lattice", "gated_delta_net")
+    mixers = ("mamba2", "gsa", "lattice", "gated_delta_net", "retnet", "attention")
     real, ahead = launched("real", *mixers), launched("ahead", *mixers)
     for mixer in mixers:
         assert len(real[mixer]) > 10
@@ -221,7 +221,10 @@ def test_what_is_launched_is_what_was_compiled():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mixer", ["mamba", "longhorn", "gsa", "gla", "mamba2", "delta_net", "gated_delta_net", "lattice", "bmojo"])
+@pytest.mark.parametrize(
+    "mixer",
+    ["mamba", "longhorn", "gsa", "gla", "mamba2", "delta_net", "gated_delta_net", "lattice", "bmojo", "retnet", "attention"],
+)
 def test_a_step_on_a_gpu_compiles_nothing_more(mixer, tmp_path, monkeypatch):
     """Nor does the check before it."""
     from triton import knobs

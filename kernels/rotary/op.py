@@ -1,0 +1,66 @@
+"""The public function of rotary position embeddings: picks an implementation.
+
+The one thing to know: angles are float64, of which only the cosine and the sine are rounded: at position 1e6 a float32 angle would
+be off by 0.06. They are made once for queries and keys of all heads, and on a GPU nothing else is in memory that is wider than x.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from baton.kernels.errors import FLOAT_DTYPES, KernelError, expect_dtype, expect_positions, expect_tensor
+from baton.kernels.rotary.triton import in_triton, rotary_triton
+
+_KERNEL = "rotary"
+
+
+def rotary(q: Tensor, k: Tensor, pos: Tensor, theta: float) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned by angles that grow with the position: scores then depend on distances alone.
+
+    Source: Su et al. 2021, "RoFormer", equation 34. The pair (i, i + dim/2), as in Llama, is turned by pos * theta^(-2i/dim).
+
+    Args:
+        q: [B, T, heads, dim], dim even, float32, bfloat16, float16 or float64. May be columns of wider rows.
+        k: [B, T, key heads, dim], in q's dtype; likewise.
+        pos: position of each token in its document, int32 or int64 [B, T].
+        theta: base of the angles, more than 0.
+
+    Returns:
+        Both as they are given, computed in float32 (float64 of float64) and rounded once, with exact gradients. On a GPU these are
+        columns of one tensor, as a projection's backward pass likes them; differentiating twice is refused there by autograd with a
+        RuntimeError.
+
+    Raises:
+        KernelError: an argument of another shape, dtype or device than stated, by name; an odd dim; theta of 0 or less.
+    """
+    if not isinstance(q, Tensor):
+        raise KernelError(f"{_KERNEL}: q is a {type(q).__name__}, expected a tensor of shape (batch, T, heads, dim)")
+    expect_tensor(_KERNEL, "q", q, ("batch", "T", "heads", "dim"), (-1, -1, -1, -1), q.device)
+    batch, length, _, dim = q.shape
+    if dim % 2:
+        raise KernelError(f"{_KERNEL}: q has shape {tuple(q.shape)}, expected an even dim: pairs are turned")
+    expect_tensor(_KERNEL, "k", k, ("batch", "T", "key heads", "dim"), (batch, length, -1, dim), q.device)
+    expect_dtype(_KERNEL, "q", q, FLOAT_DTYPES)
+    expect_dtype(_KERNEL, "k", k, (q.dtype,))
+    expect_positions(_KERNEL, pos, batch, length, q.device)
+    if theta <= 0:
+        raise KernelError(f"{_KERNEL}: theta is {theta}, expected more than 0")
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    angles_BTP = pos.to(torch.float64).unsqueeze(-1) * _rates(theta, dim // 2, q.device)
+    cos, sin = angles_BTP.cos().to(dtype), angles_BTP.sin().to(dtype)
+    if in_triton(q):
+        return rotary_triton(q, k, cos, sin)
+    return _turned(q, cos, sin), _turned(k, cos, sin)
+
+
+def _turned(x: Tensor, cos_BTP: Tensor, sin_BTP: Tensor) -> Tensor:
+    first, second = x.to(cos_BTP.dtype).chunk(2, dim=-1)
+    cos, sin = cos_BTP.unsqueeze(2), sin_BTP.unsqueeze(2)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+@cache
+def _rates(theta: float, pairs: int, device: torch.device) -> Tensor:
+    """Radians per position of each pair, float64; shared by all layers."""
+    return theta ** (-torch.arange(pairs, dtype=torch.float64, device=device) / pairs)

@@ -1,0 +1,34 @@
+"""Pairs turned by the angles of their tokens, in Triton: forward, and backward by the negative angles.
+
+The one thing to know: a program has many heads of few tokens, so that a token's angles are read once for all of them.
+
+Shape suffixes: B batch, T tokens, H heads, K dim, P pairs (K / 2).
+"""
+
+import triton
+import triton.language as tl
+
+
+# for all lengths the same: a few tokens are looked at before a run's first step, and decoding has one
+@triton.jit(do_not_specialize=["T"])
+def turn_kernel(
+    x, cos, sin, y, T, x_batch, x_row, x_head, y_batch, y_row, y_head,
+    H: tl.constexpr, K: tl.constexpr, BACK: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """y [B, T, H, K] of x; cos, sin: [B, T, P]. BACK: turned by the negative angles."""
+    P: tl.constexpr = K // 2
+    b, p = tl.program_id(2).to(tl.int64), tl.arange(0, BP)[None, None, :]
+    t = (tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT))[:, None, None]
+    h = (tl.program_id(1).to(tl.int64) * BH + tl.arange(0, BH))[None, :, None]
+    known, of_angle = (t < T) & (p < P), (b * T + t) * P + p
+    cos_t1p = tl.load(cos + of_angle, mask=known, other=0.0)
+    sin_t1p = tl.load(sin + of_angle, mask=known, other=0.0)
+    if BACK:
+        sin_t1p = -sin_t1p
+    inside = known & (h < H)
+    of_x = x + b * x_batch + t * x_row + h * x_head + p
+    first = tl.load(of_x, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(of_x + P, mask=inside, other=0.0).to(tl.float32)
+    of_y = y + b * y_batch + t * y_row + h * y_head + p
+    tl.store(of_y, (first * cos_t1p - second * sin_t1p).to(y.dtype.element_ty), mask=inside)
+    tl.store(of_y + P, (second * cos_t1p + first * sin_t1p).to(y.dtype.element_ty), mask=inside)

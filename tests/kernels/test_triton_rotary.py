@@ -1,0 +1,169 @@
+"""Rotary position embeddings in Triton against complex numbers in float64; on a CPU the same kernel is interpreted."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from support.compare import relative_error
+from support.recurrences import positions, seeded
+
+from baton.kernels.ahead import META, Target, launching_nothing
+from baton.kernels.errors import KernelError
+from baton.kernels.rotary import op, rotary
+from baton.kernels.rotary import triton as on_gpus
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# of what is rounded once
+ROUNDED = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float16: 2.5e-4}
+# the interpreter cuts the digits off that a GPU rounds
+LIMITS = {**ROUNDED, torch.bfloat16: ROUNDED[torch.bfloat16] if DEVICE.type == "cuda" else 4e-3}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+THETA = 1e4
+
+
+@pytest.fixture
+def in_triton(monkeypatch):
+    """The kernel wherever it is able to compute, also on a CPU, by the interpreter."""
+    monkeypatch.setattr(on_gpus, "on_gpu", lambda x: True)
+
+
+def turned(x, pos, theta=THETA):
+    """By complex numbers, pair by pair."""
+    half = x.shape[-1] // 2
+    rates = torch.tensor([math.pow(theta, -2 * i / (2 * half)) for i in range(half)], dtype=torch.float64)
+    angles = (pos.double().unsqueeze(-1) * rates).unsqueeze(2)
+    z = torch.complex(*x.double().split(half, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((z.real, z.imag), dim=-1)
+
+
+def at(batch, length, largest):
+    """Positions up to the largest, of several documents."""
+    pos = positions(seeded(3), batch, length, 0.1)
+    pos[:, length // 2 :] += largest - int(pos.max())
+    return pos
+
+
+def within(like, lies):
+    """A view, shaped and filled as `like`, of memory that is NaN elsewhere."""
+    batch, length, heads, dim = like.shape
+    if lies == "columns":  # of wider rows
+        view = like.new_full((batch, length, 3 + (heads + 1) * dim), torch.nan)[..., 3 : 3 + heads * dim].unflatten(
+            -1, (heads, dim)
+        )
+    elif lies == "heads first":
+        view = like.new_full((batch, heads + 1, length + 2, dim), torch.nan)[:, 1:, 1:-1].transpose(1, 2)
+    elif lies == "dim first":  # which is copied
+        view = like.new_full((dim + 1, batch, length, heads), torch.nan)[1:].permute(1, 2, 3, 0)
+    else:
+        view = torch.empty_like(like)
+    return view.copy_(like)
+
+
+def compare(run, shape, key_heads, dtype, *, lies="apart", largest=4000, limits=LIMITS):
+    g, (batch, length, _, dim) = seeded(0), shape
+    shapes = (shape, (batch, length, key_heads, dim))
+    q, k, dq, dk = (torch.randn(*of, generator=g).to(dtype) for of in (*shapes, *shapes))
+    pos = at(batch, length, largest)
+    leaves = [x.double().requires_grad_() for x in (q, k)]
+    ys = [turned(x, pos) for x in leaves]
+    want = [*ys, *torch.autograd.grad(ys, leaves, [dq.double(), dk.double()])]
+    leaves = [within(x.to(DEVICE), lies).requires_grad_() for x in (q, k)]
+    ys = run(*leaves, pos.to(DEVICE, torch.int32), THETA)
+    assert all(y.dtype == dtype and y.is_contiguous() for y in ys)
+    have = [*ys, *torch.autograd.grad(ys, leaves, [within(x.to(DEVICE), lies) for x in (dq, dk)])]
+    for name, expected, found in zip(("q", "k", "dq", "dk"), want, have, strict=True):
+        assert relative_error(found, expected) <= limits[dtype], name
+
+
+@pytest.mark.parametrize("lies", ["apart", "columns", "heads first", "dim first"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_a_turn(in_triton, dtype, lies):
+    """Odd numbers of tokens, heads and pairs; several blocks of tokens."""
+    compare(rotary, (2, 37, 3, 6), 1, dtype, lies=lies)
+    compare(rotary, (1, 9, 5, 64), 5, dtype, lies=lies)
+
+
+def test_several_blocks_of_heads(in_triton):
+    assert on_gpus.sizes_of(5, 2100)["BH"] == 1
+    compare(rotary, (2, 3, 5, 2100), 1, torch.float32, lies="columns")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_far_into_a_document(in_triton, dtype):
+    """Where a float32 angle would be off by 0.06."""
+    compare(rotary, (2, 21, 2, 16), 1, dtype, largest=1_000_003)
+    compare(rotary, (2, 21, 2, 16), 1, dtype, largest=2**31 - 1)
+
+
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+def test_the_cpus_form_is_a_turn(dtype):
+    compare(rotary, (2, 21, 3, 6), 1, dtype, lies="columns", largest=1_000_003, limits=ROUNDED)
+
+
+def test_gradients_of_both_are_columns_of_one_tensor(in_triton):
+    """In the order of the arguments, as a projection has them."""
+    q, k = (torch.randn(2, 5, heads, 6, device=DEVICE, requires_grad=True) for heads in (3, 2))
+    ys = rotary(q, k, at(2, 5, 100).to(DEVICE), THETA)
+    dq, dk = torch.autograd.grad(ys, (q, k), [torch.ones_like(y) for y in ys])
+    assert dq.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr()
+    assert dk.storage_offset() - dq.storage_offset() == 3 * 6
+    assert dq.stride() == dk.stride() == (5 * 30, 30, 6, 1)
+
+
+def test_one_of_both_alone_has_its_gradient(in_triton):
+    q, k = (torch.randn(1, 5, 2, 6, device=DEVICE, requires_grad=True) for _ in range(2))
+    pos = at(1, 5, 100)
+    (dq,) = torch.autograd.grad(rotary(q, k.detach(), pos.to(DEVICE), THETA)[0].sum(), q)
+    assert relative_error(dq, turned(torch.ones(1, 5, 2, 6), -pos)) <= LIMITS[torch.float32]
+
+
+def test_positions_as_they_come(in_triton):
+    """In either type, and however they lie."""
+    q, pos = torch.randn(3, 7, 2, 6, generator=seeded(0)), at(3, 7, 5000)
+    expected = turned(q, pos)
+    for given in (pos, pos.int(), torch.cat((pos, pos), 1)[:, :7], pos.T.contiguous().T):
+        for y in rotary(q.to(DEVICE), q.to(DEVICE), given.to(DEVICE), THETA):
+            assert relative_error(y, expected) <= LIMITS[torch.float32]
+
+
+def test_float64_is_not_computed_in_float32(in_triton, monkeypatch):
+    monkeypatch.setattr(op, "rotary_triton", None)
+    compare(rotary, (2, 5, 3, 6), 1, torch.float64, limits={torch.float64: 1e-12})
+
+
+def test_when_compiling_ahead_it_is_launched():
+    q, pos = torch.empty(2, 5, 3, 6, device=META, requires_grad=True), torch.empty(2, 5, dtype=torch.int32, device=META)
+    assert not on_gpus.in_triton(q)
+    with launching_nothing(Target(90)):
+        assert on_gpus.in_triton(q)
+        y, _ = rotary(q, q, pos, THETA)
+        assert y.grad_fn.name() == "_RotaryBackward"
+        y.backward(y)
+    assert q.grad.shape == q.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lies", ["apart", "columns"])
+def test_the_sizes_of_runs(lies):
+    compare(rotary, (8, 2048, 32, 64), 32, torch.bfloat16, lies=lies, largest=1_000_003)
+    compare(rotary, (2, 1001, 32, 128), 8, torch.bfloat16, lies=lies)
+
+
+def test_what_does_not_fit_is_refused():
+    q, pos = torch.ones(2, 5, 3, 6), torch.zeros(2, 5, dtype=torch.int64)
+    refused = partial(pytest.raises, KernelError)
+    with refused(match="rotary: q is a float"):
+        rotary(1.0, q, pos, THETA)  # type: ignore[arg-type]
+    with refused(match=r"rotary: q has shape \(2, 5, 3, 5\), expected an even dim"):
+        rotary(q[..., :5], q[..., :5], pos, THETA)
+    with refused(match=r"rotary: k has shape \(2, 4, 3, 6\), expected \(batch, T, key heads, dim\) = \(2, 5, any, 6\)"):
+        rotary(q, q[:, :4], pos, THETA)
+    with refused(match="rotary: k has dtype bfloat16, expected float32"):
+        rotary(q, q.bfloat16(), pos, THETA)
+    with refused(match=r"rotary: pos has shape \(5,\)"):
+        rotary(q, q, pos[0], THETA)
+    with refused(match="rotary: pos has dtype float32, expected int32 or int64"):
+        rotary(q, q, pos.float(), THETA)
+    with refused(match="rotary: theta is 0, expected more than 0"):
+        rotary(q, q, pos, 0)
