@@ -59,7 +59,7 @@ class Run:
     """A form of a model, being trained in a process of its own. where: its folder."""
 
     def __init__(self, model: str, form: str, folder: Path, arguments: argparse.Namespace) -> None:
-        self.name, self.steps, self.began = f"{model}, {form}", arguments.steps, time.monotonic()
+        self.name, self.steps = f"{model}, {form}", arguments.steps
         self.where = folder / f"{model}-{form.replace(' ', '-').replace(',', '')}"
         values = {
             "name": self.where.name,
@@ -97,17 +97,18 @@ class Run:
             self.process = subprocess.Popen(command, env=os.environ | settings, stdout=output, stderr=subprocess.STDOUT)
 
     def losses(self, seconds: float) -> list[float]:
-        """Of each step, if they are done in so many seconds from now; RuntimeError if not."""
+        """Of each step that is done in so many seconds from now. Raises RuntimeError for a run that ended by itself before that."""
+        cut = False
         try:
             self.process.wait(max(1.0, seconds))
         except subprocess.TimeoutExpired:
+            cut = True
             self.process.kill()
             self.process.wait()
         metrics = self.where / "metrics.jsonl"
         rows = [row for row in read_metrics(metrics) if row["kind"] == "train"] if metrics.exists() else []
-        said = f"{len(rows)} of {self.steps} steps of {self.name} in {time.monotonic() - self.began:.0f} s"
-        if len(rows) < self.steps:
-            raise RuntimeError(f"{said}\n{(self.where / 'output').read_text()[-1500:]}")
+        if len(rows) < self.steps and not cut:
+            raise RuntimeError(f"{len(rows)} of {self.steps} steps of {self.name}\n{(self.where / 'output').read_text()[-3000:]}")
         return [row["loss"] for row in rows]
 
 
@@ -122,14 +123,23 @@ def mean_of_last(curve: list[float]) -> float:
     return sum(last) / len(last)
 
 
-def one_model(report: Report, model: str, runs: dict[str, Run], deadline: float) -> None:
-    curves = {form: run.losses(deadline - time.monotonic()) for form, run in runs.items()}
-    for form, curve in curves.items():
-        marks = ", ".join(f"{curve[n]:.4f}" for n in range(0, len(curve), max(1, len(curve) // 10)))
-        report.say(f"{model}, {form}: {marks}, last quarter {mean_of_last(curve):.5f}")
-    ours, plain = curves["kernels"], curves["plain"]
-    noise, off = drift(curves["kernels, half the rows"], ours), drift(plain, ours)
-    detail = f"{len(ours)} steps, first losses differ by {abs(ours[0] - plain[0]) / plain[0]:.1e}, later ones by {off:.1e} <= "
+def one_model(report: Report, model: str, runs: dict[str, Run], deadline: float) -> bool:
+    """Whether all its runs were done in time."""
+    whole = {form: run.losses(deadline - time.monotonic()) for form, run in runs.items()}
+    steps, wanted = min(map(len, whole.values())), next(iter(runs.values())).steps
+    for form, curve in whole.items():
+        marks = ", ".join(f"{curve[n]:.4f}" for n in range(0, len(curve), max(1, wanted // 10)))
+        report.say(f"{model}, {form}: {marks}" + (f", last quarter {mean_of_last(curve):.5f}" if len(curve) == wanted else ""))
+    if steps < 2:
+        report.say(f"{model}: one of its runs was cut off after {steps} of {wanted} steps")
+        return False
+    ours, half, plain = (curve[:steps] for curve in whole.values())
+    noise, off = drift(half, ours), drift(plain, ours)
+    first = f"first losses differ by {abs(ours[0] - plain[0]) / plain[0]:.1e}"
+    if steps < wanted:
+        report.say(f"{model}: cut off after {steps} of {wanted} steps: {first}, later ones by {off:.1e}, for rounding {noise:.1e}")
+        return False
+    detail = f"{steps} steps, {first}, later ones by {off:.1e} <= "
     detail += f"{ALLOWED:g} x {noise:.1e}, as far as rounding alone drives two runs apart"
     report.gate(model, off <= ALLOWED * noise, detail)
     report.row(
@@ -141,6 +151,7 @@ def one_model(report: Report, model: str, runs: dict[str, Run], deadline: float)
         gate=model,
         higher_is_better=False,
     )
+    return True
 
 
 def main() -> None:
@@ -168,7 +179,7 @@ def main() -> None:
         runs = {model: {form: Run(model, form, Path(folder), arguments) for form in FORMS} for model in models}
         for model in models:
             try:
-                one_model(report, model, runs[model], deadline)
+                failed |= not one_model(report, model, runs[model], deadline)
             except RuntimeError as error:  # the others are worth their time
                 failed = True
                 report.say(f"{model}: FAILED: {error}")

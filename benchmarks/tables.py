@@ -27,6 +27,7 @@ CHOSEN = (
     ("matrix_gpu_gsa", "gsa B8 T2048 H4 K512 V512 M64", "fwd+bwd as a graph us", "fla"),
     ("matrix_gpu_gsa", "gsa B1 T131072 H4 K512 V512 M64", "fwd+bwd as a graph us", "fla"),
     ("matrix_gpu_delta_net_lattice", "delta_net B8 T2048 H16 K128 V128", "fwd+bwd as a graph us", "fla"),
+    ("matrix_gpu_delta_net_16384", "delta_net B1 T16384 H16 K64 V64", "fwd+bwd as a graph us", "fla"),
     ("matrix_gpu_delta_net_lattice", "lattice-sim B8 T2048 H32 K64 V64", "fwd+bwd as a graph us", "fla's DeltaNet"),
     ("matrix_gpu_loop", "lattice-dec B8 T2048 H32 K64 V64", "fwd+bwd us", "compiled step, looped"),
     ("matrix_gpu_bmojo", "bmojo B8 T2048 H32 D64", "fwd+bwd us", "FlexAttention"),

@@ -337,7 +337,7 @@ def bench_arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--recompute", action="store_true", help="training.recompute=true, also where it fits without")
     parser.add_argument("--selective", action="store_true", help="training.selective_recompute=true")
     parser.add_argument("--graphs", action="store_true", help="training.cuda_graphs=true; not with --profile, nor in segments")
-    parser.add_argument("--profile", action="store_true", help="also profile=true: where the time of another step goes; not in segments")
+    parser.add_argument("--profile", action="store_true", help="also profile=true: where another step's time goes; not in segments")
     parser.add_argument("--seconds", type=float, default=570, help="after which no further case is begun (default 570)")
     parser.add_argument("--reserve", type=float, default=120, help="seconds that must be left to begin one (default 120)")
     parser.add_argument("--folder", type=Path, help="keeps data and runs (default: a temporary one)")

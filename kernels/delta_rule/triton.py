@@ -1,4 +1,4 @@
-"""The delta rule on a GPU: launches the Triton kernels of `solve`, and gated linear attention's that read what tokens write.
+"""The delta rule on a GPU: launches the Triton kernels of `solve` and `gradients`, and gated linear attention's that read writes.
 
 The one thing to know: only the arguments are kept for the backward pass; what tokens wrote and the chunks' states are made again.
 """
@@ -110,7 +110,7 @@ class _Run:
         given = Given.of(q, k, v)
         self.sum = Sum("none" if g is None else "scalar", scale, pos, g, given, tiles, low=given.low)
         self.tiles = tiles if given.low else tiles.for_float32
-        self.beta, self.scale, self.kernels = launch.in_rows(beta), scale, _kernels()
+        self.beta, self.scale, (self.kernels, self.gradients) = launch.in_rows(beta), scale, _kernels()
         self.sums = self.sum.prepare(None, None).sums
 
     def options(self, **own: int) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class _Run:
 
         def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
             options = self.walk(self.tiles.values_back, num_warps=self.tiles.warps_back, num_stages=self.tiles.stages_back)
-            self.kernels.writes_backward_kernel[(-(-shape[3] // options["BY"]), rows, pieces)](
+            self.gradients.writes_backward_kernel[(-(-shape[3] // options["BY"]), rows, pieces)](
                 q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), scores, inverse, run.or_v(arriving), dr, cotangents,
                 dfirst, run.length, run.chunks, -(-run.chunks // pieces), self.scale, *launch.strides(q, k, self.beta, dy),
                 KEEP=arriving is not None, **options,
@@ -228,13 +228,13 @@ class _Run:
         dfirst = back(arriving, torch.empty_like(dlast), pieces)
         dq, dk, dv = (run.new(*x.shape, dtype=x.dtype) for x in (q, k, v))
         dbeta, dg = run.new(*shape[:3]), None if self.sums is None else run.new(*shape[:3])
-        self.kernels.gradients_kernel[(run.chunks, rows)](
+        self.gradients.gradients_kernel[(run.chunks, rows)](
             q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), u, dr, states, cotangents, dq, dk, dv, dbeta,
             run.or_v(dg), run.length, run.chunks, self.scale, *launch.strides(q, k, self.beta, dy), **self.options(),
         )  # fmt: skip
         X, Y = run.sizes
         options = self.options(BX=run.block(X, SMALL), BY=run.block(Y, SMALL), num_warps=4)
-        self.kernels.dbeta_of_zeros_kernel[(run.chunks, rows)](
+        self.gradients.dbeta_of_zeros_kernel[(run.chunks, rows)](
             k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), u, dr, states, dbeta, run.length, run.chunks,
             *launch.strides(k, v, self.beta), **options,
         )  # fmt: skip
@@ -266,8 +266,8 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 @cache
-def _kernels() -> ModuleType:
+def _kernels() -> tuple[ModuleType, ModuleType]:
     """Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.delta_rule import solve
+    from baton.kernels.delta_rule import gradients, solve
 
-    return solve
+    return solve, gradients

@@ -79,7 +79,7 @@ def _matrix_kernels(arch):
     import triton.language as tl
 
     from baton.kernels import tiles as table
-    from baton.kernels.delta_rule import solve
+    from baton.kernels.delta_rule import gradients, solve
     from baton.kernels.delta_rule import triton as delta_rule
     from baton.kernels.gated_linear_attention import sides
     from baton.kernels.gated_linear_attention import triton as gated_linear_attention
@@ -100,6 +100,8 @@ def _matrix_kernels(arch):
         "dfirst",
         "decay",
         "add",
+        "adds",
+        "effects",
     )
     types = dict.fromkeys(float32, "fp32")
     low = {"LOW": tl.bfloat16}
@@ -158,15 +160,18 @@ def _matrix_kernels(arch):
         return name, kernel, constants, warps, {**types, "inverse": "bf16", "out": "bf16"}
 
     blocks = {"BX": tiles.x_chunk, "BY": tiles.y_chunk}
-    yield of_rule("delta, gradients", solve.gradients_kernel, tiles, tiles.warps_chunk, NONE, **blocks)
+    yield of_rule("delta, gradients", gradients.gradients_kernel, tiles, tiles.warps_chunk, NONE, **blocks)
     tiles, small = tiles_of(delta_rule, delta_rule.shape_of(True, X, X)), delta_rule.SMALL
     blocks = {"BX": tiles.x_chunk, "BY": tiles.y_chunk}
-    yield of_rule("gated delta, gradients", solve.gradients_kernel, tiles, tiles.warps_chunk, **blocks)
+    yield of_rule("gated delta, gradients", gradients.gradients_kernel, tiles, tiles.warps_chunk, **blocks)
     yield of_rule("gated delta, inverse", solve.inverse_kernel, tiles, tiles.warps_inverse, BX=small)
-    yield of_rule("gated delta, strengths of 0", solve.dbeta_of_zeros_kernel, tiles, 4, BX=small, BY=small)
-    yield of_rule(
-        "gated delta, writes", solve.writes_kernel, tiles, tiles.warps_walk, BX=X, BY=tiles.values, HAS_FIRST=True, KEEP=True
-    )
+    yield of_rule("gated delta, strengths of 0", gradients.dbeta_of_zeros_kernel, tiles, 4, BX=small, BY=small)
+    for name, first, keep in (("writes", True, True), ("what pieces do", False, False)):
+        walk = {"BX": X, "BY": tiles.values, "HAS_FIRST": first, "KEEP": keep}
+        yield of_rule(f"gated delta, {name}", solve.writes_kernel, tiles, tiles.warps_walk, **walk)
+    for backwards in (False, True):
+        name, fold = f"gated delta, fold{' backward' * backwards}", {"WIDTH": X if backwards else 2 * X, "HAS_FIRST": True}
+        yield of_rule(name, solve.fold_kernel, tiles, 4, BX=64, BY=16, BACKWARDS=backwards, **fold)
 
 
 def _lattice_kernels():
