@@ -18,6 +18,12 @@ def zeros(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @cache
+def filled(n: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[n], all of one value."""
+    return torch.full((n,), value, dtype=dtype, device=device)
+
+
+@cache
 def frame(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[rows, columns], 1 on the diagonal."""
     return torch.eye(rows, columns, dtype=dtype, device=device)

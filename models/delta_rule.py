@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.kernels.delta_rule.recurrence import DeltaRule
@@ -19,7 +18,7 @@ from baton.kernels.protocol import Leaf, State
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import constants, init
 from baton.models.mixer import Mixer, Site
-from baton.models.norm import HeadRMSNorm
+from baton.models.norm import HeadRMSNorm, unit
 from baton.models.settings.delta_rule import DeltaRuleConfig
 
 _CONV = ShortConv("silu")
@@ -90,6 +89,6 @@ class DeltaRuleMixer(Mixer):
         return self.out_proj(self.gate(self.norm(o_BTHV), extra).flatten(2)), leaving
 
     def _unit(self, x_BTHK: Tensor) -> Tensor:
-        """x / sqrt(|x|^2 + norm_eps) in fp32: a key of bf16 could be longer than 1 and make the state grow."""
-        d_key = x_BTHK.shape[3]
-        return F.rms_norm(x_BTHK.to(self.norm.weight.dtype), (d_key,), eps=self.norm.eps / d_key) * d_key**-0.5
+        """x / sqrt(|x|^2 + norm_eps)."""
+        precise = self.norm.weight.dtype
+        return unit(x_BTHK, self.norm.eps, precise=precise, dtype=x_BTHK.dtype if self.config.key_dtype == "compute" else precise)

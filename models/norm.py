@@ -6,7 +6,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
 from baton.kernels.rms_norm import rms_norm, rms_norm_beside
-from baton.models import init
+from baton.models import constants, init
 from baton.models.mixer import Site
 from baton.parallel.layout import ParameterLayout, declare
 
@@ -18,6 +18,12 @@ def summed(stream: Stream) -> Tensor:
     """The stream as one."""
     x, added = stream
     return x if added is None else x + added
+
+
+def unit(x: Tensor, eps: float, *, precise: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """x / sqrt(|x|^2 + eps) over the last dimension, computed in `precise` (fp32) and rounded once, to dtype."""
+    width = x.shape[-1]
+    return rms_norm(x, constants.filled(width, width**-0.5, precise, x.device), eps / width, dtype=dtype)
 
 
 class RMSNorm(nn.Module):

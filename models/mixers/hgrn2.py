@@ -43,7 +43,7 @@ class HGRN2(Mixer, settings=HGRN2Config):
         log_keep, take = self.forget(f.to(self.norm.weight.dtype))
         inputs = (
             F.silu(q).unflatten(2, (-1, d_key)),
-            take.unflatten(2, (-1, d_key)),
+            take.to(q.dtype).unflatten(2, (-1, d_key)),
             v.unflatten(2, (-1, d_value)),
             log_keep.unflatten(2, (-1, d_key)),
         )

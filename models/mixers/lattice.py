@@ -16,7 +16,7 @@ from baton.kernels.protocol import Leaf, State
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import constants, init
 from baton.models.mixer import Mixer, Site
-from baton.models.norm import SplitRMSNorm
+from baton.models.norm import SplitRMSNorm, unit
 from baton.models.settings.lattice import LatticeConfig
 
 
@@ -91,9 +91,8 @@ class Lattice(Mixer, settings=LatticeConfig):
         return constants.frame(self.config.head_dim, self.config.slots, self.step_bias.dtype, device).expand(heads, -1, -1)
 
     def _unit(self, x_BTHK: Tensor) -> Tensor:
-        """x / sqrt(|x|^2 + norm_eps), in fp32."""
-        x_BTHK = x_BTHK.to(self.step_bias.dtype)
-        return x_BTHK * torch.rsqrt(x_BTHK.square().sum(-1, keepdim=True) + self.norm_eps)
+        """x / sqrt(|x|^2 + norm_eps)."""
+        return unit(x_BTHK, self.norm_eps, precise=self.step_bias.dtype, dtype=x_BTHK.dtype)
 
 
 def _orthonormal(w: Tensor, g: torch.Generator) -> None:

@@ -9,6 +9,7 @@ from baton.models.settings import MixerConfig
 from baton.models.settings.footprint import (
     DELTA_RULE_CHUNK,
     Carrier,
+    Dtype,
     Footprint,
     Kept,
     Parameter,
@@ -18,6 +19,7 @@ from baton.models.settings.footprint import (
     rms_norm,
     row,
     row_sum,
+    scaled,
     split,
 )
 
@@ -45,6 +47,12 @@ class DeltaRuleConfig(MixerConfig):
         if self.heads is None and heads.denominator != 1:
             raise ValueError(f"{self.default_keys} d_model / d_key is {heads}, not a number of heads; set heads or another d_key")
         return self.heads or int(heads)
+
+    @property
+    def key_dtype(self) -> Dtype:
+        """Of keys of length 1: rounded to bfloat16 one may be longer than 1 by 2^-8, and the state grows where beta |k|^2 is above
+        2; with such strengths they are float32, and so are all products with them."""
+        return "compute" if self.beta_max * (1 + 2**-8) ** 2 <= 2 else "float32"
 
     def sizes(self, d_model: int) -> dict[str, int]:
         return {"heads": self.head_count(d_model)}
@@ -75,9 +83,7 @@ class DeltaRuleConfig(MixerConfig):
             Kept("out_proj input", values, "compute"),
         ]
         for name in "qk":
-            # without a weight, rms_norm keeps no normalised input on any device
-            kept += [Kept(f"convolved {name}", keys, "float32"), Kept(f"norm of {name}", heads, "float32")]
-            kept.append(Kept(f"unit {name}", keys, "float32"))
+            kept += [*scaled(f"length of {name}", keys, rows=heads), Kept(f"unit {name}", keys, self.key_dtype)]
         return Footprint(
             parameters=(
                 column("in_proj", d_model, projected),

@@ -339,11 +339,15 @@ def replicated_gradient(name: str, width: int) -> Reduction:
 def rms_norm(name: str, width: int, *, rows: int) -> tuple[Kept, ...]:
     """What a norm over width / rows keeps: its input, in float32 or on a GPU as it came, a number per row, and on a CPU also the
     normalised input."""
+    return (*scaled(name, width, rows=rows), Kept(f"{name} normalised", width, "float32", device="cpu"))
+
+
+def scaled(name: str, width: int, *, rows: int) -> tuple[Kept, ...]:
+    """The same of one without a weight to learn, models.norm.unit: nothing else needs what is normalised."""
     return (
         Kept(f"{name} input", width, "float32", device="cpu"),
         Kept(f"{name} input", width, "compute", device="gpu"),
         Kept(f"{name} scale", rows, "float32"),
-        Kept(f"{name} normalised", width, "float32", device="cpu"),
     )
 
 

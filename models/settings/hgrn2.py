@@ -58,7 +58,7 @@ class HGRN2Config(LinearAttentionConfig):
                 Kept("q, f and v", 2 * keys + values, "compute"),
                 Kept("activated q", keys, "compute"),
                 Kept("sigmoid of f", keys, "float32"),
-                Kept("shares taken in", keys, "float32"),
+                Kept("shares taken in", keys, "compute"),
                 *logarithm,
                 Kept("decays", keys, "float32"),
                 *norm,

@@ -18,6 +18,7 @@ from baton.models.settings.footprint import (
     column_gradient,
     row,
     row_sum,
+    scaled,
     split,
     split_norm,
 )
@@ -142,11 +143,7 @@ class LatticeConfig(MixerConfig):
 
 
 def _key(name: str, keys: int, heads: int, *, unit: bool) -> tuple[Kept, ...]:
-    """What is kept of convolved queries or keys: as they are, or in float32 with their lengths and scaled to length 1."""
+    """What is kept of convolved queries or keys: as they are, or also with their lengths and scaled to length 1."""
     if not unit:
         return (Kept(f"convolved {name}", keys, "compute"),)
-    return (
-        Kept(f"convolved {name}", keys, "float32"),
-        Kept(f"length of {name}", heads, "float32"),
-        Kept(f"unit {name}", keys, "float32"),
-    )
+    return (*scaled(f"length of {name}", keys, rows=heads), Kept(f"unit {name}", keys, "compute"))

@@ -61,14 +61,18 @@ def test_the_mixer_is_the_papers(config, beta_max, single_mesh):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_are_never_longer_than_one(dtype, single_mesh):
-    """Whatever the matmuls are computed in: with beta_max = 2 a longer key would make the state grow for ever."""
-    layer = _built(DeltaNetConfig(heads=4, d_key=6, d_value=10), dtype)
+    """Whatever the matmuls are computed in: with beta_max = 2 a longer key would make the state grow for ever. With less a key may
+    be longer by a rounding."""
+    layer = _built(DeltaNetConfig(heads=4, d_key=6, d_value=10, beta_max=2.0), dtype)
+    rounded = _built(DeltaNetConfig(heads=4, d_key=6, d_value=10), dtype)
     scales = torch.tensor([0.0, 1e-6, 1e-2, 1.0, 1e3, 1e6])
     u = (torch.randn(3, 6, 4, 6, generator=torch.Generator().manual_seed(4)) * scales[:, None, None]).to(dtype)
     length = layer._unit(u).norm(dim=-1)
     assert (length <= 1 + 1e-6).all()
     assert (length[:, 3:] >= 1 - 1e-4).all()
     assert not length[:, 0].any()
+    assert rounded._unit(u).dtype == dtype
+    assert (rounded._unit(u).float().norm(dim=-1) <= 1 + (2**-8 if dtype == torch.bfloat16 else 1e-6)).all()
 
 
 def test_initial_decays_are_mamba_2s(single_mesh):
