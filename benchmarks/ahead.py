@@ -64,7 +64,7 @@ def train(target: Target, model: str, shape: str, *settings: str) -> Compiled:
     from train_step import MODELS
 
     rows, context = map(int, shape.split("x"))
-    name, own = MODELS[model]
+    name, own = MODELS.get(model, (model, []))
     config = run_of(name, [*own, *settings], rows, context)
     return compile_for(config.model, config.training, config.layout, target)
 
@@ -239,6 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     kinds = "train:MODEL:SHAPE[:SETTING...], tune:MODEL, exchange:MODEL[:RANKS:TOKENS], op:KIND, peer:KIND[:SHAPE] or peer:model"
     parser.add_argument("what", nargs="+", help=kinds)
+    parser.add_argument("--device", default="NVIDIA H200", help="as CUDA names it, for the table of tiles (default NVIDIA H200)")
     parser.add_argument("--archive", type=Path, help="also pack all of it for another installation: see archive.py")
     arguments = parser.parse_args()
     with noting() as keys:
@@ -247,7 +248,7 @@ def main() -> None:
             if kind not in KINDS:
                 parser.error(f"{what!r} is of none of {', '.join(KINDS)}")
             began = time.monotonic()
-            compiled = KINDS[kind](Target(90, "NVIDIA H200"), *rest)
+            compiled = KINDS[kind](Target(90, arguments.device), *rest)
             seconds = time.monotonic() - began
             print(f"{what}: {len(compiled.kernels)} kernels, {len(compiled.new)} new, {seconds:.0f} s", flush=True)
     if arguments.archive is not None:

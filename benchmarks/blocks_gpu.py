@@ -175,7 +175,7 @@ def our_step(block: nn.Module, given: Inputs) -> Call:
 
     def step() -> Found:
         drop_compute_copies(block)
-        (stream, out), _ = block((given.residual, given.hidden), given.pos, None)
+        (stream, out), _ = block((given.residual, given.hidden), given.pos, None, False)  # as in a step
         leaves = [given.residual, block.norm.weight, *parameters.values()]
         grads = torch.autograd.grad([out, stream], leaves, [given.dy.to(out.dtype), given.dy])
         return {"leaves": out.detach(), **dict(zip(("x", f"block's {NORM}", *parameters), grads, strict=True))}

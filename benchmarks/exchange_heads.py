@@ -52,12 +52,13 @@ class HeadExchange:
         return x.chunk(self.ranks, dim)[self.rank]
 
     def carry(
-        self, link: SequenceLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str
-    ) -> tuple[Tensor, State]:
+        self, link: SequenceLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str,
+        state_wanted: bool = True,
+    ) -> tuple[Tensor, State]:  # fmt: skip
         """In the place of `parallel.carry.carry`, for inputs that all have heads; no State leaves, for nothing comes behind."""
         along = recurrence.along
         own = (*self.to_heads(*inputs[:along]), *map(self.share, inputs[along:]))
-        return self.to_tokens(recurrence.run(own, self.pos, None)[0]), {}
+        return self.to_tokens(recurrence.outputs(own, self.pos, None)), {}
 
     def gated_scan(self, of: GatedScan, x_BTM: Tensor) -> tuple[Tensor, State]:
         """In the place of `GatedScan.forward`."""

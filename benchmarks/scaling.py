@@ -133,6 +133,9 @@ def said(bench: Bench, one: Run, base: Run) -> None:
         f"({1000 * min(timed.seconds):,.1f} to {1000 * max(timed.seconds):,.1f}, {len(timed.seconds)} steps), "
         f"{timed.bytes / 2**30:.2f} GiB on the first rank"
     )
+    if one.found.profile:
+        for line in one.found.profile.splitlines():
+            report.say(f"    {line}".rstrip())
     if base.found is None:
         report.say(f"{case}: one GPU alone is out of memory")
         return

@@ -25,18 +25,21 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if {x.dtype for x in tensors} == {torch.float64} else torch.float32
 
 
-def in_chunks(step: Step, inputs: Inputs, along: int, *, pos: Tensor | None, state: State, chunk: int) -> tuple[Tensor, State]:
+def in_chunks(
+    step: Step, inputs: Inputs, along: int, *, pos: Tensor | None, state: State, chunk: int, last: Step | None = None
+) -> tuple[Tensor, State]:
     """Run `step` over [batch, T, ...] inputs, `chunk` tokens at a time.
 
     inputs: the first `along` run along time, the others are parameters. state: the entering one; leaves that are not floating
-    point are carried without a gradient.
+    point are carried without a gradient. last: what the last chunk does instead, where the leaving State is not wanted: as `step`,
+    with {} for its State.
 
     Returns:
-        outputs [batch, T, ...] and the leaving State, with exact gradients to inputs and state.
+        outputs [batch, T, ...] and the leaving State ({} with `last`), with exact gradients to inputs and state.
     """
     names = tuple(state)
-    y, *leaves = _InChunks.apply(step, along, names, chunk, pos, *inputs, *state.values())
-    return y, dict(zip(names, leaves, strict=True))
+    y, *leaves = _InChunks.apply(step, last or step, along, names, chunk, pos, *inputs, *state.values())
+    return y, dict(zip(names if last is None else (), leaves, strict=True))
 
 
 def _pull_back(outputs: list[Tensor], leaves: list[Tensor], cotangents: list[Tensor | None]) -> list[Tensor | None]:
@@ -56,7 +59,7 @@ def _piece(inputs: Inputs, along: int, begin: int, end: int) -> Inputs:
 class _InChunks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, step: Step, along: int, names: tuple[str, ...], chunk: int, pos: Tensor | None, *tensors: Tensor
+        ctx: Any, step: Step, last: Step, along: int, names: tuple[str, ...], chunk: int, pos: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         inputs, state = tensors[: len(tensors) - len(names)], dict(zip(names, tensors[len(tensors) - len(names) :], strict=True))
         length, kept = inputs[0].shape[1], any(ctx.needs_input_grad)
@@ -67,9 +70,10 @@ class _InChunks(torch.autograd.Function):
                 end = min(begin + chunk, length)
                 if kept:
                     borders.extend(state.values())
-                y, state = step(_piece(inputs, along, begin, end), None if pos is None else pos[:, begin:end], state)
+                run = step if end < length else last
+                y, state = run(_piece(inputs, along, begin, end), None if pos is None else pos[:, begin:end], state)
                 outputs.append(y)
-        ctx.step, ctx.along, ctx.names, ctx.chunk, ctx.pos = step, along, names, chunk, pos
+        ctx.step, ctx.last, ctx.along, ctx.names, ctx.chunk, ctx.pos = step, last, along, names, chunk, pos
         ctx.save_for_backward(*inputs, *borders)
         ctx.n_inputs = len(inputs)
         # contiguous copies: an input handed through unchanged may not be an output, and views would keep the piece alive
@@ -92,7 +96,8 @@ class _InChunks(torch.autograd.Function):
                 entering = [
                     x.detach().requires_grad_(x.is_floating_point()) for x in borders[number * width : (number + 1) * width]
                 ]
-                y, leaving = ctx.step(
+                run = ctx.step if end < length else ctx.last
+                y, leaving = run(
                     tuple(leaves), None if pos is None else pos[:, begin:end], dict(zip(ctx.names, entering, strict=True))
                 )
                 found = _pull_back([y, *leaving.values()], [*leaves, *entering], [dy[:, begin:end], *cotangents])
@@ -103,5 +108,5 @@ class _InChunks(torch.autograd.Function):
                 else:
                     grad += part
             cotangents = list(found[len(leaves) :])
-        wanted = zip(ctx.needs_input_grad[5:], [*grads, *cotangents], strict=True)
-        return (None, None, None, None, None, *(grad if want else None for want, grad in wanted))
+        wanted = zip(ctx.needs_input_grad[6:], [*grads, *cotangents], strict=True)
+        return (*(None,) * 6, *(grad if want else None for want, grad in wanted))

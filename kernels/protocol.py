@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -62,6 +62,26 @@ def zeros(leaves: Sequence[Leaf], batch: int, device: torch.device | str) -> Sta
 def detach(state: State) -> State:
     """The same values with the gradient cut: truncated backpropagation through time."""
     return {name: leaf.detach() for name, leaf in state.items()}
+
+
+class _NotMade:
+    """In the place of a leaf that nobody wants. Whatever is asked of it is refused."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"not made: {self._name}"
+
+    def __getattr__(self, asked: str) -> NoReturn:
+        if asked.startswith("__"):
+            raise AttributeError(asked)  # what Python looks for in anything
+        raise KernelError(f"state: {self._name} was not made: the pass that it leaves was told that no State is wanted of it")
+
+
+def unwanted(leaves: Sequence[Leaf]) -> State:
+    """In the place of a leaving State that nobody wants: its names, and no tensors. Whoever takes a leaf for one gets an error."""
+    return {leaf.name: cast(Tensor, _NotMade(leaf.name)) for leaf in leaves}
 
 
 def check(state: State, leaves: Sequence[Leaf], batch: int) -> None:
@@ -218,6 +238,13 @@ class Recurrence(ABC):
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         """Outputs [batch, T, ...] and the leaving State, with exact gradients to inputs and state. state None: nothing read yet."""
 
+    def outputs(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
+        """The outputs alone, every bit as `run` returns them, and gradients too, for passes that drop the leaving State.
+
+        To be overridden where making that costs something.
+        """
+        return self.run(inputs, pos, state)[0]
+
     @abstractmethod
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         """The definition, a loop over tokens, in the inputs' dtype and with plain autograd."""
@@ -285,7 +312,7 @@ class LinearRecurrence(Recurrence):
     @torch.no_grad()
     def finish(self, inputs: Inputs, pos: Tensor | None, state: State) -> Tensor:
         """Outputs, given the State that entered."""
-        return self.run(inputs, pos, state)[0]
+        return self.outputs(inputs, pos, state)
 
     def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> Effect:
         """The effect on cotangents: what dy alone adds to the entering State's cotangent, and the adjoint transition."""
@@ -313,8 +340,8 @@ class SequentialRecurrence(Recurrence):
 class StateFirstRecurrence(Recurrence):
     """A recurrence whose leaving State, though not linear in the entering one, costs little beside the outputs.
 
-    So it is computed and sent first: `leave`, send, `read`. Backwards `read` is pulled back before the leaving State's cotangent
-    arrives, then `leave` with that cotangent, and the gradients are added. `run` is both.
+    So it is computed and sent first: `leave`, send, `outputs`. Backwards `outputs` is pulled back before the leaving State's
+    cotangent arrives, then `leave` with that cotangent, and the gradients are added. `run` is both.
     """
 
     @abstractmethod
@@ -324,7 +351,3 @@ class StateFirstRecurrence(Recurrence):
     @abstractmethod
     def leave(self, inputs: Inputs, pos: Tensor | None, state: State) -> State:
         """The leaving State alone, every bit as `run` returns it; by plain autograd, with exact gradients to inputs and state."""
-
-    @abstractmethod
-    def read(self, inputs: Inputs, pos: Tensor | None, state: State) -> Tensor:
-        """The outputs alone, every bit as `run` returns them, with exact gradients to inputs and state."""

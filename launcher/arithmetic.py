@@ -29,12 +29,12 @@ class Memory:
     parameters, compute_copies, gradients, optimizer (two moments of all that the rank has; from ZeRO-1 on they and a master copy,
     of its part), tokens (of the whole step, with labels and positions), lanes (the States that truncated backpropagation through
     time carries from step to step), before (those of the step's lanes once more, as they were: for a step that is refused) and
-    states stay, and so does saved, the copy of all that a checkpoint holds, where the device is the host (see
-    Arithmetic.host_bytes); activations are what forward keeps, of all passes on their way through the
-    stages; borders are the States that entered the segments which wait to be run again, with what their first run alone decides,
-    and inputs the hidden vectors that the stage before sent for them; in_hand is what the sub-block in hand takes in backward;
-    loss is one chunk's logits and the head's gradient; buffers are what the optimizer's step takes for a moment; recorded is what
-    passes took that were recorded as CUDA graphs, which nothing else gets meanwhile.
+    states (those that leave a pass; whole sequences on one rank leave none) stay, and so does saved, the copy of all that a
+    checkpoint holds, where the device is the host (see Arithmetic.host_bytes); activations are what forward keeps, of all passes on
+    their way through the stages; borders are the States that entered the segments which wait to be run again, with what their first
+    run alone decides, and inputs the hidden vectors that the stage before sent for them; in_hand is what the sub-block in hand
+    takes in backward; loss is one chunk's logits and the head's gradient; buffers are what the optimizer's step takes for a moment;
+    recorded is what passes took that were recorded as CUDA graphs, which nothing else gets meanwhile.
     """
 
     parameters: int
@@ -306,7 +306,7 @@ class Arithmetic:
             inputs=0 if self.stage.first else (self.together - 1) * self.hidden_bytes,
             in_hand=in_hand + waiting,
             recorded=activations + max(in_hand + waiting, loss) if self.training.cuda_graphs else 0,
-            states=self.states,
+            states=self.states if work.segment else 0,
             loss=loss,
             # a bucket is flattened into a copy; later, a rank's part of the gradient
             buffers=4 * max(min(self.local_count, REDUCE_BUCKET), self._part if self.layout.zero else 0),

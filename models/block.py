@@ -16,7 +16,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from baton.kernels.protocol import Leaf, State
 from baton.models.config import ModelConfig
-from baton.models.mixer import Mixer, Site, build_mixer
+from baton.models.mixer import Mixer, Site, build_mixer, leaving
 from baton.models.norm import RMSNorm, Stream, summed
 from baton.models.remade import remaking
 from baton.parallel.sequence import SequenceLink
@@ -32,7 +32,8 @@ def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any
 class SubBlock(nn.Module):
     """Stream [B, T, d_model] (or this rank's part [part_of(B T), d_model]), pos [B, T], State or None -> stream, State.
 
-    The stream's first part is fp32, the second in the compute type.
+    The stream's first part is fp32, the second in the compute type. state_wanted: whether the State that leaves will be taken; else
+    it is not made, and what stands in its place refuses (baton.kernels.protocol.unwanted).
     """
 
     mixer: Mixer
@@ -43,7 +44,7 @@ class SubBlock(nn.Module):
         self.norm = RMSNorm(config.d_model, config.norm_eps, of_part=site.split_residual)
         self.mixer = build_mixer(config.mixers[name], site)
 
-    def forward(self, stream: Stream, pos: Tensor, state: State | None) -> tuple[Stream, State]:
+    def forward(self, stream: Stream, pos: Tensor, state: State | None, state_wanted: bool = True) -> tuple[Stream, State]:
         # every projection would cast it anyway, each for itself
         x, normed = self.norm(stream, self._compute_dtype)
         if self._split:
@@ -51,7 +52,8 @@ class SubBlock(nn.Module):
         # the norm keeps the stream; ranks that share it would have to gather again, and a segment is run again as it is
         with remaking(self._selective and not self._split and (self.mixer.link is None or not self.mixer.link.active)) as kept_not:
             kept_not(normed, lambda: self.norm((x, None), self._compute_dtype)[1])
-            y, state = self.mixer(normed, pos, state)
+            with leaving(state_wanted):
+                y, state = self.mixer(normed, pos, state)
         return (x, y), state
 
 
@@ -69,21 +71,21 @@ class Layer(nn.ModuleDict):
             found += [dataclasses.replace(leaf, name=f"{name}.{leaf.name}") for leaf in cast(SubBlock, block).mixer.leaves]
         return tuple(found)
 
-    def forward(self, stream: Stream, pos: Tensor, state: State | None) -> tuple[Stream, State]:
-        leaving: State = {}
+    def forward(self, stream: Stream, pos: Tensor, state: State | None, state_wanted: bool = True) -> tuple[Stream, State]:
+        leaves: State = {}
         for name, block in self.items():
             prefix = f"{name}."
             entering = None
             if state is not None:
                 entering = {key.removeprefix(prefix): leaf for key, leaf in state.items() if key.startswith(prefix)}
-            stream, own = block(stream, pos, entering)
-            leaving.update({f"{prefix}{key}": leaf for key, leaf in own.items()})
-        return stream, leaving
+            stream, own = block(stream, pos, entering, state_wanted)
+            leaves.update({f"{prefix}{key}": leaf for key, leaf in own.items()})
+        return stream, leaves
 
-    def whole(self, x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def whole(self, x: Tensor, pos: Tensor, state: State | None, state_wanted: bool = True) -> tuple[Tensor, State]:
         """The same from and to a stream of one part."""
-        stream, leaving = self((x, None), pos, state)
-        return summed(stream), leaving
+        stream, leaves = self((x, None), pos, state, state_wanted)
+        return summed(stream), leaves
 
 
 class _Kept(TorchDispatchMode):

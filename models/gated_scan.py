@@ -79,7 +79,7 @@ class GatedScan(Mixer):
         before = None if state is None else {"tail": state["conv"]}
         u_BTD, tail = self.carry(_CONV, convolved, pos_BT, before)
         with remaking(selective) as kept_not:
-            kept_not(u_BTD, lambda: _CONV.run(convolved, pos_BT, before)[0])
+            kept_not(u_BTD, lambda: _CONV.outputs(convolved, pos_BT, before))
             u_BTD, projected = self.x_proj(u_BTD, beside=True)
             projected = copy_to_tensor_group(projected)
             code_BTR, in_BTN, out_BTN = projected.split([self.dt_rank, self.config.d_state, self.config.d_state], dim=-1)

@@ -113,7 +113,11 @@ class LanguageModel(nn.Module):
                 own_input=self.split_residual,
             )
 
-    def forward(self, tokens: Tensor, pos: Tensor, states: States | None = None) -> tuple[Tensor, States]:
+    def forward(
+        self, tokens: Tensor, pos: Tensor, states: States | None = None, state_wanted: bool = True
+    ) -> tuple[Tensor, States]:
+        """state_wanted: whether the States that leave will be taken; else they are not made, and what is returned in their place
+        refuses (baton.kernels.protocol.unwanted), but where a link has handed them on."""
         stream: Stream = (self.embedding(tokens) if self.stage.first else tokens, None)
         leaving: States = {}
         for number, layer in self.layers.items():
@@ -126,13 +130,14 @@ class LanguageModel(nn.Module):
                     stream[0],
                     pos,
                     entering,
+                    state_wanted,
                     use_reentrant=False,
                     preserve_rng_state=False,
                     context_fn=partial(recomputation, [layer], self.link),
                 )
                 stream = x, None
             else:
-                stream, leaving[number] = layer(stream, pos, entering)
+                stream, leaving[number] = layer(stream, pos, entering, state_wanted)
         if not self.stage.last:
             return summed(stream), leaving
         _, hidden = self.norm(stream, self.compute_dtype)
@@ -150,13 +155,15 @@ class LanguageModel(nn.Module):
         return {number: cast(Layer, layer).leaves for number, layer in self.layers.items()}
 
     @torch.no_grad()
-    def through_stages(self, tokens: Tensor, pos: Tensor, states: States | None = None) -> tuple[Tensor | None, States]:
+    def through_stages(
+        self, tokens: Tensor, pos: Tensor, states: States | None = None, state_wanted: bool = True
+    ) -> tuple[Tensor | None, States]:
         """The forward pass of all stages, without gradients: hidden vectors on the last one and None on the others, own States."""
         pipeline = self.pipeline
         if pipeline is None:
-            return self(tokens, pos, states)
+            return self(tokens, pos, states, state_wanted)
         x = tokens if pipeline.first else pipeline.expect("forward", self.hidden_shape(tokens)).wait()
-        hidden, leaving = self(x, pos, states)
+        hidden, leaving = self(x, pos, states, state_wanted)
         if pipeline.last:
             return hidden, leaving
         pipeline.send("forward", hidden)

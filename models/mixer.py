@@ -110,6 +110,8 @@ class Mixer(nn.Module, ABC):
     """The sequence group's neighbours; None: this rank has whole sequences."""
     seen: ClassVar[set[Recurrence] | None] = None
     """Where recurrences that are carried are noted, within `noting`: they are then run as they are defined."""
+    state_wanted: ClassVar[bool] = True
+    """Whether the States that leave are wanted, within `leaving`. Else they are not made where nothing is handed on."""
     where: str = "a mixer"
     """This mixer's name in the model, "layers.3.mamba", as errors and counts of messages call it."""
 
@@ -121,7 +123,7 @@ class Mixer(nn.Module, ABC):
                 # of a few tokens, for which nothing has to be compiled: no kernel takes float64, and what comes behind has a step's
                 y, leaving = recurrence.reference(tuple(x.double() if x.is_floating_point() else x for x in inputs), pos, state)
                 return y.to(inputs[0].dtype), leaving
-        return carry(self.link, recurrence, inputs, pos, state, self.where)
+        return carry(self.link, recurrence, inputs, pos, state, self.where, Mixer.state_wanted)
 
     def __init_subclass__(cls, settings: type[MixerConfig] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -141,6 +143,16 @@ def build_mixer(config: MixerConfig, site: Site) -> Mixer:
     """The mixer of config.kind."""
     import_module(f"baton.models.mixers.{config.kind}")
     return _CLASSES[type(config)](config, site)
+
+
+@contextmanager
+def leaving(wanted: bool) -> Iterator[None]:
+    """Within it mixers are run whose leaving States are wanted, or not. To be entered also where a layer is run again."""
+    before, Mixer.state_wanted = Mixer.state_wanted, wanted
+    try:
+        yield
+    finally:
+        Mixer.state_wanted = before
 
 
 @torch.no_grad()

@@ -23,32 +23,35 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, Recurrence, State, StateFirstRecurrence, zeros
+from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, Recurrence, State, StateFirstRecurrence, unwanted, zeros
 from baton.parallel.sequence import Carrier, Direction, SequenceLink
 from baton.parallel.spans import RECURRENCE, span
 
 
 def carry(
-    link: SequenceLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str
-) -> tuple[Tensor, State]:
+    link: SequenceLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str,
+    state_wanted: bool = True,
+) -> tuple[Tensor, State]:  # fmt: skip
     """`recurrence.run` over a sequence that the sequence group shares, each rank having the tokens that follow the last one's.
 
     state: what enters the first virtual segment (None: nothing read yet); the others are not asked. The leaving State of the last
     one is the sequence's; on the others it is what they sent, and has no gradient here. where: the mixer's name in the model, for
-    errors and counts.
+    errors and counts. state_wanted: whether the caller takes what leaves; else it is made only where it is handed on.
 
     Raises:
         ExchangeError: on a CPU, when a neighbour is gone or sends nothing.
     """
     with span(RECURRENCE, recurrence):
-        return _carried(link, recurrence, inputs, pos, state, where)
+        if link is not None and link.active:
+            return _linked(link, recurrence, inputs, pos, state, where)
+        if state_wanted:
+            return recurrence.run(inputs, pos, state)
+        return recurrence.outputs(inputs, pos, state), unwanted(recurrence.leaves(inputs))
 
 
-def _carried(
-    link: SequenceLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str
+def _linked(
+    link: SequenceLink, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str
 ) -> tuple[Tensor, State]:
-    if link is None or not link.active:
-        return recurrence.run(inputs, pos, state)
     passage = _Passage(link, recurrence, inputs, where)
     given = state if passage.place.before("right") is None else None
     if passage.makes_effects:
@@ -138,7 +141,7 @@ def _around(passage: "_Passage", recurrence: Recurrence, inputs: Inputs, pos: Te
         entering = _enter(passage, given, lambda: recurrence.initial(inputs))
         assert entering is not None
         inputs, entering, leaving = _hand_on_first(passage, lambda x, s: recurrence.leave(x, pos, s), None, inputs, entering)
-        return recurrence.read(inputs, pos, entering), leaving
+        return recurrence.outputs(inputs, pos, entering), leaving
     with torch.no_grad():
         tail = recurrence.early(inputs, pos)
     if tail is not None:
@@ -151,7 +154,7 @@ def _around(passage: "_Passage", recurrence: Recurrence, inputs: Inputs, pos: Te
 
         piece = slice(inputs[0].shape[1] - rows, None), recurrence.along
         inputs, _, leaving = _hand_on_first(passage, last, piece, inputs, {})
-        return recurrence.run(inputs, pos, _enter(passage, given))[0], leaving
+        return recurrence.outputs(inputs, pos, _enter(passage, given)), leaving
     nothing = (lambda: zeros(passage.leaves, passage.batch, inputs[0].device)) if isinstance(recurrence, LinearRecurrence) else None
     entering = _enter(passage, given, nothing)
     y, leaving = recurrence.run(inputs, pos, entering)

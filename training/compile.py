@@ -86,7 +86,7 @@ def _step(model: LanguageModel, training: TrainingConfig, sequence: int, lanes: 
             passes.do(operation)
         passes.finish()
     with torch.no_grad():
-        y, _ = model(ids[:, :span], pos[:, :span])
+        y, _ = model(ids[:, :span], pos[:, :span], state_wanted=False)
         model.loss(y, ids[:, :span])
     drop_compute_copies(model)
     model.zero_grad()

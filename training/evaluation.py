@@ -36,7 +36,8 @@ def evaluate(
     together."""
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:
-        for part, hidden, _ in through_segments(model, (batch.segment(s, segments) for s in range(segments)), segments):
+        parts = (batch.segment(s, segments) for s in range(segments))
+        for part, hidden, _ in through_segments(model, parts, segments, state_wanted=False):
             if hidden is not None:
                 total += model.loss(hidden, part.labels)
     add_up(total, mesh)
@@ -61,7 +62,8 @@ def score(model: LanguageModel, batches: Sequence[TokenBatch], labels: int, mesh
         # such a batch only completes a round over the ranks; but a span without a question may be needed by the next one
         if mesh.layout.sequence == 1 and not bool((batch.labels != IGNORED).any()):
             continue
-        for part, hidden, _ in through_segments(model, (batch.segment(s, segments) for s in range(segments)), segments):
+        parts = (batch.segment(s, segments) for s in range(segments))
+        for part, hidden, _ in through_segments(model, parts, segments, state_wanted=False):
             asked = part.labels != IGNORED
             if hidden is None or not bool(asked.any()):
                 continue
@@ -75,20 +77,20 @@ def score(model: LanguageModel, batches: Sequence[TokenBatch], labels: int, mesh
 
 @torch.no_grad()
 def through_segments(
-    model: LanguageModel, parts: Iterable[TokenBatch], segments: int
+    model: LanguageModel, parts: Iterable[TokenBatch], segments: int, *, state_wanted: bool = True
 ) -> Iterator[tuple[TokenBatch, Tensor | None, States]]:
     """The forward pass of a batch, segment by segment: (this rank's span, its hidden vectors on the last stage and None on the
     others, leaving States).
 
     parts: this rank's spans of the `segments` segments, in order; made as they are asked for, they need not all be in memory. With
-    more than one the model needs a link.
+    more than one the model needs a link. state_wanted: whether the leaving States will be looked at.
     """
     for number, part in enumerate(parts):
         link = model.link
         if segments > 1 and link is None:
             raise ValueError("segments follow one another through a link, and the model has none")
         with nullcontext() if link is None or segments == 1 else link.segment(number, of=segments):
-            hidden, leaving = model.through_stages(part.tokens, part.pos)
+            hidden, leaving = model.through_stages(part.tokens, part.pos, state_wanted=state_wanted)
         yield part, hidden, leaving
         if segments > 1 and model.pipeline is not None:
             # or an early stage would run ahead, and what it has sent would wait in memory

@@ -103,7 +103,7 @@ class Graphs:
         losses: list[Tensor] = []
 
         def forward() -> None:
-            loss = model.loss(model(batch.tokens, batch.pos)[0], batch.labels) * scale
+            loss = model.loss(model(batch.tokens, batch.pos, state_wanted=False)[0], batch.labels) * scale
             total.add_(loss.detach())
             losses.append(loss)
 

@@ -116,7 +116,7 @@ class Passes:
             x.requires_grad_()
         entering = self._entering(n, s) if before is None else None
         with nullcontext() if before is None else before.again, self._place(s):
-            y, leaving = self._model(x, batch.pos, entering)
+            y, leaving = self._model(x, batch.pos, entering, before is not None or self._lanes is not None)
         if before is not None:
             self._compared.append((s, _fingerprints(leaving) == before.fingerprints))
         elif self._lanes is not None:

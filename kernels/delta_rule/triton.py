@@ -21,6 +21,10 @@ from baton.kernels.gated_linear_attention.triton import Sum
 KERNEL = "delta_rule"
 SMALL = 32
 """Of d_key and d_value, a step of what is inverted, and of what is computed where some beta is 0."""
+ODD_WARPS = 2
+"""At most so many warps of the program that walks backwards where rows do not begin at multiples of 16 bytes, so that its products
+are no wgmma: of those and of loads of single numbers ptxas 12.8, Triton's own, makes a kernel that loses a matrix's descriptor and
+ends the process with an illegal address (d_key 33, d_value 5, bfloat16, with decays). ptxas 13.0 does not."""
 
 
 @dataclass(frozen=True)
@@ -210,9 +214,11 @@ class _Run:
         inverse, u, states, _, effects = self.writes(first)
         scores = run.scores(q, k, self.sums, gated=True)
         dr, cotangents = run.new(*shape, dtype=run.kept), torch.empty_like(states)
+        whole_rows = all(x.stride(1) * x.element_size() % 16 == 0 for x in (q, k, dy))
 
         def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
-            options = self.walk(self.tiles.values_back, num_warps=self.tiles.warps_back, num_stages=self.tiles.stages_back)
+            warps = self.tiles.warps_back if whole_rows else min(self.tiles.warps_back, ODD_WARPS)
+            options = self.walk(self.tiles.values_back, num_warps=warps, num_stages=self.tiles.stages_back)
             self.gradients.writes_backward_kernel[(-(-shape[3] // options["BY"]), rows, pieces)](
                 q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), scores, inverse, run.or_v(arriving), dr, cotangents,
                 dfirst, run.length, run.chunks, -(-run.chunks // pieces), self.scale, *launch.strides(q, k, self.beta, dy),

@@ -9,6 +9,7 @@ Shape suffixes: B batch, L tokens of a block or span, G key heads, K dim, M memo
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,15 +43,16 @@ class Options:
 
 
 def eidetic_attention_chunked(
-    inputs: Inputs, options: Options, *, pos: Tensor, state: State, chunk: int | None = None
+    inputs: Inputs, options: Options, *, pos: Tensor, state: State, chunk: int | None = None, state_wanted: bool = True
 ) -> tuple[Tensor, State]:
     """As `op.eidetic_attention`, which checks the arguments; chunk: queries per block, at most the window."""
 
-    def step(inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+    def step(inputs: Inputs, pos: Tensor | None, state: State, state_wanted: bool = True) -> tuple[Tensor, State]:
         assert pos is not None
-        return _step(inputs, pos.to(torch.int64), state, options)
+        return _step(inputs, pos.to(torch.int64), state, options, state_wanted)
 
-    return in_chunks(step, inputs, len(inputs), pos=pos, state=state, chunk=min(chunk or _BLOCK, options.window))
+    last = None if state_wanted else partial(step, state_wanted=False)
+    return in_chunks(step, inputs, len(inputs), pos=pos, state=state, chunk=min(chunk or _BLOCK, options.window), last=last)
 
 
 def leave(inputs: Inputs, options: Options, *, pos: Tensor, state: State) -> State:
@@ -61,19 +63,19 @@ def leave(inputs: Inputs, options: Options, *, pos: Tensor, state: State) -> Sta
     return _leaving(ends, _remember(inputs, pos, state, options), pos, state)
 
 
-def _step(inputs: Inputs, pos_BL: Tensor, state: State, options: Options) -> tuple[Tensor, State]:
+def _step(inputs: Inputs, pos_BL: Tensor, state: State, options: Options, state_wanted: bool) -> tuple[Tensor, State]:
     q, length, w, seen = inputs[0], inputs[0].shape[1], options.window, state["seen"]
     rows = {name: history(state[name], x) for name, x in zip(TAILS, inputs[1:], strict=False) if name in state}
     parts = [(rows["k"], rows["v"], visible(w - 1, length, 0, w - 1, pos_BL, seen))]
     if options.sliding:
         parts.append((rows["fading_k"], rows["fading_v"], visible(2 * w - 1, length, w, 2 * w - 1, pos_BL, seen)))
-    memory = _remember(inputs, pos_BL, state, options)
+    memory = _remember(inputs, pos_BL, state, options, entries_wanted=state_wanted)
     if memory is not None:
         parts.append((memory.old_k, memory.old_v, memory.publication.sees_old_BL[:, :, None] & memory.old_valid[:, None]))
         parts.append((memory.new_k, memory.new_v, memory.publication.sees_new_BL[:, :, None] & memory.new_valid[:, None]))
     all_keys, all_values = (torch.cat([part[x].to(q.dtype) for part in parts], dim=1) for x in (0, 1))
     y = attend(q, all_keys, all_values, torch.cat([seen_BLJ for *_, seen_BLJ in parts], dim=2), options.scale)
-    return y, _leaving(rows, memory, pos_BL, state)
+    return y, _leaving(rows, memory, pos_BL, state) if state_wanted else {}
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class _Memory:
     """What a span begins with, what it publishes last, and the entries it leaves behind.
 
     old_k, old_v, new_k, new_v: [B, M, G, K]; old_valid, new_valid: [B, M], which rows hold a token. entries: the best tokens of the
-    last document as leaves of a State; none without eidetic tokens.
+    last document as leaves of a State; none without eidetic tokens, or where they are not wanted.
     """
 
     publication: "_Publication"
@@ -94,7 +96,7 @@ class _Memory:
     entries: State
 
 
-def _remember(inputs: Inputs, pos_BL: Tensor, state: State, options: Options) -> _Memory | None:
+def _remember(inputs: Inputs, pos_BL: Tensor, state: State, options: Options, entries_wanted: bool = True) -> _Memory | None:
     """The memory of a span of any length; None where the options have none."""
     if not options.n_eidetic + options.n_fading:
         return None
@@ -104,13 +106,16 @@ def _remember(inputs: Inputs, pos_BL: Tensor, state: State, options: Options) ->
     entries: State = {}
     if options.n_eidetic:
         m, candidates = options.n_eidetic, (state["score"], state["where"], score_BL, pos_BL)
-        new, best = largest(m, *candidates, publication.before(m)), largest(m, *candidates, publication.of_last_document(m))
-        rows, valid = torch.cat((new.rows, best.rows), dim=1), torch.cat((new.valid, best.valid), dim=1)
+        chosen = [largest(m, *candidates, publication.before(m))]
+        if entries_wanted:
+            chosen.append(largest(m, *candidates, publication.of_last_document(m)))
+        rows, valid = (torch.cat(x, dim=1) for x in ([c.rows for c in chosen], [c.valid for c in chosen]))
         taken = take([(state["best_k"], k), (state["best_v"], v)], rows, valid)
-        (new_k, best_k), (new_v, best_v) = (x.split(m, dim=1) for x in taken)
-        published.append((new_k, new_v, new.valid))
-        # copies: a view would keep the published rows as well
-        entries = {"best_k": best_k.clone(), "best_v": best_v.clone(), "score": best.score, "where": best.where}
+        (new_k, *best_k), (new_v, *best_v) = (x.split(m, dim=1) for x in taken)
+        published.append((new_k, new_v, chosen[0].valid))
+        for k_BE, v_BE, best in zip(best_k, best_v, chosen[1:], strict=True):
+            # copies: a view would keep the published rows as well
+            entries = {"best_k": k_BE.clone(), "best_v": v_BE.clone(), "score": best.score, "where": best.where}
     if options.n_fading:
         rows, valid = publication.just_before(options.n_fading, state["seen"])
         new_k, new_v = take([(state["fading_k"], fading_k), (state["fading_v"], fading_v)], rows, valid)

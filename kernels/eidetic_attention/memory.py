@@ -58,23 +58,30 @@ def largest(m: int, score_BE: Tensor, where_BE: Tensor, score_BL: Tensor, where_
     )
 
 
-def take(sources: Sequence[tuple[Tensor, Tensor]], index: Tensor, valid: Tensor) -> list[Tensor]:
-    """Row `index` [B, m] of each before [B, E, ...] followed by its rows [B, L, ...], 0 where not valid: [B, m, ...] in rows' type.
+def take(sources: Sequence[tuple[Tensor | None, Tensor]], index: Tensor, valid: Tensor) -> list[Tensor]:
+    """Row `index` [B, m] of each before [B, E, ...] (None, of all: nothing is before) followed by its rows [B, L, ...], 0 where not
+    valid: [B, m, ...] in rows' type.
 
     The two are not put together: to choose from a span copies what is chosen, not the span. Whole rows are chosen by one number:
     of a gather, which has one for each element, a deterministic backward pass on a GPU sorts them all. And they are indexed, not
     selected: rows are chosen more than once, and an index's gradients are added in one order whether or not PyTorch was asked to.
     """
-    entries, length = sources[0][0].shape[1], sources[0][1].shape[1]
-    inside, nothing = index < entries, ~valid
-    lanes = torch.arange(len(index), device=index.device)[:, None]
-    at_before = (index.clamp(0, entries - 1) + lanes * entries).flatten()
-    at_rows = ((index - entries).clamp(0, length - 1) + lanes * length).flatten()
+    first, nothing = sources[0][0], ~valid
+    entries = 0 if first is None else first.shape[1]
+    at_rows = _flat(index - entries if entries else index, sources[0][1].shape[1])
+    at_before, inside = (_flat(index, entries), index < entries) if entries else (at_rows, nothing)
     found = []
     for before, rows in sources:
         wide = (*index.shape, *[1] * (rows.dim() - 2))
-        old, new = (
-            x.flatten(0, 1)[at].unflatten(0, index.shape).to(rows.dtype) for x, at in ((before, at_before), (rows, at_rows))
-        )
-        found.append(torch.where(inside.view(wide), old, new).masked_fill(nothing.view(wide), 0.0))
+        taken = rows.flatten(0, 1)[at_rows].unflatten(0, index.shape)
+        if before is not None:
+            old = before.flatten(0, 1)[at_before].unflatten(0, index.shape).to(rows.dtype)
+            taken = torch.where(inside.view(wide), old, taken)
+        found.append(taken.masked_fill(nothing.view(wide), 0.0))
     return found
+
+
+def _flat(index: Tensor, rows: int) -> Tensor:
+    """Of rows [B, m] among `rows` of each lane, the nearest that exist, the places among those of all lanes: [B m]."""
+    lanes = torch.arange(0, len(index) * rows, rows, device=index.device)
+    return (index.clamp(0, rows - 1) + lanes[:, None]).flatten()

@@ -34,6 +34,7 @@ def eidetic_attention(
     pos: Tensor,
     state: State | None = None,
     scale: float | None = None,
+    state_wanted: bool = True,
 ) -> tuple[Tensor, State]:
     """One softmax over three kinds of tokens of the own document (Zancato et al. 2024, Algorithm 1 in chunks of `window`):
 
@@ -56,6 +57,7 @@ def eidetic_attention(
         state: what a call before returned (`leaves` describes it); None: nothing has been read, even where pos says that the
             document began earlier.
         scale: of the attention scores; None: dim^-1/2.
+        state_wanted: whether the leaving State will be taken; else it is not made, and {} is returned.
 
     Tensors are float64 all together, or any mix of float32, bfloat16 and float16.
 
@@ -67,9 +69,12 @@ def eidetic_attention(
     """
     fresh = state is None
     inputs, options, state = _checked((q, k, v, fading_k, fading_v, score), window, n_fading, n_eidetic, sliding, pos, state, scale)
-    if in_triton(q, inputs[-1].dtype):
-        return eidetic_attention_triton(inputs, options, pos=pos, state=state, fresh=fresh)
-    return eidetic_attention_chunked(inputs, options, pos=pos, state=state)
+    fused = in_triton(q, inputs[-1].dtype)
+    if state is None:
+        state = {} if fused and not state_wanted else empty(leaves(options, k, inputs[-1].dtype), len(q), q.device)
+    if fused:
+        return eidetic_attention_triton(inputs, options, pos=pos, state=state, fresh=fresh, state_wanted=state_wanted)
+    return eidetic_attention_chunked(inputs, options, pos=pos, state=state, state_wanted=state_wanted)
 
 
 def leaving_state(
@@ -96,13 +101,15 @@ def leaving_state(
         KernelError: as `eidetic_attention`.
     """
     inputs, options, state = _checked((q, k, v, fading_k, fading_v, score), window, n_fading, n_eidetic, sliding, pos, state, None)
+    if state is None:
+        state = empty(leaves(options, k, inputs[-1].dtype), len(q), q.device)
     return leave(inputs, options, pos=pos, state=state)
 
 
 def _checked(
     inputs: Inputs, window: int, n_fading: int, n_eidetic: int, sliding: bool, pos: Tensor, state: State | None, scale: float | None
-) -> tuple[Inputs, Options, State]:
-    """Arguments of `eidetic_attention`, found as it states them: the score in the dtype that it is compared in, and a State."""
+) -> tuple[Inputs, Options, State | None]:
+    """Arguments of `eidetic_attention`, found as it states them: the score in the dtype that it is compared in, and the State."""
     q, k, v, fading_k, fading_v, score = inputs
     if not isinstance(q, Tensor):
         raise KernelError(f"{_KERNEL}: q is a {type(q).__name__}, expected a tensor of shape (batch, T, heads, dim)")
@@ -127,7 +134,7 @@ def _checked(
     expected = leaves(options, k, dtype)
     inputs = (q, k, v, fading_k, fading_v, score.detach().to(dtype))
     if state is None:
-        return inputs, options, empty(expected, batch, device)
+        return inputs, options, None
     for leaf in expected:
         state_axes = ("batch", "rows", "key heads", "dim")[: 1 + len(leaf.shape)]
         expect_tensor(_KERNEL, f"state {leaf.name}", state[leaf.name], state_axes, (batch, *leaf.shape), device)
@@ -169,7 +176,7 @@ def empty(expected: tuple[Leaf, ...], batch: int, device: torch.device) -> State
     }
 
 
-def innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+def innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, *, tail_wanted: bool = True) -> tuple[Tensor, Tensor]:
     """How badly the last outputs foretell each output (Zancato et al. 2024, section 3.2, which leaves error and weights open):
 
         score_t = |y_t - sum_j weights_{j-1} y_{t-j}| / sqrt(channels),    1 <= j <= k, over outputs of the same document
@@ -179,11 +186,12 @@ def innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor) -> tuple[T
         weights: of the outputs before, nearest first, [k].
         pos: int32 or int64 [batch, T].
         tail: the k outputs before this piece, oldest first, [batch, k, channels] in y's dtype; zeros where nothing has been read.
+        tail_wanted: whether the new tail will be taken; else it is not made, and has no rows.
 
     Returns:
         score [batch, T], float32 or float64, and the new tail, 0 where it is not of the last token's document.
 
-    It is an operator of its own, torch.ops.baton.innovation, so that recomputation of activations can be told to keep its result.
+    The score is an operator's of its own, torch.ops.baton.innovation, so that recomputation of activations can be told to keep it.
 
     Raises:
         KernelError: an argument of another shape or dtype than stated.
@@ -197,24 +205,25 @@ def innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor) -> tuple[T
     expect_tensor("innovation", "tail", tail, ("batch", "k", "channels"), (batch, k, channels), y.device)
     expect_dtype("innovation", "tail", tail, (y.dtype,))
     expect_positions("innovation", pos, batch, length, y.device)
-    score, leaving = torch.ops.baton.innovation(y.detach(), weights.detach(), pos, tail.detach())
-    return score, leaving
+    y, tail = y.detach(), tail.detach()
+    score: Tensor = torch.ops.baton.innovation(y, weights.detach(), pos, tail)
+    if not tail_wanted:
+        return score, y[:, :0]
+    ends = y if length >= k else torch.cat((tail, y), dim=1)
+    own = torch.arange(k, 0, -1, device=y.device) <= pos[:, -1:] + 1
+    return score, ends[:, ends.shape[1] - k :].masked_fill(~own[:, :, None], 0.0)
 
 
 # not as a custom_op, which looks for aliases and gradients in each call: there are none
 _LIBRARY = torch.library.Library("baton", "FRAGMENT")
-_LIBRARY.define("innovation(Tensor y, Tensor weights, Tensor pos, Tensor tail) -> (Tensor, Tensor)")
+_LIBRARY.define("innovation(Tensor y, Tensor weights, Tensor pos, Tensor tail) -> Tensor")
 
 
 @torch.library.impl(_LIBRARY, "innovation", "CompositeExplicitAutograd")
-def _innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-    """As `innovation`, which checks the arguments."""
-    length, k = y.shape[1], weights.shape[0]
+def _innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor) -> Tensor:
+    """The score of `innovation`, which checks the arguments."""
     dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
-    score = innovation_triton(y, weights, pos, tail) if in_triton(y, dtype) else _score(y, weights, pos, tail, dtype)
-    ends = y if length >= k else torch.cat((tail, y), dim=1)
-    own = torch.arange(k, 0, -1, device=y.device) <= pos[:, -1:] + 1
-    return score, ends[:, ends.shape[1] - k :].masked_fill(~own[:, :, None], 0.0)
+    return innovation_triton(y, weights, pos, tail) if in_triton(y, dtype) else _score(y, weights, pos, tail, dtype)
 
 
 def _score(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,7 @@ def largest_kernel(
 ):
     """The M largest among E entries and a document's tokens before `stop` [B, queries] (-1: none), in the order of time: rows
     [B, queries, M] of the entries followed by the tokens, the valid ones first, 0 behind them. begun: the document's first token;
-    the entries count where it is negative."""
+    the entries count where it is negative. Without entries E is 0."""
     q, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BM)
     end, first = tl.load(stop + b * queries + q), tl.load(begun + b * queries + q)

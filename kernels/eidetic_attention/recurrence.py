@@ -53,8 +53,8 @@ class EideticAttention(StateFirstRecurrence):
     def leave(self, inputs: Inputs, pos: Tensor | None, state: State) -> State:
         return leaving_state(*inputs, **self._sizes, pos=pos, state=state)  # type: ignore[arg-type]
 
-    def read(self, inputs: Inputs, pos: Tensor | None, state: State) -> Tensor:
-        return self.run(inputs, pos, state)[0]
+    def outputs(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
+        return eidetic_attention(*inputs, **self._sizes, pos=pos, state=state, state_wanted=False)[0]  # type: ignore[arg-type]
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         assert pos is not None
@@ -97,9 +97,18 @@ class Innovation(Recurrence):
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         y, weights = inputs
         assert pos is not None
-        tail = y.new_zeros(y.shape[0], weights.shape[0], y.shape[2]) if state is None else state["tail"]
-        score, tail = innovation(y, weights, pos, tail)
+        score, tail = innovation(y, weights, pos, self._tail(inputs, state))
         return score, {"tail": tail}
+
+    def outputs(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
+        y, weights = inputs
+        assert pos is not None
+        return innovation(y, weights, pos, self._tail(inputs, state), tail_wanted=False)[0]
+
+    @staticmethod
+    def _tail(inputs: Inputs, state: State | None) -> Tensor:
+        y, weights = inputs
+        return y.new_zeros(y.shape[0], weights.shape[0], y.shape[2]) if state is None else state["tail"]
 
     def early(self, inputs: Inputs, pos: Tensor | None) -> State | None:
         y, weights = inputs

@@ -16,33 +16,34 @@ _ROWS, _CHANNELS = 16, 256  # of a block that a score is summed over
 
 
 def eidetic_attention_triton(
-    inputs: Inputs, options: Options, *, pos: Tensor, state: State, fresh: bool = False, tiles: Tiles | None = None
-) -> tuple[Tensor, State]:
+    inputs: Inputs, options: Options, *, pos: Tensor, state: State, fresh: bool = False, tiles: Tiles | None = None,
+    state_wanted: bool = True,
+) -> tuple[Tensor, State]:  # fmt: skip
     """As `op.eidetic_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. fresh: nothing
-    has been read, so nothing is put before keys and values."""
+    has been read, so nothing is put before keys and values, and of the State only what leaves is made, in its shapes."""
     q, k, v, fading_k, fading_v, score = inputs
     if tiles is None:
         batch, length, heads, dim = q.shape
         sizes = {"batch": batch, "tokens": length, "heads": heads, "groups": k.shape[2], "dim": dim, "window": options.window}
         tiles = table.choose(KERNEL, Tiles(), q.device, shape_of(dim), sizes)
-    pos = pos.to(torch.int64)
-    read = torch.minimum(torch.arange(q.shape[1], device=q.device) + state["seen"][:, None], pos)
+    pos, read = pos.to(torch.int32), torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
+    read = torch.minimum(read if fresh else read + state["seen"][:, None].to(torch.int32), pos)
     # a view's gradient is added to those of what is chosen when that of a history would be
     keys, values = ((x.view_as(x) if fresh else history(state[name], x)).to(q.dtype) for name, x in (("k", k), ("v", v)))
     far_k = far_v = memory_k = memory_v = far_limit = memory = None
     if options.sliding:
         far_k, far_v = (history(state[name], x).to(q.dtype) for name, x in (("fading_k", fading_k), ("fading_v", fading_v)))
-        far_limit = read.clamp(max=2 * options.window - 1).to(torch.int32)
+        far_limit = read.clamp(max=2 * options.window - 1)
     if options.n_fading + options.n_eidetic:
         memory = publish(
             k, v, fading_k, fading_v, score, window=options.window, n_fading=options.n_fading, n_eidetic=options.n_eidetic,
-            pos=pos, state=state, at_once=True,
+            pos=pos, state=None if fresh else state, at_once=True, last_wanted=state_wanted,
         )  # fmt: skip
-    limit = read.clamp(max=options.window - 1).to(torch.int32)
+    limit = read.clamp(max=options.window - 1)
     if memory is None:
         seen = Seen(limit, far_limit)
     else:
-        seen = Seen(limit, far_limit, memory.slot.contiguous(), memory.begin.contiguous(), memory.valid.to(torch.int8).contiguous())
+        seen = Seen(limit, far_limit, memory.slot.contiguous(), memory.begin.contiguous(), memory.valid.view(torch.int8))
         memory_k, memory_v = memory.k.to(q.dtype), memory.v.to(q.dtype)
     y = joint_attention(
         q,
@@ -55,10 +56,12 @@ def eidetic_attention_triton(
         scale=options.scale,
         tiles=tiles,
     )
-    return y, _leaving(inputs, memory, read[:, -1] + 1, pos, state)
+    if not state_wanted:
+        return y, {}
+    return y, _leaving(inputs, memory, read[:, -1].to(torch.int64) + 1, pos.to(torch.int64), state, fresh)
 
 
-def _leaving(inputs: Inputs, memory: Published | None, seen: Tensor, pos: Tensor, state: State) -> State:
+def _leaving(inputs: Inputs, memory: Published | None, seen: Tensor, pos: Tensor, state: State, fresh: bool) -> State:
     """As `chunked.leave`, of memories that are known. seen: tokens read so far of the last token's document, [B]."""
     rows = {name: x for name, x in zip(TAILS, inputs[1:], strict=False) if name in state}
     sizes = {name: state[name].shape[1] for name in rows}
@@ -77,7 +80,7 @@ def _leaving(inputs: Inputs, memory: Published | None, seen: Tensor, pos: Tensor
             _, k, v, _, _, score = inputs
             row, valid = memory.last
             best = {"best_k": k, "best_v": v, "score": score, "where": pos}
-            taken = take([(state[name], x) for name, x in best.items()], row, valid)
+            taken = take([(None if fresh else state[name], x) for name, x in best.items()], row, valid)
             leaving |= dict(zip(best, taken, strict=True))
             leaving["where"] = leaving["where"].masked_fill(~valid, -1)
     return {name: leaving[name] for name in state}

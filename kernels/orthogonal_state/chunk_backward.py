@@ -69,16 +69,14 @@ def walk_back(
                 wbars = sums
         found = rows_of(rows, first, C, BM, N)
         gammas, mus = numbers_at(numbers + C * C + first, N), numbers_at(numbers + (C + 1) * C + first, N)
-        if HAS_POS:
-            starts = numbers_at(numbers + (C + 2) * C + first, N)
         dks, cotangents, dgamma_group, square_group, dmu_group = (), (), (), (), ()
         for s in tl.static_range(N - 1, -1, -1):
             k_t, reached, w, before, pbar = found[5 * s : 5 * s + 5]
-            gamma_t, mu_t, alike = gammas[s], mus[s], numbers_at(numbers + (first + s) * C + first, N)
+            gamma_t, mu_t, alike = gammas[s], tl.abs(mus[s]), numbers_at(numbers + (first + s) * C + first, N)
             square, wbar = alike[s], wbars[s]
             pbar += carry
             if HAS_POS:
-                before = tl.where(starts[s] > 0.0, 1.0, before)
+                before = tl.where(mus[s] < 0.0, 1.0, before)
             a = before * reached
             c, weight = mixed(k_t, gamma_t, a, VARIANT)
             f = mu_t - weight * a
@@ -97,7 +95,7 @@ def walk_back(
             A = before * da
             carry = pbar * (f * over) - back * f + da * reached
             if HAS_POS:
-                carry = tl.where(starts[s] > 0.0, 0.0, carry)
+                carry = tl.where(mus[s] < 0.0, 0.0, carry)
             earlier = ()
             for e in tl.static_range(N):
                 earlier += (wbars[e] + alike[e] * A if e < s else wbars[e],)
@@ -245,7 +243,7 @@ def chunk_backward_kernel(
             of_behind = exact(R, tl.trans(h_t))
             leave(dlasts + tl.cast(n, tl.int64) * (D * M) + of_slots, R, slots_in, WHOLE)
             segment, resets = segments_of(numbers + tl.cast(n, tl.int64) * N, HAS_POS, BORDER)
-            if HAS_POS:
+            if resets > 0.0:
                 of_behind = tl.where((segment == resets)[None, :], of_behind, 0.0)
             tl.store(at_rows + 5 * BORDER * BM, wbar + of_behind)
             tl.debug_barrier()
@@ -254,16 +252,13 @@ def chunk_backward_kernel(
                 FORGET, HAS_POS, BORDER, BM, GROUP,
             )  # fmt: skip
             A, read_t = tl.load(at_rows), tl.load(at_rows + BORDER * BM)
-            if HAS_POS:
+            if resets > 0.0:
                 begun = (segment > 0.0)[None, :]
                 dS = exact(tl.where(begun, 0.0, read_t), dy_t) + exact(tl.where(begun, 0.0, A), h_t)
-                if resets > 0.0:
-                    # rare, so the sum waits in memory
-                    dL = R + exact(tl.where(begun, read_t, 0.0), dy_t) + exact(tl.where(begun, A, 0.0), h_t)
-                    dL += tl.load(dloaded + of_slots, mask=slots_in, other=0.0)
-                    tl.store(dloaded + of_slots, dL, mask=slots_in)
-                else:
-                    dS += R
+                # rare, so the sum waits in memory
+                dL = R + exact(tl.where(begun, read_t, 0.0), dy_t) + exact(tl.where(begun, A, 0.0), h_t)
+                dL += tl.load(dloaded + of_slots, mask=slots_in, other=0.0)
+                tl.store(dloaded + of_slots, dL, mask=slots_in)
             else:
                 dS = R + exact(read_t, dy_t) + exact(A, h_t)
         else:

@@ -81,25 +81,25 @@ def gates_of(gamma, mu, pos, t, T, gamma_row, mu_row, FORGET: tl.constexpr, HAS_
 
 @triton.jit
 def lay_out(numbers, h_t, gates, segment, HAS_POS: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
-    """Leave what the walk reads as single numbers: h.h of each two tokens that see each other [C, C], and the gates [3, C].
-    h_t: [C, BD]; segment: [C], how many documents have started."""
+    """Leave what the walk reads as single numbers: h.h of each two tokens that see each other [C, C], and [3, C] gamma, mu, below 0
+    where a document starts, since a number more for each token would take registers that loads ahead need, and how many documents
+    have started, segment [C]. h_t: [C, BD]."""
     c = tl.arange(0, C)
     alike = product(h_t, tl.trans(h_t), LOW)
     if HAS_POS:
         alike = tl.where(segment[:, None] == segment[None, :], alike, 0.0)
     tl.store(numbers + c[:, None] * C + c[None, :], alike)
-    for n in tl.static_range(3):
-        tl.store(numbers + (C + n) * C + c, gates[n])
+    tl.store(numbers + C * C + c, gates[0])
+    tl.store(numbers + (C + 1) * C + c, tl.where(gates[2] > 0.0, -gates[1], gates[1]))
+    tl.store(numbers + (C + 2) * C + c, segment)
 
 
 @triton.jit
 def segments_of(numbers, HAS_POS: tl.constexpr, C: tl.constexpr):
     """How many documents have started in the chunk behind each of its tokens, [C], and in all."""
     c = tl.arange(0, C)
-    segment = tl.zeros([C], tl.float32)
-    if HAS_POS:
-        segment = tl.cumsum(tl.load(numbers + (C + 2) * C + c), 0)
-    return segment, tl.max(segment, 0)
+    # 0 everywhere without positions
+    return tl.load(numbers + (C + 2) * C + c), (tl.load(numbers + (C + 3) * C - 1) if HAS_POS else 0.0)
 
 
 @triton.constexpr_function
@@ -158,13 +158,11 @@ def walk(
         ps, ws = (), ()
         of_group = numbers + first
         gammas, mus = numbers_at(of_group + C * C, N), numbers_at(of_group + (C + 1) * C, N)
-        if HAS_POS:
-            starts = numbers_at(of_group + (C + 2) * C, N)
         for t in tl.static_range(N):
-            gamma_t, mu_t, alike = gammas[t], mus[t], numbers_at(of_group + (first + t) * C, N)
+            gamma_t, mu_t, alike = gammas[t], tl.abs(mus[t]), numbers_at(of_group + (first + t) * C, N)
             square, k_t = alike[t], tl.load(rows + (first + t) * BM)
             if HAS_POS:
-                p = tl.where(starts[t] > 0.0, 1.0, p)
+                p = tl.where(mus[t] < 0.0, 1.0, p)
             a = p * products[t]
             _c, weight = mixed(k_t, gamma_t, a, VARIANT)
             f = mu_t - weight * a

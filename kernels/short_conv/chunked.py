@@ -20,22 +20,25 @@ from baton.kernels.launch import without_autocast
 
 
 def short_conv_chunked(
-    x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor | None, silu: bool
+    x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor | None, silu: bool, tail_wanted: bool = True
 ) -> tuple[Tensor, Tensor]:
     """As `op.short_conv`, which checks the arguments."""
     inputs = (x, weight, bias, tail)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
-        y_BTC, tail_BTC = _ShortConv.apply(*inputs, pos, silu)
+        y_BTC, tail_BTC = _ShortConv.apply(*inputs, pos, silu, tail_wanted)
         return y_BTC, tail_BTC
     with torch.no_grad():
-        return _forward(x, weight, bias, tail, pos, silu)
+        return _forward(x, weight, bias, tail, pos, silu, tail_wanted)
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool, tail_wanted: bool
+) -> tuple[Tensor, Tensor]:
     sum_BTC = _taps(x, weight, bias, tail, _too_far(pos, weight.shape[1]))
     if silu:
         sum_BTC.mul_(_sigmoid(sum_BTC))
-    return sum_BTC.to(x.dtype), new_tail(x, tail, weight.shape[1] - 1)
+    rows = weight.shape[1] - 1
+    return sum_BTC.to(x.dtype), new_tail(x, tail, rows) if tail_wanted else x.new_empty(x.shape[0], 0, x.shape[2])
 
 
 def _too_far(pos: Tensor | None, width: int) -> list[Tensor | None]:
@@ -102,19 +105,22 @@ class _ShortConv(torch.autograd.Function):
         tail: Tensor | None,
         pos: Tensor | None,
         silu: bool,
+        tail_wanted: bool,
     ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # zeros would be made, and added, for a tail that nobody has taken
         ctx.save_for_backward(x, weight, bias, tail, pos)
         ctx.silu = silu
-        return _forward(x, weight, bias, tail, pos, silu)
+        return _forward(x, weight, bias, tail, pos, silu, tail_wanted)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_BTC: Tensor, dtail_out_BTC: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy_BTC: Tensor | None, dtail_out_BTC: Tensor | None) -> tuple[Any, ...]:
         x, weight, bias, tail, pos = ctx.saved_tensors
+        dy_BTC = torch.zeros_like(x) if dy_BTC is None else dy_BTC
         with without_autocast(x):
             grads = _backward(x, weight, bias, tail, pos, ctx.silu, dy_BTC, dtail_out_BTC)
         wanted = zip(ctx.needs_input_grad[:4], grads, strict=True)
-        return (*(grad if want else None for want, grad in wanted), None, None)
+        return (*(grad if want else None for want, grad in wanted), None, None, None)
 
 
 def _backward(
@@ -125,7 +131,7 @@ def _backward(
     pos: Tensor | None,
     silu: bool,
     dy_BTC: Tensor,
-    dtail_out_BTC: Tensor,
+    dtail_out_BTC: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias and tail. Tap j at time t gives weight_WC[j] g_t to the input at time t - j."""
     batch, length, channels = x.shape
@@ -160,9 +166,10 @@ def _backward(
         dweight_WC[j] = torch.mul(g_BTC[:, split:], x_BTC[:, from_piece], out=product_BTC[:, from_piece]).sum((0, 1))
         if tail_BTC is not None:
             dweight_WC[j] += (g_BTC[:, :split] * tail_BTC[:, from_tail]).sum((0, 1))
-    # the new tail is a copy of the last n tokens of tail and piece
-    from_x = min(n, length)
-    dx_BTC[:, length - from_x :] += dtail_out_BTC[:, n - from_x :]
-    dtail_BTC[:, length:] += dtail_out_BTC[:, : n - from_x]
+    if dtail_out_BTC is not None:
+        # the new tail is a copy of the last n tokens of tail and piece
+        from_x = min(n, length)
+        dx_BTC[:, length - from_x :] += dtail_out_BTC[:, n - from_x :]
+        dtail_BTC[:, length:] += dtail_out_BTC[:, : n - from_x]
     dweight = dweight_WC.flip(0).t()
     return dx_BTC.to(x.dtype), dweight.to(weight.dtype), dbias_C.to(bias.dtype), dtail_BTC.to(x.dtype)

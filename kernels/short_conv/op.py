@@ -26,6 +26,7 @@ def short_conv(
     pos: Tensor | None = None,
     tail: Tensor | None = None,
     activation: Activation | None = None,
+    tail_wanted: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Causal depthwise convolution over a piece of a sequence (Gu & Dao 2023, figure 3; mamba's conv1d), with W = width:
 
@@ -39,6 +40,7 @@ def short_conv(
             inside this piece or near enough before it.
         tail: the width - 1 inputs before this piece, oldest first, [batch, width - 1, channels] in x's dtype. None: zeros.
         activation: "silu" for y * sigmoid(y) on the output, or None.
+        tail_wanted: whether the new tail will be taken; else it is not made, and has no rows.
 
     Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32, on a GPU
     by Triton's kernels.
@@ -68,5 +70,5 @@ def short_conv(
     if activation is not None and activation not in _ACTIVATIONS:
         raise KernelError(f"{_KERNEL}: activation is {activation!r}, expected None or one of {_ACTIVATIONS}")
     if in_triton(x):
-        return short_conv_triton(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu")
-    return short_conv_chunked(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu")
+        return short_conv_triton(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu", tail_wanted=tail_wanted)
+    return short_conv_chunked(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu", tail_wanted=tail_wanted)

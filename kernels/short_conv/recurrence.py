@@ -33,6 +33,10 @@ class ShortConv(Recurrence):
         y, tail = short_conv(*inputs, pos=pos, tail=None if state is None else state["tail"], activation=self.activation)
         return y, {"tail": tail}
 
+    def outputs(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
+        tail = None if state is None else state["tail"]
+        return short_conv(*inputs, pos=pos, tail=tail, activation=self.activation, tail_wanted=False)[0]
+
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         tail = None if state is None else state["tail"]
         y, tail = short_conv_reference(*inputs, pos=pos, tail=tail, activation=self.activation)

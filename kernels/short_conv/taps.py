@@ -117,8 +117,8 @@ def conv_kernel(
 @triton.jit
 def block_backward(
     xs, dys, at, t0, carried, taps, shift, x, dy, dtail_out, dx, dtail, begin, end, d_in, T,
-    D: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr, STEPS: tl.constexpr,
-    EDGE: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr, TAKEN: tl.constexpr,
+    STEPS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of STEPS tokens from t0 on; those of inputs that no later token reaches are stored. EDGE: some of the tokens may be
     behind the span, which is nobody's but the next span's, or behind the last one.
@@ -158,9 +158,10 @@ def block_backward(
         t = t0 + s - (W - 1)
         total = done[s]
         inside = d_in & (t >= begin)
-        if EDGE:
+        if EDGE and TAKEN:
             last = T - (W - 1)
             total += tl.load(dtail_out + (t - last) * D, mask=d_in & (t >= last) & (t < T), other=0.0).to(tl.float32)
+        if EDGE:
             inside &= t < end
         tl.store(dx + t * D, total.to(dx.dtype.element_ty), mask=inside)
         if HAS_TAIL:
@@ -172,10 +173,11 @@ def block_backward(
 def conv_backward_kernel(
     x, weight, bias, tail, pos, dy, dtail_out, dx, dtail, sums, T, span, x_batch, dy_batch,
     D: tl.constexpr, x_row: tl.constexpr, dy_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr,
-    SILU: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr,
+    SILU: tl.constexpr, TAKEN: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """dx [B, T, D], dtail [B, W - 1, D], and of each span the gradients of taps and bias, [B, S, W + 1, D]. dtail_out is the
-    cotangent of the last W - 1 inputs of tail and piece. EVEN: spans are whole blocks of tokens. STEPS is at least W - 1."""
+    cotangent of the last W - 1 inputs of tail and piece, where they were TAKEN. EVEN: spans are whole blocks of tokens. STEPS is at
+    least W - 1."""
     d, b = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(1).to(tl.int64)
     d_in = d < D
     x += b * x_batch + d
@@ -206,14 +208,14 @@ def conv_backward_kernel(
         loads_begun()
         window, waiting, dtaps, dshift = block_backward(
             xs, dys, at, b * 0 + t0, (window, waiting, dtaps, dshift), taps, shift, x, dy, dtail_out, dx, dtail, begin, end, d_in,
-            T, D, W, HAS_TAIL, HAS_POS, SILU, STEPS, not EVEN,
+            T, D, W, HAS_TAIL, HAS_POS, SILU, TAKEN, STEPS, not EVEN,
         )  # fmt: skip
         xs, dys, at = next_xs, next_dys, next_at
     # the tokens behind the span that its last inputs reach
     behind = b * 0 + begin + tl.cdiv(end - begin, STEPS) * STEPS
     window, waiting, dtaps, dshift = block_backward(
         xs, dys, at, behind, (window, waiting, dtaps, dshift), taps, shift, x, dy, dtail_out, dx, dtail, begin, end, d_in, T,
-        D, W, HAS_TAIL, HAS_POS, SILU, STEPS, True,
+        D, W, HAS_TAIL, HAS_POS, SILU, TAKEN, STEPS, True,
     )  # fmt: skip
     sums += (b * tl.num_programs(2) + tl.program_id(2)) * (W + 1) * D + d
     for i in tl.static_range(W):

@@ -45,15 +45,16 @@ def in_triton(x: Tensor) -> bool:
 
 
 def short_conv_triton(
-    x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor | None, silu: bool, tiles: Tiles | None = None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor | None, silu: bool, tiles: Tiles | None = None,
+    tail_wanted: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `op.short_conv`, which checks the arguments."""
     tiles, pos = _with_room(tiles or _tiles_for(x, weight), weight.shape[1]), launch.positions(pos)
     inputs = (x, weight, bias, tail)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
-        y, leaving = _ShortConv.apply(*inputs, pos, silu, tiles)
+        y, leaving = _ShortConv.apply(*inputs, pos, silu, tiles, tail_wanted)
         return y, leaving
-    return _forward(x, weight, bias, tail, pos, silu, tiles)
+    return _forward(x, weight, bias, tail, pos, silu, tiles, tail_wanted)
 
 
 def shape_of(width: int, element_bytes: int) -> table.Shape:
@@ -107,7 +108,7 @@ def _options(x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, sil
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool, tiles: Tiles
+    x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool, tiles: Tiles, tail_wanted: bool
 ) -> tuple[Tensor, Tensor]:
     rows, width = launch.in_rows(x), weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -115,22 +116,25 @@ def _forward(
         rows, launch.aligned(weight), launch.aligned(bias), x if tail is None else tail.contiguous(), x if pos is None else pos, y,
         EVEN=x.shape[1] % tiles.steps == 0, **_options(rows, width, tail, pos, silu, tiles),
     )  # fmt: skip
-    return y, new_tail(x, tail, width - 1)
+    return y, new_tail(x, tail, width - 1) if tail_wanted else x.new_empty(x.shape[0], 0, x.shape[2])
 
 
 class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool, tiles: Tiles
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool, tiles: Tiles,
+        tail_wanted: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.set_materialize_grads(False)  # zeros would be made, and added, for a tail that nobody has taken
         ctx.save_for_backward(x, weight, bias, tail, pos)
         ctx.silu, ctx.tiles = silu, tiles
-        return _forward(x, weight, bias, tail, pos, silu, tiles)
+        return _forward(x, weight, bias, tail, pos, silu, tiles, tail_wanted)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dleaving: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dleaving: Tensor | None) -> tuple[Any, ...]:
         x, weight, bias, tail, pos = ctx.saved_tensors
+        dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if dy is None else dy
         rows, dy, tiles, width = launch.in_rows(x), launch.in_rows(dy), ctx.tiles, weight.shape[1]
         batch, length, channels = x.shape
         grid, even = _grid(x, tiles), length % tiles.steps == 0
@@ -139,9 +143,9 @@ class _ShortConv(torch.autograd.Function):
         sums = torch.empty(batch * grid[2], width + 1, channels, dtype=torch.float32, device=x.device)
         _kernels().conv_backward_kernel[grid](
             rows, launch.aligned(weight), launch.aligned(bias), x if tail is None else tail.contiguous(), x if pos is None else pos,
-            dy, dleaving.contiguous(), dx, dtail, sums, dy_batch=dy.stride(0), dy_row=dy.stride(1), EVEN=even,
-            **_options(rows, width, tail, pos, ctx.silu, tiles),
+            dy, x if dleaving is None else dleaving.contiguous(), dx, dtail, sums, dy_batch=dy.stride(0), dy_row=dy.stride(1),
+            EVEN=even, TAKEN=dleaving is not None, **_options(rows, width, tail, pos, ctx.silu, tiles),
         )  # fmt: skip
         whole = sums.sum(0)
         grads = (dx, whole[:width].t().to(weight.dtype), whole[width].to(bias.dtype), None if tail is None else dtail)
-        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:4], grads, strict=True)), None, None, None)
+        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:4], grads, strict=True)), *(None,) * 4)

@@ -22,15 +22,17 @@ _WHOLE_BLOCK = 512
 
 
 def window_attention_chunked(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, pos: Tensor | None, state: State, scale: float, chunk: int | None = None
-) -> tuple[Tensor, State]:
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, pos: Tensor | None, state: State, scale: float,
+    chunk: int | None = None, state_wanted: bool = True,
+) -> tuple[Tensor, State]:  # fmt: skip
     """As `op.window_attention`, which checks the arguments; chunk: queries per block."""
     if window is None:
         # the state grows, so it is kept once, and the blocks are within one step
-        step = partial(_whole_step, scale=scale, block=chunk or _WHOLE_BLOCK)
-        return in_chunks(step, (q, k, v), 3, pos=pos, state=state, chunk=q.shape[1])
-    step = partial(_window_step, window=window, scale=scale)
-    return in_chunks(step, (q, k, v), 3, pos=pos, state=state, chunk=chunk or max(_BLOCK, window))
+        step, length = partial(_whole_step, scale=scale, block=chunk or _WHOLE_BLOCK), q.shape[1]
+    else:
+        step, length = partial(_window_step, window=window, scale=scale), chunk or max(_BLOCK, window)
+    last = None if state_wanted else partial(step, state_wanted=False)
+    return in_chunks(step, (q, k, v), 3, pos=pos, state=state, chunk=length, last=last)
 
 
 def attend(q_BLHK: Tensor, k_BJGK: Tensor, v_BJGK: Tensor, seen_BLJ: Tensor, scale: float) -> Tensor:
@@ -91,17 +93,23 @@ def new_tails(rows_BJ: State, sizes: dict[str, int], seen: Tensor) -> State:
     return tails
 
 
-def _window_step(inputs: Inputs, pos: Tensor | None, state: State, *, window: int, scale: float) -> tuple[Tensor, State]:
+def _window_step(
+    inputs: Inputs, pos: Tensor | None, state: State, *, window: int, scale: float, state_wanted: bool = True
+) -> tuple[Tensor, State]:
     q, k, v = inputs
     length, n = q.shape[1], window - 1
     keys, values = history(state["k"], k), history(state["v"], v)
     y = attend(q, keys.to(q.dtype), values.to(q.dtype), visible(n, length, 0, window - 1, pos, state["seen"]), scale)
+    if not state_wanted:
+        return y, {}
     # counted no farther than the tail reaches: then a piece of that length knows it without what was before
     seen = read_so_far(length, pos, state["seen"]).clamp(max=n)
     return y, {**new_tails({"k": keys, "v": values}, {"k": n, "v": n}, seen), "seen": seen}
 
 
-def _whole_step(inputs: Inputs, pos: Tensor | None, state: State, *, scale: float, block: int) -> tuple[Tensor, State]:
+def _whole_step(
+    inputs: Inputs, pos: Tensor | None, state: State, *, scale: float, block: int, state_wanted: bool = True
+) -> tuple[Tensor, State]:
     q, k, v = inputs
     length, n = q.shape[1], state["k"].shape[1]
     keys, values = history(state["k"], k), history(state["v"], v)
@@ -110,6 +118,8 @@ def _whole_step(inputs: Inputs, pos: Tensor | None, state: State, *, scale: floa
         end = min(begin + block, length)
         rows = visible(n + begin, end - begin, 0, None, None if pos is None else pos[:, begin:end], state["seen"] + begin)
         outputs.append(attend(q[:, begin:end], keys[:, : n + end].to(q.dtype), values[:, : n + end].to(q.dtype), rows, scale))
+    y = torch.cat(outputs, dim=1)
+    if not state_wanted:
+        return y, {}
     seen = read_so_far(length, pos, state["seen"])
-    leaving = {**new_tails({"k": keys, "v": values}, {"k": n + length, "v": n + length}, seen), "seen": seen}
-    return torch.cat(outputs, dim=1), leaving
+    return y, {**new_tails({"k": keys, "v": values}, {"k": n + length, "v": n + length}, seen), "seen": seen}

@@ -26,6 +26,7 @@ def window_attention(
     pos: Tensor | None = None,
     state: State | None = None,
     scale: float | None = None,
+    state_wanted: bool = True,
 ) -> tuple[Tensor, State]:
     """Causal softmax attention over the last `window` tokens of the own document (Beltagy et al. 2020; Vaswani et al. 2017):
 
@@ -40,6 +41,7 @@ def window_attention(
         state: {k, v [batch, window - 1, key heads, dim] in k's dtype, seen int64 [batch]}, what a call before returned; None:
             nothing has been read, even where pos says that the document began earlier.
         scale: of the scores; None: dim^-1/2.
+        state_wanted: whether the leaving State will be taken; else it is not made, and {} is returned.
 
     Tensors are float64 all together, or any mix of float32, bfloat16 and float16.
 
@@ -73,8 +75,10 @@ def window_attention(
         check_tail(_KERNEL, state, {"k": k, "v": v}, rows)
     scale = dim**-0.5 if scale is None else scale
     if length >= SHORT and in_triton(q, compute_dtype(q, k, v)):
-        return window_attention_triton(q, k, v, window=window, pos=pos, state=state, scale=scale, fresh=fresh)
-    return window_attention_chunked(q, k, v, window=window, pos=pos, state=state, scale=scale)
+        return window_attention_triton(
+            q, k, v, window=window, pos=pos, state=state, scale=scale, fresh=fresh, state_wanted=state_wanted
+        )
+    return window_attention_chunked(q, k, v, window=window, pos=pos, state=state, scale=scale, state_wanted=state_wanted)
 
 
 def empty(k: Tensor, v: Tensor, rows: int) -> State:

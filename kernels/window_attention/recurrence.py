@@ -33,6 +33,9 @@ class WindowAttention(Recurrence):
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         return window_attention(*inputs, window=self.window, pos=pos, state=state)
 
+    def outputs(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
+        return window_attention(*inputs, window=self.window, pos=pos, state=state, state_wanted=False)[0]
+
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         scale = inputs[0].shape[-1] ** -0.5
         return window_attention_reference(*inputs, window=self.window, pos=pos, state=state, scale=scale)

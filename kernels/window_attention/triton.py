@@ -18,7 +18,7 @@ SHORT = 16
 
 def window_attention_triton(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None, pos: Tensor | None, state: State, scale: float, fresh: bool = False,
-    tiles: Tiles | None = None,
+    tiles: Tiles | None = None, state_wanted: bool = True,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """As `op.window_attention`, which checks the arguments. fresh: nothing has been read, and nothing is put before keys."""
     (batch, length, heads, dim), before, seen = q.shape, state["k"].shape[1], state["seen"]
@@ -26,14 +26,17 @@ def window_attention_triton(
         sizes = {"batch": batch, "tokens": length, "heads": heads, "groups": k.shape[2], "dim": dim, "window": window or length}
         tiles = table.choose(KERNEL, Tiles(), q.device, shape_of(dim), sizes)
     # rows that the tail does not hold cannot be seen
-    limit = torch.arange(length, device=q.device) + seen.clamp(max=before)[:, None]
+    limit = torch.arange(length, dtype=torch.int32, device=q.device)
+    limit = limit.expand(batch, -1) if fresh else limit + seen.clamp(max=before)[:, None].to(torch.int32)
     if pos is not None:
-        limit = torch.minimum(limit, pos)
+        limit = torch.minimum(limit, pos.to(torch.int32))
     if window is not None:
         limit = limit.clamp(max=window - 1)
     keys, values = (k, v) if fresh else (history(state[name], x) for name, x in (("k", k), ("v", v)))
-    near = Seen(limit.to(torch.int32))
+    near = Seen(limit.contiguous())
     y = joint_attention(q, keys.to(q.dtype), values.to(q.dtype), near, window=window, scale=scale, tiles=tiles)
+    if not state_wanted:
+        return y, {}
     rows, seen = before + length if window is None else before, read_so_far(length, pos, seen)
     if window is not None:
         seen = seen.clamp(max=rows)  # counted no farther than the tail reaches

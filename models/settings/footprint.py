@@ -196,10 +196,8 @@ class Carrier:
 
     def decided_bytes(self, work: Work) -> int:
         """What its first run alone decides. A carrier without any cotangent makes scores, a number per token, and what is chosen
-        hangs on their last bit: so they and the State that left are kept."""
-        if not self.leaves or any(leaf.grad for leaf in self.leaves):
-            return 0
-        return 4 * work.tokens + sum(leaf.nbytes(work) for leaf in self.leaves)
+        hangs on their last bit: so they are kept."""
+        return 0 if not self.leaves or any(leaf.grad for leaf in self.leaves) else 4 * work.tokens
 
     def tokens_per_chunk(self, work: Work) -> int:
         if not self.elements:

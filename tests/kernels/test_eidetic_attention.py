@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.kernels.eidetic_attention import eidetic_attention, innovation
 from baton.kernels.eidetic_attention.memory import largest
-from baton.kernels.eidetic_attention.recurrence import EideticAttention
+from baton.kernels.eidetic_attention.recurrence import EideticAttention, Innovation
 
 HEADS, DIM = 2, 3
 
@@ -220,8 +220,17 @@ def test_nothing_is_attended_to_for_the_leaving_state_forwards_or_backwards(atte
     assert not _attended(ran.names)
     assert most.numel <= max(x.numel() for x in inputs)
     with Operators() as ran:
-        attention.read(inputs, pos, state).sum().backward()
+        attention.outputs(inputs, pos, state).sum().backward()
     assert _attended(ran.names)
+
+
+def test_the_score_alone_is_the_runs():
+    recurrence = Innovation()
+    for length in (1, 2, 9):
+        inputs, state = recurrence.example(seeded(3), 2, length, torch.float32, wide=False)
+        pos = positions(seeded(4), 2, length, 0.3)
+        for entering in (state, None):
+            assert torch.equal(recurrence.outputs(inputs, pos, entering), recurrence.run(inputs, pos, entering)[0])
 
 
 def test_no_gradient_flows_through_a_score():

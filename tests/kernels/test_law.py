@@ -199,17 +199,17 @@ def test_prepare_and_run_is_the_run(recurrence: SequentialRecurrence):
 @every_state_first
 @law(max_examples=20)
 @given(seed=seeds, batch=st.integers(1, 3), length=st.integers(1, 41), start_probability=st.sampled_from([0.0, 0.05, 0.3]))
-def test_leave_and_read_are_the_run_and_so_are_their_gradients(
+def test_leave_and_outputs_are_the_run_and_so_are_their_gradients(
     recurrence: StateFirstRecurrence, seed: int, batch: int, length: int, start_probability: float
 ):
-    """Outputs and State to the bit; read and leave are pulled back apart, as when the leaving State's cotangent comes later."""
+    """Outputs and State to the bit; outputs and leave are pulled back apart, as when the leaving State's cotangent comes later."""
     generator = seeded(seed)
     example = recurrence.example(generator, batch, length, torch.float64, wide=False)
     pos = _positions(recurrence, generator, batch, length, start_probability)
     for given_state in (example[1], None):
         inputs, entering = fresh(example[0], recurrence.initial(example[0]) if given_state is None else given_state)
         y, leaving = recurrence.run(inputs, pos, None if given_state is None else entering)
-        assert torch.equal(recurrence.read(inputs, pos, entering), y)
+        assert torch.equal(recurrence.outputs(inputs, pos, entering), y)
         left = recurrence.leave(inputs, pos, entering)
         check(left, recurrence.leaves(inputs), batch)
         assert left.keys() == leaving.keys()
@@ -217,8 +217,28 @@ def test_leave_and_read_are_the_run_and_so_are_their_gradients(
             assert torch.equal(left[name], x), name
     inputs, entering = fresh(*example)
     expected = results(*recurrence.run(inputs, pos, entering), inputs, entering, seed + 1)
-    y, left = recurrence.read(inputs, pos, entering), recurrence.leave(inputs, pos, entering)
+    y, left = recurrence.outputs(inputs, pos, entering), recurrence.leave(inputs, pos, entering)
     assert_equal(results(y, left, inputs, entering, seed + 1), expected, TOLERANCE)
+
+
+@every_recurrence
+@law(max_examples=10)
+@given(seed=seeds, batch=st.integers(1, 3), length=st.integers(1, 41), start_probability=st.sampled_from([0.0, 0.05, 0.3]))
+def test_outputs_alone_are_the_runs_and_so_are_their_gradients(
+    recurrence: Recurrence, seed: int, batch: int, length: int, start_probability: float
+):
+    """To the bit, whether a State enters or nothing was read before."""
+    generator = seeded(seed)
+    example = recurrence.example(generator, batch, length, torch.float64, wide=False)
+    pos = _positions(recurrence, generator, batch, length, start_probability)
+    for entered in (True, False):
+        inputs, entering = fresh(*example)
+        given_state = entering if entered else None
+        kept, alone = recurrence.run(inputs, pos, given_state)[0], recurrence.outputs(inputs, pos, given_state)
+        assert torch.equal(alone, kept)
+        wanted = [*inputs, *(moving(entering).values() if entered else ())]
+        for found, expected in zip(*(gradients([y], wanted, seeded(seed + 1)) for y in (alone, kept)), strict=True):
+            assert torch.equal(found, expected)
 
 
 @every_recurrence

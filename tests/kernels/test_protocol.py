@@ -76,6 +76,27 @@ def test_a_state_that_is_not_as_described_is_refused_by_name():
         protocol.check({**state, "extra": state["h"]}, LEAVES, 2)
 
 
+def test_what_was_not_wanted_is_taken_for_no_state():
+    """By nobody: not to be shipped, detached, saved or computed with."""
+    state = protocol.unwanted(LEAVES)
+    assert list(state) == [leaf.name for leaf in LEAVES]
+    said = r"^state: h was not made: the pass that it leaves was told that no State is wanted of it$"
+    for use in (
+        lambda: state["h"].shape,
+        lambda: protocol.detach(state),
+        lambda: protocol.check(state, LEAVES, 2),
+        lambda: protocol.to_flat(state, LEAVES),
+        lambda: state["h"].requires_grad_(),
+    ):
+        with pytest.raises(KernelError, match=said):
+            use()
+    for use in (lambda: torch.ones(2) + state["h"], lambda: torch.cat((state["h"], torch.ones(1))), lambda: state["h"][0]):
+        with pytest.raises(TypeError):
+            use()
+    assert not isinstance(state["h"], torch.Tensor)
+    assert repr(state["h"]) == "not made: h"
+
+
 def test_a_message_of_another_size_is_refused():
     message = protocol.to_flat(_state(2), LEAVES)
     with pytest.raises(KernelError, match="message has shape"):

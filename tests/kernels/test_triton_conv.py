@@ -57,6 +57,36 @@ def test_bfloat16_is_rounded_once():
     compare(21, 4, tail=True, starts=True, silu=True, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("tail", [False, True])
+def test_a_tail_that_is_not_wanted_or_not_taken_changes_nothing(tail):
+    """To the bit, as if its cotangent were 0: outputs and gradients, of spans that are whole and one that is not."""
+    for length in (2, 16, 21):
+        given, pos, (dy, dleaving) = example(length, 4, tail=tail, starts=True, dtype=torch.float32)
+        given = {name: None if x is None else x.float().to(DEVICE).requires_grad_() for name, x in given.items()}
+        leaves, found = [x for x in given.values() if x is not None], []
+        for wanted, used in ((True, True), (True, False), (False, False)):
+            y, leaving = short_conv_triton(**given, pos=pos.to(DEVICE), silu=True, tiles=TILES, tail_wanted=wanted)
+            assert leaving.shape[1] == 3 * wanted
+            outputs = [(y, dy), (leaving, 0 * dleaving)][: 1 + used]
+            cotangents = [dx.to(x.device, x.dtype) for x, dx in outputs]
+            found.append([y, *torch.autograd.grad([x for x, _ in outputs], leaves, cotangents)])
+        for expected, *others in zip(*found, strict=True):
+            assert all(torch.equal(x, expected) for x in others)
+
+
+def test_a_tail_alone_has_gradients():
+    given, pos, (_, dleaving) = example(9, 4, tail=True, starts=True, dtype=torch.float32)
+    found = {}
+    for run, options in ((short_conv_triton, {"silu": True, "tiles": TILES}), (short_conv_reference, {"activation": "silu"})):
+        leaves = {name: x.float().to(DEVICE).requires_grad_() for name, x in given.items()}
+        _, leaving = run(*(leaves[n] for n in ("x", "weight", "bias")), pos=pos.to(DEVICE), tail=leaves["tail"], **options)
+        own = [leaves["x"], leaves["tail"]]
+        cotangent = dleaving.to(leaving.device, leaving.dtype)
+        found[run] = torch.autograd.grad(leaving, own, cotangent, allow_unused=True, materialize_grads=True)
+    for a, b in zip(*found.values(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_cut_anywhere_the_bits_are_the_same():
     """Also where spans of the pieces are others."""
     given, pos, _ = example(21, 4, tail=True, starts=True, dtype=torch.float32)

@@ -17,7 +17,7 @@ SMALL = Tiles(chunk=16, x=16, y=16, values=16, values_back=16, x_chunk=16, y_chu
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 
-def compare(sizes, tiles, *, gated, starts, dtype=torch.float32):
+def compare(sizes, tiles, *, gated, starts, dtype=torch.float32, limit=None):
     """Keys that are much alike, strengths from 0 to 2, and gates some of which forget everything."""
     batch, tokens, heads, d_key, d_value = sizes
     g = seeded(0)
@@ -51,7 +51,7 @@ def compare(sizes, tiles, *, gated, starts, dtype=torch.float32):
 
     expected = run(delta_rule_reference, "cpu", torch.float64)
     for name, x in run(delta_rule_triton, DEVICE, dtype, tiles=tiles).items():
-        assert relative_error(x.double().cpu(), expected[name]) <= LIMITS[dtype], name
+        assert relative_error(x.double().cpu(), expected[name]) <= (limit or LIMITS[dtype]), name
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -114,3 +114,12 @@ def test_long_sequences_of_few_heads(gated, dtype, sizes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_tiles_of_runs(gated, dtype):
     compare((2, 300, 3, 96, 160), Tiles(), gated=gated, starts=True, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("heads", [(33, 5), (35, 5), (33, 7), (33, 20)])
+def test_rows_that_begin_anywhere(gated, heads):
+    """Sizes of which ptxas 12.8 made kernels that ended the process, see `triton.ODD_WARPS`. So few values leave more of bfloat16's
+    rounding in dbeta: 5.7e-3 where the same kernels are interpreted."""
+    compare((2, 90, 4, *heads), Tiles(), gated=gated, starts=True, dtype=torch.bfloat16, limit=8e-3)

@@ -83,6 +83,28 @@ def test_rows_that_nothing_was_read_into_need_not_be_there(sliding):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("entered", [False, True])
+@pytest.mark.parametrize("sizes", [(20, 3, 18), (20, 3, 0), (20, 0, 18), (20, 0, 18, True)], ids=str)
+def test_a_state_that_is_not_wanted_changes_nothing(sizes, entered):
+    """To the bit, outputs and gradients."""
+    recurrence = EideticAttention(*sizes)
+    (*inputs, score), state = recurrence.example(seeded(0), 2, 47, torch.float32, wide=False)
+    inputs = [x.to(DEVICE).requires_grad_() for x in inputs]
+    score, pos = score.to(DEVICE), positions(seeded(1), 2, 47, 0.02).to(DEVICE)
+    options = Options(20, recurrence.n_fading, recurrence.n_eidetic, recurrence.sliding, 0.4)
+    state = {name: x.to(DEVICE).requires_grad_(x.is_floating_point() and name != "score") for name, x in state.items()}
+    wanted = [*inputs, *(x for x in state.values() if entered and x.requires_grad)]
+
+    def run(state_wanted):
+        given = {"state": state} if entered else {"state": recurrence.initial((*inputs, score)), "fresh": True}
+        y, leaving = eidetic_attention_triton((*inputs, score), options, pos=pos, tiles=SMALL, state_wanted=state_wanted, **given)
+        assert bool(leaving) == state_wanted
+        return [y, *gradients([y], wanted, seeded(2))]
+
+    for found, expected in zip(run(False), run(True), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sliding", [False, True])

@@ -79,6 +79,27 @@ def test_rows_that_nothing_was_read_into_need_not_be_there(window, length):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("entered", [False, True])
+@pytest.mark.parametrize("window", [20, None])
+def test_a_state_that_is_not_wanted_changes_nothing(window, entered):
+    """To the bit, outputs and gradients."""
+    recurrence = WindowAttention(window, grouped=True)
+    inputs, state = recurrence.example(seeded(0), 2, 45, torch.float32, wide=False)
+    inputs = [x.to(DEVICE).requires_grad_() for x in inputs]
+    state = {name: x.to(DEVICE).requires_grad_(name != "seen") for name, x in state.items()}
+    wanted = [*inputs, *(x for x in state.values() if entered and x.requires_grad)]
+    state = state if entered else empty(*inputs[1:], 0 if window is None else window - 1)
+    given = {"window": window, "pos": positions(seeded(1), 2, 45, 0.05).to(DEVICE), "state": state, "scale": 0.4, "tiles": SMALL}
+
+    def run(state_wanted):
+        y, leaving = window_attention_triton(*inputs, fresh=not entered, state_wanted=state_wanted, **given)
+        assert bool(leaving) == state_wanted
+        return [y, *gradients([y], wanted, seeded(2))]
+
+    for found, expected in zip(run(False), run(True), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("scale", [-0.7, 0.0])
 def test_scales_that_are_not_positive(scale):
     recurrence = WindowAttention(6)

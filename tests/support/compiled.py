@@ -378,7 +378,8 @@ def _kernels(arch):
     conv = {"HAS_TAIL": True, "HAS_POS": True, "SILU": True, "FULL": True, "D": CHANNELS, "W": 4}
     conv |= {"BD": conv_tiles.channels, "STEPS": conv_tiles.steps}
     yield "conv", taps.conv_kernel, {**conv, "EVEN": True}, 1, "bf16"
-    yield "conv backward", taps.conv_backward_kernel, {**conv, "EVEN": True}, 1, "bf16"
+    yield "conv backward", taps.conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": False}, 1, "bf16"
+    yield "conv backward, tail taken", taps.conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": True}, 1, "bf16"
     yield "fold", forward.fold_kernel, {"HAS_FIRST": True, "BACKWARDS": False, "BLOCK": 256}, 4, "bf16"
     yield "pack", forward.pack_kernel, {"KIND": LONGHORN.value, "BT": 8, "BN": 16}, 4, "bf16"
 

@@ -1,0 +1,165 @@
+"""A pass that drops the States that leave does not make them: the same outputs and gradients to the bit, and nobody takes a State
+that was not made."""
+
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support.models import micro_batches, model_of, training
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from baton.kernels.ahead import META, Target, launching_nothing
+from baton.kernels.eidetic_attention.recurrence import EideticAttention, Innovation
+from baton.kernels.errors import KernelError
+from baton.kernels.short_conv.recurrence import ShortConv
+from baton.kernels.window_attention.recurrence import WindowAttention
+from baton.models.block import SubBlock
+from baton.models.config import ModelConfig
+from baton.models.lm import LanguageModel
+from baton.models.mixer import Mixer, Site, build_mixer, leaving
+from baton.models.settings import SMALL_WIDTH, kinds
+from baton.parallel.layout import initialize_parameters
+from baton.parallel.tensor import megatron_config
+from baton.training.build import build
+from baton.training.evaluation import evaluate
+from baton.training.executor import StepExecutor
+from baton.training.graphs import Graphs
+
+B, T, M = 2, 21, SMALL_WIDTH
+POS = torch.tensor([[5 + t for t in range(T)], [0, 1, 0, *range(T - 3)]], dtype=torch.int32)
+
+
+@pytest.fixture(scope="module", params=kinds())
+def mixer(request, single_mesh):
+    mixer = build_mixer(kinds()[request.param].small(), Site(M, 3, 1e-5, megatron_config(1, False), torch.float32))
+    initialize_parameters(mixer, seed=1, tensor_rank=0, tensor_size=1)
+    return mixer
+
+
+@pytest.mark.parametrize("entered", [False, True])
+def test_every_mixers_outputs_and_gradients_are_the_same(mixer, entered):
+    generator = torch.Generator().manual_seed(2)
+    x, before, dy = (torch.randn(B, T, M, generator=generator) for _ in range(3))
+    with torch.no_grad():
+        _, state = mixer(before, (POS[:, :1] + torch.arange(-T, 0)).clamp(min=0).to(torch.int32), None)
+    found = []
+    for wanted in (True, False):
+        own = x.clone().requires_grad_()
+        entering = {name: leaf.clone().requires_grad_(leaf.is_floating_point()) for name, leaf in state.items()}
+        with leaving(wanted):
+            y, left = mixer(own, POS, entering if entered else None)
+        assert left.keys() == state.keys()
+        leaves = [own, *mixer.parameters(), *(leaf for leaf in entering.values() if entered and leaf.requires_grad)]
+        leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        found.append([y, *torch.autograd.grad(y, leaves, dy, allow_unused=True, materialize_grads=True)])
+    assert Mixer.state_wanted
+    for kept, dropped in zip(*found, strict=True):
+        assert torch.equal(dropped, kept)
+    for leaf in left.values():
+        with pytest.raises(KernelError, match="was not made"):
+            leaf.detach()
+    if left:
+        with pytest.raises((KernelError, TypeError)):
+            mixer(x, POS, left)
+
+
+@pytest.mark.parametrize("how", ["plain", "recompute", "selective_recompute"])
+@pytest.mark.parametrize("kind", [*kinds(), "hybrid"])
+def test_a_models_losses_and_gradients_are_the_same(kind, how, single_mesh):
+    """Also where a layer is run again, outside of what said that no State is wanted."""
+    batch, found = micro_batches(0, 0, 1, 2)[0], []
+    for wanted in (True, False):
+        model = LanguageModel(model_of(kind), **({} if how == "plain" else {how: True}))
+        initialize_parameters(model, 0, 0, 1)
+        hidden, states = model(batch.tokens, batch.pos, state_wanted=wanted)
+        loss = model.loss(hidden, batch.labels)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for kept, dropped in zip(*found, strict=True):
+        assert torch.equal(dropped, kept)
+    assert {number: list(state) for number, state in states.items()} == {
+        number: [leaf.name for leaf in leaves] for number, leaves in model.leaves.items()
+    }
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run within it and compute something: on a GPU, launches."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and "empty" not in func.__name__:
+            self.ran[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def as_on_a_gpu():
+    with launching_nothing(Target(90, "NVIDIA H200")):
+        yield META
+
+
+@contextmanager
+def on_the_cpu():
+    yield torch.device("cpu")
+
+
+def ran(kind, place, wanted):
+    """Operators of a sub-block's forward and backward pass."""
+    with place() as device, device:
+        config = ModelConfig(d_model=M, n_layers=1, vocab_size=64, pattern=[kind], mixers={kind: kinds()[kind].small()})
+        block = SubBlock(kind, config, Site(M, 1, 1e-5, megatron_config(1, False), torch.float32))
+        x, pos = torch.zeros(B, 64, M, requires_grad=True), torch.zeros(B, 64, dtype=torch.int32)
+        with torch.no_grad():
+            for parameter in block.parameters():
+                parameter.zero_()
+        with Operators() as forward:
+            (stream, y), _ = block((x, None), pos, None, wanted)
+        with Operators() as backward:
+            torch.autograd.backward([stream, y], [torch.zeros_like(stream), torch.zeros_like(y)])
+    return forward.ran, backward.ran
+
+
+# of nothing but the State: masks and copies of keys and values; in B'MOJO also of the best tokens at the end, and what is frozen
+LEAST = {"attention": 6, "bmojo": 40, "mamba": 1, "mamba2": 2, "delta_net": 1, "lattice": 1}
+
+
+@pytest.mark.parametrize("place", [as_on_a_gpu, on_the_cpu], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", LEAST)
+def test_what_is_not_wanted_is_not_made(kind, place, single_mesh):
+    ran(kind, place, wanted=True)  # what is the same in every layer is made once
+    (forward, backward), (kept_forward, kept_backward) = (ran(kind, place, wanted) for wanted in (False, True))
+    saved = kept_forward.total() - forward.total()
+    assert saved >= LEAST[kind], f"{kept_forward - forward}"
+    assert not forward - kept_forward
+    assert backward.total() <= kept_backward.total()
+    if kind == "attention":
+        assert not forward["masked_fill"]
+
+
+class Again:
+    def __init__(self, device):
+        pass
+
+    def warm_up(self, run):
+        run()
+
+    def record(self, run):
+        return run
+
+
+@pytest.mark.parametrize("kind", ["attention", "bmojo", "mamba"])
+def test_steps_and_evaluations_of_whole_sequences_want_none(kind, single_mesh, monkeypatch):
+    """Recorded or not."""
+    batches = micro_batches(0, 0, 1, 2)
+    for recurrence in (WindowAttention, EideticAttention, Innovation, ShortConv):
+        monkeypatch.setattr(recurrence, "run", lambda self, *given: pytest.fail(f"{self} makes a State"))
+    built = build(model_of(kind), training(), single_mesh)
+    for graphs in (None, Graphs(built.model, Again)):
+        assert StepExecutor(built.model, built.engine, single_mesh, graphs=graphs).step(batches, 1e-3).made
+    evaluate(built.model, batches, 1, 1, single_mesh)
+    with pytest.raises(pytest.fail.Exception, match="makes a State"):
+        built.model(batches[0].tokens, batches[0].pos)
