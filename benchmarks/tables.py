@@ -19,6 +19,8 @@ CHOSEN = (
     ("train_step_gsa_8x2048", "gsa-1.3b 8x2048 x 16", "tokens/s", "fla"),
     ("train_step_1x16384_more", "longhorn 1x16384 x 16", "tokens/s", "our mamba-1.4b"),
     ("train_step_bmojo_8x2048", "bmojo 8x2048 x 16", "tokens/s", "our mamba-1.4b, the next run on the same GPU"),
+    ("train_step_bmojo_graphs", "bmojo 1x16384 x 16", "TFLOP/s as 6N", "NVIDIA H200, dense bfloat16, data sheet"),
+    ("train_step_transformer_8x2048", "transformer 8x2048 x 16", "TFLOP/s as 6N", "NVIDIA H200, dense bfloat16, data sheet"),
     ("scan_gpu_main_conv", "mamba B8 T2048 D4096 N16", "forward us", "mamba_ssm"),
     ("scan_gpu_main_conv", "mamba B8 T2048 D4096 N16", "backward us", "mamba_ssm"),
     ("scan_gpu_main_conv", "longhorn B8 T2048 D4096 N16", "backward us", "our mamba"),
