@@ -1,11 +1,12 @@
-"""Every test of this folder runs on poisoned memory: whatever torch.empty and its relatives return is full of NaN. And no kernel
-that Triton interprets reads or writes beyond its arguments."""
+"""Every test of this folder runs on poisoned memory: whatever torch.empty and its relatives return is full of NaN. No kernel
+that Triton interprets reads or writes beyond its arguments, and bfloat16 is what it is on a GPU."""
 
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from support.bfloat16 import bfloat16_is_rounded
 from support.bounds import bounds_checked
 
 
@@ -20,11 +21,11 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def memory_of_arguments() -> Iterator[None]:
+def interpreter() -> Iterator[None]:
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
-    with bounds_checked():
+    with bounds_checked(), bfloat16_is_rounded():
         yield
 
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from support.bfloat16 import products_of_bfloat16
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
@@ -99,6 +100,13 @@ def test_what_a_span_does_to_the_state_is_the_chunked_forms(gated, programs):
     exact = delta_rule_effect(*(x if x is None else x.double() for x in (k, v, beta, gates)), pos=pos)
     for ours, expected in zip(found, exact, strict=True):
         assert relative_error(ours.double().cpu(), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_of_bfloat16(gated, monkeypatch):
+    """Of more than a chunk."""
+    products_of_bfloat16(monkeypatch)
+    compare((1, 37, 2, 19, 20), SMALL, gated=gated, starts=True, dtype=torch.bfloat16, limit=8e-3)
 
 
 @pytest.mark.gpu

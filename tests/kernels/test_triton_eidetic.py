@@ -60,6 +60,11 @@ def test_outputs_and_gradients_are_the_definitions(recurrence):
     compare(recurrence, 21, SMALL, wide=recurrence.n_fading == 2)
 
 
+@pytest.mark.parametrize("sliding", [False, True])
+def test_bfloat16(sliding):
+    compare(EideticAttention(6, 0 if sliding else 2, 5, sliding), 29, SMALL, wide=False, dtype=torch.bfloat16)
+
+
 def test_longer_than_tiles():
     """A window of several tiles, memories of more rows than one, many publications of a document."""
     compare(EideticAttention(20, 3, 18), 95, SMALL, wide=False, starts=0.02)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from support.bfloat16 import products_of_bfloat16
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 from support.rounding import products_are_rounded
@@ -98,6 +99,12 @@ def test_what_all_heads_share_has_its_derivatives_summed(gate, heads):
 
 @pytest.mark.parametrize("gate", ["key", "value"])
 def test_bfloat16_is_rounded_once(gate):
+    compare(gate, SIZES[gate], SMALL, starts=True, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("gate", SIZES)
+def test_products_of_bfloat16(gate, monkeypatch):
+    products_of_bfloat16(monkeypatch)
     compare(gate, SIZES[gate], SMALL, starts=True, dtype=torch.bfloat16)
 
 

@@ -100,6 +100,11 @@ def test_chunks_that_go_token_by_token(variant, starts):
     compare(variant, (1, 60, 1, 16, 16), CHUNKS, starts=starts, forgets=starts, far=(18, 20, 33))
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bfloat16(variant):
+    compare(variant, (1, 37, 2, 16, 16), CHUNKS, starts=True, forgets=False, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("variant", ["enc", "sim"])
 def test_which_chunks_are_safe(variant):
     """Of moderate steps all; of one that turns slots by right angles the chunk that it is in."""

@@ -56,6 +56,11 @@ def test_outputs_and_gradients_are_the_definitions(recurrence, carried):
     compare(recurrence, 21, SMALL, wide=recurrence.grouped, carried=carried)
 
 
+@pytest.mark.parametrize("window", [6, None])
+def test_bfloat16(window):
+    compare(WindowAttention(window), 29, SMALL, wide=False, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("window", [37, None])
 def test_longer_than_tiles(window):
     """Rows that tokens several tiles on see, and a window that is no multiple of a tile."""

@@ -1,7 +1,8 @@
-"""What products of bfloat16 lose, where there is no GPU: Triton's interpreter is wrong about bfloat16, so float32 is cut short.
+"""What products of bfloat16 lose by themselves: what is kept between launches stays float32 here, and is rounded where it is
+multiplied. With all of bfloat16's rounding kernels run as `support.bfloat16` has it.
 
-The one thing to know: within `products_are_rounded` the kernels of gated linear attention compute as on a GPU where products are of
-bfloat16, with its tiles, but what is kept between launches stays float32: it is rounded where it is multiplied.
+The one thing to know: within `products_are_rounded` the kernels of gated linear attention multiply as on a GPU where products are
+of bfloat16, with its tiles.
 """
 
 from contextlib import contextmanager

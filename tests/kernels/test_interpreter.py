@@ -1,0 +1,46 @@
+"""bfloat16 in Triton's interpreter, as `support.bfloat16` makes it, is PyTorch's to the bit; as it comes, it is not."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from support.bfloat16 import rounded, widened
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
+
+
+@triton.jit
+def operations(a, b, x, out, products, N: tl.constexpr):
+    """a, b: bfloat16 [N, N]; x: float32; out: bfloat16 [6, N, N]; products: float32 [N, N]."""
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    a_t, b_t = tl.load(a + at), tl.load(b + at)
+    tl.store(out + at, a_t + b_t)
+    tl.store(out + N * N + at, a_t * b_t)
+    tl.store(out + 2 * N * N + at, a_t - 0.3)
+    tl.store(out + 3 * N * N + at, (a_t < b_t).to(tl.bfloat16))
+    tl.store(out + 4 * N * N + at, tl.load(x + at).to(tl.bfloat16))
+    tl.store(out + 5 * N * N + at, tl.maximum(a_t, b_t))
+    tl.store(products + at, tl.dot(a_t, b_t))
+
+
+def test_operations_are_torchs():
+    g = torch.Generator().manual_seed(0)
+    a, b, x = (100 * torch.randn(16, 16, generator=g) for _ in range(3))
+    a, b = a.bfloat16(), b.bfloat16()
+    x[0, :3] = torch.tensor([float("nan"), float("inf"), 1 + 2**-8])  # the last lies in the middle: to the even one
+    out, products = torch.empty(6, 16, 16, dtype=torch.bfloat16), torch.empty(16, 16)
+    operations[(1,)](a, b, x, out, products, 16)
+    expected = (a + b, a * b, a - torch.tensor(0.3).bfloat16(), (a < b).bfloat16(), x.bfloat16(), torch.maximum(a, b))
+    for found, want in zip(out, expected, strict=True):
+        assert torch.equal(found.nan_to_num(7.0), want.nan_to_num(7.0))
+    torch.testing.assert_close(products, a.float() @ b.float(), rtol=1e-5, atol=1e-2)
+
+
+def test_bits_there_and_back():
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    numbers = widened(bits)
+    keep = ~np.isnan(numbers)
+    assert (rounded(numbers)[keep] == bits[keep]).all()
+    assert np.isnan(widened(rounded(numbers[~keep]))).all()
