@@ -25,11 +25,11 @@ LINEAR = {
 ORDERS = {
     **{kind: (carrier, ["arrival", "run"], [], ["arrival"], []) for kind, carrier in LINEAR.items()},
     "lattice": ("orthogonal_state", ["arrival", "run"], [], ["arrival"], []),
-    "bmojo": ("eidetic_attention", ["arrival", "leave"], ["read"], ["arrival", "leave"], []),
-    "attention": ("window_attention", ["early"], ["arrival", "run"], [], ["arrival"]),
+    "bmojo": ("eidetic_attention", ["arrival", "leave"], ["outputs"], ["arrival", "leave"], []),
+    "attention": ("window_attention", ["early"], ["arrival", "outputs"], [], ["arrival"]),
 }
 EARLY = {kind: (carrier, ["begin"], ["finish"], ["begin_backward"], ["finish_backward"]) for kind, carrier in LINEAR.items()}
-PHASES = ("begin", "finish", "begin_backward", "finish_backward", "leave", "read", "early", "run", "pull_back")
+PHASES = ("begin", "finish", "begin_backward", "finish_backward", "leave", "outputs", "early", "run", "pull_back")
 
 
 @contextmanager
@@ -121,9 +121,9 @@ def test_a_recurrence_runs_once_forwards_and_not_again_backwards(pool):
     _, middle, _ = pool.run(events, list(ORDERS), sequence=3)
     for kind, (carrier, *_) in ORDERS.items():
         forward, backward = ([event for name, event in log if name.startswith(carrier)] for log in middle[kind])
-        phase = "read" if kind == "bmojo" else "run"
+        phase = "outputs" if kind in ("bmojo", "attention") else "run"
         assert forward.count(phase) == 1, (kind, forward)
-        assert not {"run", "read", "pull_back", "begin_backward"} & set(backward), (kind, backward)
+        assert not {"run", "outputs", "pull_back", "begin_backward"} & set(backward), (kind, backward)
 
 
 @pytest.mark.parametrize("kind", ["mamba", "attention"])

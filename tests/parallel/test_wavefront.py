@@ -85,7 +85,7 @@ CASES = [
         "bmojo",
         (
             ("selective_scan", "SelectiveScan", (Slow("run", 0.02, 0.02),)),
-            ("eidetic_attention", "EideticAttention", (Slow("leave", 0.03, 0.04), Slow("read", 0.07, 0.08))),
+            ("eidetic_attention", "EideticAttention", (Slow("leave", 0.03, 0.04), Slow("outputs", 0.07, 0.08))),
         ),
         0.03,
         0.07,
