@@ -58,7 +58,7 @@ def within(like, lies):
     return view.copy_(like)
 
 
-def compare(run, shape, key_heads, dtype, *, lies="apart", largest=4000):
+def compare(run, shape, key_heads, dtype, *, lies="apart", largest=4000, limits=LIMITS):
     g, (batch, length, _, dim) = seeded(0), shape
     shapes = (shape, (batch, length, key_heads, dim))
     q, k, dq, dk = (torch.randn(*of, generator=g).to(dtype) for of in (*shapes, *shapes))
@@ -71,7 +71,7 @@ def compare(run, shape, key_heads, dtype, *, lies="apart", largest=4000):
     assert all(y.dtype == dtype and y.is_contiguous() for y in ys)
     have = [*ys, *torch.autograd.grad(ys, leaves, [within(x.to(DEVICE), lies) for x in (dq, dk)])]
     for name, expected, found in zip(("q", "k", "dq", "dk"), want, have, strict=True):
-        assert relative_error(found, expected) <= LIMITS[dtype], name
+        assert relative_error(found, expected) <= limits[dtype], name
 
 
 @pytest.mark.parametrize("lies", ["apart", "columns", "heads first", "dim first"])
