@@ -2,8 +2,9 @@
 
 The one thing to know: nothing is divided by a decay. The forward pass leaves the state at every BORDER-th token; from
 there a program computes the states twice: once to leave one in memory every STEPS tokens, then STEPS tokens at a time and the last
-ones first, to keep what the adjoint recurrence needs in registers. Sums over channels (gradients of in and query) leave as one part
-per block of channels, in x's type, to be added in a fixed order: there are no atomics.
+ones first, to keep what the adjoint recurrence needs in registers. What it loads of BORDER tokens it has asked for BORDER tokens
+before. Sums over channels (gradients of in and query) leave as one part per block of channels, in x's type, to be added in a fixed
+order: there are no atomics.
 
 The adjoint, with lam_t = dLoss/dh_t: lam_t = query_t dy_t + decay_{t+1} lam_{t+1}; `carry` is its second term.
 """
@@ -19,6 +20,7 @@ from baton.kernels.diagonal_scan.per_token import (
     activated,
     coefficients,
     decay_of,
+    lines_of_shared,
     load_states,
     over_states,
     own_memory,
@@ -32,7 +34,7 @@ from baton.kernels.diagonal_scan.per_token import (
     states_of,
     store_states,
 )
-from baton.kernels.rows import load_rows, loads_begun, reciprocal, released, sigmoid
+from baton.kernels.rows import lines_from, lines_of, load_rows, loads_begun, near, reciprocal, released, sigmoid
 
 
 @triton.jit
@@ -48,12 +50,18 @@ def summarize_backward_kernel(
     d, d_in, n, inside, at_state = states_of(tl.program_id(0), D, N, BD, BN)
     rates, blank = rates_at(A, at_state, inside, N, KIND, FULL)
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
+    tensors, lengths = (step + b * step_batch, dy + b * dy_batch), (step_row, dy_row)
+    if GATED:
+        tensors += (z + b * z_batch,)
+        lengths += (z_row,)
+    begin, end = p * piece, tl.minimum((p + 1) * piece, T)
+    lines, line_row = lines_of(tensors, lengths, tl.program_id(0) * BD, end - begin, D, BD, STEPS)
     step += b * step_batch + d
     z += b * z_batch + d
     dy += b * dy_batch + d
     rows += b * T * row_length(KIND, BN)
+    shared_lines = lines_of_shared(rows, end - begin, BN, KIND, STEPS)
     pos += b * T
-    begin, end = p * piece, tl.minimum((p + 1) * piece, T)
     carry = blank
     blocks = tl.cdiv(end - begin, STEPS)
     last = b * 0 + begin + (blocks - 1) * STEPS
@@ -67,6 +75,10 @@ def summarize_backward_kernel(
     for k in range(blocks):
         t0 = begin + (blocks - 1 - k) * STEPS
         t1 = b * 0 + tl.maximum(t0 - STEPS, begin)
+        # what is loaded next time
+        t2 = b * 0 + tl.maximum(t0 - 2 * STEPS, begin)
+        near(lines + t2 * line_row)
+        near(shared_lines + t2 * row_length(KIND, BN))
         next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
         next_positions = positions_from(t1, end, pos, STEPS, HAS_POS, EVEN)
         bits = starts_among(positions, STEPS, HAS_POS)
@@ -113,18 +125,26 @@ def scan_backward_kernel(
     rates, _blank = rates_at(A, at_state, inside, N, KIND, FULL)
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
     through = tl.load(skip + d, mask=d_in, other=0.0).to(tl.float32)
+    tensors, lengths = (x + b * x_batch, step + b * step_batch, dy + b * dy_batch), (x_row, step_row, dy_row)
+    if GATED:
+        tensors += (z + b * z_batch,)
+        lengths += (z_row,)
+    begin, end = p * piece, tl.minimum((p + 1) * piece, T)
+    lines, line_row = lines_of(tensors, lengths, block * BD, end - begin, D, BD, BORDER)
     x += b * x_batch + d
     step += b * step_batch + d
     z += b * z_batch + d
     dy += b * dy_batch + d
     out = b * T * D + d
     rows += b * T * row_length(KIND, BN)
+    shared_lines = lines_of_shared(rows, end - begin, BN, KIND, BORDER)
     pos += b * T
+    border_lines = borders + b * tl.cdiv(T, BORDER) * D * N + block * (BD * N)
+    border_lines = lines_from(border_lines, tl.minimum(D - block * BD, BD) * N, BD * N)
     parts += (block.to(tl.int64) * batch + b) * T * (2 * N)
     at_piece = (b * pieces + p) * D
     states += ((b * pieces + p) * tl.num_programs(0) + block) * (BORDER // STEPS * BD * BN)
     at_own = own_memory(BD, BN)
-    begin, end = p * piece, tl.minimum((p + 1) * piece, T)
     carry = load_states(arriving + at_piece * N, at_state, inside, N, FULL)
     grad_rates = tl.zeros(carry.shape, tl.float32)
     grad_skip = tl.zeros([BD], tl.float32)
@@ -133,6 +153,11 @@ def scan_backward_kernel(
     BLOCKS: tl.constexpr = BORDER // STEPS
     for k in range(chunks):
         c0 = b * 0 + begin + (chunks - 1 - k) * BORDER
+        # what is loaded next time
+        c1 = b * 0 + tl.maximum(begin + (chunks - 2 - k) * BORDER, begin)
+        near(lines + c1 * line_row)
+        near(shared_lines + c1 * row_length(KIND, BN))
+        near(border_lines + c1 // BORDER * (D * N))
         # of the last block what the adjoint alone reads, and of all what both read
         t0 = c0 + (BLOCKS - 1) * STEPS
         dys = load_rows(dy, t0, dy_row, d_in, end, STEPS, FULL, EVEN)

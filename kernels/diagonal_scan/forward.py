@@ -2,8 +2,8 @@
 
 The one thing to know: a program is one warp and owns a block of channels, with all their states in its registers, and walks over
 time; so nothing but the loads waits for anything. What it reads of channels it reads STEPS tokens ahead, what all channels share
-AHEAD tokens. Where batch and channels alone leave the GPU idle, the sequence is cut into pieces; `summarize_kernel` finds what each
-does to a state and `fold_kernel` which state enters it.
+AHEAD tokens; both it has asked for STEPS tokens before. Where batch and channels alone leave the GPU idle, the sequence is cut into
+pieces; `summarize_kernel` finds what each does to a state and `fold_kernel` which state enters it.
 """
 
 import triton
@@ -16,6 +16,7 @@ from baton.kernels.diagonal_scan.per_token import (
     activated,
     coefficients,
     decay_of,
+    lines_of_shared,
     load_states,
     over_states,
     positions_from,
@@ -28,7 +29,7 @@ from baton.kernels.diagonal_scan.per_token import (
     states_of,
     store_states,
 )
-from baton.kernels.rows import load_rows, loads_begun, released, sigmoid
+from baton.kernels.rows import lines_of, load_rows, loads_begun, near, released, sigmoid
 
 
 @triton.jit
@@ -44,11 +45,15 @@ def summarize_kernel(
     d, d_in, n, inside, at_state = states_of(tl.program_id(0), D, N, BD, BN)
     rates, blank = rates_at(A, at_state, inside, N, KIND, FULL)
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
+    begin, end = p * piece, tl.minimum((p + 1) * piece, T)
+    tensors, lengths = (x + b * x_batch, step + b * step_batch), (x_row, step_row)
+    lines, line_row = lines_of(tensors, lengths, tl.program_id(0) * BD, end - begin, D, BD, STEPS)
     x += b * x_batch + d
     step += b * step_batch + d
     rows += b * T * row_length(KIND, BN)
+    shared_lines = lines_of_shared(rows, end - begin, BN, KIND, STEPS)
+    last = tl.maximum(end - STEPS, begin)
     pos += b * T
-    begin, end = p * piece, tl.minimum((p + 1) * piece, T)
     h = blank
     kept = blank + 1.0
     total = tl.zeros([BD], tl.float32)
@@ -61,6 +66,10 @@ def summarize_kernel(
     for t0 in range(begin, end, STEPS):
         # behind the last token there may be no memory: the last ones again, of which nothing is read
         t1 = b * 0 + (tl.minimum(t0 + STEPS, end - STEPS) if EVEN else t0 + STEPS)
+        # what is loaded next time
+        t2 = b * 0 + tl.minimum(t0 + 2 * STEPS, last)
+        near(lines + t2 * line_row)
+        near(shared_lines + t2 * row_length(KIND, BN))
         next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
         next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
         next_positions = positions_from(t1, end, pos, STEPS, HAS_POS, EVEN)
@@ -123,13 +132,20 @@ def scan_kernel(
     rates, blank = rates_at(A, at_state, inside, N, KIND, FULL)
     shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
     through = tl.load(skip + d, mask=d_in, other=0.0).to(tl.float32)
+    tensors, lengths = (x + b * x_batch, step + b * step_batch), (x_row, step_row)
+    if GATED:
+        tensors += (z + b * z_batch,)
+        lengths += (z_row,)
+    begin, end = p * piece, tl.minimum((p + 1) * piece, T)
+    lines, line_row = lines_of(tensors, lengths, tl.program_id(0) * BD, end - begin, D, BD, STEPS)
     x += b * x_batch + d
     step += b * step_batch + d
     z += b * z_batch + d
     y += b * T * D + d
     rows += b * T * row_length(KIND, BN)
+    shared_lines = lines_of_shared(rows, end - begin, BN, KIND, STEPS)
+    last = tl.maximum(end - STEPS, begin)
     pos += b * T
-    begin, end = p * piece, tl.minimum((p + 1) * piece, T)
     if HAS_ENTERING:
         h = load_states(entering + (b * tl.num_programs(2) + p) * D * N, at_state, inside, N, FULL)
     else:
@@ -146,6 +162,10 @@ def scan_kernel(
             store_states(borders + (b * tl.cdiv(T, BORDER) + t0 // BORDER) * D * N, at_state, h, inside, N, FULL)
         # behind the last token there may be no memory: the last ones again, of which nothing is read
         t1 = b * 0 + (tl.minimum(t0 + STEPS, end - STEPS) if EVEN else t0 + STEPS)
+        # what is loaded next time
+        t2 = b * 0 + tl.minimum(t0 + 2 * STEPS, last)
+        near(lines + t2 * line_row)
+        near(shared_lines + t2 * row_length(KIND, BN))
         next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
         next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
         next_positions = positions_from(t1, end, pos, STEPS, HAS_POS, EVEN)

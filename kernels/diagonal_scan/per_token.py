@@ -13,7 +13,7 @@ of what all channels share of a token, which is what the way from the cache is f
 import triton
 import triton.language as tl
 
-from baton.kernels.rows import LOG2_E, load_row, reciprocal, sigmoid
+from baton.kernels.rows import LOG2_E, lines_from, load_row, reciprocal, sigmoid
 
 MAMBA, LONGHORN = tl.constexpr(0), tl.constexpr(1)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -179,6 +179,12 @@ def shared_at(
     query_t = load_row(row + (N + n), True, present, True, EVEN) if QUERY else in_t
     square = load_row(row + 2 * N, True, present, True, EVEN) if KIND == LONGHORN else 0.0
     return in_t, query_t, square
+
+
+@triton.jit
+def lines_of_shared(rows, tokens, N: tl.constexpr, KIND: tl.constexpr, TOKENS: tl.constexpr):
+    """Lines of what `shared_at` reads of the first TOKENS tokens, of `tokens`: a pointer in each lane."""
+    return lines_from(rows, tl.minimum(tokens, TOKENS) * row_length(KIND, N), TOKENS * row_length(KIND, N))
 
 
 @triton.jit

@@ -2,15 +2,16 @@
 score that chooses."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels import tiles as table
 from baton.kernels.eidetic_attention.chunked import TAILS, Options
 from baton.kernels.eidetic_attention.memory import take
-from baton.kernels.eidetic_attention.published import Published, publish
+from baton.kernels.eidetic_attention.published import publish
 from baton.kernels.protocol import Inputs, State
-from baton.kernels.window_attention.chunked import history, new_tails
-from baton.kernels.window_attention.fused import KERNEL, Seen, Tiles, joint_attention, shape_of
+from baton.kernels.window_attention.chunked import history, new_tails, read_so_far
+from baton.kernels.window_attention.fused import KERNEL, Seen, Sources, Tiles, joint_attention, shape_of
 
 _ROWS, _CHANNELS = 16, 256  # of a block that a score is summed over
 
@@ -26,63 +27,78 @@ def eidetic_attention_triton(
         batch, length, heads, dim = q.shape
         sizes = {"batch": batch, "tokens": length, "heads": heads, "groups": k.shape[2], "dim": dim, "window": options.window}
         tiles = table.choose(KERNEL, Tiles(), q.device, shape_of(dim), sizes)
-    pos, read = pos.to(torch.int32), torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
-    read = torch.minimum(read if fresh else read + state["seen"][:, None].to(torch.int32), pos)
-    # a view's gradient is added to those of what is chosen when that of a history would be
-    keys, values = ((x.view_as(x) if fresh else history(state[name], x)).to(q.dtype) for name, x in (("k", k), ("v", v)))
-    far_k = far_v = memory_k = memory_v = far_limit = memory = None
+    read = {} if fresh else state
+    seen, last = publish(score, options, pos=pos, state=None if fresh else state, last_wanted=state_wanted)
+    keys, values = ((history(read[name], x) if read else x).to(q.dtype) for name, x in (("k", k), ("v", v)))
+    rows: dict[str, Tensor] = {}
+    far_k = far_v = None
     if options.sliding:
-        far_k, far_v = (history(state[name], x).to(q.dtype) for name, x in (("fading_k", fading_k), ("fading_v", fading_v)))
-        far_limit = read.clamp(max=2 * options.window - 1)
-    if options.n_fading + options.n_eidetic:
-        memory = publish(
-            k, v, fading_k, fading_v, score, window=options.window, n_fading=options.n_fading, n_eidetic=options.n_eidetic,
-            pos=pos, state=None if fresh else state, at_once=True, last_wanted=state_wanted,
-        )  # fmt: skip
-    limit = read.clamp(max=options.window - 1)
-    if memory is None:
-        seen = Seen(limit, far_limit)
-    else:
-        seen = Seen(limit, far_limit, memory.slot.contiguous(), memory.begin.contiguous(), memory.valid.view(torch.int8))
-        memory_k, memory_v = memory.k.to(q.dtype), memory.v.to(q.dtype)
+        before = (0, 0, 0, 0, options.fading_rows, 0)
+        far_k, far_v = (
+            (history(read[name], x) if read else F.pad(x, before)).to(q.dtype)
+            for name, x in (("fading_k", fading_k), ("fading_v", fading_v))
+        )
+    elif options.n_fading:
+        rows = {"fading_k": fading_k, "fading_v": fading_v}
+        rows |= {name: read[leaf] for name, leaf in (("tail_k", "fading_k"), ("tail_v", "fading_v")) if read}
+    rows |= {name: read[name] for name in ("best_k", "best_v", "frozen_k", "frozen_v") if name in read}
     y = joint_attention(
         q,
         keys,
         values,
         seen,
         far=(far_k, far_v),
-        memory=(memory_k, memory_v),
+        sources=Sources(**{name: x.to(q.dtype) for name, x in rows.items()}),
+        fading=options.n_fading,
         window=options.window,
         scale=options.scale,
         tiles=tiles,
     )
     if not state_wanted:
         return y, {}
-    return y, _leaving(inputs, memory, read[:, -1].to(torch.int64) + 1, pos.to(torch.int64), state, fresh)
+    return y, _leaving(inputs, options, seen, last, pos.to(torch.int64), state, fresh)
 
 
-def _leaving(inputs: Inputs, memory: Published | None, seen: Tensor, pos: Tensor, state: State, fresh: bool) -> State:
-    """As `chunked.leave`, of memories that are known. seen: tokens read so far of the last token's document, [B]."""
+def _leaving(
+    inputs: Inputs, options: Options, seen: Seen, last: Tensor | None, pos: Tensor, state: State, fresh: bool
+) -> State:  # fmt: skip
+    """As `chunked.leave`, of what was published. last: rows of the best tokens; see `publish`."""
+    _, k, v, fading_k, fading_v, score = inputs
     rows = {name: x for name, x in zip(TAILS, inputs[1:], strict=False) if name in state}
     sizes = {name: state[name].shape[1] for name in rows}
     # of a span that is as long as a tail, the tail before it is not read
     ends = {name: x if x.shape[1] >= sizes[name] else history(state[name], x) for name, x in rows.items()}
-    leaving = {"seen": seen, **new_tails(ends, sizes, seen)}
-    if memory is not None:
-        slot = memory.slot[:, -1].to(torch.int64)
-        at = slot.clamp(min=0)[:, None]
-        frozen = memory.valid.gather(1, at[:, :, None].expand(-1, -1, memory.valid.shape[2]))[:, 0] & (slot >= 0)[:, None]
-        leaving["frozen"] = frozen
-        slot, hidden = at.view(-1, 1, 1, 1, 1), ~frozen[:, :, None, None]
-        for name, x in (("frozen_k", memory.k), ("frozen_v", memory.v)):
-            leaving[name] = x.gather(1, slot.expand(-1, 1, *x.shape[2:]))[:, 0].masked_fill(hidden, 0.0)
-        if memory.last is not None:
-            _, k, v, _, _, score = inputs
-            row, valid = memory.last
-            best = {"best_k": k, "best_v": v, "score": score, "where": pos}
-            taken = take([(None if fresh else state[name], x) for name, x in best.items()], row, valid)
-            leaving |= dict(zip(best, taken, strict=True))
-            leaving["where"] = leaving["where"].masked_fill(~valid, -1)
+    read = read_so_far(pos.shape[1], pos, state["seen"])
+    leaving = {"seen": read, **new_tails(ends, sizes, read)}
+
+    def taken(sources: dict[str, Tensor], row: Tensor) -> list[Tensor]:
+        return take([(None if fresh else state[name], x) for name, x in sources.items()], row, row >= 0)
+
+    if seen.row is not None and seen.slot is not None:
+        # what the last token sees is what the next span begins with: what this one began with, or what it published last
+        slot = seen.slot[:, -1].to(torch.int64)
+        row = seen.row.gather(1, slot.clamp(min=0)[:, None, None].expand(-1, 1, seen.row.shape[2]))[:, 0]
+        row = row.masked_fill((slot < 0)[:, None], -1)
+        keeps = None if fresh else (slot == 0)[:, None]
+        new_row = row if keeps is None else row.masked_fill(keeps, -1)
+        best_row, fading_row = new_row.split((options.n_eidetic, options.n_fading), dim=1)
+        frozen: list[tuple[Tensor, Tensor]] = []
+        if last is not None:
+            both = taken({"best_k": k, "best_v": v}, torch.cat((best_row, last), dim=1))
+            (new_k, best_k), (new_v, best_v) = (x.split(options.n_eidetic, dim=1) for x in both)
+            # copies: a view would keep the published rows as well
+            leaving |= {"best_k": best_k.clone(), "best_v": best_v.clone()}
+            leaving["score"], where = taken({"score": score, "where": pos}, last)
+            leaving["where"] = where.masked_fill(last < 0, -1)
+            frozen.append((new_k, new_v))
+        if options.n_fading:
+            new_k, new_v = taken({"fading_k": fading_k, "fading_v": fading_v}, fading_row)
+            frozen.append((new_k, new_v))
+        leaving["frozen"] = row >= 0
+        for name, parts in zip(("frozen_k", "frozen_v"), zip(*frozen, strict=True), strict=True):
+            leaving[name] = torch.cat(parts, dim=1)
+            if keeps is not None:
+                leaving[name] = torch.where((keeps & leaving["frozen"])[:, :, None, None], state[name], leaving[name])
     return {name: leaving[name] for name in state}
 
 

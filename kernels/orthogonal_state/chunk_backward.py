@@ -19,9 +19,20 @@ import triton
 import triton.language as tl
 
 from baton.kernels.orthogonal_state.backward import border_back
-from baton.kernels.orthogonal_state.chunk_walk import exact, leave, mixed, numbers_at, product, segments_of, tile, walk
+from baton.kernels.orthogonal_state.chunk_walk import (
+    exact,
+    leave,
+    line_of,
+    mixed,
+    numbers_at,
+    product,
+    segments_of,
+    tile,
+    walk,
+)
 from baton.kernels.orthogonal_state.parts import places, read, write
 from baton.kernels.orthogonal_state.per_token import ENC
+from baton.kernels.rows import near
 
 ROWS = tl.constexpr(7)
 """Of each chunk and program in memory, [ROWS, C, BM]: k, then A; h.s, then r; p; w; h's product with the slot before it over p,
@@ -129,6 +140,7 @@ def before_kernel(
     n, bh, p = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = (bh // H).to(tl.int64), bh % H
     chunks, P = tl.num_programs(0), tl.num_programs(2)
+    LINES: tl.constexpr = (BORDER * (BORDER + 3) + 31) // 32
     WHOLE: tl.constexpr = D == BD and M % BM == 0
     ALL: tl.constexpr = WHOLE and EVEN
     LOW: tl.constexpr = v.dtype.element_ty == tl.bfloat16 and dy.dtype.element_ty == tl.bfloat16
@@ -141,6 +153,7 @@ def before_kernel(
     numbers += at * (BORDER * (BORDER + 3))
     rows += ((bh.to(tl.int64) * P + p) * chunks + n) * (ROWS * BORDER * BM)
     at_rows = rows + c[None, :] * BM + lane[:, None]
+    near(line_of(numbers, tl.arange(0, triton.next_power_of_2(LINES)), BORDER * (BORDER + 3)))
     if tl.load(unsafe + (p * tl.num_programs(1) + bh) * chunks + n) == 0:
         h_t = tile(v + b * v_batch + h * v_head + here[:, None] * v_row + d[None, :], of_d, ALL)
         k_t = tile(k + b * k_batch + h * k_head + here[None, :] * k_row + m[:, None], of_m, ALL)
@@ -158,7 +171,11 @@ def before_kernel(
         tl.store(at_rows, k_t.to(tl.float32))
         tl.store(at_rows + BORDER * BM, products)
         tl.debug_barrier()
-        walk(numbers, rows, rows + 2 * BORDER * BM, VARIANT, HAS_POS, False, True, BORDER, BM, GROUP)
+        # two of it, see `chunk_backward_kernel`
+        if resets > 0.0:
+            walk(numbers, rows, rows + 2 * BORDER * BM, VARIANT, HAS_POS, False, True, BORDER, BM, GROUP)
+        else:
+            walk(numbers, rows, rows + 2 * BORDER * BM, VARIANT, False, False, True, BORDER, BM, GROUP)
         p_t, w_t = tl.load(at_rows + 2 * BORDER * BM), tl.load(at_rows + 3 * BORDER * BM)
         q_t = tile(q + b * q_batch + h * q_head + here[None, :] * q_row + m[:, None], of_m, ALL).to(tl.float32)
         across = tl.where(seen, product(dy_t, h_T, LOW), 0.0)
@@ -208,7 +225,7 @@ def chunk_backward_kernel(
     chunks = tl.cdiv(T, BORDER)
     N: tl.constexpr = BORDER * (BORDER + 3)
     LINES: tl.constexpr = ROWS * BORDER * BM // 32
-    line = tl.arange(0, BORDER * BM // 4)
+    line = tl.arange(0, triton.next_power_of_2(LINES + (N + 31) // 32))
     numbers += bh.to(tl.int64) * chunks * N
     borders += head * chunks
     dlasts += head * chunks
@@ -226,9 +243,10 @@ def chunk_backward_kernel(
         n = chunks - 1 - step
         begins = borders + tl.cast(n, tl.int64) * (D * M)
         of_chunk = rows + tl.cast(n, tl.int64) * (ROWS * BORDER * BM)
-        # a number of each line that the next chunk needs, so that they are near by then
-        at_near = rows + tl.cast(tl.maximum(n - 1, 0), tl.int64) * (ROWS * BORDER * BM) + line * 32
-        near = tl.load(at_near, mask=line < LINES, other=0.0)
+        # what the next chunk reads
+        before = tl.cast(tl.maximum(n - 1, 0), tl.int64)
+        at_line = rows + before * (ROWS * BORDER * BM) + tl.minimum(line, LINES - 1) * 32
+        near(tl.where(line < LINES, at_line, line_of(numbers + before * N, tl.maximum(line - LINES, 0), N)))
         if tl.load(unsafe + n) == 0:
             at_rows = of_chunk + c[None, :] * BM + lane[:, None]
             t = n * BORDER + c
@@ -247,10 +265,14 @@ def chunk_backward_kernel(
                 of_behind = tl.where((segment == resets)[None, :], of_behind, 0.0)
             tl.store(at_rows + 5 * BORDER * BM, wbar + of_behind)
             tl.debug_barrier()
-            walk_back(
-                numbers + tl.cast(n, tl.int64) * N, of_chunk, dk + of_token * M + p * BM, n * BORDER, T, m_in, H * M, VARIANT,
-                FORGET, HAS_POS, BORDER, BM, GROUP,
-            )  # fmt: skip
+            # two of it: where no document starts, as in most chunks, its loads do not wait for what makes one start
+            to_dk, of_numbers = dk + of_token * M + p * BM, numbers + tl.cast(n, tl.int64) * N
+            if resets > 0.0:
+                walk_back(
+                    of_numbers, of_chunk, to_dk, n * BORDER, T, m_in, H * M, VARIANT, FORGET, HAS_POS, BORDER, BM, GROUP
+                )  # fmt: skip
+            else:
+                walk_back(of_numbers, of_chunk, to_dk, n * BORDER, T, m_in, H * M, VARIANT, FORGET, False, BORDER, BM, GROUP)
             A, read_t = tl.load(at_rows), tl.load(at_rows + BORDER * BM)
             if resets > 0.0:
                 begun = (segment > 0.0)[None, :]
@@ -274,7 +296,6 @@ def chunk_backward_kernel(
             write(own_slots, of_own_parts, BP, parts, inside, PARTS, True)
             tl.debug_barrier()
             dS = tl.load(own_slots + of_own)
-        tl.store(own_tokens + line, near)
         behind = begins
     leave(dfirst + head + of_slots, dS, slots_in, WHOLE)
 

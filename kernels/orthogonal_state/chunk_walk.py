@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.orthogonal_state.per_token import ENC
+from baton.kernels.rows import interpreted
 
 # A slot's turn by a token has at least this cosine, so that f keeps all but two of its digits.
 LEAST_COSINE = tl.constexpr(0.02)
@@ -66,6 +67,12 @@ def leave(x, value, mask, ALL: tl.constexpr):
 
 
 @triton.jit
+def line_of(at, line, SIZE: tl.constexpr):
+    """Where of SIZE numbers in float32 a line of the cache begins, or the last number."""
+    return at + tl.minimum(line * 32, SIZE - 1)
+
+
+@triton.jit
 def gates_of(gamma, mu, pos, t, T, gamma_row, mu_row, FORGET: tl.constexpr, HAS_POS: tl.constexpr, C: tl.constexpr):
     """gamma, mu and 1 where a document starts, 0 elsewhere, [C] float32. Behind the end: steps that change nothing."""
     exists, at = t < T, tl.minimum(t, T - 1).to(tl.int64)
@@ -102,17 +109,12 @@ def segments_of(numbers, HAS_POS: tl.constexpr, C: tl.constexpr):
     return tl.load(numbers + (C + 2) * C + c), (tl.load(numbers + (C + 3) * C - 1) if HAS_POS else 0.0)
 
 
-@triton.constexpr_function
-def _interpreted():
-    return triton.knobs.runtime.interpret
-
-
 @triton.jit
 def numbers_at(at, N: tl.constexpr):
     """N numbers that lie side by side, as a tuple. Four at a time where they are as many and lie on 16 bytes: each load takes its
     turn, of one number as of four, and Triton loads single ones alone."""
     found = ()
-    if N % 4 == 0 and not _interpreted():
+    if N % 4 == 0 and not interpreted():
         for n in tl.static_range(0, N, 4):
             found += tl.inline_asm_elementwise(
                 "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l,~{memory}", [tl.cast(at + n, tl.int64, bitcast=True)],

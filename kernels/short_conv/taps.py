@@ -1,9 +1,10 @@
 """The short causal convolution in Triton, forwards and backwards.
 
 The one thing to know: a program owns a block of channels over a span of tokens and walks along it with the last inputs in
-registers, so every input is loaded once. Backwards it goes the same way and recomputes what went into the activation; what a token
-gives the inputs before it is added up in registers too, and the last tokens of a span's gradients need the first ones behind it,
-which both spans compute. Gradients of weight and bias leave as one partial sum per span: there are no atomics.
+registers, so every input is loaded once, STEPS tokens ahead, and asked for some 16 tokens ahead. Backwards it goes the same way and
+recomputes what went into the activation; what a token gives the inputs before it is added up in registers too, and the last tokens
+of a span's gradients need the first ones behind it, which both spans compute. Gradients of weight and bias leave as one partial sum
+per span: there are no atomics.
 
 Shape suffixes: B batch, T time, W width, D channels, S spans. A program's block is [BD].
 """
@@ -11,7 +12,7 @@ Shape suffixes: B batch, T time, W width, D channels, S spans. A program's block
 import triton
 import triton.language as tl
 
-from baton.kernels.rows import load_rows, loads_begun, released, sigmoid
+from baton.kernels.rows import lines_of, load_rows, loads_begun, near, released, sigmoid
 
 
 @triton.jit
@@ -78,6 +79,19 @@ def positions(pos, t0, end, STEPS: tl.constexpr, EVEN: tl.constexpr, HAS_POS: tl
     return found
 
 
+@triton.constexpr_function
+def asked_ahead(steps):
+    """How many tokens ahead rows are asked for: so that 16 are on their way, and before they are loaded, which is a block ahead."""
+    return max(2, 16 // steps) * steps
+
+
+@triton.jit
+def near_first(lines, line_row, begin, last, STEPS: tl.constexpr):
+    """Asks for rows that are loaded before those that the loop asks for, but not the first block's, which are loaded at once."""
+    for t in tl.static_range(STEPS, asked_ahead(STEPS), STEPS):
+        near(lines + tl.minimum(begin + t, last).to(tl.int64) * line_row)
+
+
 @triton.jit
 def conv_kernel(
     x, weight, bias, tail, pos, y, T, span, x_batch,
@@ -87,17 +101,21 @@ def conv_kernel(
     """y [B, T, D]."""
     d, b = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(1).to(tl.int64)
     d_in = d < D
+    begin, end = tl.program_id(2) * span, tl.minimum((tl.program_id(2) + 1) * span, T)
+    lines, line_row = lines_of((x + b * x_batch,), (x_row,), tl.program_id(0) * BD, end - begin, D, BD, STEPS)
+    last = tl.maximum(end - STEPS, begin)
+    near_first(lines, line_row, begin, last, STEPS)
     x += b * x_batch + d
     y += b * T * D + d
     tail += b * (W - 1) * D + d
     pos += b * T
-    begin, end = tl.program_id(2) * span, tl.minimum((tl.program_id(2) + 1) * span, T)
     taps, shift = load_taps(weight, d, d_in, W), tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32)
     window = first_window(x, tail, pos, b * 0 + begin, x_row, d_in, W, D, HAS_TAIL, HAS_POS)
     xs = load_rows(x, b * 0 + begin, x_row, d_in, end, STEPS, FULL, EVEN)
     at = positions(pos, b * 0 + begin, end, STEPS, EVEN, HAS_POS)
     for t0 in range(begin, end, STEPS):
         t1 = b * 0 + (tl.minimum(t0 + STEPS, end - STEPS) if EVEN else t0 + STEPS)
+        near(lines + (b * 0 + tl.minimum(t0 + asked_ahead(STEPS), last)) * line_row)
         next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
         next_at = positions(pos, t1, end, STEPS, EVEN, HAS_POS)
         loads_begun()
@@ -180,6 +198,11 @@ def conv_backward_kernel(
     least W - 1."""
     d, b = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(1).to(tl.int64)
     d_in = d < D
+    begin, end = tl.program_id(2) * span, tl.minimum((tl.program_id(2) + 1) * span, T)
+    tensors = (x + b * x_batch, dy + b * dy_batch)
+    lines, line_row = lines_of(tensors, (x_row, dy_row), tl.program_id(0) * BD, T - begin, D, BD, STEPS)
+    last = tl.maximum(tl.minimum(end, T - STEPS), begin)
+    near_first(lines, line_row, begin, last, STEPS)
     x += b * x_batch + d
     dy += b * dy_batch + d
     dx += b * T * D + d
@@ -187,7 +210,6 @@ def conv_backward_kernel(
     dtail += b * (W - 1) * D + d
     dtail_out += b * (W - 1) * D + d
     pos += b * T
-    begin, end = tl.program_id(2) * span, tl.minimum((tl.program_id(2) + 1) * span, T)
     taps, shift = load_taps(weight, d, d_in, W), tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32)
     nothing = tl.zeros([BD], tl.float32)
     waiting, dtaps = (), (nothing,)
@@ -202,6 +224,7 @@ def conv_backward_kernel(
     for t0 in range(begin, end, STEPS):
         # behind the last token there may be no memory: the last ones again, of which nothing is used
         t1 = b * 0 + (tl.minimum(t0 + STEPS, T - STEPS) if EVEN else t0 + STEPS)
+        near(lines + (b * 0 + tl.minimum(t0 + asked_ahead(STEPS), last)) * line_row)
         next_xs = load_rows(x, t1, x_row, d_in, T, STEPS, FULL, EVEN)
         next_dys = load_rows(dy, t1, dy_row, d_in, T, STEPS, FULL, EVEN)
         next_at = positions(pos, t1, T, STEPS, EVEN, HAS_POS)

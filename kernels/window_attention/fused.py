@@ -5,6 +5,7 @@ The one thing to know: it makes its weights again for the backward pass, so it k
 number per token and head.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
@@ -18,6 +19,8 @@ from baton.kernels import tiles as table
 from baton.kernels.ahead import on_gpu
 
 KERNEL = "eidetic_attention"
+
+_COPIED, _CHANNELS = 16, 512  # of a memory, in a program that copies
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,43 @@ _Pair = tuple[Tensor | None, Tensor | None]
 
 
 class Seen(NamedTuple):
-    """What a span's tokens see. limit, far_limit: largest distances, int32 [B, T]; the others: see `Published`, valid in int8."""
+    """What a span's tokens see. All int32. Memories: the one that was frozen when the span began, where anything had been read,
+    then those of its blocks of a window's tokens, used or not; P in all, of M rows, eidetic ones and then fading ones.
+
+    Attributes:
+        limit, far_limit: largest distances, [B, T].
+        slot: the memory that each token sees, [B, T]; -1: none.
+        begin: the first token that may see each memory, [B, P]; T: nobody does.
+        row: which rows memories hold, [B, P, M]; -1: none. Of the frozen one its own; eidetic: of the entries followed by the
+            span's tokens; fading: of the tail followed by the span's tokens.
+        first, fading_first: where the first copies of entries and tokens are, [B, E + T], and of fading ones, [B, tail + T], as
+            s M + m; -1: there is none. Filled by `joint_attention`.
+    """
 
     limit: Tensor
     far_limit: Tensor | None = None
     slot: Tensor | None = None
     begin: Tensor | None = None
-    valid: Tensor | None = None
+    row: Tensor | None = None
+    first: Tensor | None = None
+    fading_first: Tensor | None = None
+
+
+class Sources(NamedTuple):
+    """Keys and values that memories are copied from, beside the history's. fading: of the span's tokens, [B, T, G, K]; best, tail,
+    frozen: leaves of the State, [B, rows, G, K]; None: there are none of these."""
+
+    fading_k: Tensor | None = None
+    fading_v: Tensor | None = None
+    best_k: Tensor | None = None
+    best_v: Tensor | None = None
+    tail_k: Tensor | None = None
+    tail_v: Tensor | None = None
+    frozen_k: Tensor | None = None
+    frozen_v: Tensor | None = None
+
+
+_NOTHING = Sources()
 
 
 def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
@@ -72,45 +105,46 @@ def shape_of(dim: int) -> table.Shape:
 
 
 def joint_attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Seen, *, far: _Pair = (None, None), memory: _Pair = (None, None), window: int | None,
-    scale: float, tiles: Tiles,
+    q: Tensor, k: Tensor, v: Tensor, seen: Seen, *, far: _Pair = (None, None), sources: Sources = _NOTHING, fading: int = 0,
+    window: int | None, scale: float, tiles: Tiles,
 ) -> Tensor:  # fmt: skip
-    """Softmax attention of tokens q [B, T, H, K] to all that each of them sees: y [B, T, H, K].
+    """Softmax attention of tokens q [B, T, H, K] to all that each of them sees: y [B, T, H, K]. All of q's dtype.
 
     Args:
         k, v: a history, [B, N + T, G, K], of rows at distances up to seen.limit; N: window - 1, or 0 where nothing has been read.
         far: keys and values of another, of rows at distances from the window to seen.far_limit.
-        memory: keys and values of memories, [B, P, M, G, K].
+        sources: of what memories hold, beside the history's tokens; they may lie in any way.
+        fading: rows of a memory, the last ones, that hold fading tokens.
         window: tokens; None: of the history all that the limit allows, and nothing else.
         scale: of the scores.
     """
     if scale <= 0:  # the kernels know the largest score before it is scaled
         q, scale = q * (-1 if scale < 0 else 0), abs(scale) or 1.0
-    y: Tensor = _Joint.apply(q, k, v, *far, *memory, seen, window, scale, tiles)
+    y: Tensor = _Joint.apply(q, k, v, *far, *sources, seen, fading, window, scale, tiles)
     return y
 
 
 class _Joint(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, far_k: Tensor | None, far_v: Tensor | None, memory_k: Tensor | None,
-        memory_v: Tensor | None, seen: Seen, window: int | None, scale: float, tiles: Tiles,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, far_k: Tensor | None, far_v: Tensor | None, *given: Any) -> Tensor:
+        *of_memories, seen, fading, window, scale, tiles = given
         k, v = _alike(k, v)
-        tensors = [q.contiguous(), k, v, *(None if x is None else x.contiguous() for x in (far_k, far_v, memory_k, memory_v))]
+        tensors = [q.contiguous(), k, v, *(None if x is None else x.contiguous() for x in (far_k, far_v))]
         run = _Run(tensors, seen, window, scale, tiles)
+        sources = Sources(*of_memories)
+        copies = run.collect(sources, fading)
         y, lse = run.forward()
-        ctx.save_for_backward(*tensors, y, lse, *seen)
-        ctx.window, ctx.scale, ctx.tiles = window, scale, tiles
+        ctx.save_for_backward(*tensors, *copies, y, lse, *seen)
+        ctx.window, ctx.scale, ctx.tiles, ctx.beside = window, scale, tiles, _beside(sources.fading_k, sources.fading_v)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: a layer that is run again gives them once
-        *tensors, y, lse = saved[:9]
-        run = _Run(tensors, Seen(*saved[9:]), ctx.window, ctx.scale, ctx.tiles)
-        return (*run.backward(y, lse, dy.contiguous()), *(None,) * 4)
+        tensors, copies, (y, lse), seen = saved[:5], saved[5:8], saved[8:10], Seen(*saved[10:])
+        run = _Run(tensors, seen, ctx.window, ctx.scale, ctx.tiles, copies)
+        return (*run.backward(y, lse, dy.contiguous(), ctx.beside), *(None,) * 5)
 
 
 def _alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,51 +154,88 @@ def _alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (k, v) if as_they_are else (k.contiguous(), v.contiguous())
 
 
-class _Run:
-    """One call's shapes and launches. tensors: q, then keys and values of the window, farther back and of memories. window: tokens;
-    None: all there are, and nothing but the first keys and values."""
+def _beside(k: Tensor | None, v: Tensor | None) -> bool:
+    """Whether rows of v lie behind those of k in one tensor. Then their gradients do too, and the projection that made both reads
+    them as one."""
+    if k is None or v is None:
+        return False
+    width = k.shape[2] * k.shape[3]
+    one = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() and k.stride() == v.stride()
+    return one and v.storage_offset() - k.storage_offset() == width and k.stride(1) >= 2 * width
 
-    def __init__(self, tensors: list[Tensor | None], seen: Seen, window: int | None, scale: float, tiles: Tiles) -> None:
-        q, k, v, *self.others = tensors
+
+class _Run:
+    """One call's shapes and launches. tensors: q, then keys and values of the window and farther back. window: tokens; None: all
+    there are, and nothing but the first keys and values. copies: what `collect` returned."""
+
+    def __init__(
+        self, tensors: Sequence[Tensor | None], seen: Seen, window: int | None, scale: float, tiles: Tiles,
+        copies: Sequence[Tensor | None] = (None, None, None),
+    ) -> None:  # fmt: skip
+        q, k, v, *self.far = tensors
         assert q is not None
         assert k is not None
         assert v is not None
-        self.q, self.k, self.v, self.seen, self.window, self.scale = q, k, v, seen, window, scale
-        self.batch, self.length, self.heads, dim = q.shape
-        self.groups = k.shape[2]
+        self.q, self.k, self.v, self.seen, self.window, self.scale, self.copies = q, k, v, seen, window, scale, copies
+        self.batch, self.length, self.heads, self.dim = q.shape
+        self.groups, self.before = k.shape[2], k.shape[1] - self.length
         low = on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16)
         self.tiles = tiles if low else tiles.for_float32()
-        self.memories = 0 if self.others[2] is None else self.others[2].shape[1]
-        self.kernels = _kernels()
+        _, self.memories, self.rows = (self.batch, 0, 0) if seen.row is None else seen.row.shape
+        # of a State; none where nothing has been read
+        self.entries, self.tail = (0 if x is None else x.shape[1] - self.length for x in (seen.first, seen.fading_first))
+        self.kernels, self.of_copying = _kernels()
+        self.wide = max(16, table.power_of_two(self.dim))
         self.common = {
-            "H": self.heads, "G": self.groups, "K": dim, "LOW": _low() if low else None, "BD": max(16, table.power_of_two(dim)),
+            "H": self.heads, "G": self.groups, "K": self.dim, "M": self.rows, "LOW": _low() if low else None, "BD": self.wide,
             "num_stages": self.tiles.stages,
         }  # fmt: skip
-        rows = 0 if self.others[2] is None else self.others[2].shape[2]
         self.of_queries = {
-            **self.common, "N": k.shape[1] - self.length, "FAR": 0 if self.others[0] is None else window, "M": rows,
-            "BQ": self.tiles.queries, "BK": self.tiles.keys, "BM": self.memory_block(rows), "num_warps": self.tiles.warps,
+            **self.common, "N": self.before, "FAR": 0 if self.far[0] is None else window,
+            "BQ": self.tiles.queries, "BK": self.tiles.keys, "BM": self.memory_block, "num_warps": self.tiles.warps,
             "ROW": k.stride(1),
         }  # fmt: skip
 
-    def memory_block(self, rows: int) -> int:
-        return max(16, min(self.tiles.memory, table.power_of_two(max(1, rows))))
+    @property
+    def memory_block(self) -> int:
+        return max(16, min(self.tiles.memory, table.power_of_two(max(1, self.rows))))
 
-    def or_q(self, x: Tensor | None) -> Tensor:
-        """A pointer for what is not there and is not read."""
-        return self.q if x is None else x
+    def or_q(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        """Pointers; for what is not there and is not read, q's."""
+        return tuple(self.q if x is None else x for x in tensors)
 
     @property
     def read(self) -> tuple[Tensor, ...]:
         """What the kernels of queries read."""
-        seen = (self.seen.valid, self.seen.slot, self.seen.limit, self.seen.far_limit)
-        return self.q, self.k, self.v, *(self.or_q(x) for x in (*self.others, *seen))
+        seen = (self.seen.row, self.seen.slot, self.seen.limit, self.seen.far_limit)
+        return self.or_q(self.q, self.k, self.v, *self.far, *self.copies[:2], *seen)
 
     def grid(self, tokens: int, size: int, heads: int) -> tuple[int, int, int]:
         return (-(-tokens // size), heads, self.batch)
 
     def of_tokens(self) -> Tensor:
         return torch.empty(self.batch, self.heads, self.length, dtype=torch.float32, device=self.q.device)
+
+    def collect(self, sources: Sources, fading: int) -> Sequence[Tensor | None]:
+        """Keys and values of memories, [B, P, M, G, K], and of each copy where the next one of its row is, int32 [B, P, M]."""
+        if self.seen.row is None:
+            return self.copies
+        fading_k, fading_v, *leaves = sources
+        if fading_k is not None and fading_v is not None:
+            fading_k, fading_v = _alike(fading_k, fading_v)
+        of_state = [None if x is None else x.contiguous() for x in leaves]
+        memory_k, memory_v = (self.q.new_empty(*self.seen.row.shape, self.groups, self.dim) for _ in range(2))
+        self.copies = memory_k, memory_v, torch.empty_like(self.seen.row)
+        channels, eidetic = self.groups * self.dim, self.rows - fading
+        size, programs = min(_CHANNELS, table.power_of_two(channels)), self.memories * -(-self.rows // _COPIED)
+        self.of_copying.collect_kernel[(programs, -(-channels // size), self.batch)](
+            *self.or_q(self.k, self.v, fading_k, fading_v, *of_state, self.seen.row, self.seen.begin, memory_k, memory_v),
+            *self.or_q(self.seen.first, self.seen.fading_first, self.copies[2]), self.length, self.memories, C=channels,
+            ROW=self.k.stride(1), FADING_ROW=0 if fading_k is None else fading_k.stride(1), N=self.before, WINDOW=self.window,
+            EIDETIC=eidetic, FADING=fading, OLD=int(of_state[-1] is not None), BM=_COPIED,
+            BE=max(16, table.power_of_two(eidetic)), BC=size, num_warps=4,
+        )  # fmt: skip
+        return self.copies
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The output, [B, T, H, K], and the logarithms of sums of weights, [B, H, T]."""
@@ -174,54 +245,95 @@ class _Run:
         )
         return y, lse
 
-    def backward(self, y: Tensor, lse: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of q and the keys and values."""
+    def of_pair(self, rows: int, beside: bool) -> tuple[Tensor, Tensor]:
+        """Memory for gradients of keys and values, [B, rows, G, K]."""
+        if not beside:
+            dk, dv = (self.q.new_empty(self.batch, rows, self.groups, self.dim) for _ in range(2))
+            return dk, dv
+        both = self.q.new_empty(self.batch, rows, 2 * self.groups, self.dim)
+        return both[:, :, : self.groups], both[:, :, self.groups :]
+
+    def backward(self, y: Tensor, lse: Tensor, dy: Tensor, beside: bool) -> list[Tensor | None]:
+        """Gradients of q, the keys and values, and the sources of memories. beside: those of fading tokens lie so."""
         dq, delta = torch.empty_like(self.q), self.of_tokens()
         self.kernels.queries_backward_kernel[self.grid(self.length, self.tiles.queries, self.heads)](
             *self.read, y, lse, dy, dq, delta, self.length, self.memories, self.scale, **self.of_queries
         )
-        far_k, far_v, memory_k, memory_v = self.others
-        reach = -1 if self.window is None else self.window - 1 - (self.k.shape[1] - self.length)
-        found: list[Tensor | None] = [dq, *self.of_rows(self.k, self.v, self.seen.limit, 0, reach, lse, dy, delta)]
+        given = (lse, dy, delta)
+        dmemory = self.of_memories(*given)
+        reach = -1 if self.window is None else self.window - 1 - self.before
+        found: list[Tensor | None] = [dq, *self.of_rows(self.k, self.v, self.seen.limit, 0, reach, *given, dmemory)]
+        far_k, far_v = self.far
         if far_k is None or far_v is None or self.seen.far_limit is None:
             found += [None, None]
         else:
             assert self.window is not None
-            found += self.of_rows(far_k, far_v, self.seen.far_limit, self.window, 0, lse, dy, delta)
-        if memory_k is None or memory_v is None:
-            found += [None, None]
-        else:
-            found += self.of_memories(memory_k, memory_v, lse, dy, delta)
-        return tuple(found)
+            found += self.of_rows(far_k, far_v, self.seen.far_limit, self.window, 0, *given, (None, None))
+        return found + self.of_sources(dmemory, beside)
 
     def of_rows(
-        self, k: Tensor, v: Tensor, limit: Tensor, nearest: int, reach: int, lse: Tensor, dy: Tensor, delta: Tensor
+        self, k: Tensor, v: Tensor, limit: Tensor, nearest: int, reach: int, lse: Tensor, dy: Tensor, delta: Tensor, dmemory: _Pair
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Gradients of a history, whose rows are seen from the nearest distance on, by so many tokens behind them (-1: by any)."""
-        (dk, dv), size, before = (x.new_empty(x.shape) for x in (k, v)), self.tiles.keys_back, k.shape[1] - self.length
+        """Gradients of a history, whose rows are seen from the nearest distance on, by so many tokens behind them (-1: by any), and
+        of their copies in memories, where dmemory is given."""
+        (dk, dv), size, before = self.of_pair(k.shape[1], _beside(k, v)), self.tiles.keys_back, k.shape[1] - self.length
+        copied = self.seen.first is not None and dmemory[0] is not None
+        copies = self.or_q(self.seen.first, self.copies[2], *dmemory)
         self.kernels.rows_backward_kernel[self.grid(k.shape[1] + max(0, reach), size, self.groups)](
-            self.q, k, v, limit, lse, dy, delta, dk, dv, self.length, self.scale, N=before, NEAR=nearest, REACH=reach,
-            ROW=k.stride(1),
-            BQ=self.tiles.queries_back, BK=size, num_warps=self.tiles.warps_back, **self.common,
+            self.q, k, v, limit, lse, dy, delta, *copies, dk, dv, self.length, self.memories, self.scale, N=before, NEAR=nearest,
+            REACH=reach, ROW=k.stride(1), INTO=dk.stride(1), E=self.entries, BQ=self.tiles.queries_back, BK=size,
+            num_warps=self.tiles.warps_back, **{**self.common, "M": self.rows if copied else 0},
         )  # fmt: skip
         return dk, dv
 
-    def of_memories(self, k: Tensor, v: Tensor, lse: Tensor, dy: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        dk, dv, size = torch.empty_like(k), torch.empty_like(v), self.memory_block(k.shape[2])
-        self.kernels.memories_backward_kernel[self.grid(self.memories * -(-k.shape[2] // size) * size, size, self.groups)](
-            self.q, k, v, self.or_q(self.seen.valid), self.or_q(self.seen.slot), self.or_q(self.seen.begin), lse, dy, delta, dk, dv,
-            self.length, self.memories, self.scale, M=k.shape[2], WINDOW=self.window, BQ=self.tiles.queries_back, BM=size,
+    def of_memories(self, lse: Tensor, dy: Tensor, delta: Tensor) -> _Pair:
+        """Of what memories hold, float32 [B, P, M, G, K]: they are rounded with the gradients they are added to."""
+        k, v, _ = self.copies
+        if k is None or v is None:
+            return None, None
+        size = self.memory_block
+        dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (k, v))
+        self.kernels.memories_backward_kernel[self.grid(self.memories * -(-self.rows // size) * size, size, self.groups)](
+            self.q, k, v, *self.or_q(self.seen.row, self.seen.slot, self.seen.begin), lse, dy, delta, dk, dv,
+            self.length, self.memories, self.scale, WINDOW=self.window, BQ=self.tiles.queries_back, BM=size,
             num_warps=self.tiles.warps_back, **self.common,
+        )  # fmt: skip
+        return dk, dv
+
+    def of_sources(self, dmemory: _Pair, beside: bool = False) -> list[Tensor | None]:
+        """Of `Sources`, each from its copies."""
+        dk, dv = dmemory
+        if dk is None or dv is None:
+            return [None] * len(Sources._fields)
+        first, fading_first = self.seen.first, self.seen.fading_first
+        found = [
+            *self.of_copies(fading_first, self.tail, self.length, dk, dv, beside),
+            *self.of_copies(first, 0, self.entries, dk, dv),
+            *self.of_copies(fading_first, 0, self.tail, dk, dv),
+        ]
+        entered = self.entries + self.tail > 0
+        return [*found, *(x[:, 0].to(self.q.dtype) if entered else None for x in (dk, dv))]
+
+    def of_copies(
+        self, first: Tensor | None, skipped: int, rows: int, dmemory_k: Tensor, dmemory_v: Tensor, beside: bool = False
+    ) -> _Pair:  # fmt: skip
+        """Of rows that are nowhere but in memories, of which `first` speaks behind those skipped."""
+        if first is None or rows == 0:
+            return None, None
+        dk, dv = self.of_pair(rows, beside)
+        self.of_copying.copies_backward_kernel[self.grid(rows, self.tiles.keys_back, self.groups)](
+            first, self.copies[2], dmemory_k, dmemory_v, dk, dv, rows, first.shape[1], skipped, self.memories * self.rows,
+            G=self.groups, K=self.dim, BK=self.tiles.keys_back, BD=self.wide, INTO=dk.stride(1), num_warps=4,
         )  # fmt: skip
         return dk, dv
 
 
 @cache
-def _kernels() -> ModuleType:
-    """Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.window_attention import joint
+def _kernels() -> tuple[ModuleType, ModuleType]:
+    """Of the attention, and of copies. Imported when they are first needed: where there is no GPU there need be no Triton."""
+    from baton.kernels.window_attention import copies, joint
 
-    return joint
+    return joint, copies
 
 
 @cache

@@ -2,7 +2,8 @@
 
 The one thing to know: which rows a token sees is a matter of distances, and a memory is seen by one run of tokens. So tiles that
 nobody sees are never read, a tile's tokens see few memories, and a memory's gradient is summed over the tokens of one window, in
-their order: nothing is added in memory by two programs.
+their order: nothing is added in memory by two programs. What a memory holds are copies (`copies`): a row's gradient takes in those
+of its copies before it is rounded.
 
 Weights are made again backwards from the scores and the logarithm of their sum.
 
@@ -15,22 +16,7 @@ import triton.language as tl
 
 from baton.kernels.gated_linear_attention.decays import product
 from baton.kernels.rows import LOG2_E
-
-
-@triton.jit
-def tile_of(base, at, inside, ROW: tl.constexpr, K: tl.constexpr, BD: tl.constexpr):
-    """Rows `at`, [rows, BD]; zeros of what does not exist. ROW: elements between rows."""
-    x = tl.arange(0, BD)
-    return tl.load(base + at[:, None].to(tl.int64) * ROW + x[None, :], mask=inside[:, None] & (x < K)[None, :], other=0.0)
-
-
-@triton.jit
-def leave_tile(to, at, inside, value, ROW: tl.constexpr, K: tl.constexpr, BD: tl.constexpr):
-    """As `tile_of`."""
-    x = tl.arange(0, BD)
-    tl.store(
-        to + at[:, None].to(tl.int64) * ROW + x[None, :], value.to(to.dtype.element_ty), mask=inside[:, None] & (x < K)[None, :]
-    )
+from baton.kernels.window_attention.copies import leave_tile, tile_of, with_copies
 
 
 @triton.jit
@@ -65,7 +51,7 @@ def first_row(i, count, N: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    q, k, v, far_k, far_v, memory_k, memory_v, valid, slot, limit, far_limit, y, lse, T, memories, scale,
+    q, k, v, far_k, far_v, memory_k, memory_v, row, slot, limit, far_limit, y, lse, T, memories, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +88,7 @@ def forward_kernel(
             of_memory = (b * memories + s) * M
             for m0 in range(0, M, BM):
                 m = m0 + tl.arange(0, BM)
-                exists = tl.load(valid + of_memory + m, mask=m < M, other=0) != 0
+                exists = tl.load(row + of_memory + m, mask=m < M, other=-1) >= 0
                 seen = (place == s)[:, None] & exists[None, :]
                 at = (of_memory * G + g) * K
                 scores = product(q_i, tl.trans(tile_of(memory_k + at, m, m < M, G * K, K, BD)), LOW)
@@ -137,7 +123,7 @@ def of_row(q_i, k_j, v_j, dy_i, seen, whole, delta_i, scale, LOW: tl.constexpr):
 
 @triton.jit
 def queries_backward_kernel(
-    q, k, v, far_k, far_v, memory_k, memory_v, valid, slot, limit, far_limit, y, lse, dy, dq, delta, T, memories, scale,
+    q, k, v, far_k, far_v, memory_k, memory_v, row, slot, limit, far_limit, y, lse, dy, dq, delta, T, memories, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +158,7 @@ def queries_backward_kernel(
             of_memory = (b * memories + s) * M
             for m0 in range(0, M, BM):
                 m = m0 + tl.arange(0, BM)
-                exists, at = tl.load(valid + of_memory + m, mask=m < M, other=0) != 0, (of_memory * G + g) * K
+                exists, at = tl.load(row + of_memory + m, mask=m < M, other=-1) >= 0, (of_memory * G + g) * K
                 k_j, v_j = tile_of(memory_k + at, m, m < M, G * K, K, BD), tile_of(memory_v + at, m, m < M, G * K, K, BD)
                 seen = (place == s)[:, None] & exists[None, :]
                 found += of_query(q_i, k_j, v_j, dy_i, seen, whole, delta_i, base_2, LOW)
@@ -189,16 +175,19 @@ def token_tile(q, dy, lse, delta, i, inside, b, h, T, H: tl.constexpr, K: tl.con
 
 @triton.jit
 def rows_backward_kernel(
-    q, k, v, limit, lse, dy, delta, dk, dv, T, scale,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, NEAR: tl.constexpr, LOW: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, REACH: tl.constexpr, ROW: tl.constexpr,
+    q, k, v, limit, lse, dy, delta, first, later, dmemory_k, dmemory_v, dk, dv, T, memories, scale,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, NEAR: tl.constexpr, M: tl.constexpr, E: tl.constexpr,
+    LOW: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, REACH: tl.constexpr, ROW: tl.constexpr,
+    INTO: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of a history, [B, N + T, G, K]. limit: [B, T], the largest distance, at most N + REACH (-1: any); NEAR: the smallest.
-    Tiles begin where they would if there were REACH more rows before, so that sums are the same to the bit."""
+    """dk, dv of a history, [B, N + T, G, K], and of the copies of its T tokens in memories (M = 0: there are none), of which first
+    and later are said; E: entries that first begins with. limit: [B, T], the largest distance, at most N + REACH (-1: any); NEAR:
+    the smallest; INTO: elements between rows of dk, and of dv. Tiles begin where they would if there were REACH more rows before,
+    so that sums are the same to the bit."""
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     r0 = tl.program_id(0) * BK - tl.maximum(REACH, 0)
     r = r0 + tl.arange(0, BK)
-    exists, read, of_rows = (r >= 0) & (r < N + T), b * (N + T) * ROW + g * K, (b * (N + T) * G + g) * K
+    exists, read, of_rows = (r >= 0) & (r < N + T), b * (N + T) * ROW + g * K, b * (N + T) * INTO + g * K
     k_j, v_j = tile_of(k + read, r, exists, ROW, K, BD), tile_of(v + read, r, exists, ROW, K, BD)
     of_k, of_v, base_2 = tl.zeros([BK, BD], tl.float32), tl.zeros([BK, BD], tl.float32), scale * LOG2_E
     end = tl.where(r0 + BK > 0, T if REACH < 0 else tl.minimum(r0 + BK + REACH, T), 0)
@@ -210,22 +199,30 @@ def rows_backward_kernel(
             more_k, more_v = of_row(q_i, k_j, v_j, dy_i, seen, whole, delta_i, base_2, LOW)
             of_k += more_k
             of_v += more_v
-    leave_tile(dk + of_rows, r, exists, of_k * scale, G * K, K, BD)
-    leave_tile(dv + of_rows, r, exists, of_v, G * K, K, BD)
+    of_k *= scale
+    if M > 0:
+        at = tl.load(first + b * (E + T) + E + r - N, mask=exists & (r >= N), other=-1)
+        copies, of_copies = b * memories * M, (b * memories * M * G + g) * K
+        of_k, of_v = with_copies(
+            of_k, of_v, at, later + copies, dmemory_k + of_copies, dmemory_v + of_copies, G * K, K, BD
+        )  # fmt: skip
+    leave_tile(dk + of_rows, r, exists, of_k, INTO, K, BD)
+    leave_tile(dv + of_rows, r, exists, of_v, INTO, K, BD)
 
 
 @triton.jit
 def memories_backward_kernel(
-    q, memory_k, memory_v, valid, slot, begin, lse, dy, delta, dmemory_k, dmemory_v, T, memories, scale,
+    q, memory_k, memory_v, row, slot, begin, lse, dy, delta, dmemory_k, dmemory_v, T, memories, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, M: tl.constexpr, WINDOW: tl.constexpr, LOW: tl.constexpr,
     BQ: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of memories, [B, P, M, G, K]. begin: [B, P], the token from which a memory is seen, by less than WINDOW + 1 tokens."""
+    """dk, dv of memories, float32 [B, P, M, G, K]. begin: [B, P], the token from which a memory is seen, by less than WINDOW + 1
+    tokens."""
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     blocks: tl.constexpr = (M + BM - 1) // BM
     s = tl.program_id(0) // blocks
     m, of_memory = tl.program_id(0) % blocks * BM + tl.arange(0, BM), (b * memories + s) * M
-    at, exists = (of_memory * G + g) * K, tl.load(valid + of_memory + m, mask=m < M, other=0) != 0
+    at, exists = (of_memory * G + g) * K, tl.load(row + of_memory + m, mask=m < M, other=-1) >= 0
     k_j, v_j = tile_of(memory_k + at, m, m < M, G * K, K, BD), tile_of(memory_v + at, m, m < M, G * K, K, BD)
     of_k, of_v, base_2 = tl.zeros([BM, BD], tl.float32), tl.zeros([BM, BD], tl.float32), scale * LOG2_E
     first = tl.load(begin + b * memories + s)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,13 @@ def compiled(tmp_path_factory):
 
 def test_no_kernel_spills(compiled):
     assert {name: found["stack"] for name, found in compiled.items() if found["stack"]} == {}
+
+
+def test_walks_over_tokens_ask_for_what_they_load(compiled):
+    """For what channels have of their own and, in scans, for what they share; for which lines of it the interpreter shows."""
+    walks = {name: found["asked"] for name, found in compiled.items() if re.match(r"(mamba|longhorn|conv)\b", name)}
+    assert len(walks) > 20
+    assert {name: asked for name, asked in walks.items() if asked < (1 if name.startswith("conv") else 2)} == {}
 
 
 def test_a_spill_would_be_seen():

@@ -1,7 +1,10 @@
 """The short convolution's Triton kernels, in Triton's interpreter where there is no GPU, against the definition in float64."""
 
+import os
+
 import pytest
 import torch
+from support.asked import asking_watched
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
@@ -11,6 +14,16 @@ from baton.kernels.short_conv.triton import Tiles, short_conv_triton
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = Tiles(channels=8, steps=4, span=8)
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}  # bfloat16: what comes out is rounded to it
+
+
+@pytest.fixture(autouse=True)
+def unasked():
+    """What is asked for ahead of time is there, in every test, and what else is loaded is this."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield None
+        return
+    with asking_watched() as found:
+        yield found
 
 
 def example(length, width, *, tail, starts, dtype, channels=11, batch=2):
@@ -51,6 +64,10 @@ def test_outputs_and_gradients_are_the_definitions(tail, starts, silu):
     for length, width in ((8, 4), (21, 4), (2, 4), (16, 3), (5, 1), (9, 2)):
         if width > 1 or not tail:
             compare(length, width, tail=tail, starts=starts, silu=silu)
+
+
+def test_a_block_has_lines_of_channels_that_are_not():
+    compare(9, 4, tail=True, starts=True, silu=True, tiles=Tiles(channels=64, steps=4, span=8))
 
 
 def test_bfloat16_is_rounded_once():
@@ -114,3 +131,21 @@ def test_views_are_taken_and_equal_calls_give_equal_bits():
     ]
     for other in found[1:]:
         assert all(torch.equal(other[name], value) for name, value in found[0].items())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU nobody sees what is asked for")
+@pytest.mark.parametrize("length", [64, 61])
+def test_what_is_loaded_was_asked_for(length, unasked):
+    """All but what a program begins with: a span's first block, and the inputs that its taps reach before it."""
+    tiles = Tiles(channels=64, steps=4, span=32)
+    given, _, cotangents = example(length, 4, tail=False, starts=False, dtype=torch.float32, channels=64, batch=1)
+    given = {name: None if x is None else x.float() for name, x in given.items()}
+    with_gradients(short_conv_triton, given, None, cotangents, silu=True, tiles=tiles)
+    first, window = {*range(4), *range(32, 36)}, {*range(29, 32)}
+    for kernel, name, tokens in (
+        ("conv_kernel", "x", first | window),
+        ("conv_backward_kernel", "x", first | window),
+        ("conv_backward_kernel", "dy", first),
+    ):
+        # a row is two lines
+        assert unasked[kernel, name] == {2 * t + line for t in tokens for line in range(2)}, (kernel, name)

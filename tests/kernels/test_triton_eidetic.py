@@ -1,5 +1,6 @@
 """B'MOJO's attention in Triton against its definition in float64; on a CPU the same kernels are interpreted."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -13,16 +14,19 @@ from baton.kernels.eidetic_attention.chunked import Options, leave
 from baton.kernels.eidetic_attention.published import publish
 from baton.kernels.eidetic_attention.recurrence import RECURRENCES, EideticAttention
 from baton.kernels.eidetic_attention.triton import eidetic_attention_triton, innovation_triton
-from baton.kernels.window_attention.fused import Tiles
+from baton.kernels.window_attention.fused import Sources, Tiles, _Run
+from baton.parallel.linear import _side_by_side
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Tiles(queries=16, keys=16, queries_back=16, keys_back=16, memory=16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def compare(recurrence: EideticAttention, length: int, tiles: Tiles, *, wide: bool, dtype=torch.float32, starts=0.15):
-    """Output, State that leaves and every gradient; a State that a document before has left enters, documents start within."""
+def compare(recurrence: EideticAttention, length: int, tiles: Tiles, *, wide: bool, dtype=torch.float32, starts=0.15, score=None):
+    """Output, State that leaves and every gradient, the same bits twice; a State that a document before has left enters, documents
+    start within. score: instead of the example's."""
     inputs, state = recurrence.example(seeded(0), 2, length, torch.float32, wide=wide)
+    inputs = inputs if score is None else (*inputs[:5], score)
     pos = positions(seeded(1), 2, length, starts)
     # the first lane goes on with the document that the State is of
     pos[0] = torch.arange(length) + 2 * recurrence.window + 3
@@ -50,9 +54,10 @@ def compare(recurrence: EideticAttention, length: int, tiles: Tiles, *, wide: bo
         grads = gradients(outputs, leaves, seeded(2))
         return [y, *leaving.values(), *grads], [str(n) for n in range(1 + len(leaving) + len(grads))]
 
-    (expected, names), (found, _) = run(True), run(False)
-    for name, want, have in zip(names, expected, found, strict=True):
+    (expected, names), (found, _), (again, _) = run(True), run(False), run(False)
+    for name, want, have, repeated in zip(names, expected, found, again, strict=True):
         assert relative_error(have.double().cpu(), want.double()) <= LIMITS[dtype], name
+        assert torch.equal(have, repeated), name
 
 
 @pytest.mark.parametrize("recurrence", RECURRENCES, ids=str)
@@ -68,6 +73,102 @@ def test_bfloat16(sliding):
 def test_longer_than_tiles():
     """A window of several tiles, memories of more rows than one, many publications of a document."""
     compare(EideticAttention(20, 3, 18), 95, SMALL, wide=False, starts=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_that_stay_are_evicted_and_are_in_the_window_too(dtype):
+    """One token is in every memory since it was read, an entry is too until it goes, one is chosen and evicted, and one is chosen
+    while it is in the windows of those who see the memory."""
+    recurrence, length, stays, goes, near = EideticAttention(8, 0, 3), 61, 2, 4, 12
+    score = torch.rand(2, length, generator=seeded(3)) * 0.1
+    # lane 0 is at 19 of a document: it publishes at 5, 13, 21, ...
+    for token, value in ((stays, 9.0), (goes, 0.6), (near, 8.0), (27, 5.0), (40, 7.0)):
+        score[:, token] = value
+    _, state = recurrence.example(seeded(0), 2, length, torch.float32, wide=False)
+    state["score"] = torch.tensor([[0.5, 4.0, 0.4]]).repeat(2, 1)
+    pos = torch.stack((torch.arange(length) + 19, torch.arange(length)))
+    given = {"pos": pos.to(DEVICE), "state": {name: x.to(DEVICE) for name, x in state.items()}}
+    seen, _ = publish(score.to(DEVICE), Options(8, 0, 3, sliding=False, scale=1.0), **given)
+    held = [{int(r) - 3 for r in rows if r >= 0} for rows in seen.row[0].cpu()][1:]
+    assert held[:5] == [{-2, stays, goes}, {-2, stays, near}, {-2, stays, near}, {stays, near, 27}, {stays, near, 27}]
+    assert all(rows == {stays, near, 40} for rows in held[5:7])
+    assert int(seen.begin[0, 2]) - near < recurrence.window
+    compare(recurrence, length, SMALL, wide=False, dtype=dtype, starts=0.0, score=score)
+
+
+@pytest.mark.parametrize("entered", [False, True])
+def test_gradients_of_copies_are_added_in_the_order_of_publications_and_rounded_once(entered):
+    """To the bit, of bfloat16: of tokens, fading tokens and what a State has of them. Each row's chain ends."""
+    batch, length, dim, eidetic, fading = 2, 150, 5, 18, 3
+    recurrence = EideticAttention(20, fading, eidetic)
+    (q, k, v, fading_k, fading_v, score), state = recurrence.example(seeded(0), batch, length, torch.bfloat16, wide=True)
+    q, k, v, fading_k, fading_v = (x.to(DEVICE)[..., :dim].contiguous() for x in (q, k, v, fading_k, fading_v))
+    pos = torch.stack((torch.arange(length) + 43, (torch.arange(length) - 65) % 150)).to(DEVICE)
+    state = {name: x.to(DEVICE)[..., :dim].contiguous() if x.dim() == 4 else x.to(DEVICE) for name, x in state.items()}
+    options = Options(20, fading, eidetic, sliding=False, scale=1.0)
+    seen, _ = publish(score.float().to(DEVICE), options, pos=pos, state=state if entered else None)
+    names = {"best_k": "best_k", "best_v": "best_v", "tail_k": "fading_k", "tail_v": "fading_v"}
+    names |= {name: name for name in ("frozen_k", "frozen_v")}
+    of_state = {name: state[leaf] for name, leaf in names.items()} if entered else {}
+    if entered:
+        k, v = (torch.cat((state[name], x), dim=1) for name, x in (("k", k), ("v", v)))
+    run = _Run([q, k, v, None, None], seen, 20, 1.0, SMALL)
+    sources = Sources(fading_k, fading_v, **of_state)
+    memory_k, memory_v, _ = run.collect(sources, fading)
+    dmemory = tuple(torch.randn(memory_k.shape, generator=seeded(n)).to(DEVICE) for n in (5, 6))
+    of_tokens = run.of_copies(seen.first, run.entries, length, *dmemory)
+    found = dict(zip(Sources._fields, run.of_sources(dmemory), strict=True)) | dict(zip(("k", "v"), of_tokens, strict=True))
+
+    for kind, memory, dcopies in (("k", memory_k, dmemory[0]), ("v", memory_v, dmemory[1])):
+        rows = {"": (k if kind == "k" else v)[:, -length:], "fading_": (fading_k, fading_v)[kind == "v"]}
+        if entered:
+            rows |= {
+                f"{name}_": state[f"{leaf}_{kind}"] for name, leaf in (("best", "best"), ("tail", "fading"), ("frozen", "frozen"))
+            }
+        sums = {name: torch.zeros(x.shape, device=DEVICE) for name, x in rows.items()}
+        copies = {name: torch.zeros(x.shape[:2], dtype=torch.int64) for name, x in rows.items()}
+        for b, s, m in itertools.product(*(range(n) for n in seen.row.shape)):
+            r, before = int(seen.row[b, s, m]), ("best_", eidetic) if m < eidetic else ("tail_", fading)
+            name, known = ("" if m < eidetic else "fading_"), before[1] * entered
+            if entered and s == 0:
+                name = "frozen_"
+            elif r < known:
+                name = before[0]
+            else:
+                r -= known
+            if seen.row[b, s, m] < 0:
+                assert not memory[b, s, m].any()
+                continue
+            assert torch.equal(memory[b, s, m], rows[name][b, r])
+            sums[name][b, r] += dcopies[b, s, m]
+            copies[name][b, r] += 1
+        assert copies[""].max() >= 5
+        for name, total in sums.items():
+            expected = total.bfloat16()
+            if name == "frozen_":  # where it holds no row its gradient is of nothing
+                expected = dcopies[:, 0].bfloat16()
+            assert torch.equal(found[f"{name}{kind}"], expected), name
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_gradients_of_what_lies_side_by_side_do_too(sliding):
+    """To the bit those of what does not. So a projection that made keys and values reads their gradients as those of one output."""
+    recurrence = EideticAttention(20, 0 if sliding else 3, 18, sliding)
+    (q, *keyed, score), _ = recurrence.example(seeded(0), 2, 47, torch.float32, wide=True)
+    score, pos, groups = score.to(DEVICE), positions(seeded(1), 2, 47, 0.02).to(DEVICE), keyed[0].shape[2]
+    options = Options(20, recurrence.n_fading, 18, sliding, 0.4)
+    both = [torch.cat(keyed[n : n + 2], dim=2).to(DEVICE) for n in (0, 2)]
+    found = []
+    for inputs in ([q.to(DEVICE), *(x for kv in both for x in kv.split(groups, dim=2))], [x.to(DEVICE) for x in (q, *keyed)]):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        y, _ = eidetic_attention_triton((*leaves, score), options, pos=pos, state={}, fresh=True, tiles=SMALL, state_wanted=False)
+        found.append(gradients([y], leaves, seeded(2)))
+    for beside, alone in zip(*found, strict=True):
+        assert torch.equal(beside, alone)
+    _, dk, dv, dfading_k, dfading_v = (x.flatten(2).flatten(0, 1) for x in found[0])
+    assert _side_by_side(dk, dv)
+    # sliding, they are of a copy that has rows before
+    assert _side_by_side(dfading_k, dfading_v) != sliding
 
 
 @pytest.mark.parametrize("sliding", [False, True])
@@ -101,7 +202,8 @@ def test_a_state_that_is_not_wanted_changes_nothing(sizes, entered):
     wanted = [*inputs, *(x for x in state.values() if entered and x.requires_grad)]
 
     def run(state_wanted):
-        given = {"state": state} if entered else {"state": recurrence.initial((*inputs, score)), "fresh": True}
+        empty = recurrence.initial((*inputs, score)) if state_wanted else {}
+        given = {"state": state} if entered else {"state": empty, "fresh": True}
         y, leaving = eidetic_attention_triton((*inputs, score), options, pos=pos, tiles=SMALL, state_wanted=state_wanted, **given)
         assert bool(leaving) == state_wanted
         return [y, *gradients([y], wanted, seeded(2))]
@@ -119,8 +221,9 @@ def test_the_tiles_of_runs(sliding, dtype):
     compare(recurrence, 700, replace(Tiles(), queries=64, warps=4), wide=True, dtype=dtype, starts=0.004)
 
 
-def test_what_is_chosen_at_once_is_what_is_chosen_by_doubling():
-    """To the bit, leaving States too: equal scores, negative ones, both zeros; documents that begin before the span and within."""
+def test_what_is_chosen_is_what_the_definition_keeps():
+    """To the bit, as the leaving States of the form in PyTorch, of spans of several lengths: equal scores, negative ones, both
+    zeros; documents that begin before the span and within."""
     recurrence, length = EideticAttention(8, 3, 24), 70
     inputs, state = recurrence.example(seeded(0), 3, length, torch.float32, wide=False)
     score = torch.randint(-3, 4, (3, length), generator=seeded(1)) * 0.25
@@ -130,15 +233,12 @@ def test_what_is_chosen_at_once_is_what_is_chosen_by_doubling():
     state = {name: x.to(DEVICE) for name, x in state.items()}
     pos = torch.stack([torch.arange(length) + state["seen"].cpu()[0], *positions(seeded(3), 2, length, 0.03)]).to(DEVICE)
     options = Options(8, 3, 24, sliding=False, scale=1.0)
-    given = {"window": 8, "n_fading": 3, "n_eidetic": 24, "pos": pos, "state": state}
-    by_doubling, at_once = (publish(*inputs[1:], **given, at_once=fused) for fused in (False, True))
-    for name in ("k", "v", "valid", "slot", "begin"):
-        assert torch.equal(getattr(by_doubling, name), getattr(at_once, name)), name
-    expected = leave(inputs, options, pos=pos, state=state)
-    _, found = eidetic_attention_triton(inputs, options, pos=pos, state=state, tiles=SMALL)
-    for name, leaf in expected.items():
-        assert torch.equal(found[name], leaf), name
-        assert found[name].dtype == leaf.dtype
+    for n in (1, 8, 9, 31, 54, length):
+        begun, given = tuple(x[:, :n] for x in inputs), {"pos": pos[:, :n], "state": state}
+        _, found = eidetic_attention_triton(begun, options, tiles=SMALL, **given)
+        for name, leaf in leave(begun, options, **given).items():
+            assert torch.equal(found[name], leaf), name
+            assert found[name].dtype == leaf.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,11 +1,13 @@
 """The diagonal scans' Triton kernels, in Triton's interpreter where there is no GPU, against the definitions in float64."""
 
 import itertools
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.asked import LINE, asking_watched
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
@@ -21,6 +23,16 @@ CUT = replace(WHOLE, channels=8, channels_back=8, unroll=2, full=100, programs=1
 NAMES = ("initial", *Inputs._fields)
 # float32 against float64, and bfloat16: what comes out is rounded to it
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+
+
+@pytest.fixture(autouse=True)
+def unasked():
+    """What is asked for ahead of time is there, in every test, and what else is loaded is this."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield None
+        return
+    with asking_watched() as found:
+        yield found
 
 
 def example(kind, batch, length, channels, d_state, *, activate, gated, dtype=torch.float32, seed=0):
@@ -173,3 +185,38 @@ def test_without_gradients_the_bits_are_the_same():
     y, final = kernels(given, None, activate=True, tiles=CUT)
     assert torch.equal(y, tracked["y"])
     assert torch.equal(final, tracked["final"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU nobody sees what is asked for")
+@pytest.mark.parametrize("length", [64, 61])
+@pytest.mark.parametrize("kind", ["mamba", "longhorn"])
+def test_what_is_loaded_was_asked_for(kind, length, unasked):
+    """All but what a program begins with: of a piece, or of a piece's last tokens backwards."""
+    channels, d_state = 32, 16
+    tiles = replace(WHOLE, full=100, programs=100)  # two pieces
+    sizes, row = (1, length, channels, d_state), {"mamba": 32, "longhorn": 36}[kind]
+    given, cotangents = example(kind, *sizes, activate=True, gated=True)
+    with_gradients(kernels, rounded(given, torch.float32), cotangents, pos=None, activate=True, tiles=tiles)
+
+    def lines(spans, row):
+        """That tokens' rows lie in, of so many float32."""
+        return {at // LINE for begin, end in spans for at in range(4 * row * begin, 4 * row * end, 4)}
+
+    piece, steps, border = 32, tiles.steps, tiles.border
+    # two blocks, of which the second is loaded while the first is computed
+    ahead = [(0, 2 * steps), (piece, piece + 2 * steps)]
+    last = (length - 1) // steps * steps
+    back = [(piece - 2 * steps, piece), (last - steps, length)]
+    last_chunk = (length - 1) // border * border
+    chunks = [(piece - border, piece), (last_chunk, length)]
+    for kernel, of_channels, first in (
+        ("summarize_kernel", "x step", ahead),
+        ("scan_kernel", "x step z", ahead),
+        ("summarize_backward_kernel", "step z dy", back),
+        ("scan_backward_kernel", "x step z dy", chunks),
+    ):
+        for name in of_channels.split():
+            assert unasked[kernel, name] == lines(first, channels), (kernel, name)
+        assert unasked[kernel, "rows"] <= lines(first, row), kernel
+    borders = [(begin // border, begin // border + 1) for begin, _ in chunks]
+    assert unasked["scan_backward_kernel", "borders"] == lines(borders, channels * d_state)

@@ -35,7 +35,7 @@ ACTIVATIONS = {
     "query",
     "parts",
 }
-COUNTS = {"T", "queries", "chunks", "piece", "pieces", "memories", "rows", "row", "first_column"}
+COUNTS = {"T", "chunks", "piece", "pieces", "memories", "blocks", "copies", "known", "skipped", "rows", "row", "first_column"}
 SIZES = {"T", "N", "piece", "span", "size", "pieces", "into_row", "query_row"}
 
 
@@ -233,20 +233,21 @@ def _eidetic_kernels(arch):
 
     from baton.kernels import tiles as table
     from baton.kernels.eidetic_attention import foretold, prefix
-    from baton.kernels.window_attention import joint
+    from baton.kernels.window_attention import copies, joint
     from baton.kernels.window_attention.fused import KERNEL, Tiles, shape_of
 
-    integers = dict.fromkeys(("slot", "limit", "far_limit", "begin"), "i32")
-    types = {**integers, "valid": "i8", "lse": "fp32", "delta": "fp32"}
+    integers = dict.fromkeys(("slot", "limit", "far_limit", "row", "first", "fading_first", "later", "last"), "i32")
+    float32 = dict.fromkeys(("lse", "delta", "dmemory_k", "dmemory_v"), "fp32")
+    types = {**integers, **float32, "begin": "i32"}
     for dim in (64, 128):
         tiles = replace(Tiles(), **table.of_device(KERNEL, NAMES[arch], shape_of(dim)))
-        common = {"H": 2048 // dim, "G": 2048 // dim, "K": dim, "BD": dim, "LOW": tl.bfloat16, "num_stages": tiles.stages}
-        queries = {**common, "N": 511, "FAR": 0, "M": 80, "BQ": tiles.queries, "BK": tiles.keys, "BM": tiles.memory, "ROW": 2048}
+        common = {"H": 2048 // dim, "G": 2048 // dim, "K": dim, "BD": dim, "M": 80, "LOW": tl.bfloat16, "num_stages": tiles.stages}
+        queries = {**common, "N": 511, "FAR": 0, "BQ": tiles.queries, "BK": tiles.keys, "BM": tiles.memory, "ROW": 2048}
         back = {**common, "BQ": tiles.queries_back}
         name = "eidetic" if dim == 64 else f"eidetic, {dim}"
         yield f"{name} forward", joint.forward_kernel, {**queries, "maxnreg": tiles.registers}, tiles.warps, types
         yield f"{name} queries backward", joint.queries_backward_kernel, queries, tiles.warps, types
-        rows = {**back, "N": 511, "NEAR": 0, "BK": tiles.keys_back, "REACH": 0, "ROW": 2048}
+        rows = {**back, "N": 511, "NEAR": 0, "BK": tiles.keys_back, "REACH": 0, "ROW": 4096, "INTO": 4096, "E": 64}
         yield f"{name} rows backward", joint.rows_backward_kernel, rows, tiles.warps_back, types
         # all of a document, and no memories
         alone = {**queries, "N": 0, "M": 0, "BM": 16}
@@ -255,17 +256,22 @@ def _eidetic_kernels(arch):
         yield (
             f"attention, {dim} rows backward",
             joint.rows_backward_kernel,
-            {**rows, "N": 0, "REACH": -1},
+            {**rows, "N": 0, "REACH": -1, "M": 0, "E": 0},
             tiles.warps_back,
             types,
         )
-        memories = {**back, "M": 80, "WINDOW": 512, "BM": tiles.memory}
+        memories = {**back, "WINDOW": 512, "BM": tiles.memory}
         yield f"{name} memories backward", joint.memories_backward_kernel, memories, tiles.warps_back, types
-    types = {"score": "fp32", "entry_score": "fp32", "entry_where": "i64", "rows": "i64", "valid": "i1"}
-    types |= dict.fromkeys(("stop", "begun"), "i32")
+        spread = {"G": 2048 // dim, "K": dim, "BD": dim, "BK": tiles.keys_back, "INTO": 4096}
+        yield f"{name} copies backward", copies.copies_backward_kernel, spread, 4, types
+    sizes = {"WINDOW": 512, "EIDETIC": 64, "FADING": 16, "OLD": 1}
+    gathered = {**sizes, "C": 2048, "ROW": 4096, "FADING_ROW": 4096, "N": 511, "BM": 16, "BE": 64, "BC": 512}
+    yield "eidetic, copies", copies.collect_kernel, gathered, 4, types
+    chosen = {**sizes, "FAR": 0, "BM": 64, "BF": 16, "BT": 128}
+    types |= {"seen": "i64", "score": "fp32", "entry_score": "fp32", "entry_where": "i64", "frozen": "i8"}
+    yield "eidetic, choice", prefix.publish_kernel, chosen, 1, types
     score = {"C": 2048, "N": 4, "BT": 16, "BC": 256}
     yield "eidetic, innovation", foretold.innovation_kernel, score, 4, {"weights": "fp32", "score": "fp32", "y": "bf16"}
-    yield "eidetic, choice", prefix.largest_kernel, {"E": 64, "M": 64, "BM": 64}, 1, types
 
 
 def _norm_kernels():
@@ -405,7 +411,8 @@ def blocks(binary):
 
 
 def report(kernel, known, constants, arch, warps):
-    """Registers, stack (bytes; more than 0 are spills) and shared memory (bytes) of a kernel; pointers, sizes: multiples of 16."""
+    """Registers, stack (bytes; more than 0 are spills) and shared memory (bytes) of a kernel, and in how many places it asks for
+    memory ahead of time; pointers, sizes: multiples of 16."""
     import triton
 
     binary = binary_of(kernel, known, constants, arch, warps)
@@ -415,7 +422,8 @@ def report(kernel, known, constants, arch, warps):
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{word}:(\d+)", text)[1]) for word in ("REG", "STACK"))
-    return {"registers": registers, "stack": stack, "shared": binary.metadata.shared}
+    asked = binary.asm["ptx"].count("prefetch.global.L2")
+    return {"registers": registers, "stack": stack, "shared": binary.metadata.shared, "asked": asked}
 
 
 def one(number, arch):
