@@ -33,7 +33,7 @@ from baton.kernels.check import check
 from baton.kernels.delta_rule.op import delta_rule
 from baton.kernels.delta_rule.reference import delta_rule_reference
 from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked
-from baton.kernels.eidetic_attention.published import Published, publish
+from baton.kernels.eidetic_attention.published import publish
 from baton.kernels.eidetic_attention.recurrence import EideticAttention
 from baton.kernels.eidetic_attention.triton import eidetic_attention_triton
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
@@ -339,14 +339,21 @@ def bmojo(report: Report, clock: Clock, batch: int, length: int) -> None:
     def blocks() -> Tensor:
         return eidetic_attention_chunked((*leaves, score), options, pos=pos, state=state)[0]
 
-    def memories() -> Published:
-        return publish(
-            *leaves[1:], score, window=options.window, n_fading=options.n_fading, n_eidetic=options.n_eidetic, pos=pos, state=state,
-            at_once=True,
-        )  # fmt: skip
+    known, _ = publish(score, options, pos=pos, state=None, last_wanted=False)
+    assert known.row is not None
+    assert known.slot is not None
+    slot, valid, M = known.slot, known.row.flatten(1) >= 0, options.n_fading + options.n_eidetic
 
-    known, M = memories(), options.n_fading + options.n_eidetic
-    slot, valid = known.slot, known.valid.flatten(1)
+    def memories() -> list[Tensor]:
+        """Keys and values of all memories, which are chosen anew as the kernels choose them, [B, memories M, heads, dim]."""
+        seen, _ = publish(score, options, pos=pos, state=None, last_wanted=False)
+        assert seen.row is not None
+        rows, lane = seen.row.clamp(min=0).to(torch.int64), torch.arange(batch, device="cuda")[:, None, None]
+        eidetic, fading = rows.split((options.n_eidetic, options.n_fading), dim=2)
+        return [
+            torch.cat((x[lane, eidetic], far[lane, fading]), 2).flatten(1, 2)
+            for x, far in zip(leaves[1:3], leaves[3:], strict=True)
+        ]
 
     def sees(b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         of_memory = (slot[b, i] == (j - length) // M) & valid[b, (j - length).clamp(min=0)]
@@ -357,8 +364,7 @@ def bmojo(report: Report, clock: Clock, batch: int, length: int) -> None:
     attend = torch.compile(flex_attention)
 
     def flex() -> Tensor:
-        found = memories()
-        k, v = (torch.cat((x, y.flatten(1, 2)), 1).transpose(1, 2) for x, y in ((leaves[1], found.k), (leaves[2], found.v)))
+        k, v = (torch.cat((x, y), 1).transpose(1, 2) for x, y in zip(leaves[1:3], memories(), strict=True))
         return attend(leaves[0].transpose(1, 2), k, v, block_mask=mask, scale=options.scale).transpose(1, 2)
 
     def gradients(forward: Callable[[], Tensor]) -> tuple[Tensor, ...]:
