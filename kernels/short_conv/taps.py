@@ -1,10 +1,11 @@
 """The short causal convolution in Triton, forwards and backwards.
 
 The one thing to know: a program owns a block of channels over a span of tokens and walks along it with the last inputs in
-registers, so every input is loaded once, STEPS tokens ahead, and asked for some 16 tokens ahead. Backwards it goes the same way and
-recomputes what went into the activation; what a token gives the inputs before it is added up in registers too, and the last tokens
-of a span's gradients need the first ones behind it, which both spans compute. Gradients of weight and bias leave as one partial sum
-per span: there are no atomics.
+registers, so every input is loaded once, STEPS tokens ahead. Backwards, where registers leave room for fewer programs and so for
+fewer loads on their way, they are also asked for some 16 tokens ahead; forwards that costs more than it brings. Backwards it goes
+the same way and recomputes what went into the activation; what a token gives the inputs before it is added up in registers too, and
+the last tokens of a span's gradients need the first ones behind it, which both spans compute. Gradients of weight and bias leave as
+one partial sum per span: there are no atomics.
 
 Shape suffixes: B batch, T time, W width, D channels, S spans. A program's block is [BD].
 """
@@ -101,21 +102,17 @@ def conv_kernel(
     """y [B, T, D]."""
     d, b = tl.program_id(0) * BD + tl.arange(0, BD), tl.program_id(1).to(tl.int64)
     d_in = d < D
-    begin, end = tl.program_id(2) * span, tl.minimum((tl.program_id(2) + 1) * span, T)
-    lines, line_row = lines_of((x + b * x_batch,), (x_row,), tl.program_id(0) * BD, end - begin, D, BD, STEPS)
-    last = tl.maximum(end - STEPS, begin)
-    near_first(lines, line_row, begin, last, STEPS)
     x += b * x_batch + d
     y += b * T * D + d
     tail += b * (W - 1) * D + d
     pos += b * T
+    begin, end = tl.program_id(2) * span, tl.minimum((tl.program_id(2) + 1) * span, T)
     taps, shift = load_taps(weight, d, d_in, W), tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32)
     window = first_window(x, tail, pos, b * 0 + begin, x_row, d_in, W, D, HAS_TAIL, HAS_POS)
     xs = load_rows(x, b * 0 + begin, x_row, d_in, end, STEPS, FULL, EVEN)
     at = positions(pos, b * 0 + begin, end, STEPS, EVEN, HAS_POS)
     for t0 in range(begin, end, STEPS):
         t1 = b * 0 + (tl.minimum(t0 + STEPS, end - STEPS) if EVEN else t0 + STEPS)
-        near(lines + (b * 0 + tl.minimum(t0 + asked_ahead(STEPS), last)) * line_row)
         next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
         next_at = positions(pos, t1, end, STEPS, EVEN, HAS_POS)
         loads_begun()
