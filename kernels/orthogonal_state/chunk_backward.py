@@ -56,17 +56,34 @@ def rows_of(rows, first, C: tl.constexpr, BM: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def ask_for_rows(rows, ahead, first, C: tl.constexpr, BM: tl.constexpr, N: tl.constexpr):
+    """Has near what `rows_of` reads of the N tokens that are next, behind those from `first` on: of all of a chunk at once, for all
+    programs, half would have left the cache again. ahead: rows of the chunk before."""
+    EACH: tl.constexpr = (N * BM + 31) // 32
+    line = tl.arange(0, 8 * EACH)
+    number = tl.minimum(line // EACH, 4)
+    row = number + (number > 0).to(tl.int32) + (number > 3).to(tl.int32)
+    at = row * (C * BM) + tl.minimum(line % EACH * 32, N * BM - 1)
+    if first > 0:
+        near(rows + (first - N) * BM + at)
+    else:
+        near(ahead + (C - N) * BM + at)
+
+
+@triton.jit
 def walk_back(
-    numbers, rows, dk, t0, T, m_in, dk_row, VARIANT: tl.constexpr, FORGET: tl.constexpr,
+    numbers, rows, ahead, dk, t0, T, m_in, dk_row, VARIANT: tl.constexpr, FORGET: tl.constexpr,
     HAS_POS: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Stores dk, and leaves of each token A in the row of k, and what sums over slots make dgamma, 2 d|h|^2 and dmu of in those of
-    wbar, pbar and h.s; N tokens at a time. rows: see `ROWS`, wbar and pbar without what the walk itself adds."""
-    lane = tl.arange(0, BM)
+    wbar, pbar and h.s; N tokens at a time. rows: see `ROWS`, wbar and pbar without what the walk itself adds; ahead: the chunk's
+    before."""
+    lane, begin = tl.arange(0, BM), rows
     rows += lane
     carry = tl.zeros([BM], tl.float32)
     for step in range(C // N):
         first = C - N - step * N
+        ask_for_rows(begin, ahead, first, C, BM, N)
         wbars = ()
         for s in tl.static_range(N):
             wbars += (tl.load(rows + (5 * C + first + s) * BM),)
@@ -224,8 +241,8 @@ def chunk_backward_kernel(
     head = bh.to(tl.int64) * (D * M)
     chunks = tl.cdiv(T, BORDER)
     N: tl.constexpr = BORDER * (BORDER + 3)
-    LINES: tl.constexpr = ROWS * BORDER * BM // 32
-    line = tl.arange(0, triton.next_power_of_2(LINES + (N + 31) // 32))
+    ROW: tl.constexpr = BORDER * BM // 32
+    line = tl.arange(0, triton.next_power_of_2(2 * ROW + (N + 31) // 32))
     numbers += bh.to(tl.int64) * chunks * N
     borders += head * chunks
     dlasts += head * chunks
@@ -243,10 +260,11 @@ def chunk_backward_kernel(
         n = chunks - 1 - step
         begins = borders + tl.cast(n, tl.int64) * (D * M)
         of_chunk = rows + tl.cast(n, tl.int64) * (ROWS * BORDER * BM)
-        # what the next chunk reads
+        # what the next chunk reads, and behind this one's walk r; what its walk reads `walk_back` asks for
         before = tl.cast(tl.maximum(n - 1, 0), tl.int64)
-        at_line = rows + before * (ROWS * BORDER * BM) + tl.minimum(line, LINES - 1) * 32
-        near(tl.where(line < LINES, at_line, line_of(numbers + before * N, tl.maximum(line - LINES, 0), N)))
+        ahead = rows + before * (ROWS * BORDER * BM)
+        at_line = tl.where(line < ROW, ahead + 5 * BORDER * BM, of_chunk) + tl.minimum(line, 2 * ROW - 1) * 32
+        near(tl.where(line < 2 * ROW, at_line, line_of(numbers + before * N, tl.maximum(line - 2 * ROW, 0), N)))
         if tl.load(unsafe + n) == 0:
             at_rows = of_chunk + c[None, :] * BM + lane[:, None]
             t = n * BORDER + c
@@ -269,10 +287,12 @@ def chunk_backward_kernel(
             to_dk, of_numbers = dk + of_token * M + p * BM, numbers + tl.cast(n, tl.int64) * N
             if resets > 0.0:
                 walk_back(
-                    of_numbers, of_chunk, to_dk, n * BORDER, T, m_in, H * M, VARIANT, FORGET, HAS_POS, BORDER, BM, GROUP
+                    of_numbers, of_chunk, ahead, to_dk, n * BORDER, T, m_in, H * M, VARIANT, FORGET, HAS_POS, BORDER, BM, GROUP
                 )  # fmt: skip
             else:
-                walk_back(of_numbers, of_chunk, to_dk, n * BORDER, T, m_in, H * M, VARIANT, FORGET, False, BORDER, BM, GROUP)
+                walk_back(
+                    of_numbers, of_chunk, ahead, to_dk, n * BORDER, T, m_in, H * M, VARIANT, FORGET, False, BORDER, BM, GROUP
+                )  # fmt: skip
             A, read_t = tl.load(at_rows), tl.load(at_rows + BORDER * BM)
             if resets > 0.0:
                 begun = (segment > 0.0)[None, :]
