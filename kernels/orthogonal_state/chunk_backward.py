@@ -26,6 +26,7 @@ from baton.kernels.orthogonal_state.chunk_walk import (
     mixed,
     numbers_at,
     product,
+    sectors_of,
     segments_of,
     tile,
     walk,
@@ -56,9 +57,9 @@ def rows_of(rows, first, C: tl.constexpr, BM: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def ask_for_rows(rows, ahead, first, C: tl.constexpr, BM: tl.constexpr, N: tl.constexpr):
+def ask_for_rows(rows, next_rows, first, C: tl.constexpr, BM: tl.constexpr, N: tl.constexpr):
     """Has near what `rows_of` reads of the N tokens that are next, behind those from `first` on: of all of a chunk at once, for all
-    programs, half would have left the cache again. ahead: rows of the chunk before."""
+    programs, half would have left the cache again. next_rows: of the chunk before."""
     EACH: tl.constexpr = (N * BM + 31) // 32
     line = tl.arange(0, 8 * EACH)
     number = tl.minimum(line // EACH, 4)
@@ -67,23 +68,27 @@ def ask_for_rows(rows, ahead, first, C: tl.constexpr, BM: tl.constexpr, N: tl.co
     if first > 0:
         near(rows + (first - N) * BM + at)
     else:
-        near(ahead + (C - N) * BM + at)
+        near(next_rows + (C - N) * BM + at)
 
 
 @triton.jit
 def walk_back(
-    numbers, rows, ahead, dk, t0, T, m_in, dk_row, VARIANT: tl.constexpr, FORGET: tl.constexpr,
+    numbers, next_numbers, rows, next_rows, own, dk, t0, T, m_in, dk_row, VARIANT: tl.constexpr, FORGET: tl.constexpr,
     HAS_POS: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Stores dk, and leaves of each token A in the row of k, and what sums over slots make dgamma, 2 d|h|^2 and dmu of in those of
-    wbar, pbar and h.s; N tokens at a time. rows: see `ROWS`, wbar and pbar without what the walk itself adds; ahead: the chunk's
-    before."""
+    wbar, pbar and h.s; N tokens at a time. rows: see `ROWS`, wbar and pbar without what the walk itself adds; next_numbers,
+    next_rows: of the chunk before. own: memory for more than C + 3 numbers, which nobody reads."""
     lane, begin = tl.arange(0, BM), rows
     rows += lane
     carry = tl.zeros([BM], tl.float32)
     for step in range(C // N):
         first = C - N - step * N
-        ask_for_rows(begin, ahead, first, C, BM, N)
+        ask_for_rows(begin, next_rows, first, C, BM, N)
+        numbers_of_next, first_of_next = numbers, first - N
+        if first == 0:
+            numbers_of_next, first_of_next = next_numbers, C - N
+        sectors = sectors_of(numbers_of_next, first_of_next, C, N)
         wbars = ()
         for s in tl.static_range(N):
             wbars += (tl.load(rows + (5 * C + first + s) * BM),)
@@ -143,6 +148,7 @@ def walk_back(
             if FORGET:
                 tl.store(at + 4 * C * BM, dmu_group[s])
         tl.debug_barrier()
+        tl.store(own + tl.arange(0, sectors.shape[0]), sectors)
 
 
 @triton.jit
@@ -187,7 +193,10 @@ def before_kernel(
                 products, rbar = tl.where(begun, exact(L, h_T), products), tl.where(begun, exact(L, dy_T), rbar)
         tl.store(at_rows, k_t.to(tl.float32))
         tl.store(at_rows + BORDER * BM, products)
+        sectors = sectors_of(numbers, 0, BORDER, BORDER)
         tl.debug_barrier()
+        # where wbar will be
+        tl.store(rows + 5 * BORDER * BM + tl.arange(0, sectors.shape[0]), sectors)
         # two of it, see `chunk_backward_kernel`
         if resets > 0.0:
             walk(numbers, rows, rows + 2 * BORDER * BM, VARIANT, HAS_POS, False, True, BORDER, BM, GROUP)
@@ -262,9 +271,9 @@ def chunk_backward_kernel(
         of_chunk = rows + tl.cast(n, tl.int64) * (ROWS * BORDER * BM)
         # what the next chunk reads, and behind this one's walk r; what its walk reads `walk_back` asks for
         before = tl.cast(tl.maximum(n - 1, 0), tl.int64)
-        ahead = rows + before * (ROWS * BORDER * BM)
-        at_line = tl.where(line < ROW, ahead + 5 * BORDER * BM, of_chunk) + tl.minimum(line, 2 * ROW - 1) * 32
-        near(tl.where(line < 2 * ROW, at_line, line_of(numbers + before * N, tl.maximum(line - 2 * ROW, 0), N)))
+        next_rows, next_numbers = rows + before * (ROWS * BORDER * BM), numbers + before * N
+        at_line = tl.where(line < ROW, next_rows + 5 * BORDER * BM, of_chunk) + tl.minimum(line, 2 * ROW - 1) * 32
+        near(tl.where(line < 2 * ROW, at_line, line_of(next_numbers, tl.maximum(line - 2 * ROW, 0), N)))
         if tl.load(unsafe + n) == 0:
             at_rows = of_chunk + c[None, :] * BM + lane[:, None]
             t = n * BORDER + c
@@ -287,11 +296,13 @@ def chunk_backward_kernel(
             to_dk, of_numbers = dk + of_token * M + p * BM, numbers + tl.cast(n, tl.int64) * N
             if resets > 0.0:
                 walk_back(
-                    of_numbers, of_chunk, ahead, to_dk, n * BORDER, T, m_in, H * M, VARIANT, FORGET, HAS_POS, BORDER, BM, GROUP
+                    of_numbers, next_numbers, of_chunk, next_rows, own_tokens, to_dk, n * BORDER, T, m_in, H * M, VARIANT,
+                    FORGET, HAS_POS, BORDER, BM, GROUP,
                 )  # fmt: skip
             else:
                 walk_back(
-                    of_numbers, of_chunk, ahead, to_dk, n * BORDER, T, m_in, H * M, VARIANT, FORGET, False, BORDER, BM, GROUP
+                    of_numbers, next_numbers, of_chunk, next_rows, own_tokens, to_dk, n * BORDER, T, m_in, H * M, VARIANT,
+                    FORGET, False, BORDER, BM, GROUP,
                 )  # fmt: skip
             A, read_t = tl.load(at_rows), tl.load(at_rows + BORDER * BM)
             if resets > 0.0:

@@ -127,6 +127,15 @@ def numbers_at(at, N: tl.constexpr):
 
 
 @triton.jit
+def sectors_of(numbers, first, C: tl.constexpr, N: tl.constexpr):
+    """A number of each sector of the cache that has what `lay_out` left of N tokens from `first` on, for all tokens. Whoever reads
+    one has all of it in L1, and stores it somewhere behind the next barrier: to leave it unused would be to leave out the load."""
+    EACH: tl.constexpr = (N + 7) // 8
+    sector = tl.arange(0, triton.next_power_of_2((C + 3) * EACH))
+    return tl.load(numbers + tl.minimum(sector // EACH, C + 2) * C + first + sector % EACH * 8)
+
+
+@triton.jit
 def mixed(k_t, gamma_t, a, VARIANT: tl.constexpr):
     """c and the weight of h, [BM]."""
     c = k_t - a if VARIANT == ENC else k_t

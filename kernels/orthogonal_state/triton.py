@@ -266,8 +266,8 @@ class _Run:
             dq,
             dk,
             dv[0] if parts == 1 else dv.sum(0).to(self.v.dtype),
-            dgamma.sum(0).to(self.gamma.dtype),
-            None if dmu is None or self.mu is None else dmu.sum(0).to(self.mu.dtype),
+            (dgamma[0] if parts == 1 else dgamma.sum(0)).to(self.gamma.dtype),
+            None if dmu is None or self.mu is None else (dmu[0] if parts == 1 else dmu.sum(0)).to(self.mu.dtype),
             dloaded.sum(0).mT,
             dfirst.mT,
         )
