@@ -115,7 +115,7 @@ class RunConfig(BaseModel):
         """Refuse to record passes that are in parts, or that do not run on a GPU."""
         if not self.training.cuda_graphs:
             return
-        split = [f"layout.{name}={n}" for name in ("tensor", "pipeline", "sequence") if (n := getattr(self.layout, name)) > 1]
+        split = [f"layout.{name}={n}" for name in ("pipeline", "sequence") if (n := getattr(self.layout, name)) > 1]
         others = {
             "training.bptt": self.training.bptt is not None,
             "device=cpu": self.device == "cpu",
@@ -130,8 +130,8 @@ class RunConfig(BaseModel):
         found = [*split, *(name for name, there in others.items() if there)]
         if found:
             raise ConfigError(
-                f"training.cuda_graphs=true does not go with {' and '.join(found)}: a graph is of the passes of a whole model over "
-                f"whole sequences, on one GPU; set training.cuda_graphs=false"
+                f"training.cuda_graphs=true does not go with {' and '.join(found)}: a graph is of passes through all layers over "
+                f"whole sequences, on a GPU; set training.cuda_graphs=false"
             )
 
     def _check_sequence(self, ranks: int) -> None:

@@ -174,7 +174,7 @@ class TrainingConfig(_Settings):
                                       "somewhat less memory; not for sequences in segments or over ranks, "
                                       "nor with cuda_graphs")  # fmt: skip
     cuda_graphs: bool = Field(False, description="launch a pass's kernels at once: faster where the host takes longer to launch "
-                              "them than the GPU to run them, for somewhat more memory; where a GPU has a whole model and whole "
+                              "them than the GPU to run them, for somewhat more memory; where a GPU has all layers and whole "
                               "sequences")  # fmt: skip
     deterministic: bool = Field(True, description="refuse kernels whose result varies from run to run")
     log_every: int = Field(10, ge=1, description="steps between lines on the console; metrics.jsonl gets every step")

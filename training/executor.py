@@ -51,7 +51,7 @@ class StepExecutor:
     """Drives a model, or a stage of it, and its engine.
 
     segments: how sequences are cut (None: not at all), may change between steps. lanes: what they carry from step to step. judge:
-    of losses and norms that are finite; None: all are good. graphs: launch passes as CUDA graphs; for whole models and sequences.
+    of losses and norms that are finite; None: all are good. graphs: launch passes as CUDA graphs, if they are of whole sequences.
     """
 
     def __init__(

@@ -2,7 +2,8 @@
 
 The one thing to know: a graph repeats its kernels with the memory that they had, so all that changes from pass to pass (tokens, the
 losses' scale, the weights in the compute type) is copied to where they read it, and gradients add up where they did before. Python
-runs once, when the passes are recorded: for whole models and sequences on one rank, whose passes ask nothing of the host.
+runs once, when the passes are recorded: for all layers and whole sequences, whose passes ask nothing of the host. What tensor ranks
+exchange is recorded with the rest; they record and repeat alike.
 """
 
 import gc

@@ -74,7 +74,7 @@ def differences(mesh, mixers, recorder, precision="bfloat16"):
     return found
 
 
-@pytest.mark.parametrize("layout", [{}, {"data": 2, "zero": 0}, {"data": 2, "zero": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"data": 2, "zero": 0}, {"data": 2, "zero": 2}, {"tensor": 2}], ids=str)
 def test_recorded_passes_are_plain_passes_to_the_bit(pool, layout):
     mixers = MIXERS if not layout else ("mamba", "hybrid")
     for found in pool.run(differences, mixers, "Again", timeout_s=600, **layout):
@@ -103,6 +103,7 @@ class Forgetful(Again):
 
 OF_THE_HOST = """
 import sys
+from itertools import product
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -145,17 +146,17 @@ class Recorder:
 
 
 seen = []
-for name, settings in kinds().items():
-    for changes in ({}, {"recompute": True}, {"selective_recompute": True}, {"precision": "float32"}):
-        model = ModelConfig(d_model=SMALL_WIDTH, n_layers=2, vocab_size=64, pattern=[name], mixers={name: settings.small()})
-        values = {"steps": 1, "context": 64, "global_batch_tokens": 128, "micro_batch": 2, "precision": "bfloat16", **changes}
-        with compiling(Target(90)):
-            mesh = meshes.initialize(LayoutConfig(), device=META, rank=0, store=FakeStore())
-            built = build_model(model, TrainingConfig(**values, optimizer={"lr": 1e-3}), META, mesh)
-            ids, pos = (torch.empty(2, 64, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
-            with adding_gradients():
-                Graphs(built, Recorder).passes([TokenBatch(ids, ids, pos)], 1.0)
-            meshes.shutdown()
+FORMS = ({}, {"recompute": True}, {"selective_recompute": True}, {"precision": "float32"})
+for (name, settings), (changes, tensor) in product(kinds().items(), [*((form, 1) for form in FORMS), ({}, 2)]):
+    model = ModelConfig(d_model=SMALL_WIDTH, n_layers=2, vocab_size=64, pattern=[name], mixers={name: settings.small()})
+    values = {"steps": 1, "context": 64, "global_batch_tokens": 128, "micro_batch": 2, "precision": "bfloat16", **changes}
+    with compiling(Target(90)):
+        mesh = meshes.initialize(LayoutConfig(tensor=tensor), device=META, rank=0, store=FakeStore())
+        built = build_model(model, TrainingConfig(**values, optimizer={"lr": 1e-3}), META, mesh)
+        ids, pos = (torch.empty(2, 64, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
+        with adding_gradients():
+            Graphs(built, Recorder).passes([TokenBatch(ids, ids, pos)], 1.0)
+        meshes.shutdown()
 print("\\n".join(seen))
 seen.clear()
 with Watched():
@@ -184,7 +185,6 @@ training: {steps: 2, context: 64, global_batch_tokens: 256, micro_batch: 2, cuda
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["layout.tensor=2"], "layout.tensor=2"),
         (["layout.pipeline=2"], "layout.pipeline=2"),
         (["layout.sequence=2"], "layout.sequence=2"),
         (["training.bptt={mode: exact, segment: 32}"], "training.bptt"),
@@ -195,7 +195,7 @@ training: {steps: 2, context: 64, global_batch_tokens: 256, micro_batch: 2, cuda
 )
 def test_what_cannot_be_recorded_is_refused(tmp_path, words, named):
     (tmp_path / "run.yaml").write_text(RUN)
-    load(tmp_path / "run.yaml", ["layout.data=2"])
+    load(tmp_path / "run.yaml", ["layout.data=2", "layout.tensor=2"])
     with pytest.raises(ConfigError) as refused:
         load(tmp_path / "run.yaml", words)
     assert str(refused.value).startswith(f"training.cuda_graphs=true does not go with {named}: ")
