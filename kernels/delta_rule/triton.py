@@ -1,6 +1,7 @@
 """The delta rule on a GPU: launches the Triton kernels of `solve` and `gradients`, and gated linear attention's that read writes.
 
-The one thing to know: only the arguments are kept for the backward pass; what tokens wrote and the chunks' states are made again.
+The one thing to know: the arguments and the chunks' inverses are kept for the backward pass; what tokens wrote and the chunks'
+states are made again.
 """
 
 from dataclasses import dataclass, replace
@@ -183,11 +184,10 @@ class _Run:
         )  # fmt: skip
         return arriving
 
-    def writes(self, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """The chunks' inverses, what tokens write [B, T, H, d_value], the states before each chunk, the last, and the pieces'
-        effects if there are pieces."""
-        run, (X, Y) = self.sum, self.sum.sizes
-        inverse, effects = self.inverses(), None
+    def writes(self, inverse: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """What tokens write [B, T, H, d_value], the states before each chunk, the last, and the pieces' effects if there are
+        pieces."""
+        run, (X, Y), effects = self.sum, self.sum.sizes, None
         piece = self.pieces(-(-Y // self.walk(self.tiles.values)["BY"]))
         if piece < run.chunks:
             effects = self.effects(inverse, piece)
@@ -196,22 +196,23 @@ class _Run:
         states = run.new(run.batch, run.heads, run.chunks, X, Y, dtype=run.kept)
         last = run.new(run.batch, run.heads, X, Y)
         self.walked(inverse, piece, first, u, states, last)
-        return inverse, u, states, last, effects
+        return u, states, last, effects
 
-    def forward(self, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        run = self.sum
+    def forward(self, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The output, the state that leaves and the chunks' inverses."""
+        run, inverse = self.sum, self.inverses()
         q, k, _ = run.given
-        _, u, states, last, _ = self.writes(first)
+        u, states, last, _ = self.writes(inverse, first)
         scores = run.scores(q, k, self.sums, gated=True)
         y, _ = run.along_y(Prepared(self.sums, q, k, None), Side(None, u), scores, states, None, read=q.dtype, write=None)
         assert y is not None
-        return y, last
+        return y, last, inverse
 
-    def backward(self, first: Tensor | None, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
+    def backward(self, first: Tensor | None, inverse: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
         """Gradients of q, k, v, beta, g and the state that entered."""
         run = self.sum
         (q, k, v), rows, shape = run.given, run.batch * run.heads, run.given.v.shape
-        inverse, u, states, _, effects = self.writes(first)
+        u, states, _, effects = self.writes(inverse, first)
         scores = run.scores(q, k, self.sums, gated=True)
         dr, cotangents = run.new(*shape, dtype=run.kept), torch.empty_like(states)
         whole_rows = all(x.stride(1) * x.element_size() % 16 == 0 for x in (q, k, dy))
@@ -253,16 +254,17 @@ class _DeltaRule(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, initial_state: Tensor | None, scale: float,
         pos: Tensor | None, tiles: Tiles,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.save_for_backward(q, k, v, beta, g, initial_state, pos)
+        y, last, inverse = _Run(q, k, v, beta, g, scale, pos, tiles).forward(_contiguous(initial_state))
+        ctx.save_for_backward(q, k, v, beta, g, initial_state, inverse, pos)
         ctx.scale, ctx.tiles = scale, tiles
-        return _Run(q, k, v, beta, g, scale, pos, tiles).forward(_contiguous(initial_state))
+        return y, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
-        q, k, v, beta, g, initial_state, pos = ctx.saved_tensors
+        q, k, v, beta, g, initial_state, inverse, pos = ctx.saved_tensors
         run = _Run(q, k, v, beta, g, ctx.scale, pos, ctx.tiles)
-        dq, dk, dv, dbeta, dg, dfirst = run.backward(_contiguous(initial_state), launch.in_rows(dy), dlast.contiguous())
+        dq, dk, dv, dbeta, dg, dfirst = run.backward(_contiguous(initial_state), inverse, launch.in_rows(dy), dlast.contiguous())
         grads = (dq, dk, dv, dbeta.to(beta.dtype), None if g is None else dg.to(g.dtype), dfirst)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 3)
 

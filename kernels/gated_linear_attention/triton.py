@@ -1,7 +1,8 @@
 """Gated linear attention on a GPU: launches the Triton kernels of `sides` and gives them a gradient.
 
 The one thing to know: the gate decides what of q, k, v and y lies along x, where decays are, and so which of the two kernels
-computes the output and which the gradients. Chunks' states are made again for the backward pass: only the arguments are kept.
+computes the output and which the gradients. Chunks' states are made again for the backward pass: only the arguments are kept, and
+scores among a chunk's tokens where they are few.
 """
 
 import math
@@ -21,6 +22,8 @@ from baton.kernels.gated_linear_attention.reference import Gate
 
 KERNEL = "gated_linear_attention"
 _DEFAULT = Tiles()
+SCORES_SHARE = 8
+"""Scores are kept for the backward pass where they are at most this part of what is kept of q, k and v."""
 
 
 def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
@@ -96,6 +99,12 @@ class Sum:
             "C": self.tiles.chunk, "num_stages": self.tiles.stages,
         }  # fmt: skip
         self.low = {"LOW": _low() if low else None}
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether the output's scores are kept."""
+        widths = (x.shape[3] * (1 if x.stride(2) == 0 else x.shape[2]) for x in self.given)
+        return SCORES_SHARE * self.query_heads * self.tiles.chunk <= sum(widths)
 
     @property
     def queries(self) -> Side:
@@ -253,8 +262,8 @@ class Sum:
         )  # fmt: skip
         return r, w, g if g is None or self.per_channel else g.sum(0)
 
-    def forward(self, first: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The output, [B, T, Q, d_value] in dtype, and the state that leaves."""
+    def forward(self, first: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The output, [B, T, Q, d_value] in dtype, the state that leaves, and scores for `backward` if they are kept."""
         (wx, wy), q = self.writes, self.given.q
         prepared = self.prepare(None if self.swapped else q, wx)
         assert prepared.written is not None
@@ -266,11 +275,13 @@ class Sum:
             scores = self.scores(q, wx, prepared.sums, gated=True)
             read, _ = self.along_y(prepared, Side(None, wy), scores, states, None, read=dtype, write=None)
         assert read is not None
-        return read, self.state(last)
+        return read, self.state(last), scores if self.keeps_scores else None
 
-    def backward(self, first: Tensor | None, dy: Tensor, dlast: Tensor | None, *, wide: str = "") -> tuple[Any, ...]:
-        """Gradients of q, k, v, g and the state that entered; dlast: None for zeros. wide: those of q, k and v that are not rounded
-        to their dtypes."""
+    def backward(
+        self, first: Tensor | None, scores: Tensor | None, dy: Tensor, dlast: Tensor | None, *, wide: str = ""
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Gradients of q, k, v, g and the state that entered; scores: see `forward`; dlast: None for zeros. wide: those of q, k and
+        v that are not rounded to their dtypes."""
         (wx, wy), (q, k, v) = self.writes, self.given
         rx, ry = (dy, q) if self.swapped else (q, dy)
         prepared = self.prepare(rx, wx)
@@ -280,11 +291,12 @@ class Sum:
         last = None if dlast is None else self.state(dlast).contiguous()
         cotangents, dfirst = self.states(prepared.read, ry, prepared, last, backwards=True)
         x, y = Side(rx, wx), Side(ry, wy)
-        scores = self.scores(rx, wx, prepared.sums, gated=True)
+        over_x, over_y = (None, scores) if self.swapped else (scores, None)
+        over_x = self.scores(rx, wx, prepared.sums, gated=True) if over_x is None else over_x
         of_q, of_k, of_v = (torch.float32 if name in wide else x.dtype for name, x in zip("qkv", (q, k, v), strict=True))
         plain = {"read": of_q, "write": of_k} if self.swapped else {"read": None, "write": of_v}
-        y_r, y_w = self.along_y(prepared, y, scores, states, cotangents, **plain)
-        over_y = self.scores(ry, wy, None, gated=False)
+        y_r, y_w = self.along_y(prepared, y, over_x, states, cotangents, **plain)
+        over_y = self.scores(ry, wy, None, gated=False) if over_y is None else over_y
         gated = {"read": None, "write": of_v} if self.swapped else {"read": of_q, "write": of_k}
         x_r, x_w, dg = self.along_x(x, y, prepared.sums, over_y, states, cotangents, **gated)
         dq, dk, dv = (y_r, y_w, x_w) if self.swapped else (x_r, x_w, y_w)
@@ -297,21 +309,22 @@ class _Gla(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial_state: Tensor | None, gate: Gate, scale: float,
         pos: Tensor | None, tiles: Tiles,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.save_for_backward(q, k, v, g, initial_state, pos)
+        given = Given.of(q, k, v)
+        y, last, scores = Sum(gate, scale, pos, g, given, tiles, low=given.low).forward(initial_state, q.dtype)
+        ctx.save_for_backward(q, k, v, g, initial_state, scores, pos)
         ctx.gate, ctx.scale, ctx.tiles = gate, scale, tiles
         ctx.set_materialize_grads(False)
-        given = Given.of(q, k, v)
-        return Sum(gate, scale, pos, g, given, tiles, low=given.low).forward(initial_state, q.dtype)
+        return y, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, g, initial_state, pos = ctx.saved_tensors
+        q, k, v, g, initial_state, scores, pos = ctx.saved_tensors
         if dy is None:
             dy = q.new_zeros(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
         given = Given.of(q, k, v)
         run = Sum(ctx.gate, ctx.scale, pos, g, given, ctx.tiles, low=given.low)
-        dq, dk, dv, dg, dfirst = run.backward(initial_state, launch.in_rows(dy), dlast)
+        dq, dk, dv, dg, dfirst = run.backward(initial_state, scores, launch.in_rows(dy), dlast)
         # a head that all share was given to each, or to several at a time
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))
         grads = (dq, dk, dv, None if g is None else dg.to(g.dtype), dfirst)

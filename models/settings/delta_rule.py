@@ -79,6 +79,8 @@ class DeltaRuleConfig(MixerConfig):
             Kept("convolved v", values, "compute"),
             # a sigmoid, and what it is multiplied to
             Kept("strengths", 2 * heads, "float32"),
+            # as two numbers of bfloat16 where products are of that
+            Kept("inverses of chunks", heads * chunk, "float32", inside="kernel"),
             *rms_norm("norm", values, rows=heads),
             Kept("out_proj input", values, "compute"),
         ]

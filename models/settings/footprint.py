@@ -17,6 +17,7 @@ Dtype = Literal["compute", "float32", "int64", "bool"]
 # Tokens per chunk of the recurrences' chunked forms, which import torch; tests/launcher/test_plan.py compares them with those.
 LINEAR_ATTENTION_CHUNK = 64
 DELTA_RULE_CHUNK = 64
+SCORES_SHARE = 8  # of linear attention's kernels
 LATTICE_STEPS_CHUNK, LATTICE_SPAN_CHUNK = 32, 16
 LATTICE_BORDER = 32  # of the kernels on a GPU, which run what is projected and has no thresholds
 WINDOW_BLOCK = 64
@@ -374,6 +375,13 @@ def log_sigmoid(name: str, width: int, *, view: bool = True) -> tuple[Kept, ...]
     """What logsigmoid keeps: its float32 input (view: of a projection, then a copy where that is not float32); on a CPU its
     exponential too."""
     return Kept(f"{name} input", width, "float32", cast=view), Kept(f"{name} exponential", width, "float32", device="cpu")
+
+
+def scores_kept(heads: int, *widths: int) -> tuple[Kept, ...]:
+    """What linear attention's kernels keep of scores among a chunk's tokens: all, where they are few beside q, k and v. widths: of
+    those."""
+    few = SCORES_SHARE * heads * LINEAR_ATTENTION_CHUNK <= sum(widths)
+    return (Kept("scores among tokens", heads * LINEAR_ATTENTION_CHUNK, "compute", inside="kernel"),) if few else ()
 
 
 def linear_attention_flops(heads: int, d_key: int, d_value: int, chunk: int) -> int:

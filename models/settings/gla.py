@@ -20,6 +20,7 @@ from baton.models.settings.footprint import (
     rms_norm,
     row,
     row_sum,
+    scores_kept,
     split,
 )
 from baton.models.settings.linear_attention import FeatureMap, HeadSizes, LinearAttentionConfig, whole
@@ -62,6 +63,7 @@ class GLAConfig(LinearAttentionConfig):
                 Kept("code", self.gate_rank, "compute", split=False),
                 *log_sigmoid("decays", keys, view=False),
                 Kept("decays", keys, "float32"),
+                *scores_kept(heads, keys, keys, values),
                 *rms_norm("norm", values, rows=heads),
                 Kept("normalised output", values, "float32"),
                 *activated("gate", values),

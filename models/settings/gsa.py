@@ -18,6 +18,7 @@ from baton.models.settings.footprint import (
     log_sigmoid,
     row,
     row_sum,
+    scores_kept,
     split,
     split_norm,
 )
@@ -55,6 +56,8 @@ class GSAConfig(HeadsConfig):
                 *(replace(kept, device="cpu") for kept in log_sigmoid("gates", gates)),
                 Kept("gates", gates, "float32"),
                 Kept("scores of slots", heads * slots, "float32", inside="kernel"),
+                *scores_kept(heads, width, kv_width, gates),
+                *scores_kept(heads, heads * slots, gates, kv_width),
                 Kept("output", width, "compute"),
                 # which on one rank a GPU's norm reads itself, and whose norm it makes again
                 *(kept for kept in norm if not (kept.device == "gpu" and kept.width == width)),

@@ -16,6 +16,7 @@ from baton.models.settings.footprint import (
     log_sigmoid,
     row,
     row_sum,
+    scores_kept,
     split,
     split_norm,
 )
@@ -61,6 +62,7 @@ class HGRN2Config(LinearAttentionConfig):
                 Kept("shares taken in", keys, "compute"),
                 *logarithm,
                 Kept("decays", keys, "float32"),
+                *scores_kept(heads, keys, keys, values),
                 *norm,
                 Kept("out_proj input", values, "compute"),
             ),

@@ -18,6 +18,7 @@ from baton.models.settings.footprint import (
     rms_norm,
     row,
     row_sum,
+    scores_kept,
 )
 from baton.models.settings.linear_attention import FeatureMap, HeadSizes, LinearAttentionConfig, whole
 
@@ -62,6 +63,7 @@ class RetNetConfig(LinearAttentionConfig):
                 # a cosine and a sine per pair, the same for queries and keys and for all heads
                 Kept("cosines and sines", d_key, "float32", split=False),
                 Kept("turned q and k", 2 * keys, "compute"),
+                *scores_kept(heads, keys, keys, values),
                 *rms_norm("norm", values, rows=heads),
                 Kept("normalised output", values, "float32"),
                 *activated("gate", values),

@@ -10,6 +10,7 @@ from support.compare import relative_error
 from support.recurrences import positions, seeded
 from support.rounding import products_are_rounded
 
+from baton.kernels.gated_linear_attention import triton
 from baton.kernels.gated_linear_attention.arguments import Tiles
 from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_linear_attention.triton import gla_effect, gla_triton
@@ -89,6 +90,17 @@ def test_a_sequence_may_be_cut_into_pieces(gate):
     """Where heads and states give too few programs."""
     heads = SIZES[gate][2:5]
     compare(gate, (1, 130, *heads, 6, 5), replace(SMALL, programs=1 << 20), starts=gate in ("none", "key"))
+
+
+@pytest.mark.parametrize("gate", SIZES)
+def test_few_scores_are_kept_and_many_are_made_again(gate, monkeypatch):
+    made, scores = [], triton.Sum.scores
+    monkeypatch.setattr(triton.Sum, "scores", lambda self, *a, **k: (made.append(self), scores(self, *a, **k))[1])
+    for share, expected in ((triton.SCORES_SHARE, 2), (1000, 3)):
+        monkeypatch.setattr(triton, "SCORES_SHARE", share)
+        compare(gate, (1, 37, 2, 2, 2, 40, 50), SMALL, starts=True)
+        assert len(made) == expected
+        made.clear()
 
 
 @pytest.mark.parametrize("gate", ["none", "scalar", "key"])

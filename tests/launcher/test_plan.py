@@ -1,5 +1,7 @@
 """`baton plan`: its arithmetic is compared with the modules themselves, and with what running models were seen to keep and send."""
 
+import subprocess
+import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -118,10 +120,13 @@ def test_states_are_the_modules(variant):
 def test_chunks_and_buckets_are_the_kernels():
     from baton.kernels import protocol
     from baton.kernels.delta_rule import chunked as delta_rule
+    from baton.kernels.delta_rule.triton import Tiles as DeltaRuleTiles
     from baton.kernels.diagonal_scan import chunked as diagonal_scan
     from baton.kernels.diagonal_scan.triton import Tiles
     from baton.kernels.eidetic_attention import chunked as eidetic_attention
     from baton.kernels.gated_linear_attention import chunked as linear_attention
+    from baton.kernels.gated_linear_attention.arguments import Tiles as LinearAttentionTiles
+    from baton.kernels.gated_linear_attention.triton import SCORES_SHARE
     from baton.kernels.gated_slot_attention import chunked as slot_attention
     from baton.kernels.orthogonal_state import chunked as orthogonal_state
     from baton.kernels.orthogonal_state.triton import Tiles as LatticeTiles
@@ -130,6 +135,9 @@ def test_chunks_and_buckets_are_the_kernels():
 
     assert footprint.LINEAR_ATTENTION_CHUNK == linear_attention.CHUNK == slot_attention.CHUNK
     assert delta_rule.CHUNK == footprint.DELTA_RULE_CHUNK
+    assert LinearAttentionTiles().chunk == footprint.LINEAR_ATTENTION_CHUNK
+    assert DeltaRuleTiles().chunk == footprint.DELTA_RULE_CHUNK
+    assert SCORES_SHARE == footprint.SCORES_SHARE
     assert orthogonal_state._STEPS_LENGTH == footprint.LATTICE_STEPS_CHUNK
     assert orthogonal_state._SPAN_LENGTH == footprint.LATTICE_SPAN_CHUNK
     assert LatticeTiles().border == LatticeTiles().chunk == footprint.LATTICE_BORDER
@@ -180,6 +188,66 @@ def test_what_is_made_again_does_not_live(measured, variant):
 def test_a_gpu_keeps_less():
     on_cpu, on_gpu = (Arithmetic(run_of("gla", device=device)).activations(recompute=False) for device in ("cpu", "cuda"))
     assert 0.5 < on_gpu / on_cpu < 1
+
+
+BY_KERNELS = """
+import torch
+from triton.runtime import JITFunction
+from baton.kernels.ahead import META, Target, compiling
+from baton.kernels.delta_rule.triton import delta_rule_triton
+from baton.kernels.gated_linear_attention.triton import gla_triton
+from baton.kernels.gated_slot_attention.triton import gsa_triton
+from baton.models.config import ModelConfig
+from baton.models.settings import kinds
+from baton.models.settings.footprint import Work
+
+JITFunction._do_compile = lambda self, key, *_: self  # nothing is compiled here
+B, T, WIDTH = 2, 192, 1024
+
+
+def x(*shape, dtype=torch.bfloat16):
+    return torch.empty(B, T, *shape, dtype=dtype, device=META, requires_grad=True)
+
+
+def gates(*shape):
+    return x(*shape, dtype=torch.float32)
+
+
+rest = {"pos": None, "initial_state": None}
+calls = {
+    "gla": (gla_triton, {"heads": 4}, [x(4, 128), x(4, 128), x(4, 256), gates(4, 128)], {"gate": "key", "scale": 1.0}),
+    "retnet": (gla_triton, {}, [x(4, 256), x(4, 256), x(4, 512), gates(4)], {"gate": "scalar", "scale": 1.0}),
+    "hgrn2": (gla_triton, {"d_key": 128}, [x(8, 128), x(8, 128), x(8, 128), gates(8, 128)], {"gate": "key", "scale": 1.0}),
+    "mamba2": (gla_triton, {}, [x(1, 128), x(1, 128), x(32, 64), gates(32)], {"gate": "scalar", "scale": 1.0}),
+    "gsa": (gsa_triton, {"head_dim": 256}, [x(4, 256), x(4, 256), x(4, 256), gates(4, 64)], {"scale": 1.0, "link": "softmax"}),
+    "delta_net": (delta_rule_triton, {"heads": 8, "d_key": 128, "d_value": 128}, [*(x(8, 128) for _ in "qkv"), gates(8), None],
+                  {"scale": 1.0}),
+}
+for kind, (op, settings, given, options) in calls.items():
+    own = {t.untyped_storage()._cdata for t in given if t is not None}
+    kept = {}
+
+    def keep(t):
+        if t.untyped_storage()._cdata not in own:
+            kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with compiling(Target(90)), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        found = op(*given, **options, **rest)
+    footprint = kinds()[kind](**settings).footprint(WIDTH)
+    counted = sum(k.nbytes(Work(B, T)) for k in footprint.kept if k.inside == "kernel")
+    print(kind, sum(kept.values()), counted)
+"""
+
+
+def test_what_a_gpus_kernels_keep_besides(monkeypatch):
+    """On tensors without values."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    done = subprocess.run([sys.executable, "-P", "-c", BY_KERNELS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {kind: (int(kept), int(counted)) for kind, kept, counted in map(str.split, done.stdout.splitlines())}
+    assert all(kept == counted for kept, counted in found.values()), found
+    assert {kind for kind, (kept, _) in found.items() if kept} == {"gla", "retnet", "gsa", "delta_net"}
 
 
 @pytest.mark.parametrize("variant", EXCHANGED)
