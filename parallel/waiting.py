@@ -1,7 +1,8 @@
 """How long ranks wait for one another: the time inside torch.distributed's blocking calls, whoever makes them.
 
 The one thing to know: on a GPU nothing on the host waits, so the time is the stream's, between two events around each call;
-messages that travel while something is computed cost nothing, and are not counted until somebody waits for them.
+messages that travel while something is computed cost nothing, and are not counted until somebody waits for them. What is recorded
+in a CUDA graph has no events: nothing looks between its kernels, so what it waits for is part of what it computes.
 """
 
 import functools
@@ -71,7 +72,8 @@ def waiting() -> Iterator[None]:
         return
     _waited.inside, events = True, None
     began = time.perf_counter()
-    if torch.cuda.is_initialized():
+    recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if torch.cuda.is_initialized() and not recorded:
         events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
         events[0].record()
     try:
@@ -79,11 +81,11 @@ def waiting() -> Iterator[None]:
             yield
     finally:
         _waited.inside = False
-        if events is None:
-            _waited.seconds += time.perf_counter() - began
-        else:
+        if events is not None:
             events[1].record()
             _waited.events.append((events[0], events[1]))
+        elif not recorded:
+            _waited.seconds += time.perf_counter() - began
 
 
 def seconds() -> float:

@@ -11,6 +11,7 @@ from baton.launcher.config import load
 from baton.launcher.errors import ConfigError
 from baton.models.settings import kinds
 from baton.parallel import mesh as meshes
+from baton.parallel import waiting
 from baton.parallel.config import LayoutConfig
 from baton.parallel.tensor import drop_compute_copies
 from baton.training.build import build, make_deterministic
@@ -112,6 +113,7 @@ from baton.kernels.ahead import META, Target, compiling
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel import mesh as meshes
+from baton.parallel import waiting
 from baton.parallel.config import LayoutConfig
 from baton.parallel.linear import adding_gradients
 from baton.training.build import build_model
@@ -230,3 +232,23 @@ def test_a_graph_is_launched_and_not_its_kernels(on_gpu, monkeypatch):
     launched.clear()
     executor.step(batches, 1e-3)
     assert launched == []
+
+
+@pytest.mark.gpu
+def test_what_a_graph_waits_for_is_not_timed(on_gpu):
+    """Events that were recorded have no time."""
+    waiting.seconds()
+    x, recorder = torch.ones(3, device=on_gpu.device), CudaRecorder(on_gpu.device)
+    with waiting.waiting():
+        x += 1
+    assert waiting.seconds() > 0
+
+    def run():
+        with waiting.waiting():
+            x.add_(1)
+
+    recorder.warm_up(run)
+    waiting.seconds()
+    recorder.record(run)()
+    assert waiting.seconds() == 0
+    assert x.tolist() == [4.0] * 3
