@@ -46,6 +46,7 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
     gated_linear_attention.KERNEL: (
         {"chunk": (32, 64)},
         {"x": (32, 64, 128), "y": (64, 128), "warps": (4, 8)},
+        {"x_products": (32, 64, 128)},
         {"x_gated": (32, 64), "y_gated": (32, 64), "warps_gated": (4, 8)},
         {"warps_scores": (4, 8)},
         {"stages": (1, 2, 3)},
@@ -57,6 +58,7 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
         {"warps_inverse": (1, 2, 4)},
         {"x_chunk": (32, 64), "y_chunk": (64, 128), "warps_chunk": (4, 8)},
         {"x": (32, 64, 128), "y": (64, 128), "warps": (4, 8)},
+        {"x_products": (32, 64, 128)},
         {"stages": (1, 2)},
     ),
     orthogonal_state.KERNEL: (

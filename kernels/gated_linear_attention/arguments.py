@@ -23,6 +23,7 @@ class Tiles:
         x: of the side with the decays, a program's part.
         x_gated: the same where derivatives along that side are computed.
         x_prepared, x_scores: the same where gates are summed, and where scores have a decay per channel.
+        x_products: a step over what lies along a side where scores have no decay per channel.
         y: of the other side, a program's part.
         y_gated: the same where derivatives along the side with the decays are computed.
         warps: of a program.
@@ -38,6 +39,7 @@ class Tiles:
     x_gated: int = 64
     x_prepared: int = 64
     x_scores: int = 32
+    x_products: int = 64
     y: int = 128
     y_gated: int = 64
     warps: int = 4
@@ -50,7 +52,7 @@ class Tiles:
     @cached_property
     def for_float32(self) -> Self:
         """None larger than these: products of float32 use no tensor cores, and larger ones have no room in registers."""
-        largest = {"chunk": 32, "x": 32, "x_gated": 32, "x_prepared": 32, "x_scores": 32, "y": 32, "y_gated": 32}
+        largest = dict.fromkeys(("chunk", "x", "x_gated", "x_prepared", "x_scores", "x_products", "y", "y_gated"), 32)
         least = {name: min(size, getattr(self, name)) for name, size in largest.items()}
         return replace(self, **least, warps_gated=self.warps, warps_scores=self.warps, stages=1)
 

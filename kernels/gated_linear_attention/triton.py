@@ -160,7 +160,7 @@ class Sum:
             # more of them on a processor hide more than loads ahead would
             options |= {"BX": self.block(size, self.tiles.x_scores), "num_warps": self.tiles.warps_scores, "num_stages": 1}
         else:
-            options |= {"BX": self.block(size, self.tiles.x), "num_warps": self.tiles.warps}
+            options |= {"BX": self.block(size, self.tiles.x_products), "num_warps": self.tiles.warps}
         if not gated:
             options["GATE"] = _kind("none")
         self.kernels.scores_kernel[(self.chunks, self.query_heads, self.batch)](
