@@ -14,23 +14,24 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 KEYS = {"case", "metric", "ours", "peer_name", "peer", "ratio", "gate"}
 BEGIN, END = "<!-- figures: make tables -->", "<!-- end of figures -->"
+LATTICE = "matrix_gpu_delta_net_lattice-sim_lattice-enc_2048"
 CHOSEN = (
     ("train_step_mamba_8x2048", "mamba-1.4b 8x2048 x 16", "tokens/s", "mamba_ssm"),
     ("train_step_gsa_8x2048", "gsa-1.3b 8x2048 x 16", "tokens/s", "fla"),
     ("train_step_1x16384_more", "longhorn 1x16384 x 16", "tokens/s", "our mamba-1.4b"),
     ("train_step_bmojo_8x2048", "bmojo 8x2048 x 16", "tokens/s", "our mamba-1.4b, the next run on the same GPU"),
     ("train_step_bmojo_graphs", "bmojo 1x16384 x 16", "TFLOP/s as 6N", "NVIDIA H200, dense bfloat16, data sheet"),
-    ("train_step_transformer_8x2048", "transformer 8x2048 x 16", "TFLOP/s as 6N", "NVIDIA H200, dense bfloat16, data sheet"),
+    ("train_step_transformer_keys64", "transformer 8x2048 x 16", "TFLOP/s as 6N", "NVIDIA H200, dense bfloat16, data sheet"),
     ("scan_gpu_main_conv", "mamba B8 T2048 D4096 N16", "forward us", "mamba_ssm"),
     ("scan_gpu_main_conv", "mamba B8 T2048 D4096 N16", "backward us", "mamba_ssm"),
     ("scan_gpu_main_conv", "longhorn B8 T2048 D4096 N16", "backward us", "our mamba"),
     ("matrix_gpu_mamba2_2048", "mamba2 B8 T2048 H64 K128 V64", "fwd+bwd us", "mamba_ssm"),
     ("matrix_gpu_gla_2048", "gla B8 T2048 H4 K256 V512", "fwd+bwd us", "fla"),
-    ("matrix_gpu_gsa", "gsa B8 T2048 H4 K512 V512 M64", "fwd+bwd as a graph us", "fla"),
+    ("matrix_gpu_gsa_2048", "gsa B8 T2048 H4 K512 V512 M64", "fwd+bwd as a graph us", "fla"),
     ("matrix_gpu_gsa", "gsa B1 T131072 H4 K512 V512 M64", "fwd+bwd as a graph us", "fla"),
-    ("matrix_gpu_delta_net_lattice", "delta_net B8 T2048 H16 K128 V128", "fwd+bwd as a graph us", "fla"),
+    (LATTICE, "delta_net B8 T2048 H16 K128 V128", "fwd+bwd as a graph us", "fla"),
     ("matrix_gpu_delta_net_16384", "delta_net B1 T16384 H16 K64 V64", "fwd+bwd as a graph us", "fla"),
-    ("matrix_gpu_delta_net_lattice", "lattice-sim B8 T2048 H32 K64 V64", "fwd+bwd as a graph us", "fla's DeltaNet"),
+    (LATTICE, "lattice-sim B8 T2048 H32 K64 V64", "fwd+bwd as a graph us", "fla's DeltaNet"),
     ("matrix_gpu_loop", "lattice-dec B8 T2048 H32 K64 V64", "fwd+bwd us", "compiled step, looped"),
     ("matrix_gpu_bmojo", "bmojo B8 T2048 H32 D64", "fwd+bwd us", "FlexAttention"),
     ("exchange", "gsa-1.3b 2 x 16384", "pass ms, relay", "the same without exchange"),

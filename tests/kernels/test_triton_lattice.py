@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
+from baton.kernels.orthogonal_state.chunk_walk import sectors_of
 from baton.kernels.orthogonal_state.reference import orthogonal_state_reference
 from baton.kernels.orthogonal_state.rule import VARIANTS, Rule, norms
 from baton.kernels.orthogonal_state.triton import Tiles, _Run, orthogonal_state_triton
@@ -117,6 +120,21 @@ def test_which_chunks_are_safe(variant):
     run = _Run(*(x.to(DEVICE) for x in (q, k, v, gamma)), None, S[0].to(DEVICE), variant, None, CHUNKS)
     unsafe = run.forward(S.to(DEVICE), keep=True)[2][2]
     assert unsafe.flatten().tolist() == [0, 1, 0]
+
+
+@triton.jit
+def _sectors(numbers, out, first, C: tl.constexpr, N: tl.constexpr):
+    found = sectors_of(numbers, first, C, N)
+    tl.store(out + tl.arange(0, found.shape[0]), found)
+
+
+@pytest.mark.parametrize(("chunk", "first", "steps"), [(32, 8, 8), (32, 24, 8), (16, 4, 4), (16, 0, 16), (32, 0, 32)])
+def test_a_number_of_every_sector_that_a_group_reads_is_loaded(chunk, first, steps):
+    """And of no other: sectors have 8 numbers."""
+    numbers, out = torch.arange(chunk * (chunk + 3), dtype=torch.float32, device=DEVICE), torch.full((1024,), -1.0, device=DEVICE)
+    _sectors[1,](numbers, out, first, C=chunk, N=steps)
+    read = {(t * chunk + s) // 8 for t in range(chunk + 3) for s in range(first, first + steps)}
+    assert {int(x) // 8 for x in out.tolist() if x >= 0} == read
 
 
 @pytest.mark.gpu
