@@ -191,12 +191,16 @@ class Arithmetic:
     @cached_property
     def around_layers(self) -> int:
         """What is kept besides: which tokens are another tensor rank's, and numbers of d_model: the last residual stream in
-        float32, and on the last stage the gradient of what the norm makes of it, which the loss has made, in the compute type, and
-        (see rms_norm) the normalised."""
+        float32; on the last stage the gradient of what the norm makes of it, which the loss has made, in the compute type, and what
+        that norm keeps (see Footprint.behind_norm and rms_norm): on a GPU its result instead of the stream, elsewhere also the
+        normalised."""
         work, stage = self.work, self.stage
         integers = 8 + 1 if self.tensor > 1 and stage.first else 0
-        streams = 1 if work.gpu or not stage.last else 2
-        return work.tokens * (integers + work.nbytes("compute") * self.model.d_model * stage.last) + self.hidden_bytes * streams
+        compute = work.nbytes("compute") * self.model.d_model
+        if not stage.last:
+            return work.tokens * integers + self.hidden_bytes
+        norm = compute * work.stream_tokens if work.gpu else 2 * self.hidden_bytes
+        return work.tokens * (integers + compute) + norm
 
     def activations(self, *, recompute: bool) -> int:
         """What forward keeps of a pass; recompute: each layer's input, and what its first run alone may decide."""

@@ -18,7 +18,6 @@ from baton.kernels.protocol import Leaf, State
 from baton.models.config import ModelConfig
 from baton.models.mixer import Mixer, Site, build_mixer, leaving
 from baton.models.norm import RMSNorm, Stream, summed
-from baton.models.remade import remaking
 from baton.parallel.sequence import SequenceLink
 from baton.parallel.tensor import gather_tokens
 
@@ -40,7 +39,7 @@ class SubBlock(nn.Module):
 
     def __init__(self, name: str, config: ModelConfig, site: Site) -> None:
         super().__init__()
-        self._split, self._compute_dtype, self._selective = site.split_residual, site.compute_dtype, site.selective_recompute
+        self._split, self._compute_dtype = site.split_residual, site.compute_dtype
         self.norm = RMSNorm(config.d_model, config.norm_eps, of_part=site.split_residual)
         self.mixer = build_mixer(config.mixers[name], site)
 
@@ -49,11 +48,8 @@ class SubBlock(nn.Module):
         x, normed = self.norm(stream, self._compute_dtype)
         if self._split:
             normed = gather_tokens(normed, pos.shape)
-        # the norm keeps the stream; ranks that share it would have to gather again, and a segment is run again as it is
-        with remaking(self._selective and not self._split and (self.mixer.link is None or not self.mixer.link.active)) as kept_not:
-            kept_not(normed, lambda: self.norm((x, None), self._compute_dtype)[1])
-            with leaving(state_wanted):
-                y, state = self.mixer(normed, pos, state)
+        with leaving(state_wanted):
+            y, state = self.mixer(normed, pos, state)
         return (x, y), state
 
 

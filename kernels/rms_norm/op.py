@@ -44,7 +44,9 @@ def rms_norm_beside(
     cotangents of both are added on the way out, where what was added gets its own in its own type.
 
     A residual stream is read by a norm and by the sum behind the sub-block. Sums by themselves would read and write it once more in
-    either direction.
+    either direction. What reads y, a projection, keeps it for its own gradient. So on a GPU the norm keeps that too, and not the
+    stream: what was normalised is y / weight, where a weight nearer to 0 than 2^-60 counts as 2^-60. The gradients have y's
+    rounding then, less than that of y's own cotangent.
 
     Args, raises: as `rms_norm`. added: as x, in its dtype or a less precise one; None: nothing is.
     """
@@ -53,7 +55,7 @@ def rms_norm_beside(
         expect_tensor(_KERNEL, "added", added, ("...", "width"), tuple(x.shape), x.device)
     dtype = dtype or weight.dtype
     if in_triton(x, weight):
-        return rms_norm_triton(x, weight, eps, dtype, added)
+        return rms_norm_triton(x, weight, eps, dtype, added, from_y=True)
     x = x if added is None else x + added.to(x.dtype)
     return x, _plain(x, weight, eps, dtype)
 

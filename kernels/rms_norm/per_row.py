@@ -3,6 +3,8 @@
 The one thing to know: a program of the backward pass has several blocks of rows, whose shares of the weight's gradient it adds up
 in registers, in their order: one row per program is left, which are summed afterwards.
 
+What was normalised is y / weight again, so who keeps y need not keep x. That is why no weight may be 0 there: see `steady`.
+
 Shape suffixes: R rows, D width.
 """
 
@@ -20,12 +22,20 @@ def block_of(n, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
+def steady(w):
+    """Weights that y can be divided by: one nearer to 0 than 2^-60 counts as 2^-60 of its sign. In a sum of other features that is
+    far below the rounding, and both bfloat16 and float32 have room for what is multiplied with it."""
+    least: tl.constexpr = 2.0**-60
+    return tl.where(tl.abs(w) < least, tl.where(w < 0, -least, least), w)
+
+
+@triton.jit
 def forward_kernel(
     x, added, weight, stream, y, scale, rows, eps,
-    D: tl.constexpr, ADD: tl.constexpr, SILU: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    D: tl.constexpr, ADD: tl.constexpr, SILU: tl.constexpr, FROM_Y: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """y [R, D], and what each row was multiplied with, [R]. ADD: what is normalised is x + added, which goes to stream [R, D];
-    SILU: it is silu(x)."""
+    SILU: it is silu(x); FROM_Y: the backward pass will have y."""
     row, at, inside = block_of(tl.program_id(0), rows, D, BR, BD)
     d = tl.arange(0, BD)
     x_rd = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -37,6 +47,8 @@ def forward_kernel(
         x_rd, _ = activation(x_rd, False)
     factor = 1.0 / tl.sqrt(tl.sum(x_rd * x_rd, 1) / D + eps)
     w = tl.load(weight + d, mask=d < D, other=0.0)
+    if FROM_Y:
+        w = steady(w)
     tl.store(y + at, (x_rd * factor[:, None] * w[None, :]).to(y.dtype.element_ty), mask=inside)
     tl.store(scale + row, factor, mask=row < rows)
 
@@ -44,13 +56,16 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     x, weight, scale, dy, dstream, dx, dadded, dweight, rows,
-    D: tl.constexpr, BESIDE: tl.constexpr, ADD: tl.constexpr, SILU: tl.constexpr, BLOCKS: tl.constexpr, BR: tl.constexpr,
-    BD: tl.constexpr,
+    D: tl.constexpr, BESIDE: tl.constexpr, ADD: tl.constexpr, SILU: tl.constexpr, FROM_Y: tl.constexpr, BLOCKS: tl.constexpr,
+    BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """dx [R, D], and this program's share of the weight's gradient, [programs, D]. BESIDE: dx has what else reads x gives. ADD: dx
-    once more, in the type of what was added."""
+    once more, in the type of what was added. FROM_Y: x is y."""
     d = tl.arange(0, BD)
     w = tl.load(weight + d, mask=d < D, other=0.0)
+    if FROM_Y:
+        w = steady(w)
+        inverse = 1.0 / w
     share = tl.zeros([BD], tl.float32)
     for n in range(tl.program_id(0) * BLOCKS, (tl.program_id(0) + 1) * BLOCKS):
         row, at, inside = block_of(n, rows, D, BR, BD)
@@ -58,7 +73,10 @@ def backward_kernel(
         x_rd = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         if SILU:
             x_rd, slope = activation(x_rd, False)
-        normed = x_rd * factor[:, None]
+        if FROM_Y:
+            normed = x_rd * inverse[None, :]
+        else:
+            normed = x_rd * factor[:, None]
         dy_rd = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         share += tl.sum(dy_rd * normed, 0)
         dnormed = dy_rd * w[None, :]

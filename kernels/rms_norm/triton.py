@@ -24,11 +24,12 @@ def in_triton(x: Tensor, weight: Tensor) -> bool:
 
 def rms_norm_triton(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, added: Tensor | None = None, *, silu: bool = False,
-    blocks: int = _BLOCKS,
+    from_y: bool = False, blocks: int = _BLOCKS,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `op.rms_norm_beside`, which checks the arguments. silu: of silu(x), with nothing added. blocks: of rows, of a program
-    backwards."""
-    stream, y = _RMSNorm.apply(x, weight, added, eps, dtype, silu, blocks)
+    """As `op.rms_norm_beside`, which checks the arguments. silu: of silu(x), with nothing added. from_y: y is kept for the backward
+    pass, not what was normalised; not of silu(x). blocks: of rows, of a program backwards."""
+    # float16 ends where a small weight's share of y begins
+    stream, y = _RMSNorm.apply(x, weight, added, eps, dtype, silu, from_y and dtype != torch.float16, blocks)
     return stream, y
 
 
@@ -43,8 +44,9 @@ def sizes_of(width: int) -> Mapping[str, int]:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, added: Tensor | None, eps: float, dtype: torch.dtype, silu: bool, blocks: int
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, weight: Tensor, added: Tensor | None, eps: float, dtype: torch.dtype, silu: bool, from_y: bool,
+        blocks: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         # where it lies among others of odd sizes differs from what is compiled beforehand
         x, weight = x.contiguous(), launch.aligned(weight)
         stream = x if added is None else torch.empty_like(x)
@@ -53,10 +55,10 @@ class _RMSNorm(torch.autograd.Function):
         sizes, rows = sizes_of(x.shape[-1]), x.numel() // x.shape[-1]
         y, scale = torch.empty_like(x, dtype=dtype), torch.empty(rows, dtype=torch.float32, device=x.device)
         _kernels().forward_kernel[(-(-rows // sizes["BR"]),)](
-            x, added, weight, stream, y, scale, rows, eps, ADD=ctx.added is not None, SILU=silu, **sizes
+            x, added, weight, stream, y, scale, rows, eps, ADD=ctx.added is not None, SILU=silu, FROM_Y=from_y, **sizes
         )
-        ctx.save_for_backward(stream, weight, scale)
-        ctx.silu, ctx.blocks = silu, blocks
+        ctx.save_for_backward(y if from_y else stream, weight, scale)
+        ctx.silu, ctx.from_y, ctx.blocks, ctx.dtype = silu, from_y, blocks, x.dtype
         ctx.set_materialize_grads(False)
         return stream, y
 
@@ -65,9 +67,9 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None) -> tuple[Any, ...]:
         if dy is None:
             assert dstream is not None
-            return dstream, None, None if ctx.added is None else dstream.to(ctx.added), *(None,) * 4
+            return dstream, None, None if ctx.added is None else dstream.to(ctx.added), *(None,) * 5
         x, weight, scale = ctx.saved_tensors
-        sizes, rows, dx = sizes_of(x.shape[-1]), scale.shape[0], torch.empty_like(x)
+        sizes, rows, dx = sizes_of(x.shape[-1]), scale.shape[0], torch.empty_like(x, dtype=ctx.dtype)
         programs = -(-rows // (sizes["BR"] * ctx.blocks))
         shares = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
         dy = dy.contiguous()
@@ -76,9 +78,9 @@ class _RMSNorm(torch.autograd.Function):
         dadded = torch.empty_like(dx, dtype=ctx.added) if own else dx
         _kernels().backward_kernel[(programs,)](
             x, weight, scale, dy, dy if dstream is None else dstream.contiguous(), dx, dadded, shares, rows,
-            BESIDE=dstream is not None, ADD=own, SILU=ctx.silu, BLOCKS=ctx.blocks, **sizes,
+            BESIDE=dstream is not None, ADD=own, SILU=ctx.silu, FROM_Y=ctx.from_y, BLOCKS=ctx.blocks, **sizes,
         )  # fmt: skip
-        return dx, shares.sum(0), None if ctx.added is None else dadded, *(None,) * 4
+        return dx, shares.sum(0), None if ctx.added is None else dadded, *(None,) * 5
 
 
 @cache

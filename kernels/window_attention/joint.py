@@ -21,9 +21,10 @@ from baton.kernels.window_attention.copies import leave_tile, tile_of, with_copi
 
 @triton.jit
 def absorb(found, largest, total, scores, seen, v_j, scale, LOW: tl.constexpr):
-    """Weighted values and sum of weights so far, relative to the largest score so far, with some more. scale: of scores, to base 2,
-    more than 0."""
-    scores = tl.where(seen, scores, float("-inf"))
+    """Weighted values and sum of weights so far, relative to the largest score so far, with some more. seen: None: all that is not
+    -inf. scale: of scores, to base 2, more than 0."""
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(largest, tl.max(scores, 1))
     # who has seen nothing yet has no largest
     base = tl.where(new == float("-inf"), 0.0, new * scale)
@@ -41,6 +42,12 @@ def within(distance, count):
 def count_of(limits, b, i, inside, T, NEAR: tl.constexpr):
     """How many distances tokens i see, from NEAR to their limits, [B, T]; no token sees a row behind the last one."""
     return tl.maximum(tl.load(limits + b * T + i, mask=inside, other=-1) - (NEAR - 1), 0)
+
+
+@triton.jit
+def common_rows(i, count, N: tl.constexpr):
+    """The first row that all of tokens i see, of how many each of them sees, and the last one."""
+    return tl.max(i + N + 1 - count, 0), tl.min(i, 0) + N
 
 
 @triton.jit
@@ -67,10 +74,16 @@ def forward_kernel(
     largest = total + float("-inf")
     base_2 = scale * LOG2_E
     near, of_rows = count_of(limit, b, i, inside, T, 0), b * (N + T) * ROW + g * K
+    common, last = common_rows(i, near, N)
     for r0 in range(first_row(i, near, N), tl.minimum(i0 + BQ, T) + N, BK):
         r = r0 + tl.arange(0, BK)
         scores = product(q_i, tl.trans(tile_of(k + of_rows, r, r < N + T, ROW, K, BD)), LOW)
         seen = (r[None, :] > (i + N - near)[:, None]) & (r[None, :] <= (i + N)[:, None])
+        if FAR == 0 and M == 0:
+            # most tiles are seen whole; beside far rows and memories there are few such, and no registers for it
+            if (r0 < common) | (r0 + BK - 1 > last):
+                scores = tl.where(seen, scores, float("-inf"))
+            seen = None
         v_j = tile_of(v + of_rows, r, r < N + T, ROW, K, BD)
         found, largest, total = absorb(found, largest, total, scores, seen, v_j, base_2, LOW)
     if FAR > 0:

@@ -70,7 +70,7 @@ class AttentionConfig(HeadsConfig):
         whole = self.window is None
         shape = (0 if self.window is None else self.window - 1, kv_heads, self.head_dim)
         kept = [
-            Kept("in_proj input", d_model, "compute", split=False, cheap=True),
+            Kept("in_proj input", d_model, "compute", split=False),
             # the values are a view of it, so all of it stays; a GPU's kernels read each in one piece
             Kept("q, k and v", width + 2 * kv_width, "compute", device="cpu"),
             Kept("v", kv_width, "compute", device="gpu"),

@@ -74,7 +74,7 @@ class DeltaRuleConfig(MixerConfig):
         widths = {"q": keys, "k": keys, "v": values}
         projected, chunk = 2 * keys + values + heads + extra, DELTA_RULE_CHUNK
         kept = [
-            Kept("in_proj input", d_model, "compute", split=False, cheap=True),
+            Kept("in_proj input", d_model, "compute", split=False),
             Kept("q, k, v and strengths", projected, "compute"),
             Kept("convolved v", values, "compute"),
             # a sigmoid, and what it is multiplied to

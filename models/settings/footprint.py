@@ -98,10 +98,11 @@ class Kept:
 
     split: whether the width is divided over the tensor group. cast: a copy in the other type, so it is there only where the compute
     type is not float32. device: which one's form keeps it, where they differ; ranks: the same for one tensor rank and several.
-    once: `width` numbers in all, not per token. stream: of the residual stream, so of this rank's part of it. inside: of a linear
+    once: `width` numbers in all, not per token. stream: of the residual stream, so of this rank's part of it; gathered: there only
+    where ranks share the stream, of which what is kept otherwise is gathered. inside: of a linear
     recurrence, which a GPU has a fused kernel for and which may be run again for its gradient: "graph", what autograd keeps where
     neither is so; "input", what both keep instead; "kernel", what the fused kernel keeps besides. cheap: made again where
-    recomputation is selective, but in a segment, and not what tensor ranks that share the residual stream gather.
+    recomputation is selective, but in a segment.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Kept:
     ranks: Literal["one", "several"] | None = None
     once: bool = False
     stream: bool = False
+    gathered: bool = False
     inside: Literal["graph", "input", "kernel"] | None = None
     cheap: bool = False
 
@@ -124,7 +126,7 @@ class Kept:
         }
         if self.inside is not None and not kept[self.inside]:
             return 0
-        if self.cheap and work.selective and not work.segment and (self.split or not work.split_residual):
+        if (self.cheap and work.selective and not work.segment) or (self.gathered and not work.split_residual):
             return 0
         device, ranks = "gpu" if work.gpu else "cpu", "several" if work.tensor > 1 else "one"
         if (self.cast and work.compute_bytes == 4) or self.device not in (None, device) or self.ranks not in (None, ranks):
@@ -292,12 +294,14 @@ class Footprint:
         return self.matrix_flops + pairs, float(self.vector_flops)
 
     def behind_norm(self, d_model: int) -> "Footprint":
-        """With the sub-block's norm: x + mixer(norm(x)), the residual stream in float32."""
+        """With the sub-block's norm: x + mixer(norm(x)), the residual stream in float32. A GPU's norm keeps its result alone, which
+        is the mixer's input, unless that is gathered."""
         return replace(
             self,
             parameters=(Parameter("norm.weight", (d_model,)), *(replace(p, name=f"mixer.{p.name}") for p in self.parameters)),
             kept=(
-                Kept("norm input", d_model, "float32", split=False, stream=True),
+                Kept("norm input", d_model, "float32", split=False, stream=True, device="cpu"),
+                Kept("norm result", d_model, "compute", split=False, stream=True, device="gpu", gathered=True),
                 Kept("norm scale", 1, "float32", split=False, stream=True),
                 Kept("norm normalised", d_model, "float32", split=False, stream=True, device="cpu"),
                 *self.kept,

@@ -55,7 +55,7 @@ class GatedScanConfig(MixerConfig):
                 row("out_proj", inner, d_model),
             ),
             kept=(
-                Kept("in_proj input", d_model, "compute", split=False, cheap=True),
+                Kept("in_proj input", d_model, "compute", split=False),
                 Kept("x and z", 2 * inner, "compute"),
                 Kept("convolved x", inner, "compute", cheap=True),
                 Kept("code and vectors", code, "compute", split=False),

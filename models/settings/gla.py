@@ -57,7 +57,7 @@ class GLAConfig(LinearAttentionConfig):
                 row("out_proj", values, d_model),
             ),
             kept=(
-                Kept("in_proj input", d_model, "compute", split=False, cheap=True),
+                Kept("in_proj input", d_model, "compute", split=False),
                 Kept("q, k, v and gate", 2 * keys + 2 * values, "compute"),
                 *mapped,
                 Kept("code", self.gate_rank, "compute", split=False),

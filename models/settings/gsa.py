@@ -49,7 +49,7 @@ class GSAConfig(HeadsConfig):
                 row("out_proj", width, d_model),
             ),
             kept=(
-                Kept("in_proj input", d_model, "compute", split=False, cheap=True),
+                Kept("in_proj input", d_model, "compute", split=False),
                 Kept("q, k, v and gates", width + 2 * kv_width + gates, "compute"),
                 Kept("activated q, k and v", width + 2 * kv_width, "compute", cheap=True),
                 # a GPU's kernel reads the projection

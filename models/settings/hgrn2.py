@@ -55,7 +55,7 @@ class HGRN2Config(LinearAttentionConfig):
                 row("out_proj", values, d_model),
             ),
             kept=(
-                Kept("in_proj input", d_model, "compute", split=False, cheap=True),
+                Kept("in_proj input", d_model, "compute", split=False),
                 Kept("q, f and v", 2 * keys + values, "compute"),
                 Kept("activated q", keys, "compute"),
                 Kept("sigmoid of f", keys, "float32"),

@@ -102,7 +102,7 @@ class LatticeConfig(MixerConfig):
             row("out_proj", values, d_model),
         ]
         kept = [
-            Kept("in_proj input", d_model, "compute", split=False, cheap=True),
+            Kept("in_proj input", d_model, "compute", split=False),
             Kept("qk, v, gate and step sizes", projected, "compute"),
             *_key("q", keys, heads, unit=self.unit_queries),
             *_key("k", keys, heads, unit=self.unit_keys),

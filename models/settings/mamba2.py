@@ -80,7 +80,7 @@ class Mamba2Config(MixerConfig):
                 row("out_proj", inner, d_model),
             ),
             kept=(
-                Kept("in_proj input", d_model, "compute", split=False, cheap=True),
+                Kept("in_proj input", d_model, "compute", split=False),
                 Kept("z, u and step sizes", 2 * inner + heads, "compute"),
                 # before and after the convolution
                 Kept("B and C", 2 * 2 * state, "compute", split=False),

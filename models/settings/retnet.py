@@ -57,7 +57,7 @@ class RetNetConfig(LinearAttentionConfig):
                 row("out_proj", values, d_model),
             ),
             kept=(
-                Kept("in_proj input", d_model, "compute", split=False, cheap=True),
+                Kept("in_proj input", d_model, "compute", split=False),
                 Kept("q, k, v and gate", 2 * keys + 2 * values, "compute"),
                 *mapped,
                 # a cosine and a sine per pair, the same for queries and keys and for all heads

@@ -27,7 +27,7 @@ class SwiGLUConfig(MixerConfig):
         return Footprint(
             parameters=(column("in_proj", d_model, 2 * hidden), row("out_proj", hidden, d_model)),
             kept=(
-                Kept("in_proj input", d_model, "compute", split=False, cheap=True),
+                Kept("in_proj input", d_model, "compute", split=False),
                 Kept("gate and up", 2 * hidden, "compute", device="gpu"),
                 Kept("gate and up", 2 * hidden, "float32", device="cpu"),
                 Kept("activated gate", hidden, "float32", device="cpu"),

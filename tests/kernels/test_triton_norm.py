@@ -13,6 +13,9 @@ from baton.kernels.rms_norm.triton import rms_norm_triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
 EPS = 1e-5
+IN_ROUNDED = {torch.float32: (1e-6,) * 3, torch.bfloat16: (5e-5, 5e-3, 5e-3)}
+"""Of dx, dweight and the gradient of what is added, where they are made from y: its rounding is in a projection of dy to one
+direction of 2048."""
 
 
 @pytest.mark.parametrize("out", LIMITS, ids=str)
@@ -102,6 +105,35 @@ def test_what_is_added_to_a_stream_is_added_before_its_norm(dtype, read, run):
         assert relative_error(have.double(), want) <= LIMITS[have.dtype]
 
 
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+@pytest.mark.parametrize("out", LIMITS, ids=str)
+def test_y_does_for_the_backward_pass(out, added):
+    """Rows and weights of all sizes, weights of 0, of either sign and too small to divide by; nothing of the stream is kept."""
+    g, width = seeded(0), 70
+    rows = [torch.randn(131, width, generator=g) * torch.logspace(-3, 3, 131)[:, None] for _ in range(2)]
+    rows[0][1], rows[1][1] = 0, 0
+    weight = torch.randn(width, generator=g) * torch.logspace(-6, 6, width)
+    few = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e-45])
+    weight[: len(few)] = few
+    dy = torch.randn(131, width, generator=g).to(out)
+    found = []
+    for place, cast in (("cpu", torch.float64), (DEVICE, torch.float32)):
+        x, more, w = (t.to(place, cast).requires_grad_() for t in (*rows, weight))
+        given = (x, more, w) if added else (x, w)
+        if cast == torch.float64:
+            y = F.rms_norm(x + more if added else x, (width,), w, EPS)
+        else:
+            stream, y = rms_norm_triton(x, w, EPS, out, more if added else None, from_y=True, blocks=3)
+            assert all(t.dtype == out for t in y.grad_fn.saved_tensors if t.shape == y.shape)
+            assert stream.grad_fn is y.grad_fn
+        found.append([t.detach().cpu() for t in (y, *torch.autograd.grad(y, given, dy.to(place, y.dtype)))])
+    (y, *dx, dweight), (own_y, *own_dx, own_dweight) = found
+    # what a weight gets does not hang on its size, so none of them is lost among the others
+    for want, have in zip((y, dweight, *dx), (own_y, own_dweight, *own_dx), strict=True):
+        assert relative_error(have.double(), want) <= LIMITS[out]
+    assert relative_error(own_dweight[: len(few)].double(), dweight[: len(few)]) <= LIMITS[out]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("out", LIMITS, ids=str)
 def test_the_sizes_of_runs(out):
@@ -114,8 +146,9 @@ def test_the_sizes_of_runs(out):
         stream, y = rms_norm_beside(own, w, EPS, added=more, dtype=cast or out)
         given = dstream.to(stream), dy.to(place, y.dtype)
         found.append([t.detach().cpu() for t in (stream, y, *torch.autograd.grad((stream, y), (own, w, more), given))])
-    for want, have, again in zip(*found, strict=True):
-        assert relative_error(have.double(), want) <= LIMITS[have.dtype]
+    limits = LIMITS[torch.float32], LIMITS[out], *IN_ROUNDED[out]
+    for limit, want, have, again in zip(limits, *found, strict=True):
+        assert relative_error(have.double(), want) <= limit
         assert torch.equal(have, again)
 
 

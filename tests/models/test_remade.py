@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from support.models import model_of, step_batch
+from support.models import SMALL_WIDTH, model_of, step_batch
 
 from baton.models import remade
 from baton.models.lm import LanguageModel
@@ -43,6 +43,14 @@ def test_off_everything_is_kept():
     y.backward()
 
 
+MADE_AGAIN = {"hybrid"} | {
+    name
+    for name, kind in kinds().items()
+    if any(kept.cheap and kept.device != "gpu" for kept in kind.small().footprint(SMALL_WIDTH).kept)
+}
+"""On a CPU."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mixer", [*sorted(kinds()), "hybrid"])
 def test_losses_and_gradients_have_the_same_bits(mixer, dtype, monkeypatch, single_mesh):
@@ -59,7 +67,7 @@ def test_losses_and_gradients_have_the_same_bits(mixer, dtype, monkeypatch, sing
         initialize_parameters(model, 0, 0, 1)
         hidden, _ = model(batch.tokens, batch.pos)
         loss = model.loss(hidden, batch.labels)
-        assert any(note.readers for note in notes) == selective
+        assert any(note.readers for note in notes) == (selective and mixer in MADE_AGAIN)
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     assert all(note.readers == 0 and note.made is None for note in notes)

@@ -283,10 +283,11 @@ def _norm_kernels():
         sizes = {**sizes_of(width)}
         stream = width == 2048
         types = dict.fromkeys(("x", "stream", "weight", "scale", "dstream", "dx", "dweight"), "fp32")
-        warps, sizes = sizes.pop("num_warps"), {**sizes, "ADD": stream, "SILU": False}
+        warps, sizes = sizes.pop("num_warps"), {**sizes, "ADD": stream, "SILU": False, "FROM_Y": stream}
         yield f"{name} forward", per_row.forward_kernel, sizes, warps, types
-        yield f"{name} backward", per_row.backward_kernel, {**sizes, "BLOCKS": 32, "BESIDE": stream}, warps, types
-    silu = {**sizes_of(2048), "ADD": False, "SILU": True}
+        back = types if not stream else {name: dtype for name, dtype in types.items() if name != "x"}
+        yield f"{name} backward", per_row.backward_kernel, {**sizes, "BLOCKS": 32, "BESIDE": stream}, warps, back
+    silu = {**sizes_of(2048), "ADD": False, "SILU": True, "FROM_Y": False}
     warps, types = silu.pop("num_warps"), dict.fromkeys(("weight", "scale", "dweight"), "fp32")
     yield "norm, of silu, forward", per_row.forward_kernel, silu, warps, types
     yield "norm, of silu, backward", per_row.backward_kernel, {**silu, "BLOCKS": 32, "BESIDE": False}, warps, types
