@@ -21,13 +21,13 @@ class Tiles:
     Attributes:
         chunk: tokens that are multiplied with each other; between chunks there is a state.
         x: of the side with the decays, a program's part.
-        x_gated: the same where derivatives along that side are computed.
+        x_gated: the same where derivatives along that side are computed; x_read: where only what is read with has one.
         x_prepared, x_scores: the same where gates are summed, and where scores have a decay per channel.
         x_products: a step over what lies along a side where scores have no decay per channel.
         y: of the other side, a program's part.
         y_gated: the same where derivatives along the side with the decays are computed.
         warps: of a program.
-        warps_gated: of one that computes derivatives along the side with the decays.
+        warps_gated: of one that computes derivatives along the side with the decays; warps_read: only of what is read with.
         warps_scores: of one that computes scores with a decay per channel.
         stages: of what loops load, ahead of what they compute; scores with a decay per channel have one.
         heads: of a program that computes derivatives of what all heads share; what divides their number is taken.
@@ -37,6 +37,7 @@ class Tiles:
     chunk: int = 64
     x: int = 64
     x_gated: int = 64
+    x_read: int = 64
     x_prepared: int = 64
     x_scores: int = 32
     x_products: int = 64
@@ -44,6 +45,7 @@ class Tiles:
     y_gated: int = 64
     warps: int = 4
     warps_gated: int = 8
+    warps_read: int = 8
     warps_scores: int = 4
     stages: int = 3
     heads: int = 8
@@ -52,9 +54,9 @@ class Tiles:
     @cached_property
     def for_float32(self) -> Self:
         """None larger than these: products of float32 use no tensor cores, and larger ones have no room in registers."""
-        largest = dict.fromkeys(("chunk", "x", "x_gated", "x_prepared", "x_scores", "x_products", "y", "y_gated"), 32)
+        largest = dict.fromkeys(("chunk", "x", "x_gated", "x_read", "x_prepared", "x_scores", "x_products", "y", "y_gated"), 32)
         least = {name: min(size, getattr(self, name)) for name, size in largest.items()}
-        return replace(self, **least, warps_gated=self.warps, warps_scores=self.warps, stages=1)
+        return replace(self, **least, warps_gated=self.warps, warps_read=self.warps, warps_scores=self.warps, stages=1)
 
 
 class Given(NamedTuple):

@@ -245,7 +245,8 @@ class Sum:
         share = math.gcd(heads, self.tiles.heads) if shared else 1
         r = None if read is None else self.new(*shape, self.query_heads // share, X, dtype=read)
         w = None if write is None else self.new(*shape, heads // share, X, dtype=write)
-        BX = self.block(X, self.tiles.x_gated)
+        size, warps = (self.tiles.x_read, self.tiles.warps_read) if write is None else (self.tiles.x_gated, self.tiles.warps_gated)
+        BX = self.block(X, size)
         # with tiles of 32 by 64 or 16 by 64 Triton 3.6 makes a kernel for sm_90 whose gates' gradients are wrong; sums over heads
         # take the registers
         BY, g = self.block(Y, self.tiles.y_gated if BX > 32 and share == 1 else 32), None
@@ -257,8 +258,7 @@ class Sum:
             self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
             *launch.strides(x.r, y.r, x.w, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
             PRECISE=self.low["LOW"] is not None and self.per_channel and read == torch.float32,
-            LEVELS=self.tiles.chunk.bit_length() - 1, SHARE=share, BX=BX, BY=BY, num_warps=self.tiles.warps_gated, **self.common,
-            **self.low,
+            LEVELS=self.tiles.chunk.bit_length() - 1, SHARE=share, BX=BX, BY=BY, num_warps=warps, **self.common, **self.low,
         )  # fmt: skip
         return r, w, g if g is None or self.per_channel else g.sum(0)
 

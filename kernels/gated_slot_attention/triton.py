@@ -2,8 +2,8 @@
 
 The one thing to know: the passes share their gate, and what a slot takes in is 1 - alpha. What the link makes of a score is as far
 off as the score is, times its size, so nothing between the two is rounded that need not be: strengths, scores and the gradients of
-weights are float32, and what is read within a chunk is of strengths with twice bfloat16's digits. Scores and weights of slots are
-kept for the backward pass, and the passes' scores of a chunk's tokens; strengths and chunks' states are made again.
+weights are float32, and what is read within a chunk is of strengths with twice bfloat16's digits. Scores of slots are kept for the
+backward pass, and the passes' scores of a chunk's tokens; strengths, weights of slots and chunks' states are made again.
 """
 
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ class _Gsa(torch.autograd.Function):
         scores, keys, among_k = _keys(q, k, write, log_alpha, scale, pos, tiles, low).forward(first_k, torch.float32)
         weights = weights_of(scores, link, q.dtype)
         y, values, among_v = _values(weights, write, v, log_alpha, pos, tiles, low).forward(first_v, q.dtype)
-        ctx.save_for_backward(q, k, v, log_alpha, first_k, first_v, scores, weights, among_k, among_v, pos)
+        ctx.save_for_backward(q, k, v, log_alpha, first_k, first_v, scores, among_k, among_v, pos)
         ctx.scale, ctx.link, ctx.tiles = scale, link, tiles
         ctx.set_materialize_grads(False)
         return y, keys, values
@@ -71,11 +71,11 @@ class _Gsa(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dkeys: Tensor | None, dvalues: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, log_alpha, first_k, first_v, scores, weights, among_k, among_v, pos = ctx.saved_tensors
+        q, k, v, log_alpha, first_k, first_v, scores, among_k, among_v, pos = ctx.saved_tensors
         if dy is None:
             dy = q.new_zeros(*q.shape[:3], v.shape[3])
         write, low = strength(log_alpha), Given(q, k, v).low
-        of_values = _values(weights, write, v, log_alpha, pos, ctx.tiles, low)
+        of_values = _values(weights_of(scores, ctx.link, q.dtype), write, v, log_alpha, pos, ctx.tiles, low)
         # of weights and strengths only differences reach what they are made of
         dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(first_v, among_v, launch.in_rows(dy), dvalues, wide="q")
         dscores = weights_backward(scores, dweights, ctx.link)

@@ -56,7 +56,6 @@ class GSAConfig(HeadsConfig):
                 *(replace(kept, device="cpu") for kept in log_sigmoid("gates", gates)),
                 Kept("gates", gates, "float32"),
                 Kept("scores of slots", heads * slots, "float32", inside="kernel"),
-                Kept("weights of slots", heads * slots, "compute", inside="kernel"),
                 *scores_kept(heads, width, kv_width, gates),
                 *scores_kept(heads, heads * slots, gates, kv_width),
                 Kept("output", width, "compute"),

@@ -19,7 +19,7 @@ from baton.kernels.gated_slot_attention.reference import LINKS, gsa_reference
 from baton.kernels.gated_slot_attention.triton import gsa_effect, gsa_triton, strength, weights_backward, weights_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = Tiles(chunk=16, x=16, x_gated=16, x_prepared=16, y=16, y_gated=16, programs=1)
+SMALL = Tiles(chunk=16, x=16, x_gated=16, x_read=16, x_prepared=16, y=16, y_gated=16, programs=1)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 # batch, tokens, heads of q, of k and of v, d_key, d_value: less than a chunk, odd ones, groups, a head for all
 SIZES = {

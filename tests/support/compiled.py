@@ -129,14 +129,15 @@ def _matrix_kernels(arch):
         for read in (False, True):
             plain = {**headed, **low, **stages, **BX, **BY, "Y": Y, "READ": read, "WRITE": not read}
             yield f"{name} plain {'read' if read else 'write'}", sides.plain_kernel, plain, tiles.warps, types
-        sizes = {"BX": min(X, tiles.x_gated), "BY": min(Y, tiles.y_gated), "Y": Y}
         for write in (False, True):
+            size, warps = (tiles.x_gated, tiles.warps_gated) if write else (tiles.x_read, tiles.warps_read)
+            sizes = {"BX": min(X, size), "BY": min(Y, tiles.y_gated if size > 32 else 32), "Y": Y}
             share = tiles.heads if write and name == "mamba2" else 1
             gated = {**headed, **low, **levels, **stages, **sizes, "READ": True, "WRITE": write, "SHARE": share}
             gated["PRECISE"] = name == "gsa"
             if share > 1:
                 gated["BY"] = 32
-            yield f"{name} gated{' backward' * write}", sides.gated_kernel, gated, tiles.warps_gated, of_slots
+            yield f"{name} gated{' backward' * write}", sides.gated_kernel, gated, warps, of_slots
 
     def tiles_of(kernel, shape):
         return replace(kernel.Tiles(), **table.of_device(kernel.KERNEL, NAMES[arch], shape))
