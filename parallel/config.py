@@ -24,7 +24,7 @@ class LayoutConfig(BaseModel):
     split_residual: bool = Field(
         False,
         description="tensor ranks share the residual stream and the norms, each a part of the tokens (Megatron's sequence "
-        "parallelism): less memory, the same bytes",
+        "parallelism): less memory where layers are recomputed, the same bytes",
     )
     state_exchange: Literal["relay", "early", "gather"] = Field(
         "relay",
