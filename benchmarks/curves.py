@@ -2,8 +2,9 @@
 
 The one thing to know: every run is a rank of `baton train` as the launcher starts it, with the same text, order and initial values.
 Two bfloat16 runs drift apart by rounding alone, so there is a third one that says how far: with our kernels, and half the rows in a
-micro-batch. Compared are the losses of single steps, over the later half of a run, relative to the loss; a gate allows the plain
-form three times the drift of that third run. In the plain form `on_gpu` is false everywhere, and no Triton kernel is launched.
+micro-batch. Compared are the losses of single steps, over the later half of a run, relative to the loss; gates allow the
+plain form, and our kernels around a residual stream in bfloat16, three times the drift of that third run. In the plain form
+`on_gpu` is false everywhere, and no Triton kernel is launched.
 All runs go at once, since nothing is timed here and most of each is waiting for the host; what is not done in --seconds is ended.
 
     python benchmarks/curves.py [--models mamba,gsa,bmojo,longhorn,lattice] [--steps 200] [--seconds 500] [--name curves]
@@ -38,8 +39,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "lattice": {"pattern": ["lattice+swiglu"], "mixers": {"lattice": {"heads": 8, "head_dim": 64, "slots": 64}}},
     "bmojo": {"pattern": ["bmojo"], "mixers": {"bmojo": {"window": 128, "fading": "chunk", "fading_tokens": 16, "eidetic": 32}}},
 }
-FORMS = {"kernels": ROWS, "kernels, half the rows": ROWS // 2, "plain": ROWS}
-"""Rows of a micro-batch."""
+STREAM = "kernels, residual stream in bfloat16"
+FORMS: dict[str, dict[str, Any]] = {
+    "kernels": {},
+    "kernels, half the rows": {"micro_batch": ROWS // 2},
+    "plain": {},
+    STREAM: {"residual": "bfloat16"},
+}
+"""What each changes of training's settings."""
 
 
 def rank(config: Path, plain: bool) -> None:
@@ -70,7 +77,7 @@ class Run:
             "training": {
                 "steps": arguments.steps,
                 "context": arguments.context,
-                "micro_batch": FORMS[form],
+                "micro_batch": ROWS,
                 "global_batch_tokens": 2 * ROWS * arguments.context,
                 "precision": "bfloat16",
                 "log_every": 1,
@@ -78,6 +85,7 @@ class Run:
                 "schedule": {"kind": "constant", "warmup_steps": 20},
                 "checkpoint": {"every": 1_000_000},
                 "evaluation": {"every": 0},
+                **FORMS[form],
             },
         }
         self.where.mkdir()
@@ -133,25 +141,23 @@ def one_model(report: Report, model: str, runs: dict[str, Run], deadline: float)
     if steps < 2:
         report.say(f"{model}: one of its runs was cut off after {steps} of {wanted} steps")
         return False
-    ours, half, plain = (curve[:steps] for curve in whole.values())
-    noise, off = drift(half, ours), drift(plain, ours)
-    first = f"first losses differ by {abs(ours[0] - plain[0]) / plain[0]:.1e}"
-    if steps < wanted:
-        report.say(f"{model}: cut off after {steps} of {wanted} steps: {first}, later ones by {off:.1e}, for rounding {noise:.1e}")
-        return False
-    detail = f"{steps} steps, {first}, later ones by {off:.1e} <= "
-    detail += f"{ALLOWED:g} x {noise:.1e}, as far as rounding alone drives two runs apart"
-    report.gate(model, off <= ALLOWED * noise, detail)
-    report.row(
-        model,
-        "nats, last quarter",
-        mean_of_last(ours),
-        "PyTorch's operators",
-        mean_of_last(plain),
-        gate=model,
-        higher_is_better=False,
-    )
-    return True
+    ours, half, plain, stream = (curve[:steps] for curve in whole.values())
+    noise = drift(half, ours)
+    for case, curve, beside, other in (
+        (model, ours, "PyTorch's operators", plain),
+        (f"{model}, residual stream in bfloat16", stream, "in float32", ours),
+    ):
+        off, first = drift(other, curve), f"first losses differ by {abs(curve[0] - other[0]) / other[0]:.1e}"
+        if steps < wanted:
+            found = f"{first}, later ones by {off:.1e}, for rounding {noise:.1e}"
+            report.say(f"{case}: cut off after {steps} of {wanted} steps: {found}")
+            continue
+        detail = f"{steps} steps, {first}, later ones by {off:.1e} <= "
+        detail += f"{ALLOWED:g} x {noise:.1e}, as far as rounding alone drives two runs apart"
+        report.gate(case, off <= ALLOWED * noise, detail)
+        nats = mean_of_last(curve), mean_of_last(other)
+        report.row(case, "nats, last quarter", nats[0], beside, nats[1], gate=case, higher_is_better=False)
+    return steps == wanted
 
 
 def main() -> None:

@@ -212,6 +212,7 @@ class Bench:
         report, case = self.report, f"{model} {shape}"
         words: list[str] = ["training.recompute=true"] if self.arguments.recompute else []
         words += ["training.selective_recompute=true"] if self.arguments.selective else []
+        words += [f"training.residual={self.arguments.residual}"]
         words += ["training.cuda_graphs=true"] if self.arguments.graphs else []
         if self.left() < self.arguments.reserve:
             report.say(f"{case}: left out, for want of time")
@@ -280,6 +281,7 @@ class Bench:
         )
         spread = f"{1000 * min(found.seconds):,.1f} to {1000 * max(found.seconds):,.1f}"
         again = ", recomputed" if training.recompute else ", cheap parts recomputed" if training.selective_recompute else ""
+        again += ", residual stream in bfloat16" if training.residual == "bfloat16" else ""
         again += ", recorded" if training.cuda_graphs else ""
         cut = f", {training.segments} exact segments" if training.segments > 1 else ""
         self.report.say(
@@ -336,6 +338,7 @@ def bench_arguments(description: str) -> argparse.ArgumentParser:
                         "reference form's loss of other tokens, where another shape has one (default 32768)")  # fmt: skip
     parser.add_argument("--recompute", action="store_true", help="training.recompute=true, also where it fits without")
     parser.add_argument("--selective", action="store_true", help="training.selective_recompute=true")
+    parser.add_argument("--residual", choices=("float32", "bfloat16"), default="float32", help="training.residual")
     parser.add_argument("--graphs", action="store_true", help="training.cuda_graphs=true; not with --profile, nor in segments")
     parser.add_argument("--profile", action="store_true", help="also profile=true: where another step's time goes; not in segments")
     parser.add_argument("--seconds", type=float, default=570, help="after which no further case is begun (default 570)")

@@ -22,6 +22,9 @@ REDUCE_BUCKET = 500_000_000
 """Numbers in a bucket of the gradients' all-reduce: reduce_bucket_size in parallel.zero, which imports torch. A test compares."""
 
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one rank by part.
@@ -100,7 +103,7 @@ class Arithmetic:
             batch=self.training.micro_batch,
             length=self.training.segment // self.layout.sequence,
             tensor=self.tensor,
-            compute_bytes=2 if self.training.precision == "bfloat16" else 4,
+            compute_bytes=DTYPE_BYTES[self.training.precision],
             gpu=config.device != "cpu",
             segment=self.layout.sequence > 1 or self.training.bptt is not None,
             again=self.layout.sequence > 1 and self.layout.state_exchange != "relay",
@@ -190,8 +193,8 @@ class Arithmetic:
 
     @cached_property
     def around_layers(self) -> int:
-        """What is kept besides: which tokens are another tensor rank's, and numbers of d_model: the last residual stream in
-        float32; on the last stage the gradient of what the norm makes of it, which the loss has made, in the compute type, and what
+        """What is kept besides: which tokens are another tensor rank's, and numbers of d_model: the last residual stream;
+        on the last stage the gradient of what the norm makes of it, which the loss has made, in the compute type, and what
         that norm keeps (see Footprint.behind_norm and rms_norm): on a GPU its result instead of the stream, elsewhere also the
         normalised."""
         work, stage = self.work, self.stage
@@ -199,7 +202,7 @@ class Arithmetic:
         compute = work.nbytes("compute") * self.model.d_model
         if not stage.last:
             return work.tokens * integers + self.hidden_bytes
-        norm = compute * work.stream_tokens if work.gpu else 2 * self.hidden_bytes
+        norm = (compute if work.gpu else 2 * 4 * self.model.d_model) * work.stream_tokens
         return work.tokens * (integers + compute) + norm
 
     def activations(self, *, recompute: bool) -> int:
@@ -230,8 +233,8 @@ class Arithmetic:
 
     @property
     def hidden_bytes(self) -> int:
-        """The float32 hidden vectors of a pass, or their gradient: what stages hand on. Shared, this rank's part."""
-        return 4 * self.model.d_model * self.work.stream_tokens
+        """The residual stream of a pass, or its gradient: what stages hand on. Shared, this rank's part."""
+        return DTYPE_BYTES[self.training.residual] * self.model.d_model * self.work.stream_tokens
 
     @property
     def _expected(self) -> int:

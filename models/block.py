@@ -1,4 +1,4 @@
-"""A layer: sub-blocks x + mixer(norm(x)) one after the other, with the residual stream in fp32.
+"""A layer: sub-blocks x + mixer(norm(x)) one after the other, around a residual stream.
 
 The one thing to know: what a sub-block gives is added by the next norm, which reads the stream anyway. Where tensor ranks share
 the residual stream, both its parts are this rank's part of the tokens (baton.parallel.tensor), and the normalised tokens are
@@ -31,8 +31,8 @@ def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any
 class SubBlock(nn.Module):
     """Stream [B, T, d_model] (or this rank's part [part_of(B T), d_model]), pos [B, T], State or None -> stream, State.
 
-    The stream's first part is fp32, the second in the compute type. state_wanted: whether the State that leaves will be taken; else
-    it is not made, and what stands in its place refuses (baton.kernels.protocol.unwanted).
+    The stream's first part is in the residual stream's type, the second in the compute type. state_wanted: whether the State that
+    leaves will be taken; else it is not made, and what stands in its place refuses (baton.kernels.protocol.unwanted).
     """
 
     mixer: Mixer

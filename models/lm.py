@@ -41,12 +41,12 @@ class LanguageModel(nn.Module):
     one has the final norm and a loss. A tied embedding belongs to the first stage; the last one reads a copy that it is lent.
 
     tensor_size: ranks of the tensor group this model is split over. compute_dtype: of matmuls and activations between them;
-    parameters, the residual stream, step sizes and scan states stay fp32. recompute: keep only each layer's input for backward
-    and run the layer again there; selective_recompute: only what costs little is not kept. link: the neighbours that have the
-    tokens before and after this rank's, or None. stage: which layers this rank has (None: all); pipeline: the stages before and
-    after it, or None. split_residual: the tensor ranks share the residual stream and the norms, each a part of the tokens,
-    [part_of(B T), d_model]: such a part goes from stage to stage.
-    The last stage's hidden vectors are gathered.
+    parameters, step sizes and scan states stay fp32. residual_dtype: of the residual stream and of what goes from stage to stage.
+    recompute: keep only each layer's input for backward and run the layer again there; selective_recompute: only what costs little
+    is not kept. link: the neighbours that have the tokens before and after this rank's, or None. stage: which layers this rank has
+    (None: all); pipeline: the stages before and after it, or None. split_residual: the tensor ranks share the residual stream and
+    the norms, each a part of the tokens, [part_of(B T), d_model]: such a part goes from stage to stage. The last stage's hidden
+    vectors are gathered.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class LanguageModel(nn.Module):
         *,
         tensor_size: int = 1,
         compute_dtype: torch.dtype = torch.float32,
+        residual_dtype: torch.dtype = torch.float32,
         recompute: bool = False,
         selective_recompute: bool = False,
-        deterministic_embedding: bool = False,
         link: SequenceLink | None = None,
         stage: Stage | None = None,
         pipeline: PipelineLink | None = None,
@@ -68,9 +68,9 @@ class LanguageModel(nn.Module):
         self.link, self.pipeline = link, pipeline
         self.config = config
         self.recompute = recompute
-        self.tensor_size, self.compute_dtype = tensor_size, compute_dtype
+        self.tensor_size, self.compute_dtype, self._hidden_dtype = tensor_size, compute_dtype, residual_dtype
         self.split_residual = split_residual and tensor_size > 1
-        megatron = megatron_config(tensor_size, deterministic_embedding)
+        megatron = megatron_config(tensor_size)
         if self.stage.first or (self.stage.last and config.tie_embeddings):
             self.embedding = VocabParallelEmbedding(
                 config.padded_vocab_size,
@@ -118,7 +118,7 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, States]:
         """state_wanted: whether the States that leave will be taken; else they are not made, and what is returned in their place
         refuses (baton.kernels.protocol.unwanted), but where a link has handed them on."""
-        stream: Stream = (self.embedding(tokens) if self.stage.first else tokens, None)
+        stream: Stream = (self.embedding(tokens, self.hidden_dtype) if self.stage.first else tokens, None)
         leaving: States = {}
         for number, layer in self.layers.items():
             entering = None if states is None else states[number]
@@ -162,7 +162,7 @@ class LanguageModel(nn.Module):
         pipeline = self.pipeline
         if pipeline is None:
             return self(tokens, pos, states, state_wanted)
-        x = tokens if pipeline.first else pipeline.expect("forward", self.hidden_shape(tokens)).wait()
+        x = tokens if pipeline.first else pipeline.expect("forward", self.hidden_shape(tokens), self.hidden_dtype).wait()
         hidden, leaving = self(x, pos, states, state_wanted)
         if pipeline.last:
             return hidden, leaving
@@ -173,6 +173,11 @@ class LanguageModel(nn.Module):
         """Of what goes from stage to stage for tokens [B, T]."""
         rows = (part_of(tokens.numel(), self.tensor_size),) if self.split_residual else tokens.shape
         return (*rows, self.config.d_model)
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Of the same, and of the residual stream: less precise than parameters only where that is asked for."""
+        return self._hidden_dtype if self._hidden_dtype != torch.float32 else next(self.parameters()).dtype
 
     def alone(self) -> AbstractContextManager[None]:
         """Within it this rank has whole sequences: decoding."""

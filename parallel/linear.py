@@ -24,14 +24,20 @@ _adding = False
 
 @contextmanager
 def adding_gradients() -> Iterator[None]:
-    """Within it backward passes leave gradients of `linear`'s weights in `.grad`, whatever is asked for: for plain backward passes,
-    not for autograd.grad, nor for hooks on parameters. Of the whole process, since autograd has threads of its own."""
+    """Within it backward passes leave gradients of `linear`'s weights, and of `embedding`'s on a GPU, in `.grad`, whatever is asked
+    for: for plain backward passes, not for autograd.grad, nor for hooks on parameters. Of the whole process, since autograd has
+    threads of its own."""
     global _adding
     before, _adding = _adding, True
     try:
         yield
     finally:
         _adding = before
+
+
+def gradients_are_added() -> bool:
+    """Whether this is within `adding_gradients`."""
+    return _adding
 
 
 def linear(

@@ -81,10 +81,10 @@ class PipelineLink:
         to = self.stage + (1 if kind == "forward" else -1)
         self._channels[kind].send(x.detach().contiguous(), self._ranks[to], f"stage {self.stage}'s {_NAMES[kind]}")
 
-    def expect(self, kind: Literal["forward", "backward"], shape: tuple[int, ...]) -> Arrival:
-        """Begin to receive fp32 hidden vectors of `shape` from the stage before, or their gradient from the next one."""
+    def expect(self, kind: Literal["forward", "backward"], shape: tuple[int, ...], dtype: torch.dtype) -> Arrival:
+        """Begin to receive hidden vectors of `shape` from the stage before, or their gradient from the next one."""
         source = self.stage - (1 if kind == "forward" else -1)
-        message = torch.empty(shape, device=self._device)
+        message = torch.empty(shape, dtype=dtype, device=self._device)
         what = f"{_NAMES[kind]} for stage {self.stage} from stage {source}"
         return self._channels[kind].expect(message, self._ranks[source], what)
 

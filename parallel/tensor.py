@@ -20,6 +20,7 @@ from megatron.core import ModelParallelConfig, tensor_parallel
 from torch import Tensor, nn
 
 from baton.parallel.config import divisors
+from baton.parallel.embedding import embedding
 from baton.parallel.errors import LayoutError
 from baton.parallel.layout import Init, ParameterLayout, declare
 from baton.parallel.linear import linear
@@ -28,7 +29,7 @@ copy_to_tensor_group = tensor_parallel.copy_to_tensor_model_parallel_region
 """Identity whose backward sums the gradient over the tensor group: for a replicated input of split channels."""
 
 
-def megatron_config(tensor_size: int, deterministic: bool) -> ModelParallelConfig:
+def megatron_config(tensor_size: int) -> ModelParallelConfig:
     """megatron-core's settings of a layer. Values are initialised by parallel.layout, not by megatron-core."""
     return ModelParallelConfig(
         tensor_model_parallel_size=tensor_size,
@@ -36,7 +37,6 @@ def megatron_config(tensor_size: int, deterministic: bool) -> ModelParallelConfi
         use_cpu_initialization=True,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
-        deterministic_mode=deterministic,
     )
 
 
@@ -169,7 +169,7 @@ class RowParallelLinear(ComputeCopy, tensor_parallel.RowParallelLinear):
 
 
 class VocabParallelEmbedding(ComputeCopy, tensor_parallel.VocabParallelEmbedding):
-    """Token embedding split by vocabulary rows: ids [B, T] int64 to [B, T, d_model] in fp32 on every rank.
+    """Token embedding split by vocabulary rows: ids [B, T] int64 to [B, T, d_model] on every rank.
 
     scatter: to this rank's part of the tokens only, [part_of(B T), d_model]; and the head's input comes from gather_tokens.
     """
@@ -190,11 +190,16 @@ class VocabParallelEmbedding(ComputeCopy, tensor_parallel.VocabParallelEmbedding
         self.compute_dtype = compute_dtype
         declare(self.weight, ParameterLayout((vocab_size, d_model), init, split=0, decay=decay))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """dtype: of the result; None: fp32."""
+        ranks = self.tp_group.size()
+        first = self.vocab_start_index if ranks > 1 else None
         if not self.reduce_scatter_embeddings:
-            return super().forward(ids)
-        # no rank has id -1, so its row is zero; megatron-core scatters the second dimension, of [batch, sequence]
-        return super().forward(_whole_parts(ids.flatten(), self.tp_group.size(), value=-1)[None]).squeeze(1)
+            x = embedding(ids, self.weight, first, dtype=dtype)
+            return tensor_parallel.reduce_from_tensor_model_parallel_region(x, group=self.tp_group)
+        # no rank has id -1, so its row is zero
+        x = embedding(_whole_parts(ids.flatten(), ranks, value=-1), self.weight, first, dtype=dtype)
+        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(x, group=self.tp_group)
 
     def head(self, h: Tensor) -> Tensor:
         """Logits of this rank's share of the vocabulary with the tied weight: [.., d_model] to [.., vocab / tensor ranks]."""

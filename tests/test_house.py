@@ -17,7 +17,7 @@ ARROWS = {
     "kernels": set(),
     "data_pipeline": set(),
     "configs": set(),
-    "parallel": {"kernels.protocol"},
+    "parallel": {"kernels.protocol", "kernels.embedding"},
     "models": {"kernels", "parallel"},
     "training": {"kernels", "parallel", "models", "data_pipeline"},
     "launcher": {"parallel", "models", "training", "data_pipeline", "configs", "slurm"},

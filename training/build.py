@@ -64,10 +64,9 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
             config,
             tensor_size=1 if mesh is None else mesh.layout.tensor,
             compute_dtype=DTYPES[training.precision],
+            residual_dtype=DTYPES[training.residual],
             recompute=training.recompute,
             selective_recompute=training.selective_recompute,
-            # F.embedding's backward adds in no fixed order on a GPU
-            deterministic_embedding=training.deterministic and device.type == "cuda",
             link=None if mesh is None else _link(training, mesh),
             stage=None if mesh is None else stages.cut(config, mesh.layout.pipeline, training.context)[mesh.pipeline_rank],
             pipeline=None if mesh is None else mesh.pipeline,

@@ -56,7 +56,7 @@ RULES = (
         "elementwise",
         named=r"^(aten|prims|torch|autograd)::|at::native|at_cuda_detail|elementwise|^Mem(cpy|set)|^triton_(poi|red|per)_"
         r"|Backward\d*$|^detach_?$",
-        inside=r"^_(Activated|HeadScale|Gate|Rotary)(Backward)?$",
+        inside=r"^_(Activated|Embedding|HeadScale|Gate|Rotary)(Backward)?$",
     ),
 )
 CATEGORIES = ("matmul", "scan", "convolution", "norm", "loss", "optimizer", "exchange", "data", "elementwise", UNCLASSIFIED, IDLE)

@@ -176,7 +176,7 @@ class Passes:
         """Not a moment before its operation: on a GPU a receive is a kernel that spins, and CUDA, which loads a kernel when it is
         first launched, waits for what is running. With receives ahead of the schedule two stages would wait for each other."""
         assert self._link is not None
-        return self._link.expect(kind, self._model.hidden_shape(batch.tokens)).wait()
+        return self._link.expect(kind, self._model.hidden_shape(batch.tokens), self._model.hidden_dtype).wait()
 
 
 def _fingerprints(states: States) -> Tensor:

@@ -57,17 +57,18 @@ def forward_kernel(
 def backward_kernel(
     x, weight, scale, dy, dstream, dx, dadded, dweight, rows,
     D: tl.constexpr, BESIDE: tl.constexpr, ADD: tl.constexpr, SILU: tl.constexpr, FROM_Y: tl.constexpr, BLOCKS: tl.constexpr,
-    BR: tl.constexpr, BD: tl.constexpr,
+    AHEAD: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """dx [R, D], and this program's share of the weight's gradient, [programs, D]. BESIDE: dx has what else reads x gives. ADD: dx
-    once more, in the type of what was added. FROM_Y: x is y."""
+    once more, in the type of what was added. FROM_Y: x is y. AHEAD: blocks
+    that are loaded ahead of the one that is computed."""
     d = tl.arange(0, BD)
     w = tl.load(weight + d, mask=d < D, other=0.0)
     if FROM_Y:
         w = steady(w)
         inverse = 1.0 / w
     share = tl.zeros([BD], tl.float32)
-    for n in range(tl.program_id(0) * BLOCKS, (tl.program_id(0) + 1) * BLOCKS):
+    for n in tl.range(tl.program_id(0) * BLOCKS, (tl.program_id(0) + 1) * BLOCKS, num_stages=AHEAD + 1):
         row, at, inside = block_of(n, rows, D, BR, BD)
         factor = tl.load(scale + row, mask=row < rows, other=0.0)
         x_rd = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)

@@ -15,6 +15,7 @@ from baton.kernels.ahead import on_gpu
 
 _ENTRIES = 4096  # of a block of rows
 _BLOCKS = 32  # of rows, of a program of the backward pass
+_ENTRIES_AHEAD = 16384  # that a program of the backward pass may load ahead, into shared memory
 
 
 def in_triton(x: Tensor, weight: Tensor) -> bool:
@@ -37,8 +38,17 @@ def rms_norm_triton(
 def sizes_of(width: int) -> Mapping[str, int]:
     """A launch's, for rows of so many numbers."""
     block = table.power_of_two(width)
-    warps = min(16, max(8, block // 512)) if block >= 2048 else 4
-    return MappingProxyType({"D": width, "BR": max(1, _ENTRIES // block), "BD": block, "num_warps": warps})
+    # forwards two long rows are no faster than one, which more programs can have
+    rows = 1 if block >= _ENTRIES // 2 else _ENTRIES // block
+    return MappingProxyType({"D": width, "BR": rows, "BD": block, "num_warps": min(16, max(4, block // 512))})
+
+
+@cache
+def sizes_back(width: int) -> Mapping[str, int]:
+    """The same of the backward pass."""
+    sizes = sizes_of(width)
+    rows = max(1, _ENTRIES // sizes["BD"])
+    return MappingProxyType({**sizes, "BR": rows, "AHEAD": min(2, _ENTRIES_AHEAD // (rows * sizes["BD"]))})
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -69,7 +79,7 @@ class _RMSNorm(torch.autograd.Function):
             assert dstream is not None
             return dstream, None, None if ctx.added is None else dstream.to(ctx.added), *(None,) * 5
         x, weight, scale = ctx.saved_tensors
-        sizes, rows, dx = sizes_of(x.shape[-1]), scale.shape[0], torch.empty_like(x, dtype=ctx.dtype)
+        sizes, rows, dx = sizes_back(x.shape[-1]), scale.shape[0], torch.empty_like(x, dtype=ctx.dtype)
         programs = -(-rows // (sizes["BR"] * ctx.blocks))
         shares = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
         dy = dy.contiguous()

@@ -294,8 +294,8 @@ class Footprint:
         return self.matrix_flops + pairs, float(self.vector_flops)
 
     def behind_norm(self, d_model: int) -> "Footprint":
-        """With the sub-block's norm: x + mixer(norm(x)), the residual stream in float32. A GPU's norm keeps its result alone, which
-        is the mixer's input, unless that is gathered."""
+        """With the sub-block's norm: x + mixer(norm(x)). A GPU's norm keeps its result alone, which is the mixer's input, unless
+        that is gathered."""
         return replace(
             self,
             parameters=(Parameter("norm.weight", (d_model,)), *(replace(p, name=f"mixer.{p.name}") for p in self.parameters)),

@@ -187,7 +187,7 @@ def spans(mesh, pieces=None, exchange="relay"):
     for kind, settings in kinds().items():
         if settings.small().state_grows:
             continue
-        site = Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1, False), torch.float32)
+        site = Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32)
         with mesh.device:
             layer = build_mixer(settings.small(), site)
         initialize_parameters(layer, 1, 0, 1)

@@ -170,10 +170,11 @@ def test_activations_are_what_autograd_keeps(measured, variant, precision):
 
 @pytest.mark.parametrize("variant", RECOMPUTED)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_lives_after_forward_is_activations_and_states(measured, variant, recompute):
-    arithmetic = Arithmetic(run_of(variant, precision="bfloat16"))
+@pytest.mark.parametrize("residual", ["float32", "bfloat16"])
+def test_what_lives_after_forward_is_activations_and_states(measured, variant, recompute, residual):
+    arithmetic = Arithmetic(run_of(variant, precision="bfloat16", residual=residual))
     counted = arithmetic.activations(recompute=recompute) + arithmetic.states
-    assert counted == pytest.approx(measured["living"][f"{variant} {recompute}"], rel=0.1)
+    assert counted == pytest.approx(measured["living"][f"{variant} {recompute} {residual}"], rel=0.1)
 
 
 @pytest.mark.parametrize("variant", SELECTIVELY)
@@ -219,10 +220,13 @@ calls = {
     "retnet": (gla_triton, {}, [x(4, 256), x(4, 256), x(4, 512), gates(4)], {"gate": "scalar", "scale": 1.0}),
     "hgrn2": (gla_triton, {"d_key": 128}, [x(8, 128), x(8, 128), x(8, 128), gates(8, 128)], {"gate": "key", "scale": 1.0}),
     "mamba2": (gla_triton, {}, [x(1, 128), x(1, 128), x(32, 64), gates(32)], {"gate": "scalar", "scale": 1.0}),
-    "gsa": (gsa_triton, {"head_dim": 256}, [x(4, 256), x(4, 256), x(4, 256), gates(4, 64)], {"scale": 1.0, "link": "softmax"}),
+    "gsa": (gsa_triton, {"head_dim": 256}, [*(x(4, 256) for _ in "qkv"), x(4, 64)],
+            {"scale": 1.0, "link": "softmax", "damping": 8.0}),
     "delta_net": (delta_rule_triton, {"heads": 8, "d_key": 128, "d_value": 128}, [*(x(8, 128) for _ in "qkv"), gates(8), None],
                   {"scale": 1.0}),
 }
+op, settings, given, options = calls["gsa"]
+calls["gsa selectively"] = op, settings, given, {**options, "remake": True}
 for kind, (op, settings, given, options) in calls.items():
     own = {t.untyped_storage()._cdata for t in given if t is not None}
     kept = {}
@@ -234,9 +238,10 @@ for kind, (op, settings, given, options) in calls.items():
 
     with compiling(Target(90)), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         found = op(*given, **options, **rest)
-    footprint = kinds()[kind](**settings).footprint(WIDTH)
-    counted = sum(k.nbytes(Work(B, T)) for k in footprint.kept if k.inside == "kernel")
-    print(kind, sum(kept.values()), counted)
+    footprint = kinds()[kind.split()[0]](**settings).footprint(WIDTH)
+    work = Work(B, T, selective="remake" in options)
+    counted = sum(k.nbytes(work) for k in footprint.kept if k.inside == "kernel")
+    print(kind, sum(kept.values()), counted, sep=",")
 """
 
 
@@ -245,9 +250,10 @@ def test_what_a_gpus_kernels_keep_besides(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     done = subprocess.run([sys.executable, "-P", "-c", BY_KERNELS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = {kind: (int(kept), int(counted)) for kind, kept, counted in map(str.split, done.stdout.splitlines())}
+    found = {kind: (int(kept), int(counted)) for kind, kept, counted in (line.split(",") for line in done.stdout.splitlines())}
     assert all(kept == counted for kept, counted in found.values()), found
-    assert {kind for kind, (kept, _) in found.items() if kept} == {"gla", "retnet", "gsa", "delta_net"}
+    assert {kind for kind, (kept, _) in found.items() if kept} == {"gla", "retnet", "gsa", "gsa selectively", "delta_net"}
+    assert found["gsa selectively"] < found["gsa"]
 
 
 @pytest.mark.parametrize("variant", EXCHANGED)

@@ -151,6 +151,10 @@ SETTINGS = {
     "micro-batch": (["training.micro_batch=3"], ["training.micro_batch=3 does not divide the 2 sequences", "[1, 2]"]),
     "lanes do not divide": (["training.lanes=5"], ["training.lanes=5 is not a multiple of layout.data=2", "6"]),
     "too few lanes": (["training.lanes=2"], ["training.lanes=2", "4 sequences of a step"]),
+    "a residual stream less precise than what is added": (
+        ["training.precision=float32", "training.residual=bfloat16"],
+        ["training.residual=bfloat16 does not go with training.precision=float32", "set training.residual=float32"],
+    ),
     "schedule longer than the run": (
         ["training.schedule={kind: wsd, warmup_steps: 10, decay_steps: 31}"],
         ["warmup_steps=10 and decay_steps=31 together exceed training.steps=40"],

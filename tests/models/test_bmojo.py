@@ -21,7 +21,7 @@ SMALL = BMojoConfig.small()
 
 
 def mixer(config, dtype):
-    layer = build_mixer(config, Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1, False), dtype))
+    layer = build_mixer(config, Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1), dtype))
     initialize_parameters(layer, seed=0, tensor_rank=0, tensor_size=1)
     return layer.to(dtype)
 

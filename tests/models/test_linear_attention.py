@@ -7,9 +7,11 @@ from pydantic import ValidationError
 from support.compare import relative_error
 from support.fla import naive
 
+from baton.kernels.gated_slot_attention import op as gated_slot_attention
 from baton.models.config import ModelConfig
 from baton.models.mixer import Site, build_mixer
 from baton.models.settings import kinds
+from baton.parallel import linear
 from baton.parallel.layout import initialize_parameters, parameter_count
 from baton.parallel.tensor import megatron_config
 
@@ -21,7 +23,7 @@ B, T, M = 2, 29, 24
 
 def _built(kind, d_model=M, dtype=torch.float32, **settings):
     """A mixer with distinct values everywhere, also where the initial ones are all equal."""
-    mixer = build_mixer(kinds()[kind](**settings), Site(d_model, 3, 1e-5, megatron_config(1, False), dtype))
+    mixer = build_mixer(kinds()[kind](**settings), Site(d_model, 3, 1e-5, megatron_config(1), dtype))
     initialize_parameters(mixer, seed=1, tensor_rank=0, tensor_size=1)
     with torch.no_grad():
         g = torch.Generator().manual_seed(2)
@@ -186,6 +188,27 @@ def test_gsa_is_its_formula(kv_heads):
     assert relative_error(state["v"], slots_v) <= 1e-6
 
 
+@pytest.mark.parametrize("selective", [False, True])
+def test_gsas_kernels_hand_the_projection_one_gradient(selective, monkeypatch):
+    """The interpreted kernels are the CPU's form, and the gradients of q, k, v and alpha lie side by side."""
+    x, pos = _tokens()
+    mixer = _built("gsa", head_dim=6, heads=4, kv_heads=2, slots=5)
+    mixer._selective, found, runs, runs_of = selective, [], [], linear._runs
+    monkeypatch.setattr(linear, "_runs", lambda widths, grads: (runs.append(runs_of(widths, grads)), runs[-1])[1])
+    monkeypatch.setattr(linear, "_NARROW", 0)  # nothing is put together
+    for kernels in (False, True):
+        monkeypatch.setattr(gated_slot_attention, "in_triton", lambda *_, kernels=kernels: kernels)
+        leaf = x.clone().requires_grad_()
+        y, state = mixer(leaf, pos, None)
+        cotangents = [torch.randn(out.shape, generator=torch.Generator().manual_seed(4)) for out in (y, *state.values())]
+        grads = torch.autograd.grad([y, *state.values()], [leaf, *mixer.parameters()], cotangents)
+        found.append([y, *state.values(), *grads])
+    for have, want in zip(*found, strict=True):
+        assert relative_error(have, want) <= 1e-5
+    # of out_proj and of in_proj, each time
+    assert [[grad.shape[1] for _, grad in each] for each in runs] == [[M], [24, 12, 12, 10], [M], [58]]
+
+
 # d = 2048, the defaults: matrices in units of d^2 (Zhang et al. 2024, section 4.1 and its baselines), and what else there is
 D = 2048
 PARAMETERS = {
@@ -202,7 +225,7 @@ STATE = {"gsa": 2 * 64, "gla": 256, "retnet": 512, "hgrn2": 128, "mamba2": 2 * 1
 @pytest.mark.parametrize("kind", MIXERS)
 def test_sizes_are_the_papers(kind):
     with torch.device("meta"):
-        mixer = build_mixer(kinds()[kind](), Site(D, 24, 1e-5, megatron_config(1, False), torch.bfloat16))
+        mixer = build_mixer(kinds()[kind](), Site(D, 24, 1e-5, megatron_config(1), torch.bfloat16))
     squares, rest = PARAMETERS[kind]
     assert parameter_count(mixer) == squares * D**2 + rest
     carried = sum(torch.Size(leaf.shape).numel() for leaf in mixer.leaves if not leaf.name.startswith("conv"))

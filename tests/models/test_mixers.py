@@ -19,7 +19,7 @@ DOCUMENTS = {
 
 @pytest.fixture(scope="module", params=kinds())
 def layer(request, single_mesh):
-    site = Site(M, 3, 1e-5, megatron_config(1, False), torch.float64)
+    site = Site(M, 3, 1e-5, megatron_config(1), torch.float64)
     layer = build_mixer(kinds()[request.param].small(), site)
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
     with torch.no_grad():  # distinct, non-trivial values everywhere, also where the initial ones are all equal

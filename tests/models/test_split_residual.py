@@ -27,7 +27,7 @@ MODELS = [*kinds(), "hybrid"]
 def layer_of(mixer, tensor_rank=0, tensor_size=1):
     """A layer in float64 with the values that (seed, name) give."""
     config = model_of(mixer)
-    site = Site(config.d_model, 3, 1e-5, megatron_config(tensor_size, False), torch.float64, split_residual=tensor_size > 1)
+    site = Site(config.d_model, 3, 1e-5, megatron_config(tensor_size), torch.float64, split_residual=tensor_size > 1)
     layer = Layer(config.layers[0], config, site)
     initialize_parameters(layer, 7, tensor_rank, tensor_size)
     return layer.double()

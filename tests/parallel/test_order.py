@@ -81,7 +81,7 @@ def events(mesh, names):
         settings = kinds()[kind].small()
         if settings.state_grows:
             settings = settings.model_copy(update={"window": 4})
-        layer = build_mixer(settings, Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1, False), torch.float32))
+        layer = build_mixer(settings, Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))
         initialize_parameters(layer, 1, 0, 1)
         for module in layer.modules():
             if isinstance(module, Mixer):
@@ -147,7 +147,7 @@ def messages(mesh):
 
         return call
 
-    layer = build_mixer(kinds()["mamba"].small(), Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1, False), torch.float32))
+    layer = build_mixer(kinds()["mamba"].small(), Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))
     initialize_parameters(layer, 1, 0, 1)
     for module in layer.modules():
         if isinstance(module, Mixer):

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def layer_of(kind, link, dtype):
-    site = Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1, False), dtype)
+    site = Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1), dtype)
     layer = build_mixer(kinds()[kind].small(), site)
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
     with torch.no_grad():

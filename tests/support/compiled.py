@@ -35,7 +35,22 @@ ACTIVATIONS = {
     "query",
     "parts",
 }
-COUNTS = {"T", "chunks", "piece", "pieces", "memories", "blocks", "copies", "known", "skipped", "rows", "row", "first_column"}
+COUNTS = {
+    "T",
+    "chunks",
+    "piece",
+    "pieces",
+    "memories",
+    "blocks",
+    "copies",
+    "known",
+    "skipped",
+    "rows",
+    "row",
+    "first_column",
+    "tokens",
+    "vocabulary",
+}
 SIZES = {"T", "N", "piece", "span", "size", "pieces", "into_row", "query_row"}
 
 
@@ -71,6 +86,7 @@ def kernels(arch):
     yield from _scale_kernels()
     yield from _rotary_kernels()
     yield from _loss_kernels()
+    yield from _embedding_kernels()
 
 
 def _matrix_kernels(arch):
@@ -127,8 +143,12 @@ def _matrix_kernels(arch):
         states |= {"HAS_FIRST": False, "KEEP": False, "DECAY": True}
         yield f"{name} states of pieces", sides.states_kernel, states, tiles.warps, types
         for read in (False, True):
-            plain = {**headed, **low, **stages, **BX, **BY, "Y": Y, "READ": read, "WRITE": not read}
+            plain = {**headed, **low, **stages, **BX, **BY, "Y": Y, "READ": read, "WRITE": not read, "SILU": False}
             yield f"{name} plain {'read' if read else 'write'}", sides.plain_kernel, plain, tiles.warps, types
+            if name == "gsa":
+                # of values, and of queries and keys
+                silu = {**plain, "READ": read, "WRITE": True, "SILU": True}
+                yield f"gsa plain, silu of {'two' if read else 'one'}", sides.plain_kernel, silu, tiles.warps, types
         for write in (False, True):
             size, warps = (tiles.x_gated, tiles.warps_gated) if write else (tiles.x_read, tiles.warps_read)
             sizes = {"BX": min(X, size), "BY": min(Y, tiles.y_gated if size > 32 else 32), "Y": Y}
@@ -278,7 +298,7 @@ def _eidetic_kernels(arch):
 def _norm_kernels():
     """Of the residual stream, and of heads."""
     from baton.kernels.rms_norm import per_row
-    from baton.kernels.rms_norm.triton import sizes_of
+    from baton.kernels.rms_norm.triton import sizes_back, sizes_of
 
     for name, width in (("norm", 2048), ("norm, of heads", 128)):
         sizes = {**sizes_of(width)}
@@ -287,11 +307,15 @@ def _norm_kernels():
         warps, sizes = sizes.pop("num_warps"), {**sizes, "ADD": stream, "SILU": False, "FROM_Y": stream}
         yield f"{name} forward", per_row.forward_kernel, sizes, warps, types
         back = types if not stream else {name: dtype for name, dtype in types.items() if name != "x"}
-        yield f"{name} backward", per_row.backward_kernel, {**sizes, "BLOCKS": 32, "BESIDE": stream}, warps, back
+        sizes |= {**sizes_back(width), "BLOCKS": 32, "BESIDE": stream}
+        del sizes["num_warps"]
+        yield f"{name} backward", per_row.backward_kernel, sizes, warps, back
     silu = {**sizes_of(2048), "ADD": False, "SILU": True, "FROM_Y": False}
     warps, types = silu.pop("num_warps"), dict.fromkeys(("weight", "scale", "dweight"), "fp32")
     yield "norm, of silu, forward", per_row.forward_kernel, silu, warps, types
-    yield "norm, of silu, backward", per_row.backward_kernel, {**silu, "BLOCKS": 32, "BESIDE": False}, warps, types
+    silu |= {**sizes_back(2048), "BLOCKS": 32, "BESIDE": False}
+    del silu["num_warps"]
+    yield "norm, of silu, backward", per_row.backward_kernel, silu, warps, types
 
 
 def _gate_kernels():
@@ -306,9 +330,8 @@ def _gate_kernels():
         yield f"gate {name}, backward", per_block.backward_kernel, sizes, warps, {}
     for name, width in (("silu", 6144), ("gates", 256)):
         sizes = {**sizes_of(width), "LOGS": name == "gates"}
-        warps, types = sizes.pop("num_warps"), dict.fromkeys(("y", "dy") if name == "gates" else (), "fp32")
-        yield f"activated {name}, forward", per_block.activate_kernel, sizes, warps, types
-        yield f"activated {name}, backward", per_block.activate_backward_kernel, sizes, warps, types
+        warps, types = sizes.pop("num_warps"), {"y": "fp32"} if name == "gates" else {}
+        yield f"activated {name}", per_block.activate_kernel, sizes, warps, types
 
 
 def _scale_kernels():
@@ -342,6 +365,20 @@ def _loss_kernels():
     types = {"logits": "bf16", "labels": "i64", **dict.fromkeys(("largest", "total", "own"), "fp32")}
     yield "loss, sums", per_row.sums_kernel, {"V": 50280, "BV": COLUMNS}, 8, types
     yield "loss, gradient", per_row.gradient_kernel, {"V": 50280, "BV": COLUMNS}, 8, types
+
+
+def _embedding_kernels():
+    """With gradients in either type."""
+    from baton.kernels.embedding import per_run
+    from baton.kernels.embedding import triton as embedding
+
+    common = {"C": embedding._CHUNK}
+    types = {"ids": "i32", "order": "i64", "into": "fp32", "parts": "fp32"}
+    for name, dtype in (("float32", "fp32"), ("bfloat16", "bf16")):
+        sizes = {**embedding.sizes_of(2048, embedding._COLUMNS), **common, "STEPS": embedding._STEPS}
+        yield f"embedding runs of {name}", per_run.runs_kernel, sizes, sizes.pop("num_warps"), {**types, "rows": dtype}
+    sizes = {**embedding.sizes_of(2048, embedding._BORDER_COLUMNS), **common, "BP": embedding._PARTS}
+    yield "embedding borders", per_run.borders_kernel, sizes, sizes.pop("num_warps"), types
 
 
 def _kernels(arch):

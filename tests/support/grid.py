@@ -23,7 +23,7 @@ from baton.models.mixers.bmojo import INNOVATION, BMojo
 from baton.models.settings import kinds
 from baton.parallel.layout import gather_parameters, initialize_parameters
 from baton.parallel.zero import parameter_groups
-from baton.training.build import build
+from baton.training.build import DTYPES, build
 from baton.training.checkpoint.rectangles import KINDS, optimizer_rectangles
 from baton.training.executor import StepExecutor
 from baton.training.schedule import learning_rates
@@ -32,7 +32,13 @@ from support.models import CONTEXT, SEQUENCES, TokenBatch, model_of, step_batch,
 
 STEPS, ACCUMULATION, RANKS = 3, 2, 8
 MIXERS = (*kinds(), "hybrid")
-LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}
+LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "bfloat16 residual": 1e-2}
+PRECISIONS = {
+    "float32": {"precision": "float32"},
+    "bfloat16": {"precision": "bfloat16"},
+    "bfloat16 residual": {"precision": "bfloat16", "residual": "bfloat16"},
+}
+"""Settings by precision."""
 ROUNDING = 3
 """In bfloat16 a gradient norm or a tensor may be further off than the limit where the precision itself moves it: by so many times
 the distance of the one process in bfloat16 from that in float32. One for the one process itself, two for a layout, which rounds
@@ -110,7 +116,7 @@ def model_for(mixer: str) -> ModelConfig:
 def settings_of(mixer: str, precision: str):
     """B'MOJO's state space has a learning rate of its own, as in its paper. Steps are small: AdamW makes whole ones of gradients
     that are little more than rounding, and the next gradients would be those of other parameters."""
-    config = training(precision=precision, steps=STEPS)
+    config = training(**PRECISIONS[precision], steps=STEPS)
     changes = {"lr": 1e-3, "eps": 1e-5, "rates": {"*.ssm.*": 3e-3} if mixer == "bmojo" else {}}
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=changes)})
 
@@ -138,7 +144,8 @@ def one_process(mixer: str, precision: str, scores_of: str | None = None) -> Tra
     """The oracle: the whole batch at once, and nothing of DeepSpeed, the executor or splitting. scores_of: the precision by whose
     scores B'MOJO selects; None: its own."""
     config = settings_of(mixer, precision)
-    model = LanguageModel(model_for(mixer), compute_dtype=getattr(torch, precision))
+    types = {"compute_dtype": DTYPES[config.precision], "residual_dtype": DTYPES[config.residual]}
+    model = LanguageModel(model_for(mixer), **types)
     initialize_parameters(model, config.seed, 0, 1)
     o = config.optimizer
     optimizer = torch.optim.AdamW(parameter_groups(model, o.weight_decay, tuple(o.rates)), lr=o.lr, betas=o.betas, eps=o.eps)

@@ -3,6 +3,7 @@
 Run as a program, this file prints it as JSON. Collectives of such a world do nothing, but they are called.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -29,7 +30,7 @@ VARIANTS = {
     "lattice without projection": ("lattice", {"project": False, "forget": True, "initial_slots": "learned"}),
 }
 RECOMPUTED = ("mamba", "gla", "bmojo")
-SELECTIVELY = ("mamba", "longhorn", "gsa")
+SELECTIVELY = ("mamba", "longhorn")
 EXCHANGED = (*kinds(), "lattice, everything")
 HANDED_ON = [variant for variant, (_, changes) in VARIANTS.items() if changes.get("window", 1) is not None]
 SENT_WITH = [("float32", False), ("bfloat16", True)]
@@ -54,7 +55,8 @@ SEGMENTED_OVER_RANKS = [(variant, bptt) for variant in SEGMENTED for bptt in BPT
 
 
 def run_of(
-    variant, *, precision="float32", recompute=False, selective=False, device="cpu", context=CONTEXT, mlp=False, bptt=None, **layout
+    variant, *, precision="float32", recompute=False, selective=False, residual="float32", device="cpu", context=CONTEXT, mlp=False,
+    bptt=None, **layout,
 ):  # fmt: skip
     """A run of two layers of the variant's small mixer. mlp: the first has an MLP behind it. bptt: a name of BPTT."""
     kind, changes = VARIANTS[variant]
@@ -65,7 +67,7 @@ def run_of(
         model["pattern"] = [f"{kind}+swiglu", kind]
     training = {"steps": 1, "context": context, "global_batch_tokens": 2 * BATCH * context, "micro_batch": BATCH}
     training |= {"precision": precision, "recompute": recompute, "optimizer": {"lr": 1e-3}}
-    training |= {"selective_recompute": selective}
+    training |= {"selective_recompute": selective, "residual": residual}
     if bptt is not None:
         training |= {"bptt": BPTT[bptt], "lanes": LANES}
     return RunConfig.model_validate({"name": "small", "device": device, "model": model, "training": training, "layout": layout})
@@ -147,13 +149,14 @@ def measure():
         tokens = torch.randint(64, (BATCH, context))
         return TokenBatch(tokens, tokens.roll(-1, 1), torch.arange(context, dtype=torch.int32).repeat(BATCH, 1))
 
-    def model_of(variant, precision, recompute, tensor, *, mlp=False, split_residual=False, selective=False):
+    def model_of(variant, precision, recompute, tensor, *, mlp=False, split_residual=False, selective=False, residual="float32"):
         """A model that has made its compute copies, and the storages of those and of its parameters."""
         config = run_of(variant, tensor=tensor, mlp=mlp)
         model = LanguageModel(
             config.model,
             tensor_size=tensor,
             compute_dtype=DTYPES[precision],
+            residual_dtype=DTYPES[residual],
             recompute=recompute,
             selective_recompute=selective,
             split_residual=split_residual,
@@ -182,13 +185,12 @@ def measure():
     mesh = meshes.initialize(run_of("mamba").layout, device=torch.device("cpu"), rank=0, store=None)
     results["saved"] = {v: {p: saved(*model_of(v, p, False, 1), read) for p in DTYPES} for v in VARIANTS}
     results["living"] = {}
-    for variant in RECOMPUTED:
-        for recompute in (False, True):
-            model, known = model_of(variant, "bfloat16", recompute, 1)
-            with Living() as living:
-                kept = model(read.tokens, read.pos)
-            results["living"][f"{variant} {recompute}"] = living.nbytes(known)
-            del kept
+    for variant, recompute, residual in itertools.product(RECOMPUTED, (False, True), DTYPES):
+        model, known = model_of(variant, "bfloat16", recompute, 1, residual=residual)
+        with Living() as living:
+            kept = model(read.tokens, read.pos)
+        results["living"][f"{variant} {recompute} {residual}"] = living.nbytes(known)
+        del kept
     results["selective"] = {}
     for variant in SELECTIVELY:
         found = results["selective"][variant] = []
@@ -289,7 +291,7 @@ def measure():
         def wait(self):
             return torch.ones(self.shape)
 
-    PipelineLink.expect = lambda link, kind, shape: Came(shape)
+    PipelineLink.expect = lambda link, kind, shape, dtype: Came(shape)
 
     def step_of(rank, tied=True, **layout):
         """Bytes by collective of a rank's step of two micro-batches."""

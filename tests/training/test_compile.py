@@ -64,7 +64,8 @@ def test_kernels_are_compiled_once_for_each_kind_of_call(run_file):
     assert (new, there) == (kernels, 0)
     binaries = {path.stem for path in (run_file.parent / "cache").glob("*/*.cubin")}
     of_attention = {"turn_kernel", "queries_backward_kernel", "rows_backward_kernel"}
-    assert binaries == {"forward_kernel", "backward_kernel", "sums_kernel", "gradient_kernel"} | of_attention, "norm, gate and loss"
+    of_others = {"forward_kernel", "backward_kernel", "sums_kernel", "gradient_kernel", "runs_kernel", "borders_kernel"}
+    assert binaries == of_others | of_attention, "norm, gate, loss and embedding"
     # a rank's share of the gate has another width; norms and loss are the same
     split, new, there = compiled(run_file, *HOPPER, "layout.tensor=2")
     assert 0 < new < split
@@ -114,7 +115,14 @@ def test_every_mixer_goes_through_in_every_layout(tmp_path):
     found = {name: set(kernels) for name, kernels in json.loads(done.stdout).items()}
     assert len(found) == 5 * len(kinds())
     for name, kernels in found.items():
-        assert kernels >= {"forward_kernel", "backward_kernel", "sums_kernel", "gradient_kernel"}, name
+        assert kernels >= {
+            "forward_kernel",
+            "backward_kernel",
+            "sums_kernel",
+            "gradient_kernel",
+            "runs_kernel",
+            "borders_kernel",
+        }, name
     assert found["mamba, whole"] >= {"scan_kernel", "scan_backward_kernel", "conv_kernel", "conv_backward_kernel"}
     for case in ("ranks", "exact", "truncated"):
         assert found[f"mamba, {case}"] == found["mamba, whole"], f"{case}: a span is run as a whole sequence is"

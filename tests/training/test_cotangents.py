@@ -19,7 +19,7 @@ from baton.training.pictures import picture
 # recurrence -> the leaves that its messages hold
 CARRIED = {
     "mamba": {"mamba short_conv-silu": ["conv"], "mamba selective_scan-euler-gated": ["scan"]},
-    "gsa": {"gsa gated_slot_attention-softmax": ["k", "v"]},
+    "gsa": {"gsa gated_slot_attention-softmax-projected": ["k", "v"]},
     "lattice": {"lattice orthogonal_state-dec-project": ["S"]},
     "mamba2": {"mamba2 short_conv-silu": ["conv_u", "conv_bc"], "mamba2 gated_linear_attention-scalar": ["S"]},
     "attention": {"attention window_attention-4": ["k", "v"]},

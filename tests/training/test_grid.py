@@ -39,6 +39,16 @@ def test_bfloat16_is_as_near_as_rounding_allows(pool, single_mesh, layout, mixer
     assert not grid.beyond(mixer, "bfloat16", found), (found, grid.rounding(mixer, "bfloat16"))
 
 
+@pytest.mark.parametrize("mixer", ["mamba", "gsa", "lattice"])
+def test_so_is_a_residual_stream_in_bfloat16(pool, single_mesh, mixer):
+    """Which stages hand on in that type."""
+    precision = "bfloat16 residual"
+    found = compared(pool, grid.Layout(2, 2, 2, 1).keywords, [mixer], precision)[mixer]
+    assert not grid.beyond(mixer, precision, found), (found, grid.rounding(mixer, precision))
+    rows = [grid.one_process(mixer, name).rows for name in (precision, "bfloat16")]
+    assert rows[0] != rows[1], "the setting changes what is computed"
+
+
 def test_the_short_run_meets_every_value_with_every_mixer_and_every_combination():
     for mixer in grid.MIXERS:
         chosen = [layout for layout, mixers in SHORT.items() if mixer in mixers]

@@ -139,6 +139,7 @@ def test_a_trace_without_steps_or_without_kernels_is_said_to_be_one():
         ("scan_backward_kernel", "", "scan"),
         ("conv_backward_kernel", "", "convolution"),
         ("turn_kernel", "_Rotary", "elementwise"),
+        ("runs_kernel", "_EmbeddingBackward", "elementwise"),
         ("forward_kernel", "", "unclassified"),
         ("sums_kernel", "_LinearCrossEntropy", "loss"),
         ("nvjet_tst_192x192_64x4_1x2_h_bz_coopB_NNT", "_LinearCrossEntropy", "matmul"),
