@@ -1,6 +1,5 @@
-"""A gate: what goes through it times an activation of its own number; and activations alone, of a projection's parts."""
+"""A gate: what goes through it times an activation of its own number."""
 
-from baton.kernels.gate.op import Activation, activated, gated
-from baton.kernels.gate.triton import Part
+from baton.kernels.gate.op import Activation, gated
 
-__all__ = ["Activation", "Part", "activated", "gated"]
+__all__ = ["Activation", "gated"]

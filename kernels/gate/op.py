@@ -1,11 +1,11 @@
-"""The public functions of gates and activations: pick an implementation.
+"""The public function of gates: picks an implementation.
 
 The one thing to know: activation and product are float32 and rounded once, to the type of what reads it. On a GPU one launch each
 way does it, nothing between them is in memory, and what is kept for the backward pass are the arguments. On a CPU the last bits
 depend on where an element lies.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_tensor
-from baton.kernels.gate.triton import Part, activated_triton, gated_triton, in_triton
+from baton.kernels.gate.triton import gated_triton, in_triton
 
 Activation = Literal["silu", "gelu"]
 
@@ -45,36 +45,3 @@ def gated(x: Tensor, z: Tensor, *, activation: Activation = "silu", dtype: torch
         return gated_triton(x, z, gelu=activation == "gelu", dtype=dtype or x.dtype)
     precise = torch.promote_types(torch.promote_types(x.dtype, z.dtype), torch.float32)
     return (x.to(precise) * _ACTIVATIONS[activation](z.to(precise))).to(dtype or x.dtype)
-
-
-def activated(x: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
-    """A projection's columns, activated part by part: silu(x), or log(sigmoid(x)) / divisor.
-
-    Args:
-        x: [..., widths of all parts], float32, bfloat16, float16 or float64; may be columns of wider rows.
-        parts: of the columns, one after the other.
-
-    Returns:
-        [..., width] of each part, of "silu" in x's dtype, of "log_sigmoid" in float32 (float64 of float64), computed in that. Parts
-        may be views of one tensor. On a GPU the gradients of all are columns of one tensor, as a projection's backward pass likes
-        them; differentiating twice is refused there by autograd with a RuntimeError.
-
-    Raises:
-        KernelError: parts that are not as wide as x together, or of another activation.
-    """
-    if not isinstance(x, Tensor) or x.dim() < 1:
-        raise KernelError(f"activated: x is a {type(x).__name__}, expected a tensor of shape (..., columns)")
-    if sum(part.width for part in parts) != x.shape[-1]:
-        raise KernelError(
-            f"activated: parts of {[part.width for part in parts]} columns, expected {x.shape[-1]} together, as x has"
-        )
-    for part in parts:
-        if part.activation not in ("silu", "log_sigmoid"):
-            raise KernelError(f"activated: activation is {part.activation!r}, expected 'silu' or 'log_sigmoid'")
-    if in_triton(x, x):
-        return activated_triton(x, parts)
-    columns = x.split([part.width for part in parts], dim=-1)
-    return tuple(
-        F.silu(of) if part.activation == "silu" else F.logsigmoid(of.to(part.dtype(x))) / part.divisor
-        for part, of in zip(parts, columns, strict=True)
-    )

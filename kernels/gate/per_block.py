@@ -63,18 +63,3 @@ def activate_kernel(x, y, rows, divisor, x_row, D: tl.constexpr, LOGS: tl.conste
     else:
         y_rd, _ = activation(x_rd, False)
     tl.store(y + r * D + d, y_rd.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def activate_backward_kernel(
-    x, dy, dx, rows, divisor, x_row, dy_row, dx_row, D: tl.constexpr, LOGS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
-):  # fmt: skip
-    """dx [R, D]."""
-    r, d, inside = block_of(rows, D, BR, BD)
-    x_rd = tl.load(x + r * x_row + d, mask=inside, other=0.0).to(tl.float32)
-    if LOGS:
-        slope = 1.0 / ((1.0 + tl.exp2(LOG2_E * x_rd)) * divisor)
-    else:
-        _, slope = activation(x_rd, False)
-    dy_rd = tl.load(dy + r * dy_row + d, mask=inside, other=0.0).to(tl.float32)
-    tl.store(dx + r * dx_row + d, (dy_rd * slope).to(dx.dtype.element_ty), mask=inside)

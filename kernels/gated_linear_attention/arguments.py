@@ -85,6 +85,13 @@ class Side(NamedTuple):
     w: Tensor | None
 
 
+class Projected(NamedTuple):
+    """What lies along y and is silu of what was projected: that, and memory of the same shapes for its gradients."""
+
+    given: Side
+    gradients: Side
+
+
 class Prepared(NamedTuple):
     """What the kernels take of the gates and of what lies along x, see `sides.prepare_kernel`. None: not needed."""
 

@@ -11,6 +11,7 @@ Shape suffixes: B batch, T time, H heads of the state, Q query heads (G = Q / H 
 import triton
 import triton.language as tl
 
+from baton.kernels.gate.per_block import activation
 from baton.kernels.gated_linear_attention.decays import (
     CHANNEL,
     LEAST,
@@ -188,13 +189,17 @@ def fold_kernel(
 
 @triton.jit
 def plain_kernel(
-    rx, ry, wx, wy, sums, pos, scores, states, cotangents, out_r, out_w, T, chunks, scale,
+    rx, ry, wx, wy, sums, pos, scores, states, cotangents, out_r, out_w, raw_r, raw_w, T, chunks, scale,
     rx_batch, rx_row, rx_head, ry_batch, ry_row, ry_head, wx_batch, wx_row, wx_head, wy_batch, wy_row, wy_head,
+    out_r_batch, out_r_row, out_r_head, out_w_batch, out_w_row, out_w_head,
+    raw_r_batch, raw_r_row, raw_r_head, raw_w_batch, raw_w_row, raw_w_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
-    READ: tl.constexpr, WRITE: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, SILU: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+    BY: tl.constexpr,
 ):  # fmt: skip
     """Derivatives along y: to ry, [B, T, Q, Y], if READ, and to wy, [B, T, H, Y], if WRITE; scores are those of rx and wx, which of
-    channels are here as `prepare_kernel` leaves them."""
+    channels are here as `prepare_kernel` leaves them. SILU: ry and wy are silu of raw_r and raw_w, and derivatives are to those,
+    in memory with strides of its own."""
     n, bh = tl.program_id(1), tl.program_id(2)
     y = tl.program_id(0) * BY + tl.arange(0, BY)
     b, h = (bh // H).to(tl.int64), bh % H
@@ -218,7 +223,12 @@ def plain_kernel(
                 if GATE != CHANNEL:
                     r_x = r_x * since[:, None]
                 found += product(r_x, block_of(states + of_state, x, y, X, Y), LOW)
-            leave_rows(out_r + (b * T * (H * G) + q) * Y, t, H * G * Y, y, T, Y, found)
+            if SILU:
+                raw = rows_of(raw_r + b * raw_r_batch + q * raw_r_head, t, raw_r_row, y, T, Y)
+                _, slope = activation(raw.to(tl.float32), False)
+                leave_rows(out_r + b * out_r_batch + q * out_r_head, t, out_r_row, y, T, Y, found * slope)
+            else:
+                leave_rows(out_r + (b * T * (H * G) + q) * Y, t, H * G * Y, y, T, Y, found)
         if WRITE:
             grad_w += product(tl.trans(M), rows_of(ry + b * ry_batch + q * ry_head, t, ry_row, y, T, Y), LOW)
     if WRITE:
@@ -229,7 +239,12 @@ def plain_kernel(
             if GATE != CHANNEL:
                 w_x = w_x * until[:, None]
             grad_w += product(w_x, block_of(cotangents + of_state, x, y, X, Y), LOW)
-        leave_rows(out_w + (b * T * H + h) * Y, t, H * Y, y, T, Y, grad_w)
+        if SILU:
+            raw = rows_of(raw_w + b * raw_w_batch + h * raw_w_head, t, raw_w_row, y, T, Y)
+            _, slope = activation(raw.to(tl.float32), False)
+            leave_rows(out_w + b * out_w_batch + h * out_w_head, t, out_w_row, y, T, Y, grad_w * slope)
+        else:
+            leave_rows(out_w + (b * T * H + h) * Y, t, H * Y, y, T, Y, grad_w)
 
 
 @triton.jit

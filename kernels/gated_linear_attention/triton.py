@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from baton.kernels import launch
 from baton.kernels import tiles as table
 from baton.kernels.ahead import on_gpu
-from baton.kernels.gated_linear_attention.arguments import Given, Prepared, Side, Tiles
+from baton.kernels.gated_linear_attention.arguments import Given, Prepared, Projected, Side, Tiles
 from baton.kernels.gated_linear_attention.reference import Gate
 
 KERNEL = "gated_linear_attention"
@@ -218,18 +218,23 @@ class Sum:
 
     def along_y(
         self, x: Prepared, y: Side, scores: Tensor, states: Tensor, cotangents: Tensor | None, *,
-        read: torch.dtype | None, write: torch.dtype | None,
+        read: torch.dtype | None, write: torch.dtype | None, projected: Projected | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """Derivatives, in the dtypes that are given, to what is read with and to what is written along y."""
+        """Derivatives, in the dtypes that are given, to what is read with and to what is written along y, or what was projected."""
         (X, Y), shape = self.sizes, (self.batch, self.length)
-        r = None if read is None else self.new(*shape, self.query_heads, Y, dtype=read)
-        w = None if write is None else self.new(*shape, self.heads, Y, dtype=write)
+        if projected is None:
+            r = None if read is None else self.new(*shape, self.query_heads, Y, dtype=read)
+            w = None if write is None else self.new(*shape, self.heads, Y, dtype=write)
+            raw = Side(None, None)
+        else:
+            (r, w), raw = projected.gradients, Side(*(None if of is None else launch.in_rows(of) for of in projected.given))
         BX, BY = self.block(X, self.tiles.x), self.block(Y, self.tiles.y)
         self.kernels.plain_kernel[(-(-Y // BY), self.chunks, self.batch * self.heads)](
             self.or_v(x.read), self.or_v(y.r), self.or_v(x.written), self.or_v(y.w), self.or_v(x.sums), self.or_v(self.pos), scores,
-            states, self.or_v(cotangents), self.or_v(r), self.or_v(w), self.length, self.chunks, self.scale,
-            *launch.strides(x.read, y.r, x.written, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
-            BX=BX, BY=BY, num_warps=self.tiles.warps, **self.common, **self.low,
+            states, self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(raw.r), self.or_v(raw.w), self.length, self.chunks,
+            self.scale, *launch.strides(x.read, y.r, x.written, y.w, r, w, *raw), X=X, Y=Y, READ=read is not None,
+            WRITE=write is not None, SILU=projected is not None, BX=BX, BY=BY, num_warps=self.tiles.warps, **self.common,
+            **self.low,
         )  # fmt: skip
         return r, w
 
@@ -278,10 +283,11 @@ class Sum:
         return read, self.state(last), scores if self.keeps_scores else None
 
     def backward(
-        self, first: Tensor | None, scores: Tensor | None, dy: Tensor, dlast: Tensor | None, *, wide: str = ""
+        self, first: Tensor | None, scores: Tensor | None, dy: Tensor, dlast: Tensor | None, *, wide: str = "",
+        projected: Projected | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Gradients of q, k, v, g and the state that entered; scores: see `forward`; dlast: None for zeros. wide: those of q, k and
-        v that are not rounded to their dtypes."""
+        v that are not rounded to their dtypes. projected: what those along y were made of, which gradients are of then."""
         (wx, wy), (q, k, v) = self.writes, self.given
         rx, ry = (dy, q) if self.swapped else (q, dy)
         prepared = self.prepare(rx, wx)
@@ -295,7 +301,7 @@ class Sum:
         over_x = self.scores(rx, wx, prepared.sums, gated=True) if over_x is None else over_x
         of_q, of_k, of_v = (torch.float32 if name in wide else x.dtype for name, x in zip("qkv", (q, k, v), strict=True))
         plain = {"read": of_q, "write": of_k} if self.swapped else {"read": None, "write": of_v}
-        y_r, y_w = self.along_y(prepared, y, over_x, states, cotangents, **plain)
+        y_r, y_w = self.along_y(prepared, y, over_x, states, cotangents, projected=projected, **plain)
         over_y = self.scores(ry, wy, None, gated=False) if over_y is None else over_y
         gated = {"read": None, "write": of_v} if self.swapped else {"read": of_q, "write": of_k}
         x_r, x_w, dg = self.along_x(x, y, prepared.sums, over_y, states, cotangents, **gated)

@@ -20,7 +20,7 @@ from baton.kernels.gated_linear_attention.block import (
     ungrouped,
 )
 from baton.kernels.gated_linear_attention.chunked import CHUNK
-from baton.kernels.gated_slot_attention.reference import LINKS, Link
+from baton.kernels.gated_slot_attention.reference import LINKS, Link, activated
 from baton.kernels.in_chunks import compute_dtype, in_chunks
 from baton.kernels.launch import without_autocast
 from baton.kernels.protocol import Inputs, State
@@ -34,6 +34,7 @@ def gsa_chunked(
     *,
     scale: float,
     link: Link,
+    damping: float | None = None,
     pos: Tensor | None,
     initial_state: State | None,
     chunk: int = CHUNK,
@@ -42,7 +43,7 @@ def gsa_chunked(
     inputs = (q, k, v, log_alpha)
     dtype = compute_dtype(*inputs)
     state = empty_state(k, v, log_alpha, dtype) if initial_state is None else initial_state
-    step = partial(_step, scale=scale, link=link, dtype=dtype)
+    step = partial(_step, scale=scale, link=link, damping=damping, dtype=dtype)
     return in_chunks(step, inputs, len(inputs), pos=pos, state={"k": state["k"], "v": state["v"]}, chunk=chunk)
 
 
@@ -56,7 +57,9 @@ def empty_state(k: Tensor, v: Tensor, log_alpha: Tensor, dtype: torch.dtype) -> 
     }
 
 
-def gsa_state(k: Tensor, v: Tensor, log_alpha: Tensor, *, pos: Tensor | None, chunk: int = CHUNK) -> State:
+def gsa_state(
+    k: Tensor, v: Tensor, log_alpha: Tensor, *, damping: float | None = None, pos: Tensor | None, chunk: int = CHUNK
+) -> State:
     """What a span adds to slots of zeros: neither queries nor link nor outputs, and without gradients."""
     inputs = (k, v, log_alpha)
     dtype = compute_dtype(*inputs)
@@ -64,12 +67,15 @@ def gsa_state(k: Tensor, v: Tensor, log_alpha: Tensor, *, pos: Tensor | None, ch
     with torch.no_grad(), without_autocast(k):
         for begin in range(0, k.shape[1], chunk):
             span = slice(begin, begin + chunk)
-            block = _Block(tuple(x[:, span] for x in inputs), None if pos is None else pos[:, span], dtype)
+            block = _Block(activated(tuple(x[:, span] for x in inputs), damping), None if pos is None else pos[:, span], dtype)
             state = block.write(state)
     return state
 
 
-def _step(inputs: Inputs, pos: Tensor | None, state: State, scale: float, link: Link, dtype: torch.dtype) -> tuple[Tensor, State]:
+def _step(
+    inputs: Inputs, pos: Tensor | None, state: State, scale: float, link: Link, damping: float | None, dtype: torch.dtype
+) -> tuple[Tensor, State]:
+    inputs = activated(inputs, damping)
     q, length = inputs[0], inputs[0].shape[1]
     block = _Block(inputs[1:], pos, dtype)
     queries = grouped(extended(q, block.k.shape[2]), block.k.shape[1], dtype)

@@ -4,6 +4,7 @@ The one thing to know: both states go in and come out in fp32 (float64 for float
 sequence may be cut anywhere; outputs, states and gradients are equal to rounding. Neither state depends on q or on the link.
 """
 
+from functools import partial
 from typing import get_args
 
 from torch import Tensor
@@ -28,6 +29,8 @@ def gated_slot_attention(
     *,
     scale: float = 1.0,
     link: Link = "softmax",
+    damping: float | None = None,
+    remake: bool = False,
     pos: Tensor | None = None,
     initial_state: State | None = None,
 ) -> tuple[Tensor, State]:
@@ -48,6 +51,10 @@ def gated_slot_attention(
             takes in, 1 - alpha, is computed from the logarithm: pass it in float32, whatever k and v are in.
         scale: of the scores; the authors train with 1.
         link: weights out of scores: softmax over the slots, identity, silu, relu or relu2 (the square of relu).
+        damping: of gates, more than 0; then q, k, v and log_alpha are given as a layer projects them: silu of q, k and v is taken
+            (rounded to their dtypes), and log(sigmoid(log_alpha)) / damping (in float32, whatever log_alpha is in). On a GPU
+            the gradients of neighbouring columns of one tensor are such columns too. None: they are given as they are.
+        remake: whether what is made of projected q, k and v is made again for the backward pass, not kept; a CPU never keeps it.
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
         initial_state: the slots that arrive, {k [batch, heads, d_key, slots], v [batch, heads, slots, d_value]}, float32 (float64
@@ -60,10 +67,12 @@ def gated_slot_attention(
         Both carry exact gradients to every tensor argument; differentiating twice is refused by autograd with a RuntimeError.
 
     Raises:
-        KernelError: an argument of another shape, dtype or device than stated, by name; an unknown link; T = 0.
+        KernelError: an argument of another shape, dtype or device than stated, by name; an unknown link; no such damping; T = 0.
     """
     if link not in _LINKS:
         raise KernelError(f"{_KERNEL}: link is {link!r}, expected one of {_LINKS}")
+    if damping is not None and not damping > 0:
+        raise KernelError(f"{_KERNEL}: damping is {damping}, expected more than 0, or None")
     expect_attention(_KERNEL, q, k, v, shared=False)
     batch, length, heads, d_key = k.shape
     d_value, device = v.shape[3], q.device
@@ -81,5 +90,5 @@ def gated_slot_attention(
             expect_dtype(_KERNEL, f"initial_state {name}", leaf, (dtype,))
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
-    implementation = gsa_triton if in_triton(q, dtype) else gsa_chunked
-    return implementation(q, k, v, log_alpha, scale=scale, link=link, pos=pos, initial_state=initial_state)
+    implementation = partial(gsa_triton, remake=remake) if in_triton(q, dtype) else gsa_chunked
+    return implementation(q, k, v, log_alpha, scale=scale, link=link, damping=damping, pos=pos, initial_state=initial_state)

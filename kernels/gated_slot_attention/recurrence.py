@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from baton.kernels.examples import extreme_log_gates, randn
 from baton.kernels.gated_linear_attention.triton import in_triton
 from baton.kernels.gated_slot_attention.chunked import gsa_state
 from baton.kernels.gated_slot_attention.op import gated_slot_attention
-from baton.kernels.gated_slot_attention.reference import Link, gsa_reference
+from baton.kernels.gated_slot_attention.reference import Link, activated, gsa_reference
 from baton.kernels.gated_slot_attention.triton import gsa_effect
 from baton.kernels.in_chunks import compute_dtype
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
@@ -20,12 +21,14 @@ from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
 class GatedSlotAttention(LinearRecurrence):
     """Inputs q, k, v, log_alpha along time; State {k [batch, heads, d_key, slots], v [batch, heads, slots, d_value]}.
 
-    Both leaves have one decay, so they travel together. See `op.gated_slot_attention`. group: query heads per head, in examples;
-    everything else reads it off the inputs.
+    Both leaves have one decay, so they travel together. See `op.gated_slot_attention`, also for damping, with which inputs are as a
+    layer projects them. group: query heads per head, in examples; everything else reads it off the inputs.
     """
 
     link: Link = "softmax"
     scale: float = 1.0
+    damping: float | None = None
+    remake: bool = False
     group: int = 1
     input_names = ("q", "k", "v", "log_alpha")
     along = 4
@@ -35,7 +38,8 @@ class GatedSlotAttention(LinearRecurrence):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"gated_slot_attention-{self.link}" + (f"-grouped-{self.group}" if self.group > 1 else "")
+        projected = "" if self.damping is None else "-projected"
+        return f"gated_slot_attention-{self.link}{projected}" + (f"-grouped-{self.group}" if self.group > 1 else "")
 
     def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
         _, k, v, log_alpha = inputs
@@ -46,14 +50,19 @@ class GatedSlotAttention(LinearRecurrence):
         )
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        return gated_slot_attention(*inputs, scale=self.scale, link=self.link, pos=pos, initial_state=state)
+        return gated_slot_attention(*inputs, **self._options, remake=self.remake, pos=pos, initial_state=state)
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        return gsa_reference(*inputs, scale=self.scale, link=self.link, pos=pos, initial_state=state)
+        return gsa_reference(*inputs, **self._options, pos=pos, initial_state=state)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "link": self.link, "damping": self.damping}
 
     def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
         """exp(sum of log_alpha), the same along either leaf's slots."""
-        decay = inputs[3].to(compute_dtype(*inputs)).sum(1).exp()
+        (log_alpha,) = activated(inputs[3:], self.damping)
+        decay = log_alpha.to(compute_dtype(*inputs)).sum(1).exp()
         if pos is not None:
             decay = decay.masked_fill((pos == 0).any(1)[:, None, None], 0.0)
         return {"k": decay[:, :, None, :], "v": decay[:, :, :, None]}
@@ -63,15 +72,22 @@ class GatedSlotAttention(LinearRecurrence):
         """States only: this much less than a run is what can be sent before any output exists."""
         transition = self.transition(inputs, pos)
         implementation = gsa_effect if in_triton(inputs[0], compute_dtype(*inputs)) else gsa_state
-        return transition, self.effect(transition, implementation(*inputs[1:], pos=pos))
+        return transition, self.effect(transition, implementation(*inputs[1:], damping=self.damping, pos=pos))
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         heads, d_key, slots, d_value = (3, 17, 11, 35) if wide else (2, 5, 4, 3)
         normal = partial(randn, generator, dtype=dtype)
         q, k = normal(batch, length, heads * self.group, d_key), normal(batch, length, heads, d_key)
-        log_alpha = extreme_log_gates(generator, batch, length, heads, slots, dtype=dtype)
+        gates = (batch, length, heads, slots)
+        # of projected ones logarithms from nearly 0 to -50
+        log_alpha = extreme_log_gates(generator, *gates, dtype=dtype) if self.damping is None else 8 * normal(*gates)
         inputs = (q, k, normal(batch, length, heads, d_value), log_alpha)
         return inputs, {"k": normal(batch, heads, d_key, slots), "v": normal(batch, heads, slots, d_value)}
 
 
-RECURRENCES = (GatedSlotAttention("softmax"), GatedSlotAttention("relu2", scale=0.5), GatedSlotAttention("softmax", group=3))
+RECURRENCES = (
+    GatedSlotAttention("softmax"),
+    GatedSlotAttention("relu2", scale=0.5),
+    GatedSlotAttention("softmax", group=3),
+    GatedSlotAttention("softmax", damping=0.5, group=2),
+)

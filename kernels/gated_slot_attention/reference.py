@@ -11,9 +11,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import logsigmoid, silu
 
-from baton.kernels.protocol import State
+from baton.kernels.protocol import Inputs, State
 
 Link = Literal["softmax", "identity", "silu", "relu", "relu2"]
 """What makes weights of slots out of scores of slots; softmax is over the slots, the others are elementwise."""
@@ -27,6 +27,16 @@ LINKS: dict[Link, Callable[[Tensor], Tensor]] = {
 }
 
 
+def activated(inputs: Inputs, damping: float | None) -> Inputs:
+    """(..., log_alpha), which with a damping are given as projected: silu of what is before, log(sigmoid) / damping of the gates,
+    in float32 at least. Differentiable."""
+    if damping is None:
+        return inputs
+    *projected, gates = inputs
+    precise = gates.to(torch.promote_types(gates.dtype, torch.float32))
+    return *(silu(x) for x in projected), logsigmoid(precise) / damping
+
+
 def gsa_reference(
     q: Tensor,
     k: Tensor,
@@ -35,6 +45,7 @@ def gsa_reference(
     *,
     scale: float = 1.0,
     link: Link = "softmax",
+    damping: float | None = None,
     pos: Tensor | None = None,
     initial_state: State | None = None,
 ) -> tuple[Tensor, State]:
@@ -46,6 +57,7 @@ def gsa_reference(
     on states k [B, H, K, M] and v [B, H, M, V] (the paper's slots of keys, transposed, and of values), which are replaced by 0
     before a token where pos == 0.
     """
+    q, k, v, log_alpha = activated((q, k, v, log_alpha), damping)
     batch, length, heads, d_key = k.shape
     slots, d_value = log_alpha.shape[3], v.shape[3]
     q_BTHGK = q.unflatten(2, (heads, -1))

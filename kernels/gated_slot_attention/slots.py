@@ -81,10 +81,19 @@ def weights_backward_kernel(
 
 
 @triton.jit
-def gates_backward_kernel(gates, dg_k, dg_v, dwrite_k, dwrite_v, dgates, rows, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
-    """The gates' gradient, [R, M]: of both passes' decays, and of what both passes write, whose strength falls by exp(gate)."""
+def gates_backward_kernel(
+    gates, dg_k, dg_v, dwrite_k, dwrite_v, raw, dgates, rows, divisor, raw_row, dgates_row,
+    H: tl.constexpr, LOGS: tl.constexpr, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """The gates' gradient, [R, M]: of both passes' decays, and of what both passes write, whose strength falls by exp(gate). LOGS:
+    gates are logarithms of sigmoids of raw, divided, of which the gradient is then. raw, dgates: rows of H heads."""
     at, inside = entries(rows, M, BR, BM)
     gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
     written = tl.load(dwrite_k + at, mask=inside, other=0.0).to(tl.float32) + tl.load(dwrite_v + at, mask=inside, other=0.0)
     decayed = tl.load(dg_k + at, mask=inside, other=0.0) + tl.load(dg_v + at, mask=inside, other=0.0)
-    tl.store(dgates + at, (decayed - tl.exp2(gate * LOG2_E) * written).to(dgates.dtype.element_ty), mask=inside)
+    found = decayed - tl.exp2(gate * LOG2_E) * written
+    token, column = at // (H * M), at % (H * M)
+    if LOGS:
+        x = tl.load(raw + token * raw_row + column, mask=inside, other=0.0).to(tl.float32)
+        found /= (1.0 + tl.exp2(LOG2_E * x)) * divisor
+    tl.store(dgates + token * dgates_row + column, found.to(dgates.dtype.element_ty), mask=inside)

@@ -3,10 +3,11 @@
 The one thing to know: the passes share their gate, and what a slot takes in is 1 - alpha. What the link makes of a score is as far
 off as the score is, times its size, so nothing between the two is rounded that need not be: strengths, scores and the gradients of
 weights are float32, and what is read within a chunk is of strengths with twice bfloat16's digits. Scores of slots are kept for the
-backward pass, and the passes' scores of a chunk's tokens; strengths, weights of slots and chunks' states are made again.
+backward pass, and the passes' scores of a chunk's tokens; strengths, weights of slots and chunks' states are made again. What is
+given as projected has the derivatives of its activations in the kernels that write its gradients, which lie as it does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -17,7 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels import launch
 from baton.kernels import tiles as table
-from baton.kernels.gated_linear_attention.arguments import Given, Tiles
+from baton.kernels.columns import like
+from baton.kernels.gate.triton import activate
+from baton.kernels.gated_linear_attention.arguments import Given, Projected, Side, Tiles
 from baton.kernels.gated_linear_attention.triton import Sum, gla_effect, tiles_for
 from baton.kernels.gated_slot_attention.reference import Link
 from baton.kernels.protocol import State
@@ -33,6 +36,8 @@ def gsa_triton(
     *,
     scale: float,
     link: Link,
+    damping: float | None = None,
+    remake: bool = False,
     pos: Tensor | None,
     initial_state: State | None,
     tiles: Tiles | None = None,
@@ -40,12 +45,17 @@ def gsa_triton(
     """As `op.gated_slot_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. tiles: of
     both passes."""
     first = {"k": None, "v": None} if initial_state is None else initial_state
-    y, keys, values = _Gsa.apply(q, k, v, log_alpha, first["k"], first["v"], scale, link, launch.positions(pos), tiles)
+    options = scale, link, damping, remake, launch.positions(pos), tiles
+    y, keys, values = _Gsa.apply(q, k, v, log_alpha, first["k"], first["v"], *options)
     return y, {"k": keys, "v": values}
 
 
-def gsa_effect(k: Tensor, v: Tensor, log_alpha: Tensor, *, pos: Tensor | None, tiles: Tiles | None = None) -> State:
+def gsa_effect(
+    k: Tensor, v: Tensor, log_alpha: Tensor, *, damping: float | None = None, pos: Tensor | None, tiles: Tiles | None = None
+) -> State:
     """What a span adds to slots of zeros: neither queries nor link nor outputs, and without gradients."""
+    if damping is not None:
+        (k, v), (log_alpha,) = _activated(k, v), _activated(log_alpha, damping=damping)
     write, low = strength(log_alpha), Given(k, k, v).low
     return {
         "k": gla_effect(k, write, log_alpha, gate="value", pos=pos, tiles=tiles, low=low),
@@ -57,33 +67,60 @@ class _Gsa(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, first_k: Tensor | None, first_v: Tensor | None,
-        scale: float, link: Link, pos: Tensor | None, tiles: Tiles | None,
+        scale: float, link: Link, damping: float | None, remake: bool, pos: Tensor | None, tiles: Tiles | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        given = (q, k, v, log_alpha)
+        made: tuple[Tensor | None, ...] = (None,) * 4
+        if damping is not None:
+            (q, k, v), (log_alpha,) = _activated(q, k, v), _activated(log_alpha, damping=damping)
+            made = (None, None, None, log_alpha) if remake else (q, k, v, log_alpha)
         write, low = strength(log_alpha), Given(q, k, v).low
         scores, keys, among_k = _keys(q, k, write, log_alpha, scale, pos, tiles, low).forward(first_k, torch.float32)
         weights = weights_of(scores, link, q.dtype)
         y, values, among_v = _values(weights, write, v, log_alpha, pos, tiles, low).forward(first_v, q.dtype)
-        ctx.save_for_backward(q, k, v, log_alpha, first_k, first_v, scores, among_k, among_v, pos)
-        ctx.scale, ctx.link, ctx.tiles = scale, link, tiles
+        ctx.save_for_backward(*given, *made, first_k, first_v, scores, among_k, among_v, pos)
+        ctx.scale, ctx.link, ctx.damping, ctx.tiles = scale, link, damping, tiles
         ctx.set_materialize_grads(False)
         return y, keys, values
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dkeys: Tensor | None, dvalues: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, log_alpha, first_k, first_v, scores, among_k, among_v, pos = ctx.saved_tensors
+        kept = ctx.saved_tensors
+        given, made, (first_k, first_v, scores, among_k, among_v, pos) = kept[:4], kept[4:8], kept[8:]
+        q, k, v, log_alpha = given
+        keys = values = into = None
+        if ctx.damping is not None:
+            into_q, into_k, into_v, into = _like(given)
+            keys, values = Projected(Side(q, k), Side(into_q, into_k)), Projected(Side(None, v), Side(None, into_v))
+            q, k, v = _activated(q, k, v) if made[0] is None else made[:3]
+            log_alpha = made[3]
         if dy is None:
             dy = q.new_zeros(*q.shape[:3], v.shape[3])
         write, low = strength(log_alpha), Given(q, k, v).low
         of_values = _values(weights_of(scores, ctx.link, q.dtype), write, v, log_alpha, pos, ctx.tiles, low)
         # of weights and strengths only differences reach what they are made of
-        dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(first_v, among_v, launch.in_rows(dy), dvalues, wide="q")
+        dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(
+            first_v, among_v, launch.in_rows(dy), dvalues, wide="q", projected=values
+        )
         dscores = weights_backward(scores, dweights, ctx.link)
         of_keys = _keys(q, k, write, log_alpha, ctx.scale, pos, ctx.tiles, low)
-        dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, among_k, dscores, dkeys)
-        dgates = _gates_backward(log_alpha, dg_k, dg_v, dwrite_k, dwrite_v)
+        dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, among_k, dscores, dkeys, projected=keys)
+        dgates = _gates_backward(log_alpha, dg_k, dg_v, dwrite_k, dwrite_v, given[3], into, ctx.damping)
         grads = (dq, dk, dv, dgates, dfirst_k, dfirst_v)
-        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 4)
+        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 6)
+
+
+def _activated(*projected: Tensor, damping: float | None = None) -> list[Tensor]:
+    """Of [B, T, heads, width] each, as `activate`."""
+    made = activate(*(x.flatten(2) for x in projected), logs=damping)
+    return [y.unflatten(2, x.shape[2:]) for x, y in zip(projected, made, strict=True)]
+
+
+def _like(projected: Sequence[Tensor]) -> list[Tensor]:
+    """Memory for gradients, [B, T, heads, width] each: neighbours' are neighbours."""
+    made = like([x.flatten(2) for x in projected])
+    return [y.unflatten(2, x.shape[2:]) for x, y in zip(projected, made, strict=True)]
 
 
 def _keys(
@@ -137,11 +174,18 @@ def weights_backward(scores: Tensor, dweights: Tensor, link: Link) -> Tensor:
     return out
 
 
-def _gates_backward(log_alpha: Tensor, dg_k: Tensor, dg_v: Tensor, dwrite_k: Tensor, dwrite_v: Tensor) -> Tensor:
-    """The gates' gradient, in their dtype."""
+def _gates_backward(
+    log_alpha: Tensor, dg_k: Tensor, dg_v: Tensor, dwrite_k: Tensor, dwrite_v: Tensor,
+    given: Tensor, into: Tensor | None, damping: float | None,
+) -> Tensor:  # fmt: skip
+    """The gradient of the gates that were given, in their dtype; into: memory for it, in which tokens are rows."""
     gates = log_alpha.contiguous()
-    out, (grid, sizes) = torch.empty_like(gates), _rows(gates)
-    _kernels().gates_backward_kernel[grid](gates, dg_k, dg_v, dwrite_k, dwrite_v, out, gates.numel() // sizes["M"], **sizes)
+    raw, out = launch.in_rows(given.flatten(2).flatten(0, 1)), torch.empty_like(gates) if into is None else into
+    grid, sizes = _rows(gates)
+    _kernels().gates_backward_kernel[grid](
+        gates, dg_k, dg_v, dwrite_k, dwrite_v, raw, out, gates.numel() // sizes["M"], damping or 1.0, raw.stride(0), out.stride(1),
+        H=gates.shape[2], LOGS=damping is not None, **sizes,
+    )  # fmt: skip
     return out
 
 

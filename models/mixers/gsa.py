@@ -4,12 +4,9 @@ Source: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Seque
 for scores without a scale. Heads are split over the tensor group.
 """
 
-from functools import partial
-
 from torch import Tensor
 
 from baton.kernels.ahead import on_gpu
-from baton.kernels.gate import Part, activated
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
 from baton.kernels.protocol import Leaf, State
 from baton.models.mixer import Mixer, Site
@@ -33,9 +30,7 @@ class GSA(Mixer, settings=GSAConfig):
         width, kv_width = heads * config.head_dim, self.kv_heads * config.head_dim
         parts = (("q", width), ("k", kv_width), ("v", kv_width), ("alpha", self.kv_heads * config.slots))
         self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
-        # logarithms of gates in fp32 before the root: in bf16 no alpha between 0.996 and 1 exists
-        *qkv, alpha = (width // site.tensor_size for _, width in parts)
-        self._parts = (*(Part(width, "silu") for width in qkv), Part(alpha, "log_sigmoid", config.damping))
+        self._widths = tuple(width // site.tensor_size for _, width in parts)
         self.norm = SplitRMSNorm(width, site)
         self.out_proj = site.output(width)
         self._selective, self._alone = site.selective_recompute, site.tensor_size == 1
@@ -52,26 +47,13 @@ class GSA(Mixer, settings=GSAConfig):
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         # carried slots may have come from elsewhere
         selective = self._selective and (self.link is None or not self.link.active)
-        projected = self.in_proj(x_BTM)
-        *qkv, log_alpha = activated(projected, self._parts)
-        inputs = (
-            *(x.unflatten(2, (-1, self.config.head_dim)) for x in qkv),
-            log_alpha.unflatten(2, (-1, self.config.slots)),
-        )
-        with remaking(selective) as kept_not:
-            begin = 0
-            for made, part in zip(inputs, self._parts[:3], strict=False):
-                kept_not(made, partial(self._activated, projected.narrow(2, begin, part.width), part))
-                begin += part.width
-            o_BTHV, state = self.carry(GatedSlotAttention(self.config.link), inputs, pos_BT, state)
+        *qkv, alpha = self.in_proj(x_BTM, self._widths)
+        inputs = (*(x.unflatten(2, (-1, self.config.head_dim)) for x in qkv), alpha.unflatten(2, (-1, self.config.slots)))
+        recurrence = GatedSlotAttention(self.config.link, damping=self.config.damping, remake=selective)
+        o_BTHV, state = self.carry(recurrence, inputs, pos_BT, state)
         read = o_BTHV.flatten(2)
         # on a CPU the norm keeps copies of its own, and several ranks would have to sum again
         with remaking(selective and self._alone and on_gpu(read)) as kept_not:
             normed = self.norm(read, read.dtype, silu=True)
             kept_not(normed, lambda: self.norm(read, read.dtype, silu=True))
             return self.out_proj(normed), state
-
-    def _activated(self, projected: Tensor, part: Part) -> Tensor:
-        """[B, T, heads, head_dim]."""
-        (made,) = activated(projected, (part,))
-        return made.unflatten(2, (-1, self.config.head_dim))

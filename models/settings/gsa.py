@@ -1,6 +1,5 @@
 """Settings of gated slot attention."""
 
-from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
@@ -15,7 +14,6 @@ from baton.models.settings.footprint import (
     column,
     column_gradient,
     linear_attention_flops,
-    log_sigmoid,
     row,
     row_sum,
     scores_kept,
@@ -51,10 +49,9 @@ class GSAConfig(HeadsConfig):
             kept=(
                 Kept("in_proj input", d_model, "compute", split=False),
                 Kept("q, k, v and gates", width + 2 * kv_width + gates, "compute"),
-                Kept("activated q, k and v", width + 2 * kv_width, "compute", cheap=True),
-                # a GPU's kernel reads the projection
-                *(replace(kept, device="cpu") for kept in log_sigmoid("gates", gates)),
-                Kept("gates", gates, "float32"),
+                # which a CPU makes again, chunk by chunk
+                Kept("activated q, k and v", width + 2 * kv_width, "compute", device="gpu", inside="kernel", cheap=True),
+                Kept("gates", gates, "float32", inside="kernel"),
                 Kept("scores of slots", heads * slots, "float32", inside="kernel"),
                 *scores_kept(heads, width, kv_width, gates),
                 *scores_kept(heads, heads * slots, gates, kv_width),

@@ -230,6 +230,8 @@ def test_what_does_not_fit_is_refused():
     q, k, v, log_alpha, k_slots, v_slots = _arguments(14, 5)
     with pytest.raises(KernelError, match=r"link is 'tanh', expected one of \('softmax', 'identity', 'silu', 'relu', 'relu2'\)"):
         gated_slot_attention(q, k, v, log_alpha, link="tanh")
+    with pytest.raises(KernelError, match="damping is 0, expected more than 0, or None"):
+        gated_slot_attention(q, k, v, log_alpha, damping=0)
     with pytest.raises(KernelError, match="q has 4 heads, expected a multiple of the 3 of v"):
         gated_slot_attention(torch.cat((q, q[:, :, :1]), dim=2), k, v, log_alpha)
     with pytest.raises(KernelError, match="k has 1 heads, expected the 3 of v"):

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from support.compare import relative_error
 from support.recurrences import seeded
 
+from baton.kernels.columns import like, runs
 from baton.kernels.errors import KernelError
-from baton.kernels.gate import Part, activated, gated
-from baton.kernels.gate.triton import activated_triton, gated_triton
+from baton.kernels.gate import gated
+from baton.kernels.gate.triton import activate, gated_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
@@ -88,64 +89,39 @@ def test_what_does_not_fit_is_refused():
         gated(torch.ones(4), torch.ones(4), activation="relu")  # type: ignore[arg-type]
 
 
-PARTS = (Part(300, "silu"), Part(37, "silu"), Part(65, "log_sigmoid", 8.0), Part(4, "silu"))
+WIDTHS = (300, 37, 65)
 
 
-def compare_parts(run, shape, parts, dtype, *, without=()):
-    """Of columns within wider rows. without: parts that nobody has a gradient of. Numbers so large that a gate keeps nearly all."""
-    g, found, width = seeded(0), [], sum(part.width for part in parts)
-    rows = (8 * torch.randn(*shape, width + 6, generator=g)).to(dtype)
-    dys = [torch.randn(*shape, part.width, generator=g) for n, part in enumerate(parts) if n not in without]
-    for place, cast in (("cpu", torch.float64), (DEVICE, None)):
-        own = rows.to(place, cast or rows.dtype).requires_grad_()
-        x = own[..., 3 : 3 + width]
-        if cast:
-            columns = zip(parts, x.split([part.width for part in parts], dim=-1), strict=True)
-            ys = [F.silu(of) if part.activation == "silu" else F.logsigmoid(of) / part.divisor for part, of in columns]
-        else:
-            ys = list(run(x, parts))
-            assert [y.dtype for y in ys] == [dtype if part.activation == "silu" else torch.float32 for part in parts]
-        read = [y for n, y in enumerate(ys) if n not in without]
-        grads = torch.autograd.grad(read, own, [dy.to(place, y.dtype) for dy, y in zip(dys, read, strict=True)])
-        found.append([*ys, *(dx for dx in grads[0][..., 3 : 3 + width].split([part.width for part in parts], dim=-1))])
-    for n, (want, have) in enumerate(zip(*found, strict=True)):
-        assert relative_error(have.double().cpu(), want) <= LIMITS[have.dtype], n
-    logs = [n for n, part in enumerate(parts) if part.activation == "log_sigmoid"]
-    for n in logs:  # each number by itself, however near 0 it is
-        want, have = found[0][n], found[1][n].double().cpu()
-        assert ((have - want) / want).abs().max() <= 2e-6
-
-
-@pytest.mark.parametrize("without", [(), (1,), (0, 2)])
+@pytest.mark.parametrize("logs", [None, 8.0])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_parts_are_activated_each_in_its_way(dtype, without):
-    compare_parts(activated_triton, (2, 7), PARTS, dtype, without=without)
+@pytest.mark.parametrize("lies", ["columns", "apart", "in time"])
+def test_neighbours_are_activated_each(lies, dtype, logs):
+    """Columns within wider rows, one launch; tensors of their own; columns of some of the tokens, which are no rows. Numbers so
+    large that a gate keeps nearly all."""
+    width = sum(WIDTHS)
+    rows = (8 * torch.randn(2, 9, width + 6, generator=seeded(0))).to(DEVICE, dtype)
+    taken = slice(1, 8) if lies == "in time" else slice(None)
+    xs = rows[:, taken, 3 : 3 + width].split(WIDTHS, dim=-1)
+    xs = [x.contiguous() if lies == "apart" else x for x in xs]
+    assert [widths for _, widths in runs(xs)] == ([[n] for n in WIDTHS] if lies == "apart" else [list(WIDTHS)])
+    found = activate(*xs, logs=logs)
+    for x, y in zip(xs, found, strict=True):
+        exact = x.double().cpu()
+        want, have = F.silu(exact) if logs is None else F.logsigmoid(exact) / logs, y.double().cpu()
+        assert y.dtype == (dtype if logs is None else torch.float32)
+        assert relative_error(have, want) <= LIMITS[y.dtype]
+        assert logs is None or ((have - want) / want).abs().max() <= 2e-6  # each number by itself, however near 0 it is
+    assert len({y.untyped_storage()._cdata for y in found}) == (len(WIDTHS) if lies == "apart" else 1)
 
 
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_the_cpus_form_of_parts(dtype):
-    compare_parts(activated, (2, 5), PARTS, dtype, without=(3,))
-
-
-def test_gradients_of_parts_are_columns_of_one_tensor():
-    x = torch.randn(3, 4, 20, device=DEVICE).requires_grad_()
-    taken = []
-    x.register_hook(taken.append)
-    a, b = activated_triton(x, (Part(12, "silu"), Part(8, "log_sigmoid")))
-    assert a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
-    (a.sum() + b.sum()).backward()
-    assert taken[0].is_contiguous()
-
-
-def test_parts_that_do_not_fit_are_refused():
-    x = torch.randn(3, 20)
-    with pytest.raises(KernelError, match=r"activated: parts of \[12, 9\] columns, expected 20 together, as x has"):
-        activated(x, (Part(12, "silu"), Part(9, "silu")))
-    with pytest.raises(KernelError, match="activated: activation is 'relu', expected 'silu' or 'log_sigmoid'"):
-        activated(x, (Part(20, "relu"),))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_the_parts_of_runs(dtype):
-    compare_parts(activated, (2, 1000), (*(Part(2048, "silu"),) * 3, Part(256, "log_sigmoid", 8.0)), dtype)
+def test_memory_of_neighbours_is_in_rows_of_their_own():
+    rows = torch.randn(3, 4, 20)
+    a, b, c = rows[..., 1:6], rows[..., 6:9], rows[..., 10:]
+    like_a, like_b, like_c = like([a, b, c])
+    assert like_a.stride() == like_b.stride() == (32, 8, 1)
+    assert like_b.storage_offset() - like_a.storage_offset() == 5
+    assert like_c.is_contiguous()
+    # overlapping rows, other numbers of rows, another type, turned columns: nothing of that is taken for neighbours
+    overlapping = torch.as_strided(rows, (6, 5), (8, 1)), torch.as_strided(rows, (6, 5), (8, 1), 5)
+    for left, right in (overlapping, (a, b[:2]), (a, b.bfloat16()), (b, a), (a.mT, b.mT)):
+        assert len(runs([left, right])) == 2

@@ -10,11 +10,13 @@ from support.compare import relative_error
 from support.recurrences import positions, seeded
 from support.rounding import products_are_rounded
 
+from baton.kernels.columns import runs
 from baton.kernels.gated_linear_attention import triton
 from baton.kernels.gated_linear_attention.arguments import Tiles
 from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_linear_attention.triton import gla_effect, gla_triton
 from baton.kernels.gated_slot_attention import triton as gated_slot_attention
+from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
 from baton.kernels.gated_slot_attention.reference import LINKS, gsa_reference
 from baton.kernels.gated_slot_attention.triton import gsa_effect, gsa_triton, strength, weights_backward, weights_of
 
@@ -210,6 +212,48 @@ def test_slots_are_two_passes():
     _, whole = gsa_reference(*(x.double() for x in given), pos=pos)
     for name, x in whole.items():
         assert relative_error(effect[name].double().cpu(), x) <= 1e-5
+
+
+@pytest.mark.parametrize("lies", ["columns", "apart", "in time"])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_slots_of_what_is_projected(dtype, lies, monkeypatch):
+    """As a projection's columns, as tensors of their own, or as columns of some of the tokens; every gradient, which lies as what
+    it is of, and what a span adds to the slots. What is made again has the same bits."""
+    if dtype == torch.bfloat16:
+        products_of_bfloat16(monkeypatch)
+    batch, tokens, queries, heads, d_key, slots, d_value, g = 2, 21, 4, 2, 12, 9, 18, seeded(3)
+    sizes = {"q": (queries, d_key), "k": (heads, d_key), "v": (heads, d_value), "log_alpha": (heads, slots)}
+    widths = [count * size for count, size in sizes.values()]
+    rows = (2 * torch.randn(batch, tokens + 3 * (lies == "in time"), sum(widths), generator=g)).to(DEVICE, dtype)
+    columns = rows[:, -tokens:].split(widths, dim=-1)
+    parts = [x.contiguous() if lies == "apart" else x for x in columns]
+    given = [x.unflatten(2, size) for x, size in zip(parts, sizes.values(), strict=True)]
+    state = [torch.randn(batch, heads, *shape, generator=g) for shape in ((d_key, slots), (slots, d_value))]
+    dy = torch.randn(batch, tokens, queries, d_value, generator=g).bfloat16()
+    cotangents, pos = [dy, *(torch.randn(x.shape, generator=g) for x in state)], positions(seeded(1), batch, tokens, 0.1)
+
+    def run(op, device, cast, **options):
+        leaves = [x.detach().to(device, cast or x.dtype).requires_grad_() for x in given]
+        arriving = [x.to(device, cast or x.dtype).requires_grad_() for x in state]
+        entering = dict(zip("kv", arriving))
+        y, leaving = op(*leaves, scale=0.5, link="softmax", damping=2.0, pos=pos.to(device), initial_state=entering, **options)
+        outputs = [y, leaving["k"], leaving["v"]]
+        ds = [d.to(x.device, x.dtype) for d, x in zip(cotangents, outputs)]
+        return [*outputs, *torch.autograd.grad(outputs, [*leaves, *arriving], ds)]
+
+    expected = run(gsa_reference, "cpu", torch.float64)
+    found, again = (run(gsa_triton, DEVICE, None, tiles=SMALL, remake=on) for on in (False, True))
+    limit = GatedSlotAttention.bfloat16_limit if dtype == torch.bfloat16 else LIMITS[dtype]
+    for name, have, same, want in zip(("y", "k", "v", *sizes, "first k", "first v"), found, again, expected, strict=True):
+        assert relative_error(have.double().cpu(), want) <= limit, (name, relative_error(have.double().cpu(), want))
+        assert torch.equal(have, same), name
+    grads = [x.flatten(2) for x in found[3:7]]
+    assert [x.dtype for x in grads] == [dtype] * 4
+    assert [whole.shape[2] for whole, _ in runs(grads)] == (widths if lies == "apart" else [sum(widths)])
+    effect = gsa_effect(*given[1:], damping=2.0, pos=pos.to(DEVICE), tiles=SMALL)
+    _, whole = gsa_reference(*(x.double().cpu() for x in given), damping=2.0, pos=pos)
+    for name, x in whole.items():
+        assert relative_error(effect[name].double().cpu(), x) <= limit
 
 
 def errors_of_slots(monkeypatch, link, *, twice=True):
