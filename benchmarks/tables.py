@@ -18,6 +18,7 @@ LATTICE = "matrix_gpu_delta_net_lattice-sim_lattice-enc_2048"
 CHOSEN = (
     ("train_step_mamba_8x2048", "mamba-1.4b 8x2048 x 16", "tokens/s", "mamba_ssm"),
     ("train_step_gsa_8x2048", "gsa-1.3b 8x2048 x 16", "tokens/s", "fla"),
+    ("train_step_gsa_bfloat16", "gsa-1.3b 8x2048, bfloat16 residual x 16", "tokens/s", "fla"),
     ("train_step_1x16384_more", "longhorn 1x16384 x 16", "tokens/s", "our mamba-1.4b"),
     ("train_step_bmojo_8x2048", "bmojo 8x2048 x 16", "tokens/s", "our mamba-1.4b, the next run on the same GPU"),
     ("train_step_bmojo_graphs", "bmojo 1x16384 x 16", "TFLOP/s as 6N", "NVIDIA H200, dense bfloat16, data sheet"),

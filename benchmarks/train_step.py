@@ -209,7 +209,8 @@ class Bench:
     # ------------------------------------------------------------------------------------------------------------------- cases
 
     def case(self, model: str, shape: Shape, counts: Sequence[int]) -> None:
-        report, case = self.report, f"{model} {shape}"
+        stream = ", bfloat16 residual" if self.arguments.residual == "bfloat16" else ""
+        report, case = self.report, f"{model} {shape}{stream}"
         words: list[str] = ["training.recompute=true"] if self.arguments.recompute else []
         words += ["training.selective_recompute=true"] if self.arguments.selective else []
         words += [f"training.residual={self.arguments.residual}"]
@@ -281,7 +282,6 @@ class Bench:
         )
         spread = f"{1000 * min(found.seconds):,.1f} to {1000 * max(found.seconds):,.1f}"
         again = ", recomputed" if training.recompute else ", cheap parts recomputed" if training.selective_recompute else ""
-        again += ", residual stream in bfloat16" if training.residual == "bfloat16" else ""
         again += ", recorded" if training.cuda_graphs else ""
         cut = f", {training.segments} exact segments" if training.segments > 1 else ""
         self.report.say(
