@@ -1,4 +1,4 @@
-"""Tables of everything measured, from results/*.json: docs/measured.md, and a few rows of it in README.md.
+"""Tables of everything measured, from results: docs/measured.md, docs/floors.md, and a few rows in README.md.
 
 The one thing to know: nothing in them is typed by hand; `make tables` writes them, and tests/test_house.py fails when a result has
 changed and they have not.
@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import floors
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -113,6 +115,7 @@ def pages(found: dict[str, dict[str, Any]]) -> dict[Path, str]:
     figures = f"{BEGIN}\n{chosen(found)}\n{END}"
     return {
         ROOT / "docs" / "measured.md": measured(found),
+        ROOT / "docs" / "floors.md": floors.page(RESULTS),
         readme: between.sub(lambda _: figures, readme.read_text(encoding="utf-8"), count=1),
     }
 

@@ -1,0 +1,162 @@
+"""Where a step's time went, from profiles among the results, beside the least that the work of each line could take.
+
+The one thing to know: the least is what an H200's data sheet says, for each line by what it cannot do without: multiplications of
+matrix products, or bytes that have to be read and written once each way, whatever the kernels do, or exponentials.
+
+docs/floors.md is written by `make tables` (tables.py).
+"""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from baton.models.config import ModelConfig
+from baton.models.settings.bmojo import BMojoConfig
+from baton.models.settings.footprint import SCAN_BORDER
+from baton.models.settings.gated_scan import GatedScanConfig
+from baton.models.settings.gsa import GSAConfig
+from baton.models.settings.mamba import MambaConfig
+from baton.models.settings.swiglu import SwiGLUConfig
+
+PROFILES = {
+    "train_step_gsa_profile": "gsa-1.3b",
+    "train_step_mamba_8x2048": "mamba-1.4b",
+    "train_step_long_longhorn": "longhorn-1.3b",
+    "train_step_long_bmojo": "bmojo-1.4b",
+    "train_step_2_8b": "mamba-2.8b",
+}
+"""Logs of results that hold a profile, and their models in configs/models."""
+FLOPS, BYTES = 989e12, 4.8e12
+"""Of an H200 in a second: dense bfloat16, memory."""
+EXPONENTIALS = 132 * 16 * 1.755e9
+"""The same: of so many processors, each 16 in a cycle."""
+LOW, WIDE = 2, 4  # bytes of a number in the compute type, and in float32
+OF_PARAMETER = 4 + (4 + 8 + 8 + 8) + 4 + 2
+"""Bytes an update moves: the gradient for its norm; the gradient, master and moments for AdamW; the parameter and its copy."""
+INTRODUCTION = """# Where a step's time goes, and the least it could take
+
+From profiles among `benchmarks/results`, milliseconds of one optimizer step on one H200, every kernel launched by itself (with
+`training.cuda_graphs` idle is about a third). The least is what the data sheet's 989 TFLOP/s and 4.8 TB/s, or 16 exponentials a
+cycle and processor, allow for what a line cannot do without; `benchmarks/floors.py` counts it. A line without one could take
+nothing. Large matrix products reach 0.72 of the data sheet. What binds the scans is none of these: Mamba's issue 8.5 instructions
+forwards and 35 back for every channel, state and token (a state is made twice, for nothing is divided by a decay); in GSA's chunks
+one product waits for another, with an eighth of a processor's warps in flight for want of registers; B'MOJO has a Mamba in it, and
+attention to a memory that changes with every window. The optimizer's least is one pass over everything; DeepSpeed makes several."""
+_ROW = re.compile(r"^  ([a-z][a-z ]*?) {2,}([\d,]+\.\d\d) +[\d.]+%")
+
+
+class Least(NamedTuple):
+    """Seconds, and by what."""
+
+    seconds: float
+    why: str
+
+
+class Profile(NamedTuple):
+    """ms by category, of a step of so many micro-batches of so many tokens, each of a sequence of `context`."""
+
+    case: str
+    ms: dict[str, float]
+    micro_batches: int
+    tokens: int
+    context: int
+
+
+def read(log: Path) -> Profile:
+    """The first profile of a train_step.py's log. Raises ValueError where there is none."""
+    text = log.read_text(encoding="utf-8")
+    found = re.search(r"profile of \S+?-(\d+)x(\d+)-\d+, step", text)
+    if found is None:
+        raise ValueError(f"{log}: has no profile; change PROFILES in {Path(__file__).name}")
+    rows, context = int(found[1]), int(found[2])
+    ms = dict[str, float]()
+    for line in text[found.start() :].splitlines()[2:]:
+        row = _ROW.match(line)
+        if row is None:
+            break
+        ms[row[1]] = float(row[2].replace(",", ""))
+    counts = re.search(r"--micro-batches ([\d,]+)", text.splitlines()[0])
+    count = max(int(n) for n in (counts[1] if counts else "1,16").split(","))
+    return Profile(f"{rows}x{context} x {count}", ms, count, rows * context, context)
+
+
+def of_micro_batch(model: ModelConfig, tokens: int, context: int) -> dict[str, Least]:
+    """By category; what has no entry could take nothing, or is not counted."""
+    assert model.vocab_size is not None
+    d, kinds = model.d_model, [model.mixers[name] for layer in model.layers for name in layer]
+    products = sum(p.numel * p.uses for kind in kinds for p in kind.footprint(d).parameters) + model.padded_vocab_size * d
+    # of the residual stream's norms the first has nothing to add, and nothing reads the stream behind the last
+    norms = ((len(kinds) - 1) * (4 * WIDE + 5 * LOW) + (3 * WIDE + 3 * LOW) + (2 * WIDE + 5 * LOW)) * d
+    moved = {
+        "norm": norms,
+        "scan": 0,
+        "convolution": 0,
+        "other elementwise": 3 * WIDE * d,
+        "loss": 2 * LOW * model.padded_vocab_size,
+    }
+    multiplied, exponentials = 0.0, 0
+    for kind in kinds:
+        scan = kind.ssm if isinstance(kind, BMojoConfig) else kind
+        if isinstance(scan, GatedScanConfig):
+            inner = scan.expand * d
+            # x, steps, gates and outputs; those, their gradients and that of the output; states at borders, left and read
+            moved["scan"] += (4 + 7) * LOW * inner + 2 * WIDE * inner * scan.d_state // SCAN_BORDER
+            moved["convolution"] += (2 + 3) * LOW * inner
+            exponentials += 2 * inner * scan.d_state * isinstance(scan, MambaConfig)
+        if isinstance(kind, BMojoConfig):
+            heads, kv_heads = kind.head_counts(d)
+            # queries and outputs, keys and values of tokens and of what fades; the same with gradients
+            moved["scan"] += LOW * kind.head_dim * ((2 + 4) * heads + (4 + 8) * kv_heads)
+            multiplied += 3.5 * kind.footprint(d).recurrence_flops(context)[0]
+        if isinstance(kind, GSAConfig):
+            heads, kv_heads = kind.head_counts(d)
+            width, kv_width = heads * kind.head_dim, kv_heads * kind.head_dim
+            moved["scan"] += LOW * ((2 + 3) * width + (2 + 4) * kv_width) + 3 * WIDE * kv_heads * kind.slots
+            moved["norm"] += 5 * LOW * width
+            moved["other elementwise"] += 2 * LOW * (width + 2 * kv_width)
+            multiplied += 3 * kind.footprint(d).matrix_flops
+        if isinstance(kind, SwiGLUConfig):
+            moved["other elementwise"] += 8 * LOW * kind.width(d)
+    least = {name: Least(tokens * n / BYTES, f"{n / 1000:,.0f} kB a token") for name, n in moved.items() if n}
+    least["matmul"] = Least(6 * tokens * products / FLOPS, f"{6 * products / 1e9:,.2f} GFLOP a token")
+    by_exponentials = Least(tokens * exponentials / EXPONENTIALS, f"{exponentials / 1e6:,.1f} million exponentials a token")
+    by_products = Least(tokens * multiplied / FLOPS, f"{multiplied / 1e9:,.2f} GFLOP a token")
+    least["scan"] = max(least["scan"], by_exponentials, by_products)
+    return least
+
+
+@cache
+def _model(name: str) -> ModelConfig:
+    return ModelConfig(**yaml.safe_load((files("baton.configs") / "models" / f"{name}.yaml").read_text()))
+
+
+def rows(name: str, profile: Profile) -> Iterator[tuple[str, float, Least | None]]:
+    """(category, ms, least) of a step; at the end all together."""
+    model = _model(name)
+    least = of_micro_batch(model, profile.tokens, profile.context)
+    least = {category: Least(profile.micro_batches * one.seconds, one.why) for category, one in least.items()}
+    count = sum(p.numel for layer in model.layers for kind in layer for p in model.mixers[kind].footprint(model.d_model).parameters)
+    count += model.d_model * (1 + model.padded_vocab_size * (1 if model.tie_embeddings else 2))
+    least["optimizer"] = Least(count * OF_PARAMETER / BYTES, f"{OF_PARAMETER} bytes a parameter")
+    for category, ms in profile.ms.items():
+        if ms:
+            yield category, ms, least.get(category)
+    yield "together", sum(profile.ms.values()), Least(sum(one.seconds for one in least.values()), "")
+
+
+def page(results: Path) -> str:
+    """docs/floors.md."""
+    lines = [INTRODUCTION]
+    for log, name in PROFILES.items():
+        profile = read(results / f"{log}.log")
+        lines += ["", f"## {name}, {profile.case} micro-batches", "", f"`{log}.log`", ""]
+        lines += ["| | ms | least | times the least | which is |", "| --- | ---: | ---: | ---: | --- |"]
+        for category, ms, one in rows(name, profile):
+            cells = ("", "", "") if one is None else (f"{1e3 * one.seconds:,.1f}", f"{ms / 1e3 / one.seconds:.2f}", one.why)
+            lines.append(f"| {category} | {ms:,.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
