@@ -8,7 +8,7 @@ each border once: a segment that is run again takes what was kept. Tensor ranks 
 from collections import Counter
 from dataclasses import dataclass
 
-from baton.launcher.arithmetic import Arithmetic
+from baton.launcher.arithmetic import DTYPE_BYTES, Arithmetic
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _volumes_of_a_pass(one: Arithmetic) -> Counter[tuple[str, str]]:
         found["layers forward", "reduce-scatter" if shared else "all-reduce"] -= again * vectors
     if one.stage.first:
         for collective in both if shared else ("all-reduce",):
-            found["embedding", collective] += vectors * 4 // work.compute_bytes
+            found["embedding", collective] += _stream(one)
     if one.stage.last:
         # largest logit, own logit and sum of exponentials
         found["loss", "all-reduce"] += 3 * 4 * work.tokens
@@ -108,7 +108,7 @@ def _volumes_of_a_survey(one: Arithmetic) -> Counter[str]:
         for collective in ("all-gather", "reduce-scatter") if shared else ():
             found[collective] += _vectors(one)
     if one.stage.first:
-        found["reduce-scatter" if shared else "all-reduce"] += _vectors(one) * 4 // work.compute_bytes
+        found["reduce-scatter" if shared else "all-reduce"] += _stream(one)
     if one.stage.last and shared:
         found["all-gather"] += _vectors(one)
     return found
@@ -118,6 +118,11 @@ def _vectors(one: Arithmetic) -> int:
     """Bytes of d_model numbers per token in the compute type."""
     work = one.work
     return one.model.d_model * work.compute_bytes * (work.stream_tokens * one.tensor if work.split_residual else work.tokens)
+
+
+def _stream(one: Arithmetic) -> int:
+    """The same in the residual stream's."""
+    return _vectors(one) * DTYPE_BYTES[one.training.residual] // one.work.compute_bytes
 
 
 def _over_sequence(one: Arithmetic) -> dict[str, Exchange]:

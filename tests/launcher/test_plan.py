@@ -257,11 +257,11 @@ def test_what_a_gpus_kernels_keep_besides(monkeypatch):
 
 
 @pytest.mark.parametrize("variant", EXCHANGED)
-@pytest.mark.parametrize(("precision", "recompute"), SENT_WITH)
-def test_tensor_ranks_exchange_what_is_counted(measured, variant, precision, recompute):
-    arithmetic = Arithmetic(run_of(variant, precision=precision, recompute=recompute, tensor=2))
+@pytest.mark.parametrize(("precision", "recompute", "residual"), SENT_WITH)
+def test_tensor_ranks_exchange_what_is_counted(measured, variant, precision, recompute, residual):
+    arithmetic = Arithmetic(run_of(variant, precision=precision, recompute=recompute, residual=residual, tensor=2))
     per_micro_batch = sum(tensor_volumes(arithmetic).values()) // arithmetic.micro_batches
-    assert per_micro_batch == measured["sent"][f"{variant} {precision} {recompute}"]
+    assert per_micro_batch == measured["sent"][f"{variant} {precision} {recompute} {residual}"]
 
 
 def shared(variant, **settings):

@@ -33,7 +33,8 @@ RECOMPUTED = ("mamba", "gla", "bmojo")
 SELECTIVELY = ("mamba", "longhorn")
 EXCHANGED = (*kinds(), "lattice, everything")
 HANDED_ON = [variant for variant, (_, changes) in VARIANTS.items() if changes.get("window", 1) is not None]
-SENT_WITH = [("float32", False), ("bfloat16", True)]
+# precision, whether layers are run again, and what the residual stream is in
+SENT_WITH = [("float32", False, "float32"), ("bfloat16", True, "float32"), ("bfloat16", False, "bfloat16")]
 STAGES = 2
 STAGED = ("mamba", "gla", "bmojo", "lattice")
 ZERO = (0, 1, 2)
@@ -205,11 +206,11 @@ def measure():
     mesh = meshes.initialize(run_of("mamba", tensor=2).layout, device=torch.device("cpu"), rank=0, store=None)
     results["sent"] = {}
     for variant in EXCHANGED:
-        for precision, recompute in SENT_WITH:
-            model, _ = model_of(variant, precision, recompute, 2)
+        for precision, recompute, residual in SENT_WITH:
+            model, _ = model_of(variant, precision, recompute, 2, residual=residual)
             with Sent() as sent:
                 model.loss(model(read.tokens, read.pos)[0], read.labels).backward()
-            results["sent"][f"{variant} {precision} {recompute}"] = sent.bytes.total()
+            results["sent"][f"{variant} {precision} {recompute} {residual}"] = sent.bytes.total()
     meshes.shutdown()
 
     mesh = meshes.initialize(run_of("mamba", **SHARED_BY).layout, device=torch.device("cpu"), rank=0, store=None)
