@@ -17,6 +17,7 @@ minute, on sizes that mean nothing, and writes no results.
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -198,7 +199,7 @@ class Bench:
         """What a function writes in a process of its own. None: it failed, or took too long."""
         found = path.with_suffix(f".{function.__name__}.json")
         found.unlink(missing_ok=True)
-        process = mp.get_context("spawn").Process(target=function, args=(str(path), str(found), *words))
+        process = mp.get_context("spawn").Process(target=function, args=(str(path), str(found), *words), daemon=True)
         process.start()
         process.join(max(60.0, self.left()))
         if process.is_alive():
@@ -373,6 +374,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    # whoever ends this program ends what it has started, which would keep the GPU
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     arguments = _arguments()
     gpu = torch.cuda.is_available()
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}" if gpu else None
