@@ -295,6 +295,10 @@ def _eidetic_kernels(arch):
     yield "eidetic, innovation", foretold.innovation_kernel, score, 4, {"weights": "fp32", "score": "fp32", "y": "bf16"}
 
 
+def _without_warps(sizes):
+    return {name: size for name, size in sizes.items() if name != "num_warps"}
+
+
 def _norm_kernels():
     """Of the residual stream, and of heads."""
     from baton.kernels.rms_norm import per_row
@@ -307,15 +311,13 @@ def _norm_kernels():
         warps, sizes = sizes.pop("num_warps"), {**sizes, "ADD": stream, "SILU": False, "FROM_Y": stream}
         yield f"{name} forward", per_row.forward_kernel, sizes, warps, types
         back = types if not stream else {name: dtype for name, dtype in types.items() if name != "x"}
-        sizes |= {**sizes_back(width), "BLOCKS": 32, "BESIDE": stream}
-        del sizes["num_warps"]
-        yield f"{name} backward", per_row.backward_kernel, sizes, warps, back
+        back_sizes = {**sizes, **_without_warps(sizes_back(width)), "BLOCKS": 32, "BESIDE": stream}
+        yield f"{name} backward", per_row.backward_kernel, back_sizes, warps, back
     silu = {**sizes_of(2048), "ADD": False, "SILU": True, "FROM_Y": False}
     warps, types = silu.pop("num_warps"), dict.fromkeys(("weight", "scale", "dweight"), "fp32")
     yield "norm, of silu, forward", per_row.forward_kernel, silu, warps, types
-    silu |= {**sizes_back(2048), "BLOCKS": 32, "BESIDE": False}
-    del silu["num_warps"]
-    yield "norm, of silu, backward", per_row.backward_kernel, silu, warps, types
+    back_sizes = {**silu, **_without_warps(sizes_back(2048)), "BLOCKS": 32, "BESIDE": False}
+    yield "norm, of silu, backward", per_row.backward_kernel, back_sizes, warps, types
 
 
 def _gate_kernels():
