@@ -15,5 +15,6 @@ In the order of a token's way:
     synthetic   Examples: tasks made from random words (task_stream: TaskStream and task_set, their lanes and evaluation sets)
     source      open_source: shards or a task, in the one shape that training drives
     config      DataConfig by kind: ShardsConfig, MqarConfig, InductionConfig, SelectiveCopyConfig; PrepareConfig
+    lock        exclusive: one process at a time, also where there is no flock
     errors      DataError, raised for every bad input
 """

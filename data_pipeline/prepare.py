@@ -5,7 +5,6 @@ own shards and then its record, so tasks run in any order, on any number of proc
 get their final names, and dataset.json appears, only when every task has its record.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +12,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint, read_json, write_atomically, write_json
 from baton.data_pipeline.lanes import unit_starts
+from baton.data_pipeline.lock import LockHeldError, exclusive
 from baton.data_pipeline.progress import Progress, shown
 from baton.data_pipeline.shards import (
     DATASET,
@@ -198,16 +198,14 @@ def _claimed(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
     elif folder.exists() and any(path.name != PARTS for path in folder.iterdir()):
         raise DataError(f"{folder} holds files that are not a dataset; choose an empty or new folder")
     parts = folder / PARTS
-    try:
-        parts.mkdir(parents=True, exist_ok=True)
-        lock = open(parts / "lock", "w")  # noqa: SIM115 (closed below)
-    except OSError as error:
-        raise DataError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
-    with lock:
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"another process is preparing {folder} right now; wait for it") from None
+            parts.mkdir(parents=True, exist_ok=True)
+            held.enter_context(exclusive(parts / "lock"))
+        except OSError as error:
+            raise DataError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
+        except LockHeldError as error:
+            raise DataError(f"{folder} is being prepared by {error.holder}; wait for it{error.remedy}") from None
         if not (folder / PLAN).exists():
             write_json(folder / PLAN, plan)
         try:
@@ -215,10 +213,18 @@ def _claimed(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
         except DataError:
             if not any(parts.glob("task-??????.json")):  # nothing to go on from: leave nothing that would refuse corrected settings
                 (folder / PLAN).unlink()
-                shutil.rmtree(parts)
+                _remove_parts(parts, held)
             raise
         if (folder / DATASET).exists():
-            shutil.rmtree(parts)
+            _remove_parts(parts, held)
+
+
+def _remove_parts(parts: Path, lock: ExitStack) -> None:
+    """Remove the scratch folder and end the lock in it. NFS keeps the lock's file, under another name, until it is closed."""
+    shutil.rmtree(parts, ignore_errors=True)
+    lock.close()
+    with suppress(OSError):  # another process has begun to prepare here, and so refuses or goes on by itself
+        parts.rmdir()
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

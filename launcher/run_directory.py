@@ -1,6 +1,5 @@
 """The run directory: a contract. One folder per start, nothing truncated, and the configuration that every start agrees with."""
 
-import fcntl
 import json
 import os
 import platform
@@ -14,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from baton.data_pipeline.lock import LockHeldError, exclusive
 from baton.launcher.config import RunConfig, changes
 from baton.launcher.errors import ConfigError
 from baton.training import ledger
@@ -114,14 +114,12 @@ def recent_metrics(folder: Path, size: int = 1 << 18) -> list[dict[str, Any]]:
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
     """The run directory for this process alone: two starts at once would cut each other's record. The system drops the lock when
-    this process ends, however it ends. Raises ConfigError when another one holds it."""
-    with (folder / "attempts" / ".lock").open("w") as lock:
+    this process ends, however it ends, where the file system has locks. Raises ConfigError when another one holds it."""
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{folder} is being trained by another process on this machine or one that shares it; wait for it, or end it first"
-            ) from None
+            held.enter_context(exclusive(folder / "attempts" / ".lock"))
+        except LockHeldError as error:
+            raise ConfigError(f"{folder} is being trained by {error.holder}; wait for it, or end it first{error.remedy}") from None
         yield
 
 

@@ -375,7 +375,7 @@ def test_a_full_disk_leaves_no_half_file(tmp_path):
 
 def test_two_preparations_of_one_folder_do_not_meet(corpus, make, tmp_path):
     def progress(_done, _total):
-        with pytest.raises(DataError, match="another process is preparing"):
+        with pytest.raises(DataError, match=f"is being prepared by process {os.getpid()} on "):
             make("out", [corpus])
 
     make("out", [corpus], progress=progress)

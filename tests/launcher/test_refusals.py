@@ -1,5 +1,7 @@
 """Bad input: exit status 2, one line that says what, where and what to do, nothing half-written, and no process started."""
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -11,6 +13,7 @@ import yaml
 
 from baton.launcher.cli import main
 from baton.launcher.config import load
+from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import open_attempt
 
 
@@ -272,7 +275,23 @@ def test_a_directory_that_cannot_be_written(train, inputs, tmp_path):
 def test_a_run_directory_that_is_being_trained(train, inputs, tmp_path):
     config = load(inputs.run, [f"directory={tmp_path / 'run'}"])
     with open_attempt(config):
-        check(train(inputs.run), str(tmp_path / "run"), "is being trained by another process", "wait for it")
+        check(train(inputs.run), str(tmp_path / "run"), f"is being trained by process {os.getpid()} on", "wait for it")
+    with open_attempt(config) as attempt:
+        assert attempt.name == "0002"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("missing", [("flock",), ("flock", "lockf")])
+def test_a_run_directory_is_held_where_the_file_system_has_no_flock(inputs, tmp_path, monkeypatch, missing, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    for call in missing:
+        monkeypatch.setattr(fcntl, call, refuse)
+    config = load(inputs.run, [f"directory={tmp_path / 'run'}"])
+    busy = pytest.raises(ConfigError, match=f"is being trained by process {os.getpid()} on")
+    with open_attempt(config), busy, open_attempt(config):
+        pass
     with open_attempt(config) as attempt:
         assert attempt.name == "0002"
 
