@@ -5,6 +5,7 @@ written into the run directory and is what the ranks read.
 """
 
 import difflib
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -19,6 +20,7 @@ from baton.models.stages import cut
 from baton.parallel.config import LayoutConfig, divisors
 from baton.slurm.config import JobsConfig
 from baton.training.config import ProfileConfig, TrainingConfig, check_long_rows, with_vocabulary
+from baton.training.fitting import with_fitting_micro_batch
 
 MAY_CHANGE = (
     "device",
@@ -201,7 +203,11 @@ class RunConfig(BaseModel):
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a run file, put key=value words over it, resolve and check it. Raises ConfigError with one line."""
+    """Read a run file, put key=value words over it, resolve and check it. Raises ConfigError with one line.
+
+    A training.micro_batch that does not divide the sequences of a data rank is cut to the next size that does, and a line on
+    stderr says so.
+    """
     values = _read_yaml(Path(path))
     for word in overrides or []:
         key, separator, text = word.partition("=")
@@ -214,7 +220,15 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_problem(error, RunConfig)}") from None
+    training = with_fitting_micro_batch(config.training, config.layout.data)
+    given, cut_to = config.training.micro_batch, training.micro_batch
+    config = config.model_copy(update={"training": training})
     config.check()
+    if cut_to != given:
+        print(
+            f"note: training.micro_batch={given} does not divide the sequences that a data rank takes per step: cut to {cut_to}",
+            file=sys.stderr,
+        )
     return config
 
 

@@ -161,7 +161,8 @@ class TrainingConfig(_Settings):
     global_batch_tokens: int = Field(ge=1, description="tokens per optimizer step, all ranks together")
     batch_ramp: tuple[BatchConfig, ...] = Field((), description="smaller batches in the first steps, as [{steps: 1000, "
                                                 "global_batch_tokens: 65536}]")  # fmt: skip
-    micro_batch: int = Field(1, ge=1, description="sequences per rank and forward pass; more: faster, more memory")
+    micro_batch: int = Field(1, ge=1, description="sequences per rank and forward pass; more: faster, more memory; "
+                             "one that does not divide a rank's sequences is cut to the next size that does")  # fmt: skip
     lanes: int | None = Field(None, ge=1, description="independent streams of documents, fixed for the run's life; null: one "
                               "per sequence of the global batch")  # fmt: skip
     seed: int = Field(0, ge=0, description="of the initial values and of the order of the data")

@@ -9,6 +9,7 @@ from baton.launcher.config import RunConfig, changes, load
 from baton.launcher.errors import ConfigError
 from baton.training.config import TrainingConfig
 from baton.training.errors import RunError
+from baton.training.fitting import with_fitting_micro_batch
 from baton.training.schedule import learning_rate
 
 
@@ -164,3 +165,57 @@ def test_a_batch_ramp_keeps_the_lanes_and_the_length():
     short = training.model_copy(update={"steps": 10})
     with pytest.raises(RunError, match=r"training.batch_ramp takes 10 steps, all of training.steps=10"):
         short.check(2)
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "cut_to"),
+    [
+        # the run's step has 2 sequences of 32 tokens on each of 2 data ranks
+        (["training.micro_batch=3"], 3, 2),
+        (["training.micro_batch=1000000000"], 1000000000, 2),
+        (["training.context=64"], 2, 1),
+        (["layout.data=4"], 2, 1),
+    ],
+)
+def test_a_micro_batch_that_does_not_divide_is_cut_and_said(inputs, capsys, words, given, cut_to):
+    config = load(inputs.run, [f"training.micro_batch={given}", *words])
+    out, err = capsys.readouterr()
+    assert config.training.micro_batch == cut_to
+    assert RunConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
+    assert (out, err.count("\n")) == ("", 1)
+    assert f"training.micro_batch={given} does not divide" in err
+    assert err.endswith(f"cut to {cut_to}\n")
+
+
+def test_a_micro_batch_that_divides_stays_and_nothing_is_said(inputs, capsys):
+    assert load(inputs.run, ["training.micro_batch=2"]).training.micro_batch == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_cut_micro_batch_fits_every_length_and_batch_of_the_run():
+    """The largest that does, by trying all of them against `check`."""
+    lengths, batches = [{"steps": 4, "context": 16}], [{"steps": 10, "global_batch_tokens": 64 * 12}]
+    for ramp, warmup, data, given in ((batches, lengths, 2, 9), (batches, [], 4, 5), ([], lengths, 3, 7), ([], [], 1, 25)):
+        training = TrainingConfig(
+            steps=100, context=64, global_batch_tokens=64 * 24, batch_ramp=ramp, length_warmup=warmup, optimizer={"lr": 1e-3},
+            micro_batch=given,
+        )  # fmt: skip
+
+        def passes(size, training=training, data=data):
+            try:
+                training.model_copy(update={"micro_batch": size}).check(data)
+            except RunError:
+                return False
+            return True
+
+        assert not passes(given)
+        fitting = with_fitting_micro_batch(training, data)
+        assert fitting.micro_batch == max(size for size in range(1, given) if passes(size))
+    with pytest.raises(RunError, match=r"training\.micro_batch=25 does not divide the 24 sequences"):
+        training.check(1)
+
+
+def test_where_no_micro_batch_divides_the_settings_stay():
+    for tokens, data in ((100, 1), (64, 3), (16, 1)):
+        training = TrainingConfig(steps=1, context=32, global_batch_tokens=tokens, micro_batch=4, optimizer={"lr": 1e-3})
+        assert with_fitting_micro_batch(training, data) == training

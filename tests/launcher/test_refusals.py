@@ -151,7 +151,6 @@ SETTINGS = {
     ),
     "ZeRO stage": (["layout.zero=3"], ["layout.zero=3", "should be 0, 1 or 2"]),
     "batch is no multiple": (["training.global_batch_tokens=100"], ["not a multiple of training.context=32", "96 and 128"]),
-    "micro-batch": (["training.micro_batch=3"], ["training.micro_batch=3 does not divide the 2 sequences", "[1, 2]"]),
     "lanes do not divide": (["training.lanes=5"], ["training.lanes=5 is not a multiple of layout.data=2", "6"]),
     "too few lanes": (["training.lanes=2"], ["training.lanes=2", "4 sequences of a step"]),
     "a residual stream less precise than what is added": (

@@ -1,0 +1,26 @@
+"""Settings that are made to fit others, where a smaller value changes nothing that is learned. Torch-free."""
+
+from baton.parallel.config import divisors
+from baton.training.config import TrainingConfig
+
+
+def with_fitting_micro_batch(training: TrainingConfig, data_size: int) -> TrainingConfig:
+    """The settings with the largest micro-batch, at most their own, that divides what a data rank takes in every step.
+
+    data_size: data-parallel ranks. Where no size divides, as for a batch that is no multiple of the context, the settings come
+    back unchanged, and `TrainingConfig.check` says why.
+    """
+    for size in reversed(divisors(training.sequences_per_step // data_size)):
+        if size > training.micro_batch:
+            continue
+        candidate = training.model_copy(update={"micro_batch": size})
+        if all(_divides(settings, data_size) for _, settings in candidate.stretches):
+            return candidate
+    return training
+
+
+def _divides(training: TrainingConfig, data_size: int) -> bool:
+    """Of steps of one length and one batch."""
+    tokens_of_rank, rest = divmod(training.global_batch_tokens, data_size)
+    tokens_of_pass = training.micro_batch * training.context
+    return not rest and tokens_of_pass > 0 and tokens_of_rank % tokens_of_pass == 0
