@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from baton.launcher.jobs import add_commands
+from baton.launcher.jobs import CHANGE, add_commands
 
 if TYPE_CHECKING:
     from baton.launcher.config import RunConfig
@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     train = _command(commands, "train", _train, "train a model, or resume the run that is in its directory")
     train.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
     train.add_argument("overrides", metavar="key=value", nargs="*", help="settings over the file's, e.g. training.steps=100")
+    train.add_argument("--change", action="store_true", help=CHANGE)
 
     plan = _command(commands, "plan", _plan, "what a run takes, without a GPU: memory, bytes exchanged, time, what to change")
     plan.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
@@ -285,7 +286,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     config = load(arguments.config, arguments.overrides)
     check_inputs(config)
-    with open_attempt(config) as attempt:
+    with open_attempt(config, change=arguments.change) as attempt:
         status = run_ranks(config.layout.world_size, attempt)
         ledger.append(config.folder, "end", attempt=int(attempt.name), status=status, step=last_step(config.folder))
     return status

@@ -22,37 +22,6 @@ from baton.slurm.config import JobsConfig
 from baton.training.config import ProfileConfig, TrainingConfig, check_long_rows, with_vocabulary
 from baton.training.fitting import with_fitting_micro_batch
 
-MAY_CHANGE = (
-    "device",
-    "jobs",
-    "profile",
-    "layout",
-    "model.loss_chunk",
-    "data.path",
-    "data.sources",
-    "data.mixture",
-    "data.append",
-    "data.tokenizer",
-    "data.cache",
-    "data.cache_bytes",
-    "data.prefetch",
-    "data.workers",
-    "data.cases",
-    "training.micro_batch",
-    "training.recompute",
-    "training.selective_recompute",
-    "training.cuda_graphs",
-    "training.replica_check_every",
-    "training.log_every",
-    "training.checkpoint",
-    "training.evaluation",
-    "training.monitoring",
-    "training.guard",
-)
-"""Settings that a run may change from one start to the next. None of them changes what is learned (beyond rounding), but for
-data.mixture and data.append, which are there to be changed; data.path, data.sources and data.tokenizer only say where things lie:
-their contents are checked by fingerprint. data.cases only say what is measured."""
-
 
 class RunConfig(BaseModel):
     """One run."""
@@ -232,26 +201,6 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     return config
 
 
-def changes(old: RunConfig, new: RunConfig) -> list[str]:
-    """Settings that differ and may not: "training.seed: 0 -> 1"."""
-    before, after = (_flatten(_what_is_learned(run)) for run in (old, new))
-    return [
-        f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-        and key not in ("name", "directory")
-        and not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
-    ]
-
-
-def _what_is_learned(run: RunConfig) -> dict[str, Any]:
-    """The settings, with exact segments as what they are equal to: none."""
-    values = run.model_dump(mode="json")
-    if run.training.bptt is not None and run.training.bptt.mode == "exact":
-        values["training"]["bptt"] = None
-    return values
-
-
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -364,13 +313,3 @@ def _classes(annotation: Any) -> list[type]:
     if isinstance(annotation, type):
         return [annotation]
     return [found for part in get_args(annotation) for found in _classes(part)]
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+CHANGE = "go on with another learning rate, schedule or optimizer setting than before, and record it in events.jsonl"
+"""Help of an option of `train` and `submit`."""
+
 Add = Callable[[Any, str, Callable[[argparse.Namespace], int | None], str], argparse.ArgumentParser]
 
 
@@ -19,6 +22,7 @@ def add_commands(commands: Any, add: Add) -> None:
     submit.add_argument(
         "--nodes", metavar="N[-M]", help="nodes, or a range: layout.data follows what is free (default: the layout's)"
     )
+    submit.add_argument("--change", action="store_true", help=CHANGE)
     submit.add_argument("--dry-run", action="store_true", help="print the plan and the script, write and submit nothing")
 
     status = add(commands, "status", _status, "how a run stands: step, loss, speed, goodput, last save, ETA, queue, attempts")
@@ -54,7 +58,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     from baton.slurm import submit
 
     config, cluster = load(arguments.config, arguments.overrides), load_cluster(arguments.cluster)
-    submission = submit.prepare(config, cluster, arguments.nodes)
+    submission = submit.prepare(config, cluster, arguments.nodes, change=arguments.change)
     plan = make_plan(with_known_vocabulary(config), cluster)
     if arguments.dry_run:
         print("\n".join(plan.lines()), end="\n\n")

@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from baton.data_pipeline.lock import LockHeldError, exclusive
-from baton.launcher.config import RunConfig, changes
+from baton.launcher.changes import changes, refusal, with_changes_in_place
+from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
 from baton.training import ledger
 
@@ -23,32 +24,31 @@ BEFORE_CONFIG = {"attempts", "ledger.jsonl", "checkpoints", "provenance.json", "
 
 
 @contextmanager
-def open_attempt(config: RunConfig) -> Iterator[Path]:
+def open_attempt(config: RunConfig, *, change: bool = False) -> Iterator[Path]:
     """Make (or reopen) the run directory and a folder for this start, RUN/attempts/NNNN with its config.yaml; the run directory is
-    this process's alone until the context ends.
+    this process's alone until the context ends. change: as in `check_run`.
 
     Raises ConfigError when the directory belongs to another configuration, with what changed, is something else, or is in use.
     """
-    check_run(config)
+    check_run(config, change=change)
     with ExitStack() as held:
         with _writing(config.folder):
             (config.folder / "attempts").mkdir(parents=True, exist_ok=True)
             held.enter_context(hold(config.folder))
+        check_run(config, change=change)  # again: until now, another process may have trained the run
         open_run(config)
         yield new_attempt(config)
 
 
-def check_run(config: RunConfig) -> None:
-    """Refuse a run directory that belongs to another configuration, or is something else. Writes nothing."""
+def check_run(config: RunConfig, *, change: bool = False) -> None:
+    """Refuse a run directory that belongs to another configuration, or is something else. change: let the run go on with another
+    learning rate, schedule or optimizer setting. Writes nothing."""
     folder = config.folder
     recorded = folder / "config.yaml"
     if recorded.exists():
-        different = changes(read_config(recorded), config)
-        if different:
-            raise ConfigError(
-                f"{folder} belongs to another configuration: {'; '.join(different)}. Use another name (name=...) or directory "
-                f"(directory=...), or take the changes back"
-            )
+        refused = refusal(folder, read_config(recorded), config, max(checkpoint_steps(folder), default=0), change=change)
+        if refused is not None:
+            raise ConfigError(refused)
         return
     with _writing(folder):
         if folder.exists() and not {p.name for p in folder.iterdir()} <= BEFORE_CONFIG:
@@ -56,7 +56,8 @@ def check_run(config: RunConfig) -> None:
 
 
 def open_run(config: RunConfig) -> None:
-    """Make the run directory, with the configuration that every start agrees with and its origin; what is there stays."""
+    """Make the run directory, with the configuration that every start agrees with and its origin. What is there stays, but for the
+    settings that `check_run` lets a run change."""
     folder = config.folder
     with _writing(folder):
         for name in ("attempts", "checkpoints"):
@@ -64,6 +65,11 @@ def open_run(config: RunConfig) -> None:
         if not (folder / "config.yaml").exists():
             write_whole(folder / "provenance.json", json.dumps(provenance(), indent=1))
             write_whole(folder / "config.yaml", config.to_yaml())
+            return
+        recorded = read_config(folder / "config.yaml")
+        kept = with_changes_in_place(recorded, config)
+        if kept != recorded:
+            write_whole(folder / "config.yaml", kept.to_yaml())
 
 
 def new_attempt(config: RunConfig, **what: Any) -> Path:
@@ -83,9 +89,30 @@ def last_attempt(folder: Path) -> int:
     return max((int(p.name) for p in attempts.iterdir() if p.name.isdigit()), default=0) if attempts.is_dir() else 0
 
 
+def changed_since_last_start(attempt: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Settings of what is learned that the start of `attempt` has and the last start that got as far as training had not: key to
+    (old, new)."""
+    folder = attempt.parent.parent
+    rows = ledger.read(folder)
+    trained = [row["attempt"] for row in rows if row["kind"] == "start" and row["attempt"] < int(attempt.name)]
+    if not trained:
+        return {}
+    try:
+        before = read_config(attempt.with_name(f"{max(trained):04d}") / "config.yaml")
+    except ConfigError:  # somebody removed it, or another version wrote it
+        return {}
+    return {change.key: (change.old, change.new) for change in changes(before, config)}
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps of a run's published checkpoints, ascending; whether they are whole is not looked at."""
+    found = (folder / "checkpoints").glob("step-*")
+    return sorted(int(p.name[5:]) for p in found if p.name[5:].isdigit() and (p / "manifest.json").exists())
+
+
 def last_step(folder: Path) -> int:
-    """The last step in a run's record; 0: none yet. Reads its end alone."""
-    last = 0
+    """The last step in a run's record; without any, of its newest checkpoint, as in a fork; 0: none yet. Reads its end alone."""
+    last = max(checkpoint_steps(folder), default=0)
     for row in recent_metrics(folder):
         if row.get("kind") == "train":
             last = max(last, int(row["step"]))

@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def _run(path: Path) -> None:
-    from baton.launcher.run_directory import read_config
+    from baton.launcher.run_directory import changed_since_last_start, read_config
 
     config = read_config(path)
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -99,6 +99,7 @@ def _run(path: Path) -> None:
         attempt=int(path.parent.name) if path.parent.name.isdigit() else 0,
         profile=config.profile,
         flops_per_token=flops_per_token,
+        changed=changed_since_last_start(path.parent, config) if rank == 0 and path.parent.name.isdigit() else {},
     )
     train(settings, mesh)
     meshes.shutdown()

@@ -41,8 +41,9 @@ class Submission:
         return self.config.folder
 
 
-def prepare(config: RunConfig, cluster: Cluster, nodes: str | None) -> Submission:
-    """The script of a checked configuration; nothing is written. nodes: "2" or "1-4"; None: as many as the layout fills.
+def prepare(config: RunConfig, cluster: Cluster, nodes: str | None, *, change: bool = False) -> Submission:
+    """The script of a checked configuration; nothing is written. nodes: "2" or "1-4"; None: as many as the layout fills. change:
+    as in `check_run`.
 
     Raises ConfigError.
     """
@@ -66,7 +67,7 @@ def prepare(config: RunConfig, cluster: Cluster, nodes: str | None) -> Submissio
         raise ConfigError(
             f"directory={absolute.folder} holds {' '.join(odd)}, which SLURM reads in its own way; use another directory="
         )
-    check_run(absolute)
+    check_run(absolute, change=change)
     wanted = _nodes(absolute, cluster, nodes)
     script = render(absolute, cluster, wanted, where=Path.cwd(), python=sys.executable)
     evaluating = None

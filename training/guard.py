@@ -57,13 +57,15 @@ class Judge:
 
 
 class Events:
-    """RUN/events.jsonl: a line for everything that interrupted training, appended and synced; only the main rank writes."""
+    """RUN/events.jsonl: a line for everything that interrupted training and for every change of a setting of what is learned,
+    appended and synced; only the main rank writes."""
 
     def __init__(self, folder: Path, writes: bool) -> None:
         self._path, self._writes = folder / EVENTS, writes
 
     def write(self, kind: str, step: int, **about: Any) -> None:
-        """kind: skip, rollback or stop. step: whose update was not made, counted from 1."""
+        """kind: skip, rollback or stop, with the step whose update was not made, counted from 1; or change, with the number of
+        steps done before it."""
         if not self._writes:
             return
         line = json.dumps({"kind": kind, "step": step, "time": time.time(), **about}) + "\n"

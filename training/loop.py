@@ -75,6 +75,8 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         if mesh.is_main:
             print(f"already complete: {progress.step} steps, {progress.tokens:,} tokens; there is nothing to do", flush=True)
         return
+    if settings.changed:
+        record_changes(settings, progress.step, mesh)
     account.start(progress.step)
     account.spent("start-up")
     if mesh.device.type == "cuda":  # on a CPU there are no kernels of our own, and nothing is compiled for the machine
@@ -208,6 +210,14 @@ def _steps(
                 board.show(progress.step)
                 account.spent("other")
     return False
+
+
+def record_changes(settings: RunSettings, step: int, mesh: Mesh) -> None:
+    """Write into events.jsonl that the run goes on with other settings after `step` steps."""
+    Events(settings.folder, mesh.is_main).write("change", step, settings=settings.changed)
+    if mesh.is_main:
+        shown = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in settings.changed.items())
+        print(f"from here on with other settings: {shown}", flush=True)
 
 
 def begin_with(built: Built, path: Path) -> None:

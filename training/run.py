@@ -1,7 +1,7 @@
 """What a run is, and where it stands."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,8 @@ from baton.training.executor import StepResult
 class RunSettings:
     """What a run is, from the launcher. folder: the run directory. config_text: the resolved configuration as YAML. attempt: number
     of this start, from 1; 0: not counted. profile: what to look at, None: nothing; flops_per_token: of the whole model in
-    a training step of such settings, matmuls and mixers counted once forwards and twice backwards."""
+    a training step of such settings, matmuls and mixers counted once forwards and twice backwards. changed: settings that
+    differ from those of the start before, key to (old, new)."""
 
     folder: Path
     model: ModelConfig
@@ -25,6 +26,7 @@ class RunSettings:
     attempt: int = 0
     profile: ProfileConfig | None = None
     flops_per_token: Callable[[TrainingConfig], float] | None = None
+    changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
 @dataclass

@@ -25,3 +25,13 @@ def learning_rate(step: int, training: TrainingConfig, peak: float | None = None
         progress = (step - (training.steps - schedule.decay_steps) + 1) / schedule.decay_steps
         return peak + (schedule.final_lr - peak) * min(1.0, progress)
     return peak
+
+
+def steps_alike(training: TrainingConfig, steps: int) -> float:
+    """How many of a run's first steps have the same learning rates if `steps` takes the place of training.steps; inf: all."""
+    schedule = training.schedule
+    if schedule.kind == "constant" or steps == training.steps or (schedule.kind == "wsd" and not schedule.decay_steps):
+        return math.inf
+    if schedule.kind == "wsd":
+        return min(steps, training.steps) - schedule.decay_steps
+    return schedule.warmup_steps + 1  # the first step after the warm-up has the peak

@@ -6,8 +6,9 @@ import json
 import pytest
 import yaml
 
+from baton.launcher.changes import changes
 from baton.launcher.cli import main
-from baton.launcher.config import changes, load
+from baton.launcher.config import load
 from baton.training.monitor import read_metrics
 
 RUN = {

@@ -18,8 +18,9 @@ from support.runs import published
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from baton.data_pipeline.errors import DataError
+from baton.launcher.changes import changes
 from baton.launcher.cli import main
-from baton.launcher.config import RunConfig, changes, load
+from baton.launcher.config import RunConfig, load
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import open_attempt, read_config
 from baton.training.errors import CheckpointError, RunError

@@ -1,0 +1,193 @@
+"""Which settings of a run may change: at any start, in place, only in a fork of it, or in no run that goes on. Torch-free.
+
+A change is in place when the run directory stays the same. Settings of MAY_CHANGE need nothing; training.steps may change as long
+as the learning rates of all steps that are done stay what they were; the optimizer's settings and the schedule's need --change,
+which records them in events.jsonl. All others need a new run directory (`baton fork`), or a new run.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.launcher.config import RunConfig
+from baton.training.schedule import steps_alike
+
+MAY_CHANGE = (
+    "device",
+    "jobs",
+    "profile",
+    "layout",
+    "model.loss_chunk",
+    "data.path",
+    "data.sources",
+    "data.mixture",
+    "data.append",
+    "data.tokenizer",
+    "data.cache",
+    "data.cache_bytes",
+    "data.prefetch",
+    "data.workers",
+    "data.cases",
+    "training.micro_batch",
+    "training.recompute",
+    "training.selective_recompute",
+    "training.cuda_graphs",
+    "training.replica_check_every",
+    "training.log_every",
+    "training.checkpoint",
+    "training.evaluation",
+    "training.monitoring",
+    "training.guard",
+)
+"""Settings that a run may change from one start to the next. None of them changes what is learned (beyond rounding), but for
+data.mixture and data.append, which are there to be changed; data.path, data.sources and data.tokenizer only say where things lie:
+their contents are checked by fingerprint. data.cases only say what is measured."""
+
+IN_PLACE = ("training.steps", "training.optimizer", "training.schedule")
+"""Settings that --change lets a run change from one start to the next, recorded in events.jsonl."""
+
+ORDER = (
+    "data",
+    "training.seed",
+    "training.lanes",
+    "training.context",
+    "training.global_batch_tokens",
+    "training.length_warmup",
+    "training.batch_ramp",
+)
+"""Settings that decide which tokens a step reads, next to MAY_CHANGE: a fork that changes one begins its data anew."""
+
+_GROUPS = ("training.optimizer.rates", "training.bptt")
+"""Settings that are named as a whole on a command line."""
+
+_SHOWN = 4
+"""Changes that a suggested command repeats."""
+
+BEGINNING = ("training.initial_weights",)
+"""Settings of a run's first step alone: they have no meaning for a fork."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that differs between two configurations."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old!r} -> {self.new!r}"
+
+    def is_of(self, keys: Sequence[str]) -> bool:
+        """Whether it is one of these settings, or of one of these groups."""
+        return any(self.key == key or self.key.startswith(f"{key}.") for key in keys)
+
+
+def changes(old: RunConfig, new: RunConfig) -> list[Change]:
+    """The settings that differ, but for those that may change at any start, and the run's name and directory."""
+    return [change for change in all_changes(old, new) if not change.is_of(MAY_CHANGE)]
+
+
+def all_changes(old: RunConfig, new: RunConfig) -> list[Change]:
+    """The settings that differ, but for the run's name and directory."""
+    before, after = (_flatten(_what_is_learned(run)) for run in (old, new))
+    found = (Change(key, before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys()))
+    return [change for change in found if change.old != change.new and change.key not in ("name", "directory")]
+
+
+def words(different: Sequence[Change], new: RunConfig) -> str:
+    """The changes as they are given on the command line, after a space; "" where there are none, and their form where there are
+    many."""
+    found = []
+    for change in different:
+        group = next((group for group in _GROUPS if change.is_of((group,))), None)
+        value = change.new
+        if group is not None:  # keys of a dictionary may hold dots, and a group may be null
+            value = new.model_dump(mode="json")
+            for key in group.split("."):
+                value = value[key]
+        word = f"{group or change.key}={value if isinstance(value, str) else json.dumps(value)}"
+        if word not in found:
+            found.append(word)
+    return " key=value …" if len(found) > _SHOWN else "".join(f" {shlex.quote(word)}" for word in found)
+
+
+def with_changes_in_place(old: RunConfig, new: RunConfig) -> RunConfig:
+    """`old`, with what `new` may change in place of the same run."""
+    taken = {name: getattr(new.training, name) for name in ("steps", "optimizer", "schedule")}
+    return old.model_copy(update={"training": old.training.model_copy(update=taken)})
+
+
+def refusal(folder: Path, old: RunConfig, new: RunConfig, done: int, *, change: bool) -> str | None:
+    """Why the run in `folder` cannot go on with other settings, and what to do instead; None: it can.
+
+    done: steps of its newest checkpoint. change: whether --change was given.
+    """
+    different = changes(old, new)
+    listed = "; ".join(map(str, different))
+    fork = f"`baton fork {folder} --out NEW{words(different, new)}`"
+    others = [each for each in different if not each.is_of(IN_PLACE)]
+    if not others:
+        return _refusal_in_place(folder, old, new, different, done, change=change)
+    if all(each.is_of(("model", *BEGINNING)) for each in others):
+        advice = "Use another name (name=...) or directory (directory=...)"
+        if not any(each.is_of(BEGINNING) for each in others):
+            advice += f", fork the run if all shapes stay the same ({fork})"
+    elif any(each.is_of((*ORDER, "model", *BEGINNING)) for each in others):
+        advice = (
+            f"Use another name (name=...) or directory (directory=...), fork the run with its data begun anew "
+            f"(`baton fork {folder} --restart-data --out NEW{words(different, new)}`)"
+        )
+    else:
+        advice = f"Use another name (name=...) or directory (directory=...), fork the run ({fork})"
+    return f"{folder} belongs to another configuration: {listed}. {advice}, or take the changes back"
+
+
+def _refusal_in_place(
+    folder: Path, old: RunConfig, new: RunConfig, different: list[Change], done: int, *, change: bool
+) -> str | None:
+    steps = new.training.steps
+    if steps < done:
+        return (
+            f"{folder}: training.steps={steps} is less than the {done} steps that are done; give {done} or more, or fork the run "
+            f"from an earlier checkpoint, `baton fork {folder} --step N --out NEW{words(different, new)}`"
+        )
+    if change or not different:
+        return None
+    listed, fork = "; ".join(map(str, different)), f"`baton fork {folder} --out NEW{words(different, new)}`"
+    if [each.key for each in different] != ["training.steps"]:
+        return (
+            f"{folder} belongs to another configuration: {listed}. Add --change to go on in this run, which records it in "
+            f"events.jsonl, or fork the run ({fork}), or take the changes back"
+        )
+    alike = steps_alike(old.training, steps)
+    if done <= alike:
+        return None
+    kind, first = old.training.schedule.kind, ""
+    if kind == "wsd":
+        first = f", with --step N before it for a checkpoint of at most {int(alike)} steps, where no decay has begun"
+    return (
+        f"{folder}: {listed}: by the {kind} schedule, steps that are done would have had another learning rate. Fork the run "
+        f"({fork}{first}), or add --change to go on in this run, which records it in events.jsonl"
+    )
+
+
+def _what_is_learned(run: RunConfig) -> dict[str, Any]:
+    """The settings, with exact segments as what they are equal to: none."""
+    values = run.model_dump(mode="json")
+    if run.training.bptt is not None and run.training.bptt.mode == "exact":
+        values["training"]["bptt"] = None
+    return values
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
