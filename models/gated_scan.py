@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.kernels.protocol import Inputs, Leaf, LinearRecurrence, State
 from baton.kernels.short_conv.recurrence import ShortConv
-from baton.models import init
+from baton.models import constants, init
 from baton.models.mixer import Mixer, Site
 from baton.models.remade import remaking
 from baton.models.settings.gated_scan import GatedScanConfig
@@ -31,6 +31,7 @@ class GatedScan(Mixer):
     """
 
     recurrence: LinearRecurrence
+    D: Tensor | None
 
     def __init__(self, config: GatedScanConfig, site: Site, *, step: str, step_bias: Init) -> None:
         super().__init__()
@@ -52,26 +53,34 @@ class GatedScan(Mixer):
             self.dt_rank, d_inner, init.linear(self.dt_rank), site.megatron, compute_dtype=site.compute_dtype, own_input=True
         )
         self.add_module(f"{step}_proj", projection)
-        self.register_parameter(f"{step}_bias", site.split((d_inner,), step_bias, decay=False))
-        self.D = site.split((d_inner,), init.constant(1.0), decay=False)
+        bias = site.split((d_inner,), step_bias, decay=False) if config.has_step_bias else None
+        self.register_parameter(f"{step}_bias", bias)
+        self.register_parameter("D", site.split((d_inner,), init.constant(1.0), decay=False) if config.skip else None)
         self.out_proj = site.output(d_inner)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         """What is carried per sequence: the convolution's last inputs and the scan's state (fp32 whatever the matmuls use)."""
-        (d_inner,) = layout_of(self.D).shape
+        (d_inner,) = layout_of(self.conv_bias).shape
         return (
             Leaf("conv", (self.config.d_conv - 1, d_inner), self.compute_dtype, tp=1, grad=True),
-            Leaf("scan", (d_inner, self.config.d_state), self.D.dtype, tp=0, grad=True),
+            Leaf("scan", (d_inner, self.config.d_state), self.conv_bias.dtype, tp=0, grad=True),
         )
 
     @abstractmethod
-    def scanned(self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, z_BTD: Tensor, bias_D: Tensor) -> Inputs:
+    def scanned(
+        self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, z_BTD: Tensor, skip_D: Tensor, bias_D: Tensor
+    ) -> Inputs:
         """The gated recurrence's inputs. step_BTD: projected step sizes, to which the recurrence adds bias_D in fp32: rounding the
         sum would move Mamba's step sizes in jumps of 3 %."""
 
+    def _or_zeros(self, per_channel: Tensor | None) -> Tensor:
+        """A parameter [D], or zeros where the settings leave it out: the kernels read one in any case."""
+        like = self.conv_bias
+        return constants.zeros(len(like), like.dtype, like.device) if per_channel is None else per_channel
+
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
-        channels = len(self.D)
+        channels = len(self.conv_bias)
         # a carried convolution's inputs may have come from elsewhere
         selective = self._selective and (self.link is None or not self.link.active)
         x_BTD, z_BTD = self.in_proj(x_BTM, (channels, channels))
@@ -85,7 +94,8 @@ class GatedScan(Mixer):
             code_BTR, in_BTN, out_BTN = projected.split([self.dt_rank, self.config.d_state, self.config.d_state], dim=-1)
             step_proj = getattr(self, f"{self._step}_proj")
             step_BTD = step_proj(code_BTR)
-            scanned = self.scanned(u_BTD, step_BTD, in_BTN, out_BTN, z_BTD, getattr(self, f"{self._step}_bias"))
+            skip_D, bias_D = self._or_zeros(self.D), self._or_zeros(getattr(self, f"{self._step}_bias"))
+            scanned = self.scanned(u_BTD, step_BTD, in_BTN, out_BTN, z_BTD, skip_D, bias_D)
             (leaf,) = self.recurrence.leaves(scanned)
             entering = None if state is None else {leaf.name: state["scan"]}
             kept_not(step_BTD, lambda: step_proj(code_BTR))

@@ -59,6 +59,19 @@ def inverse_softplus_log_uniform(low: float, high: float, floor: float) -> Init:
 
     def fill(w: Tensor, g: torch.Generator) -> None:
         dt = torch.empty_like(w).uniform_(math.log(low), math.log(high), generator=g).exp_().clamp_(min=floor)
-        w.copy_(dt + torch.log(-torch.expm1(-dt)))
+        w.copy_(_inverse_softplus(dt))
 
     return fill
+
+
+def inverse_softplus_uniform(low: float, high: float, floor: float) -> Init:
+    """softplus^-1 of a step size that is uniform on [low, high], at least `floor`."""
+
+    def fill(w: Tensor, g: torch.Generator) -> None:
+        w.copy_(_inverse_softplus(torch.empty_like(w).uniform_(low, high, generator=g).clamp_(min=floor)))
+
+    return fill
+
+
+def _inverse_softplus(y: Tensor) -> Tensor:
+    return y + torch.log(-torch.expm1(-y))

@@ -1,7 +1,16 @@
 """Longhorn's mixer: an online learner of associations in the gated-scan skeleton.
 
-Source: Liu et al., "Longhorn: State Space Models are Amortized Online Learners", equations of section 3 and algorithm 1; the
-reference code for what the paper leaves out (low-rank beta with bias 0, skip). Channels are split over the tensor group.
+Source: Liu et al., "Longhorn: State Space Models are Amortized Online Learners", equations of section 3 and algorithm 1. Channels
+are split over the tensor group.
+
+Differences from the paper:
+
+- The authors' code adds a skip D u to the output and a bias, 0 at first, to beta. Algorithm 1 has neither; skip=false and
+  beta_bias=false remove them. beta's projection has the rank of Mamba's step sizes; the paper only says that it can be low.
+- The exact update of theorem 3.1 is not available as a setting: this mixer, as all models of the paper, has its diagonal form.
+
+Misprints in the paper: table 4 has +2 <Sk, x> where the sign is minus, and 1_{m x n} for 1_{d x m}; x ~ S^T k is S k; "theorem 6"
+is theorem 3.1; table 2's caption gives GLA a state of 1024K, its table and formula 512K.
 """
 
 from torch import Tensor
@@ -23,5 +32,7 @@ class Longhorn(GatedScan, settings=LonghornConfig):
     def __init__(self, config: LonghornConfig, site: Site) -> None:
         super().__init__(config, site, step="beta", step_bias=init.constant(0.0))
 
-    def scanned(self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, z_BTD: Tensor, bias_D: Tensor) -> Inputs:
-        return u_BTD, in_BTN, out_BTN, step_BTD, z_BTD, self.D, bias_D
+    def scanned(
+        self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, z_BTD: Tensor, skip_D: Tensor, bias_D: Tensor
+    ) -> Inputs:
+        return u_BTD, in_BTN, out_BTN, step_BTD, z_BTD, skip_D, bias_D

@@ -1,7 +1,15 @@
 """Mamba's mixer: a selective state space in the gated-scan skeleton.
 
-Source: Gu & Dao, "Mamba", section 3 and appendix; the released code for what the paper leaves out (convolution bias, skip,
-initial values). Channels are split over the tensor group.
+Source: Gu & Dao, "Mamba", section 3 and appendix. Channels are split over the tensor group.
+
+Differences from the paper:
+
+- The released code adds a bias to the convolution and a skip D u to the output; algorithm 2 has neither. skip=false removes D u.
+- The released code draws the initial step sizes log-uniformly, with a floor of 1e-4; section 3.6 draws them uniformly from
+  [0.001, 0.1]. dt_init=uniform is the paper's.
+- The input matrix is discretized by Euler's rule, as in the released code; discretization=zoh is equation 4.
+
+A misprint in the paper: table 8 gives a random initial value as A ~ exp(N(0, 1)). A must be negative, so it is -exp(N(0, 1)).
 """
 
 import torch
@@ -21,10 +29,12 @@ class Mamba(GatedScan, settings=MambaConfig):
     config: MambaConfig
 
     def __init__(self, config: MambaConfig, site: Site) -> None:
-        step_bias = init.inverse_softplus_log_uniform(config.dt_min, config.dt_max, config.dt_floor)
-        super().__init__(config, site, step="dt", step_bias=step_bias)
+        drawn = init.inverse_softplus_uniform if config.dt_init == "uniform" else init.inverse_softplus_log_uniform
+        super().__init__(config, site, step="dt", step_bias=drawn(config.dt_min, config.dt_max, config.dt_floor))
         self.recurrence = SelectiveScan(config.discretization, gated=True)
         self.A_log = site.split((config.expand * site.d_model, config.d_state), init.log_arange, decay=False)
 
-    def scanned(self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, z_BTD: Tensor, bias_D: Tensor) -> Inputs:
-        return u_BTD, step_BTD, in_BTN, out_BTN, z_BTD, -torch.exp(self.A_log), self.D, bias_D
+    def scanned(
+        self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, z_BTD: Tensor, skip_D: Tensor, bias_D: Tensor
+    ) -> Inputs:
+        return u_BTD, step_BTD, in_BTN, out_BTN, z_BTD, -torch.exp(self.A_log), skip_D, bias_D

@@ -27,6 +27,13 @@ class GatedScanConfig(MixerConfig):
     d_state: int = Field(16, ge=1, description="numbers of state per channel; 16 in every model of both papers")
     d_conv: int = Field(4, ge=2, description="tokens that the causal convolution sees; 4 as released, the papers do not say")
     dt_rank: int | None = Field(None, ge=1, description="rank of the step sizes' projection; null: d_model / 16, rounded up")
+    skip: bool = Field(True, description="add D u, a learned factor of each channel's input, to the output; true as released, "
+                       "neither paper's algorithm has it")  # fmt: skip
+
+    @property
+    def has_step_bias(self) -> bool:
+        """Whether the step sizes have a bias."""
+        return True
 
     def sizes(self, d_model: int) -> dict[str, int]:
         return {"expand * model.d_model": self.expand * d_model}
@@ -50,8 +57,8 @@ class GatedScanConfig(MixerConfig):
                 split("conv_bias", inner),
                 row("x_proj", inner, code),
                 column(f"{step}_proj", rank, inner),
-                split(f"{step}_bias", inner),
-                split("D", inner),
+                *((split(f"{step}_bias", inner),) if self.has_step_bias else ()),
+                *((split("D", inner),) if self.skip else ()),
                 row("out_proj", inner, d_model),
             ),
             kept=(

@@ -2,14 +2,26 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from baton.models.settings.footprint import Footprint
 from baton.models.settings.gated_scan import GatedScanConfig
 
 
 class LonghornConfig(GatedScanConfig):
-    """The online learner of Longhorn (Liu et al.), diagonal form."""
+    """The online learner of Longhorn (Liu et al.), in the diagonal form that the paper's models use.
+
+    The exact update of theorem 3.1 cannot be chosen: no kernel computes it. The paper trains no model with it either.
+    skip=false and beta_bias=false give algorithm 1 as printed.
+    """
 
     kind: Literal["longhorn"] = "longhorn"
+    beta_bias: bool = Field(True, description="add a learned bias, 0 at first, to beta before the sigmoid; true as in the authors' "
+                            "code, algorithm 1 has none")  # fmt: skip
+
+    @property
+    def has_step_bias(self) -> bool:
+        return self.beta_bias
 
     def footprint(self, d_model: int) -> Footprint:
         # the decay 2, its limit 1, what is added 2, the step 2, the output 2

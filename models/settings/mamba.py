@@ -13,9 +13,15 @@ class MambaConfig(GatedScanConfig):
     """The selective state space of Mamba (Gu & Dao)."""
 
     kind: Literal["mamba"] = "mamba"
-    dt_min: float = Field(1e-3, gt=0, description="smallest initial step size (log-uniform between dt_min and dt_max)")
-    dt_max: float = Field(1e-1, gt=0, description="largest initial step size")
-    dt_floor: float = Field(1e-4, gt=0, description="initial step sizes are raised to this at least")
+    dt_init: Literal["uniform", "log_uniform"] = Field(
+        "log_uniform", description="distribution of the initial step sizes between dt_min and dt_max. log_uniform: the released "
+        "code's, and the default, because the released models were trained from it; uniform: the paper's section 3.6, whose mean "
+        "step is 0.05 instead of 0.02"
+    )  # fmt: skip
+    dt_min: float = Field(1e-3, gt=0, description="smallest initial step size; 0.001 in the paper and in the released code")
+    dt_max: float = Field(1e-1, gt=0, description="largest initial step size; 0.1 in the paper and in the released code")
+    dt_floor: float = Field(1e-4, gt=0, description="initial step sizes are raised to this at least; the released code's, and not "
+                            "in the paper: it changes nothing unless dt_min is smaller")  # fmt: skip
     discretization: Literal["euler", "zoh"] = Field("euler", description="of the input matrix; euler is what was released")
 
     @model_validator(mode="after")

@@ -1,4 +1,5 @@
-"""The models are the papers' models: parameter counts and state sizes, without allocating them."""
+"""Parameter counts and state sizes of the shipped models, without allocating them: Mamba's, Longhorn's and GSA's are their papers';
+Lattice's and B'MOJO's papers give none, so these are compared with arithmetic of our own and with the size in the name."""
 
 import math
 import re
@@ -22,7 +23,9 @@ MAMBA = {
 }
 
 
-# Liu et al., "Longhorn", table 1 in millions; its 350M figure is 0.05 % below any count that its description allows
+# Liu et al., "Longhorn", table 1 in millions. The counts here include the skip and the bias of beta of the authors' code. Without
+# both, as algorithm 1 is printed, the paper's figure at 350M is met (369.77) and that at 125M is not (128.49); with both it is the
+# other way round (369.97 and 128.56)
 LONGHORN = {"longhorn-125m": (128.6, 0.06), "longhorn-350m": (369.8, 0.2), "longhorn-1.3b": (1331.6, 0.06)}
 
 
@@ -44,6 +47,22 @@ def test_mamba_sizes(name):
 def test_longhorn_sizes(name):
     millions, distance = LONGHORN[name]
     assert abs(parameter_count(on_meta(shipped(name))) / 1e6 - millions) < distance
+
+
+def test_longhorn_without_skip_and_bias_has_the_papers_count_at_350m():
+    base = shipped("longhorn-350m")
+    printed = {"longhorn": {"skip": False, "beta_bias": False}}
+    millions = parameter_count(on_meta(ModelConfig(**base.model_dump() | {"mixers": printed}))) / 1e6
+    assert abs(millions - LONGHORN["longhorn-350m"][0]) < 0.05
+    assert abs(parameter_count(on_meta(base)) / 1e6 - LONGHORN["longhorn-350m"][0]) > 0.1
+
+
+def test_the_induction_model_of_mambas_table_11_is_smaller_than_it_says():
+    """The paper says 74K. Two blocks of width 64 with 16 tokens and a tied head are 66,496; 64 rows and a head of its own, as
+    one might pad a vocabulary, would make 73,664."""
+    small = {"d_model": 64, "n_layers": 2, "pattern": ["mamba"]}
+    assert parameter_count(on_meta(ModelConfig(**small, vocab_size=16))) == 66_496
+    assert parameter_count(on_meta(ModelConfig(**small, vocab_size=64, tie_embeddings=False))) == 73_664
 
 
 def test_longhorn_is_mamba_without_its_rates():
@@ -120,7 +139,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_counts_are_the_papers_arithmetic_and_meet_the_name(name):
+def test_counts_are_the_equations_arithmetic_and_meet_the_name(name):
     count, millions = SIZES[name]
     assert parameter_count(on_meta(shipped(name))) == count
     assert abs(count / 1e6 / millions - 1) < 0.06

@@ -20,6 +20,8 @@ VARIANTS = {
     **{kind: (kind, {}) for kind in kinds()},
     "attention, whole documents": ("attention", {"window": None}),
     "attention without positions": ("attention", {"rope_theta": None}),
+    "mamba, no skip": ("mamba", {"skip": False}),
+    "longhorn, as printed": ("longhorn", {"skip": False, "beta_bias": False}),
     "bmojo, sliding": ("bmojo", {"fading": "sliding"}),
     "bmojo-f": ("bmojo", {"eidetic": 0}),
     "gla, identity": ("gla", {"feature_map": "identity"}),

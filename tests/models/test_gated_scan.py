@@ -1,0 +1,125 @@
+"""Mamba's and Longhorn's settings that leave a part out or draw initial values otherwise, against plain loops over the papers'
+algorithms."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.compare import relative_error
+from support.recurrences import seeded
+
+from baton.models import init
+from baton.models.mixer import Site, build_mixer
+from baton.models.settings.longhorn import LonghornConfig
+from baton.models.settings.mamba import MambaConfig
+from baton.parallel.layout import initialize_parameters
+from baton.parallel.tensor import megatron_config
+
+B, T, M, N, R = 2, 11, 6, 5, 3
+SIZES = {"expand": 3, "d_state": N, "d_conv": 4, "dt_rank": R}
+SETTINGS = {
+    "mamba": MambaConfig(**SIZES),
+    "mamba, algorithm 2 as printed": MambaConfig(**SIZES, skip=False, discretization="zoh"),
+    "longhorn": LonghornConfig(**SIZES),
+    "longhorn without skip": LonghornConfig(**SIZES, skip=False),
+    "longhorn, algorithm 1 as printed": LonghornConfig(**SIZES, skip=False, beta_bias=False),
+}
+
+
+def mixer(settings, width=M):
+    layer = build_mixer(settings, Site(width, 3, 1e-5, megatron_config(1), torch.float64))
+    initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
+    with torch.no_grad():
+        for number, p in enumerate(layer.parameters()):
+            p.add_(0.1 * torch.randn(p.shape, generator=seeded(number)))
+    return layer.double()
+
+
+def by_hand(p, x, window, S):
+    """The block, token by token; p: parameters by name, of which D and a bias may be missing; window: the last inputs of the
+    convolution [B, 3, D]; S: the state [B, D, N]. Documents do not start inside."""
+    longhorn, outputs = "A_log" not in p, []
+    for t in range(x.shape[1]):
+        inner, z = (p["in_proj.weight"] @ x[:, t, :, None]).squeeze(-1).chunk(2, dim=-1)
+        window = torch.cat((window, inner[:, None]), dim=1)[:, -4:]
+        u = torch.einsum("bwd,dw->bd", window, p["conv_weight"]) + p["conv_bias"]
+        u = u / (1 + torch.exp(-u))
+        code, first, second = (u @ p["x_proj.weight"].T).split([R, N, N], dim=-1)
+        step = code @ p["beta_proj.weight" if longhorn else "dt_proj.weight"].T + p.get("beta_bias" if longhorn else "dt_bias", 0.0)
+        if longhorn:
+            beta = 1 / (1 + torch.exp(-step))
+            eps = beta / (1 + beta * (first * first).sum(-1, keepdim=True))
+            S = (1 - eps[:, :, None] * first[:, None] ** 2) * S + (eps * u)[:, :, None] * first[:, None]
+        else:
+            delta, A = torch.log1p(torch.exp(step))[:, :, None], -torch.exp(p["A_log"])
+            size = (torch.exp(delta * A) - 1) / A if p["zoh"] else delta
+            S = torch.exp(delta * A) * S + size * first[:, None] * u[:, :, None]
+        y = (S * second[:, None]).sum(-1) + p.get("D", 0.0) * u
+        outputs.append((y * z / (1 + torch.exp(-z))) @ p["out_proj.weight"].T)
+    return torch.stack(outputs, dim=1), window[:, -3:], S
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_block_is_a_plain_loop_over_its_algorithm(single_mesh, settings):
+    """Outputs, the State that leaves and all gradients, with a State that arrives."""
+    layer, g = mixer(settings), seeded(9)
+    x = torch.randn(B, T, M, generator=g, dtype=torch.float64).requires_grad_()
+    window = torch.randn(B, 3, 3 * M, generator=g, dtype=torch.float64).requires_grad_()
+    S = torch.randn(B, 3 * M, N, generator=g, dtype=torch.float64).requires_grad_()
+    pos = 7 + torch.arange(T, dtype=torch.int32).repeat(B, 1)
+    y, leaving = layer(x, pos, {"conv": window, "scan": S})
+    wanted = dict(layer.named_parameters()) | {"x": x, "window": window, "S": S}
+    own = dict(layer.named_parameters()) | {"zoh": getattr(settings, "discretization", None) == "zoh"}
+    results, expected = (y, leaving["conv"], leaving["scan"]), by_hand(own, x, window, S)
+    cotangents = [torch.randn(part.shape, generator=g, dtype=torch.float64) for part in expected]
+    for found, exact in zip(results, expected, strict=True):
+        assert relative_error(found, exact) <= 1e-13
+    found = torch.autograd.grad(results, list(wanted.values()), cotangents)
+    exact = torch.autograd.grad(expected, list(wanted.values()), cotangents)
+    for name, one, other in zip(wanted, found, exact, strict=True):
+        assert relative_error(one, other) <= 1e-12, name
+
+
+def test_what_is_left_out_has_no_parameter(single_mesh):
+    names = {key: {name for name, _ in mixer(settings).named_parameters()} for key, settings in SETTINGS.items()}
+    assert names["mamba"] - names["mamba, algorithm 2 as printed"] == {"D"}
+    assert names["longhorn"] - names["longhorn without skip"] == {"D"}
+    assert names["longhorn"] - names["longhorn, algorithm 1 as printed"] == {"D", "beta_bias"}
+
+
+def steps_of(**settings):
+    layer = build_mixer(MambaConfig(**settings), Site(1024, 3, 1e-5, megatron_config(1), torch.float32))
+    initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
+    return F.softplus(layer.dt_bias.detach().double())
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e-3, 1e-1), (0.02, 0.05)])
+def test_initial_step_sizes_have_the_distribution_that_is_asked_for(single_mesh, low, high):
+    """By their bounds and the share below each tenth of the range, of 2048 numbers."""
+    of = {kind: steps_of(dt_init=kind, dt_min=low, dt_max=high) for kind in ("uniform", "log_uniform")}
+    for steps in of.values():
+        assert low * (1 - 1e-5) <= steps.min()
+        assert steps.max() <= high * (1 + 1e-5)
+    for tenth in range(1, 10):
+        linear, geometric = low + (high - low) * tenth / 10, low * (high / low) ** (tenth / 10)
+        assert abs((of["uniform"] < linear).double().mean() - tenth / 10) < 0.05
+        assert abs((of["log_uniform"] < geometric).double().mean() - tenth / 10) < 0.05
+
+
+def test_initial_step_sizes_are_at_least_the_floor(single_mesh):
+    for kind in ("uniform", "log_uniform"):
+        steps = steps_of(dt_init=kind, dt_floor=0.03)
+        assert steps.min() >= 0.03 * (1 - 1e-5)
+        assert 0.1 < (steps < 0.03 * (1 + 1e-5)).double().mean() < 0.9
+
+
+def test_the_default_initial_step_sizes_are_the_released_codes_to_the_bit():
+    """The released code: exp(rand * (log(max) - log(min)) + log(min)), clamped, then dt + log(-expm1(-dt))."""
+    found = torch.empty(513)
+    init.inverse_softplus_log_uniform(1e-3, 1e-1, 1e-4)(found, seeded(4))
+    drawn = torch.empty(513).uniform_(math.log(1e-3), math.log(1e-1), generator=seeded(4))
+    dt = torch.exp(drawn).clamp(min=1e-4)
+    assert torch.equal(found, dt + torch.log(-torch.expm1(-dt)))
+    assert MambaConfig().dt_init == "log_uniform"
+    assert (MambaConfig().skip, LonghornConfig().skip, LonghornConfig().beta_bias) == (True, True, True)
