@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.errors import DataError, StorageError
 from baton.data_pipeline.files import fingerprint
 from baton.data_pipeline.lanes import Int64, unit_starts
 from baton.data_pipeline.places import Location, ShardStream, reason
@@ -33,6 +33,7 @@ from baton.data_pipeline.shards import (
     is_header_of,
     padded,
 )
+from baton.data_pipeline.storage import may_pass, unreadable
 from baton.data_pipeline.units import UNITS, UnitTable
 
 _REMEDY = "restore it from a copy, or prepare the dataset again"
@@ -85,6 +86,8 @@ class Dataset:
         try:
             manifest = json.loads(location.read(DATASET))
         except OSError as error:
+            if may_pass(error):
+                raise unreadable(location.url(DATASET), error) from error
             if location.folder is not None and (location.folder / PLAN).exists():
                 raise DataError(
                     f"the dataset {path} is unfinished; run the same preparation again, it goes on where it was"
@@ -165,6 +168,8 @@ class Dataset:
         try:
             content = self.location.read(name)
         except OSError as error:
+            if may_pass(error):
+                raise unreadable(self.location.url(name), error) from error
             raise DataError(f"cannot read {self.location.url(name)}: {reason(error)}; {_REMEDY}") from error
         if hashlib.sha256(content).hexdigest() != sha256:
             raise DataError(f"{what}{self.location.url(name)} is damaged (its checksum differs); {_REMEDY}")
@@ -265,8 +270,10 @@ class Dataset:
         index = self.index(shard)
         return is_header_of(block, f"{index.ids[sample].decode()}.{EXTENSIONS[self.content]}".encode(), int(index.sizes[sample]))
 
-    def unreadable(self, shard: ShardSummary, sample: int, error: Exception) -> DataError:
+    def unreadable(self, shard: ShardSummary, sample: int, error: Exception) -> DataError | StorageError:
         """Its place cannot be read."""
+        if may_pass(error):
+            return unreadable(self.location.url(shard.name), error)
         return DataError(f"cannot read {self.named(shard, sample)}: {reason(error)}; check that it can be reached, or {_REMEDY}")
 
     def truncated(self, shard: ShardSummary, sample: int) -> DataError:

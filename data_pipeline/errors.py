@@ -1,4 +1,4 @@
-"""The one exception this package raises on purpose. Its text is one line that says what is wrong, where, and what to do next."""
+"""The exceptions this package raises on purpose. Their text is one line that says what is wrong, where, and what to do next."""
 
 
 class DataError(Exception):
@@ -8,3 +8,12 @@ class DataError(Exception):
     """
 
     exit_status = 2
+
+
+class StorageError(Exception):
+    """A file that cannot be read or written at present. Nothing is known to be wrong with it, and a later start may succeed.
+
+    (74: sysexits' "input/output error")
+    """
+
+    exit_status = 74

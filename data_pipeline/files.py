@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.storage import may_pass, patiently, unreadable
 
 TEMPORARY = ".tmp"
 
@@ -71,10 +72,12 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
     """Read a JSON object; `remedy` ends the DataError raised when the file is missing or is no JSON object."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(patiently(path.read_bytes))
     except FileNotFoundError:
         raise DataError(f"{path} is missing; {remedy}") from None
     except OSError as error:
+        if may_pass(error):
+            raise unreadable(path, error) from error
         raise DataError(f"cannot read {path}: {error.strerror}; {remedy}") from error
     except ValueError as error:
         raise DataError(f"{path} is damaged (not JSON: {error}); {remedy}") from error

@@ -13,6 +13,7 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from baton.data_pipeline.remote import Cache, HttpStream, with_retries
+from baton.data_pipeline.storage import may_pass, patiently
 
 _SKIP_BYTES = 1 << 22
 
@@ -62,7 +63,7 @@ class Location:
             with self.open(name) as stream:
                 return stream.read()
 
-        return whole() if self.folder is not None else with_retries(whole)
+        return patiently(whole) if self.folder is not None else with_retries(whole)
 
 
 class ShardStream:
@@ -85,7 +86,7 @@ class ShardStream:
                 self._stream, self._at = None, 0
                 raise
 
-        return again() if self._location.folder is not None else with_retries(again)
+        return patiently(again) if self._location.folder is not None else with_retries(again)
 
     def _read(self, begin: int, count: int) -> bytes:
         self._stream = stream = self._stream or self._location.open(self._name)
@@ -116,7 +117,9 @@ class ShardStream:
         try:
             assert self._stream is not None
             self._stream.seek(begin)
-        except (AttributeError, OSError):
+        except (AttributeError, OSError) as error:
+            if self._location.folder is not None and may_pass(error):
+                raise  # a file can be sought in: its file system has failed
             return False
         return True
 

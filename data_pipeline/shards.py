@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import AtomicFile, write_atomically
+from baton.data_pipeline.storage import may_pass, patiently, unreadable
 
 # A dataset's folder: this format, described by DATASET (written last), with what was asked for in PLAN and what was refused in
 # REJECTED.
@@ -84,10 +85,17 @@ class Index:
     @staticmethod
     def column(path: Path, name: str) -> Int64:
         """One of its int64 columns, from a file that `save` wrote, with its CRC32 checked. Raises DataError."""
-        try:
+
+        def read() -> Int64:
             with np.load(path, allow_pickle=False) as arrays:
-                found: Int64 = arrays[name]
+                column: Int64 = arrays[name]
+                return column
+
+        try:
+            found: Int64 = patiently(read)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            if may_pass(error):
+                raise unreadable(path, error) from error
             raise DataError(f"the index {path} is damaged ({error}); restore it, or prepare the dataset again") from error
         if found.dtype != np.int64 or found.ndim != 1:
             raise DataError(f"the index {path} has columns of unexpected types; restore it, or prepare the dataset again")

@@ -23,6 +23,7 @@ from sentencepiece import sentencepiece_model_pb2 as model_pb2
 
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import write_atomically
+from baton.data_pipeline.storage import may_pass, patiently, unreadable
 
 DOC_PIECE = "<doc>"
 SPACE = "\u2581"  # SentencePiece writes a space as this character; the character itself is spelt in bytes
@@ -158,8 +159,10 @@ class Tokenizer:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = str(path)
         try:
-            content = Path(path).read_bytes()
+            content = patiently(Path(path).read_bytes)
         except OSError as error:
+            if may_pass(error):
+                raise unreadable(path, error) from error
             raise DataError(f"cannot read the tokenizer {path}: {error.strerror}; train one or correct the path") from error
         model = model_pb2.ModelProto()
         try:

@@ -21,7 +21,7 @@ from typing import Any
 from baton.data_pipeline.batches import Batch
 from baton.data_pipeline.blocks import Blocks
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.errors import DataError, StorageError
 from baton.data_pipeline.lanes import Cursor
 from baton.data_pipeline.reader import Corpus, Documents, LaneReader
 from baton.data_pipeline.remote import Cache
@@ -130,7 +130,8 @@ class Workers:
         with suppress(ValueError):
             failure = json.loads(self._unread[number].removeprefix(_FAILED))
             text = str(failure["error"])
-            return DataError(text) if failure["expected"] else RuntimeError(f"data worker {number}: {text}")
+            kinds = {kind.__name__: kind for kind in EXPECTED}
+            return kinds[failure["kind"]](text) if failure["kind"] in kinds else RuntimeError(f"data worker {number}: {text}")
         worker = self._workers[number]
         worker.join(1)
         return DataError(
@@ -153,6 +154,9 @@ _TOGETHER = 2  # blocks that they are told of at once, since to be woken costs m
 _HELD = 3  # blocks for the step being made and for who trains: the step under way, and the last one while it asks for the next
 _GONE = errno.ECONNRESET, errno.EPIPE, errno.EBADF  # of a worker, or of a closed stream; not what a signal's handler raises
 _MOST = 256  # a block's number is a byte
+EXPECTED = (DataError, StorageError)
+"""Errors of a worker that are raised in the training process as they are."""
+
 _WRITTEN, _FAILED = b".", b"!"  # what a worker says: a step's rows are written; it ends, and this is why (JSON)
 
 
@@ -202,9 +206,9 @@ def _serve(
     except (BrokenPipeError, ConnectionResetError):
         pass
     except Exception as error:  # whoever listens raises it
-        expected = isinstance(error, DataError)
-        text = str(error) if expected else f"{type(error).__name__}: {error}"
+        kind = type(error).__name__
+        text = str(error) if isinstance(error, EXPECTED) else f"{kind}: {error}"
         with suppress(BrokenPipeError, ConnectionResetError):
-            connection.sendall(_FAILED + json.dumps({"error": text, "expected": expected}).encode())
+            connection.sendall(_FAILED + json.dumps({"error": text, "kind": kind}).encode())
     finally:
         connection.close()

@@ -30,11 +30,13 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         return 1
     except Exception as error:
-        status = getattr(error, "exit_status", None)
+        from baton.launcher.errors import explained
+
+        status, text = explained(error)
         if status is None:
             raise
-        print(f"baton: {error}", file=sys.stderr)
-        return int(status)
+        print(f"baton: {text}", file=sys.stderr)
+        return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,7 +89,8 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = _command(commands, "evaluate", _evaluate, "evaluate one checkpoint of a run, on one process")
     evaluate.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
-    evaluate.add_argument("--step", type=_positive, required=True, help="the checkpoint's")
+    evaluate.add_argument("--step", type=_count, help="the checkpoint's (default: the newest checkpoint)")
+    evaluate.add_argument("--out", type=Path, help="the file that gets a row (default RUN/evaluations.jsonl)")
     evaluate.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
     plot = _command(commands, "plot", _plot, "draw a run's curves into a PNG")
@@ -281,15 +284,12 @@ def _train(arguments: argparse.Namespace) -> int:
     from baton.launcher.config import load
     from baton.launcher.inputs import check_inputs
     from baton.launcher.processes import run_ranks
-    from baton.launcher.run_directory import last_step, open_attempt
-    from baton.training import ledger
+    from baton.launcher.run_directory import end_attempt, open_attempt
 
     config = load(arguments.config, arguments.overrides)
     check_inputs(config)
     with open_attempt(config, change=arguments.change) as attempt:
-        status = run_ranks(config.layout.world_size, attempt)
-        ledger.append(config.folder, "end", attempt=int(attempt.name), status=status, step=last_step(config.folder))
-    return status
+        return end_attempt(attempt, run_ranks(config.layout.world_size, attempt))
 
 
 def _generate(arguments: argparse.Namespace) -> None:
@@ -314,14 +314,13 @@ def _checkpoint_list(arguments: argparse.Namespace) -> None:
 
 
 def _checkpoint_verify(arguments: argparse.Namespace) -> int:
-    from baton.training.checkpoint.tools import checkpoints_of, problems
+    from baton.training.checkpoint.tools import verified
 
-    failed = 0
-    for path in checkpoints_of(arguments.place):
-        found = problems(path)
-        failed += bool(found)
-        print("\n".join(found) if found else f"{path}: whole", flush=True)
-    return 1 if failed else 0
+    statuses = [0]
+    for status, line in verified(arguments.place):
+        statuses.append(status)
+        print(line, flush=True)
+    return 1 if 1 in statuses else max(statuses)
 
 
 def _checkpoint_diff(arguments: argparse.Namespace) -> int:
@@ -356,7 +355,7 @@ def _checkpoint_export(arguments: argparse.Namespace) -> None:
 def _evaluate(arguments: argparse.Namespace) -> None:
     from baton.launcher.evaluate import evaluate_checkpoint
 
-    evaluate_checkpoint(arguments.folder, arguments.step, arguments.device)
+    evaluate_checkpoint(arguments.folder, arguments.step, arguments.device, arguments.out)
 
 
 def _plot(arguments: argparse.Namespace) -> None:

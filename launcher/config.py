@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from baton.data_pipeline.config import DataConfig, ShardsConfig, TaskConfig
+from baton.data_pipeline.storage import read_text
 from baton.launcher.errors import ConfigError
 from baton.models.config import ModelConfig
 from baton.models.stages import cut
@@ -203,7 +204,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(read_text(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:

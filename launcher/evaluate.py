@@ -5,7 +5,6 @@ metrics.jsonl; they go to evaluations.jsonl, because the run itself may be writi
 """
 
 import json
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from baton.data_pipeline.source import ShardSource, open_source
+from baton.data_pipeline.storage import append_line, may_pass
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import read_config
 from baton.parallel import mesh as meshes
@@ -21,7 +21,7 @@ from baton.training.build import Built, build_model, make_deterministic, model_f
 from baton.training.callbacks import Evaluator, TaskEvaluator
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.rectangles import parameter_rectangles
-from baton.training.checkpoint.store import CheckpointStore
+from baton.training.checkpoint.store import CheckpointStore, newest
 from baton.training.config import with_vocabulary
 from baton.training.errors import CheckpointError
 from baton.training.executor import StepResult
@@ -34,8 +34,15 @@ NAME = "evaluations.jsonl"
 class _Sheet:
     """Stands where training has its monitor: a row, and the same on the console."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / NAME
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError when `path` cannot be written: an evaluation takes long, and its result must have a place."""
+        self._path = path
+        try:
+            path.open("a").close()
+        except OSError as error:
+            if may_pass(error):
+                raise
+            raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another file with --out") from None
 
     def evaluation(self, step: int, tokens: int, loss: float, bits_per_byte: float, sample: str | None) -> None:
         self._write({"step": step, "tokens": tokens, "loss": loss, "bits_per_byte": bits_per_byte, "sample": sample})
@@ -47,19 +54,25 @@ class _Sheet:
 
     def _write(self, row: dict[str, Any]) -> None:
         line = json.dumps({"kind": "evaluation", **row, "time": time.time()})
-        with self._path.open("a", encoding="utf-8") as f:
-            f.write(line + "\n")
-        print(line, flush=True)
+        print(line, flush=True)  # first: should the disk be full by now, the result is not lost
+        append_line(self._path, line)
 
 
-def evaluate_checkpoint(folder: Path, step: int, device: str = "auto") -> None:
-    """Evaluate the checkpoint of `step` and add a row to evaluations.jsonl. Raises ConfigError when it is not there,
-    CheckpointError when it is not whole, or not of this run."""
+def evaluate_checkpoint(folder: Path, step: int | None = None, device: str = "auto", out: Path | None = None) -> None:
+    """Evaluate the checkpoint of `step` (None: the newest) and add a row to `out` (None: evaluations.jsonl of the run).
+
+    Raises ConfigError when the checkpoint is not there or `out` cannot be written, CheckpointError when the checkpoint is not
+    whole, or not of this run.
+    """
     config = read_config(folder / "config.yaml")
-    path = (folder / "checkpoints" / f"step-{step:08d}").absolute()
+    path = newest(folder / "checkpoints") if step is None else folder / "checkpoints" / f"step-{step:08d}"
+    if path is None:
+        raise ConfigError(f"{folder}: no checkpoint yet; train first with `baton train`")
+    path = path.absolute()
     if not path.is_dir():
         kept = config.training.checkpoint.keep_last
         raise ConfigError(f"{path}: no such checkpoint; the run keeps training.checkpoint.keep_last={kept}")
+    sheet = cast(Monitor, _Sheet(folder / NAME if out is None else out))
     make_deterministic(config.training)
     source = open_source(config.data)
     tokenizer = source.config.tokenizer if isinstance(source, ShardSource) else None
@@ -69,19 +82,16 @@ def evaluate_checkpoint(folder: Path, step: int, device: str = "auto") -> None:
     mesh = meshes.initialize(LayoutConfig(), device=meshes.local_device(0, 1, device), rank=0, store=torch.distributed.HashStore())
     try:
         built = Built(build_model(model_config, training, mesh.device, mesh), cast(Any, None), mesh)
-        with tempfile.TemporaryDirectory() as alone:  # a store of this checkpoint and no other
-            (Path(alone) / path.name).symlink_to(path)
-            store = CheckpointStore(Path(alone), mesh, keep_last=1)
+        store = CheckpointStore(path.parent, mesh, keep_last=1)
 
-            def accept(manifest: Manifest) -> None:
-                if manifest.fingerprints.get("model") != model_fingerprint(model_config):
-                    raise CheckpointError(f"{path}: the checkpoint is not of the model that config.yaml describes")
+        def accept(manifest: Manifest) -> None:
+            if manifest.fingerprints.get("model") != model_fingerprint(model_config):
+                raise CheckpointError(f"{path}: the checkpoint is not of the model that config.yaml describes")
 
-            found = store.load_newest(accept, tidy=False)
-            if found is None:
-                raise CheckpointError(f"{path}: it has been removed meanwhile")
-            store.read(found[0], parameter_rectangles(built.model, mesh))
-        sheet = cast(Monitor, _Sheet(folder))
+        found = store.load_newest(accept, tidy=False, only=path)
+        if found is None:
+            raise CheckpointError(f"{path}: it has been removed meanwhile")
+        store.read(found[0], parameter_rectangles(built.model, mesh))
         settings = RunSettings(folder, model_config, config.data, training, "")
         evaluator: Callback
         if isinstance(source, ShardSource):

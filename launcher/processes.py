@@ -14,11 +14,16 @@ import sys
 import time
 from pathlib import Path
 
+from baton.data_pipeline.errors import StorageError
+
 SAVE_S = 120.0
 """How long ranks that were asked to end may take to the end of their step and to save."""
 
 LAST_WORDS_S = 2.0
 """How long the other ranks may say what they miss of one that has failed, before they are ended."""
+
+REFUSED = (2, StorageError.exit_status)
+"""The statuses of a rank that ended with a sentence which is all there is to say: bad input; files that fail at present."""
 
 STOPPED = 75
 """The status of a rank that ended because it was asked to (training.errors.StoppedError)."""
@@ -27,7 +32,8 @@ STOPPED = 75
 def run_ranks(world_size: int, attempt: Path) -> int:
     """Run the ranks of `attempt` (a folder with config.yaml) to their end; returns the exit status for the command.
 
-    0: all ranks ended well. 2: a rank refused its input (its sentence has been printed). 1: a rank died or missed another one's
+    0: all ranks ended well. 2: a rank refused its input, 74: its files could not be read or written at present (its sentence has
+    been printed). 1: a rank died or missed another one's
     message (who, and what was missed, has been printed); 130, 143: interrupted. An interrupt lets the ranks finish their step and
     save; a second one does not.
     """
@@ -49,10 +55,11 @@ def run_ranks(world_size: int, attempt: Path) -> int:
             while any(p.poll() is None for p in ranks) and len(stopped) == 1 and time.monotonic() < deadline:
                 shown.update()
                 time.sleep(0.05)
-        elif any(status != 2 for _, status in failed):
+        elif any(status not in REFUSED for _, status in failed):
             _wait(ranks, LAST_WORDS_S)
         end_ranks(ranks)
-        if all(status != 2 for _, status in failed):  # else the refusal is all there is to say, not who misses whom after it
+        # a refusal is all there is to say, not who misses whom after it
+        if all(status not in REFUSED for _, status in failed):
             shown.update()
     finally:
         listener.close()
@@ -66,7 +73,7 @@ def run_ranks(world_size: int, attempt: Path) -> int:
         return STOPPED
     if failed:
         status, sentence = report(dict(failed), attempt, range(world_size))
-        print(f"baton: {sentence}" + ("" if status == 2 else "; start the same command to resume"), file=sys.stderr)
+        print(f"baton: {sentence}" + ("" if status in REFUSED else "; start the same command to resume"), file=sys.stderr)
         return status
     return 0
 
@@ -154,12 +161,12 @@ def _no_room(attempt: Path) -> str:
 
 
 def report(failed: dict[int, int], attempt: Path, ranks: range) -> tuple[int, str]:
-    """Which of the failed ranks {rank: status} was the cause: the status for the command (2: bad input, else 1), and a sentence.
+    """Which of the failed ranks {rank: status} was the cause: the status for the command (one of REFUSED, else 1), and a sentence.
     ranks: those whose logs are here."""
     said = {rank: _sentence(log_of(attempt, rank)) for rank in ranks}
-    refused = [rank for rank, status in failed.items() if status == 2]
-    if refused:
-        return 2, said[refused[0]] or f"rank {refused[0]} refused to run{_no_room(attempt)}"
+    for refusal in REFUSED:
+        if refused := [rank for rank, status in failed.items() if status == refusal]:
+            return refusal, said[refused[0]] or f"rank {refused[0]} refused to run{_no_room(attempt)}"
     rank, status = cause(failed, attempt)
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
     sentence = said[rank] or next(filter(None, said.values()), None)

@@ -13,7 +13,9 @@ from typing import Any
 
 import yaml
 
+from baton.data_pipeline.errors import StorageError
 from baton.data_pipeline.lock import LockHeldError, exclusive
+from baton.data_pipeline.storage import may_pass, patiently, read_text
 from baton.launcher.changes import changes, refusal, with_changes_in_place
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
@@ -81,6 +83,17 @@ def new_attempt(config: RunConfig, **what: Any) -> Path:
         write_whole(attempt / "config.yaml", config.to_yaml())
         ledger.append(folder, "attempt", attempt=int(attempt.name), layout=config.layout.sizes(), **what)
     return attempt
+
+
+def end_attempt(attempt: Path, status: int) -> int:
+    """Put down how a start ended; the exit status for the command: a start is not a success whose end could not be recorded."""
+    folder = attempt.parent.parent
+    try:
+        patiently(lambda: ledger.append(folder, "end", attempt=int(attempt.name), status=status, step=last_step(folder)))
+    except OSError as error:
+        print(f"baton: {folder / ledger.NAME}: the end could not be recorded ({error.strerror}); make room", file=sys.stderr)
+        return status or StorageError.exit_status
+    return status
 
 
 def last_attempt(folder: Path) -> int:
@@ -155,13 +168,17 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if may_pass(error):
+            raise StorageError(
+                f"{folder}: cannot be written at present ({error.strerror}); start again once there is room"
+            ) from None
         raise ConfigError(f"{folder}: cannot be written ({error.strerror}); choose another directory=...") from None
 
 
 def read_config(path: Path) -> RunConfig:
     """A resolved configuration from a run directory."""
     try:
-        return RunConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return RunConfig.model_validate(yaml.safe_load(read_text(path)))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; is this a run directory?") from None
     except OSError as error:

@@ -48,11 +48,15 @@ def main() -> int:
     try:
         _run(Path(sys.argv[1]))
     except Exception as error:
-        status = getattr(error, "exit_status", None)
+        from baton.launcher.errors import explained
+
+        status, text = explained(error)
         if status is None:
             raise
-        print(f"baton: {error}", flush=True)
-        return int(status)
+        if not hasattr(error, "exit_status"):
+            traceback.print_exc()  # into this rank's log: its place in the program may matter
+        print(f"baton: {text}", flush=True)
+        return status
     return 0
 
 

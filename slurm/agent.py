@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from baton.launcher.errors import ConfigError
+from baton.launcher.errors import ConfigError, explained
 from baton.launcher.processes import STOPPED, end_ranks, listen, log_of, misses_others, rank_environment, report, start_rank, tell
 from baton.launcher.run_directory import hold, read_config, write_whole
 from baton.slurm.exits import Exit
@@ -160,7 +160,7 @@ class Agent:
         return Exit.STOPPED, "its ranks ended as told, and saved"
 
     def _failed(self) -> tuple[Exit, str]:
-        if not any(p.returncode == Exit.BAD_INPUT for p in self.ranks):
+        if not any(p.returncode in (Exit.BAD_INPUT, Exit.STORAGE) for p in self.ranks):
             deadline = time.monotonic() + LAST_WORDS_S
             while any(p.poll() is None for p in self.ranks) and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -260,9 +260,12 @@ def _address(interface: str | None) -> str | None:
 def main() -> int:
     try:
         return Agent(Path(sys.argv[1])).work()
-    except ConfigError as error:
-        print(f"baton: {error}", file=sys.stderr, flush=True)
-        return Exit.BAD_INPUT
+    except Exception as error:
+        status, text = explained(error)
+        if status is None:
+            raise
+        print(f"baton: {text}", file=sys.stderr, flush=True)
+        return status
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Codes of steps and jobs. Those from 75 on are Baton's own; 128 + n is signal n, as everywhere."""
+    """Codes of steps and jobs. Those from 74 on are Baton's own; 128 + n is signal n, as everywhere."""
 
     DONE = 0
     FAILED = 1
     BAD_INPUT = 2
+    STORAGE = 74
     STOPPED = 75
     HUNG = 76
     NODE_LOST = 77
@@ -24,6 +25,10 @@ MEANING = {
     Exit.DONE: ("the last step is done and saved", "nothing"),
     Exit.FAILED: ("a rank died or raised", "tried again; its node gets a strike if a signal killed it"),
     Exit.BAD_INPUT: ("the configuration or the data cannot be used", "the run is stopped: no retry could mend it"),
+    Exit.STORAGE: (
+        "files could not be read or written: a read error, a full disk, a quota; checkpoints are as they were",
+        "tried again, jobs.patience times without a new step",
+    ),
     Exit.STOPPED: ("told to stop (time limit, preemption, stop file); saved at a step boundary", "goes on in the next job"),
     Exit.HUNG: ("a rank gave no sign of life; the stacks of all ranks are in the attempt", "tried again; its node gets a strike"),
     Exit.NODE_LOST: ("a node gave no sign of life", "tried again without that node, which is excluded"),

@@ -14,13 +14,14 @@ import yaml
 
 from baton.launcher.cluster import Cluster
 from baton.launcher.errors import ConfigError
+from baton.launcher.run_directory import read_text
 
 
 def cluster_of(run: Path) -> Cluster:
     """The cluster that a run was submitted to. Raises ConfigError when it was not."""
     path = run / "cluster.yaml"
     try:
-        cluster = Cluster.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        cluster = Cluster.model_validate(yaml.safe_load(read_text(path)))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file: this run was never submitted (`baton submit RUN.yaml --cluster FILE`)") from None
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from baton.launcher.config import RunConfig
-from baton.launcher.errors import ConfigError
+from baton.launcher.errors import ConfigError, explained
 from baton.launcher.run_directory import hold, last_attempt, last_step, new_attempt, read_config, write_whole
 from baton.slurm import policy
 from baton.slurm.elastic import fitted
@@ -231,11 +231,11 @@ def main(words: list[str]) -> int:
                 return after(Path(attempt), int(code), time_is_up == "1")
         raise ConfigError("begin RUN, judge ATTEMPT, or after ATTEMPT CODE TIME_IS_UP")
     except Exception as error:
-        status = getattr(error, "exit_status", None)
+        status, text = explained(error)
         if status is None:
             raise
-        say(f"baton: {error}")
-        return int(status)
+        say(f"baton: {text}")
+        return status
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def gather(attempt: Path, code: int | None) -> Outcome:
     """code: srun's; None: nobody saw it."""
     if (verdict := _read(attempt / "ending")) is not None:
         return Outcome(Exit(verdict["status"]), verdict["reason"], tuple(verdict["dead"]), tuple(verdict["suspects"]))
-    if code in (Exit.PREFLIGHT, Exit.BAD_INPUT):
+    if code in (Exit.PREFLIGHT, Exit.BAD_INPUT, Exit.STORAGE):
         return Outcome(Exit(code), _said(attempt) or MEANING[Exit(code)][0])
     nodes = nodes_of(attempt)
     ends = {node: end for node in nodes if (end := _read(attempt / "nodes" / f"{node}.end")) is not None}

@@ -12,7 +12,7 @@ from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import last_attempt, read_config, recent_metrics, write_whole
 from baton.slurm import command, policy
-from baton.slurm.exits import Exit
+from baton.slurm.exits import MEANING, Exit
 from baton.slurm.files import cluster_of
 from baton.slurm.script import job_name
 from baton.training import ledger
@@ -160,7 +160,13 @@ def _state(rows: list[dict[str, Any]], jobs: list[dict[str, str]]) -> str:
         return "not started"
     if end is None or end["attempt"] != began["attempt"]:
         return "training on this machine, or ended without a word: it has no job"
-    return "done" if end["status"] == Exit.DONE else f"ended: {end.get('reason') or 'status ' + str(end['status'])}; it has no job"
+    return "done" if end["status"] == Exit.DONE else f"ended: {_ending(end)}; it has no job"
+
+
+def _ending(end: dict[str, Any]) -> str:
+    """Why an attempt ended."""
+    known = end["status"] in (Exit.BAD_INPUT, Exit.STORAGE)  # said by `baton train` in a sentence of its own, which is not recorded
+    return str(end.get("reason") or (MEANING[Exit(end["status"])][0] if known else f"status {end['status']}"))
 
 
 def _speed(train: list[dict[str, Any]]) -> float | None:
@@ -204,7 +210,7 @@ def _attempts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 "from": starts.get(number, 0),
                 "to": None if end is None else end.get("step"),
                 "status": None if end is None else end["status"],
-                "end": "goes on" if end is None else end.get("reason") or f"status {end['status']}",
+                "end": "goes on" if end is None else _ending(end),
             }
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from baton.data_pipeline.batches import Batch
 from baton.data_pipeline.source import ShardSource, TaskSource
+from baton.data_pipeline.storage import PAUSES_S
 from baton.data_pipeline.stream import EvaluationSet, evaluation_batches
 from baton.data_pipeline.task_stream import task_set
 from baton.models.lm import IGNORED
@@ -256,6 +257,7 @@ class Saver:
     ) -> None:
         """describe: what a manifest says of the run as it is: its fields `fingerprints` and `data`."""
         self._built, self._lanes, self._store, self._monitor = built, lanes, store, monitor
+        self._mesh = built.mesh
         self._schedule, self._training, self._describe = schedule, settings.training, describe
         self._stall = 0.0
 
@@ -264,6 +266,19 @@ class Saver:
         if self._schedule.due(progress.step, ending=progress.ending):
             self.save(progress)
         if progress.step == self._training.steps or progress.ending:
+            self.finish()
+            self.save_again(progress)
+
+    def save_again(self, progress: Progress) -> None:
+        """Where the last save failed, and nothing is trained any more that would be followed by another one: try it again a few
+        times. Every rank calls it; `CheckpointStore.problem` says whether it failed to the end."""
+        for pause in PAUSES_S:
+            if self._store.problem is None:
+                return
+            if self._mesh.is_main:
+                print(f"trying again to save in {pause:g} s", flush=True)
+            time.sleep(pause)
+            self.save(progress)
             self.finish()
 
     def finish(self) -> None:

@@ -173,6 +173,8 @@ def draw(found: Goodput, out: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from baton.training.pictures import save_picture
+
     shown = [part for part in PARTS if found.seconds[part] > 0]
     colours = dict(zip(PARTS, pyplot.get_cmap("tab20").colors, strict=False))
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 0.4 * len(shown) + 1.6), width_ratios=(3, 1), sharey=True)
@@ -190,6 +192,7 @@ def draw(found: Goodput, out: Path) -> Path:
     right.margins(x=0.25)
     figure.suptitle(f"{found.folder.name}: goodput {found.goodput:.1%} of all time, {found.in_job:.1%} of the time on nodes")
     figure.tight_layout()
-    figure.savefig(out, dpi=120)
-    pyplot.close(figure)
-    return out
+    try:
+        return save_picture(figure, out)
+    finally:
+        pyplot.close(figure)

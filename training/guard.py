@@ -5,14 +5,15 @@ What happened is said, and written as a line of events.jsonl, which no restart c
 """
 
 import json
-import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from baton.data_pipeline.storage import append_line
 from baton.training.config import GuardConfig
 
 EVENTS = "events.jsonl"
@@ -68,23 +69,18 @@ class Events:
         steps done before it."""
         if not self._writes:
             return
-        line = json.dumps({"kind": kind, "step": step, "time": time.time(), **about}) + "\n"
+        line = json.dumps({"kind": kind, "step": step, "time": time.time(), **about})
         try:
-            with open(self._path, "a", encoding="utf-8") as f:
-                f.write(line)
-                f.flush()
-                os.fsync(f.fileno())
+            append_line(self._path, line, sync=True)
         except OSError as error:
-            print(f"events.jsonl could not be written ({error}): {line}", end="", flush=True)
+            print(f"events.jsonl could not be written ({error}): {line}", flush=True)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Events of a run; a last line that a kill cut short is left out."""
+    """Events of a run; a line that a kill or a full disk cut short is left out."""
     found = []
     path = folder / EVENTS
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
+        with suppress(ValueError):
             found.append(json.loads(line))
-        except ValueError:
-            break
     return found

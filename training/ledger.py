@@ -17,12 +17,13 @@ Rows, all with `kind` and `time` (seconds of the clock):
 """
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from baton.data_pipeline.storage import append_line
 
 NAME = "ledger.jsonl"
 
@@ -32,12 +33,7 @@ EVERY_S = 10.0
 
 def append(folder: Path, kind: str, **values: Any) -> None:
     """Add a row to a run directory's ledger. Raises OSError."""
-    line = json.dumps({"kind": kind, "time": time.time()} | values) + "\n"
-    descriptor = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
+    append_line(folder / NAME, json.dumps({"kind": kind, "time": time.time()} | values))
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

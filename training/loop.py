@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from baton.data_pipeline.errors import StorageError
 from baton.data_pipeline.source import ShardSource, TaskSource, open_source
 from baton.data_pipeline.steps import Steps
 from baton.parallel import waiting
@@ -18,7 +19,7 @@ from baton.training.callbacks import CotangentNorms, Evaluator, LongContext, Rec
 from baton.training.checkpoint.interval import SaveSchedule
 from baton.training.checkpoint.manifest import Manifest, versions
 from baton.training.checkpoint.rectangles import optimizer_rectangles
-from baton.training.checkpoint.store import CheckpointStore
+from baton.training.checkpoint.store import CheckpointStore, newest
 from baton.training.checkpoint.tools import load_weights
 from baton.training.clock import StepClock
 from baton.training.config import with_vocabulary
@@ -41,7 +42,8 @@ from baton.training.schedule import learning_rates
 def train(settings: RunSettings, mesh: Mesh) -> None:
     """Train to the last step, from the newest whole checkpoint if there is one. Every rank calls it.
 
-    Raises StoppedError when it was asked to end before: what was done is saved.
+    Raises StoppedError when it was asked to end before: what was done is saved. Raises StorageError when the last save, or the last
+    rows of the record, could not be written, though it was tried several times.
     """
     training = settings.training
     heartbeat = Heartbeat(mesh.rank)
@@ -127,7 +129,10 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     times = Times(account, heartbeat, board, schedule)
     if training.guard.policy == "rollback" and progress.step == 0:
         saver.save(progress)  # there must be something to go back to
+        saver.finish()
+        saver.save_again(progress)
         account.spent("save")
+        _require_saved(store, progress)
     progress.ending, _ = stopping.agreed(mesh)
     profiler.before_first_step(progress)
     try:
@@ -143,15 +148,17 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
             account.flush()
             account.start(progress.step)  # what was done beyond was in vain
             progress.ending, _ = stopping.agreed(mesh)
-    except RunError:  # all ranks raise it alike; what is being written is of before, and sound
+    except (RunError, StorageError):  # all ranks raise it alike; what is being written is of before, and sound
         saver.finish()
         raise
-    if monitor is not None:
-        monitor.close()
+    unwritten = None if monitor is None else monitor.close()
     if board is not None:
         board.close()
     account.spent("other")
     account.flush()
+    _require_saved(store, progress)
+    if unwritten is not None:
+        raise StorageError(f"{unwritten}. The checkpoint of step {progress.step} is saved")
     if progress.step < training.steps:
         raise StoppedError(f"stopped after step {progress.step} of {training.steps}, as asked; the next start goes on from there")
     if mesh.is_main:
@@ -218,6 +225,17 @@ def record_changes(settings: RunSettings, step: int, mesh: Mesh) -> None:
     if mesh.is_main:
         shown = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in settings.changed.items())
         print(f"from here on with other settings: {shown}", flush=True)
+
+
+def _require_saved(store: CheckpointStore, progress: Progress) -> None:
+    """Raise StorageError, on all ranks, when the run ends here and its last save has failed."""
+    if store.problem is not None:
+        last = newest(store.folder)
+        kept = "no checkpoint is there" if last is None else f"the newest checkpoint is {last.name}"
+        raise StorageError(
+            f"{store.folder}: step {progress.step} could not be saved ({store.problem}), and {kept}; make room, then start again: "
+            f"the run goes on from there"
+        )
 
 
 def begin_with(built: Built, path: Path) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from baton.data_pipeline.errors import StorageError
+from baton.data_pipeline.storage import PAUSES_S, may_pass, why
 from baton.training.board import Board
 from baton.training.errors import RunError
 
@@ -19,7 +21,7 @@ class Monitor:
     """Writer of one run's record; only the main rank makes one.
 
     folder: the run directory. step: steps already done when this attempt starts. A full disk is said aloud and does not end the
-    run: rows wait in memory until they fit. Only a start needs room, to cut off what an earlier attempt wrote: RunError.
+    run: rows wait in memory until they fit. Only a start needs room, to cut off what an earlier attempt wrote: StorageError.
     """
 
     def __init__(self, folder: Path, *, step: int, total_steps: int, log_every: int, config_text: str) -> None:
@@ -31,11 +33,11 @@ class Monitor:
             cut_metrics(self._path, step)
             self._board = Board(folder / "tensorboard", step, config_text)
         except OSError as error:  # what was recorded before is as it was
-            raise RunError(
-                f"{folder}: the record cannot be written ({error.strerror}); make room, then start the run again"
-            ) from None
+            kind = StorageError if may_pass(error) else RunError
+            raise kind(f"{folder}: the record cannot be written ({error.strerror}); make room, then start the run again") from None
         self._window: list[tuple[float, int]] = [(time.perf_counter(), 0)]
         self._behind: set[str] = set()
+        self._problem = ""
 
     def train(self, row: dict[str, Any]) -> None:
         """A step's row: {step, tokens, loss, lr, grad_norm, step_tokens, consumed: checksum of its tokens, labels and positions in
@@ -119,15 +121,23 @@ class Monitor:
     def rewind(self, step: int) -> None:
         """The run goes on from step `step` again: what was recorded after it is cut off, as on resuming."""
         self.close()
-        self._waiting = []
+        self._waiting = [line for line in self._waiting if json.loads(line)["step"] <= step]
         cut_metrics(self._path, step)
         self._board = Board(self._folder / "tensorboard", step, self._config_text)
         self._restart_window()
 
-    def close(self) -> None:
-        """Write what is waiting."""
+    def close(self) -> str | None:
+        """Write what is waiting, if need be at several tries; why rows are missing in metrics.jsonl, or None."""
         self.flush()
+        for pause in PAUSES_S:
+            if not self._waiting:
+                break
+            time.sleep(pause)
+            self.flush()
         self._guard("TensorBoard", self._board.close)
+        if not self._waiting:
+            return None
+        return f"{self._path}: its last {len(self._waiting)} rows could not be written ({self._problem})"
 
     def _restart_window(self) -> None:
         """Tokens per second are of training steps alone."""
@@ -158,6 +168,7 @@ class Monitor:
         try:
             work()
         except OSError as error:
+            self._problem = why(error)
             if what not in self._behind:
                 print(f"{what} is behind ({error}); it is completed once there is room, the run goes on", flush=True)
             self._behind.add(what)

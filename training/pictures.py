@@ -5,6 +5,8 @@ has vanished must be seen, and not be taken for what was not measured, which is 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
+
+from baton.data_pipeline.storage import why
+from baton.training.errors import RunError
 
 KINDS = ("long_context", "cotangents", "credit")
 """Of the rows that have a picture."""
@@ -31,6 +36,19 @@ def panels(row: dict[str, Any]) -> list[Panel]:
         return [_map(f"cotangent: {name}", places, norms, "border (tokens)") for name, norms in row["norms"].items()]
     before = [places[-1] - place for place in places]
     return [_map(f"credit: {name}", before, norms, "tokens before the loss") for name, norms in row["norms"].items()]
+
+
+def save_picture(figure: Figure, out: Path) -> Path:
+    """Write a figure as a PNG, whole or not at all. Raises RunError when `out` cannot be written."""
+    aside = out.with_name(f".{out.name}.new.png")
+    try:
+        figure.savefig(aside, dpi=120)
+        aside.replace(out)
+    except OSError as error:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise RunError(f"{out}: cannot be written ({why(error)}); choose another place with --out") from None
+    return out
 
 
 def picture(row: dict[str, Any]) -> npt.NDArray[np.uint8]:

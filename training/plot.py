@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 
 from baton.training.errors import RunError
 from baton.training.monitor import read_metrics
-from baton.training.pictures import KINDS, panels
+from baton.training.pictures import KINDS, panels, save_picture
 
 
 def plot(folder: Path, out: Path) -> Path:
@@ -63,13 +63,7 @@ def plot(folder: Path, out: Path) -> Path:
     for axis in (loss, bits, rate, time):
         axis.set_xlabel("tokens")
         axis.grid(alpha=0.3)
-    aside = out.with_name(f".{out.name}.new.png")
     try:
-        figure.savefig(aside, dpi=120)
-        aside.replace(out)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise RunError(f"{out}: cannot be written ({error.strerror}); choose another place with --out") from None
+        return save_picture(figure, out)
     finally:
         plt.close(figure)
-    return out

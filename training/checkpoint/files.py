@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from baton.data_pipeline.storage import may_pass, patiently, unreadable
 from baton.training.checkpoint.digest import part_digest
 from baton.training.checkpoint.rectangles import Rectangle
 from baton.training.errors import CheckpointError
@@ -148,7 +150,7 @@ class CheckpointFiles:
 
     def fill(self, key: str, box: Rectangle) -> None:
         """Copy a box of a whole tensor to where it belongs. Raises CheckpointError: no such tensor, another shape or type, or
-        parts that do not cover it."""
+        parts that do not cover it; StorageError or OSError: a file cannot be read."""
         stored = self.tensors.get(key)
         if stored is None:
             raise CheckpointError(f"the checkpoint has no tensor {key}: it is of another model")
@@ -164,16 +166,14 @@ class CheckpointFiles:
                 continue
             there = tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, offset))
             here = tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, box.offset))
-            try:
+            with self._reading(file, key):
                 box.data[here].copy_(self._file(file).get_slice(part_name(key, offset))[there])
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{self._folder / file}: {key} cannot be read ({error})") from error
             covered += math.prod(b - a for a, b in zip(begin, end))
         if covered != box.data.numel():
             raise CheckpointError(f"the checkpoint holds {covered} of {box.data.numel()} elements of {key} at {box.offset}")
 
     def whole(self, key: str) -> Tensor:
-        """A whole tensor, on the CPU. Raises CheckpointError."""
+        """A whole tensor, on the CPU. Raises what `fill` does."""
         stored = self.tensors[key]
         shape = tuple(stored["shape"])
         dtype = next(dtype for dtype, name in DTYPES.items() if name == stored["dtype"])
@@ -182,16 +182,27 @@ class CheckpointFiles:
         return box.data
 
     def digests(self, key: str) -> list[int]:
-        """Of a tensor's parts, as they are on disk. Raises CheckpointError."""
+        """Of a tensor's parts, as they are on disk. Raises what `fill` does."""
         found = []
         for file, offset, _ in self.tensors[key]["parts"]:
-            try:
+            with self._reading(file, key):
                 found.append(part_digest(self._file(file).get_tensor(part_name(key, offset)), tuple(offset)))
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{self._folder / file}: {key} cannot be read ({error})") from error
         return found
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            self._open[name] = safe_open(self._folder / name, framework="pt")
+            path = self._folder / name
+            patiently(lambda: path.open("rb").close())  # safe_open calls every failure a missing file
+            self._open[name] = safe_open(path, framework="pt")
         return self._open[name]
+
+    @contextmanager
+    def _reading(self, file: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if may_pass(error):
+                raise unreadable(self._folder / file, error) from error
+            raise
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._folder / file}: {key} cannot be read ({error})") from error

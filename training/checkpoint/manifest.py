@@ -6,11 +6,13 @@ It is written last and carries a checksum of itself, so a folder with a manifest
 import hashlib
 import json
 import os
+import time
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from baton.data_pipeline.storage import PAUSES_S, may_pass, patiently, read_text, unreadable
 from baton.kernels import tiles
 from baton.training.errors import CheckpointError
 
@@ -54,9 +56,20 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read folder/manifest.json. Raises CheckpointError when it is missing, damaged or of another format."""
+        """Read folder/manifest.json. Raises CheckpointError when it is missing, damaged or of another format, at two looks;
+        StorageError or OSError when it cannot be read, which says nothing about it."""
         try:
-            document = json.loads((folder / NAME).read_text(encoding="utf-8"))
+            return cls._read(folder)
+        except CheckpointError:
+            if not folder.is_dir():
+                raise
+            time.sleep(PAUSES_S[0])  # a file server may show a file short, or not yet, that it is still replicating
+            return cls._read(folder)
+
+    @classmethod
+    def _read(cls, folder: Path) -> "Manifest":
+        try:
+            document = json.loads(read_text(folder / NAME))
             body = document["manifest"]
             if document["sha256"] != _digest(body):
                 raise CheckpointError(f"{folder / NAME}: its checksum does not match")
@@ -74,21 +87,34 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """{bytes, sha256} of a file."""
+    """{bytes, sha256} of a file. Raises OSError."""
     with open(path, "rb") as f:
         digest = hashlib.file_digest(f, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+        return {"bytes": f.tell(), "sha256": digest}
 
 
 def check_file(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
-    """What is wrong with a file of a checkpoint, or None."""
-    path = folder / name
-    if not path.exists():
-        return f"{name} is missing"
-    if path.stat().st_size != expected["bytes"]:
-        return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-    if checksum(path)["sha256"] != expected["sha256"]:
-        return f"{name} does not match its checksum"
+    """What is wrong with a file of a checkpoint, or None. Only bytes that were read decide, and only if a second look at them, a
+    little later, agrees. Raises StorageError or OSError when the file cannot be read, which says nothing about it."""
+    if _look_at(folder / name, expected) is None:
+        return None
+    time.sleep(PAUSES_S[0])  # as for the manifest
+    return _look_at(folder / name, expected)
+
+
+def _look_at(path: Path, expected: dict[str, Any]) -> str | None:
+    try:
+        found = patiently(lambda: checksum(path))
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        if may_pass(error):
+            raise unreadable(path, error) from error
+        raise
+    if found["bytes"] != expected["bytes"]:
+        return f"{path.name} has {found['bytes']} bytes instead of {expected['bytes']}"
+    if found["sha256"] != expected["sha256"]:
+        return f"{path.name} does not match its checksum"
     return None
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from baton.data_pipeline.errors import StorageError
+from baton.data_pipeline.storage import may_pass, unreadable, why
 from baton.parallel.mesh import Mesh
 from baton.training.checkpoint.digest import joined
 from baton.training.checkpoint.files import CheckpointFiles, Part, Rectangles, Staging, file_name, write_file
@@ -43,6 +45,8 @@ class CheckpointStore:
 
     keep_last, keep_every, keep_best: see Retention. asynchronous: `save` returns once everything is copied; `poll` and `finish`
     publish. say: where sentences for the user go.
+
+    problem: why the last save failed, the same on every rank; None: it was published, or is still being written.
     """
 
     def __init__(
@@ -61,15 +65,18 @@ class CheckpointStore:
         self.retention = Retention(keep_last, keep_every, keep_best)
         self.asynchronous = asynchronous
         self.say = say if mesh.is_main else lambda text: None
+        self.problem: str | None = None
         self._staging = Staging(mesh.device)
         self._flight: _Flight | None = None
 
     def save(self, rectangles: Rectangles, manifest: Manifest) -> Saved | None:
         """Write a checkpoint; one that is still being written is published first.
 
-        Returns what was published, if it was this one. A failure (a full disk) is said aloud and costs only itself.
+        Returns what was published, if it was this one. A failure (a full disk) is said aloud and costs only itself; `problem`
+        keeps it.
         """
         self.finish()
+        self.problem = None
         name = f"{PREFIX}{manifest.step:08d}"
         work, began = self.folder / f"{UNFINISHED}{name}", time.perf_counter()
         problem = self._attempt(lambda: self._prepare(work))
@@ -105,19 +112,23 @@ class CheckpointStore:
             return None
         return Saved(flight.name, size, time.perf_counter() - flight.began)
 
-    def load_newest(self, accept: Callable[[Manifest], None], *, tidy: bool = True) -> tuple[Path, Manifest] | None:
+    def load_newest(
+        self, accept: Callable[[Manifest], None], *, tidy: bool = True, only: Path | None = None
+    ) -> tuple[Path, Manifest] | None:
         """The newest checkpoint that verifies, or None where there is none at all; damaged ones are named.
 
         accept: raises for a manifest that does not fit this run (that is no damage, and ends the search).
         tidy: this is the run itself: remove what a killed save left, and set damaged checkpoints aside. A mere reader must not:
-        the run may be saving at this moment.
+        the run may be saving at this moment. only: this checkpoint, and no other.
         Raises CheckpointError when there are checkpoints and none is whole; they stay where they are, so that the next start
-        is refused as well.
+        is refused as well. Raises StorageError when a checkpoint cannot be read at present, and CheckpointError when its
+        permissions forbid it: it may be sound, so it is neither set aside nor passed over.
         """
         if tidy:
             self._attempt(self._clean)
         damaged: list[Path] = []
-        for path in reversed(self._listed()):
+        listed = self._listed() if only is None else [only]
+        for left, path in reversed(list(enumerate(listed))):
             manifest, problem = self._verify(path)
             if problem is None:
                 assert manifest is not None
@@ -126,29 +137,33 @@ class CheckpointStore:
                     for old in damaged:
                         self._attempt(lambda old=old: self._set_aside(old))  # type: ignore[misc]
                 return path, manifest
+            if self._gone(path):
+                continue  # another process has pruned it meanwhile
+            if only is not None:
+                raise CheckpointError(f"{path}: the checkpoint is damaged: {problem}")
             damaged.append(path)
-            self.say(f"checkpoint {path.name} is damaged: {problem}; falling back to the one before it")
+            self.say(f"checkpoint {path.name} is damaged: {problem}{'; falling back to the one before it' if left else ''}")
         if damaged:
             raise CheckpointError(
                 f"{self.folder}: every checkpoint is damaged ({', '.join(p.name for p in damaged)}); "
-                f"restore one from a copy, or remove the folder to start anew"
+                f"restore one from a copy, or move the folder away to start anew"
             )
         return None
 
     def read(self, path: Path, rectangles: Rectangles) -> None:
-        """Fill the rectangles in place from a checkpoint that `load_newest` returned. Raises CheckpointError, on all ranks alike:
-        the checkpoint is not of this model."""
-        problem = None
+        """Fill the rectangles in place from a checkpoint that `load_newest` returned. Raises, on all ranks alike, CheckpointError:
+        the checkpoint is not of this model; StorageError: it cannot be read at present."""
+        problem: Exception | None = None
         try:
             files = CheckpointFiles(path, Manifest.read(path).tensors)
             for key, boxes in rectangles.items():
                 for box in boxes:
                     files.fill(key, box)
         except CheckpointError as error:
-            problem = str(error)
-        problem = self._agree(problem)
-        if problem is not None:
-            raise CheckpointError(f"{path}: {problem}")
+            problem = CheckpointError(f"{path}: {error}")
+        except (StorageError, OSError) as error:
+            problem = _not_read(path, error)
+        self._raise_together(problem)
 
     # what one rank, or all, do for the above
 
@@ -160,7 +175,8 @@ class CheckpointStore:
     def _give_up(self, work: Path, name: str, problem: str) -> None:
         if self.mesh.is_main:
             shutil.rmtree(work, ignore_errors=True)
-        self.say(f"checkpoint {name} could not be saved: {problem}; the run goes on, older checkpoints stay")
+        self.problem = problem
+        self.say(f"checkpoint {name} could not be saved: {problem}; older checkpoints stay")
         dist.barrier()
 
     def _publish(self, flight: "_Flight", everybody: list[dict[str, Any]]) -> None:
@@ -174,22 +190,48 @@ class CheckpointStore:
         replaced = self.folder / f"{UNFINISHED}replaced-{flight.name}"
         if target.exists():  # the same step again: a resumed run that was told to start from an older one
             os.rename(target, replaced)
-        os.rename(flight.work, target)
+        try:
+            os.rename(flight.work, target)
+        except OSError:
+            if replaced.exists():
+                os.rename(replaced, target)
+            raise
         _sync_folder(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
-        prune(self.folder, self.retention)
+        try:
+            prune(self.folder, self.retention)
+        except OSError as error:  # the checkpoint is published all the same
+            self.say(f"an older checkpoint could not be deleted ({error}); it is tried again after the next save")
 
     def _verify(self, path: Path) -> tuple[Manifest | None, str | None]:
-        """All ranks check a share of the files; all get the same verdict."""
-        manifest, problem = None, None
+        """All ranks check a share of the files; all get the same verdict on the bytes that were read. Where a rank could not read,
+        and the others found nothing wrong, all raise what it met."""
+        manifest, problem, unread = None, None, None
         try:
             manifest = Manifest.read(path)
             for index, (name, expected) in enumerate(sorted(manifest.files.items())):
                 if index % self.mesh.world_size == self.mesh.rank:
                     problem = problem or check_file(path, name, expected)
-        except (CheckpointError, OSError) as error:
+        except CheckpointError as error:
             problem = str(error)
-        return manifest, self._agree(problem)
+        except (StorageError, OSError) as error:
+            unread = _not_read(path, error)
+        problem = self._agree(problem)
+        self._raise_together(unread if problem is None else None)
+        return manifest, problem
+
+    def _gone(self, path: Path) -> bool:
+        """Whether a checkpoint is not there any more, as the main rank sees it."""
+        there = [path.exists() if self.mesh.is_main else None]
+        dist.broadcast_object_list(there, src=0)
+        return not there[0]
+
+    def _raise_together(self, error: Exception | None) -> None:
+        """Raise the first rank's error on all ranks."""
+        errors: list[Exception | None] = [None] * self.mesh.world_size
+        dist.all_gather_object(errors, error)
+        if (first := next((e for e in errors if e is not None), None)) is not None:
+            raise first
 
     def _clean(self) -> None:
         if self.mesh.is_main:
@@ -263,23 +305,41 @@ def _joined(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: {**entry, "checksum": joined(entry.pop("digests"))} for key, entry in found.items()}
 
 
-def prune(folder: Path, retention: Retention) -> list[Path]:
-    """Delete the checkpoints that need not stay; those deleted. One whose manifest cannot be read stays, as evidence. Raises
-    OSError."""
+def prune(folder: Path, retention: Retention, *, really: bool = True) -> list[Path]:
+    """Delete the checkpoints that need not stay; those deleted, or (not really) that would be. One whose manifest is damaged or
+    cannot be read stays. Raises OSError."""
     steps, validation = {}, {}
     for path in published(folder):
         try:
             manifest = Manifest.read(path)
-        except CheckpointError:
+        except (CheckpointError, StorageError, OSError):
             continue
         steps[manifest.step], validation[manifest.step] = path, manifest.validation
-    gone = [path for step, path in steps.items() if step not in retention.kept(validation)]
-    for path in gone:
-        # a folder without its manifest would look damaged: it goes under another name first
-        aside = path.with_name(f"{UNFINISHED}pruned-{path.name}")
-        os.rename(path, aside)
-        shutil.rmtree(aside)
+    kept, gone = retention.kept(validation), []
+    for step, path in steps.items():
+        if step in kept:
+            continue
+        if really:
+            # a folder without its manifest would look damaged: it goes under another name first
+            aside = path.with_name(f"{UNFINISHED}pruned-{path.name}")
+            try:
+                os.rename(path, aside)
+            except FileNotFoundError:
+                continue  # another process has pruned it
+            shutil.rmtree(aside)
+        gone.append(path)
     return gone
+
+
+def _not_read(path: Path, error: StorageError | OSError) -> StorageError | CheckpointError:
+    """The error for a checkpoint that a rank could not read."""
+    if isinstance(error, StorageError):
+        return error
+    if may_pass(error):
+        return unreadable(path, error)
+    return CheckpointError(
+        f"{error.filename or path}: cannot be read ({why(error)}); make it readable for this user, then start again"
+    )
 
 
 def published(folder: Path) -> list[Path]:

@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from baton.data_pipeline.errors import StorageError
+from baton.data_pipeline.storage import may_pass, why
 from baton.training.checkpoint.digest import joined
 from baton.training.checkpoint.files import CheckpointFiles
 from baton.training.checkpoint.manifest import Manifest, check_file
@@ -41,8 +43,9 @@ def listing(place: Path) -> Iterator[str]:
     for path in checkpoints_of(place):
         try:
             m = Manifest.read(path)
-        except CheckpointError as error:
-            yield f"{path.name:16} damaged: {error}"
+        except (CheckpointError, StorageError, OSError) as error:
+            if path.exists():  # else another process has deleted it meanwhile
+                yield f"{path.name:16} {'damaged: ' if isinstance(error, CheckpointError) else ''}{_said(path, error)}"
             continue
         size = sum(entry["bytes"] for entry in m.files.values()) / 2**20
         validation = "" if m.validation is None else f"{m.validation:.4f}"
@@ -52,7 +55,9 @@ def listing(place: Path) -> Iterator[str]:
 
 
 def problems(path: Path) -> list[str]:
-    """What is wrong with a checkpoint: every file against its checksum, every tensor against its own. [] when nothing is."""
+    """What is wrong with a checkpoint: every file against its checksum, every tensor against its own. [] when nothing is.
+
+    Raises StorageError or OSError when a file cannot be read: that says nothing about it."""
     try:
         manifest = Manifest.read(path)
     except CheckpointError as error:
@@ -68,6 +73,26 @@ def problems(path: Path) -> list[str]:
         elif joined(files.digests(key)) != of["checksum"]:
             found.append(f"{path}: {key} does not match its checksum: it was written otherwise than it was in memory")
     return found
+
+
+def verified(place: Path) -> Iterator[tuple[int, str]]:
+    """A line per checkpoint (more for what is damaged in several places), each with an exit status: 0 whole, 1 damaged, 2 or
+    StorageError's: it could not be read, so nothing is known."""
+    for path in checkpoints_of(place):
+        try:
+            found = problems(path)
+        except (StorageError, OSError) as error:
+            if path.exists():
+                yield (StorageError.exit_status if isinstance(error, StorageError) or may_pass(error) else 2), _said(path, error)
+            continue
+        if found and not path.exists():
+            continue  # another process has deleted it meanwhile
+        yield (1, "\n".join(found)) if found else (0, f"{path}: whole")
+
+
+def _said(path: Path, error: Exception) -> str:
+    """An error of a checkpoint's file, with the file's path."""
+    return f"{error.filename or path}: cannot be read ({why(error)})" if isinstance(error, OSError) else str(error)
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -110,11 +135,12 @@ def _short(value: Any) -> str:
 def pruned(place: Path, retention: Retention, *, really: bool) -> list[Path]:
     """Delete what the retention does not keep; the checkpoints deleted, or (not really) that would be. Raises CheckpointError."""
     folder = checkpoints_of(place)[0].parent
-    if really:
-        return prune(folder, retention)
-    manifests = {path: Manifest.read(path) for path in published(folder)}
-    kept = retention.kept({m.step: m.validation for m in manifests.values()})
-    return [path for path, m in manifests.items() if m.step not in kept]
+    try:
+        return prune(folder, retention, really=really)
+    except OSError as error:
+        if may_pass(error):
+            raise
+        raise CheckpointError(f"{error.filename or folder}: cannot be deleted ({why(error)})") from None
 
 
 def export(place: Path, out: Path, dtype: torch.dtype | None = None) -> Path:
