@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from baton.launcher.jobs import CHANGE, add_commands
 
@@ -20,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and not (hasattr(arguments, "overrides") and all("=" in word and not word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        _refuse_words(arguments.parser, rest)
     if rest:  # key=value words after an option, which argparse does not expect there
         arguments.overrides += rest
     try:
@@ -157,8 +158,21 @@ def _command(
     commands: argparse._SubParsersAction[Any], name: str, run: Callable[[argparse.Namespace], int | None], help: str
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
+
+
+def _refuse_words(parser: argparse.ArgumentParser, words: list[str]) -> NoReturn:
+    """End with the usage of the command that does not know these words, and the option that was probably meant."""
+    options = [option for action in parser._actions for option in action.option_strings]
+    close = [difflib.get_close_matches(word.partition("=")[0], options, n=1, cutoff=0.7) for word in words if word[:1] == "-"]
+    if any(close):
+        hint = f" (did you mean {' '.join(match[0] for match in close if match)}?)"
+    elif close and any(action.dest == "overrides" for action in parser._actions):
+        hint = " (settings are words of the form key=value, as training.steps=100)"
+    else:
+        hint = ""
+    parser.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
 
 def _capability(text: str) -> int:
@@ -200,12 +214,18 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     from baton.launcher.cluster import load_cluster
     from baton.launcher.config import load
+    from baton.launcher.inputs import missing_inputs
     from baton.launcher.plan import make_plan
 
     config = with_known_vocabulary(load(arguments.config, arguments.overrides))
     cluster = None if arguments.cluster is None else load_cluster(arguments.cluster)
     plan = make_plan(config, cluster, arguments.memory_gib)
-    print(json.dumps(plan.to_json(), indent=2) if arguments.json else "\n".join(plan.lines()))
+    missing = missing_inputs(config)
+    if arguments.json:
+        print(json.dumps(plan.to_json() | {"missing": missing}, indent=2))
+    else:
+        print("\n".join(plan.lines()))
+        print("".join(f"{line}\n" for line in missing), end="", file=sys.stderr)
     return 2 if plan.fits is False else 0
 
 

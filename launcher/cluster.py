@@ -10,8 +10,9 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from baton.launcher.config import first_problem
 from baton.launcher.errors import ConfigError
+from baton.launcher.validation import first_problem
+from baton.launcher.yaml_file import parse_yaml
 from baton.slurm.config import SlurmConfig
 
 
@@ -76,7 +77,7 @@ def load_cluster(where: str) -> Cluster:
         raise ConfigError(f"no cluster is called {where!r}; known: {', '.join(names)} (or the path of a .yaml file)")
     try:
         text = (shipped / f"{where}.yaml" if where in names else Path(where)).read_text(encoding="utf-8")
-        values = yaml.safe_load(text)
+        values = parse_yaml(text)
     except FileNotFoundError:
         raise ConfigError(f"{where}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -8,14 +8,15 @@ import difflib
 import sys
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from baton.data_pipeline.config import DataConfig, ShardsConfig, TaskConfig
-from baton.data_pipeline.storage import read_text
 from baton.launcher.errors import ConfigError
+from baton.launcher.validation import first_problem
+from baton.launcher.yaml_file import parse_yaml, read_yaml
 from baton.models.config import ModelConfig
 from baton.models.stages import cut
 from baton.parallel.config import LayoutConfig, divisors
@@ -137,12 +138,12 @@ class RunConfig(BaseModel):
                     f"layout.sequence={ranks} leaves {tokens // ranks} of {key}={tokens} tokens to a rank, and "
                     f"model.mixers.{name} hands on its last {tail}; layout.sequence that leaves enough: "
                     f"{[n for n in divisors(tokens) if n == 1 or tokens // n >= tail]}; or with {ranks} ranks "
-                    f"{key}={ranks * tail} or more"
+                    f"{_longer(key, ranks * tail, ranks, training)}"
                 )
             if carried and tokens < tail:
                 raise ConfigError(
                     f"training.bptt.segment={tokens} is shorter than the last {tail} tokens that model.mixers.{name} hands on; set "
-                    f"training.bptt.segment={tail} or more"
+                    f"{_longer(key, tail, 1, training)}"
                 )
 
     def check_ranks(self, started: int) -> None:
@@ -178,7 +179,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     A training.micro_batch that does not divide the sequences of a data rank is cut to the next size that does, and a line on
     stderr says so.
     """
-    values = _read_yaml(Path(path))
+    values = read_yaml(Path(path))
     for word in overrides or []:
         key, separator, text = word.partition("=")
         if not separator or not key:
@@ -202,23 +203,18 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     return config
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(read_text(path))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected keys and values")
-    return values
+def _longer(key: str, least: int, ranks: int, training: TrainingConfig) -> str:
+    """A setting of `key` of at least so many tokens that passes the other checks too: a segment divides the context, and both
+    divide over the ranks of a sequence."""
+    if key != "training.bptt.segment":
+        return f"{key}={least} or more"
+    sizes = [n for n in divisors(training.context) if n >= least and n % ranks == 0]
+    return f"{key}={sizes[0]}" if sizes else f"training.bptt=null: training.context={training.context} has no longer segment"
 
 
 def _parse(text: str, word: str) -> Any:
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except yaml.YAMLError:
         raise ConfigError(f"{word!r}: the value is not valid YAML") from None
     if isinstance(value, str):
@@ -250,67 +246,9 @@ def _resolve_model(value: Any, where: str) -> Any:
     shipped = files("baton.configs") / "models"
     names = sorted(entry.name.removesuffix(".yaml") for entry in shipped.iterdir() if entry.name.endswith(".yaml"))
     if value in names:
-        return yaml.safe_load((shipped / f"{value}.yaml").read_text(encoding="utf-8"))
+        return parse_yaml((shipped / f"{value}.yaml").read_text(encoding="utf-8"))
     if value.endswith((".yaml", ".yml")):
-        return _read_yaml(Path(value))
+        return read_yaml(Path(value))
     close = difflib.get_close_matches(value, names, n=1)
     hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
     raise ConfigError(f"{where}: model: no model is called {value!r}; {hint} (or the path of a .yaml file)")
-
-
-def first_problem(error: ValidationError, root: type[BaseModel], *, words: bool = True) -> str:
-    """What is wrong with the values of a `root`, in one line, with the nearest known key for a misspelt one. words: whether values
-    can be set on the command line as well."""
-    # a misspelt key that is required is also a missing one: the misspelling says more
-    problems = sorted(error.errors(), key=lambda p: p["type"] not in ("extra_forbidden", "invalid_key"))
-    first = problems[0]
-    location, known = _place([str(part) for part in first["loc"]], root)
-    key = ".".join(location)
-    if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        prefix = "".join(f"{part}." for part in location[:-1])
-        text = f"unknown key {key}; " + (f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(known)}")
-    elif first["type"] == "missing":
-        text = f"{key} is missing; set it in the file" + (f" or as {key}=VALUE" if words else "")
-    elif first["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        context = first["ctx"]
-        name = context["discriminator"].strip("'")
-        tags = [tag.strip(" '") for tag in context.get("expected_tags", "").split(",")]
-        close = difflib.get_close_matches(context.get("tag", ""), tags, n=1)
-        hint = f"did you mean {close[0]}? known: " if close else "known: "
-        text = f"{key}.{name}={context.get('tag', 'nothing')}: no such {name}; {hint}{', '.join(tags)}"
-    elif isinstance(first["input"], dict):
-        text = f"{key}: {first['msg'].removeprefix('Value error, ')}"
-    else:
-        text = f"{key}={first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
-    return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
-
-
-def _place(location: list[str], root: type[BaseModel]) -> tuple[list[str], list[str]]:
-    """The keys of a problem's location, without the tags that pydantic puts in for the kinds of a choice; the keys known there."""
-    keys: list[str] = []
-    model: Any = root
-    kinds: dict[str, Any] = {}
-    named = False  # whether the next part is a key of a dictionary
-    for number, part in enumerate(location):
-        if part in kinds and not named:
-            model, kinds = kinds[part], {}
-            continue
-        keys.append(part)
-        if named:
-            named = False
-            continue
-        if number == len(location) - 1 or model is None or part not in model.model_fields:
-            continue
-        annotation = model.model_fields[part].annotation
-        named = get_origin(annotation) is dict
-        models = [c for c in _classes(annotation) if issubclass(c, BaseModel)]
-        kinds = {c.model_fields["kind"].default: c for c in models} if len(models) > 1 else {}
-        model = models[0] if models else None
-    return keys, list(model.model_fields) if model is not None else []
-
-
-def _classes(annotation: Any) -> list[type]:
-    if isinstance(annotation, type):
-        return [annotation]
-    return [found for part in get_args(annotation) for found in _classes(part)]

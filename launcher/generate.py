@@ -25,6 +25,7 @@ def generate_text(
 ) -> str:
     """Text that goes on from `prompt`. Raises CheckpointError when the run has no checkpoint that verifies, ConfigError when it has
     learned no text."""
+    _check_prompt(prompt)
     config = read_config(folder / "config.yaml")
     if not isinstance(config.data, ShardsConfig):
         raise ConfigError(
@@ -59,3 +60,15 @@ def generate_text(
     finally:
         meshes.shutdown()
     return tokenizer.decode(ids, errors="replace")
+
+
+def _check_prompt(prompt: str) -> None:
+    """Refuse a prompt whose bytes on the command line were not UTF-8: Python hands each such byte on as a lone surrogate."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        byte, position = ord(prompt[error.start]), len(prompt[: error.start].encode("utf-8"))
+        what = f"byte 0x{byte - 0xDC00:02x}" if 0xDC80 <= byte <= 0xDCFF else f"the lone surrogate U+{byte:04X}"
+        raise ConfigError(
+            f"--prompt: {what} at byte {position} is not UTF-8; give the text in UTF-8, as `iconv -t UTF-8` makes it"
+        ) from None

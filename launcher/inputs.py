@@ -10,6 +10,7 @@ from pathlib import Path
 from baton.data_pipeline.batches import check_tokenizer
 from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.dataset import Dataset
+from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.pieces import id_pieces
 from baton.data_pipeline.source import open_datasets
 from baton.data_pipeline.tokenizer import Tokenizer
@@ -46,6 +47,21 @@ def check_inputs(config: RunConfig) -> None:
             f"the training documents of {', '.join(config.data.places.values())} have {found:,} tokens, fewer than one batch "
             f"(training.global_batch_tokens={wanted:,}); prepare more, or lower that"
         )
+
+
+def missing_inputs(config: RunConfig) -> list[str]:
+    """One line for each file that the run reads and that is not there yet: a plan can be made without it, a run cannot start."""
+    if not isinstance(config.data, ShardsConfig):
+        return []
+    found = []
+    if not Path(config.data.tokenizer).is_file():
+        found.append(f"data.tokenizer={config.data.tokenizer}: no such file; train one with `baton tokenizer train`")
+    for name, place in config.data.places.items():
+        try:
+            Dataset.open(place)
+        except DataError as error:
+            found.append(f"{'data.path' if len(config.data.places) == 1 else f'data.sources.{name}'}={place}: {error}")
+    return [f"not there yet, so `baton train` would refuse: {line}" for line in found]
 
 
 def _tokens(datasets: Sequence[Dataset], tokenizer: Tokenizer, wanted: int) -> int:

@@ -1,6 +1,7 @@
 """The commands around jobs: submit, status, logs, cancel, goodput. What they do is in baton.slurm; they are part of `baton`."""
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     from baton.launcher.cli import with_known_vocabulary
     from baton.launcher.cluster import load_cluster
     from baton.launcher.config import load
-    from baton.launcher.inputs import check_inputs
+    from baton.launcher.inputs import check_inputs, missing_inputs
     from baton.launcher.plan import make_plan
     from baton.slurm import submit
 
@@ -63,6 +64,8 @@ def _submit(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print("\n".join(plan.lines()), end="\n\n")
         print(submission.script, end="")
+        for line in missing_inputs(config):
+            print(line, file=sys.stderr)
         return 2 if plan.fits is False else 0
     if plan.fits is False:
         print("\n".join(plan.lines()))

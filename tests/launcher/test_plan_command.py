@@ -59,6 +59,17 @@ def test_without_a_cluster_there_are_no_times_and_no_verdict(plan):
     assert "1,372,178,432 parameters, 8 ranks" in out
 
 
+def test_a_plan_says_which_of_the_runs_files_are_not_there(plan, tmp_path, monkeypatch):
+    """A plan needs neither data nor tokenizer; `baton train` does, so their absence is said, and changes no verdict."""
+    monkeypatch.chdir(tmp_path)
+    status, out, err = plan(RUN, "data.path=shards", "data.tokenizer=t.model", "--memory-gib", 79)
+    assert status == 0
+    assert out.splitlines()[-1].startswith("fits:")
+    tokenizer, data = err.splitlines()
+    assert tokenizer.startswith("not there yet, so `baton train` would refuse: data.tokenizer=t.model: no such file")
+    assert data.startswith("not there yet, so `baton train` would refuse: data.path=shards: ")
+
+
 def test_memory_alone_gives_a_verdict(plan):
     status, out, _ = plan(RUN, "--memory-gib", 79)
     assert (status, out.splitlines()[-1][:5]) == (0, "fits:")

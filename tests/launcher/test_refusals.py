@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 from baton.launcher.cli import main
-from baton.launcher.config import load
+from baton.launcher.config import RunConfig, load
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import open_attempt
+from baton.launcher.validation import OTHER_NAMES, SEVERAL, _all_settings
 
 
 @pytest.fixture
@@ -42,7 +43,16 @@ def check(text, *needles):
 
 SETTINGS = {
     # words -> what the line must say
-    "unknown key": (["stepz=3"], ["unknown key stepz", "known here: name, directory"]),
+    "unknown key": (["flavour=3"], ["unknown key flavour", "known here: name, directory"]),
+    "misspelt key of another group": (["stepz=3"], ["unknown key stepz", "did you mean training.steps?"]),
+    "another codebase's key": (["training.learning_rate=3"], ["did you mean training.optimizer.lr?"]),
+    "a key for which two stand": (["training.batch_size=3"], ["mean training.global_batch_tokens and training.micro_batch?"]),
+    "a key one group too high": (["training.warmup_steps=3"], ["did you mean training.schedule.warmup_steps?"]),
+    "a value for a group": (["training.bptt=truncated"], ["training.bptt='truncated'", "mean training.bptt.mode=truncated?"]),
+    "a number for a group": (["training.bptt=5"], ["training.bptt=5: expected a group of settings", "training.bptt.mode=VALUE"]),
+    "a number for a list": (["training.length_warmup=5"], ["training.length_warmup=5: expected a list"]),
+    "a number for a group in a list": (["training.batch_ramp=[5]"], ["training.batch_ramp.0=5: expected a group of settings"]),
+    "a key twice in a word": (["layout={data: 2, data: 1}"], ["'layout={data: 2, data: 1}'", "not valid YAML"]),
     "misspelt key": (["trainning.steps=3"], ["unknown key trainning", "did you mean training?"]),
     "misspelt nested key": (["training.global_batch_token=64"], ["did you mean training.global_batch_tokens?"]),
     "misspelt deeper key": (["training.optimizer.weigth_decay=0"], ["did you mean training.optimizer.weight_decay?"]),
@@ -89,7 +99,7 @@ SETTINGS = {
     ),
     "a segment shorter than a tail": (
         ["training.bptt={mode: truncated, segment: 2}"],
-        ["training.bptt.segment=2 is shorter than the last 3 tokens", "set training.bptt.segment=3 or more"],
+        ["training.bptt.segment=2 is shorter than the last 3 tokens", "set training.bptt.segment=4"],
     ),
     "ranks do not divide a segment": (
         ["training.bptt={mode: exact, segment: 8}", "layout={sequence: 3}"],
@@ -97,7 +107,11 @@ SETTINGS = {
     ),
     "a span of a segment shorter than a tail": (
         ["training.bptt={mode: exact, segment: 8}", "layout={sequence: 4}"],
-        ["leaves 2 of training.bptt.segment=8 tokens to a rank", "training.bptt.segment=12 or more"],
+        ["leaves 2 of training.bptt.segment=8 tokens to a rank", "training.bptt.segment=16"],
+    ),
+    "a context shorter than a tail": (
+        ["training.bptt={mode: truncated, segment: 2}", "training.context=2", "training.global_batch_tokens=8"],
+        ["training.bptt.segment=2 is shorter than the last 3", "training.bptt=null: training.context=2 has no longer segment"],
     ),
     "full attention in segments": (
         ["training.bptt={mode: exact, segment: 8}", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 8}}"],
@@ -207,6 +221,11 @@ FILES = {
     "not YAML": ("training: [1, 2", ["not valid YAML"]),
     "not a mapping": ("- name: small", ["expected keys and values"]),
     "not text": (b"\xff\xfe\x00", ["cannot be read"]),
+    "a key twice": (
+        "name: small\ntraining:\n  steps: 3\n  context: 8\n  steps: 4\n",
+        ["'steps' is there twice (line 3 and line 5)"],
+    ),
+    "a group twice": ("name: small\ntraining: {steps: 3}\nlayout: {data: 2}\ntraining: {seed: 1}\n", ["(line 2 and line 4)"]),
     "key that is no word": ("1: 2\nname: small", ["1=1", "Keys should be strings"]),
 }
 
@@ -343,6 +362,47 @@ def test_an_impossible_draw_is_refused(tmp_path, capsys, words):
     with pytest.raises(SystemExit, match="2"):
         main(["generate", str(tmp_path), *words])
     check(capsys.readouterr().err, f"argument {words[0]}", words[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "hint"),
+    [
+        (["generate", "RUN", "--temprature", "0.5"], "baton generate", "--temprature 0.5 (did you mean --temperature?)"),
+        (["generate", "RUN", "more"], "baton generate", "more"),
+        (["checkpoint", "prune", "RUN", "--keep-lats=3"], "baton checkpoint prune", "(did you mean --keep-last?)"),
+        (["train", "run.yaml", "--steps", "3"], "baton train", "key=value, as training.steps=100)"),
+    ],
+)
+def test_words_that_a_command_does_not_know_are_answered_with_its_own_usage(capsys, words, usage, hint):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    err = capsys.readouterr().err
+    assert err.startswith(f"usage: {usage} [-h]")
+    assert err.rstrip().endswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "needles"),
+    [
+        (b"caf\xe9".decode("utf-8", "surrogateescape"), ["byte 0xe9 at byte 3"]),
+        (b"\xc3\xa9 \xff".decode("utf-8", "surrogateescape"), ["byte 0xff at byte 3"]),
+        ("a\ud800", ["the lone surrogate U+D800 at byte 1"]),
+    ],
+)
+def test_a_prompt_that_is_not_utf8_is_refused_by_its_byte(tmp_path, capsys, prompt, needles):
+    assert main(["generate", str(tmp_path), "--prompt", prompt]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    check(err, "baton: --prompt: ", "is not UTF-8", *needles)
+
+
+def test_other_codebases_names_lead_to_settings_that_exist():
+    """And none of them is a setting of ours at the place that it leads away from."""
+    known = _all_settings(RunConfig)
+    assert set(OTHER_NAMES) <= set(known)
+    assert {key for keys in SEVERAL.values() for key in keys} <= set(known)
+    others = [name for names in OTHER_NAMES.values() for name in names] + list(SEVERAL)
+    assert len(others) == len(set(others)), "a name leads to two settings"
 
 
 HEAVY = {"torch", "numpy", "pydantic", "yaml", "sentencepiece", "webdataset", "pyarrow", "rich", "psutil", "matplotlib"}

@@ -1,0 +1,49 @@
+"""YAML that a user wrote: files and values of key=value words, read strictly. Torch-free.
+
+YAML lets a later key replace an earlier one of the same name without a word, so a setting that is written twice would count once.
+Here it is an error with both lines.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from baton.data_pipeline.storage import read_text
+from baton.launcher.errors import ConfigError
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a mapping with the same key twice. Keys that a merge (<<) brings may still be replaced."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first_lines: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key_node, yaml.ScalarNode):
+                continue
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if key in first_lines:
+                where = f"line {first_lines[key]} and line {line}" if line != first_lines[key] else f"line {line}"
+                raise yaml.YAMLError(f"the key {key!r} is there twice ({where}); remove one")
+            first_lines[key] = line
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text. Raises yaml.YAMLError for what is not YAML, and for a key that is there twice."""
+    return yaml.load(text, _UniqueKeyLoader)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The keys and values of a file. Raises ConfigError with one line."""
+    try:
+        values = parse_yaml(read_text(path))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected keys and values")
+    return values
