@@ -8,12 +8,9 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from baton.launcher.jobs import CHANGE, add_commands
-
-if TYPE_CHECKING:
-    from baton.launcher.config import RunConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -214,7 +211,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     from baton.launcher.cluster import load_cluster
     from baton.launcher.config import load
-    from baton.launcher.inputs import missing_inputs
+    from baton.launcher.inputs import missing_inputs, with_known_vocabulary
     from baton.launcher.plan import make_plan
 
     config = with_known_vocabulary(load(arguments.config, arguments.overrides))
@@ -245,6 +242,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _tune(arguments: argparse.Namespace) -> int:
     from baton.launcher.config import load
     from baton.launcher.errors import ConfigError
+    from baton.launcher.inputs import with_known_vocabulary
     from baton.parallel.mesh import local_device
     from baton.training.tune import PATH, tune_for
 
@@ -263,6 +261,7 @@ def _compile(arguments: argparse.Namespace) -> int:
 
     from baton.launcher.config import load
     from baton.launcher.errors import ConfigError
+    from baton.launcher.inputs import with_known_vocabulary
     from baton.training.compile import Target, compile_for
 
     wanted = Target.here() if arguments.capability is None else Target(arguments.capability, arguments.gpu)
@@ -274,30 +273,6 @@ def _compile(arguments: argparse.Namespace) -> int:
     seconds = time.monotonic() - began
     print(f"{total} kernels for {wanted}: {new} compiled, {total - new} were there, in {seconds:.0f} s; {compiled.folder}")
     return 0
-
-
-def with_known_vocabulary(config: RunConfig) -> RunConfig:
-    """The configuration with its task's or tokenizer's vocabulary. A model that names its own needs no tokenizer to be planned."""
-    from baton.data_pipeline.config import ShardsConfig
-    from baton.data_pipeline.tokenizer import Tokenizer
-    from baton.launcher.errors import ConfigError
-    from baton.training.config import with_vocabulary
-
-    if not isinstance(config.data, ShardsConfig):
-        model = with_vocabulary(config.model, config.data.vocab_size, None)
-    elif Path(config.data.tokenizer).is_file():
-        tokenizer = Tokenizer(config.data.tokenizer)
-        model = with_vocabulary(config.model, tokenizer.vocab_size, config.data.tokenizer)
-    elif config.model.vocab_size is None:
-        raise ConfigError(
-            f"model.vocab_size is not known, and data.tokenizer={config.data.tokenizer}: no such file; "
-            f"set model.vocab_size=N to plan without it"
-        )
-    else:
-        return config
-    resolved = config.model_copy(update={"model": model})
-    resolved.check()
-    return resolved
 
 
 def _train(arguments: argparse.Namespace) -> int:

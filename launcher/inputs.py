@@ -1,4 +1,4 @@
-"""What a run reads, checked before any folder is made or process started. Torch-free.
+"""The data and the tokenizer that a run reads, checked before any folder is made or process started. Torch-free.
 
 The one thing to know: whether a text has as many tokens as a batch is not known from its size; where it is in doubt, it is
 tokenized until there are enough.
@@ -47,6 +47,28 @@ def check_inputs(config: RunConfig) -> None:
             f"the training documents of {', '.join(config.data.places.values())} have {found:,} tokens, fewer than one batch "
             f"(training.global_batch_tokens={wanted:,}); prepare more, or lower that"
         )
+
+
+def with_known_vocabulary(config: RunConfig) -> RunConfig:
+    """The configuration with its task's or tokenizer's vocabulary. A model that names its own needs no tokenizer to be planned.
+
+    Raises ConfigError where nothing says how large the vocabulary is.
+    """
+    if not isinstance(config.data, ShardsConfig):
+        model = with_vocabulary(config.model, config.data.vocab_size, None)
+    elif Path(config.data.tokenizer).is_file():
+        tokenizer = Tokenizer(config.data.tokenizer)
+        model = with_vocabulary(config.model, tokenizer.vocab_size, config.data.tokenizer)
+    elif config.model.vocab_size is None:
+        raise ConfigError(
+            f"model.vocab_size is not known, and data.tokenizer={config.data.tokenizer}: no such file; "
+            f"set model.vocab_size=N to plan without it"
+        )
+    else:
+        return config
+    resolved = config.model_copy(update={"model": model})
+    resolved.check()
+    return resolved
 
 
 def missing_inputs(config: RunConfig) -> list[str]:

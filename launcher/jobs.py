@@ -51,10 +51,9 @@ def add_commands(commands: Any, add: Add) -> None:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from baton.launcher.cli import with_known_vocabulary
     from baton.launcher.cluster import load_cluster
     from baton.launcher.config import load
-    from baton.launcher.inputs import check_inputs, missing_inputs
+    from baton.launcher.inputs import check_inputs, missing_inputs, with_known_vocabulary
     from baton.launcher.plan import make_plan
     from baton.slurm import submit
 

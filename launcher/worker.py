@@ -90,7 +90,7 @@ def _run(path: Path) -> None:
     flops_per_token = None
     if config.profile is not None:
         from baton.launcher import arithmetic
-        from baton.launcher.cli import with_known_vocabulary
+        from baton.launcher.inputs import with_known_vocabulary
 
         flops_per_token = partial(arithmetic.flops_per_token, with_known_vocabulary(config))
     mesh = meshes.initialize(config.layout, device=device, rank=rank, store=store)

@@ -176,7 +176,7 @@ def _speed(train: list[dict[str, Any]]) -> float | None:
 
 def _mfu(run: Path, speed: float) -> float | None:
     """Of the last attempt's layout, by the cluster's rate of matrix products."""
-    from baton.launcher.cli import with_known_vocabulary
+    from baton.launcher.inputs import with_known_vocabulary
 
     try:
         config = with_known_vocabulary(read_config(run / "attempts" / f"{last_attempt(run):04d}" / "config.yaml"))
