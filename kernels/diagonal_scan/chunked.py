@@ -255,7 +255,8 @@ def _backward(
     dquery = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
     dskip_D = torch.zeros_like(skip_D)
     # decay and lam of the token behind the chunk: the final state's cotangent arrives as from a token with decay 1
-    edge_lam_BND = dfinal_BDN.transpose(1, 2).contiguous()
+    # a copy in any case, since it is written to: contiguous() makes none of a cotangent that lies this way already
+    edge_lam_BND = dfinal_BDN.transpose(1, 2).clone(memory_format=torch.contiguous_format)
     edge_decay_BND = torch.ones_like(edge_lam_BND)
     for number in reversed(range(len(borders))):
         begin = number * chunk

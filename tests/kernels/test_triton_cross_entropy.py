@@ -43,6 +43,21 @@ def test_two_parts_of_the_columns_are_torchs_whole(form, dtype):
     assert relative_error(torch.cat(slopes, 1).cpu().double(), leaf.grad) <= limit
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_views_are_taken_as_what_they_show(form):
+    """Every other label, one maximum for all rows, logits with rows for columns: what their copies give."""
+    place, sums, slope = FORMS[form]
+    logits = torch.randn(21, 9, generator=seeded(0)).to(place).t()
+    labels = torch.randint(-1, 21, (18,), generator=seeded(1)).to(place)[::2]
+    largest, total = torch.full((1,), 4.0, device=place).expand(9), torch.rand(18, generator=seeded(2)).to(place)[::2] + 1
+    for found, expected in zip(sums(logits, labels, 0), sums(logits.contiguous(), labels.contiguous(), 0), strict=True):
+        torch.testing.assert_close(found, expected)
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in (logits, labels, largest, total)]
+    expected = slope(copies[0], copies[1], 0, copies[2], copies[3])
+    assert slope(logits, labels, 0, largest, total) is logits
+    torch.testing.assert_close(logits, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_tiles_of_runs(dtype):
