@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -69,11 +70,13 @@ class Status:
         if self.excluded:
             yield f"  nodes not used any more: {', '.join(self.excluded)}"
         for attempt in self.attempts:
-            to = "" if attempt["to"] is None else f" to {attempt['to']:,}"
+            steps = "" if attempt["from"] is None else f"from step {attempt['from']:,}"
+            if steps and attempt["to"] is not None:
+                steps = f"{steps} to {attempt['to']:,}" if attempt["to"] > attempt["from"] else f"{steps}, no new step"
             layout = " x ".join(f"{name} {size}" for name, size in attempt["layout"].items() if name != "zero" and size > 1)
             yield (
                 f"  attempt {attempt['number']}: {attempt['began']}  on {attempt['nodes']} ({layout or '1 rank'})  "
-                f"from step {attempt['from']:,}{to}  {attempt['end']}"
+                f"{steps or 'not one step'}  {attempt['end']}"
             )
 
 
@@ -98,9 +101,9 @@ def read_status(run: Path) -> Status:
         loss=last["loss"] if last else None,
         tokens_per_s=speed,
         mfu=None if speed is None else _mfu(run, speed),
-        goodput=account(run, now).goodput if any(row["kind"] == "attempt" for row in rows) else None,
+        goodput=account(run).goodput if any(row["kind"] == "attempt" for row in rows) else None,
         saved=None if saved is None else saved[0],
-        saved_ago_s=None if saved is None else now - saved[1],
+        saved_ago_s=None if saved is None else max(0.0, now - saved[1]),  # by the clock of the file server
         eta_s=left / speed if speed and left else None,
         excluded=tuple(policy.excluded(rows)),
         jobs=tuple(jobs),
@@ -191,13 +194,18 @@ def _mfu(run: Path, speed: float) -> float | None:
 
 def _saved(run: Path) -> tuple[int, float] | None:
     """Steps of the newest checkpoint, and when it was published."""
-    found = [p for p in (run / "checkpoints").glob("step-*") if p.name[5:].isdigit() and (p / "manifest.json").exists()]
-    newest = max(found, default=None, key=lambda p: int(p.name[5:]))
-    return None if newest is None else (int(newest.name[5:]), (newest / "manifest.json").stat().st_mtime)
+    found = {int(p.name[5:]): p / "manifest.json" for p in (run / "checkpoints").glob("step-*") if p.name[5:].isdigit()}
+    for step in sorted(found, reverse=True):
+        with suppress(OSError):  # not published, not to be read, or deleted at this moment
+            return step, found[step].stat().st_mtime
+    return None
 
 
 def _attempts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    starts = {row["attempt"]: row["step"] for row in rows if row["kind"] == "start"}
+    starts: dict[int, int] = {}
+    for row in rows:
+        if row["kind"] == "start":
+            starts.setdefault(row["attempt"], row["step"])  # a rollback starts again, from before
     ends = {row["attempt"]: row for row in rows if row["kind"] == "end"}
     for row in rows:
         if row["kind"] == "attempt":
@@ -207,7 +215,7 @@ def _attempts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 "began": datetime.fromtimestamp(row["time"]).strftime("%Y-%m-%d %H:%M:%S"),
                 "nodes": ",".join(row.get("nodes", ["this machine"])),
                 "layout": row["layout"],
-                "from": starts.get(number, 0),
+                "from": starts.get(number),
                 "to": None if end is None else end.get("step"),
                 "status": None if end is None else end["status"],
                 "end": "goes on" if end is None else _ending(end),

@@ -28,7 +28,7 @@ PARTS = {
     "lost": "worked in vain: steps that a later attempt did again",
     "failing": "from the last sign of work to the attempt's end: a hang, or an end that had to be noticed",
     "queue": "waiting for nodes",
-    "idle": "nobody had asked for nodes",
+    "idle": "nothing ran, and nothing waited in a queue",
 }
 """What time is spent on, in the order of the table."""
 
@@ -81,11 +81,12 @@ class Goodput:
 
 
 def account(folder: Path, now: float | None = None) -> Goodput:
-    """The account of a run. now: until when a running attempt is counted; None: the clock. Raises RunError without a ledger."""
-    rows = sorted(ledger.read(folder), key=lambda row: row["time"])
+    """The account of a run. now: until when a running attempt is counted, on the clock of the last row; None: until now. Raises
+    RunError without a ledger."""
+    rows, at_present = on_one_clock(ledger.read(folder))
     if not any(row["kind"] == "attempt" for row in rows):
         raise RunError(f"{folder / ledger.NAME}: no attempt is recorded; is this a run directory?")
-    pieces = list(_pieces(rows, time.time() if now is None else now))
+    pieces = list(_pieces(rows, at_present if now is None else now))
     kept = _kept(rows)
     seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     attempts: dict[int, dict[str, float]] = {}
@@ -103,6 +104,48 @@ def account(folder: Path, now: float | None = None) -> Goodput:
     failures = sum(row["kind"] == "end" and row["status"] not in (0, 75, 130, 143) for row in rows)
     attempts.pop(0, None)
     return Goodput(folder, seconds, attempts, wall, failures, tuple(drawn))
+
+
+_BEGINS = ("submitted", "attempt")
+"""Kinds of rows before which another machine, or nobody, may have had the run."""
+
+
+def on_one_clock(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], float]:
+    """The rows with times of one clock that never goes back; and the present moment on it.
+
+    rows: in the ledger's order, which is the order of what happened. Between rows of one machine the steady clock decides. A
+    machine that is seen for the first time is believed as far as that order allows: where its clock is behind, its first row comes
+    at once after the one before; where its clock was ahead is seen when a machine that is known speaks again, and its rows are
+    moved back.
+    """
+    placed: list[dict[str, Any]] = []
+    offsets: dict[str, float] = {}  # of each machine: what to add to its steady clock, of rows without one to their time
+    first, newcomer = 0, ""  # the first row of the machine that was seen last for the first time, and which that is
+    at, latest = rows[0]["time"] if rows else 0.0, ""  # the time of the last row, and the machine that it is of
+    for row in rows:
+        machine = row.get("boot", "")
+        own = row["up"] if machine else row["time"]
+        if machine not in offsets:
+            offsets[machine] = max(at, row["time"]) - own
+            first, newcomer = len(placed), machine
+        elif row["kind"] in _BEGINS and not machine:
+            offsets[machine] = max(0.0, at - own)
+        elif row["kind"] in _BEGINS and machine != latest and own + offsets[machine] < at:
+            if machine != newcomer and first > 0:
+                back = min(at - own - offsets[machine], placed[first]["time"] - placed[first - 1]["time"])
+                for late in placed[first:]:
+                    late["time"] -= back
+                offsets[newcomer] -= back
+                at -= back
+            offsets[machine] = max(offsets[machine], at - own)
+        if (found := round(own + offsets[machine], 4)) >= at:  # beyond that digits are of the arithmetic
+            at, latest = found, machine
+        placed.append({**row, "time": at})
+    for old, new in zip(rows, placed, strict=True):
+        if old["kind"] == "spans":
+            new["since"] = new["time"] - (old["time"] - old["since"])
+    here = ledger.boot()
+    return placed, max(at, ledger.steady() + offsets[here] if here in offsets else time.time())
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,10 @@ The one thing to know: the main rank's time is cut into spans without gaps, each
 are the clock's. What was worked in vain is only known later: steps beyond the checkpoint that the next attempt started from are
 counted as lost by whoever reads (training.goodput). Torch-free.
 
+Clocks differ between machines, and jump. So the order of the rows is that of the file, whatever their times say, and spans are
+measured by the machine's steady clock: each row also has `boot`, which start of which machine wrote it, and `up`, the steady clock
+at `time`. Differences of `up` within one `boot` are true; training.goodput puts the rows of several machines together.
+
 Rows, all with `kind` and `time` (seconds of the clock):
   submitted  {job}                                           a job was handed to SLURM, or goes back into its queue
   attempt    {attempt, job, nodes, layout}                   an attempt begins: its folder is there
@@ -17,9 +21,11 @@ Rows, all with `kind` and `time` (seconds of the clock):
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +37,33 @@ EVERY_S = 10.0
 """Seconds between rows of the main rank, at most: what a kill leaves unsaid."""
 
 
+def steady() -> float:
+    """Seconds since this machine was started; never set, and the same for all its processes."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def process_began() -> float:
+    """When this process was started, by the steady clock."""
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+@lru_cache
+def boot() -> str:
+    """Which start of which machine this is; "" where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
 def append(folder: Path, kind: str, **values: Any) -> None:
     """Add a row to a run directory's ledger. Raises OSError."""
-    append_line(folder / NAME, json.dumps({"kind": kind, "time": time.time()} | values))
+    now, up = time.time(), steady()
+    row: dict[str, Any] = {"kind": kind, "time": now} | values
+    if boot() and "up" not in row:
+        row |= {"boot": boot(), "up": up - (now - row["time"])}
+    append_line(folder / NAME, json.dumps(row))
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -51,12 +81,15 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 class Account:
-    """The main rank's time, from the start of its process on. folder: the run directory; attempt: number of this start; on: whether
-    this rank keeps it. A disk that does not take a row keeps it waiting, and the run goes on."""
+    """The main rank's time, from the start of its process on. Rows that the disk does not take wait, and the run goes on.
+
+    folder: the run directory. attempt: number of this start. on: whether this rank keeps it. since: when its process began, by the
+    steady clock."""
 
     def __init__(self, folder: Path, attempt: int, *, on: bool, since: float) -> None:
         self._folder, self._attempt, self._on = folder, attempt, on
         self._since = self._mark = since
+        self._offset = time.time() - steady()  # a clock that is set meanwhile changes nothing
         self._seconds: dict[str, float] = {}
         self._step = 0
         self._waiting: list[tuple[str, dict[str, Any]]] = []
@@ -64,11 +97,11 @@ class Account:
     def start(self, step: int) -> None:
         """The run goes on from `step`."""
         self._step = step
-        self._add("start", time=self._since, step=step)
+        self._add("start", self._since, step=step)
 
     def spent(self, part: str) -> None:
         """The time since the last call belongs to `part`."""
-        now = time.time()
+        now = steady()
         self._seconds[part] = self._seconds.get(part, 0.0) + now - self._mark
         self._mark = now
 
@@ -94,13 +127,15 @@ class Account:
     def flush(self) -> None:
         """Put down what has been spent so far."""
         if self._seconds:
-            self._add("spans", time=self._mark, since=self._since, step=self._step, seconds=self._seconds)
+            since = self._since + self._offset
+            self._add("spans", self._mark, since=since, step=self._step, seconds=self._seconds)
         self._since, self._seconds = self._mark, {}
 
-    def _add(self, kind: str, **values: Any) -> None:
+    def _add(self, kind: str, up: float, **values: Any) -> None:
         if not self._on:
             return
-        self._waiting.append((kind, {"attempt": self._attempt, **values}))
+        when = {"time": up + self._offset, "boot": boot(), "up": up}
+        self._waiting.append((kind, {"attempt": self._attempt, **when, **values}))
         try:
             while self._waiting:
                 name, row = self._waiting[0]

@@ -5,8 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from baton.data_pipeline.errors import StorageError
 from baton.data_pipeline.source import ShardSource, TaskSource, open_source
 from baton.data_pipeline.steps import Steps
@@ -30,7 +28,7 @@ from baton.training.graphs import Graphs
 from baton.training.guard import Events, Judge
 from baton.training.heartbeat import Heartbeat
 from baton.training.lane_states import LaneStates
-from baton.training.ledger import Account
+from baton.training.ledger import Account, process_began
 from baton.training.ledger_board import LedgerBoard
 from baton.training.monitor import Monitor
 from baton.training.profiler import Profiler
@@ -48,8 +46,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     training = settings.training
     heartbeat = Heartbeat(mesh.rank)
     heartbeat.beat(0, "start-up")
-    began = psutil.Process().create_time()
-    account = Account(settings.folder, settings.attempt, on=mesh.is_main, since=began)
+    account = Account(settings.folder, settings.attempt, on=mesh.is_main, since=process_began())
     training.check(mesh.layout.data)
     if training.cuda_graphs and mesh.device.type != "cuda":
         raise RunError("training.cuda_graphs=true needs a GPU, and this run is on a CPU; set it to false")
@@ -74,6 +71,9 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     if progress.step == 0 and training.initial_weights is not None:
         begin_with(built, Path(training.initial_weights))
     if progress.step >= training.steps:
+        account.start(progress.step)
+        account.spent("start-up")
+        account.flush()
         if mesh.is_main:
             print(f"already complete: {progress.step} steps, {progress.tokens:,} tokens; there is nothing to do", flush=True)
         return

@@ -54,7 +54,7 @@ def test_every_second_is_counted_once(tmp_path):
 def test_a_running_attempt_is_counted_up_to_now(tmp_path):
     write(tmp_path, *HISTORY[:5])
     found = account(tmp_path, now=175.0)
-    assert (found.wall, found.seconds["other"]) == (75.0, 5.0)
+    assert (found.wall, found.seconds["other"]) == pytest.approx((75.0, 5.0))
 
 
 def test_any_history_adds_up(tmp_path):
@@ -71,6 +71,66 @@ def test_any_history_adds_up(tmp_path):
         assert all(seconds >= 0 for seconds in found.seconds.values())
         for (_, until, _), (since, _, _) in itertools.pairwise(found.pieces):
             assert since <= until + 1e-9
+
+
+DAY = 86400.0
+MACHINES = {"a": 500.0, "b": 70_000.0, "c": 3.0}
+"""When each was started, on the clock that is right."""
+
+
+def told(folder, skews, *starts):
+    """A ledger of local starts: (machine, when it began, when it ended, step before, step after); skews: how far each start's clock
+    is ahead. Every start computes all its time but for 2 s of start-up and 1 s until its end is noticed."""
+    for number, (skew, (machine, began, ended, before, after)) in enumerate(zip(skews, starts, strict=True), start=1):
+        up = MACHINES[machine] - 1e6
+
+        def row(kind, true, skew=skew, up=up, number=number, machine=machine, **values):
+            own = {"time": true + skew, "boot": machine, "up": true - up}
+            ledger.append(folder, kind, **own, attempt=number, **values)
+
+        row("attempt", began, layout={})
+        row("start", began + 0.5, step=before)
+        spans = {"start-up": 1.5, "compute": ended - began - 3}
+        row("spans", ended - 1, since=began + 0.5 + skew, step=after, seconds=spans)
+        row("end", ended, status=0)
+
+
+CLOCKS = {
+    "right": ([0.0, 0.0, 0.0], "aaa", 120.0),
+    "set back before the second start": ([0.0, -600.0, -600.0], "aaa", 120.0),
+    "a day ahead in the second start": ([0.0, DAY, 0.0], "aaa", 120.0),
+    "a day ahead from the second start on": ([0.0, DAY, DAY], "aaa", 120.0),
+    "the second machine is behind": ([0.0, -600.0, 0.0], "aba", 120.0),
+    "the second machine is a day ahead": ([0.0, DAY, 0.0], "aba", 120.0),
+    # nobody knows how long the run stood still between machines: at least nothing is counted twice
+    "every machine has a clock of its own": ([0.0, -600.0, -1200.0], "abc", 100.0),
+}
+
+
+@pytest.mark.parametrize("case", CLOCKS.values(), ids=CLOCKS.keys())
+def test_the_ledgers_order_decides_and_not_the_clocks_of_machines(tmp_path, case):
+    skews, machines, wall = case
+    spans = [(1000.0, 1030.0, 0, 10), (1040.0, 1070.0, 10, 20), (1080.0, 1120.0, 20, 30)]
+    told(tmp_path, skews, *((machine, *span) for machine, span in zip(machines, spans, strict=True)))
+    found = account(tmp_path)
+    assert found.wall == pytest.approx(wall)
+    assert sum(found.seconds.values()) == pytest.approx(wall)
+    expected = {"compute": 91.0, "start-up": 6.0, "other": 3.0, "idle": wall - 100.0}
+    assert {part: s for part, s in found.seconds.items() if s > 1e-6} == pytest.approx({k: v for k, v in expected.items() if v})
+    assert [sum(of.values()) for of in found.attempts.values()] == pytest.approx([30.0, 30.0, 40.0])
+    assert all(since <= until for since, until, _ in found.pieces)
+
+
+def test_a_clock_that_is_set_in_the_middle_of_a_start_changes_nothing(tmp_path, monkeypatch):
+    kept = Account(tmp_path, 1, on=True, since=ledger.steady() - 2.0)
+    kept.start(0)
+    for clock in (0.0, 4e9):
+        monkeypatch.setattr(ledger.time, "time", lambda clock=clock: clock)
+        kept.spent("compute")
+        kept.done(1, write=True)
+    start, *spans = ledger.read(tmp_path)
+    assert [row["time"] - row["up"] for row in spans] == pytest.approx([start["time"] - start["up"]] * 2)
+    assert 2.0 <= sum(row["seconds"]["compute"] for row in spans) < 60.0
 
 
 def test_lines_say_it_all_and_the_picture_is_one(tmp_path):
@@ -99,7 +159,7 @@ def test_lines_that_were_cut_short_are_left_out(tmp_path):
 
 def test_the_main_ranks_time_has_no_gaps(tmp_path, monkeypatch):
     clock = iter(range(1000, 2000))
-    monkeypatch.setattr(ledger.time, "time", lambda: float(next(clock)))
+    monkeypatch.setattr(ledger, "steady", lambda: float(next(clock)))
     kept = Account(tmp_path, 1, on=True, since=990.0)
     kept.start(5)
     for step in range(6, 12):
@@ -109,10 +169,10 @@ def test_the_main_ranks_time_has_no_gaps(tmp_path, monkeypatch):
         kept.done(step, write=step % 3 == 0)
     kept.flush()
     start, *spans = ledger.read(tmp_path)
-    assert (start["time"], start["step"]) == (990.0, 5)
+    assert (start["up"], start["step"]) == (990.0, 5)
     assert [row["step"] for row in spans] == [6, 9, 11]
     for row, before in zip(spans, [start, *spans]):
-        assert row["since"] == before["time"]
+        assert row["since"] == pytest.approx(before["time"])
         assert sum(row["seconds"].values()) == pytest.approx(row["time"] - row["since"])
     assert sum(row["seconds"]["exchange"] for row in spans) == 1.5
 
