@@ -26,6 +26,7 @@ class ShardSource:
     """
 
     cursor = staticmethod(Cursor.from_json)
+    beginning = Cursor()
 
     def __init__(self, config: ShardsConfig) -> None:
         self.config = config
@@ -130,6 +131,7 @@ class TaskSource:
     """A synthetic task."""
 
     cursor = staticmethod(ExampleCursor.from_json)
+    beginning = ExampleCursor()
 
     def __init__(self, config: TaskConfig) -> None:
         self.config = config

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from baton.launcher.fork import add_command as add_fork
 from baton.launcher.jobs import CHANGE, add_commands
 
 
@@ -97,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _checkpoint_commands(_group(commands, "checkpoint", "list, verify, compare, prune and export a run's checkpoints"))
     add_commands(commands, _command)
+    add_fork(commands, _command)
 
     data = _group(commands, "data", "prepare, verify and inspect datasets")
     prepare = _command(data, "prepare", _prepare, "turn text into WebDataset shards of documents")

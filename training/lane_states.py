@@ -15,6 +15,9 @@ from baton.parallel.mesh import Mesh
 from baton.training.checkpoint.rectangles import Rectangle
 from baton.training.config import TrainingConfig
 
+CARRIED = "carried."
+"""What the keys of lanes' States in a checkpoint begin with."""
+
 
 class LaneStates:
     """States of this data rank's lanes. One that was never advanced has zeros: its first token begins a document, which lets
@@ -67,6 +70,13 @@ class LaneStates:
                     x[rows] = torch.zeros_like(x[rows])
         self._before = {}
 
+    def clear(self) -> None:
+        """All lanes carry nothing, as at the beginning."""
+        for state in self._states.values():
+            for x in state.values():
+                x.zero_()
+        self._before = None
+
     @property
     def kept_bytes(self) -> int:
         """Of what `take_back` would restore."""
@@ -98,7 +108,7 @@ class LaneStates:
                     continue
                 x = self._states[number][leaf.name]
                 offset = [self._mesh.tensor_rank * n if d == leaf.tp else 0 for d, n in enumerate(local.shape)]
-                found[f"carried.layers.{number}.{leaf.name}"] = [
+                found[f"{CARRIED}layers.{number}.{leaf.name}"] = [
                     Rectangle((self._count, *leaf.shape), (lane, *offset), x[row : row + 1]) for lane, row in self._rows.items()
                 ]
         return {key: boxes for key, boxes in found.items() if boxes}

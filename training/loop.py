@@ -12,7 +12,7 @@ from baton.parallel import waiting
 from baton.parallel.mesh import Mesh
 from baton.parallel.tensor import drop_compute_copies
 from baton.training import feed, stopping
-from baton.training.build import Built, build, make_deterministic, model_fingerprint
+from baton.training.build import Built, build, make_deterministic
 from baton.training.callbacks import CotangentNorms, Evaluator, LongContext, Recorder, ReplicaCheck, Saver, TaskEvaluator
 from baton.training.checkpoint.interval import SaveSchedule
 from baton.training.checkpoint.manifest import Manifest, versions
@@ -27,13 +27,13 @@ from baton.training.executor import StepExecutor
 from baton.training.graphs import Graphs
 from baton.training.guard import Events, Judge
 from baton.training.heartbeat import Heartbeat
-from baton.training.lane_states import LaneStates
+from baton.training.lane_states import CARRIED, LaneStates
 from baton.training.ledger import Account, process_began
 from baton.training.ledger_board import LedgerBoard
 from baton.training.monitor import Monitor
 from baton.training.profiler import Profiler
 from baton.training.recovery import Recovery, without
-from baton.training.run import Callback, Progress, RunSettings
+from baton.training.run import Callback, Progress, RunSettings, fingerprints_of, stream_order
 from baton.training.schedule import learning_rates
 
 
@@ -56,11 +56,8 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     config = with_vocabulary(settings.model, source.vocab_size, tokenizer)
     built = build(config, training, mesh)
     store = open_store(settings, mesh)
-    order = {"seed": training.seed, "lanes": training.lane_count}
-    fingerprints = {"model": model_fingerprint(config), "stream": source.fingerprint(**order)}
+    order, fingerprints = stream_order(training), fingerprints_of(config, source, training)
     lanes = LaneStates(built.model, training, mesh) if training.carries else None
-    if lanes is not None:
-        fingerprints["set of carried States"] = f"{training.lane_count} lanes"
 
     def adopt(manifest: Manifest) -> None:
         cursors: Any = {int(lane): source.cursor(cursor) for lane, cursor in manifest.cursors.items()}
@@ -299,7 +296,12 @@ def resume(
         return Progress(0, 0, {})
     path, manifest = found
     rectangles = optimizer_rectangles(built.model, built.engine, built.mesh, for_save=False)
-    store.read(path, rectangles | ({} if lanes is None else lanes.rectangles(for_save=False)))
+    if lanes is not None:
+        if any(key.startswith(CARRIED) for key in manifest.tensors):
+            rectangles |= lanes.rectangles(for_save=False)
+        else:  # a fork that begins its data anew
+            lanes.clear()
+    store.read(path, rectangles)
     built.engine.updates = manifest.adam_steps
     built.engine.masters_changed()
     drop_compute_copies(built.model)

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from baton.data_pipeline.config import DataConfig
+from baton.data_pipeline.source import ShardSource, TaskSource
 from baton.models.config import ModelConfig
+from baton.training.build import model_fingerprint
 from baton.training.config import ProfileConfig, TrainingConfig
 from baton.training.executor import StepResult
 
@@ -53,3 +55,16 @@ class Callback(Protocol):
     time_is: str
 
     def after_step(self, progress: Progress, result: StepResult) -> None: ...
+
+
+def stream_order(training: TrainingConfig) -> dict[str, int]:
+    """What decides the lanes' contents, next to the data's own settings: arguments of a source's `fingerprint` and `adopt`."""
+    return {"seed": training.seed, "lanes": training.lane_count}
+
+
+def fingerprints_of(model: ModelConfig, source: ShardSource | TaskSource, training: TrainingConfig) -> dict[str, str]:
+    """Of what must be the same when a run goes on from a checkpoint. model: with its vocabulary."""
+    found = {"model": model_fingerprint(model), "stream": source.fingerprint(**stream_order(training))}
+    if training.carries:
+        found["set of carried States"] = f"{training.lane_count} lanes"
+    return found
