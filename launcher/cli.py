@@ -92,9 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--out", type=Path, help="the file that gets a row (default RUN/evaluations.jsonl)")
     evaluate.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
-    plot = _command(commands, "plot", _plot, "draw a run's curves into a PNG")
-    plot.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
-    plot.add_argument("--out", type=Path, help="the picture (default RUN/curves.png)")
+    plot = _command(commands, "plot", _plot, "draw a run's curves, or several runs' validation losses, into a PNG")
+    plot.add_argument("folders", metavar="RUN", nargs="+", type=Path, help="a run directory; several: all in one picture")
+    plot.add_argument("--out", type=Path, help="the picture (default RUN/curves.png; of several, RUN/compared.png of the first)")
 
     _checkpoint_commands(_group(commands, "checkpoint", "list, verify, compare, prune and export a run's checkpoints"))
     add_commands(commands, _command)
@@ -356,9 +356,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _plot(arguments: argparse.Namespace) -> None:
-    from baton.training.plot import plot
+    from baton.training.plot import draw
 
-    print(plot(arguments.folder, arguments.out or arguments.folder / "curves.png"))
+    print(draw(arguments.folders, arguments.out))
 
 
 def _prepare(arguments: argparse.Namespace) -> None:

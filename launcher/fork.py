@@ -43,11 +43,12 @@ def _fork(arguments: argparse.Namespace) -> None:
 def fork(run: Path, out: Path, overrides: Sequence[str], *, step: int | None = None, restart_data: bool = False) -> str:
     """Make the run directory `out` from a checkpoint of `run`; a sentence that says what was made.
 
-    Raises ConfigError, CheckpointError, DataError or RunError for what cannot be; StoppedError for trouble that may pass.
+    Raises ConfigError, CheckpointError, DataError or RunError for what cannot be; StorageError or OSError when something cannot be
+    read or written. `out` is then not there.
     """
     from baton.launcher.changes import all_changes
     from baton.launcher.errors import ConfigError
-    from baton.launcher.run_directory import provenance, read_config, write_whole
+    from baton.launcher.run_directory import forks_of, provenance, read_config, write_whole
     from baton.training.checkpoint.manifest import Manifest
     from baton.training.errors import CheckpointError
     from baton.training.fork import describe_fork, link_checkpoint
@@ -88,16 +89,6 @@ def fork(run: Path, out: Path, overrides: Sequence[str], *, step: int | None = N
         f"{out}: begins with step {origin.step} of {run} ({origin.tokens:,} tokens)"
         f"{', its data from the beginning' if restart_data else ''}{changed}; `baton train {out / 'config.yaml'}` trains it"
     )
-
-
-def forks_of(run: Path) -> list[dict[str, Any]]:
-    """What a run was forked from, the oldest run first; [] where it began by itself."""
-    try:
-        found = json.loads((run / "provenance.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    forks = found.get("forks", []) if isinstance(found, dict) else []
-    return forks if isinstance(forks, list) else []
 
 
 def _check_place(run: Path, out: Path) -> None:
@@ -148,16 +139,11 @@ def _check_changes(run: Path, carried: bool, carries: bool, different: Sequence[
         )
 
 
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.EEXIST}
-"""Errors of a place that will be no better for waiting."""
-
-
 @contextmanager
 def _made_whole(out: Path) -> Iterator[Path]:
     """A folder to fill, which is `out` when the context ends well, and gone when it does not."""
     from baton.data_pipeline.lock import LockHeldError, exclusive
     from baton.launcher.errors import ConfigError
-    from baton.training.errors import StoppedError
 
     aside = out.absolute().parent / f".{out.name}.fork"
     try:
@@ -179,11 +165,10 @@ def _made_whole(out: Path) -> Iterator[Path]:
     except LockHeldError as error:
         raise ConfigError(f"{out} is being made by {error.holder}; wait for it{error.remedy}") from None
     except OSError as error:
-        if error.errno == errno.ENOTEMPTY:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise ConfigError(f"--out {out} exists by now; give the directory of a new run") from None
-        if error.errno in _REFUSED:
-            raise ConfigError(f"{error.filename or out}: {error.strerror}; nothing was made; choose another --out") from None
-        raise StoppedError(f"{error.filename or out}: {error.strerror}; nothing was made; try again") from None
+        error.filename = error.filename or str(out)  # a write does not say where; the command line names the file
+        raise
     finally:
         with contextlib.suppress(OSError):
             aside.rmdir()

@@ -51,6 +51,12 @@ def check_run(config: RunConfig, *, change: bool = False) -> None:
         refused = refusal(folder, read_config(recorded), config, max(checkpoint_steps(folder), default=0), change=change)
         if refused is not None:
             raise ConfigError(refused)
+        if not checkpoint_steps(folder) and (forks := forks_of(folder)):
+            origin = forks[-1]
+            raise ConfigError(
+                f"{folder} began as a fork of {origin['run']} at step {origin['step']} and has no checkpoint any more: it would "
+                f"begin anew from step 0; remove it and fork again"
+            )
         return
     with _writing(folder):
         if folder.exists() and not {p.name for p in folder.iterdir()} <= BEFORE_CONFIG:
@@ -211,6 +217,16 @@ def provenance() -> dict[str, object]:
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         },
     }
+
+
+def forks_of(run: Path) -> list[dict[str, Any]]:
+    """What a run was forked from, the oldest run first; [] where it began by itself."""
+    try:
+        found = json.loads((run / "provenance.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    forks = found.get("forks", []) if isinstance(found, dict) else []
+    return forks if isinstance(forks, list) else []
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from baton.launcher.arithmetic import of_stages
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
-from baton.launcher.run_directory import last_attempt, read_config, recent_metrics, write_whole
+from baton.launcher.run_directory import last_attempt, last_step, read_config, recent_metrics, write_whole
 from baton.slurm import command, policy
 from baton.slurm.exits import MEANING, Exit
 from baton.slurm.files import cluster_of
@@ -86,7 +86,7 @@ def read_status(run: Path) -> Status:
     train = [row for row in recent_metrics(run) if row.get("kind") == "train"]
     last = train[-1] if train else None
     speed = _speed(train)
-    step = int(last["step"]) if last else 0
+    step = last_step(run)
     tokens = int(last["tokens"]) if last else 0
     left = (config.training.steps - step) * config.training.global_batch_tokens
     jobs = _jobs(config)

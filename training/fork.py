@@ -17,6 +17,7 @@ from typing import Any
 from baton.data_pipeline.config import DataConfig
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.source import ShardSource, TaskSource, open_source
+from baton.data_pipeline.storage import read_text
 from baton.kernels.ahead import META
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
@@ -46,7 +47,8 @@ def link_checkpoint(
     """Put the checkpoint of `step`, or (None) the newest whole one, of the run in `run` into `folder`, with another manifest.
 
     describe: makes the manifest, or raises. say: where a damaged newest checkpoint is named, before the one before it is taken.
-    Raises CheckpointError: there is no such checkpoint, or none is whole; OSError: something cannot be read or written.
+    Raises CheckpointError: there is no such checkpoint, or none is whole; StorageError or OSError: something cannot be read or
+    written.
     """
     there = published(run / "checkpoints")
     if step is not None:
@@ -68,7 +70,7 @@ def link_checkpoint(
             problem = _link(path, target, manifest)
         if manifest is not None and problem is None:
             mine.write(target)
-            digest = json.loads((path / NAME).read_text(encoding="utf-8"))["sha256"]
+            digest = json.loads(read_text(path / NAME))["sha256"]
             return Origin(manifest.step, manifest.tokens, digest)
         shutil.rmtree(target, ignore_errors=True)
         if step is not None:
@@ -127,8 +129,8 @@ def describe_fork(
 
 def _require_same_data(manifest: Manifest, source: ShardSource | TaskSource, training: TrainingConfig) -> None:
     hint = "a fork with other data begins it anew (--restart-data)"
+    cursors: Any = {int(lane): source.cursor(cursor) for lane, cursor in manifest.cursors.items()}
     try:
-        cursors = {int(lane): source.cursor(cursor) for lane, cursor in manifest.cursors.items()}
         source.adopt(manifest.data, cursors, **stream_order(training))
     except DataError as error:
         raise DataError(f"{error}; {hint}") from error

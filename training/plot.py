@@ -1,6 +1,7 @@
-"""A picture of a run's curves, from metrics.jsonl alone."""
+"""A picture of a run's curves, or of several runs' in one, from metrics.jsonl alone."""
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -11,6 +12,13 @@ import matplotlib.pyplot as plt
 from baton.training.errors import RunError
 from baton.training.monitor import read_metrics
 from baton.training.pictures import KINDS, panels, save_picture
+
+
+def draw(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """`plot` one run, or `compare` several. out: None for curves.png, or compared.png, in the first run's directory."""
+    if len(folders) == 1:
+        return plot(folders[0], out or folders[0] / "curves.png")
+    return compare(folders, out or folders[0] / "compared.png")
 
 
 def plot(folder: Path, out: Path) -> Path:
@@ -67,3 +75,41 @@ def plot(folder: Path, out: Path) -> Path:
         return save_picture(figure, out)
     finally:
         plt.close(figure)
+
+
+def compare(folders: Sequence[Path], out: Path) -> Path:
+    """Draw the validation loss and the learning rate of several runs over their tokens into one picture, named by their folders.
+
+    A fork's curve begins where it was forked. Raises RunError: none of them has been evaluated.
+    """
+    figure, (losses, rates) = plt.subplots(1, 2, figsize=(13, 5), width_ratios=(3, 2), constrained_layout=True)
+    try:
+        found = False
+        for folder in folders:
+            rows = read_metrics(folder / "metrics.jsonl")
+            evaluations = [(row["tokens"], row["loss"]) for row in rows if row["kind"] == "evaluation"]
+            steps = [(row["tokens"], row["lr"]) for row in rows if row["kind"] == "train"]
+            if not steps:
+                raise RunError(f"{folder}: no steps in metrics.jsonl; is this a run directory that has trained?")
+            label = _label(folder, folders)
+            (line,) = losses.plot(*zip(*evaluations), "o-", ms=3, label=label) if evaluations else losses.plot([], [], label=label)
+            rates.plot(*zip(*steps), color=line.get_color())
+            found = found or bool(evaluations)
+        if not found:
+            raise RunError(f"{folders[0]}: none of these runs has been evaluated; set training.evaluation.every")
+        losses.set_ylabel("validation loss (nats / token)")
+        losses.legend()
+        rates.set_ylabel("learning rate")
+        for axis in (losses, rates):
+            axis.set_xlabel("tokens")
+            axis.grid(alpha=0.3)
+        return save_picture(figure, out)
+    finally:
+        plt.close(figure)
+
+
+def _label(folder: Path, folders: Sequence[Path]) -> str:
+    """A run's name, or its path where two have the same one."""
+    names = [other.resolve().name for other in folders]
+    name = folder.resolve().name
+    return name if names.count(name) == 1 else str(folder)

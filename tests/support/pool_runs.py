@@ -1,0 +1,35 @@
+"""Runs whose ranks live in the pool: what `baton.launcher.worker` does, in processes whose imports are paid."""
+
+import gc
+from pathlib import Path
+
+import torch
+
+
+def train_attempt(mesh, attempt: str) -> str | None:
+    """Train what an attempt's folder describes; the sentence of a refusal."""
+    from baton.launcher.run_directory import changed_since_last_start, read_config
+    from baton.training.errors import RunError
+    from baton.training.loop import train
+    from baton.training.run import RunSettings
+
+    path = Path(attempt)
+    config = read_config(path / "config.yaml")
+    settings = RunSettings(
+        folder=config.folder,
+        model=config.model,
+        data=config.data,
+        training=config.training,
+        config_text=config.to_yaml(),
+        attempt=int(path.name),
+        changed=changed_since_last_start(path, config),
+    )
+    try:
+        train(settings, mesh)
+    except RunError as error:
+        return str(error)
+    finally:
+        torch.use_deterministic_algorithms(False)  # the pool serves other tests
+        # DeepSpeed's engine imports modules when it is collected, which must not happen in the middle of another import
+        gc.collect()
+    return None
