@@ -1,7 +1,12 @@
 """Errors of the command line and the configuration, and what becomes of any error there."""
 
+import errno
+
 from baton.data_pipeline.errors import StorageError
 from baton.data_pipeline.storage import may_pass, why
+
+_OF_DISKS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors that are of no other device, also where they do not name their file."""
 
 
 class ConfigError(Exception):
@@ -13,12 +18,12 @@ class ConfigError(Exception):
 def explained(error: Exception) -> tuple[int | None, str]:
     """The exit status and the sentence of an error. None: it is a fault of the program, whose traceback is needed.
 
-    A file system's error that names its file needs none: the file, and what the system said, are all there is to know.
+    A file system's error needs none: the file, and what the system said, are all there is to know.
     """
     status = getattr(error, "exit_status", None)
     if status is not None:
         return int(status), str(error)
-    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        text = f"{error.filename}: cannot be read or written ({why(error)})"
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in _OF_DISKS):
+        text = f"{error.filename or 'a file'}: cannot be read or written ({why(error)})"
         return (StorageError.exit_status, f"{text}; start again once its file system answers") if may_pass(error) else (2, text)
     return None, str(error)

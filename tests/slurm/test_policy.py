@@ -50,6 +50,8 @@ def test_what_is_done_after_each_end():
     assert code(end(Exit.STOPPED, 9), told_to_stop=True) == Exit.STOPPED
     assert code(end(Exit.BAD_INPUT)) == Exit.BAD_INPUT, "no retry could mend it"
     assert code(end(Exit.FAILED, 9)) == AGAIN, "in the nodes that are there"
+    assert code(end(Exit.STORAGE, 9)) == AGAIN, "what cannot be read or saved at present may be later"
+    assert code(end(Exit.STORAGE, 9), end(Exit.STORAGE, 9), end(Exit.STORAGE, 9)) == Exit.NO_PROGRESS, "and not for ever"
     assert code(end(Exit.FAILED, 9), time_is_up=True) == NEXT_JOB
     assert code(end(Exit.SAVE_TOO_LONG, 9), time_is_up=True) == NEXT_JOB
     assert code(end(Exit.NODE_LOST, 9), out("n2")) == OTHER_NODES

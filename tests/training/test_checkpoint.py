@@ -1,9 +1,12 @@
 """Checkpoints: any layout reads any other's, bit for bit; damage is found and named; nothing unsafe is unpickled."""
 
+import contextlib
 import json
 import os
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,15 +15,18 @@ from hypothesis import strategies as st
 from support.checkpoints import tensors
 from support.models import MODEL, micro_batches, training
 
+from baton.data_pipeline import storage
+from baton.data_pipeline.errors import StorageError
 from baton.training.build import build
-from baton.training.checkpoint.manifest import Manifest
+from baton.training.checkpoint import manifest as manifests
+from baton.training.checkpoint.manifest import Manifest, check_file
 from baton.training.checkpoint.rectangles import (
     KINDS,
     flat_range_boxes,
     optimizer_rectangles,
 )
 from baton.training.checkpoint.retention import Retention
-from baton.training.checkpoint.store import CheckpointStore
+from baton.training.checkpoint.store import CheckpointStore, published
 from baton.training.errors import CheckpointError
 from baton.training.executor import StepExecutor
 
@@ -213,6 +219,85 @@ def test_only_damaged_checkpoints_is_an_error_not_a_fresh_start(pool, saved, tmp
             assert "every checkpoint is damaged" in message
 
 
+FAILING = "/proc/self/mem"
+"""A file whose first byte cannot be read: the system answers EIO, as a disk or a file server does."""
+
+
+def search(mesh, folder, mends=False, vanished=()):
+    """What `load_newest` finds or raises, and says, without pauses between tries. mends: files that cannot be read can be in the
+    first pause; vanished: checkpoints that are listed, and gone when they are looked at."""
+    said = []
+
+    def pause(seconds):
+        for kept in Path(folder).rglob("*.kept") if mends else ():
+            with contextlib.suppress(FileNotFoundError):  # another rank was first
+                kept.replace(kept.with_suffix(""))
+
+    store = CheckpointStore(Path(folder), mesh, keep_last=3, say=said.append)
+    if vanished:
+        store._listed = lambda: [*published(Path(folder)), *(Path(folder) / name for name in vanished)]
+    storage.time = SimpleNamespace(sleep=pause)
+    try:
+        found = store.load_newest(lambda m: None)
+        return found and found[0].name, said
+    except (StorageError, CheckpointError) as error:
+        return (type(error).__name__, str(error)), said
+    finally:
+        storage.time = time
+
+
+def make_unreadable(path):
+    path.rename(path.with_name(f"{path.name}.kept"))
+    path.symlink_to(FAILING)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", MAIN, OTHER])
+def test_a_read_error_is_not_damage(pool, saved, tmp_path, name):
+    folder = shutil.copytree(saved, tmp_path / "c")
+    make_unreadable(folder / "step-00000002" / name)
+    before = sorted(os.listdir(folder))
+    for (kind, text), said in pool.run(search, str(folder), data=2):
+        assert (kind, said) == ("StorageError", []), "and the checkpoint before is not taken, whose steps would be done again"
+        assert text.startswith(f"{folder / 'step-00000002' / name}: cannot be read at present (Input/output error)")
+    assert sorted(os.listdir(folder)) == before, "nothing is set aside"
+    assert pool.run(search, str(folder), mends=True, data=2) == [("step-00000002", [])] * 2, "read again"
+
+
+def test_damage_that_one_rank_has_read_counts_though_another_could_not_read(pool, saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "c")
+    flip(folder / "step-00000002" / OTHER)
+    make_unreadable(folder / "step-00000002" / MAIN)
+    (name, said), _ = pool.run(search, str(folder), data=2)
+    assert name == "step-00000001"
+    assert f"step-00000002 is damaged: {OTHER} does not match its checksum; falling back" in said[0]
+
+
+def test_a_file_that_is_still_being_replicated_is_not_damaged(saved, tmp_path, monkeypatch):
+    """At the first look it is short, or not there; a little later it is whole."""
+    for number, hurt in enumerate((lambda path: os.truncate(path, 100), Path.unlink)):
+        for name in ("manifest.json", MAIN):
+            path = shutil.copytree(saved / "step-00000002", tmp_path / f"{number}-{name}") / name
+            content = path.read_bytes()
+            hurt(path)
+            monkeypatch.setattr(manifests.time, "sleep", lambda seconds, path=path, content=content: path.write_bytes(content))
+            found = Manifest.read(path.parent)
+            assert [check_file(path.parent, file, entry) for file, entry in found.files.items()] == [None, None]
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile_is_passed_over(pool, saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "c")
+    found = pool.run(search, str(folder), vanished=("step-00000003", "step-00000004"), data=2)
+    assert found == [("step-00000002", [])] * 2
+
+
+def test_nobody_falls_back_to_a_checkpoint_that_is_not_there(pool, saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "c")
+    for step in (1, 2):
+        flip(folder / f"step-0000000{step}" / MAIN)
+    (_, said), _ = pool.run(search, str(folder), data=2)
+    assert [text.endswith("; falling back to the one before it") for text in said] == [True, False]
+
+
 def test_nothing_of_a_checkpoint_is_a_pickle(saved):
     """JSON, and safetensors that the library itself reads; so nothing of it can run."""
     for folder in saved.iterdir():
@@ -269,14 +354,19 @@ def save_while_training(mesh, folder):
     while mesh.is_main and (unfinished := Path(folder) / ".saving-step-00000002").exists():
         shutil.rmtree(unfinished, ignore_errors=True)
     store.finish()
+    problems = [store.problem]
     store.save(rectangles, manifest(3, built))
     store.save(rectangles, manifest(4, built))  # waits for the one before
-    return before, early, published, said, store.finish()
+    last = store.finish()
+    return before, early, published, said, last, [*problems, store.problem]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(pool, tmp_path):
     results = pool.run(save_while_training, str(tmp_path), data=2)
-    before, early, published, said, last = results[0]
+    before, early, published, said, last, _ = results[0]
+    for *_, (failed, later) in results:
+        assert failed.startswith("FileNotFoundError"), "known on every rank"
+        assert later is None, "a later save has succeeded"
     assert "step-00000001" not in early
     assert (published.name, last.name) == ("step-00000001", "step-00000004")
     assert len(said) == 1

@@ -7,6 +7,7 @@ import pytest
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from baton.training import monitor as monitors
 from baton.training.monitor import Monitor, cut_metrics, duration, read_metrics
 
 
@@ -85,6 +86,24 @@ def test_a_full_disk_delays_the_record_and_loses_nothing_of_it(small_disk, capsy
     said = capsys.readouterr().out
     assert said.count("metrics.jsonl is behind") == 1
     assert "TensorBoard is behind" in said
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer thread, as expected
+def test_rows_that_could_not_be_written_to_the_end_are_named(small_disk, monkeypatch):
+    monitor = open_monitor(small_disk)
+    monitor.train(row(1))
+    ballast = small_disk / "ballast"
+    with pytest.raises(OSError, match="No space"):
+        ballast.write_bytes(b"x" * shutil.disk_usage(small_disk).total)
+    for step in range(2, 30):
+        monitor.train(row(step))
+    monkeypatch.setattr(monitors.time, "sleep", lambda seconds: None)
+    written = len(recorded(small_disk))
+    missing = f"{small_disk / 'metrics.jsonl'}: its last {29 - written} rows could not be written (No space left on device)"
+    assert monitor.close() == missing
+    monkeypatch.setattr(monitors.time, "sleep", lambda seconds: ballast.unlink(missing_ok=True))
+    assert monitor.close() is None, "there is room at a later try"
+    assert [step for step, _ in recorded(small_disk)] == list(range(1, 30))
 
 
 def test_a_torn_last_line_is_cut_off(tmp_path):

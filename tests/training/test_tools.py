@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import tensors
 from support.models import MODEL, micro_batches, training
 
+from baton.data_pipeline import storage
 from baton.launcher.cli import main
 from baton.training.build import build
 from baton.training.checkpoint.files import CheckpointFiles
@@ -120,6 +121,41 @@ def test_prune_deletes_what_need_not_stay(runs, tmp_path, capsys):
     _, out, _ = ask(capsys, *words)
     assert out.startswith(f"deleted {run / 'checkpoints' / 'step-00000001'}\n")
     assert sorted(os.listdir(run / "checkpoints")) == ["step-00000002", "step-00000003"]
+
+
+def test_what_cannot_be_read_at_present_is_one_line_and_not_called_damaged(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(storage, "PAUSES_S", ())
+    run = shutil.copytree(runs / "one", tmp_path / "run")
+    for victim in (run / "checkpoints" / "step-00000003" / name for name in ("rank-00001.safetensors", "manifest.json")):
+        victim.unlink()
+        victim.symlink_to("/proc/self/mem")  # reading its first byte fails with EIO
+        status, out, _ = ask(capsys, "verify", run)
+        assert status == 74
+        assert out.count(": whole\n") == 2
+        assert out.splitlines()[2].startswith(f"{victim}: cannot be read at present (Input/output error)")
+        assert ask(capsys, "export", run, tmp_path / "w")[::2] == (74, f"baton: {out.splitlines()[2]}\n"), "and no older one"
+    assert "damaged" not in ask(capsys, "list", run)[1]
+    assert "step-00000003" not in ask(capsys, "prune", run)[1], "it stays"
+    assert os.listdir(run / "checkpoints").count("step-00000003") == 1
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_not_listed_or_counted(runs, tmp_path, capsys, monkeypatch):
+    run = shutil.copytree(runs / "one", tmp_path / "run")
+    read = Manifest.read
+
+    def deleted_by_another_process(folder):
+        if folder.name == "step-00000002":
+            shutil.rmtree(folder, ignore_errors=True)
+        return read(folder)
+
+    monkeypatch.setattr(Manifest, "read", deleted_by_another_process)
+    status, out, _ = ask(capsys, "list", run)
+    assert (status, [line.split()[0] for line in out.splitlines()]) == (0, ["checkpoint", "step-00000001", "step-00000003"])
+    shutil.copytree(runs / "one" / "checkpoints" / "step-00000002", run / "checkpoints" / "step-00000002")
+    status, out, _ = ask(capsys, "verify", run)
+    assert (status, out.count(": whole\n"), out.count("\n")) == (0, 2, 2)
+    shutil.copytree(runs / "one" / "checkpoints" / "step-00000002", run / "checkpoints" / "step-00000002")
+    assert ask(capsys, "prune", run)[1].endswith("1 checkpoints deleted\n")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
