@@ -285,6 +285,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
     config = load(arguments.config, arguments.overrides)
     check_inputs(config)
+    for note in config.notes():
+        print(note, file=sys.stderr)
     with open_attempt(config, change=arguments.change) as attempt:
         return end_attempt(attempt, run_ranks(config.layout.world_size, attempt))
 

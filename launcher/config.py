@@ -6,6 +6,7 @@ written into the run directory and is what the ranks read.
 
 import difflib
 import sys
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -161,6 +162,18 @@ class RunConfig(BaseModel):
             f"{layout.data} = {layout.world_size} ranks, but {started} {'was' if started == 1 else 'were'} started; start "
             f"{layout.world_size}, or {instead}"
         )
+
+    def notes(self) -> Iterator[str]:
+        """Warnings of the model's mixers, a line each: what this run's documents are too short for."""
+        if isinstance(self.data, TaskConfig):
+            key, tokens = "data.length", self.data.length
+        elif self.training.carries:
+            return
+        else:
+            key, tokens = "training.context", self.training.context
+        for name, settings in self.model.mixers.items():
+            if (note := settings.note(tokens)) is not None:
+                yield f"note: model.mixers.{name} with {key}={tokens}: {note}"
 
     def is_legal(self) -> bool:
         """Whether `check` has nothing to refuse."""

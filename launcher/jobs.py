@@ -70,6 +70,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         print("\n".join(plan.lines()))
         return 2
     check_inputs(config)
+    print(*(f"{note}\n" for note in plan.notes), sep="", end="")
     job = submit.submit(submission)
     print(plan.verdict())
     print(f"submitted job {job} on {submission.nodes} nodes; `baton status {submission.run}` says how it stands")

@@ -345,6 +345,7 @@ def _stage_seconds(arithmetic: Arithmetic, rate: float, waits: float, cluster: C
 
 def _notes(config: RunConfig, one: Arithmetic, cluster: Cluster | None) -> Iterator[str]:
     layout = config.layout
+    yield from config.notes()
     if one.round < layout.pipeline and one.together > 1:
         yield (
             f"note: {one.round} segments that a gradient goes through together do not fill layout.pipeline={layout.pipeline} "

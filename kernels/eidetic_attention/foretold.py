@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def innovation_kernel(
-    y, tail, weights, pos, score, T, C: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
+    y, tail, weights, pos, score, T, C: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
     """score [B, T], float32, of y [B, T, C]; see `op.innovation`. tail: the N rows before, [B, N, C]; weights: [N]."""
     t0, b = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
@@ -28,5 +28,14 @@ def innovation_kernel(
                 before = (known & (row < 0))[:, None] & exists
                 back += tl.load(tail + (b * N + N + row)[:, None] * C + c[None, :], mask=before, other=0.0)
             missed -= back.to(tl.float32) * tl.load(weights + j - 1).to(tl.float32)
-        found += tl.sum(missed * missed, 1)
-    tl.store(score + b * T + t, tl.sqrt(found / C), mask=t < T)
+        if NORM == "max":
+            found = tl.maximum(found, tl.max(tl.abs(missed), 1))
+        elif NORM == "l1":
+            found += tl.sum(tl.abs(missed), 1)
+        else:
+            found += tl.sum(missed * missed, 1)
+    if NORM == "l1":
+        found = found / C
+    elif NORM == "l2":
+        found = tl.sqrt(found / C)
+    tl.store(score + b * T + t, found, mask=t < T)

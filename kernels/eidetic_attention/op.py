@@ -6,6 +6,7 @@ select equal tokens; the selection is the only thing here that is not continuous
 """
 
 from functools import cache
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision
 from baton.kernels.protocol import Inputs, Leaf, State
 from baton.kernels.window_attention.fused import in_triton
 
+Norm = Literal["l2", "l1", "max"]
+
+_NORMS = get_args(Norm)
 _KERNEL = "eidetic_attention"
 
 
@@ -176,16 +180,19 @@ def empty(expected: tuple[Leaf, ...], batch: int, device: torch.device) -> State
     }
 
 
-def innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, *, tail_wanted: bool = True) -> tuple[Tensor, Tensor]:
+def innovation(
+    y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, *, norm: Norm = "l2", tail_wanted: bool = True
+) -> tuple[Tensor, Tensor]:
     """How badly the last outputs foretell each output (Zancato et al. 2024, section 3.2, which leaves error and weights open):
 
-        score_t = |y_t - sum_j weights_{j-1} y_{t-j}| / sqrt(channels),    1 <= j <= k, over outputs of the same document
+        score_t = norm(y_t - sum_j weights_{j-1} y_{t-j}),    1 <= j <= k, over outputs of the same document
 
     Args:
         y: outputs of the fading memory, [batch, T, channels]; computed in float32 (float64 for float64), without a gradient.
         weights: of the outputs before, nearest first, [k].
         pos: int32 or int64 [batch, T].
         tail: the k outputs before this piece, oldest first, [batch, k, channels] in y's dtype; zeros where nothing has been read.
+        norm: over the channels: "l2", the root of the mean square; "l1", the mean absolute value; "max", the largest one.
         tail_wanted: whether the new tail will be taken; else it is not made, and has no rows.
 
     Returns:
@@ -194,8 +201,10 @@ def innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, *, tail_wa
     The score is an operator's of its own, torch.ops.baton.innovation, so that recomputation of activations can be told to keep it.
 
     Raises:
-        KernelError: an argument of another shape or dtype than stated.
+        KernelError: an argument of another shape or dtype than stated; an unknown norm.
     """
+    if norm not in _NORMS:
+        raise KernelError(f"innovation: norm is {norm!r}, expected one of {', '.join(_NORMS)}")
     if not isinstance(y, Tensor):
         raise KernelError(f"innovation: y is a {type(y).__name__}, expected a tensor of shape (batch, T, channels)")
     expect_tensor("innovation", "y", y, ("batch", "T", "channels"), (-1, -1, -1), y.device)
@@ -206,7 +215,7 @@ def innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, *, tail_wa
     expect_dtype("innovation", "tail", tail, (y.dtype,))
     expect_positions("innovation", pos, batch, length, y.device)
     y, tail = y.detach(), tail.detach()
-    score: Tensor = torch.ops.baton.innovation(y, weights.detach(), pos, tail)
+    score: Tensor = torch.ops.baton.innovation(y, weights.detach(), pos, tail, norm)
     if not tail_wanted:
         return score, y[:, :0]
     ends = y if length >= k else torch.cat((tail, y), dim=1)
@@ -216,21 +225,23 @@ def innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, *, tail_wa
 
 # not as a custom_op, which looks for aliases and gradients in each call: there are none
 _LIBRARY = torch.library.Library("baton", "FRAGMENT")
-_LIBRARY.define("innovation(Tensor y, Tensor weights, Tensor pos, Tensor tail) -> Tensor")
+_LIBRARY.define("innovation(Tensor y, Tensor weights, Tensor pos, Tensor tail, str norm) -> Tensor")
 
 
 @torch.library.impl(_LIBRARY, "innovation", "CompositeExplicitAutograd")
-def _innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor) -> Tensor:
+def _innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, norm: str) -> Tensor:
     """The score of `innovation`, which checks the arguments."""
     dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
-    return innovation_triton(y, weights, pos, tail) if in_triton(y, dtype) else _score(y, weights, pos, tail, dtype)
+    return innovation_triton(y, weights, pos, tail, norm) if in_triton(y, dtype) else _score(y, weights, pos, tail, norm, dtype)
 
 
-def _score(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, dtype: torch.dtype) -> Tensor:
+def _score(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, norm: str, dtype: torch.dtype) -> Tensor:
     length, k = y.shape[1], weights.shape[0]
     rows = torch.cat((tail, y), dim=1)
     missed = y.to(dtype, copy=True)
     for j in range(1, k + 1):
         back = rows[:, k - j : k - j + length].to(dtype)
         missed.addcmul_(back.masked_fill((pos < j)[:, :, None], 0.0), weights[j - 1].to(dtype), value=-1)
-    return missed.square().mean(-1).sqrt()
+    if norm == "max":
+        return missed.abs().amax(-1)
+    return missed.abs().mean(-1) if norm == "l1" else missed.square().mean(-1).sqrt()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.eidetic_attention.chunked import Options
-from baton.kernels.eidetic_attention.op import eidetic_attention, empty, innovation, leaves, leaving_state
+from baton.kernels.eidetic_attention.op import Norm, eidetic_attention, empty, innovation, leaves, leaving_state
 from baton.kernels.eidetic_attention.reference import eidetic_attention_reference
 from baton.kernels.examples import randn
 from baton.kernels.in_chunks import compute_dtype
@@ -79,11 +79,13 @@ class EideticAttention(StateFirstRecurrence):
 
 @dataclass(frozen=True)
 class Innovation(Recurrence):
-    """Input y along time, then the predictor's weights; State {tail [batch, k, channels]}. See `op.innovation`. Without a gradient.
+    """Input y along time, then the predictor's weights; State {tail [batch, k, channels]}. norm: of the error. See `op.innovation`.
+    Without a gradient.
 
     Not among the RECURRENCES that the law's tests differentiate; its own law is in tests/kernels/test_eidetic_attention.py.
     """
 
+    norm: Norm = "l2"
     name = "innovation"
     input_names = ("y", "weights")
     along = 1
@@ -97,13 +99,13 @@ class Innovation(Recurrence):
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         y, weights = inputs
         assert pos is not None
-        score, tail = innovation(y, weights, pos, self._tail(inputs, state))
+        score, tail = innovation(y, weights, pos, self._tail(inputs, state), norm=self.norm)
         return score, {"tail": tail}
 
     def outputs(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
         y, weights = inputs
         assert pos is not None
-        return innovation(y, weights, pos, self._tail(inputs, state), tail_wanted=False)[0]
+        return innovation(y, weights, pos, self._tail(inputs, state), norm=self.norm, tail_wanted=False)[0]
 
     @staticmethod
     def _tail(inputs: Inputs, state: State | None) -> Tensor:

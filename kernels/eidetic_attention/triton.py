@@ -102,7 +102,7 @@ def _leaving(
     return {name: leaving[name] for name in state}
 
 
-def innovation_triton(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor) -> Tensor:
+def innovation_triton(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, norm: str = "l2") -> Tensor:
     """The score of `op.innovation`, which checks the arguments; tensors of 32 or 16 bits."""
     from baton.kernels.eidetic_attention import foretold
 
@@ -110,6 +110,6 @@ def innovation_triton(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor) -> 
     score = torch.empty(batch, length, dtype=torch.float32, device=y.device)
     foretold.innovation_kernel[(-(-length // _ROWS), batch)](
         y.contiguous(), tail.contiguous(), weights.contiguous(), pos.contiguous(), score, length, C=channels, N=weights.shape[0],
-        BT=_ROWS, BC=min(_CHANNELS, table.power_of_two(channels)), num_warps=4,
+        NORM=norm, BT=_ROWS, BC=min(_CHANNELS, table.power_of_two(channels)), num_warps=4,
     )  # fmt: skip
     return score

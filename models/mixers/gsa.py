@@ -1,7 +1,14 @@
 """Gated slot attention's mixer: softmax attention over a few slots that are written by gated averages.
 
-Source: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling", equations 8 and 9; the released code
-for scores without a scale. Heads are split over the tensor group.
+Source: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling", equations 8 and 9. Heads are split
+over the tensor group.
+
+The paper leaves open the scale of the scores; they have none, as in the released code. There is no convolution and no bias.
+
+Misprints in the paper: equation 7 has the gates alpha and 1 of keys and values in the wrong order, in both passes; the backward
+pass of algorithm 1 sets GATE_K the other way round than its forward pass, and its formulas of dK and dV miss factors of the decay.
+Equations 3 and 4, ABC without a gate, only add to the slots; the weighted mean that the released code computes under that name
+also rescales what is in them. No setting computes either: ABC is not among the gates here.
 """
 
 from torch import Tensor

@@ -46,6 +46,10 @@ class MixerConfig(BaseModel):
         """Tokens of the longest tail in the State: a rank with fewer cannot hand it on without those of the rank before."""
         return 0
 
+    def note(self, tokens: int) -> str | None:
+        """A warning for runs whose documents have at most `tokens` tokens, in one line; None: nothing to say."""
+        return None
+
     def check(self, d_model: int) -> None:
         """Refuse settings that do not fit d_model. Raises ValueError with what to change."""
 

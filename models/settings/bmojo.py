@@ -23,7 +23,8 @@ from baton.models.settings.mamba import MambaConfig
 class BMojoConfig(HeadsConfig):
     """Attention over a window, fading and eidetic tokens beside a state space (Zancato et al.). B'MOJO-F: eidetic=0.
 
-    The paper gives the window and leaves the other sizes open.
+    The paper gives the window and leaves the other sizes open. A memory is first used `window` tokens after a document's start:
+    where no document is longer than the window, the layer is attention without positions, and the state space gets a gradient of 0.
     """
 
     kind: Literal["bmojo"] = "bmojo"
@@ -33,10 +34,20 @@ class BMojoConfig(HeadsConfig):
         "those one to two windows back, of every token"
     )  # fmt: skip
     fading_tokens: int = Field(
-        16, ge=0, description="with fading=chunk: outputs in a memory; 1 is Algorithm 1, more train them better"
-    )
+        16, ge=0, description="with fading=chunk: outputs of the state space in a memory; more of them give it more of a gradient. "
+        "Algorithm 1 has one, y_{t-w} for each token t; in chunks, as the paper trains, a memory stays for a window, so that 1 is "
+        "the algorithm's token for a chunk's last token, and a newer one for those before it"
+    )  # fmt: skip
     eidetic: int = Field(64, ge=0, description="tokens with the largest innovation that are kept verbatim; 0: B'MOJO-F")
-    predictor: int = Field(4, ge=1, description="outputs that foretell the next one, weighted 2^-1, 2^-2, ... and normalised")
+    predictor: int = Field(4, ge=1, description="outputs that foretell the next one; the paper says few and gives no number")
+    predictor_weights: Literal["halved", "uniform"] = Field(
+        "halved", description="weights of these outputs, of sum 1 and not learned: halved: 2^-1, 2^-2, ..., the nearest first, "
+        "normalised; uniform: all the same. The paper says a fixed weighted average"
+    )  # fmt: skip
+    innovation_norm: Literal["l2", "l1", "max"] = Field(
+        "l2", description="norm, over the channels, of what was not foretold: l2: the root of the mean square; l1: the mean "
+        "absolute value; max: the largest one. The paper gives none"
+    )  # fmt: skip
     ssm: MambaConfig = Field(default_factory=MambaConfig, description="the fading memory")
 
     @property
@@ -55,6 +66,18 @@ class BMojoConfig(HeadsConfig):
     def _fading_tail(self) -> int:
         """Outputs of the state space that are carried."""
         return 2 * self.window - 1 if self.fading == "sliding" else self.n_fading
+
+    def note(self, tokens: int) -> str | None:
+        if self.fading == "chunk" and self.fading_tokens == 0:
+            return (
+                "no output of the state space is attended (fading_tokens=0), so its gradient is 0 and it keeps its initial values"
+            )
+        if tokens > self.window:
+            return None
+        return (
+            f"its memory is first used {self.window} tokens after a document's start, so here never: the layer is attention "
+            f"without positions, and its state space has a gradient of 0; take a window of less than {tokens} or longer documents"
+        )
 
     def check(self, d_model: int) -> None:
         super().check(d_model)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from baton.kernels.eidetic_attention import eidetic_attention, innovation
 from baton.kernels.eidetic_attention.memory import largest
 from baton.kernels.eidetic_attention.recurrence import EideticAttention, Innovation
+from baton.kernels.errors import KernelError
 
 HEADS, DIM = 2, 3
 
@@ -240,25 +241,38 @@ def test_no_gradient_flows_through_a_score():
     assert torch.autograd.grad(y.sum(), score, allow_unused=True, materialize_grads=True)[0].abs().max() == 0
 
 
-@law(max_examples=20)
-@given(seed=seeds, length=st.integers(1, 20), k=st.integers(1, 5), cut=st.integers(1, 19))
-def test_innovation_is_what_the_outputs_before_do_not_foretell(seed: int, length: int, k: int, cut: int):
+NORMS = {
+    "l2": lambda missed: (sum(x * x for x in missed) / len(missed)) ** 0.5,
+    "l1": lambda missed: sum(map(abs, missed)) / len(missed),
+    "max": lambda missed: max(map(abs, missed)),
+}
+
+
+@law(max_examples=40)
+@given(seed=seeds, length=st.integers(1, 20), k=st.integers(1, 5), cut=st.integers(1, 19), norm=st.sampled_from(sorted(NORMS)))
+def test_innovation_is_what_the_outputs_before_do_not_foretell(seed: int, length: int, k: int, cut: int, norm: str):
     generator = seeded(seed)
     y = torch.randn(2, length, 7, generator=generator, dtype=torch.float64)
     weights = torch.rand(k, generator=generator, dtype=torch.float64)
     pos = positions(generator, 2, length, 0.2)
     tail = torch.randn(2, k, 7, generator=generator, dtype=torch.float64)
-    score, leaving = innovation(y, weights, pos, tail)
+    score, leaving = innovation(y, weights, pos, tail, norm=norm)
     history = torch.cat((tail, y), dim=1)
     for b in range(2):
         for t in range(length):
             foretold = sum((weights[j - 1] * history[b, k + t - j] for j in range(1, k + 1) if j <= pos[b, t]), torch.zeros(7))
-            assert abs(float(score[b, t]) - float((y[b, t] - foretold).norm() / 7**0.5)) <= 1e-12
+            assert abs(float(score[b, t]) - NORMS[norm]((y[b, t] - foretold).tolist())) <= 1e-12
     if cut < length:
-        first, state = innovation(y[:, :cut], weights, pos[:, :cut], tail)
-        second, state = innovation(y[:, cut:], weights, pos[:, cut:], state)
+        first, state = innovation(y[:, :cut], weights, pos[:, :cut], tail, norm=norm)
+        second, state = innovation(y[:, cut:], weights, pos[:, cut:], state, norm=norm)
         assert relative_error(torch.cat((first, second), dim=1), score) <= 1e-14
         assert torch.equal(state, leaving)
+
+
+def test_an_unknown_norm_is_refused():
+    y = torch.randn(1, 4, 3)
+    with pytest.raises(KernelError, match=r"innovation: norm is 'l3', expected one of l2, l1, max"):
+        innovation(y, torch.ones(2), torch.arange(4)[None], y[:, :2], norm="l3")
 
 
 @pytest.mark.parametrize(

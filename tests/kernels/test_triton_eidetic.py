@@ -242,21 +242,22 @@ def test_what_is_chosen_is_what_the_definition_keeps():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", ["l2", "l1", "max"])
 @pytest.mark.parametrize(("length", "channels", "k", "cut"), [(37, 300, 4, 21), (3, 17, 5, 1)])
-def test_innovation_is_its_definitions_and_the_same_bits_over_any_cut(length, channels, k, cut, dtype):
+def test_innovation_is_its_definitions_and_the_same_bits_over_any_cut(length, channels, k, cut, norm, dtype):
     """Also in pieces shorter than what is foretold from. What is of another document is not read: it is NaN."""
     y, tail = (torch.randn(2, n, channels, generator=seeded(n)).to(dtype) for n in (length, k))
     weights, pos = torch.rand(k, generator=seeded(1)), positions(seeded(2), 2, length, 0.1)
     pos[1] = torch.arange(length)  # a document that begins with the span
     tail[1] = torch.nan
-    expected, _ = innovation(y.double(), weights.double(), pos, tail.double().nan_to_num())
+    expected, _ = innovation(y.double(), weights.double(), pos, tail.double().nan_to_num(), norm=norm)
     y, weights, pos, tail = (x.to(DEVICE) for x in (y, weights, pos, tail))
-    found = innovation_triton(y, weights, pos, tail)
+    found = innovation_triton(y, weights, pos, tail, norm)
     assert found.dtype == torch.float32
     assert relative_error(found.double().cpu(), expected) <= 1e-6
     before = torch.cat((tail, y[:, :cut]), dim=1)[:, -k:]
     pieces = (
-        innovation_triton(y[:, :cut], weights, pos[:, :cut], tail),
-        innovation_triton(y[:, cut:], weights, pos[:, cut:], before),
+        innovation_triton(y[:, :cut], weights, pos[:, :cut], tail, norm),
+        innovation_triton(y[:, cut:], weights, pos[:, cut:], before, norm),
     )
     assert torch.equal(torch.cat(pieces, dim=1), found)

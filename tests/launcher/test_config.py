@@ -1,11 +1,13 @@
 """The run configuration: YAML and key=value words to one strict, typed, resolved RunConfig; and the learning rate it describes."""
 
+import json
 import re
 
 import pytest
 import yaml
 
 from baton.launcher.changes import changes
+from baton.launcher.cli import main
 from baton.launcher.config import RunConfig, load
 from baton.launcher.errors import ConfigError
 from baton.training.config import TrainingConfig
@@ -220,3 +222,42 @@ def test_where_no_micro_batch_divides_the_settings_stay():
     for tokens, data in ((100, 1), (64, 3), (16, 1)):
         training = TrainingConfig(steps=1, context=32, global_batch_tokens=tokens, micro_batch=4, optimizer={"lr": 1e-3})
         assert with_fitting_micro_batch(training, data) == training
+
+
+SHORT = {
+    # settings, the documents' length, and whether B'MOJO's window of 64 tokens is never left
+    "a task's examples": ({"data": {"kind": "mqar", "length": 64, "pairs": 8, "vocab_size": 36}}, "data.length=64", True),
+    "longer examples": ({"data": {"kind": "mqar", "length": 128, "pairs": 8, "vocab_size": 36}}, "data.length=128", False),
+    "a short context": ({"training.context": 64}, "training.context=64", True),
+    "a longer context": ({}, "training.context=128", False),
+    "a short context whose lanes carry their States": (
+        {"training.context": 64, "training.bptt": {"mode": "truncated", "segment": 64}}, "training.context=64", False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "documents", "noted"), SHORT.values(), ids=SHORT)
+def test_documents_within_bmojos_window_are_noted_in_the_plan_and_at_the_start(tmp_path, capsys, settings, documents, noted):
+    """The start is of a run whose folder belongs to something else, so that it ends there."""
+    values = {
+        "name": "short",
+        "model": {"d_model": 16, "n_layers": 1, "vocab_size": 36, "pattern": ["bmojo"]},
+        "training": {"steps": 1, "context": 128, "global_batch_tokens": 256, "optimizer": {"lr": 1e-3}},
+    }
+    values["model"]["mixers"] = {"bmojo": {"head_dim": 4, "window": 64, "eidetic": 4}}
+    for key, value in settings.items():
+        group, _, leaf = key.partition(".")
+        if leaf:
+            values[group][leaf] = value
+        else:
+            values[group] = value
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    line = f"note: model.mixers.bmojo with {documents}: its memory is first used 64 tokens after a document's start"
+    assert main(["plan", str(path)]) == 0
+    assert (line in capsys.readouterr().out) == noted
+    assert main(["plan", str(path), "--json"]) == 0
+    assert any(note.startswith(line) for note in json.loads(capsys.readouterr().out)["notes"]) == noted
+    if "data" in settings:
+        assert main(["train", str(path), f"directory={tmp_path}"]) == 2
+        assert (line in capsys.readouterr().err) == noted

@@ -82,11 +82,11 @@ def losses_and_gradients(recompute, monkeypatch=None):
     if monkeypatch is not None:
         original = recurrence.innovation
 
-        def innovation(y, weights, pos, tail):
+        def innovation(y, weights, pos, tail, **settings):
             calls.append(len(calls))
             # the same operators both times, on tokens in another order the second time
             orders = [torch.arange(y.shape[1]), torch.arange(y.shape[1]).flip(0)]
-            return original(y.index_select(1, orders[len(calls) > 2]), weights, pos, tail)
+            return original(y.index_select(1, orders[len(calls) > 2]), weights, pos, tail, **settings)
 
         monkeypatch.setattr(recurrence, "innovation", innovation)
     loss = model.loss(model(tokens, pos)[0], tokens)
@@ -109,3 +109,46 @@ def test_the_test_above_would_see_another_choice(single_mesh, monkeypatch):
     monkeypatch.setattr(bmojo.BMojo, "kept_operators", ())
     _, recomputed, _ = losses_and_gradients(recompute=True, monkeypatch=monkeypatch)
     assert any(not torch.equal(recomputed[name], grad) for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("weights", ["halved", "uniform"])
+@pytest.mark.parametrize("norm", ["l2", "l1", "max"])
+def test_the_memory_keeps_what_the_settings_call_the_largest_innovation(single_mesh, norm, weights):
+    """Scores by hand, from the state space's outputs, of one document that ends at a multiple of the window."""
+    config = SMALL.model_copy(update={"innovation_norm": norm, "predictor_weights": weights, "predictor": 3})
+    layer, length = mixer(config, torch.float64), 4 * SMALL.window
+    x = torch.randn(1, length, SMALL_WIDTH, generator=seeded(3), dtype=torch.float64)
+    pos = torch.arange(length)[None]
+    with torch.no_grad():
+        outputs = layer.ssm(x, pos, None)[0][0]
+        state = layer(x, pos, None)[1]
+    shares = {"halved": [4 / 7, 2 / 7, 1 / 7], "uniform": [1 / 3, 1 / 3, 1 / 3]}[weights]
+    scores = []
+    for t in range(length):
+        foretold = sum(share * outputs[t - j] for j, share in enumerate(shares, 1) if j <= t)
+        missed = outputs[t] - foretold
+        scores.append({"l2": missed.square().mean().sqrt(), "l1": missed.abs().mean(), "max": missed.abs().max()}[norm])
+    best = torch.stack(scores).topk(config.eidetic)
+    assert sorted(state["where"][0].tolist()) == sorted(best.indices.tolist())
+    assert relative_error(state["score"][0].sort().values, best.values.sort().values) <= 1e-6  # the weights are fp32
+
+
+def test_the_default_innovation_is_the_one_it_was():
+    assert (SMALL.innovation_norm, SMALL.predictor_weights) == ("l2", "halved")
+
+
+@pytest.mark.parametrize("changes", [{}, {"fading": "sliding"}, {"eidetic": 0}, {"fading_tokens": 0}], ids=str)
+def test_a_state_space_learns_only_from_documents_that_are_longer_than_the_window(single_mesh, changes):
+    """Its gradients are exactly 0 up to the window's length and not one token later; without fading tokens they always are. The
+    note is there where they are."""
+    config = SMALL.model_copy(update=changes)
+    layer = mixer(config, torch.float64)
+    for tokens in (config.window, config.window + 1):
+        # two documents in a row, so that what is packed before one does not count either
+        x = torch.randn(2, 2 * tokens, SMALL_WIDTH, generator=seeded(4), dtype=torch.float64)
+        layer.zero_grad()
+        layer(x, torch.arange(tokens).repeat(2, 2), None)[0].square().sum().backward()
+        gradients = {name: p.grad for name, p in layer.ssm.named_parameters()}
+        learns = any(grad is not None and grad.any() for grad in gradients.values())
+        assert learns == (config.note(tokens) is None)
+        assert learns == (tokens > config.window and changes != {"fading_tokens": 0})

@@ -291,7 +291,7 @@ def _eidetic_kernels(arch):
     chosen = {**sizes, "FAR": 0, "BM": 64, "BF": 16, "BT": 128}
     types |= {"seen": "i64", "score": "fp32", "entry_score": "fp32", "entry_where": "i64", "frozen": "i8"}
     yield "eidetic, choice", prefix.publish_kernel, chosen, 1, types
-    score = {"C": 2048, "N": 4, "BT": 16, "BC": 256}
+    score = {"C": 2048, "N": 4, "NORM": "l2", "BT": 16, "BC": 256}
     yield "eidetic, innovation", foretold.innovation_kernel, score, 4, {"weights": "fp32", "score": "fp32", "y": "bf16"}
 
 
