@@ -9,9 +9,12 @@ backward pass on Hopper with this Triton: it is compared forwards. B'MOJO's atte
 of torch's fused attention with masks, block by block, and of its FlexAttention over all memories at once, whose block mask is made
 beforehand.
 
+Lattice without projection (osr) is held against its form in PyTorch, which goes token by token and is what a GPU ran before it had
+kernels.
+
 Peers are used where `fla` and `mamba_ssm` can be imported; without them a row's time is only said.
 
-    python benchmarks/matrix_gpu.py [--only gsa,gla,mamba2,delta_net,gated_delta_net,lattice,bmojo,loop]
+    python benchmarks/matrix_gpu.py [--only gsa,gla,mamba2,delta_net,gated_delta_net,lattice,osr,bmojo,loop]
 """
 
 import argparse
@@ -41,11 +44,15 @@ from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_slot_attention.op import gated_slot_attention
 from baton.kernels.gated_slot_attention.reference import gsa_reference
 from baton.kernels.head_scale import head_scale
+from baton.kernels.orthogonal_state.chunked import orthogonal_state_chunked
 from baton.kernels.orthogonal_state.op import orthogonal_state
 from baton.kernels.orthogonal_state.reference import orthogonal_state_reference
 from baton.kernels.orthogonal_state.rule import Rule
 
-Kind = Literal["gsa", "gla", "mamba2", "delta_net", "gated_delta_net", "lattice-dec", "lattice-enc", "lattice-sim"]
+Kind = Literal[
+    *("gsa", "gla", "mamba2", "delta_net", "gated_delta_net"),
+    *("lattice-dec", "lattice-enc", "lattice-sim", "osr-dec", "osr-enc", "osr-sim"),
+]
 GATE_TOKENS = 160
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 GATES_LIMIT = 8e-3  # of gradients of gates and step sizes in bfloat16
@@ -81,6 +88,7 @@ CASES = (
         for b, t in ((8, 2048), (1, 16384))
         for kind in ("delta_net", "lattice-dec", "lattice-enc", "lattice-sim")
     ),
+    *(Case(kind, 8, 2048, 16, 64, 64) for kind in ("osr-dec", "osr-enc", "osr-sim")),
 )
 """Sizes of models of 1.3B; the last ones also of 340M, with DeltaNet's kernel as the measure of Lattice's."""
 
@@ -106,7 +114,7 @@ def inputs_of(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor
         found = {"q": q, "k": F.normalize(k, dim=-1), "v": v, "beta": torch.sigmoid(normal(H))}
         if case.kind == "gated_delta_net":
             found["g"] = -F.softplus(normal(H) - 3)
-        elif case.kind.startswith("lattice"):
+        elif case.kind.startswith(("lattice", "osr")):
             S0 = torch.linalg.qr(torch.randn(H, V, K, device="cuda", generator=g))[0].contiguous()
             return {
                 **{name: x.to(dtype) for name, x in zip("qkv", (q, found["k"], F.normalize(v, dim=-1)), strict=True)},
@@ -127,6 +135,8 @@ def state_of(case: Case, inputs: dict[str, Tensor], seed: int = 3) -> dict[str, 
         return {"first_k": normal(case.d_key, case.slots), "first_v": normal(case.slots, case.d_value)}
     if case.kind.startswith("lattice"):
         return {"first": F.normalize(normal(case.d_value, case.d_key), dim=2)}
+    if case.kind.startswith("osr"):
+        return {"first": normal(case.d_value, case.d_key) / 4}
     return {"first": normal(case.d_key, case.d_value)}
 
 
@@ -148,11 +158,12 @@ def run(case: Case, inputs: dict[str, Tensor], pos: Tensor | None = None, define
         gate: Any = "key" if case.kind == "gla" else "scalar"
         attend = gla_reference if defined else gated_linear_attention
         return list(attend(**given, gate=gate, scale=scale, pos=pos, initial_state=first))
-    if case.kind.startswith("lattice"):
-        variant: Any = case.kind.removeprefix("lattice-")
+    if case.kind.startswith(("lattice", "osr")):
+        variant: Any = case.kind.partition("-")[2]
+        project = case.kind.startswith("lattice")
         if defined:
-            return list(orthogonal_state_reference(**given, rule=Rule(variant, True), pos=pos, initial_state=first))
-        return list(orthogonal_state(**given, variant=variant, project=True, pos=pos, initial_state=first))
+            return list(orthogonal_state_reference(**given, rule=Rule(variant, project), pos=pos, initial_state=first))
+        return list(orthogonal_state(**given, variant=variant, project=project, pos=pos, initial_state=first))
     rule = delta_rule_reference if defined else delta_rule
     return list(rule(**{"g": None, **given}, scale=scale, pos=pos, initial_state=first))
 
@@ -264,6 +275,8 @@ def one(report: Report, clock: Clock, case: Case, measure: dict[tuple[int, ...],
             report, str(case), lambda: torch.autograd.grad(run(case, leaves)[0], list(leaves.values()), dy, allow_unused=True)
         )
     sizes = (case.batch, case.length, case.heads, case.d_key, case.d_value)
+    if case.kind.startswith("osr"):
+        in_pytorch(report, case, inputs, own)
     name, peer, back = peer_of(case)
     if peer is not None:
         theirs = times(clock, peer, inputs, back)
@@ -278,6 +291,21 @@ def one(report: Report, clock: Clock, case: Case, measure: dict[tuple[int, ...],
         other_name, theirs = measure[sizes]
         for metric, ours, other in list(zip(METRICS, own, theirs, strict=True))[:3]:
             compare(report, case, metric, ours, other_name, other)
+
+
+def in_pytorch(report: Report, case: Case, inputs: dict[str, Tensor], own: tuple[float, ...]) -> None:
+    """Lattice's form in PyTorch beside what the kernels took, once: it takes seconds."""
+    few, variant = Clock(1), case.kind.partition("-")[2]
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+
+    def forward() -> Tensor:
+        rule: Any = Rule(variant, False)
+        return orthogonal_state_chunked(**leaves, mu=None, tau=None, rule=rule, pos=None, initial_state=None)[0]
+
+    dy = torch.randn_like(forward())
+    compare(report, case, "forward ms", own[0], "PyTorch's form", few(forward))
+    both = few(lambda: torch.autograd.grad(forward(), list(leaves.values()), dy))
+    compare(report, case, "fwd+bwd ms", own[1], "PyTorch's form", both)
 
 
 def python_loop(report: Report, clock: Clock) -> None:

@@ -230,6 +230,15 @@ class Recurrence(ABC):
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def no_kernel(self) -> str | None:
+        """Why a GPU computes the recurrence with PyTorch's operators, several for each token; None: Triton kernels compute it.
+
+        The op asks the same function. Inputs in float64, which no run has, are never computed by kernels. Settings of mixers say it
+        again without torch (models.settings.footprint.Carrier.eager), for `baton plan` and the first lines of `baton train`.
+        """
+        return None
+
     @abstractmethod
     def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
         """What is carried, for inputs of these shapes and dtypes."""

@@ -27,7 +27,7 @@ from baton.kernels.errors import TilesError
 from baton.kernels.gated_linear_attention import triton as gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate
 from baton.kernels.orthogonal_state import triton as orthogonal_state
-from baton.kernels.orthogonal_state.rule import Variant, norms
+from baton.kernels.orthogonal_state.rule import Rule, Variant, norms
 from baton.kernels.short_conv import triton as short_conv
 
 LEAST_GAIN = 0.02
@@ -275,7 +275,8 @@ def _delta_rule(request: table.Request, device: torch.device, dtype: torch.dtype
 
 
 def _orthogonal_state(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
-    g, sizes, variant = _generator(device), request.sizes, cast(Variant, request.shape["variant"])
+    g, sizes, name = _generator(device), request.sizes, str(request.shape["variant"])
+    rule = Rule(cast(Variant, name.removeprefix("osr-")), not name.startswith("osr-"))
     shape = (sizes["batch"], sizes["tokens"], sizes["heads"])
 
     def randn(*shape: int) -> Tensor:
@@ -289,7 +290,7 @@ def _orthogonal_state(request: table.Request, device: torch.device, dtype: torch
     def call(tiles: orthogonal_state.Tiles) -> list[Tensor]:
         q, k, v, gamma, S = leaves
         y, final = orthogonal_state.orthogonal_state_triton(
-            q, k, v, gamma, S[0].detach(), mu=None, variant=variant, pos=None, S=S, tiles=tiles
+            q, k, v, gamma, S[0].detach(), mu=None, rule=rule, pos=None, S=S, tiles=tiles
         )
         return [y, final, *torch.autograd.grad([y], leaves, [dy])]
 

@@ -321,7 +321,7 @@ def chunk_backward_kernel(
             parts = border_back(
                 parts, n * BORDER, begins, own_tokens, q + m, k + m, v, gamma, mu, pos, dy, initial, dloaded, dq, dk, dv, dgamma,
                 dmu, of_parts, inside, m, part, m_in, d_in, of_token, of_part, T, (q_row, k_row, v_row, gamma_row, mu_row), v_row,
-                dy_row, D, M, H, VARIANT, FORGET, HAS_POS, EVEN, STEPS, BORDER, BD, BM, PARTS, WARPS, WHOLE,
+                dy_row, D, M, H, VARIANT, FORGET, True, HAS_POS, EVEN, STEPS, BORDER, BD, BM, PARTS, WARPS, WHOLE,
             )  # fmt: skip
             tl.debug_barrier()
             write(own_slots, of_own_parts, BP, parts, inside, PARTS, True)

@@ -137,8 +137,8 @@ def chunk_forward_kernel(
             parts = read(begins, of_parts, BP, inside, PARTS, WHOLE)
             parts = tokens(
                 parts, n * BORDER, n * BORDER + BORDER, q + m, k + m, v, gamma, mu, pos, initial, y, borders, of_parts, inside, m,
-                part, m_in, d_in, T, (q_row, k_row, v_row, gamma_row, mu_row), D, M, H, VARIANT, FORGET, HAS_POS, EVEN, False,
-                STEPS, BORDER, BD, PARTS, WARPS, WHOLE,
+                part, m_in, d_in, T, (q_row, k_row, v_row, gamma_row, mu_row), D, M, H, VARIANT, FORGET, True, HAS_POS, EVEN,
+                False, STEPS, BORDER, BD, PARTS, WARPS, WHOLE,
             )  # fmt: skip
             write(own_slots, of_own_parts, BP, parts, inside, PARTS, True)
             tl.debug_barrier()

@@ -103,13 +103,11 @@ def orthogonal_state(
             seen = initial_state if pos is None else initial_state[pos[:, 0] != 0]
             _expect_slots("initial_state", seen)
     rule = Rule(variant, project)
-    if in_triton(q, compute_dtype, rule, tau):
+    if in_triton(q, compute_dtype, sparse=tau is not None):
         options = Options(rule, mu is not None, False)
         inputs = within_limits(options, (q, k, v, gamma, *(() if mu is None else (mu,)), S0))
         S = entering(options, inputs, pos, initial_state)
-        return orthogonal_state_triton(
-            q, k, v, gamma, inputs[-1], mu=None if mu is None else inputs[4], variant=variant, pos=pos, S=S
-        )
+        return orthogonal_state_triton(q, k, v, gamma, inputs[-1], mu=None if mu is None else inputs[4], rule=rule, pos=pos, S=S)
     return orthogonal_state_chunked(q, k, v, gamma, S0, mu=mu, tau=tau, rule=rule, pos=pos, initial_state=initial_state)
 
 

@@ -2,7 +2,11 @@
 
 The one thing to know: slots of encoding and similarity do not see each other, so a program may have a few slots of a head, and what
 is summed over slots (outputs, gradients of values and steps) is then left in parts, one per program. Decoding sums over all slots
-in every step, so there a program has them all. Always with projection; states and arithmetic are float32.
+in every step, so there a program has them all. States and arithmetic are float32.
+
+PROJECT: slots are put back on the unit sphere after each step. Without it a slot s has a length, and a step reads its direction
+s / |s|. A step divides by one length per slot either way, so `over` has one name for both: with projection 1 / |u|, u being what
+the step made of s; without it 1 / |s|, at most 1 / SMALLEST_NORM.
 
 Shape suffixes: B batch, T time, H heads, D values (d), M slots (m), P parts of M, C borders; of tensors in parts see `parts`.
 """
@@ -11,10 +15,13 @@ import triton
 import triton.language as tl
 
 from baton.kernels.orthogonal_state.parts import in_warp, over_d, over_slots, places, read, scaled, spread, stacked, write
+from baton.kernels.orthogonal_state.rule import SMALLEST_NORM
 
 DEC, ENC, SIM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Below every square of a norm, since forgetting is at most down to SMALLEST_GATE; slots that do not exist are zeros and stay so.
 SMALLEST_SQUARE = tl.constexpr(1e-12)
+# Of a slot without projection: 1 / |s| is at most 1 / SMALLEST_NORM of `rule`, and a constant there.
+LARGEST_INVERSE = tl.constexpr(1 / SMALLEST_NORM)
 
 
 @triton.jit
@@ -88,22 +95,49 @@ def turned(S, h, a, weight, mu_t, FORGET: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def step(S, row, VARIANT: tl.constexpr, FORGET: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr):
-    """The slots behind a token before which they are S; h in parts; a and one over u's norm, [BM]; see `walk`."""
+def inverse_length(S, PARTS: tl.constexpr):
+    """One over slots' lengths, at most LARGEST_INVERSE, [BM]."""
+    square = over_d(S, S, PARTS)
+    smallest: tl.constexpr = 1.0 / (LARGEST_INVERSE * LARGEST_INVERSE)
+    return tl.where(square > smallest, tl.rsqrt(tl.maximum(square, smallest)), LARGEST_INVERSE)
+
+
+@triton.jit
+def moved(S, h, a, over, weight, mu_t, FORGET: tl.constexpr, PROJECT: tl.constexpr, PARTS: tl.constexpr):
+    """The slots behind a token, in parts, where `over` is known. weight: of h, [BM]."""
+    if PROJECT:
+        S = scaled(turned(S, h, a, weight, mu_t, FORGET, PARTS), over, PARTS)
+    else:
+        S = turned(S, h, a * over, weight, mu_t, FORGET, PARTS)
+    return S
+
+
+@triton.jit
+def step(S, row, VARIANT: tl.constexpr, FORGET: tl.constexpr, PROJECT: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr):
+    """The slots behind a token before which they are S; h in parts; a, the product of h and a slot's direction, and over, [BM];
+    see `walk`."""
     k_t = row[1].to(tl.float32)
-    h = direction(S, k_t, row[2], VARIANT, PARTS, WARPS)
-    a = over_d(S, spread(h, PARTS), PARTS)
-    U = turned(S, h, a, row[3] * coefficient(a, k_t, VARIANT), row[4], FORGET, PARTS)
-    over = tl.rsqrt(tl.maximum(over_d(U, U, PARTS), SMALLEST_SQUARE))
-    return scaled(U, over, PARTS), h, a, over
+    if PROJECT:
+        h = direction(S, k_t, row[2], VARIANT, PARTS, WARPS)
+        a = over_d(S, spread(h, PARTS), PARTS)
+        U = turned(S, h, a, row[3] * coefficient(a, k_t, VARIANT), row[4], FORGET, PARTS)
+        over = tl.rsqrt(tl.maximum(over_d(U, U, PARTS), SMALLEST_SQUARE))
+        behind = scaled(U, over, PARTS)
+    else:
+        over = inverse_length(S, PARTS)
+        h = direction(S, over * k_t, row[2], VARIANT, PARTS, WARPS)
+        a = over * over_d(S, spread(h, PARTS), PARTS)
+        weight = row[3] * over * coefficient(a, k_t, VARIANT)
+        behind = turned(S, h, a * over, weight, row[4], FORGET, PARTS)
+    return behind, h, a, over
 
 
 @triton.jit
 def tokens(
     S, begin, end, q, k, v, gamma, mu, pos, initial, y, borders, at, inside, m, d, m_in, d_in, T, strides,
-    D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, VARIANT: tl.constexpr, FORGET: tl.constexpr, HAS_POS: tl.constexpr,
-    EVEN: tl.constexpr, KEEP: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
-    WARPS: tl.constexpr, WHOLE: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, VARIANT: tl.constexpr, FORGET: tl.constexpr, PROJECT: tl.constexpr,
+    HAS_POS: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr, BD: tl.constexpr,
+    PARTS: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The slots behind the tokens from begin to end, before which they are S; begin: a multiple of STEPS. Pointers are those of
     the program's sequence, head and slots."""
@@ -121,7 +155,7 @@ def tokens(
         for s in tl.static_range(STEPS):
             row = rows[6 * s : 6 * s + 6]
             S = entered(S, row[5], initial, at, BP, inside, PARTS)
-            S, _h, _a, _over = step(S, row, VARIANT, FORGET, PARTS, WARPS)
+            S, _h, _a, _over = step(S, row, VARIANT, FORGET, PROJECT, PARTS, WARPS)
             weighed = scaled(S, row[0].to(tl.float32), PARTS)
             for i in tl.static_range(PARTS):
                 found += (tl.sum(weighed[i], 0) if WARPS == 1 else in_warp(weighed[i], WARPS),)
@@ -144,9 +178,9 @@ def forward_kernel(
     q, k, v, gamma, mu, pos, first, loaded, y, borders, last, T,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, gamma_batch, gamma_row, gamma_head,
     mu_batch, mu_row, mu_head,
-    D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, VARIANT: tl.constexpr, FORGET: tl.constexpr, HAS_POS: tl.constexpr,
-    EVEN: tl.constexpr, KEEP: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-    PARTS: tl.constexpr, WARPS: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, VARIANT: tl.constexpr, FORGET: tl.constexpr, PROJECT: tl.constexpr,
+    HAS_POS: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr, BD: tl.constexpr,
+    BM: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """What is read, [P, B, T, H, D], slots before each border [B, H, C, M, D] if KEEP, and behind the last token [B, H, M, D].
     first: slots that enter, [B, H, M, D]; loaded: those that documents start with, [H, M, D]."""
@@ -171,6 +205,6 @@ def forward_kernel(
     initial = loaded + h * (D * M)
     S = tokens(
         S, 0, T, q, k, v, gamma, mu, pos, initial, y, borders, at, inside, m, d, m_in, d_in, T, strides, D, M, H, VARIANT, FORGET,
-        HAS_POS, EVEN, KEEP, STEPS, BORDER, BD, PARTS, WARPS, WHOLE,
+        PROJECT, HAS_POS, EVEN, KEEP, STEPS, BORDER, BD, PARTS, WARPS, WHOLE,
     )  # fmt: skip
     write(last + head, at, BP, S, inside, PARTS, WHOLE)

@@ -14,7 +14,7 @@ from baton.kernels.orthogonal_state.chunked import Options, Prepared, advance, c
 from baton.kernels.orthogonal_state.op import orthogonal_state
 from baton.kernels.orthogonal_state.reference import orthogonal_state_reference
 from baton.kernels.orthogonal_state.rule import Rule, Variant
-from baton.kernels.orthogonal_state.triton import in_triton, orthogonal_state_triton
+from baton.kernels.orthogonal_state.triton import in_triton, no_kernel, orthogonal_state_triton
 from baton.kernels.protocol import Inputs, Leaf, SequentialRecurrence, State, check
 
 
@@ -58,6 +58,10 @@ class OrthogonalState(SequentialRecurrence):
         return self.variant == "enc"
 
     @property
+    def no_kernel(self) -> str | None:
+        return no_kernel(sparse=self.sparse)
+
+    @property
     def options(self) -> Options:
         return Options(Rule(self.variant, self.project), self.forget, self.sparse)
 
@@ -81,7 +85,7 @@ class OrthogonalState(SequentialRecurrence):
         chunks = []
         with without_autocast(inputs[0]):
             limited = within_limits(self.options, inputs)
-            if self._in_triton(inputs):
+            if in_triton(inputs[0], compute_dtype(*inputs), sparse=self.sparse):
                 return Context(limited, pos, None)
             for begin in range(0, length, step):
                 piece = (*(x[:, begin : begin + step] for x in limited[:along]), *limited[along:])
@@ -97,17 +101,13 @@ class OrthogonalState(SequentialRecurrence):
             if context.chunks is None:
                 q, k, v, gamma, *mu, S0 = context.inputs
                 y, S = orthogonal_state_triton(
-                    q, k, v, gamma, S0, mu=mu[0] if mu else None, variant=self.variant, pos=context.pos, S=S
+                    q, k, v, gamma, S0, mu=mu[0] if mu else None, rule=self.options.rule, pos=context.pos, S=S
                 )
                 return y, {"S": S}
             for chunk in context.chunks:
                 y, S = advance(self.options, chunk, S)
                 ys.append(y)
         return torch.cat(ys, dim=1).to(context.inputs[0].dtype), {"S": S}
-
-    def _in_triton(self, inputs: Inputs) -> bool:
-        tau = inputs[4 + self.forget] if self.sparse else None
-        return in_triton(inputs[0], compute_dtype(*inputs), self.options.rule, tau)
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         heads, d, m = (5, 33, 17) if wide else (3, 5, 3)

@@ -1,8 +1,8 @@
 """The orthogonal state recurrence on a GPU: launches the Triton kernels of `per_token` and `backward`, or those of chunks.
 
-The one thing to know: these run with projection and without thresholds; slots enter and are loaded with norm 1, see `chunked`,
-which runs everything else and makes them so. Kept for the backward pass are the arguments and the slots at borders. The kernels
-have a slot's values side by side, callers a value's slots.
+Thresholds are not in these kernels (`no_kernel`); `chunked` runs them. With projection slots enter and are loaded with norm 1,
+which `chunked` makes sure of. Without projection every variant runs token by token. Kept for the backward pass are the arguments
+and the slots at borders. The kernels have a slot's values side by side, callers a value's slots.
 """
 
 from dataclasses import dataclass
@@ -71,14 +71,23 @@ _Kept = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 slots' scales."""
 
 
-def shape_of(variant: Variant, d: int, m: int) -> table.Shape:
-    """What tiles depend on, in classes."""
-    return {"variant": variant, "d": table.power_of_two(d), "m": table.power_of_two(m)}
+def shape_of(rule: Rule, d: int, m: int) -> table.Shape:
+    """What tiles depend on, in classes. Rules without projection (the paper's OSR) are tuned apart."""
+    return {
+        "variant": rule.variant if rule.project else f"osr-{rule.variant}",
+        "d": table.power_of_two(d),
+        "m": table.power_of_two(m),
+    }
 
 
-def in_triton(x: Tensor, compute_dtype: torch.dtype, rule: Rule, tau: Tensor | None) -> bool:
-    """Whether these kernels compute it: on a GPU, in float32, with projection and without thresholds."""
-    return on_gpu(x) and compute_dtype == torch.float32 and rule.project and tau is None
+def no_kernel(*, sparse: bool) -> str | None:
+    """Why a GPU runs these options in PyTorch's form; None: the kernels have them. See `Recurrence.no_kernel`."""
+    return "thresholds of slots (L1) are not in its kernels" if sparse else None
+
+
+def in_triton(x: Tensor, compute_dtype: torch.dtype, *, sparse: bool) -> bool:
+    """Whether these kernels compute it: on a GPU, in float32, and with options that they have."""
+    return on_gpu(x) and compute_dtype == torch.float32 and no_kernel(sparse=sparse) is None
 
 
 def orthogonal_state_triton(
@@ -89,21 +98,21 @@ def orthogonal_state_triton(
     S0: Tensor,
     *,
     mu: Tensor | None,
-    variant: Variant,
+    rule: Rule,
     pos: Tensor | None,
     S: Tensor,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `op.orthogonal_state` with projection.
+    """As `op.orthogonal_state` without thresholds.
 
-    S0, S: slots that documents start with, [heads, d, m], and that enter, [batch, heads, d, m], of norm 1; to both there are
-    gradients, whose parts along the slots mean nothing. mu: at least SMALLEST_GATE.
+    S0, S: slots that documents start with, [heads, d, m], and that enter, [batch, heads, d, m], with gradients to both. With
+    projection they have norm 1, the parts of their gradients along the slots mean nothing, and mu is at least SMALLEST_GATE.
     """
     if tiles is None:
         batch, length, heads, m = q.shape
         sizes = {"batch": batch, "tokens": length, "heads": heads, "d": v.shape[3], "m": m}
-        tiles = table.choose(KERNEL, _DEFAULT, q.device, shape_of(variant, v.shape[3], m), sizes)
-    y, leaving = _OrthogonalState.apply(q, k, v, gamma, mu, S0, S, variant, launch.positions(pos), tiles)
+        tiles = table.choose(KERNEL, _DEFAULT, q.device, shape_of(rule, v.shape[3], m), sizes)
+    y, leaving = _OrthogonalState.apply(q, k, v, gamma, mu, S0, S, rule, launch.positions(pos), tiles)
     return y, leaving
 
 
@@ -121,21 +130,22 @@ class _Run:
     """One call's shapes and launches."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, mu: Tensor | None, S0: Tensor, variant: Variant, pos: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, mu: Tensor | None, S0: Tensor, rule: Rule, pos: Tensor | None,
         tiles: Tiles,
     ) -> None:  # fmt: skip
         self.q, self.k, self.v = (launch.in_rows(x) for x in (q, k, v))
         self.gamma, self.mu, self.S0, self.pos, self.tiles = gamma, mu, S0.mT.contiguous(), pos, tiles
-        self.kernels, self.variant, self.all = _kernels(), variant, variant == "dec"
+        self.kernels, self.variant, self.all = _kernels(), rule.variant, rule.variant == "dec"
+        self.project = rule.project
         self.batch, self.length, self.heads, self.m = q.shape
         self.d = v.shape[3]
-        self.chunked = tiles.chunk > 0 and not self.all
+        self.chunked = tiles.chunk > 0 and not self.all and rule.project
         self.border = tiles.chunk if self.chunked else tiles.border
         self.borders = -(-self.length // self.border)
         self.strides = launch.strides(self.q, self.k, self.v, gamma, mu)
         kinds = {"dec": self.kernels.DEC, "enc": self.kernels.ENC, "sim": self.kernels.SIM}
         self.options = {
-            "D": self.d, "M": self.m, "H": self.heads, "VARIANT": kinds[variant].value,
+            "D": self.d, "M": self.m, "H": self.heads, "VARIANT": kinds[rule.variant].value,
             "FORGET": mu is not None, "HAS_POS": pos is not None, "BORDER": self.border,
             "BD": max(16 if self.chunked else 4, table.power_of_two(self.d)),
             "EVEN": self.length % self.border == 0, "num_stages": 1,
@@ -170,7 +180,8 @@ class _Run:
         borders = self.new(self.batch, self.heads, self.borders, self.m, self.d) if keep else None
         self.kernels.forward_kernel[(parts, self.batch * self.heads)](
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), S.mT.contiguous(), self.S0, y,
-            self.or_q(borders), last, self.length, *self.strides, KEEP=keep, STEPS=tiles.steps, **cut, **self.options,
+            self.or_q(borders), last, self.length, *self.strides, KEEP=keep, STEPS=tiles.steps, PROJECT=self.project, **cut,
+            **self.options,
         )  # fmt: skip
         return self._summed(y), last.mT.contiguous(), (borders, None, None, None)
 
@@ -260,7 +271,7 @@ class _Run:
             )  # fmt: skip
         else:
             _backward().backward_kernel[grid](
-                self.q, self.k, self.v, *gates, self.S0, borders, dy, arriving, states, *found, **options
+                self.q, self.k, self.v, *gates, self.S0, borders, dy, arriving, states, *found, PROJECT=self.project, **options
             )
         return (
             dq,
@@ -276,19 +287,19 @@ class _Run:
 class _OrthogonalState(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, mu: Tensor | None, S0: Tensor, S: Tensor, variant: Variant,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, mu: Tensor | None, S0: Tensor, S: Tensor, rule: Rule,
         pos: Tensor | None, tiles: Tiles,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, last, kept = _Run(q, k, v, gamma, mu, S0, variant, pos, tiles).forward(S, keep=any(ctx.needs_input_grad))
+        y, last, kept = _Run(q, k, v, gamma, mu, S0, rule, pos, tiles).forward(S, keep=any(ctx.needs_input_grad))
         ctx.save_for_backward(q, k, v, gamma, mu, S0, pos, *kept)
-        ctx.variant, ctx.tiles = variant, tiles
+        ctx.rule, ctx.tiles = rule, tiles
         return y, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
         q, k, v, gamma, mu, S0, pos, *kept = ctx.saved_tensors
-        run = _Run(q, k, v, gamma, mu, S0, ctx.variant, pos, ctx.tiles)
+        run = _Run(q, k, v, gamma, mu, S0, ctx.rule, pos, ctx.tiles)
         grads = run.backward(kept, dy, dlast)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:7], grads, strict=True)), *(None,) * 3)
 

@@ -129,7 +129,7 @@ class LatticeConfig(MixerConfig):
                     (StateLeaf("S", (heads, self.head_dim, self.slots), "float32", tp=0),),
                     chunk=LATTICE_SPAN_CHUNK if spans else LATTICE_STEPS_CHUNK,
                     copied=True,
-                    border=LATTICE_BORDER if self.project and not self.sparsity else None,
+                    border=None if self.sparsity else LATTICE_BORDER,
                 ),
             ),
             reductions=(column_gradient("in_proj", d_model), *norm_sums, row_sum("out_proj", d_model)),

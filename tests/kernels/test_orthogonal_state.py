@@ -122,6 +122,39 @@ def test_projected_slots_have_norm_one_after_every_step(variant):
 
 
 @every_variant
+def test_without_projection_a_step_descends_the_loss_of_the_slots_directions(variant):
+    """u = mu s - gamma dL/ds, where L reads the slots' directions s / |s| (equations 5, 9 and 11): the derivative of that division
+    is the paper's orthogonal projection over |s|. L is half a square for dec and enc, so that no factor of 2 is left."""
+    found, pos = [], torch.tensor([[3, 4, 5, 0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 0, 0, 1, 2]])
+    arguments = _arguments(8, length=11, heads=3, d=7, m=5, forget=True)
+    arguments["S0"] = arguments["S0"] * torch.linspace(0.2, 3.0, 5, dtype=torch.float64)
+    arguments["initial_state"] = arguments["initial_state"] * torch.linspace(2.0, 0.1, 5, dtype=torch.float64)
+
+    def loop(q, k, v, gamma, S0, initial_state, mu):
+        S, ys = initial_state, []
+        for t in range(q.shape[1]):
+            S = torch.where((pos[:, t] == 0)[:, None, None, None], S0[None], S)
+            phi = S / S.square().sum(2, keepdim=True).sqrt()
+            if variant == "dec":
+                loss = (torch.einsum("bhdm,bhm->bhd", phi, k[:, t]) - v[:, t]).square().sum() / 2
+            elif variant == "enc":
+                loss = (torch.einsum("bhdm,bhd->bhm", phi, v[:, t]) - k[:, t]).square().sum() / 2
+            else:
+                loss = -torch.einsum("bhdm,bhd,bhm->", phi, v[:, t], k[:, t])
+            (slope,) = torch.autograd.grad(loss, S, create_graph=True)
+            S = mu[:, t, :, None, None] * S - gamma[:, t, :, None, None] * slope
+            ys.append(torch.einsum("bhdm,bhm->bhd", S, q[:, t]))
+        return torch.stack(ys, 1), S
+
+    for form, options in ((orthogonal_state, {"variant": variant, "project": False, "pos": pos}), (loop, {})):
+        leaves = _leaves(arguments)
+        outputs = form(**leaves, **options)
+        found.append([*outputs, *gradients(outputs, list(leaves.values()), seeded(9))])
+    for ours, expected in zip(*found, strict=True):
+        assert relative_error(ours, expected) <= 1e-12
+
+
+@every_variant
 @pytest.mark.parametrize("forget", [False, True])
 def test_a_projected_step_turns_a_slot_towards_what_is_written_by_a_known_angle(variant, forget):
     """theta' = theta - atan(alpha |h| sin theta / mu), theta the angle from h to the slot, within the plane of both."""

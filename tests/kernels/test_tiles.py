@@ -13,6 +13,7 @@ from baton.kernels.eidetic_attention import triton as eidetic_attention
 from baton.kernels.errors import TilesError
 from baton.kernels.gated_linear_attention import triton as gated_linear_attention
 from baton.kernels.orthogonal_state import triton as orthogonal_state
+from baton.kernels.orthogonal_state.rule import Rule
 from baton.kernels.short_conv import triton as short_conv
 from baton.kernels.tiles import Entry, Request
 from baton.kernels.tune import tune
@@ -100,7 +101,7 @@ def test_tuning_returns_tiles_that_compute_the_same(kernel, monkeypatch):
         request = Request(kernel, gated_linear_attention.shape_of("key", 8, 8), sizes)
     elif kernel == orthogonal_state.KERNEL:
         sizes = {"batch": 1, "tokens": 5, "heads": 1, "d": 6, "m": 6}
-        request = Request(kernel, orthogonal_state.shape_of("enc", 6, 6), sizes)
+        request = Request(kernel, orthogonal_state.shape_of(Rule("enc", True), 6, 6), sizes)
     elif kernel == eidetic_attention.KERNEL:
         sizes = {"batch": 1, "tokens": 20, "heads": 2, "groups": 1, "dim": 8, "window": 6}
         request = Request(kernel, eidetic_attention.shape_of(8), sizes)

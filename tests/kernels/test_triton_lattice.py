@@ -21,18 +21,23 @@ CHUNKS = Tiles(chunk=16, slots_chunk=16, warps_chunk=1, warps_chunk_back=1)
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 5e-3}
 
 
-def compare(variant, sizes, tiles, *, starts, forgets, dtype=torch.float32, far=()):
-    """Outputs, slots that leave and all gradients, to the slots' the part across them. Steps turn slots by up to a radian or so,
-    those of the tokens `far` by all that they can."""
+def compare(variant, sizes, tiles, *, starts, forgets, project=True, dtype=torch.float32, far=()):
+    """Outputs, slots that leave and all gradients, with projection to the slots' the part across them. Steps turn slots by up to a
+    radian or so, those of the tokens `far` by all that they can. Without projection slots enter with lengths from below
+    SMALLEST_NORM to 3, and one is all zeros."""
     batch, tokens, heads, d, m = sizes
     g = seeded(0)
 
     def randn(*shape, dtype=dtype):
         return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).double()
 
-    def unit(*shape):
+    def slots(*shape):
         S = randn(*shape, dtype=torch.float32)
-        return S / norms(S)
+        S = S / norms(S)
+        if not project:
+            S = S * torch.logspace(-3.5, 0.5, shape[-1], dtype=torch.float64)
+            S[..., 0, :, shape[-1] // 2] = 0.0
+        return S.float().double()
 
     along = (batch, tokens, heads)
     names = ("q", "k", "v", "gamma", *(("mu",) if forgets else ()), "S0", "S")
@@ -41,7 +46,7 @@ def compare(variant, sizes, tiles, *, starts, forgets, dtype=torch.float32, far=
     v = randn(*along, d) / d**0.5
     for x in (k, v):
         x[:, list(far)] *= 16
-    given = dict(zip(names, (randn(*along, m), k, v, *gates, unit(heads, d, m), unit(batch, heads, d, m))))
+    given = dict(zip(names, (randn(*along, m), k, v, *gates, slots(heads, d, m), slots(batch, heads, d, m))))
     cotangents = randn(*along, d), randn(batch, heads, d, m, dtype=torch.float32)
     pos = positions(seeded(1), batch, tokens, 0.1) if starts else None
 
@@ -55,17 +60,17 @@ def compare(variant, sizes, tiles, *, starts, forgets, dtype=torch.float32, far=
         cast = [c.to(place, o.dtype) for c, o in zip(cotangents, (y, leaving))]
         grads = torch.autograd.grad([y, leaving], list(leaves.values()), cast, allow_unused=True, materialize_grads=True)
         found = {"y": y, "leaving": leaving, **{f"d{name}": x for name, x in zip(leaves, grads, strict=True)}}
-        for name in ("S0", "S"):
+        for name in ("S0", "S") if project else ():
             radial = (found[f"d{name}"] * own[name]).sum(-2, keepdim=True)
             found[f"d{name}"] = found[f"d{name}"] - own[name] * radial
         return found
 
     def defined(leaves, pos):
         options = {name: x for name, x in leaves.items() if name != "S"}
-        return orthogonal_state_reference(**options, rule=Rule(variant, True), pos=pos, initial_state=leaves["S"])
+        return orthogonal_state_reference(**options, rule=Rule(variant, project), pos=pos, initial_state=leaves["S"])
 
     def fused(leaves, pos):
-        return orthogonal_state_triton(**{"mu": None, **leaves}, variant=variant, pos=pos, tiles=tiles)
+        return orthogonal_state_triton(**{"mu": None, **leaves}, rule=Rule(variant, project), pos=pos, tiles=tiles)
 
     expected = run(defined, "cpu", torch.float64)
     for name, x in run(fused, DEVICE, dtype).items():
@@ -84,6 +89,24 @@ def test_however_a_program_is_cut(variant, warps, parts, steps):
     """With all slots of a head, and of whole chunks of whole slots."""
     cut = {f"{name}{which}": n for name, n in (("warps", warps), ("parts", parts)) for which in ("", "_back", "_all", "_all_back")}
     compare(variant, (1, 16, 1, 16, 8), Tiles(**cut, steps=steps, steps_back=steps, border=8, chunk=0), starts=False, forgets=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_projection_outputs_and_gradients_are_the_definitions(variant):
+    compare(variant, (1, 11, 2, 9, 7), replace(SMALL, chunk=16), starts=True, forgets=True, project=False)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_projection_however_a_program_is_cut(variant):
+    """All slots in one program of two warps."""
+    cut = {f"{name}{which}": n for name, n in (("warps", 2), ("parts", 1)) for which in ("", "_back", "_all", "_all_back")}
+    tiles = Tiles(**cut, steps=4, steps_back=4, border=8)
+    compare(variant, (1, 16, 1, 16, 8), tiles, starts=False, forgets=False, project=False)
+
+
+def test_without_projection_a_token_alone():
+    """As in generation: with the State of the tokens before it."""
+    compare("dec", (2, 1, 1, 8, 8), SMALL, starts=False, forgets=True, project=False)
 
 
 @pytest.mark.parametrize("variant", ["enc", "sim"])
@@ -117,7 +140,7 @@ def test_which_chunks_are_safe(variant):
     k[:, 20:22], v[:, 20:22] = 30 * k[:, 20:22], 10 * v[:, 20:22]
     S = torch.randn(1, 1, 16, 16, generator=g)
     S /= norms(S)
-    run = _Run(*(x.to(DEVICE) for x in (q, k, v, gamma)), None, S[0].to(DEVICE), variant, None, CHUNKS)
+    run = _Run(*(x.to(DEVICE) for x in (q, k, v, gamma)), None, S[0].to(DEVICE), Rule(variant, True), None, CHUNKS)
     unsafe = run.forward(S.to(DEVICE), keep=True)[2][2]
     assert unsafe.flatten().tolist() == [0, 1, 0]
 
@@ -135,6 +158,16 @@ def test_a_number_of_every_sector_that_a_group_reads_is_loaded(chunk, first, ste
     _sectors[1,](numbers, out, first, C=chunk, N=steps)
     read = {(t * chunk + s) // 8 for t in range(chunk + 3) for s in range(first, first + steps)}
     assert {int(x) // 8 for x in out.tolist() if x >= 0} == read
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tiles_of_runs_without_projection(variant, dtype):
+    """Those of a token alone, and of the table for this GPU, too."""
+    compare(variant, (2, 150, 3, 64, 64), Tiles(), starts=True, forgets=True, project=False, dtype=dtype)
+    compare(variant, (1, 128, 2, 64, 64), None, starts=False, forgets=False, project=False, dtype=dtype)
+    compare(variant, (2, 1, 3, 64, 64), None, starts=False, forgets=True, project=False, dtype=dtype)
 
 
 @pytest.mark.gpu

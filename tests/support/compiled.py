@@ -3,6 +3,7 @@
 The tiles are those that runs use. A process of its own, because Triton decides when a kernel is imported whether it interprets it.
 """
 
+import itertools
 import json
 import os
 import re
@@ -203,25 +204,25 @@ def _lattice_kernels():
     tiles, d, m = Tiles(), 64, 64
     float32 = ("gamma", "mu", "first", "loaded", "borders", "last", "arriving", "states", "dgamma", "dmu", "dfirst", "dloaded")
     types = dict.fromkeys(float32, "fp32")
-    for variant in ("dec", "enc", "sim"):
-        decoding = variant == "dec"
+    for variant, project in itertools.product(("dec", "enc", "sim"), (True, False)):
+        decoding, name = variant == "dec", f"lattice, {variant}{'' if project else ' without projection'}"
         common = {"D": d, "M": m, "H": 32, "VARIANT": getattr(per_token, variant.upper()).value, "FORGET": False, "HAS_POS": True}
         common |= {"EVEN": True, "BORDER": tiles.border, "BD": d}
         slots, slots_back = (m, m) if decoding else (tiles.slots, tiles.slots_back)
         parts, parts_back = (tiles.parts_all, tiles.parts_all_back) if decoding else (tiles.parts, tiles.parts_back)
         warps, warps_back = (tiles.warps_all, tiles.warps_all_back) if decoding else (tiles.warps, tiles.warps_back)
-        ahead = {**common, "KEEP": True, "STEPS": tiles.steps, "BM": slots, "PARTS": parts, "WARPS": warps}
-        yield f"lattice, {variant}", per_token.forward_kernel, ahead, warps, types | ({"y": "fp32"} if slots < m else {})
-        back = {**common, "STEPS": tiles.steps_back, "BM": slots_back, "PARTS": parts_back, "WARPS": warps_back}
+        ahead = {**common, "KEEP": True, "STEPS": tiles.steps, "BM": slots, "PARTS": parts, "WARPS": warps, "PROJECT": project}
+        yield name, per_token.forward_kernel, ahead, warps, types | ({"y": "fp32"} if slots < m else {})
+        back = {**common, "STEPS": tiles.steps_back, "BM": slots_back, "PARTS": parts_back, "WARPS": warps_back, "PROJECT": project}
         back["OWN"] = own(tiles.border, tiles.steps_back, slots_back, d, variant)
         yield (
-            f"lattice, {variant} backward",
+            f"{name} backward",
             backward.backward_kernel,
             back,
             warps_back,
             types | ({"dv": "fp32"} if slots_back < m else {}),
         )
-        if not decoding and tiles.chunk:
+        if not decoding and project and tiles.chunk:
             yield from _lattice_chunks(variant, tiles, common, types)
 
 
