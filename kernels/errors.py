@@ -4,6 +4,8 @@ The one thing to know: a kernel never broadcasts its arguments. Whatever does no
 device is refused by name before anything is computed, so a transposed matrix cannot train for a week.
 """
 
+from collections.abc import Collection, Mapping
+
 import torch
 from torch import Tensor
 
@@ -52,6 +54,20 @@ def expect_tensor(
         raise KernelError(message + ("; every dimension must be at least 1" if 0 in shape else ""))
     if tensor.device != device:
         raise KernelError(f"{kernel}: {name} is on {tensor.device}, expected {device} like the other arguments")
+
+
+def expect_leaves(kernel: str, name: str, state: object, leaves: Collection[str]) -> None:
+    """Refuse `state` unless it is a mapping with exactly these keys. What it holds is checked by `expect_tensor`.
+
+    Raises:
+        KernelError: naming the argument, its type or its keys, and the expected ones.
+    """
+    if not isinstance(state, Mapping):
+        raise KernelError(
+            f"{kernel}: {name} is a {type(state).__name__}, expected a dict of tensors with the keys {sorted(leaves)}"
+        )
+    if set(state) != set(leaves):
+        raise KernelError(f"{kernel}: {name} has the keys {sorted(map(str, state))}, expected {sorted(leaves)}")
 
 
 def _expected(axes: tuple[str, ...], sizes: tuple[int, ...]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked, leave
 from baton.kernels.eidetic_attention.triton import eidetic_attention_triton, innovation_triton
-from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.errors import KernelError, expect_dtype, expect_leaves, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.protocol import Inputs, Leaf, State
 from baton.kernels.window_attention.fused import in_triton
 
@@ -139,6 +139,7 @@ def _checked(
     inputs = (q, k, v, fading_k, fading_v, score.detach().to(dtype))
     if state is None:
         return inputs, options, None
+    expect_leaves(_KERNEL, "state", state, [leaf.name for leaf in expected])
     for leaf in expected:
         state_axes = ("batch", "rows", "key heads", "dim")[: 1 + len(leaf.shape)]
         expect_tensor(_KERNEL, f"state {leaf.name}", state[leaf.name], state_axes, (batch, *leaf.shape), device)

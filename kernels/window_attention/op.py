@@ -7,7 +7,7 @@ document have been read, so a sequence may be cut anywhere, also into pieces sho
 import torch
 from torch import Tensor
 
-from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.errors import KernelError, expect_dtype, expect_leaves, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.in_chunks import compute_dtype
 from baton.kernels.protocol import State
 from baton.kernels.window_attention.chunked import window_attention_chunked
@@ -71,8 +71,8 @@ def window_attention(
     if state is None:
         state = empty(k, v, 0 if window is None else window - 1)
     else:
-        rows = state["k"].shape[1] if window is None else window - 1
-        check_tail(_KERNEL, state, {"k": k, "v": v}, rows)
+        expect_leaves(_KERNEL, "state", state, ("k", "v", "seen"))
+        check_tail(_KERNEL, state, {"k": k, "v": v}, None if window is None else window - 1)
     scale = dim**-0.5 if scale is None else scale
     if length >= SHORT and in_triton(q, compute_dtype(q, k, v)):
         return window_attention_triton(
@@ -91,11 +91,15 @@ def empty(k: Tensor, v: Tensor, rows: int) -> State:
     }
 
 
-def check_tail(kernel: str, state: State, rows_like: dict[str, Tensor], rows: int) -> None:
-    """Refuse a State whose tails are not `rows` rows of what they are tails of, or whose `seen` is not a count per lane."""
+def check_tail(kernel: str, state: State, rows_like: dict[str, Tensor], rows: int | None) -> None:
+    """Refuse a State whose tails are not `rows` rows of what they are tails of, or whose `seen` is not a count per lane. rows None:
+    all tails have as many as the first, whatever their number."""
     for name, like in rows_like.items():
+        if rows is None:
+            given = state[name]
+            rows = given.shape[1] if isinstance(given, Tensor) and given.dim() == 4 else 0
         batch, _, heads, dim = like.shape
-        axes = ("batch", f"{rows} rows", "key heads", "dim")
+        axes = ("batch", "rows", "key heads", "dim")
         expect_tensor(kernel, f"state {name}", state[name], axes, (batch, rows, heads, dim), like.device)
         expect_dtype(kernel, f"state {name}", state[name], (like.dtype,))
     expect_tensor(kernel, "state seen", state["seen"], ("batch",), (batch,), like.device)

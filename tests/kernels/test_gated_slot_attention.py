@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_refused():
         gated_slot_attention(torch.cat((q, q[:, :, :1]), dim=2), k, v, log_alpha)
     with pytest.raises(KernelError, match="k has 1 heads, expected the 3 of v"):
         gated_slot_attention(q, k[:, :, :1], v, log_alpha)
-    with pytest.raises(KernelError, match=r"initial_state has leaves \['k'\], expected \['k', 'v'\]"):
+    with pytest.raises(KernelError, match=r"initial_state has the keys \['k'\], expected \['k', 'v'\]"):
         gated_slot_attention(q, k, v, log_alpha, initial_state={"k": k_slots})
     with pytest.raises(KernelError, match=r"initial_state k has shape \(2, 3, 5, 4\), expected .* = \(2, 3, 6, 5\)"):
         gated_slot_attention(q, k, v, log_alpha, initial_state={"k": v_slots, "v": k_slots})

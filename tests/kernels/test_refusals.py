@@ -1,14 +1,17 @@
 """Whatever does not fit is refused by name, with its shape and the expected one: nothing broadcasts by accident."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.compare import relative_error
+from support.recurrences import RECURRENCES, no_starts, seeded
 
 from baton.kernels.errors import KernelError
 from baton.kernels.longhorn import longhorn
+from baton.kernels.protocol import Recurrence
 from baton.kernels.selective_scan import selective_scan
 from baton.kernels.short_conv import short_conv
 
@@ -153,6 +156,58 @@ def test_unknown_choices_are_refused_with_the_known_ones():
         selective_scan(**_scan_arguments(), discretization="bilinear")
     with pytest.raises(KernelError, match=re.escape("activation is 'relu', expected None or one of ('silu',)")):
         short_conv(**_conv_arguments(), activation="relu")
+
+
+def _wrong_leaves(leaf: torch.Tensor) -> dict[str, Any]:
+    """What could be given by mistake for a tensor of a State."""
+    other = torch.int64 if leaf.is_floating_point() else torch.float32
+    return {
+        "tuple": (leaf,),
+        "list": leaf.tolist(),
+        "dict": {"h": leaf},
+        "text": "zeros",
+        "number": 0,
+        "numpy": leaf.numpy(),
+        "dtype": leaf.to(other),
+        "precision": leaf.double() if leaf.is_floating_point() else leaf.to(torch.int8),
+        "device": leaf.to("meta"),
+        "batch": torch.cat((leaf, leaf)),
+        "fewer dimensions": leaf[0],
+        "more dimensions": leaf[None],
+        "last dimension": torch.cat((leaf, leaf), dim=-1),
+    }
+
+
+def _refused(call: Callable[[], Any], name: str) -> str:
+    with pytest.raises(KernelError) as refusal:
+        call()
+    text = str(refusal.value)
+    assert "\n" not in text
+    assert re.match(rf"{name.split('-')[0]}: (initial_state|state|tail)\b.* (is|has) .*expected ", text), text
+    return text
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES, ids=str)
+def test_a_state_that_does_not_fit_is_refused(recurrence: Recurrence):
+    """Each tensor of it, and where a State has several what holds them, by the name of the op, with what was expected."""
+    inputs, state = recurrence.example(seeded(0), 2, 5, torch.float32, wide=False)
+    pos = no_starts(recurrence, 2, 5)
+    op = "delta_rule" if recurrence.name == "gated_delta_rule" else recurrence.name
+    for name, leaf in state.items():
+        for kind, wrong in _wrong_leaves(leaf).items():
+            text = _refused(lambda name=name, wrong=wrong: recurrence.run(inputs, pos, {**state, name: wrong}), op)
+            of_tensors = {"numpy": "ndarray", "text": "str", "number": "int", "device": "meta"}
+            assert of_tensors.get(kind, "") in text, (kind, text)
+    if len(state) == 1:
+        return
+    for name in state:
+        _refused(lambda name=name: recurrence.run(inputs, pos, {**state, name: None}), op)
+        assert name in _refused(lambda name=name: recurrence.run(inputs, pos, {n: x for n, x in state.items() if n != name}), op)
+    first = next(iter(state.values()))
+    for wrong in (tuple(state.values()), list(state.values()), first, first.numpy(), "zeros", 0, {}, {**state, 3: first}):
+        text = _refused(lambda wrong=wrong: recurrence.run(inputs, pos, wrong), op)
+        assert str(sorted(state)) in text
+        assert type(wrong).__name__ in text or isinstance(wrong, dict)
 
 
 def test_the_measure_of_these_tests_measures():
