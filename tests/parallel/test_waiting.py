@@ -1,45 +1,75 @@
-"""What a rank waits for others is known, whoever makes the call, and counted once."""
+"""What a rank waits for others is known, whoever makes the call, and counted once.
 
-import time
+The ranks share a clock that stands still until rank 1, which is late, moves it on: no figure depends on the machine's speed.
+"""
+
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from support.runs import wait_until
 
-LATE_S = 0.6
+LATE_S = 0.5
 
 
-def late(mesh):
+class Clock:
+    """Seconds that one rank writes into a file and all ranks read. mark: a file that the next reading makes."""
+
+    def __init__(self, path):
+        self.path, self.mark = path, None
+
+    def __call__(self):
+        if self.mark is not None:
+            self.mark.touch()
+            self.mark = None
+        return float(self.path.read_text())
+
+    def advance(self, seconds):
+        aside = self.path.with_suffix(".new")
+        aside.write_text(str(self() + seconds))
+        aside.replace(self.path)
+
+
+def late(mesh, folder):
     """Rank 1 comes late to each kind of call; seconds waited, and seconds gone by."""
     from baton.parallel import waiting
 
     waiting.install()
+    clock, found = Clock(folder / "clock"), {}
+    if mesh.rank == 0:
+        clock.path.write_text("0.0")
     dist.barrier()
-    found = {}
-    for name, call in {
-        "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
-        "all_gather_object": lambda: dist.all_gather_object([None] * mesh.world_size, mesh.rank),
-        "nothing": lambda: None,
-    }.items():
-        dist.barrier()
-        waiting.seconds()
-        began = time.perf_counter()
-        if mesh.rank == 1:
-            time.sleep(LATE_S)
-        call()
-        found[name] = waiting.seconds(), time.perf_counter() - began
-    work = dist.all_reduce(torch.ones(3), async_op=True)
-    found["asynchronous"] = waiting.seconds(), 1.0
-    work.wait()
+    with patch.object(waiting, "time", SimpleNamespace(perf_counter=clock)):
+        for name, call in {
+            "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
+            "all_gather_object": lambda: dist.all_gather_object([None] * mesh.world_size, mesh.rank),
+            "nothing": lambda: None,
+        }.items():
+            dist.barrier()
+            waiting.seconds()
+            began, inside = clock(), folder / f"{name}-inside"
+            if mesh.rank == 0:
+                clock.mark = inside
+            else:
+                if name != "nothing":
+                    wait_until(inside.exists, "rank 0 to be in the call")
+                clock.advance(LATE_S)
+            call()
+            clock.mark = None
+            found[name] = waiting.seconds(), clock() - began
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        found["asynchronous"] = waiting.seconds(), 1.0
+        work.wait()
     return found
 
 
-def test_the_rank_that_waits_is_the_one_that_is_early(pool):
-    early, other = pool.run(late, data=2)
+def test_the_rank_that_waits_is_the_one_that_is_early(pool, tmp_path):
+    early, other = pool.run(late, tmp_path, data=2)
     for call in ("all_reduce", "all_gather_object"):
-        waited, gone = early[call]
-        assert LATE_S / 2 < waited <= gone, "nested calls are counted once"
-        waited, gone = other[call]
-        assert waited < LATE_S / 2 < gone
+        assert early[call] == (LATE_S, LATE_S), "nested calls are counted once"
+        assert other[call] == (0.0, LATE_S)
+    assert other["nothing"] == (0.0, LATE_S)
     for found in (early, other):
         assert found["nothing"][0] == 0
         assert found["asynchronous"][0] == 0, "it has not waited yet"
