@@ -287,8 +287,9 @@ def _train(arguments: argparse.Namespace) -> int:
     check_inputs(config)
     for note in config.notes():
         print(note, file=sys.stderr)
+    limits = {"limit_s": config.layout.timeout_s, "startup_s": config.jobs.startup_s}
     with open_attempt(config, change=arguments.change) as attempt:
-        return end_attempt(attempt, run_ranks(config.layout.world_size, attempt))
+        return end_attempt(attempt, run_ranks(config.layout.world_size, attempt, **limits))
 
 
 def _generate(arguments: argparse.Namespace) -> None:

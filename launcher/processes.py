@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from baton.data_pipeline.errors import StorageError
+from baton.launcher.liveness import LOOK_S, Watch, account, ask_stacks, remedy
 
 SAVE_S = 120.0
 """How long ranks that were asked to end may take to the end of their step and to save."""
@@ -25,26 +26,38 @@ LAST_WORDS_S = 2.0
 REFUSED = (2, StorageError.exit_status)
 """The statuses of a rank that ended with a sentence which is all there is to say: bad input; files that fail at present."""
 
+KILLED_S = 10.0
+"""How long killed ranks may take to be gone."""
+
 STOPPED = 75
 """The status of a rank that ended because it was asked to (training.errors.StoppedError)."""
 
+HUNG = 76
+"""The command's status when a rank gave no sign of life (baton.slurm.exits.Exit.HUNG)."""
 
-def run_ranks(world_size: int, attempt: Path) -> int:
+
+def run_ranks(world_size: int, attempt: Path, *, limit_s: float, startup_s: float) -> int:
     """Run the ranks of `attempt` (a folder with config.yaml) to their end; returns the exit status for the command.
 
     0: all ranks ended well. 2: a rank refused its input, 74: its files could not be read or written at present (its sentence has
-    been printed). 1: a rank died or missed another one's
-    message (who, and what was missed, has been printed); 130, 143: interrupted. An interrupt lets the ranks finish their step and
-    save; a second one does not.
+    been printed). 1: a rank died or missed another one's message (who, and what was missed, has been printed); 76: a rank gave no
+    sign of life for limit_s seconds, or for startup_s in a phase that may compile kernels, and others waited for it; 130, 143:
+    interrupted. An interrupt lets the ranks finish their step and save; a second one does not.
     """
+    try:
+        watch = Watch(range(world_size), limit_s, startup_s)
+        (attempt / "stacks").mkdir()
+    except OSError as error:
+        print(f"baton: no room to watch the ranks ({error}); make room and start the same command", file=sys.stderr)
+        return StorageError.exit_status
     listener = listen("127.0.0.1", (0, 0))
-    environment = rank_environment("127.0.0.1", listener.getsockname()[1], world_size, world_size)
+    environment = rank_environment("127.0.0.1", listener.getsockname()[1], world_size, world_size) | watch.environment
     ranks = [start_rank(rank, rank, environment, attempt, listener) for rank in range(world_size)]
-    shown = _Shown(log_of(attempt, 0))
+    shown, looking = _Shown(log_of(attempt, 0)), _Looking(watch, ranks)
     stopped: list[int] = []
     previous = {s: signal.signal(s, lambda number, frame: stopped.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        while not stopped and any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
+        while not (stopped or looking.hung()) and any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
             shown.update()
             time.sleep(0.05)
         # asked again, because the rank that failed first may not be the first that was seen to have
@@ -53,29 +66,59 @@ def run_ranks(world_size: int, attempt: Path) -> int:
             tell(ranks, signal.SIGTERM)
             deadline = time.monotonic() + SAVE_S
             while any(p.poll() is None for p in ranks) and len(stopped) == 1 and time.monotonic() < deadline:
+                if looking.hung():
+                    break
                 shown.update()
                 time.sleep(0.05)
         elif any(status not in REFUSED for _, status in failed):
             _wait(ranks, LAST_WORDS_S)
-        end_ranks(ranks)
+        hung = _hung(watch, ranks, attempt) if not failed and looking.hung() else None
+        left = end_ranks(ranks)
         # a refusal is all there is to say, not who misses whom after it
         if all(status not in REFUSED for _, status in failed):
             shown.update()
     finally:
         listener.close()
+        watch.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
+    if hung is not None:
+        print(f"baton: {hung}{left}; start the same command to resume", file=sys.stderr)
+        return HUNG
     if stopped:
-        print(f"baton: stopped by {signal.Signals(stopped[0]).name}; start the same command to resume", file=sys.stderr)
+        print(f"baton: stopped by {signal.Signals(stopped[0]).name}{left}; start the same command to resume", file=sys.stderr)
         return 128 + stopped[0]
     if failed and all(p.returncode in (0, STOPPED) for p in ranks):  # asked by others than this process
         print(f"baton: {_sentence(log_of(attempt, failed[0][0]))}", file=sys.stderr)
         return STOPPED
     if failed:
         status, sentence = report(dict(failed), attempt, range(world_size))
-        print(f"baton: {sentence}" + ("" if status in REFUSED else "; start the same command to resume"), file=sys.stderr)
+        print(f"baton: {sentence}" + ("" if status in REFUSED else f"{left}; start the same command to resume"), file=sys.stderr)
         return status
     return 0
+
+
+class _Looking:
+    """Looks at the ranks' signs of life every so often."""
+
+    def __init__(self, watch: Watch, ranks: list[subprocess.Popen[bytes]]) -> None:
+        self._watch, self._ranks, self._due, self._found = watch, ranks, 0.0, False
+
+    def hung(self) -> bool:
+        """Whether a rank hangs; once it is known, it stays so."""
+        if (now := time.monotonic()) >= self._due and not self._found:
+            self._due = now + LOOK_S
+            self._watch.look(now, {rank: p.pid for rank, p in enumerate(self._ranks) if p.poll() is None})
+            self._found = bool(self._watch.hung())
+        return self._found
+
+
+def _hung(watch: Watch, ranks: list[subprocess.Popen[bytes]], attempt: Path) -> str:
+    """Which rank hangs, and what to do about it, with the stacks of all ranks written before they are ended."""
+    late, stacks = watch.hung(), attempt / "stacks"
+    culprit = watch.culprit(late)
+    ask_stacks(dict(enumerate(ranks)), stacks)
+    return f"{account(culprit, late, watch.beats())}; {remedy(culprit, stacks)}"
 
 
 def listen(address: str, ports: tuple[int, int]) -> socket.socket:
@@ -103,6 +146,10 @@ def rank_environment(address: str, port: int, world_size: int, local_world_size:
         "PYTHONUNBUFFERED": "1",
         "BATON_PARENT": str(os.getpid()),
     }
+    # Ranks are watched by their signs of life. NCCL's own monitor would end them with a message that names no rank, and after a
+    # dump that takes a minute.
+    environment.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     # more threads than cores fight each other; torch's default is all cores in every rank
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // local_world_size)))
     return environment
@@ -113,6 +160,7 @@ def start_rank(
 ) -> subprocess.Popen[bytes]:
     """Start one rank, whose log is in `attempt`. listener: where rank 0 serves the meeting."""
     own = environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    own["BATON_STACKS"] = str(attempt / "stacks" / f"rank-{rank}")
     handed = (listener.fileno(),) if rank == 0 and listener is not None else ()
     if handed:
         own["BATON_LISTEN_FD"] = str(handed[0])
@@ -140,11 +188,13 @@ def tell(ranks: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
             p.send_signal(number)
 
 
-def end_ranks(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """End the ranks that still run, at once: they wait for others that will not answer, and a checkpoint bears any end."""
+def end_ranks(ranks: list[subprocess.Popen[bytes]]) -> str:
+    """End the ranks that still run, at once: they wait for others that will not answer, and a checkpoint bears any end. Returns
+    what to add to a sentence: processes that a disk or a driver keeps inside the kernel do not end before it answers."""
     tell(ranks, signal.SIGKILL)
-    for p in ranks:
-        p.wait()
+    _wait(ranks, KILLED_S)
+    left = [str(p.pid) for p in ranks if p.poll() is None]
+    return f"; the kernel has not ended process {', '.join(left)} yet, which waits for a disk or a driver" if left else ""
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], seconds: float) -> None:

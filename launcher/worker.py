@@ -12,7 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from baton.training import stopping
+from baton.training import heartbeat, stopping
+
+PATIENCE = 10
+"""Times layout.timeout_s that a rank waits for others whose signs of life are read by the process that started it: that process
+decides which of them hangs, and a wait for one that is only slow is none of that."""
 
 
 class _Log:
@@ -37,9 +41,11 @@ class _Log:
 def main() -> int:
     _die_with_parent()
     stopping.install()
+    heartbeat.own().beat(0, "imports")
     if stacks := os.environ.get("BATON_STACKS"):
         # asked by whoever started this rank, which may hang anywhere by then: this handler needs no bytecode to run
-        faulthandler.register(signal.SIGUSR2, file=open(stacks, "a"), all_threads=True)  # noqa: SIM115 (open as long as the rank)
+        with contextlib.suppress(OSError):  # no room
+            faulthandler.register(signal.SIGUSR2, file=open(stacks, "a"), all_threads=True)  # noqa: SIM115 (open as long as the rank)
     sys.stdout, sys.stderr = _Log(sys.stdout), _Log(sys.stderr)
     import warnings
 
@@ -72,12 +78,14 @@ def _run(path: Path) -> None:
     from baton.parallel import waiting
 
     waiting.install()
+    waiting.report_to(heartbeat.own().waits)
     from baton.parallel import mesh as meshes
     from baton.training.loop import train
     from baton.training.run import RunSettings
 
     device = meshes.local_device(local_rank, int(os.environ["LOCAL_WORLD_SIZE"]), config.device)
     listening = os.environ.get("BATON_LISTEN_FD")
+    heartbeat.own().beat(0, "meeting the other ranks")
     store = torch.distributed.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -93,7 +101,13 @@ def _run(path: Path) -> None:
         from baton.launcher.inputs import with_known_vocabulary
 
         flops_per_token = partial(arithmetic.flops_per_token, with_known_vocabulary(config))
-    mesh = meshes.initialize(config.layout, device=device, rank=rank, store=store)
+    watched = heartbeat.FOLDER in os.environ
+    if watched and device.type == "cuda":
+        torch.cuda.set_device(device)
+        heartbeat.own().look_after(waiting.on_gpu)
+        _hear_of_kernels()
+    patience_s = PATIENCE * config.layout.timeout_s if watched else None
+    mesh = meshes.initialize(config.layout, device=device, rank=rank, store=store, patience_s=patience_s)
     settings = RunSettings(
         folder=config.folder,
         model=config.model,
@@ -107,6 +121,16 @@ def _run(path: Path) -> None:
     )
     train(settings, mesh)
     meshes.shutdown()
+
+
+def _hear_of_kernels() -> None:
+    """Each kernel that is compiled is a sign of life."""
+    from triton import knobs
+
+    def heard(*, src: Any, **of: Any) -> None:
+        heartbeat.own().at(f"compiled {getattr(src, 'name', 'a kernel')}")
+
+    knobs.compilation.listener = heard
 
 
 def _die_with_parent() -> None:

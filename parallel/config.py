@@ -32,7 +32,13 @@ class LayoutConfig(BaseModel):
         "run, or before (early: more work in every layer, less waiting behind the first of many ranks), or as early but gathered "
         "by all, which waits for the slowest rank",
     )
-    timeout_s: float = Field(600.0, gt=0, description="seconds that a rank waits for a message before it ends with an error")
+    timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="seconds that a rank which others wait for may give no sign of life before all ranks end with an error; each "
+        "operation of a step, layer, collective and block of a checkpoint gives one (on a GPU, where the host runs ahead of the "
+        "device, be longer than a step). Until the first step is done, and in a first evaluation: jobs.startup_s",
+    )
 
     @property
     def world_size(self) -> int:

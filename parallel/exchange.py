@@ -21,20 +21,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from baton.parallel.errors import ExchangeError
-from baton.parallel.waiting import waiting
+from baton.parallel.waiting import reporting, waiting
 
 _POLL_S = 0.5
+_LEAVING = "its messages to leave, which other ranks receive"
 
 
 @dataclass(frozen=True)
 class Arrival:
     """A message that is on its way.
 
-    message: its memory, not to be read before `wait`. sentence: what to say if it does not come, given the seconds waited. kept:
-    what must live until then.
+    message: its memory, not to be read before `wait`. what: it is, and from whom. sentence: what to say if it does not come, given
+    the seconds waited. kept: what must live until then.
     """
 
     message: Tensor
+    what: str
     sentence: Callable[[float], str]
     _work: dist.Work
     kept: Tensor | None = None
@@ -47,7 +49,7 @@ class Arrival:
         """
         since = time.monotonic()
         try:
-            with waiting():
+            with waiting(self.what):
                 self._work.wait()
         except RuntimeError as error:
             raise ExchangeError(f"{self.sentence(time.monotonic() - since)} ({_first_line(error)})") from None
@@ -103,7 +105,7 @@ class Channel:
         except RuntimeError as error:
             raise ExchangeError(f"{sentence(0.0)} ({_first_line(error)})") from None
         assert work is not None
-        return self._begun(Arrival(message, sentence, work))
+        return self._begun(Arrival(message, f"{what} from rank {source}", sentence, work))
 
     def gather(self, message: Tensor, what: str) -> Arrival:
         """Begin to gather a flat tensor of every rank of the channel, which all call it: [ranks, numel], in the channel's order."""
@@ -117,7 +119,7 @@ class Channel:
         except RuntimeError as error:
             raise ExchangeError(f"{sentence(0.0)} ({_first_line(error)})") from None
         assert work is not None
-        return self._begun(Arrival(found, sentence, work, kept=message))
+        return self._begun(Arrival(found, f"{what}, gathered", sentence, work, kept=message))
 
     def flush(self) -> None:
         """Wait until everything sent has left this rank.
@@ -128,10 +130,12 @@ class Channel:
         if self._device.type == "cuda":
             while self._sending:
                 self._sending.popleft()[0].wait()
-            torch.cuda.current_stream(self._device).synchronize()
+            with reporting(_LEAVING):
+                torch.cuda.current_stream(self._device).synchronize()
             return
         while (thread := self._seeing_off) is not None:
-            thread.join()
+            with reporting(_LEAVING):
+                thread.join()
         if self._failed is not None:
             raise ExchangeError(self._failed)
 

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from baton.parallel.waiting import collective, reporting
+
 _NARROW = 512
 """Columns below which parts of an output have their gradients put together: a product of its own would cost more than the copy."""
 
@@ -106,7 +108,8 @@ class _Linear(torch.autograd.Function):
                 work = dist.all_reduce(dx, group=ctx.group, async_op=True)
         dweight = _weight_gradient(ctx.parameter, runs, x) if for_weight else None
         if work is not None:
-            work.wait()
+            with reporting(collective("all_reduce", ctx.group)):
+                work.wait()
         return (dx if for_x else None), dweight, None, None, None, None
 
 

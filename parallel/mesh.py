@@ -5,6 +5,7 @@ numbered tensor first, then sequence, data and pipeline.
 """
 
 import datetime
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,10 +56,18 @@ class Mesh:
         return self.rank == 0
 
 
-def initialize(layout: LayoutConfig, *, device: torch.device, rank: int, store: torch.distributed.Store) -> Mesh:
+def initialize(
+    layout: LayoutConfig,
+    *,
+    device: torch.device,
+    rank: int,
+    store: torch.distributed.Store,
+    patience_s: float | None = None,
+) -> Mesh:
     """Join the world and build the mesh's groups.
 
-    layout: sizes; their product is the number of processes that call this. Its timeout_s also bounds every collective.
+    layout: sizes; their product is the number of processes that call this. Its timeout_s also bounds every collective, unless
+    patience_s does: of ranks that somebody watches, who knows better which of them hangs.
     device: "cpu" (gloo), "cuda:i" (NCCL) or "meta" (torch's fake: this process stands for one of the world, and nothing is sent).
     store: where the processes meet.
     Raises LayoutError for a layout that cannot be.
@@ -67,7 +76,8 @@ def initialize(layout: LayoutConfig, *, device: torch.device, rank: int, store: 
     compat.install(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timeout = datetime.timedelta(seconds=layout.timeout_s)
+    timeout_s = patience_s or layout.timeout_s
+    timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
         {"cuda": "nccl", "meta": "fake"}.get(device.type, "gloo"),
         store=store,
@@ -82,7 +92,7 @@ def initialize(layout: LayoutConfig, *, device: torch.device, rank: int, store: 
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.sequence,
-        distributed_timeout_minutes=max(1, round(layout.timeout_s / 60)),
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
         create_gloo_process_groups=False,
     )
     stage_size = layout.world_size // layout.pipeline
@@ -106,8 +116,8 @@ def initialize(layout: LayoutConfig, *, device: torch.device, rank: int, store: 
         stage_group=_own_group(stages, timeout) if piped else None,
         embedding_group=parallel_state.get_embedding_group() if has_embedding else None,
         model_group=parallel_state.get_model_parallel_group(),
-        link=sequence_link(layout, rank, device, layout.timeout_s),
-        pipeline=pipeline_link(layout, rank, parallel_state.get_pipeline_model_parallel_group(), device),
+        link=sequence_link(layout, rank, device, timeout_s),
+        pipeline=pipeline_link(layout, rank, parallel_state.get_pipeline_model_parallel_group(), device, timeout_s),
     )
 
 

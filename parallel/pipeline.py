@@ -107,12 +107,15 @@ class PipelineLink:
 _NAMES = {"forward": "hidden vectors", "backward": "gradient of the hidden vectors"}
 
 
-def pipeline_link(layout: LayoutConfig, rank: int, group: dist.ProcessGroup, device: torch.device) -> PipelineLink | None:
-    """This rank's place among the stages; None where there is one. Every rank of the world calls it."""
+def pipeline_link(
+    layout: LayoutConfig, rank: int, group: dist.ProcessGroup, device: torch.device, timeout_s: float
+) -> PipelineLink | None:
+    """This rank's place among the stages; None where there is one. Every rank of the world calls it. timeout_s: seconds that hidden
+    vectors may take to come."""
     if layout.pipeline == 1:
         return None
     stride = layout.world_size // layout.pipeline
     pipelines = [[first + n * stride for n in range(layout.pipeline)] for first in range(stride)]
-    found = channels(pipelines, 2, device, layout.timeout_s)
+    found = channels(pipelines, 2, device, timeout_s)
     assert found is not None
     return PipelineLink(rank // stride, pipelines[rank % stride], found[0], found[1], group, device)

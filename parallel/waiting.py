@@ -3,9 +3,12 @@
 The one thing to know: on a GPU nothing on the host waits, so the time is the stream's, between two events around each call;
 messages that travel while something is computed cost nothing, and are not counted until somebody waits for them. What is recorded
 in a CUDA graph has no events: nothing looks between its kernels, so what it waits for is part of what it computes.
+
+`report_to` names a function that is told of each wait, so that a rank that hangs can say what it waits for.
 """
 
 import functools
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,10 +41,17 @@ class _Waited:
     def __init__(self) -> None:
         self.inside = False
         self.seconds = 0.0
-        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event, str]] = []
+        self.told: Callable[[str], None] = lambda what: None
+        self.names: dict[tuple[str, int], tuple[str, Any]] = {}
 
 
 _waited = _Waited()
+
+
+def report_to(told: Callable[[str], None]) -> None:
+    """From now on `told` is called with what this rank waits for when it begins to, and with "" when that has come."""
+    _waited.told = told
 
 
 def install() -> None:
@@ -53,24 +63,40 @@ def install() -> None:
 
 
 def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
+    place = list(inspect.signature(call).parameters).index("group")
+
     @functools.wraps(call)
     def timed(*words: Any, **named: Any) -> Any:
         if _waited.inside or named.get("async_op"):
             return call(*words, **named)
-        with waiting():
+        group = words[place] if len(words) > place else named.get("group")
+        with waiting(collective(call.__name__, group)):
             return call(*words, **named)
 
     timed._baton_timed = True  # type: ignore[attr-defined]
     return timed
 
 
+def collective(name: str, group: "dist.ProcessGroup | None") -> str:
+    """What is waited for in a collective: its name, and the ranks that take part, as "all_reduce over ranks 0, 1"."""
+    key = name, id(group)
+    if key not in _waited.names:
+        try:
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+        except (RuntimeError, KeyError, ValueError):  # not a member, or no world yet: the call itself says so
+            return name
+        _waited.names[key] = f"{name} over ranks {ranks}", group  # kept: another group must not get its id
+    return _waited.names[key][0]
+
+
 @contextmanager
-def waiting() -> Iterator[None]:
-    """The time inside is spent waiting for other ranks."""
+def waiting(what: str = "other ranks") -> Iterator[None]:
+    """The time inside is spent waiting for other ranks. what: for, in words."""
     if _waited.inside:
         yield
         return
     _waited.inside, events = True, None
+    _waited.told(what)
     began = time.perf_counter()
     recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     if torch.cuda.is_initialized() and not recorded:
@@ -81,9 +107,10 @@ def waiting() -> Iterator[None]:
             yield
     finally:
         _waited.inside = False
+        _waited.told("")
         if events is not None:
             events[1].record()
-            _waited.events.append((events[0], events[1]))
+            _waited.events.append((events[0], events[1], what))
         elif not recorded:
             _waited.seconds += time.perf_counter() - began
 
@@ -91,8 +118,27 @@ def waiting() -> Iterator[None]:
 def seconds() -> float:
     """Waited since this was last asked. On a GPU its stream has come so far by then, or is waited for."""
     total = _waited.seconds
-    for before, after in _waited.events:
+    for before, after, _ in _waited.events:
         after.synchronize()
         total += before.elapsed_time(after) / 1000.0
     _waited.seconds, _waited.events = 0.0, []
     return total
+
+
+@contextmanager
+def reporting(what: str) -> Iterator[None]:
+    """Within it this rank waits for others. It is not counted: most of that time went by while something was computed."""
+    _waited.told(what)
+    try:
+        yield
+    finally:
+        _waited.told("")
+
+
+def on_gpu() -> str:
+    """What one of this rank's streams waits for at this moment; "" where all compute, or are done. From another thread, while the
+    host is silent: it asks the GPU, which may not be asked while a graph is recorded."""
+    for before, after, what in list(_waited.events):
+        if before.query() and not after.query():
+            return what
+    return ""

@@ -13,27 +13,22 @@ speak through files in the attempt's folder and never wait for one another, so n
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from baton.launcher.errors import ConfigError, explained
+from baton.launcher.liveness import LAST_WORDS_S, LOOK_S, Culprit, Watch, account, ask_stacks, is_stopped
 from baton.launcher.processes import STOPPED, end_ranks, listen, log_of, misses_others, rank_environment, report, start_rank, tell
 from baton.launcher.run_directory import hold, read_config, write_whole
 from baton.slurm.exits import Exit
 from baton.slurm.files import cluster_of, node_name, nodes_of
-from baton.slurm.watch import Culprit, Nodes, is_stopped, late_ranks
-from baton.training.heartbeat import FOLDER, Beat, read_beat
+from baton.slurm.watch import Nodes
 
-LOOK_S = 0.25
 BEAT_S = 2.0
-LAST_WORDS_S = 3.0
-"""For stacks to be written, and for other ranks to say what they miss."""
 
 MEETING_S = 120.0
 """For rank 0's node to say where it is to be met."""
@@ -51,7 +46,7 @@ class Agent:
         self.index, world = self.nodes.index(self.name), self.config.layout.world_size
         self.count = world // len(self.nodes)
         self.first = self.index * self.count
-        self.beats = Path(tempfile.mkdtemp(prefix="baton-beats-"))
+        self.watch = Watch(self._numbers(), self.config.jobs.hang_s, self.config.jobs.startup_s)
         self.signals: list[int] = []
         self.told_at: float | None = None
         self.ranks: list[subprocess.Popen[bytes]] = []
@@ -69,7 +64,7 @@ class Agent:
                 status, reason = self._start() or self._watch()
         finally:
             end_ranks(self.ranks)
-            shutil.rmtree(self.beats, ignore_errors=True)
+            self.watch.close()
         self._say_end(status, reason)
         print(f"{self.name}: {reason}", flush=True)
         # srun kills the other agents when one ends badly; those that were told to stop as well must be let finish
@@ -82,11 +77,10 @@ class Agent:
             return self._end_all(Exit.NODE_LOST, f"node {first} did not say within {MEETING_S:.0f} s where to meet it", dead=first)
         address, port, listener = met
         world = self.config.layout.world_size
-        environment = rank_environment(address, port, world, self.count) | {FOLDER: str(self.beats)}
+        environment = rank_environment(address, port, world, self.count) | self.watch.environment
         for local in range(self.count):
             rank = self.first + local
-            stacks = {"BATON_STACKS": str(self.attempt / "stacks" / f"rank-{rank}")}
-            self.ranks.append(start_rank(rank, local, environment | stacks, self.attempt, listener))
+            self.ranks.append(start_rank(rank, local, environment, self.attempt, listener))
         if listener is not None:
             listener.close()
         return None
@@ -109,25 +103,19 @@ class Agent:
         return met["address"], met["port"], None
 
     def _watch(self) -> tuple[Exit, str]:
-        jobs, began = self.config.jobs, time.monotonic()
-        seen: dict[int, tuple[Beat | None, float]] = {}
         while True:
             now = time.monotonic()
             self._hand_on_signals(now)
-            running = [rank for rank, p in zip(self._numbers(), self.ranks) if p.poll() is None]
+            running = {rank: p.pid for rank, p in zip(self._numbers(), self.ranks) if p.poll() is None}
             if len(running) < self.count and (ended := self._ended()):
                 return ended
-            seen = {rank: seen[rank] for rank in running if rank in seen}
-            for rank in running:
-                beat = read_beat(self.beats, rank)
-                if rank not in seen or (beat is not None and beat != seen[rank][0]):
-                    seen[rank] = (beat, now)
+            self.watch.look(now, running)
             self._beat(now)
             if (verdict := self._verdict()) is not None:
                 return verdict
             if self.told_at is not None and now - self.told_at > self._save_s():
                 return self._end_all(Exit.SAVE_TOO_LONG, f"not done with saving {self._save_s():.0f} s after it was told to stop")
-            if late := late_ranks(seen, now, began, jobs.hang_s, jobs.startup_s):
+            if late := self.watch.late():
                 return self._hung(late)
             if (lost := self.others.lost(now)) is not None:
                 return self._lost(lost)
@@ -181,16 +169,12 @@ class Agent:
         return self._end_all(Exit(status), sentence, suspects=suspects)
 
     def _hung(self, late: dict[int, float]) -> tuple[Exit, str]:
-        seconds = max(late.values())
         beats, stopped = self.others.beats()
-        own = {rank: beat for rank in self._numbers() if (beat := read_beat(self.beats, rank)) is not None}
-        culprit = Culprit.among(beats | own, stopped + self._stopped())
-        who = f"rank {culprit.rank} ({culprit.what})" if culprit is not None else f"ranks {', '.join(map(str, late))}"
+        beats |= self.watch.beats()
+        culprit = self.watch.culprit(late) if len(self.nodes) == 1 else Culprit.among(beats, stopped + self._stopped())
         node = None if culprit is None else self.nodes[culprit.rank // self.count]
-        where = f" on {node}" if node else ""
-        return self._end_all(
-            Exit.HUNG, f"{who}{where} gave no sign of life for {seconds:.0f} s", suspects=[node] if node else [], stacks=True
-        )
+        reason = account(culprit, late, beats, f" on {node}" if node else "")
+        return self._end_all(Exit.HUNG, reason, suspects=[node] if node else [], stacks=True)
 
     def _lost(self, node: str) -> tuple[Exit, str]:
         seconds = self.config.jobs.lost_node_s
@@ -216,12 +200,7 @@ class Agent:
         except (OSError, ValueError):
             return None
         if verdict["stacks"]:
-            tell(self.ranks, signal.SIGUSR2)
-            for rank in self._stopped():
-                (self.attempt / "stacks" / f"rank-{rank}").write_text(
-                    "stopped by a signal (SIGSTOP, or a debugger): it can say nothing\n"
-                )
-            time.sleep(LAST_WORDS_S)
+            ask_stacks(dict(zip(self._numbers(), self.ranks)), self.attempt / "stacks")
         return Exit(verdict["status"]), verdict["reason"]
 
     def _beat(self, now: float) -> None:
@@ -229,7 +208,7 @@ class Agent:
         if now < self.beat_due:
             return
         self.beat_due, self.count_of_beats = now + BEAT_S, self.count_of_beats + 1
-        ranks = {str(rank): vars(beat) for rank in self._numbers() if (beat := read_beat(self.beats, rank)) is not None}
+        ranks = {str(rank): vars(beat) for rank, beat in self.watch.beats().items()}
         alive = {"count": self.count_of_beats, "time": time.time(), "ranks": ranks, "stopped": self._stopped()}
         with contextlib.suppress(OSError):
             write_whole(self.attempt / "nodes" / self.name, json.dumps(alive))

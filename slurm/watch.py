@@ -1,14 +1,13 @@
-"""Who is late: ranks of this node by their own signs of life, other nodes by their agents', and whose fault it is.
+"""Other nodes' signs of life: their agents write them into the attempt's folder. Ranks of this node: baton.launcher.liveness.
 
-The one thing to know: lateness is measured by this node's own steady clock, as the time since something was last seen to change;
-clocks of other nodes and times of files are never compared with it.
+Lateness is measured by this node's own steady clock, as the time since something was last seen to change; clocks of other nodes and
+times of files are never compared with it.
 """
 
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,48 +50,6 @@ class Nodes:
                 with contextlib.suppress(TypeError):
                     found[int(rank)] = Beat(**beat)
         return found, stopped
-
-
-def late_ranks(
-    seen: Mapping[int, tuple[Beat | None, float]], now: float, began: float, hang_s: float, startup_s: float
-) -> dict[int, float]:
-    """Ranks without a sign of life for too long, and for how long. Before the first step of a start they have startup_s."""
-    late = {}
-    for rank, (beat, since) in seen.items():
-        training = beat is not None and beat.step > 0
-        silent = now - (since if training else began)
-        if silent > (hang_s if training else startup_s):
-            late[rank] = silent
-    return late
-
-
-@dataclass(frozen=True)
-class Culprit:
-    """The rank that the others wait for. what: why it is thought to be the one."""
-
-    rank: int
-    what: str
-
-    @classmethod
-    def among(cls, beats: Mapping[int, Beat], stopped: Sequence[int]) -> "Culprit | None":
-        """A rank that is stopped by a signal; else the only one that is behind all others; None: nobody can say."""
-        if stopped:
-            return cls(stopped[0], "stopped by a signal")
-        if len(beats) < 2:
-            return None
-        # within a step all ranks of a layout without stages pass the same points, so the one with fewest has stayed behind
-        (*least, rank), (*next_least, _) = sorted((beat.step, beat.count, rank) for rank, beat in beats.items())[:2]
-        if least == next_least:
-            return None
-        return cls(rank, f"in step {beats[rank].step}, after {beats[rank].doing}, behind all others")
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][:1] in ("T", "t")
-    except OSError:
-        return False
 
 
 def _read(path: Path) -> dict[str, Any]:

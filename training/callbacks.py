@@ -16,7 +16,7 @@ from baton.data_pipeline.stream import EvaluationSet, evaluation_batches
 from baton.data_pipeline.task_stream import task_set
 from baton.models.lm import IGNORED
 from baton.parallel.mesh import Mesh
-from baton.training import feed, replicas
+from baton.training import feed, heartbeat, replicas
 from baton.training.build import Built
 from baton.training.checkpoint.digest import joined
 from baton.training.checkpoint.interval import SaveSchedule
@@ -96,6 +96,7 @@ class Evaluator:
     def after_step(self, progress: Progress, result: StepResult) -> None:
         if not _evaluation_is_due(progress, self._training):
             return
+        _evaluation_begins(progress, first=self._set is None)
         chosen, batches = self._set = self._set or self._read()
         model, mesh = self._built.model, self._built.mesh
         found = evaluate(model, batches, chosen.text_bytes, chosen.tokens, mesh, segments=self._training.segments)
@@ -140,6 +141,7 @@ class TaskEvaluator:
     def after_step(self, progress: Progress, result: StepResult) -> None:
         if not _evaluation_is_due(progress, self._training):
             return
+        _evaluation_begins(progress, first=not self._sets)
         self._sets = self._sets or self._make()
         model, mesh = self._built.model, self._built.mesh
         found = {name: score(model, batches, labels, mesh, segments=n) for name, (labels, n, batches) in self._sets.items()}
@@ -174,6 +176,7 @@ class LongContext:
     def __init__(self, built: Built, source: ShardSource | TaskSource, monitor: Monitor | None, settings: RunSettings) -> None:
         self._built, self._monitor, self._training = built, monitor, settings.training
         self._rows: LongRows | None = None
+        self._first = True
         evaluation, documents = settings.training.evaluation, isinstance(source, ShardSource)
         check_long_rows(settings.model, settings.training, built.mesh.layout.sequence, documents=documents)
         if evaluation.long_rows_tokens and isinstance(source, ShardSource):
@@ -183,6 +186,8 @@ class LongContext:
         if self._rows is None or not _evaluation_is_due(progress, self._training):
             return
         model, mesh, evaluation = self._built.model, self._built.mesh, self._training.evaluation
+        _evaluation_begins(progress, first=self._first)
+        self._first = False
         if evaluation.long_tokens:
             segment = self._training.segment
             segments = -(-min(evaluation.long_tokens, self._rows.tokens) // segment)
@@ -340,3 +345,8 @@ def _padded(batch: Batch, tokens: int) -> Batch:
 def _memory(device: torch.device) -> int:
     """Peak bytes on a GPU, resident bytes of this process on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+
+
+def _evaluation_begins(progress: Progress, *, first: bool) -> None:
+    """A sign of life. The first evaluation reads its documents and compiles kernels."""
+    heartbeat.own().beat(progress.step, "evaluation", slow=first)

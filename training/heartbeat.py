@@ -1,49 +1,151 @@
-"""Signs of life: each rank says what it is at, in a small file that the process which started it reads. Torch-free.
+"""Signs of life: each rank writes what it is doing into a small file, which the process that started it reads. Torch-free.
 
-The one thing to know: it is the training thread itself that beats. A thread of its own would go on beating while training hangs.
+The training thread itself writes them, because a thread of its own would go on while training hangs. A sign costs about a
+microsecond: the file is mapped into memory. There is one at every operation of a step, layer, collective, callback, and block of a
+checkpoint that is written.
 """
 
-import json
+import mmap
 import os
+import struct
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "BATON_HEARTBEATS"
-"""The variable that names the folder, on a disk of the node; where it is not set nobody listens, and nothing is written."""
+"""The variable that names the folder, on a disk of the node. Where it is not set nobody reads signs, and none are written."""
 
-_WIDTH = 128
+SIZE = 1024
+_HEAD = struct.Struct("<qqqd??HH")
+_DOING, _WAITING = slice(64, 256), slice(256, SIZE)
+_NEEDED = _DOING.stop - _DOING.start, _WAITING.stop - _WAITING.start
 
 
 @dataclass(frozen=True)
 class Beat:
-    """step: being worked on (0 before the first). doing: what. count: beats so far. time: of the clock, seconds."""
+    """One rank's last sign of life.
+
+    step: being worked on (0 before the first). doing: the phase and the place in it. count: phases so far, which ranks of a layout
+    without stages go through alike. time: of the clock, seconds. pulse: signs so far. slow: the phase may compile kernels or read a
+    checkpoint, and has as much time as a start. waiting: the collective or message of other ranks that this rank waits for, as
+    "all_reduce over ranks 0, 1"; "" where it waits for none. gpu: its collectives run on a GPU, where the host does not wait.
+    """
 
     step: int
     doing: str
     count: int
     time: float
+    pulse: int = 0
+    slow: bool = False
+    waiting: str = ""
+    gpu: bool = False
 
 
 class Heartbeat:
-    """One rank's. Every beat replaces the one before it, in place: a reader may see half of one, and reads again."""
+    """Writes one rank's signs. path: the file, made by `prepare`; None: nobody reads them."""
 
-    def __init__(self, rank: int) -> None:
-        folder = os.environ.get(FOLDER)
-        self._file = None if folder is None else os.open(Path(folder) / f"rank-{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
-        self._count = 0
+    def __init__(self, path: Path | None) -> None:
+        self._memory: mmap.mmap | None = None
+        if path is not None:
+            with open(path, "r+b") as file:
+                self._memory = mmap.mmap(file.fileno(), SIZE)
+        self._step, self._phase, self._count, self._pulse = 0, "", 0, 0
+        self._doing = self._waiting = b""
+        self._cold, self._slow = True, False
+        self.gpu = False
 
-    def beat(self, step: int, doing: str) -> None:
-        if self._file is None:
+    def beat(self, step: int, doing: str, *, slow: bool = False) -> None:
+        """A phase begins, or an operation has ended."""
+        if self._memory is None:
             return
+        self._step, self._phase, self._slow = step, doing, slow
         self._count += 1
-        text = json.dumps({"step": step, "doing": doing, "count": self._count, "time": time.time()})
-        os.pwrite(self._file, text.ljust(_WIDTH).encode(), 0)
+        self._doing, self._waiting = doing.encode(), b""
+        self._write()
+
+    def at(self, place: str) -> None:
+        """The phase has come to a place, as a layer."""
+        if self._memory is not None:
+            self._doing = f"{self._phase}, {place}".encode()
+            self._write()
+
+    def waits(self, what: str) -> None:
+        """The rank begins to wait for others; "": it no longer does."""
+        if self._memory is not None:
+            self._waiting = what.encode()
+            self._write()
+
+    def warm(self, yes: bool = True) -> None:
+        """Whether the kernels of the steps to come have been compiled, by a step like them: until then every phase is slow."""
+        self._cold = not yes
+
+    def look_after(self, waited_for: Callable[[], str], every_s: float = 1.0) -> None:
+        """Watch the GPU from a thread: while the host is silent, note the collective that the GPU is inside. That is no sign of
+        life. waited_for: that collective, "" if it is in none."""
+
+        def look() -> None:
+            since, noted = self._pulse, ""
+            while True:
+                time.sleep(every_s)
+                if self._pulse != since:
+                    since, noted = self._pulse, ""
+                # nothing is asked of the GPU while the host is busy, which may be recording a graph
+                elif not self._waiting and (found := waited_for()) != noted and self._pulse == since:
+                    noted = found
+                    self._write(found.encode())
+
+        if self._memory is not None:
+            self.gpu = True
+            threading.Thread(target=look, name="signs of the GPU", daemon=True).start()
+
+    def _write(self, on_gpu: bytes | None = None) -> None:
+        memory = self._memory
+        assert memory is not None
+        self._pulse += on_gpu is None
+        doing, waiting = self._doing[: _NEEDED[0]], (self._waiting if on_gpu is None else on_gpu)[: _NEEDED[1]]
+        memory[_DOING.start : _DOING.start + len(doing)] = doing
+        memory[_WAITING.start : _WAITING.start + len(waiting)] = waiting
+        numbers = self._pulse, self._count, self._step, time.time(), self._slow or self._cold, self.gpu
+        _HEAD.pack_into(memory, 0, *numbers, len(doing), len(waiting))
+
+
+_own: Heartbeat | None = None
+
+
+def own() -> Heartbeat:
+    """This process's signs."""
+    global _own
+    if _own is None:
+        folder = os.environ.get(FOLDER)
+        _own = Heartbeat(None if folder is None else path_of(Path(folder), int(os.environ["RANK"])))
+    return _own
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}"
+
+
+def prepare(folder: Path, rank: int) -> None:
+    """Make a rank's file, before the rank starts. Raises OSError where there is no room: a mapped file must not lack any later."""
+    descriptor = os.open(path_of(folder, rank), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        os.posix_fallocate(descriptor, 0, SIZE)
+    finally:
+        os.close(descriptor)
 
 
 def read_beat(folder: Path, rank: int) -> Beat | None:
-    """A rank's last sign of life; None before the first, or in the middle of one."""
+    """A rank's last sign of life; None before the first. Texts may be torn while a rank writes; those of a silent one are whole."""
     try:
-        return Beat(**json.loads((folder / f"rank-{rank}").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        content = path_of(folder, rank).read_bytes()
+        pulse, count, step, when, slow, gpu, doing, waiting = _HEAD.unpack_from(content)
+    except (OSError, struct.error):
         return None
+    if pulse == 0:
+        return None
+    texts = [
+        content[place.start : place.start + size].decode(errors="replace") for place, size in ((_DOING, doing), (_WAITING, waiting))
+    ]
+    return Beat(step, texts[0], count, when, pulse, slow, texts[1], gpu)

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from baton.data_pipeline.errors import StorageError
 from baton.data_pipeline.source import ShardSource, TaskSource, open_source
 from baton.data_pipeline.steps import Steps
+from baton.models.mixer import Mixer
 from baton.parallel import waiting
 from baton.parallel.mesh import Mesh
 from baton.parallel.tensor import drop_compute_copies
-from baton.training import feed, stopping
+from baton.training import feed, heartbeat, stopping
 from baton.training.build import Built, build, make_deterministic
 from baton.training.callbacks import CotangentNorms, Evaluator, LongContext, Recorder, ReplicaCheck, Saver, TaskEvaluator
 from baton.training.checkpoint.interval import SaveSchedule
@@ -26,7 +27,6 @@ from baton.training.errors import CheckpointError, RunError, StoppedError
 from baton.training.executor import StepExecutor
 from baton.training.graphs import Graphs
 from baton.training.guard import Events, Judge
-from baton.training.heartbeat import Heartbeat
 from baton.training.lane_states import CARRIED, LaneStates
 from baton.training.ledger import Account, process_began
 from baton.training.ledger_board import LedgerBoard
@@ -44,8 +44,8 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     rows of the record, could not be written, though it was tried several times.
     """
     training = settings.training
-    heartbeat = Heartbeat(mesh.rank)
-    heartbeat.beat(0, "start-up")
+    signs = heartbeat.own()
+    signs.beat(0, "start-up")
     account = Account(settings.folder, settings.attempt, on=mesh.is_main, since=process_began())
     training.check(mesh.layout.data)
     if training.cuda_graphs and mesh.device.type != "cuda":
@@ -55,6 +55,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     tokenizer = source.config.tokenizer if isinstance(source, ShardSource) else None
     config = with_vocabulary(settings.model, source.vocab_size, tokenizer)
     built = build(config, training, mesh)
+    _say_where(built)
     store = open_store(settings, mesh)
     order, fingerprints = stream_order(training), fingerprints_of(config, source, training)
     lanes = LaneStates(built.model, training, mesh) if training.carries else None
@@ -79,7 +80,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     account.start(progress.step)
     account.spent("start-up")
     if mesh.device.type == "cuda":  # on a CPU there are no kernels of our own, and nothing is compiled for the machine
-        heartbeat.beat(0, "compile")
+        signs.beat(0, "compile")
         check_kernels(built, training)
     account.spent("compile")
     schedule = SaveSchedule(training.checkpoint, training.steps, mesh, progress.step)
@@ -99,7 +100,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     profiler = Profiler(settings, mesh, monitor, progress.step, parameters)
 
     def told(part: str) -> None:
-        heartbeat.beat(progress.step + 1, part)
+        signs.beat(progress.step + 1, f"after {part}")
         profiler.mark(part)
 
     clock = StepClock(mesh.device, told)
@@ -123,7 +124,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         profiler,  # last, so that a step is all that happens until the next one
     ]
     recovery = Recovery(training.guard, Events(settings.folder, mesh.is_main), mesh)
-    times = Times(account, heartbeat, board, schedule)
+    times = Times(account, signs, board, schedule)
     if training.guard.policy == "rollback" and progress.step == 0:
         saver.save(progress)  # there must be something to go back to
         saver.finish()
@@ -135,6 +136,8 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     try:
         while _steps(progress, source, settings, mesh, executor, callbacks, recovery, times):
             saver.finish()
+            signs.warm(False)
+            signs.beat(progress.step, "going back to a checkpoint")
             progress = resume(built, lanes, store, fingerprints, source.cursor, adopt)
             progress.cursors = without(progress.cursors, recovery.places)
             cotangents.before_first_step(progress)
@@ -166,7 +169,7 @@ class Times(NamedTuple):
     """Who is told what the run is doing and how far it is, step by step."""
 
     account: Account
-    heartbeat: Heartbeat
+    signs: heartbeat.Heartbeat
     board: LedgerBoard | None
     schedule: SaveSchedule
 
@@ -183,11 +186,14 @@ def _steps(
 ) -> bool:
     """Steps from where the run stands, to its end (progress is then of there), or (True) until one makes it go back."""
     training, clock, every = settings.training, executor.clock, settings.training.monitoring.update_norm_every
-    account, heartbeat, board, schedule = times
+    account, signs, board, schedule = times
     with open_stream(source, settings, mesh, progress) as stream:
         batches = feed.steps(stream, mesh, training, progress.step)
+        new_shapes = {progress.step, *(first for first, _ in training.stretches)}
         account.spent("start-up")
         while progress.step < training.steps and not progress.ending:
+            signs.warm(progress.step not in new_shapes)
+            signs.beat(progress.step + 1, "data")
             clock.start()
             data = next(batches)
             clock.mark("data")
@@ -205,8 +211,10 @@ def _steps(
             account.spent("compute")
             account.move("compute", "exchange", waiting.seconds())
             due = schedule.due(progress.step, ending=progress.ending)
+            signs.warm()
             for callback in callbacks:
-                heartbeat.beat(progress.step, type(callback).__name__)
+                name = type(callback).__name__ if callback.time_is == "other" else callback.time_is
+                signs.beat(progress.step, name, slow=isinstance(callback, Profiler))
                 callback.after_step(progress, result)
                 account.spent(callback.time_is)
             account.done(progress.step, write=due)
@@ -233,6 +241,17 @@ def _require_saved(store: CheckpointStore, progress: Progress) -> None:
             f"{store.folder}: step {progress.step} could not be saved ({store.problem}), and {kept}; make room, then start again: "
             f"the run goes on from there"
         )
+
+
+def _say_where(built: Built) -> None:
+    """From now on each mixer's forward pass is a sign of life that names its layer."""
+
+    def say(mixer: Any, inputs: Any) -> None:
+        heartbeat.own().at(f"in {mixer.where}")
+
+    for module in built.model.modules():
+        if isinstance(module, Mixer):
+            module.register_forward_pre_hook(say)
 
 
 def begin_with(built: Built, path: Path) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +29,9 @@ Rectangles = dict[str, list[Rectangle]]
 
 BLOCK = 1 << 23
 """Bytes written at a time."""
+
+SYNC = 1 << 28
+"""Bytes after which the disk is waited for, which shows that a write goes on: one sync at the end can be silent for minutes."""
 
 DTYPES = {
     torch.float64: "F64",
@@ -93,9 +96,11 @@ class Staging:
         return parts, self._memory[:size]
 
 
-def write_file(path: Path, parts: Sequence[Part], memory: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+def write_file(
+    path: Path, parts: Sequence[Part], memory: Tensor, told: Callable[[], None] = lambda: None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write what `Staging.copy` gave, synced; {bytes, sha256} of what was meant to be written, and what `describe` says of the
-    parts. Both checksums are taken while the disk writes, by threads of their own. Raises OSError."""
+    parts. Both checksums are taken while the disk writes, by threads of their own. told: of each block. Raises OSError."""
     header, at = {}, 0
     for part in parts:
         end = at + part.data.nbytes
@@ -106,19 +111,26 @@ def write_file(path: Path, parts: Sequence[Part], memory: Tensor) -> tuple[dict[
     content = memoryview(memory.numpy().data)
     start, size = len(text).to_bytes(8, "little") + text, 8 + len(text) + len(content)
     with ThreadPoolExecutor(2, thread_name_prefix="checksum") as pool:
-        digest, described = pool.submit(_sha256, start, content), pool.submit(describe, parts)
+        digest, described = pool.submit(_sha256, start, content, told=told), pool.submit(describe, parts)
         with open(path, "wb", buffering=0) as f:
+            unsynced = 0
             for block in _blocks(start, content):
+                unsynced += len(block)
                 while block:
                     block = block[f.write(block) :]
+                if unsynced >= SYNC:
+                    os.fdatasync(f.fileno())
+                    unsynced = 0
+                told()
             os.fsync(f.fileno())
         return {"bytes": size, "sha256": digest.result()}, described.result()
 
 
-def _sha256(*contents: bytes | memoryview) -> str:
+def _sha256(*contents: bytes | memoryview, told: Callable[[], None] = lambda: None) -> str:
     digest = hashlib.sha256()
     for block in _blocks(*contents):
         digest.update(block)
+        told()
     return digest.hexdigest()
 
 

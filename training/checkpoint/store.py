@@ -21,6 +21,7 @@ import torch.distributed as dist
 from baton.data_pipeline.errors import StorageError
 from baton.data_pipeline.storage import may_pass, unreadable, why
 from baton.parallel.mesh import Mesh
+from baton.training import heartbeat
 from baton.training.checkpoint.digest import joined
 from baton.training.checkpoint.files import CheckpointFiles, Part, Rectangles, Staging, file_name, write_file
 from baton.training.checkpoint.manifest import NAME, Manifest, check_file
@@ -273,6 +274,7 @@ class _Flight:
     ) -> None:
         self.name, self.work, self.manifest, self.began = name, work, manifest, began
         self._result: dict[str, Any] = {"problem": None, "files": {}, "tensors": {}}
+        self._blocks = 0
         self._thread = threading.Thread(target=self._run, args=(file_name(rank), parts, memory), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -280,18 +282,28 @@ class _Flight:
         if not parts:
             return
         try:
-            entry, described = write_file(self.work / file, parts, memory)
+            entry, described = write_file(self.work / file, parts, memory, self._goes_on)
             tensors = {key: {**of, "file": file} for key, of in described.items()}
             self._result = {"problem": None, "files": {file: entry}, "tensors": tensors}
         except Exception as error:  # whatever it is, it costs this checkpoint and not the run; it is said aloud
             self._result["problem"] = f"{type(error).__name__} {error}"
+
+    def _goes_on(self) -> None:
+        self._blocks += 1
 
     def is_written(self) -> bool:
         return not self._thread.is_alive()
 
     def result(self) -> dict[str, Any]:
         """Wait for it: {problem, files: {name: {bytes, sha256}}, tensors: see files.describe, each with its file}."""
-        self._thread.join()
+        signs = heartbeat.own()
+        signs.at("writing its file")
+        while self._thread.is_alive():
+            seen = self._blocks
+            self._thread.join(timeout=1.0)
+            if self._blocks != seen:
+                signs.at("writing its file")
+        signs.at("publishing")
         return self._result
 
 

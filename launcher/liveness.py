@@ -1,0 +1,239 @@
+"""Which rank hangs: signs of life and process states of this machine's ranks, whose fault a silence is, and the sentence about it.
+
+`baton train` and the agents of SLURM jobs both watch with this module. A silence is measured by the watching process's own steady
+clock, as the time since a rank's signs were last seen to change, without the time in which the watcher itself did not run (as when
+the whole machine sleeps). Clocks of other nodes and times of files are never compared with it.
+"""
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.training.heartbeat import FOLDER, Beat, prepare, read_beat
+
+LOOK_S = 0.25
+LAST_WORDS_S = 3.0
+"""For ranks to write their stacks."""
+
+_GAP_S = 2.0
+"""A longer time between two looks was not spent looking, and counts as this much."""
+
+_ASIDE = "stopped by a signal (SIGSTOP, or a debugger): it can say nothing\n"
+
+
+@dataclass
+class Seen:
+    """What is known of a rank. Seconds: silent, stopped by a signal, and in the kernel's uninterruptible sleep without a break."""
+
+    beat: Beat | None = None
+    silent_s: float = 0.0
+    stopped_s: float = 0.0
+    blocked_s: float = 0.0
+
+    @property
+    def slow(self) -> bool:
+        return self.beat is None or self.beat.slow
+
+    @property
+    def blocked(self) -> bool:
+        """Whether it has been in the uninterruptible sleep for about as long as it is silent."""
+        return self.blocked_s > 0 and self.silent_s - self.blocked_s < 2 * _GAP_S
+
+    @property
+    def waits(self) -> bool:
+        return self.beat is not None and bool(self.beat.waiting)
+
+
+class Watch:
+    """Of this machine's ranks. limit_s: the longest silence of a rank; startup_s: of one in a phase that may compile kernels.
+
+    A rank is late when it is silent for longer, or is stopped, or blocked in the kernel, for limit_s, whatever it was doing.
+    """
+
+    def __init__(self, ranks: Sequence[int], limit_s: float, startup_s: float) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="baton-beats-"))
+        self._limit_s, self._startup_s = limit_s, max(limit_s, startup_s)
+        self._last: float | None = None
+        self._count, self.seen = len(ranks), {rank: Seen() for rank in ranks}
+        try:
+            for rank in ranks:
+                prepare(self.folder, rank)
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What ranks need to be watched."""
+        return {FOLDER: str(self.folder)}
+
+    def look(self, now: float, running: Mapping[int, int]) -> None:
+        """Look at the ranks that run, {rank: process id}. now: seconds of a steady clock."""
+        passed = 0.0 if self._last is None else min(now - self._last, _GAP_S)
+        self._last = now
+        self.seen = {rank: seen for rank, seen in self.seen.items() if rank in running}
+        for rank, seen in self.seen.items():
+            beat = read_beat(self.folder, rank)
+            moved = beat is not None and (seen.beat is None or beat.pulse != seen.beat.pulse)
+            seen.beat = beat or seen.beat
+            seen.silent_s = 0.0 if moved else seen.silent_s + passed
+            seen.stopped_s = seen.stopped_s + passed if is_stopped(running[rank]) else 0.0
+            # a process has many threads, and few moments matter
+            blocked = seen.silent_s > 0 and is_blocked(running[rank])
+            seen.blocked_s = seen.blocked_s + passed if blocked else 0.0
+
+    def late(self) -> dict[int, float]:
+        """Ranks that are late, and the seconds of their silence."""
+        return {rank: seen.silent_s for rank, seen in self.seen.items() if self._is_late(seen)}
+
+    def _is_late(self, seen: Seen) -> bool:
+        halted = max(seen.stopped_s, seen.blocked_s)
+        return seen.silent_s > (self._startup_s if seen.slow else self._limit_s) or min(halted, seen.silent_s) > self._limit_s
+
+    def hung(self) -> dict[int, float]:
+        """Late ranks that others wait for, and the seconds of their silence. For runs whose ranks are all on this machine.
+
+        A rank that is late and does nothing that anybody waits for is left to itself: it may compute for long.
+        """
+        late, seen = self.late(), self.seen
+        if self._count < 2:
+            return {}
+        if len(seen) < self._count:  # the others have ended, and it is waited for
+            return late
+        halted = {rank for rank in late if max(seen[rank].stopped_s, seen[rank].blocked_s) > self._limit_s}
+        if all(one.stopped_s > 0 for one in seen.values()):  # on purpose, it seems
+            return {}
+        if halted:
+            return {rank: late[rank] for rank in halted}
+        held = {rank for rank in late if not seen[rank].waits}
+        waiting = {rank for rank in seen if seen[rank].waits}
+        if held and waiting:
+            return {rank: late[rank] for rank in held}
+        # messages that miss one another; or GPUs, where a host that waits need not know for what
+        on_gpu = all(one.beat is not None and one.beat.gpu for one in seen.values())
+        return late if len(late) == len(seen) and (waiting or on_gpu) else {}
+
+    def culprit(self, late: Mapping[int, float]) -> "Culprit | None":
+        """Which of the late ranks the others wait for."""
+        involved = {rank: beat for rank, beat in self.beats().items() if rank in late or beat.waiting}
+        stopped = [rank for rank in late if self.seen[rank].stopped_s > 0]
+        return Culprit.among(involved, stopped, [rank for rank in late if self.seen[rank].blocked])
+
+    def beats(self) -> dict[int, Beat]:
+        """The last signs of life."""
+        return {rank: seen.beat for rank, seen in self.seen.items() if seen.beat is not None}
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The rank that the others wait for. what: why it is thought to be the one."""
+
+    rank: int
+    what: str
+
+    @classmethod
+    def among(cls, beats: Mapping[int, Beat], stopped: Sequence[int], blocked: Sequence[int] = ()) -> "Culprit | None":
+        """A rank that is stopped by a signal, or blocked in the kernel; else the only one that waits for nobody, or is behind all
+        others; None: nobody can say."""
+        if stopped:
+            return cls(stopped[0], "stopped by a signal")
+        if blocked:
+            return cls(blocked[0], "blocked inside the kernel, by a disk or a driver")
+        if len(beats) < 2:
+            return None
+        busy = [rank for rank, beat in beats.items() if not beat.waiting]
+        if len(busy) == 1:
+            return cls(busy[0], f"{_place(beats[busy[0]])}, waiting for nobody")
+        # within a step all ranks of a layout without stages pass the same points, so the one with fewest has stayed behind
+        (*least, rank), (*next_least, _) = sorted((beat.step, beat.count, rank) for rank, beat in beats.items())[:2]
+        if least == next_least:
+            return None
+        return cls(rank, f"{_place(beats[rank])}, behind all others")
+
+
+def _place(beat: Beat) -> str:
+    return f"in step {beat.step}, {beat.doing}" if beat.step else beat.doing
+
+
+def account(culprit: Culprit | None, late: Mapping[int, float], beats: Mapping[int, Beat], where: str = "") -> str:
+    """One sentence: which rank gave no sign of life, for how long, what it was doing, and who waits for it in what."""
+    who = f"rank {culprit.rank} ({culprit.what}){where}" if culprit is not None else f"ranks {', '.join(map(str, sorted(late)))}"
+    parts = [f"{who} gave no sign of life for {max(late.values()):.0f} s"]
+    if culprit is not None and culprit.rank in beats and _place(beats[culprit.rank]) not in culprit.what:
+        parts.append(f"it was {_place(beats[culprit.rank])}")
+    waits: dict[str, list[int]] = {}
+    for rank, beat in sorted(beats.items()):
+        if beat.waiting and (culprit is None or rank != culprit.rank):
+            waits.setdefault(f"({_place(beat)}) for {beat.waiting}", []).append(rank)
+    for what, ranks in list(waits.items())[:2]:
+        parts.append(f"{_named(ranks)} wait{'s' if len(ranks) == 1 else ''} {what}")
+    if not waits and culprit is not None:
+        others = [rank for rank in sorted(beats) if rank != culprit.rank][:2]
+        parts += [f"rank {rank} is {_place(beats[rank])}" for rank in others]
+    return "; ".join(parts)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:4]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+
+
+def remedy(culprit: Culprit | None, stacks: Path) -> str:
+    """What to do about it."""
+    if culprit is not None and culprit.what == "stopped by a signal":
+        return "find out what stopped it (SIGSTOP, a debugger, a scheduler)"
+    if culprit is not None and culprit.what.startswith("blocked"):
+        return "look at its disk and at the kernel's log (dmesg)"
+    return f"read the stacks in {stacks}, and the kernel's log (dmesg) if a GPU hangs"
+
+
+def ask_stacks(ranks: Mapping[int, "subprocess.Popen[bytes]"], folder: Path) -> None:
+    """Have each rank that can write where each of its threads is, to folder/rank-N; returns when they have, or some seconds later.
+    Of a rank that is stopped the file says so."""
+    asked = []
+    for rank, process in ranks.items():
+        if process.poll() is not None:
+            continue
+        if is_stopped(process.pid):
+            with contextlib.suppress(OSError):
+                (folder / f"rank-{rank}").write_text(_ASIDE)
+            continue
+        process.send_signal(signal.SIGUSR2)
+        asked.append(folder / f"rank-{rank}")
+    deadline, sizes = time.monotonic() + LAST_WORDS_S, None
+    while time.monotonic() < deadline:
+        before, sizes = sizes, [path.stat().st_size if path.exists() else 0 for path in asked]
+        if all(sizes) and sizes == before:
+            return
+        time.sleep(LOOK_S)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger."""
+    return _state(Path(f"/proc/{pid}/stat")) in ("T", "t")
+
+
+def is_blocked(pid: int) -> bool:
+    """Whether a thread of a process is in the kernel's uninterruptible sleep, as one that waits for a disk that does not answer."""
+    try:
+        return any(_state(thread / "stat") == "D" for thread in Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return False
+
+
+def _state(stat: Path) -> str:
+    try:
+        return stat.read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
+    except OSError:
+        return ""
