@@ -15,8 +15,8 @@ from typing import Any, TextIO
 from baton.training import heartbeat, stopping
 
 PATIENCE = 10
-"""Times layout.timeout_s that a rank waits for others whose signs of life are read by the process that started it: that process
-decides which of them hangs, and a wait for one that is only slow is none of that."""
+"""Times the longest silence of a rank that ranks wait for one another, where the process that started them reads their signs of
+life: it decides which of them hangs, and a rank that is only slow is waited for."""
 
 
 class _Log:
@@ -106,7 +106,7 @@ def _run(path: Path) -> None:
         torch.cuda.set_device(device)
         heartbeat.own().look_after(waiting.on_gpu)
         _hear_of_kernels()
-    patience_s = PATIENCE * config.layout.timeout_s if watched else None
+    patience_s = PATIENCE * max(config.layout.timeout_s, config.jobs.startup_s) if watched else None
     mesh = meshes.initialize(config.layout, device=device, rank=rank, store=store, patience_s=patience_s)
     settings = RunSettings(
         folder=config.folder,

@@ -17,8 +17,7 @@ from baton.slurm.exits import MEANING, Exit
 from baton.slurm.outcome import gather
 from baton.slurm.policy import Outcome
 from baton.slurm.script import AGAIN, NEXT_JOB, OTHER_NODES
-from baton.slurm.watch import Culprit, Nodes, late_ranks
-from baton.training.heartbeat import Beat
+from baton.slurm.watch import Nodes
 
 SUBMITTED = {"kind": "submitted", "time": 0.0, "by": "user", "nodes": [2, 2]}
 
@@ -142,23 +141,6 @@ def test_an_agent_that_dies_alone_is_a_failure_and_with_its_job_is_not(attempt):
     say(attempt, "n1", Exit.FAILED)
     found = gather(attempt, 137)
     assert (found.status, found.suspects, found.reason) == (Exit.FAILED, ("n2",), "the agent on n2 died (srun: SIGKILL)")
-
-
-def test_who_is_late():
-    beat = Beat(step=5, doing="data", count=9, time=0.0)
-    seen = {0: (beat, 100.0), 1: (beat, 93.0), 2: (None, 0.0), 3: (Beat(0, "compile", 1, 0.0), 50.0)}
-    assert late_ranks(seen, 104.0, 0.0, hang_s=10, startup_s=200) == {1: 11.0}
-    assert late_ranks(seen, 104.0, 0.0, hang_s=10, startup_s=103) == {1: 11.0, 2: 104.0, 3: 104.0}
-
-
-def test_the_one_who_stayed_behind_is_to_blame():
-    def beats(**counts):
-        return {int(rank[1:]): Beat(7, "forward", count, 0.0) for rank, count in counts.items()}
-
-    assert Culprit.among(beats(r0=9, r1=8, r2=9), []).rank == 1
-    assert Culprit.among(beats(r0=9, r1=8, r2=8), []) is None, "nobody can say"
-    assert Culprit.among(beats(r0=9, r1=8, r2=9), [2]).rank == 2, "a rank that is stopped by a signal is known to be"
-    assert Culprit.among(beats(r0=9), []) is None
 
 
 def test_a_dead_node_is_seen_by_the_first_and_the_first_by_all(attempt):
