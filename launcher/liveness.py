@@ -84,8 +84,8 @@ class Watch:
             seen.beat = beat or seen.beat
             seen.silent_s = 0.0 if moved else seen.silent_s + passed
             seen.stopped_s = seen.stopped_s + passed if is_stopped(running[rank]) else 0.0
-            # a process has many threads, and few moments matter
-            blocked = seen.silent_s > 0 and is_blocked(running[rank])
+            # a process has many threads: it is not looked at while it gives signs
+            blocked = seen.silent_s >= _GAP_S and is_blocked(running[rank])
             seen.blocked_s = seen.blocked_s + passed if blocked else 0.0
 
     def late(self) -> dict[int, float]:

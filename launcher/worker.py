@@ -103,7 +103,6 @@ def _run(path: Path) -> None:
         flops_per_token = partial(arithmetic.flops_per_token, with_known_vocabulary(config))
     watched = heartbeat.FOLDER in os.environ
     if watched and device.type == "cuda":
-        torch.cuda.set_device(device)
         heartbeat.own().look_after(waiting.on_gpu)
         _hear_of_kernels()
     patience_s = PATIENCE * max(config.layout.timeout_s, config.jobs.startup_s) if watched else None

@@ -116,9 +116,18 @@ class JobsConfig(_Settings):
     retries: int = Field(100, ge=0, description="failed attempts since the last `baton submit` before the run is stopped")
     patience: int = Field(2, ge=1, description="failed attempts in a row without one new step before the run is stopped")
     strikes: int = Field(2, ge=1, description="crashes or hangs of ranks on one node before it is excluded; a dead node is at once")
-    hang_s: float = Field(300.0, gt=0, description="seconds without a sign of life of a rank in training; longer than the longest "
-                          "evaluation or save, shorter than layout.timeout_s")  # fmt: skip
-    startup_s: float = Field(1800.0, gt=0, description="the same before the first step: imports, kernels compiled, checkpoint read")
+    hang_s: float = Field(
+        300.0,
+        gt=0,
+        description="seconds that a rank of a job may give no sign of life (without SLURM: layout.timeout_s); every operation of a "
+        "step, layer, evaluated batch and block of a save gives one",
+    )
+    startup_s: float = Field(
+        1800.0,
+        gt=0,
+        description="the same, with and without SLURM, until the first step is done and in a first evaluation: imports, kernels "
+        "compiled, checkpoint and documents read",
+    )
     lost_node_s: float = Field(60.0, gt=0, description="seconds without a sign of life of a node before it counts as dead")
     evaluate: bool = Field(False, description="evaluate each new checkpoint in a small job of its own (one node, one rank)")
     evaluate_time: Annotated[str, AfterValidator(_duration)] = Field("01:00:00", description="limit of such a job")

@@ -57,11 +57,6 @@ def prepare(config: RunConfig, cluster: Cluster, nodes: str | None, *, change: b
             f"slurm.container is set, and slurm.python is not: name the Python in {cluster.slurm.container.image} that "
             f"Baton is installed in, as python3"
         )
-    if config.jobs.hang_s >= config.layout.timeout_s:
-        raise ConfigError(
-            f"jobs.hang_s={config.jobs.hang_s:g} must be less than layout.timeout_s={config.layout.timeout_s:g}, or ranks end "
-            f"before anybody has seen where they hung"
-        )
     absolute = config.model_copy(update={"directory": str(config.folder.absolute())})
     if odd := sorted({c for c in str(absolute.folder) if c in _NOT_IN_PATHS}):
         raise ConfigError(

@@ -186,7 +186,7 @@ def test_a_rank_that_the_kernel_keeps_is_named_as_such(ranks):
         wait_until(lambda: is_blocked(process.pid), "the process to block")
         world = ranks(2)
         world.running[1] = process.pid
-        late = world.pass_by(LIMIT_S + 2)
+        late = world.pass_by(LIMIT_S + 5)
         assert list(late) == [1], "though nobody waits in a collective"
         assert world.watch.culprit(late) == Culprit(1, "blocked inside the kernel, by a disk or a driver")
     finally:

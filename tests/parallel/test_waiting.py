@@ -73,3 +73,28 @@ def test_the_rank_that_waits_is_the_one_that_is_early(pool, tmp_path):
     for found in (early, other):
         assert found["nothing"][0] == 0
         assert found["asynchronous"][0] == 0, "it has not waited yet"
+
+
+def reported(mesh):
+    """What is reported of some calls of one rank."""
+    from baton.parallel import waiting
+
+    told = []
+    waiting.install()
+    waiting.report_to(told.append)
+    try:
+        dist.all_reduce(torch.ones(3), group=mesh.tensor_group)
+        dist.broadcast(torch.ones(3), 0)
+        with waiting.reporting(waiting.collective("all_reduce", mesh.tensor_group)):
+            pass
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
+    finally:
+        waiting.report_to(lambda what: None)
+    return told
+
+
+def test_a_wait_is_reported_with_the_call_and_the_ranks_that_take_part(pool):
+    for rank, told in enumerate(pool.run(reported, tensor=2, data=2)):
+        own = "0, 1" if rank < 2 else "2, 3"
+        expected = [f"all_reduce over ranks {own}", "broadcast over ranks 0, 1, 2, 3", f"all_reduce over ranks {own}"]
+        assert told == [text for what in expected for text in (what, "")]
