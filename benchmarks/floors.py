@@ -40,13 +40,11 @@ OF_PARAMETER = 4 + (4 + 8 + 8 + 8) + 4 + 2
 """Bytes an update moves: the gradient for its norm; the gradient, master and moments for AdamW; the parameter and its copy."""
 INTRODUCTION = """# Where a step's time goes, and the least it could take
 
-From profiles among `benchmarks/results`, milliseconds of one optimizer step on one H200, every kernel launched by itself (with
-`training.cuda_graphs` idle is about a third). The least is what the data sheet's 989 TFLOP/s and 4.8 TB/s, or 16 exponentials a
-cycle and processor, allow for what a line cannot do without; `benchmarks/floors.py` counts it. A line without one could take
-nothing. Large matrix products reach 0.72 of the data sheet. What binds the scans is none of these: Mamba's issue 8.5 instructions
-forwards and 35 back for every channel, state and token (a state is made twice, for nothing is divided by a decay); in GSA's chunks
-one product waits for another, with an eighth of a processor's warps in flight for want of registers; B'MOJO has a Mamba in it, and
-attention to a memory that changes with every window. The optimizer's least is one pass over everything; DeepSpeed makes several."""
+From profiles among `benchmarks/results`, milliseconds of one optimizer step on one H200, every kernel launched by itself. The
+least is what the data sheet's 989 TFLOP/s and 4.8 TB/s, or 16 exponentials a cycle and processor, allow for what a line cannot do
+without; `benchmarks/floors.py` counts it. A line without one could take nothing. The scans are 4.5 times their least and more, so
+none of these bounds is what binds them. B'MOJO's scans include those of its Mamba. The optimizer's least is one pass over
+everything; DeepSpeed makes several."""
 _ROW = re.compile(r"^  ([a-z][a-z ]*?) {2,}([\d,]+\.\d\d) +[\d.]+%")
 
 

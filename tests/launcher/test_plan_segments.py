@@ -194,6 +194,15 @@ def test_a_million_tokens_in_segments_are_as_much_as_one_and_the_states_between(
     assert (truncated.memory.borders, truncated.memory.lanes) == (state, 5 * state)
 
 
+@pytest.mark.parametrize(
+    ("model", "mib"),
+    [("mamba-1.4b", 13.1), ("longhorn-1.3b", 13.1), ("gsa-1.3b", 24.0), ("lattice-1.3b", 12.3), ("bmojo-1.4b", 171.5)],
+)
+def test_a_states_size_is_what_the_page_on_long_contexts_says(model, mib):
+    (one,) = of_stages(long_run(f"model={model}", context=16384))
+    assert one.states / 2**20 == pytest.approx(mib, abs=0.051)
+
+
 def test_segments_run_forwards_once_more_but_for_the_last():
     cluster = load_cluster("h200")
     plain, whole, cut, one = (
