@@ -4,8 +4,9 @@ The one thing to know: nothing here imports torch (the webdataset library does, 
 In the order of a token's way:
 
     tokenizer   train_tokenizer, Tokenizer
-    sources     input files, and the records in them
-    prepare     prepare: inputs to a dataset (tasks: its worker processes; shards: the format on disk)
+    sources     input files: folders searched, links followed
+    records     the documents in them (formats: what a file is; compressed, archive, parquet: reading it)
+    prepare     prepare: inputs to a dataset (claim: its folder and plan; tasks: its worker processes; shards: the format on disk)
     verify      verify, inspect
     dataset     Dataset: a prepared dataset opened for reading (places: folders, URLs and pipes; remote: http, retries, a cache)
     lanes       which documents come when, and Cursor (units: where the units of all shards begin, in one file that a start reads)

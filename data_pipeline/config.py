@@ -14,7 +14,10 @@ from baton.data_pipeline.mixture import check_weights
 MIB = 1 << 20
 
 #: Files taken from a folder when no include pattern is given (names, matched without regard to their folder).
-DEFAULT_INCLUDE = ("*.txt", "*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.parquet")
+DEFAULT_INCLUDE = (
+    *("*.txt", "*.jsonl", "*.ndjson", "*.parquet"),  # not .json and .tar, of which many are no text: they are named or included
+    *(f"*.{kind}.{packed}" for kind in ("txt", "jsonl", "ndjson", "json") for packed in ("gz", "zst", "xz", "bz2")),
+)
 #: Text bytes aimed at per shard: big enough for sequential reads, small enough to spread over ranks and to verify in a second.
 DEFAULT_SHARD_BYTES = 256 * MIB
 #: Share of documents held out for validation.
@@ -315,18 +318,20 @@ class PrepareConfig(_Settings):
     text_field: str = Field(
         default="text",
         min_length=1,
-        description="Field of a .jsonl record, or column of a .parquet table, that holds the document's text.",
+        description="Field of a JSON record, or column of a Parquet table, that holds the document's text.",
     )
     include: tuple[str, ...] = Field(
         default=DEFAULT_INCLUDE,
         min_length=1,
         description="Patterns of files to take from a folder. Without a slash a pattern is matched against the file's name, with "
-        "one against its path below the folder. A matched file that is not .jsonl or .parquet is one document of text.",
+        "one against its path below the folder, and with one at its beginning against the name that reports give the file. A "
+        "matched file is read as what it is: JSON lines or arrays, Parquet, a WebDataset tar, else one document of text.",
     )
     exclude: tuple[str, ...] = Field(
         default=(),
-        description="Patterns of files and folders to leave out of a folder: without a slash matched against every part of the "
-        "path, with one against the path below the folder.",
+        description="Patterns of files and folders to leave out: without a slash matched against every part of the path below an "
+        "input, with one against that path, with one at its beginning against the name that reports give the file. May be changed "
+        "while a dataset is unfinished: finished parts stay.",
     )
     workers: int | None = Field(
         default=None,

@@ -17,3 +17,18 @@ class StorageError(Exception):
     """
 
     exit_status = 74
+
+
+class InputError(DataError):
+    """One input file that cannot be read; the others can.
+
+    Attributes: `source`, the file's name in reports; `path`; `what`, why it cannot be read.
+    """
+
+    def __init__(self, source: str, path: str, what: str) -> None:
+        what = " ".join(what.split())
+        super().__init__(source, path, what)
+        self.source, self.path, self.what = source, path, what
+
+    def __str__(self) -> str:
+        return f"cannot read the input {self.path}: {self.what}; restore the file or exclude it"

@@ -1,35 +1,33 @@
 """Text in, a dataset out: a folder of tar shards with indexes and one dataset.json.
 
-The one thing to know: the inputs are dealt to *tasks* by a pure function of their names, sizes and the settings; a task writes its
-own shards and then its record, so tasks run in any order, on any number of processes, and are not repeated after a kill. The shards
-get their final names, and dataset.json appears, only when every task has its record.
+The one thing to know: the inputs are dealt to *tasks* by a pure function of the plan (claim.py); a task writes its own shards and
+then its record, so tasks run in any order, on any number of processes, and are not repeated after a kill. The shards get their
+final names, and dataset.json appears, only when every task has its record.
 """
 
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from baton.data_pipeline.claim import PARTS, claimed, deal, make_plan, unreadable
 from baton.data_pipeline.config import PrepareConfig, ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.files import fingerprint, read_json, write_atomically, write_json
+from baton.data_pipeline.files import fingerprint, write_atomically, write_json
 from baton.data_pipeline.lanes import unit_starts
-from baton.data_pipeline.lock import LockHeldError, exclusive
 from baton.data_pipeline.progress import Progress, shown
+from baton.data_pipeline.records import split_source
 from baton.data_pipeline.shards import (
     DATASET,
     FORMAT,
-    PLAN,
     REJECTED,
     VERSION,
     Index,
@@ -38,17 +36,16 @@ from baton.data_pipeline.shards import (
     file_size,
     index_name,
 )
-from baton.data_pipeline.sources import Piece, Source, find_sources, split_source
+from baton.data_pipeline.sources import Found, find_sources
 from baton.data_pipeline.tasks import Task, TaskRecord, record_path, run_tasks
 from baton.data_pipeline.tokenizer import Tokenizer
 from baton.data_pipeline.units import UNITS, UnitTable
 
-PARTS = ".parts"  # finished tasks, until all are
-
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What `prepare` made. totals: {split: {"shards", "documents", "text_bytes", "tokens"}}; rejected: {reason: records}."""
+    """What `prepare` made. totals: {split: {"shards", "documents", "text_bytes", "tokens"}}; rejected: {reason: records and files};
+    remarks: lines about the choice of files."""
 
     path: str
     content: str
@@ -56,6 +53,7 @@ class PrepareReport:
     rejected: dict[str, int]
     examples: tuple[str, ...]
     sources: int
+    remarks: tuple[str, ...]
     tasks_kept: int
     seconds: float
 
@@ -71,6 +69,7 @@ class PrepareReport:
             lines += [f"    {example}" for example in self.examples]
         else:
             lines.append("  rejected: none")
+        lines += [f"  {remark}" for remark in self.remarks]
         return "\n".join(lines)
 
 
@@ -93,16 +92,18 @@ def prepare(
     exclude: Sequence[str] = PrepareConfig.model_fields["exclude"].default,
     progress: Progress | None = None,
 ) -> PrepareReport:
-    """Turn text files, .jsonl(.gz/.zst) and .parquet into the dataset folder `out`; run again after a kill, it goes on where it
-    was.
+    """Turn text files, JSON lines and arrays, Parquet and WebDataset tars (each but Parquet also compressed) into the dataset
+    folder `out`; run again after a kill, it goes on where it was.
 
     inputs: files, or folders that are searched for `include` without `exclude` (see PrepareConfig, also for the other settings).
     tokenizer: path of a .model file: the shards then hold token ids instead of text.
     workers: processes (none: one per usable core; 1: this process). More than one needs the usual `if __name__ == "__main__"` in a
     script.
     progress: called with (input bytes done, input bytes in all); none shows it on stdout.
-    Raises DataError: unusable inputs, no document at all, or an `out` that holds something else (what differs is named). Records
-    that are no documents are counted in the report and listed in rejected.jsonl.
+    Raises DataError: unusable inputs, no document at all, or an `out` that holds something else (what differs is named). An input
+    that cannot be read does not keep the others from being done: the error comes after them, and what is finished stays for a run
+    with that file restored or excluded. Records that are no documents, and links and files that are not read, are counted in the
+    report and listed in rejected.jsonl.
     """
     began = time.monotonic()
     try:
@@ -119,21 +120,21 @@ def prepare(
         raise DataError(f"{problem['loc'][0]} {problem['input']!r}: {problem['msg']}; correct it") from error
     vocabulary = Tokenizer(tokenizer).fingerprint if tokenizer is not None else None
     folder = Path(out)
-    sources = find_sources(inputs, settings.include, settings.exclude, leave=folder)
-    plan = _plan(settings, sources, vocabulary)
-    tasks = [
-        Task(number, tuple(pieces), settings, str(folder / PARTS), None if tokenizer is None else str(tokenizer))
-        for number, pieces in enumerate(_deal(sources, settings))
-    ]
-    with _claimed(folder, plan):
+    found = find_sources(inputs, settings.include, settings.exclude, leave=folder)
+    sources = found.sources
+    pieces = [piece for source in sources for piece in split_source(source, settings.shard_bytes, settings.text_field)]
+    with claimed(folder, make_plan(settings, sources, vocabulary), pieces) as plan:
         if (folder / DATASET).exists():
-            return _finished_before(folder, len(sources), began)
+            return _finished_before(folder, found, began)
         parts = folder / PARTS
+        tasks = deal(pieces, plan, settings, folder, None if tokenizer is None else str(tokenizer))
         processes = settings.workers or len(os.sched_getaffinity(0))
         with shown(progress, f"preparing {folder}") as advance:
-            records = run_tasks(tasks, _moved_already(folder, tasks), processes, advance)
+            records, failures = run_tasks(tasks, _moved_already(folder, tasks), processes, advance)
+        if failures:
+            raise unreadable(folder, failures, tasks)
         summaries = _publish(folder, parts, records, settings, "text" if tokenizer is None else "tokens")
-        rejected = [entry for record in records for entry in record.rejected]
+        rejected = [asdict(entry) for entry in found.left] + [entry for record in records for entry in record.rejected]
         lines = [json.dumps(entry) + "\n" for entry in rejected]
         write_atomically(folder / REJECTED, "".join(lines).encode())
         counts = dict(sorted(Counter(str(entry["reason"]) for entry in rejected).items()))
@@ -149,93 +150,21 @@ def prepare(
         examples = tuple(_describe_rejected(entry) for entry in rejected[:5])
         kept = sum(record.kept for record in records)
         return PrepareReport(
-            str(folder), dataset["content"], dataset["totals"], counts, examples, len(sources), kept, time.monotonic() - began
+            str(folder),
+            dataset["content"],
+            dataset["totals"],
+            counts,
+            examples,
+            len(sources),
+            found.remarks(),
+            kept,
+            time.monotonic() - began,
         )
 
 
 def _describe_rejected(entry: dict[str, Any]) -> str:
     line = f"{entry['source']} record {entry['record']}: {entry['reason']} ({entry['detail']})"
     return line.encode("utf-8", "backslashreplace").decode()  # file names need not be Unicode
-
-
-def _plan(settings: PrepareConfig, sources: list[Source], vocabulary: str | None) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "settings": {**settings.model_dump(mode="json", exclude={"workers"}), "tokenizer": vocabulary},
-        "inputs": {source.name: [source.size, source.mtime_ns] for source in sources},
-    }
-
-
-def _deal(sources: list[Source], settings: PrepareConfig) -> Iterator[list[Piece]]:
-    """Neighbouring pieces of about one shard's worth of input each."""
-    pieces: list[Piece] = []
-    size = 0
-    for source in sources:
-        for piece in split_source(source, settings.shard_bytes, settings.text_field):
-            if pieces and size + piece.size > settings.shard_bytes:
-                yield pieces
-                pieces, size = [], 0
-            pieces.append(piece)
-            size += piece.size
-    if pieces:
-        yield pieces
-
-
-@contextmanager
-def _claimed(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
-    """Make the folder ours: new or of the same plan, and no other process in it. Its scratch folder goes when dataset.json is
-    there."""
-    if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder} is a file; choose a folder for the dataset")
-    if (folder / PLAN).exists():
-        before = read_json(folder / PLAN, "delete the folder and prepare it again")
-        differences = _differences(before, plan)
-        if differences:
-            more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-            what = "; ".join(differences[:4])
-            raise DataError(f"{folder} was prepared differently ({what}{more}); choose another folder, or delete this one")
-    elif folder.exists() and any(path.name != PARTS for path in folder.iterdir()):
-        raise DataError(f"{folder} holds files that are not a dataset; choose an empty or new folder")
-    parts = folder / PARTS
-    with ExitStack() as held:
-        try:
-            parts.mkdir(parents=True, exist_ok=True)
-            held.enter_context(exclusive(parts / "lock"))
-        except OSError as error:
-            raise DataError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
-        except LockHeldError as error:
-            raise DataError(f"{folder} is being prepared by {error.holder}; wait for it{error.remedy}") from None
-        if not (folder / PLAN).exists():
-            write_json(folder / PLAN, plan)
-        try:
-            yield
-        except DataError:
-            if not any(parts.glob("task-??????.json")):  # nothing to go on from: leave nothing that would refuse corrected settings
-                (folder / PLAN).unlink()
-                _remove_parts(parts, held)
-            raise
-        if (folder / DATASET).exists():
-            _remove_parts(parts, held)
-
-
-def _remove_parts(parts: Path, lock: ExitStack) -> None:
-    """Remove the scratch folder and end the lock in it. NFS keeps the lock's file, under another name, until it is closed."""
-    shutil.rmtree(parts, ignore_errors=True)
-    lock.close()
-    with suppress(OSError):  # another process has begun to prepare here, and so refuses or goes on by itself
-        parts.rmdir()
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    found = [f"{key} was {before.get(key)}, is {now[key]}" for key in ("format", "version") if before.get(key) != now[key]]
-    old, new = before.get("settings", {}), now["settings"]
-    found += [f"{key} was {old.get(key)}, is {new.get(key)}" for key in sorted(old.keys() | new) if old.get(key) != new.get(key)]
-    old, new = before.get("inputs", {}), now["inputs"]
-    for name in sorted(old.keys() | new):
-        if old.get(name) != new.get(name):
-            found.append(f"input {name} " + ("is new" if name not in old else "is gone" if name not in new else "has changed"))
-    return found
 
 
 def _final_names(records: Sequence[TaskRecord]) -> dict[str, str]:
@@ -317,7 +246,7 @@ def _dataset(
     }
 
 
-def _finished_before(folder: Path, sources: int, began: float) -> PrepareReport:
+def _finished_before(folder: Path, found: Found, began: float) -> PrepareReport:
     """A second run on a finished folder changes nothing; it only makes sure that the shards are still there and whole in size."""
     dataset = Dataset.open(folder)
     with open(folder / REJECTED, encoding="utf-8") as lines:
@@ -329,7 +258,8 @@ def _finished_before(folder: Path, sources: int, began: float) -> PrepareReport:
         dataset.totals,
         dataset.rejected,
         examples,
-        sources,
+        len(found.sources),
+        found.remarks(),
         sum(total["shards"] or 0 for total in dataset.totals.values()),
         time.monotonic() - began,
     )

@@ -1,43 +1,43 @@
-"""Where documents come from: text files, .jsonl (plain, .gz, .zst) and .parquet, read as pieces that workers can share.
+"""The input files of a preparation: which they are, what is left out and why, and the records that they are read as.
 
-The one thing to know: a `Piece` is a part of one input file that can be read on its own (a byte range of a .jsonl, some row groups
-of a .parquet, otherwise the whole file), and a document's id depends only on its source's name and its record number, not on the
-pieces.
+Links are followed where nothing is read twice by that. A linked folder is walked after all real ones, once, and not if it contains
+the folder that the link is in. All else that a pattern matches and that is not read is returned beside the files.
 """
 
 import fnmatch
-import gzip
+import glob
 import hashlib
-import io
-import json
 import os
+import re
+import shlex
+import stat
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
 
+from baton.data_pipeline.compressed import SUFFIXES
 from baton.data_pipeline.errors import DataError
-
-_JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One input file. `name` is how ids and reports call it: the input's own name and the path below it, with slashes."""
+    """One input file. `name` is how ids and reports call it: the input's own name and the path below it, with slashes. named: it
+    was given as an input itself, not found in a folder."""
 
     name: str
     path: str
     size: int
     mtime_ns: int
+    named: bool = False
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part `start <= position < stop` of a source: bytes of a .jsonl, row groups of a .parquet, bytes of anything else (all of
-    them).
+    """The part `start <= position < stop` of a source: bytes of JSON lines, row groups of a Parquet table, bytes of anything else
+    (all of them).
 
-    size: input bytes this piece stands for (for .parquet: uncompressed bytes of the text column); only used to balance and to show
+    size: input bytes this piece stands for (of Parquet: uncompressed bytes of the text column); only used to balance and to show
     progress.
     """
 
@@ -57,12 +57,34 @@ class Document:
 
 @dataclass(frozen=True)
 class Rejected:
-    """One record that is no document. record: byte offset of the line (.jsonl, uncompressed), row (.parquet) or 0 (text file)."""
+    """One record that is no document, or an input that is not read. record: byte of the line or value (JSON, before compression),
+    row (Parquet), byte of the member (tar), byte of the file (stray bytes) or 0 (the whole file)."""
 
     source: str
     record: int
     reason: str
     detail: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What inputs consist of. sources: the files to read, sorted by name. left: what matches and is not read, sorted. followed:
+    links to folders that were searched. others: files in folders that match no include pattern, by the end of their names."""
+
+    sources: list[Source]
+    left: list[Rejected]
+    followed: list[str]
+    others: Counter[str]
+
+    def remarks(self) -> tuple[str, ...]:
+        """Lines about what a reader of the report may not expect."""
+        lines = []
+        if self.followed:
+            more = f" and {len(self.followed) - 4} more" if len(self.followed) > 4 else ""
+            lines.append(f"linked folders, followed: {', '.join(self.followed[:4])}{more}")
+        if self.others:
+            lines.append(f"not matched by --include: {described_others(self.others)}")
+        return tuple(line.encode("utf-8", "backslashreplace").decode() for line in lines)  # file names need not be Unicode
 
 
 def document_id(source: str, record: int) -> str:
@@ -75,236 +97,165 @@ def held_out(text: bytes, fraction: float) -> bool:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"baton held out").digest()) < fraction * 2.0**64
 
 
+def exclusion(source: str) -> str:
+    """Words for a shell that exclude exactly this source. What a terminal cannot show in a name is any character."""
+    pattern = "/" + re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", "?", glob.escape(source))
+    return f"--exclude {shlex.quote(pattern)}"
+
+
 def find_sources(
     inputs: Sequence[str | os.PathLike[str]], include: Sequence[str], exclude: Sequence[str], leave: Path | None = None
-) -> list[Source]:
-    """The input files, sorted by name. A file named as an input is always taken; a folder is walked, without following links to
-    folders and without the folder `leave` (the output, which may be below an input).
+) -> Found:
+    """The input files. A file named as an input is taken unless it is excluded; a folder is searched, without the folder `leave`
+    (the output, which may be below an input).
 
     Raises DataError: a missing input, none that matches, or two files that would have the same name.
     """
-    found: dict[str, Source] = {}
+    found: dict[str, tuple[Source, str]] = {}  # name -> the file, and the path of it without links
+    search = _Search(include, exclude, None if leave is None else os.path.realpath(leave))
     for given in inputs:
         top = Path(os.path.abspath(given))
         if top.is_dir():
-            paths = list(_walk(top, include, exclude, None if leave is None else leave.absolute()))
-        elif top.is_file():
-            paths = [top]
+            files = search.folder(top)
+        elif os.path.lexists(top):
+            files = search.file(top, given)
         else:
             raise DataError(f"the input {given} does not exist; correct the path (inputs are files or folders on this machine)")
-        for path in paths:
-            name = path.relative_to(top.parent).as_posix()
-            try:
-                status = path.stat()
-            except OSError as error:
-                raise DataError(f"cannot read the input {path}: {error.strerror}; make it readable or exclude it") from error
-            if name in found and found[name].path != str(path):
+        for source, real in files:
+            if source.name in found and found[source.name][0].path != source.path:
                 raise DataError(
-                    f"the inputs {found[name].path} and {path} would both be called {name}; rename one of their folders"
+                    f"the inputs {found[source.name][0].path} and {source.path} would both be called {source.name}; rename one of "
+                    f"their folders"
                 )
-            found[name] = Source(name, str(path), status.st_size, status.st_mtime_ns)
-    if not found:
-        raise DataError(
-            f"no file in {', '.join(map(str, inputs)) or 'an empty list of inputs'} matches {', '.join(include)}; see --include"
-        )
-    return [found[name] for name in sorted(found)]
-
-
-def _walk(top: Path, include: Sequence[str], exclude: Sequence[str], leave: Path | None) -> Iterator[Path]:
-    def unreadable(error: OSError) -> None:
-        raise DataError(f"cannot read the folder {error.filename}: {error.strerror}; make it readable or exclude it") from error
-
-    for folder, folders, names in os.walk(top, onerror=unreadable):
-        below = Path(folder).relative_to(top)
-        kept = (name for name in folders if not _matches((below / name).as_posix(), name, exclude))
-        folders[:] = sorted(name for name in kept if Path(folder, name) != leave)
-        for name in sorted(names):
-            path = Path(folder, name)
-            relative = (below / name).as_posix()
-            if _matches(relative, name, include) and not _matches(relative, name, exclude) and path.is_file():
-                yield path
-
-
-def _matches(relative: str, name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(relative if "/" in pattern else name, pattern) for pattern in patterns)
-
-
-def split_source(source: Source, piece_bytes: int, text_field: str) -> list[Piece]:
-    """Pieces of about `piece_bytes` each where the format allows it. Raises DataError for an unreadable .parquet."""
-    if source.name.endswith(".parquet"):
-        return _split_parquet(source, piece_bytes, text_field)
-    if source.name.endswith(".jsonl"):
-        cuts = [*range(0, max(source.size, 1), piece_bytes), source.size]
-        return [Piece(source, start, stop, stop - start) for start, stop in pairwise(cuts)]
-    return [Piece(source, 0, source.size, source.size)]
-
-
-def _split_parquet(source: Source, piece_bytes: int, text_field: str) -> list[Piece]:
-    metadata = _open_parquet(source, text_field).metadata
-    column = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(text_field)
-    pieces: list[Piece] = []
-    start, size = 0, 0
-    for group in range(metadata.num_row_groups):
-        size += metadata.row_group(group).column(column).total_uncompressed_size
-        if size >= piece_bytes or group + 1 == metadata.num_row_groups:
-            pieces.append(Piece(source, start, group + 1, size))
-            start, size = group + 1, 0
-    return pieces
-
-
-def read_piece(piece: Piece, text_field: str) -> Iterator[Document | Rejected]:
-    """The records of a piece, in order. Raises DataError when the file has changed, is damaged or lacks the text column."""
-    source = piece.source
-    try:
-        status = os.stat(source.path)
-        if (status.st_size, status.st_mtime_ns) != (source.size, source.mtime_ns):
-            raise DataError(
-                f"the input {source.path} changed while it was read; leave the inputs alone and prepare into a new folder"
-            )
-        if source.name.endswith(".parquet"):
-            yield from _read_parquet(piece, text_field)
-        elif source.name.endswith(_JSONL):
-            yield from _read_jsonl(piece, text_field)
+            found[source.name] = source, real
+    sources: dict[str, Source] = {}  # path without links -> the file that it is read as; a real name is taken before a link
+    for source, real in sorted(found.values(), key=lambda each: (os.path.islink(each[0].path), each[0].name)):
+        if real in sources:
+            search.left.append(Rejected(source.name, 0, "same file", f"it is {sources[real].name}, which is read"))
         else:
-            yield _accept(source.name, 0, Path(source.path).read_bytes())
-    except (OSError, EOFError) as error:
-        raise DataError(f"cannot read the input {source.path}: {error}; restore the file or exclude it") from error
+            sources[real] = source
+    if not sources:
+        example = f" ({search.left[0].source}: {search.left[0].detail})" if search.left else ""
+        others = f"; there are {described_others(search.others)}" if search.others else ""
+        patterns = ", ".join(include[:5]) + (", …" if len(include) > 5 else "")
+        named = ", ".join(map(str, inputs)) or "an empty list of inputs"
+        raise DataError(f"no file in {named} matches {patterns}{example}{others}; see --include")
+    left = sorted(search.left, key=lambda each: each.source)
+    return Found(sorted(sources.values(), key=lambda each: each.name), left, search.followed, search.others)
 
 
-def _accept(source: str, record: int, text: bytes) -> Document | Rejected:
-    try:
-        blank = not text.decode().strip()
-    except UnicodeDecodeError as error:
-        return Rejected(source, record, "invalid utf-8", f"{error.reason} at byte {error.start} of the text")
-    if blank:
-        return Rejected(source, record, "empty", "nothing but whitespace" if text else "no text")
-    return Document(document_id(source, record), text)
+def described_others(others: Counter[str]) -> str:
+    """How many files of which names, the most common first."""
+    parts = [f"{count:,} {ending}" for ending, count in sorted(others.items(), key=lambda item: (-item[1], item[0]))]
+    return ", ".join(parts[:6]) + (", …" if len(parts) > 6 else "")
 
 
-def _read_jsonl(piece: Piece, text_field: str) -> Iterator[Document | Rejected]:
-    """Lines that *begin* in the piece. Blank lines are no records. Ids count bytes, so that a range needs no look at what precedes
-    it."""
-    name = piece.source.name
-    with _open_lines(piece.source) as lines:
-        position = piece.start
-        if position:  # the line that is under way here belongs to the piece before; one that begins exactly here does not
-            lines.seek(position - 1)
-            position += len(lines.readline()) - 1
-        compressed = not name.endswith(".jsonl")
-        while compressed or position < piece.stop:
-            line = lines.readline()
-            if not line:
-                return
-            if line.strip():
-                yield _parse(name, position, line, text_field)
-            position += len(line)
+class _Search:
+    """Files of inputs, and what `Found` says besides."""
 
+    def __init__(self, include: Sequence[str], exclude: Sequence[str], leave: str | None) -> None:
+        self._include, self._exclude, self._leave = include, exclude, leave
+        self.left: list[Rejected] = []
+        self.followed: list[str] = []
+        self.others: Counter[str] = Counter()
 
-def _parse(source: str, record: int, line: bytes, text_field: str) -> Document | Rejected:
-    try:
-        value = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        return Rejected(source, record, "invalid utf-8", f"{error.reason} at byte {error.start} of the line")
-    except (ValueError, RecursionError) as error:
-        return Rejected(source, record, "broken json", str(error))
-    if not isinstance(value, dict):
-        return Rejected(source, record, "broken json", f"the line is a JSON {type(value).__name__}, not an object")
-    if text_field not in value:
-        return Rejected(source, record, "missing field", f"no field {text_field!r} among {', '.join(map(repr, sorted(value)[:8]))}")
-    text = value[text_field]
-    if not isinstance(text, str):
-        return Rejected(source, record, "missing field", f"field {text_field!r} is a {type(text).__name__}, not a string")
-    try:
-        return _accept(source, record, text.encode())
-    except UnicodeEncodeError as error:
-        return Rejected(source, record, "invalid utf-8", f"lone surrogate at character {error.start} of the text")
+    def file(self, path: Path, given: str | os.PathLike[str]) -> Iterator[tuple[Source, str]]:
+        """An input that is a file, and its path without links. Raises DataError when it is anything else."""
+        if _matches(path.name, path.name, path.name, self._exclude):
+            return
+        status = _status(path)
+        kind = "a link to nothing" if status is None else _special(status.st_mode)
+        if status is None or kind is not None:
+            raise DataError(f"the input {given} is {kind}; inputs are files or folders on this machine")
+        yield Source(path.name, str(path), status.st_size, status.st_mtime_ns, named=True), os.path.realpath(path)
 
+    def folder(self, top: Path) -> Iterator[tuple[Source, str]]:
+        """The files in a folder, with their paths without links."""
+        walked: set[str] = set()
+        links: list[tuple[Path, str]] = []  # to folders, and where to
+        yield from self._walk(top, top, os.path.realpath(top), walked, links)
+        while links:
+            links.sort()
+            path, real = links.pop(0)
+            name = path.relative_to(top.parent).as_posix()
+            if real in walked:
+                self.left.append(Rejected(name, 0, "linked folder", f"it is a link to {real}, which is read already"))
+            elif any(Path(os.path.realpath(inner)).is_relative_to(real) for inner in (top, path.parent)):
+                self.left.append(Rejected(name, 0, "linked folder", f"it is a link to {real}, which it is in itself"))
+            else:
+                self.followed.append(f"{name} -> {real}")
+                yield from self._walk(top, path, real, walked, links)
 
-def _open_lines(source: Source) -> BinaryIO:
-    if source.name.endswith(".gz"):
-        return gzip.open(source.path, "rb")  # type: ignore[return-value]  # a GzipFile reads as a BinaryIO
-    if source.name.endswith(".zst"):
-        import zstandard
-
-        return io.BufferedReader(_Zstandard(source, zstandard), 1 << 20)
-    return open(source.path, "rb", buffering=1 << 20)
-
-
-class _Zstandard(io.RawIOBase):
-    """All frames of a .zst file as one stream; a truncated one is an error, as it is for .gz."""
-
-    def __init__(self, source: Source, zstandard: Any) -> None:
-        self._file = open(source.path, "rb")  # noqa: SIM115 (closed by close)
-        self._new = zstandard.ZstdDecompressor().decompressobj
-        self._frame = self._new()
-        self._fresh = True  # no byte of the current frame has been seen
-        self._error = zstandard.ZstdError
-        self._left = b""
-        self._ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            block = self._left or self._file.read(1 << 20)
-            self._left = b""
-            if not block:
-                if not self._fresh:
-                    raise EOFError("the compressed file ends in the middle of a frame")
-                return 0
+    def _walk(
+        self, top: Path, folder: Path, real: str, walked: set[str], links: list[tuple[Path, str]]
+    ) -> Iterator[tuple[Source, str]]:
+        """Files below a folder whose path without links is `real`. Adds the folders that were read, and the links to folders."""
+        folders = [(folder, real)]
+        while folders:
+            folder, real = folders.pop()
+            if real == self._leave or real in walked:
+                continue
+            walked.add(real)
             try:
-                self._ready = memoryview(self._frame.decompress(block))
-            except self._error as error:
-                raise OSError(f"not valid zstandard data ({error})") from error
-            self._fresh = False
-            if self._frame.eof:
-                self._left = self._frame.unused_data
-                self._frame, self._fresh = self._new(), True
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
+                with os.scandir(folder) as entries:
+                    found = sorted(entries, key=lambda entry: entry.name)
+            except OSError as error:
+                raise DataError(f"cannot read the folder {folder}: {error.strerror}; make it readable or exclude it") from error
+            for entry in found:
+                path = folder / entry.name
+                below, name = path.relative_to(top).as_posix(), path.relative_to(top.parent).as_posix()
+                if _matches(below, entry.name, name, self._exclude):
+                    continue
+                if entry.is_symlink():
+                    target = os.path.realpath(path)
+                    if os.path.isdir(target):
+                        links.append((path, target))
+                        continue
+                elif entry.is_dir():
+                    folders.append((path, f"{real.rstrip('/')}/{entry.name}"))
+                    continue
+                else:
+                    target = f"{real.rstrip('/')}/{entry.name}"
+                yield from self._found(path, below, name, target)
 
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    def _found(self, path: Path, below: str, name: str, real: str) -> Iterator[tuple[Source, str]]:
+        status = _status(path)
+        if status is None:  # a link may have been to a folder, so patterns say nothing about it
+            self.left.append(Rejected(name, 0, "dangling link", f"it is a link to {os.readlink(path)}, which is not there"))
+        elif not _matches(below, path.name, name, self._include):
+            self.others[_ending(path.name)] += 1
+        elif (kind := _special(status.st_mode)) is not None:
+            self.left.append(Rejected(name, 0, "not a file", f"it is {kind}"))
+        else:
+            yield Source(name, str(path), status.st_size, status.st_mtime_ns), real
 
 
-def _open_parquet(source: Source, text_field: str) -> Any:
-    import pyarrow
-    import pyarrow.parquet
+def _ending(name: str) -> str:
+    """The suffix of a name, with the one before it where the last is a compression's; the name where it has none."""
+    suffixes = Path(name.lower()).suffixes[-2:]
+    return "".join(suffixes if suffixes and suffixes[-1] in SUFFIXES else suffixes[-1:]) or name
 
+
+def _status(path: Path) -> os.stat_result | None:
+    """Of what a path leads to; None: a link that leads to nothing, or round."""
     try:
-        table = pyarrow.parquet.ParquetFile(source.path)
-        schema = table.schema_arrow
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(
-            f"cannot read the input {source.path} as parquet: {' '.join(str(error).split())}; restore or exclude it"
-        ) from error
-    if text_field not in schema.names:
-        raise DataError(
-            f"{source.path} has no column {text_field!r} but {', '.join(schema.names)}; name the text column with text_field"
-        )
-    kind = schema.field(text_field).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise DataError(f"column {text_field!r} of {source.path} holds {kind}, not strings; name the text column with text_field")
-    return table
+        return path.stat()
+    except OSError as error:
+        if os.path.islink(path):
+            return None
+        raise DataError(f"cannot read the input {path}: {error.strerror}; make it readable or exclude it") from error
 
 
-def _read_parquet(piece: Piece, text_field: str) -> Iterator[Document | Rejected]:
-    import pyarrow
+def _special(mode: int) -> str | None:
+    """What a path of this mode is, where it is not a file."""
+    kinds = ((stat.S_ISREG, None), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
+    return next((kind for test, kind in kinds if test(mode)), "a device")
 
-    table = _open_parquet(piece.source, text_field)
-    name = piece.source.name
-    row = sum(table.metadata.row_group(group).num_rows for group in range(piece.start))
-    try:
-        for batch in table.iter_batches(256, row_groups=list(range(piece.start, piece.stop)), columns=[text_field]):
-            # as bytes: arrow does not check that its strings are UTF-8
-            for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
-                yield Rejected(name, row, "missing field", "the value is null") if text is None else _accept(name, row, text)
-                row += 1
-    except pyarrow.ArrowException as error:
-        raise DataError(
-            f"the input {piece.source.path} is damaged: {' '.join(str(error).split())}; restore or exclude it"
-        ) from error
+
+def _matches(below: str, name: str, whole: str, patterns: Sequence[str]) -> bool:
+    """below: the path below the folder; whole: that behind the input's own name, which patterns that begin with / are for."""
+
+    def subject(pattern: str) -> str:
+        return f"/{whole}" if pattern.startswith("/") else below if "/" in pattern else name
+
+    return any(fnmatch.fnmatchcase(subject(pattern), pattern) for pattern in patterns)

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from baton.data_pipeline.config import PrepareConfig
-from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.errors import DataError, InputError
 from baton.data_pipeline.files import read_json, sha256_file, write_json
 from baton.data_pipeline.progress import Progress
+from baton.data_pipeline.records import read_piece
 from baton.data_pipeline.shards import ShardSummary, ShardWriter, file_size, index_name, token_payload
-from baton.data_pipeline.sources import Piece, Rejected, held_out, read_piece
+from baton.data_pipeline.sources import Piece, Rejected, held_out
 from baton.data_pipeline.tokenizer import Tokenizer
 
 _REPORT_BYTES = 1 << 20
@@ -44,8 +45,10 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskRecord:
-    """What a finished task wrote. rejected: one dict per refused record; kept: it had been done before this run."""
+    """What a finished task wrote. pieces: what it read, by `piece_key`; rejected: one dict per refused record; kept: it had been
+    done before this run."""
 
+    pieces: tuple[tuple[str, int, int], ...]
     shards: tuple[ShardSummary, ...]
     rejected: tuple[dict[str, Any], ...]
     kept: bool = field(default=False, compare=False)
@@ -54,7 +57,13 @@ class TaskRecord:
     def load(cls, path: Path) -> "TaskRecord":
         """Raises DataError when the file is damaged."""
         value = read_json(path, "delete it and prepare again")
-        return cls(tuple(ShardSummary(**shard) for shard in value["shards"]), tuple(value["rejected"]), kept=True)
+        pieces = tuple((name, start, stop) for name, start, stop in value["pieces"]) if "pieces" in value else ()
+        return cls(pieces, tuple(ShardSummary(**shard) for shard in value["shards"]), tuple(value["rejected"]), kept=True)
+
+
+def piece_key(piece: Piece) -> tuple[str, int, int]:
+    """What identifies a piece among those of a plan's inputs."""
+    return piece.source.name, piece.start, piece.stop
 
 
 def record_path(task: Task) -> Path:
@@ -62,11 +71,14 @@ def record_path(task: Task) -> Path:
     return Path(task.folder, f"task-{task.number:06d}.json")
 
 
-def run_tasks(tasks: Sequence[Task], moved: dict[str, str], workers: int, progress: Progress) -> list[TaskRecord]:
-    """Do what is left to do of `tasks` on `workers` processes; records in the order of the tasks.
+def run_tasks(
+    tasks: Sequence[Task], moved: dict[str, str], workers: int, progress: Progress
+) -> tuple[list[TaskRecord], list[InputError]]:
+    """Do what is left to do of `tasks` on `workers` processes; records in the order of the tasks, and the inputs that could not be
+    read, whose tasks have no record. Other tasks are done nevertheless.
 
-    moved: shard name -> where a shard may be that is no longer in the tasks' folder. Raises DataError; tasks finished by then stay
-    finished.
+    moved: shard name -> where a shard may be that is no longer in the tasks' folder. Raises DataError for other trouble; tasks
+    finished by then stay finished.
     """
     total = sum(task.size for task in tasks)
     done = 0
@@ -77,12 +89,12 @@ def run_tasks(tasks: Sequence[Task], moved: dict[str, str], workers: int, progre
         progress(min(done, total), total)
 
     if min(workers, len(tasks)) <= 1:
-        return [_run(task, moved, add) for task in tasks]
+        return _sorted_out([_run(task, moved, add) for task in tasks])
     context = multiprocessing.get_context("spawn")
     sizes = context.SimpleQueue()
     pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _begin_worker, (sizes,))
     try:
-        futures: list[Future[TaskRecord]] = [pool.submit(_run_in_worker, task, moved) for task in tasks]
+        futures: list[Future[TaskRecord | InputError]] = [pool.submit(_run_in_worker, task, moved) for task in tasks]
         pending = set(futures)
         while pending:
             finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
@@ -92,13 +104,17 @@ def run_tasks(tasks: Sequence[Task], moved: dict[str, str], workers: int, progre
                 future.result()  # the first failure ends the run
         while not sizes.empty():
             add(sizes.get())
-        return [future.result() for future in futures]
+        return _sorted_out([future.result() for future in futures])
     except BrokenProcessPool as error:
         raise DataError(
             "a worker process died (out of memory?); run the command again to go on, with fewer workers if need be"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _sorted_out(results: Sequence[TaskRecord | InputError]) -> tuple[list[TaskRecord], list[InputError]]:
+    return [each for each in results if isinstance(each, TaskRecord)], [each for each in results if isinstance(each, InputError)]
 
 
 _sizes: Any = None  # in a worker: the queue its progress goes to
@@ -117,17 +133,21 @@ def _begin_worker(sizes: Any) -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _run_in_worker(task: Task, moved: dict[str, str]) -> TaskRecord:
+def _run_in_worker(task: Task, moved: dict[str, str]) -> TaskRecord | InputError:
     return _run(task, moved, _sizes.put)
 
 
-def _run(task: Task, moved: dict[str, str], add: Callable[[int], None]) -> TaskRecord:
+def _run(task: Task, moved: dict[str, str], add: Callable[[int], None]) -> TaskRecord | InputError:
     kept = _verified(task, moved)
     if kept is not None:
         add(task.size)
         return kept
-    record = _Writer(task, add).run()
-    write_json(record_path(task), {"shards": [asdict(shard) for shard in record.shards], "rejected": list(record.rejected)})
+    try:
+        record = _Writer(task, add).run()
+    except InputError as error:
+        return error
+    shards = [asdict(shard) for shard in record.shards]
+    write_json(record_path(task), {"pieces": record.pieces, "shards": shards, "rejected": list(record.rejected)})
     return record
 
 
@@ -137,6 +157,8 @@ def _verified(task: Task, moved: dict[str, str]) -> TaskRecord | None:
     if not path.exists():
         return None
     record = TaskRecord.load(path)
+    if record.pieces not in ((), tuple(map(piece_key, task.pieces))):
+        return None
     for shard in record.shards:
         tar = Path(task.folder, shard.name)
         index = Path(task.folder, index_name(shard.name))
@@ -170,7 +192,7 @@ class _Writer:
         finally:
             for writer in self._open.values():
                 writer.discard()
-        return TaskRecord(tuple(self._shards), tuple(self._rejected))
+        return TaskRecord(tuple(map(piece_key, self._task.pieces)), tuple(self._shards), tuple(self._rejected))
 
     def _piece(self, piece: Piece) -> None:
         settings = self._task.settings

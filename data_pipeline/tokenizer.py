@@ -80,7 +80,7 @@ def train_tokenizer(
             f"vocab_size {vocab_size} is too small; {_SMALLEST_VOCABULARY} is the least (256 bytes and the fixed symbols)"
         )
     sample = _sample(texts, max_bytes)
-    if not sample:
+    if not any(True for _ in _sentences(sample)):
         raise DataError(f"no text to train the tokenizer {path} on; check the inputs and their include patterns")
     model = io.BytesIO()
     try:
@@ -110,7 +110,14 @@ def train_tokenizer(
         limit = re.search(r"Vocabulary size too high.*?<= (\d+)", str(error))
         if limit:
             raise DataError(f"vocab_size {vocab_size} is too large for this text; it supports at most {limit[1]}") from error
-        raise DataError(f"SentencePiece could not train {path}: {' '.join(str(error).split())}; check the texts") from error
+        least = re.search(r"smaller than required_chars.*? vs (\d+)", str(error))
+        if least:
+            raise DataError(
+                f"vocab_size {vocab_size} is too small for this text: {least[1]} is the least that works (its characters, the "
+                f"bytes and the fixed symbols), and only more than that learns pieces of several characters"
+            ) from error
+        reason = re.sub(r"^.*?\.cc\(\d+\) *", "", " ".join(str(error).split()))  # without the line of its source
+        raise DataError(f"SentencePiece could not train {path}: {reason}; check the texts") from error
     write_atomically(path, model.getvalue())
     return TokenizerReport(
         str(path), vocab_size, Tokenizer(path).fingerprint, len(sample), sum(len(text.encode(errors="replace")) for text in sample)

@@ -102,10 +102,11 @@ def _parser() -> argparse.ArgumentParser:
 
     data = _group(commands, "data", "prepare, verify and inspect datasets")
     prepare = _command(data, "prepare", _prepare, "turn text into WebDataset shards of documents")
-    prepare.add_argument("inputs", metavar="INPUT", nargs="+", help="folders, .txt, .jsonl(.gz/.zst), .parquet")
+    kinds = "folders; text, JSON lines or arrays, WebDataset .tar (each also .gz, .zst, .xz, .bz2), .parquet"
+    prepare.add_argument("inputs", metavar="INPUT", nargs="+", help=kinds)
     prepare.add_argument("--out", required=True, help="the dataset's folder; what is finished in it is kept")
     prepare.add_argument("--include", action="append", metavar="GLOB", help="files to take from folders, e.g. '*.py' (repeatable)")
-    prepare.add_argument("--exclude", action="append", metavar="GLOB", help="files to leave out (repeatable)")
+    prepare.add_argument("--exclude", action="append", metavar="GLOB", help="files to leave out, also of an unfinished dataset")
     prepare.add_argument("--tokenizer", help="a .model file: store token ids instead of text")
     prepare.add_argument("--workers", type=_positive, help="processes (default: the usable cores)")
     prepare.add_argument("--shard-bytes", type=_positive, help="text bytes per shard (default 256 MiB)")

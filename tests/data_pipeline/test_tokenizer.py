@@ -2,6 +2,7 @@
 
 import io
 import random
+import re
 
 import numpy as np
 import pytest
@@ -124,12 +125,27 @@ def test_a_lone_surrogate_is_refused_by_place(tokenizer):
         ({"vocab_size": 50_000}, "supports at most [0-9]+"),
         ({"vocab_size": 300, "texts": []}, "no text to train"),
         ({"vocab_size": 300, "texts": ["", ""]}, "no text to train"),
+        ({"vocab_size": 300, "texts": ["\n\n", "\u2581", "\0"]}, "no text to train"),
     ],
 )
 def test_untrainable_vocabularies_are_named_and_leave_nothing(texts, tmp_path, arguments, message):
     with pytest.raises(DataError, match=message):
         train_tokenizer(**{"texts": texts, "path": tmp_path / "t.model", **arguments})
     assert not list(tmp_path.iterdir())
+
+
+def test_more_characters_than_pieces_are_refused_with_the_least_vocabulary_that_works(tmp_path):
+    texts = ["".join(chr(0x4E00 + (i * 7 + 13 * j) % 700) for i in range(60)) + " a" for j in range(60)]
+    with pytest.raises(DataError) as caught:
+        train_tokenizer(texts, tmp_path / "t.model", 400, threads=1)
+    message = str(caught.value)
+    for word in ("SentencePiece", ".cc(", "coverage"):
+        assert word not in message
+    least = int(re.search(r"([0-9]+) is the least that works", message)[1])
+    with pytest.raises(DataError, match=f"{least} is the least that works"):
+        train_tokenizer(texts, tmp_path / "t.model", least - 1, threads=1)
+    assert not list(tmp_path.iterdir())
+    assert train_tokenizer(texts, tmp_path / "t.model", least, threads=1).vocab_size == least
 
 
 def test_files_that_are_no_lossless_tokenizer_are_refused(texts, tmp_path):
