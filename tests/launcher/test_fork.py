@@ -169,6 +169,22 @@ def test_a_fork_on_another_layout_agrees(trunk, pool, tmp_path, layout):
         assert consumed == theirs[step][2]
 
 
+def test_a_fork_takes_other_settings_of_model_and_optimizer_that_keep_all_shapes(trunk, pool, tmp_path):
+    """Parameters in other groups, too, which lie elsewhere in the optimizer's memory."""
+    rates = "training.optimizer.rates={'*.A_log': 1e-3, '*.norm.weight': 2e-3}"
+    optimizer = [rates, "training.optimizer.betas=[0.8, 0.9]", "training.optimizer.clip_norm=0"]
+    go_on(pool, forked(trunk, tmp_path / "optimizer", "--step", "8", "training.steps=10", *optimizer))
+    ours, theirs = steps_of(tmp_path / "optimizer"), steps_of(trunk)
+    assert (ours[9][0], ours[9][2]) == (theirs[9][0], theirs[9][2])
+    assert ours[9][1] == pytest.approx(theirs[9][1], rel=1e-6), "summed in the order of other groups"
+    assert ours[10][0] != theirs[10][0]
+    go_on(pool, forked(trunk, tmp_path / "model", "--step", "8", "training.steps=10", "model.norm_eps=1e-2"))
+    ours = steps_of(tmp_path / "model")
+    assert ours[9][0] == pytest.approx(theirs[9][0], rel=1e-1)
+    assert ours[9][0] != theirs[9][0]
+    assert ours[9][2] == theirs[9][2]
+
+
 def test_data_that_is_begun_anew_keeps_weights_moments_and_steps(trunk, pool, tmp_path):
     """In other lanes and another order: all of them stand at their beginning, where States carry nothing."""
     words = ["--step", "6", "--restart-data", "training.lanes=4", "training.seed=5", "training.steps=8"]
