@@ -105,7 +105,7 @@ class Channel:
         except RuntimeError as error:
             raise ExchangeError(f"{sentence(0.0)} ({_first_line(error)})") from None
         assert work is not None
-        return self._begun(Arrival(message, f"{what} from rank {source}", sentence, work))
+        return self._begun(Arrival(message, f"{what}, from rank {source}", sentence, work))
 
     def gather(self, message: Tensor, what: str) -> Arrival:
         """Begin to gather a flat tensor of every rank of the channel, which all call it: [ranks, numel], in the channel's order."""

@@ -79,6 +79,7 @@ def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def collective(name: str, group: "dist.ProcessGroup | None") -> str:
     """What is waited for in a collective: its name, and the ranks that take part, as "all_reduce over ranks 0, 1"."""
+    group = dist.group.WORLD if group is None else group
     key = name, id(group)
     if key not in _waited.names:
         try:

@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,51 +19,65 @@ TIMEOUT_S = 30
 SLACK_S = 15
 
 
+MODEL = RUN["model"] | {"d_model": 128, "mixers": {"mamba": {"d_state": 16}}}
+TRAINING = RUN["training"] | {"context": 256, "global_batch_tokens": 2048}
+
+
 def started(folder, case, *words):
     """A run of two ranks; case: the layout that has them."""
     file = folder / f"{case}.yaml"
-    file.write_text(yaml.safe_dump(RUN | {"device": "cuda"}))
+    file.write_text(yaml.safe_dump(RUN | {"device": "cuda", "model": MODEL, "training": TRAINING}))
     layout = case if case in LAYOUTS else "data"
-    return Launch(folder / case, str(file), f"layout.{layout}=2", *words, where=folder)
+    return Launch(folder / case, str(file), f"layout.{layout}=2", *words, where=Path.cwd())
 
 
 def test_a_stopped_rank_ends_all_others_in_time_and_is_named(tmp_path, monkeypatch):
-    """All cases at once: what they take is mostly waiting."""
+    """All cases at once: what they take is mostly waiting. In "spins" rank 1 is not stopped, but never leaves a step."""
     running = {case: started(tmp_path, case, f"layout.timeout_s={TIMEOUT_S}") for case in LAYOUTS}
-    befall(tmp_path, monkeypatch, "stop", "save", 2)
-    running["save"] = started(tmp_path, "save", f"layout.timeout_s={TIMEOUT_S}")
-    results = {}
+    for case, fate, place, count in (("save", "stop", "save", 2), ("spins", "spin", "step", 40)):
+        with monkeypatch.context() as patch:
+            befall(tmp_path, patch, fate, place, count)
+            running[case] = started(tmp_path, case, f"layout.timeout_s={TIMEOUT_S}")
+    results, trouble = {}, {}
 
     def follow(case, one):
-        if case == "save":
-            wait_for_stop(one)
-            ranks = one.ranks()
-        else:
-            ranks = one.wait_for_steps(1, 12)
-            ranks[1].send_signal(signal.SIGSTOP)
-        stopped = time.monotonic()
-        ended = one.end()
-        results[case] = time.monotonic() - stopped, ended, all(gone(rank) for rank in ranks)
+        try:
+            if case == "save":
+                wait_for_stop(one)
+                ranks = one.ranks()
+            else:
+                ranks = one.wait_for_steps(1, 12 if case in LAYOUTS else 5)
+            if case in LAYOUTS:
+                ranks[1].send_signal(signal.SIGSTOP)
+            since = time.monotonic()
+            ended = one.end()
+            seconds = time.monotonic() - since
+            if case == "spins":  # since the last step that was recorded
+                seconds = time.time() - (one.folder / "metrics.jsonl").stat().st_mtime
+            results[case] = seconds, ended, all(gone(rank) for rank in ranks)
+        except BaseException as error:
+            trouble[case] = f"{error!r}\n{''.join(one.read())[-2000:]}"
+            one.process.kill()
 
     threads = [threading.Thread(target=follow, args=item) for item in running.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for one in running.values():
-        if one.process.poll() is None:
-            one.process.kill()
     print(f"\nlayout.timeout_s={TIMEOUT_S}; {torch.cuda.get_device_name()}, torch {torch.__version__}")
     for case, (seconds, ended, _) in results.items():
         print(f"{case:9s} {seconds:6.1f} s  status {ended.status}  {ended.err.strip().splitlines()[-1]}")
-    assert set(results) == set(running)
+    assert not trouble, "\n".join(f"{case}: {what}" for case, what in trouble.items())
     for case, (seconds, ended, all_gone) in results.items():
         assert ended.status == 76, (case, ended.err)
         assert all_gone, case
         said = SAID.search(ended.err)
         assert said, (case, ended.err)
-        assert said["why"] == "stopped by a signal"
-        assert "it was in step " in said["doing"], case
+        if case == "spins":
+            assert said["why"].startswith("in step "), ended.err
+        else:
+            assert said["why"] == "stopped by a signal"
+            assert "it was in step " in said["doing"], case
         assert ("save" in said["doing"]) == (case == "save")
         assert seconds < TIMEOUT_S + SLACK_S, (case, seconds)
 
