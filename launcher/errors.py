@@ -15,6 +15,19 @@ class ConfigError(Exception):
     exit_status = 2
 
 
+class BusyError(Exception):
+    """A run directory that another process holds. This is not bad input: the same command works when that process has ended.
+
+    job: the SLURM job of that process; None: it has none, or it is not known. (75: sysexits' "try again later")
+    """
+
+    exit_status = 75
+
+    def __init__(self, message: str, job: str | None = None) -> None:
+        super().__init__(message)
+        self.job = job
+
+
 def explained(error: Exception) -> tuple[int | None, str]:
     """The exit status and the sentence of an error. None: it is a fault of the program, whose traceback is needed.
 

@@ -55,7 +55,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     from baton.launcher.config import load
     from baton.launcher.inputs import check_inputs, missing_inputs, with_known_vocabulary
     from baton.launcher.plan import make_plan
-    from baton.slurm import submit
+    from baton.slurm import command, submit
 
     config, cluster = load(arguments.config, arguments.overrides), load_cluster(arguments.cluster)
     submission = submit.prepare(config, cluster, arguments.nodes, change=arguments.change)
@@ -73,6 +73,8 @@ def _submit(arguments: argparse.Namespace) -> int:
     print(*(f"{note}\n" for note in plan.notes), sep="", end="")
     job = submit.submit(submission)
     print(plan.verdict())
+    if cluster.slurm is not None and (left_out := command.dropped(cluster.slurm)):
+        print(f"not handed on to the job, whose options are the cluster file's: {', '.join(left_out)}")
     print(f"submitted job {job} on {submission.nodes} nodes; `baton status {submission.run}` says how it stands")
     return 0
 

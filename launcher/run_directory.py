@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import distributions
@@ -18,7 +19,7 @@ from baton.data_pipeline.lock import LockHeldError, exclusive
 from baton.data_pipeline.storage import may_pass, patiently, read_text
 from baton.launcher.changes import changes, refusal, with_changes_in_place
 from baton.launcher.config import RunConfig
-from baton.launcher.errors import ConfigError
+from baton.launcher.errors import BusyError, ConfigError
 from baton.training import ledger
 
 BEFORE_CONFIG = {"attempts", "ledger.jsonl", "checkpoints", "provenance.json", ".provenance.json.new", ".config.yaml.new"}
@@ -30,7 +31,8 @@ def open_attempt(config: RunConfig, *, change: bool = False) -> Iterator[Path]:
     """Make (or reopen) the run directory and a folder for this start, RUN/attempts/NNNN with its config.yaml; the run directory is
     this process's alone until the context ends. change: as in `check_run`.
 
-    Raises ConfigError when the directory belongs to another configuration, with what changed, is something else, or is in use.
+    Raises ConfigError when the directory belongs to another configuration, with what changed, or is something else; BusyError when
+    another process holds it.
     """
     check_run(config, change=change)
     with ExitStack() as held:
@@ -158,15 +160,28 @@ def recent_metrics(folder: Path, size: int = 1 << 18) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[None]:
+def hold(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     """The run directory for this process alone: two starts at once would cut each other's record. The system drops the lock when
-    this process ends, however it ends, where the file system has locks. Raises ConfigError when another one holds it."""
+    this process ends, however it ends, where the file system has locks. Raises BusyError, which names the holder, when another
+    process still holds it after `wait_s` seconds."""
+    deadline = time.monotonic() + wait_s
     with ExitStack() as held:
-        try:
-            held.enter_context(exclusive(folder / "attempts" / ".lock"))
-        except LockHeldError as error:
-            raise ConfigError(f"{folder} is being trained by {error.holder}; wait for it, or end it first{error.remedy}") from None
+        while True:
+            try:
+                held.enter_context(exclusive(folder / "attempts" / ".lock"))
+                break
+            except LockHeldError as error:
+                if time.monotonic() >= deadline:
+                    raise _busy(folder, error) from None
+            time.sleep(min(1.0, wait_s))
         yield
+
+
+def _busy(folder: Path, error: LockHeldError) -> BusyError:
+    job, since = error.record.get("job"), error.record.get("since")
+    began = f" since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(since))}" if isinstance(since, int | float) else ""
+    end = f"end it first (`baton cancel {folder}` ends a job of this run)" if job else "end it first"
+    return BusyError(f"{folder} is being trained by {error.holder}{began}; wait for it, or {end}{error.remedy}", job)
 
 
 @contextmanager

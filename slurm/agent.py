@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from baton.launcher.errors import ConfigError, explained
+from baton.launcher.errors import BusyError, ConfigError, explained
 from baton.launcher.liveness import LAST_WORDS_S, LOOK_S, Culprit, Watch, account, ask_stacks, is_stopped
 from baton.launcher.processes import STOPPED, end_ranks, listen, log_of, misses_others, rank_environment, report, start_rank, tell
 from baton.launcher.run_directory import hold, read_config, write_whole
@@ -32,6 +32,9 @@ BEAT_S = 2.0
 
 MEETING_S = 120.0
 """For rank 0's node to say where it is to be met."""
+
+BUSY_S = 60.0
+"""How long the first node waits for another process to give up the run; other nodes wait MEETING_S, which is more."""
 
 
 class Agent:
@@ -60,8 +63,10 @@ class Agent:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, frame: self.signals.append(number))
         try:
-            with hold(self.run) if self.index == 0 else contextlib.nullcontext():
+            with hold(self.run, BUSY_S) if self.index == 0 else contextlib.nullcontext():
                 status, reason = self._start() or self._watch()
+        except BusyError as busy:
+            status, reason = self._end_all(Exit.BUSY, str(busy))
         finally:
             end_ranks(self.ranks)
             self.watch.close()
@@ -96,7 +101,7 @@ class Agent:
             return address, port, listener
         deadline = time.monotonic() + MEETING_S
         while not where.exists():
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or (self.attempt / "ending").exists():
                 return None
             time.sleep(LOOK_S)
         met = json.loads(where.read_text(encoding="utf-8"))

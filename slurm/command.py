@@ -1,10 +1,13 @@
 """SLURM's own commands, asked in formats that old and new versions share. Nothing here waits for long or retries for ever."""
 
+import os
+import re
 import shutil
 import subprocess
 import time
 
 from baton.launcher.errors import ConfigError
+from baton.slurm.config import SlurmConfig
 
 PATIENCE_S = 30.0
 """For one command; slurmctld may be busy or restarting."""
@@ -12,8 +15,40 @@ PATIENCE_S = 30.0
 _TRIES = 3
 
 
+KEPT = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"})
+"""Variables by which SLURM's commands find their cluster. All others describe a job, or are options of a command."""
+
+_OPTIONS = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SINFO|SCANCEL|SCONTROL|SACCT|SACCTMGR)_")
+
+_LEFT_OPEN = {"SBATCH_PARTITION": "partition", "SBATCH_ACCOUNT": "account", "SBATCH_QOS": "qos"}
+"""A user's or a site's own defaults, and the field of the cluster file that takes their place where it is set."""
+
+_AWAY = ("Unable to contact", "imed out", "Connection refused", "not responding", "emporarily unavailable")
+"""What commands say when slurmctld does not answer."""
+
+
 class SlurmError(ConfigError):
     """A command of SLURM's that failed; the message holds what it said."""
+
+
+class SlurmAwayError(SlurmError):
+    """SLURM's controller does not answer, which passes: the same command works later. (75: sysexits' "try again later")"""
+
+    exit_status = 75
+
+
+def environment(slurm: SlurmConfig | None = None) -> dict[str, str]:
+    """This process's environment for SLURM's commands, without variables that are options of theirs or describe the allocation that
+    this shell is in: they would reach the job, and take the place of what its script says. slurm: of the cluster file; what it
+    leaves open (partition, account, qos) stays as SBATCH_* has it."""
+    kept = {*KEPT, *(name for name, field in _LEFT_OPEN.items() if slurm is not None and getattr(slurm, field) is None)}
+    return {name: value for name, value in os.environ.items() if name in kept or not _OPTIONS.match(name)}
+
+
+def dropped(slurm: SlurmConfig) -> list[str]:
+    """What a user may miss of it: options for sbatch that are not handed on, as NAME=value."""
+    kept = environment(slurm)
+    return [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("SBATCH_") and name not in kept]
 
 
 def require() -> None:
@@ -25,11 +60,13 @@ def require() -> None:
         )
 
 
-def ask(*words: str, tries: int = _TRIES) -> str:
-    """A command's output. Raises SlurmError with what it said, after a few tries where slurmctld does not answer."""
+def ask(*words: str, tries: int = _TRIES, slurm: SlurmConfig | None = None) -> str:
+    """A command's output. slurm: of the cluster file, for sbatch (see `environment`). Raises SlurmError with what the command said;
+    SlurmAwayError, after a few tries, where slurmctld does not answer."""
+    away = True
     for number in range(tries):
         try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
+            done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(slurm))
         except FileNotFoundError:
             raise SlurmError(f"{words[0]}: not found; is this a machine of the cluster?") from None
         except subprocess.TimeoutExpired:
@@ -38,10 +75,15 @@ def ask(*words: str, tries: int = _TRIES) -> str:
             if done.returncode == 0:
                 return done.stdout
             said = " ".join((done.stderr or done.stdout).split())
-            if "Unable to contact" not in said and "Socket timed out" not in said and "Connection refused" not in said:
+            away = any(words_of in said for words_of in _AWAY)
+            if not away:
                 break
         if number + 1 < tries:
             time.sleep(2.0 * (number + 1))
+    if away:
+        raise SlurmAwayError(f"{words[0]}: SLURM's controller does not answer ({said}); try again later")
+    if "munge" in said.lower():
+        raise SlurmError(f"{words[0]}: munged, which SLURM's commands need, does not run here; submit from a login node ({said})")
     raise SlurmError(f"{words[0]} failed: {said}")
 
 

@@ -6,7 +6,7 @@ Torch-free. The one thing to know: a cluster file holds nothing of one run, and 
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class _Settings(BaseModel):
@@ -29,6 +29,14 @@ def _one_line(text: str) -> str:
 
 Line = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,:=@%+&|*/-]+$")]
+
+
+def _partitions(text: object) -> object:
+    """A list as SLURM takes it; spaces, and the asterisk by which sinfo marks the default one, are left out."""
+    return ",".join(name.strip().removesuffix("*") for name in text.split(",")) if isinstance(text, str) else text
+
+
+Partitions = Annotated[str, BeforeValidator(_partitions), Field(pattern=r"^[^\s,*]+(,[^\s,*]+)*$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -58,9 +66,11 @@ class PreflightConfig(_Settings):
 class SlurmConfig(_Settings):
     """What a site's SLURM wants to hear, and what its nodes offer."""
 
-    partition: Word | None = Field(None, description="null: the cluster's default")
-    account: Word | None = Field(None, description="who pays; null: the user's default")
-    qos: Word | None = Field(None, description="quality of service; null: the default")
+    partition: Partitions | None = Field(
+        None, description="one, or several as gpu,cpu: whichever has nodes first; null: SBATCH_PARTITION, or the cluster's default"
+    )
+    account: Word | None = Field(None, description="who pays; null: SBATCH_ACCOUNT, or the user's default")
+    qos: Word | None = Field(None, description="quality of service; null: SBATCH_QOS, or the default")
     constraint: Line | None = Field(None, description="features that nodes must have")
     time: Annotated[str, AfterValidator(_duration)] = Field("24:00:00", description="limit of one job; the run goes on in the next")
     ranks_per_node: int | None = Field(None, ge=1, description="processes that train on a node; null: gpus_per_node")

@@ -19,6 +19,8 @@ class Exit(IntEnum):
     NO_RETRIES = 81
     SUPERSEDED = 82
     NO_JOB = 83
+    NOT_STARTED = 84
+    BUSY = 85
 
 
 MEANING = {
@@ -34,9 +36,14 @@ MEANING = {
     Exit.NODE_LOST: ("a node gave no sign of life", "tried again without that node, which is excluded"),
     Exit.SAVE_TOO_LONG: ("told to stop, and not done with saving in save_s seconds", "goes on from the checkpoint before"),
     Exit.PREFLIGHT: ("too few nodes passed the checks", "tried again on other nodes; the bad ones are excluded"),
-    Exit.NO_PROGRESS: ("attempts in a row made no new step", "the run is stopped: look at the last attempts' logs"),
+    Exit.NO_PROGRESS: (
+        "attempts in a row made no new step, or had no fit node",
+        "the run is stopped; the reason says what to do",
+    ),
     Exit.NO_RETRIES: ("jobs.retries attempts failed since `baton submit`", "the run is stopped"),
-    Exit.SUPERSEDED: ("another job trains this run", "this job ends"),
+    Exit.SUPERSEDED: ("another job of this run trains it", "this job ends"),
     Exit.NO_JOB: ("SLURM takes no further job, as when too many nodes are excluded", "the run is stopped"),
+    Exit.NOT_STARTED: ("srun could not start the checks or the agents; its words are in the reason", "tried again in the next job"),
+    Exit.BUSY: ("another process holds the run directory; the reason names it", "tried again in the next job, without limit"),
 }
 """What each code means, and what is done then."""

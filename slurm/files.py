@@ -8,13 +8,16 @@ attempts/NNNN/allocated.txt, nodes.txt             nodes of the job, and those o
 
 import os
 import platform
+import re
 from pathlib import Path
 
 import yaml
 
 from baton.launcher.cluster import Cluster
 from baton.launcher.errors import ConfigError
-from baton.launcher.run_directory import read_text
+from baton.launcher.run_directory import read_text, write_whole
+from baton.slurm import policy
+from baton.training import ledger
 
 
 def cluster_of(run: Path) -> Cluster:
@@ -37,3 +40,12 @@ def nodes_of(attempt: Path, file: str = "nodes.txt") -> list[str]:
 def node_name() -> str:
     """This node, as SLURM calls it."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
+
+
+def write_excluded(run: Path) -> None:
+    """excluded.txt anew: the nodes that the cluster file's options exclude (as they are written there, n[1-3] too), and the run's
+    own. It is handed to sbatch as --exclude, which takes the place of the script's own #SBATCH --exclude."""
+    slurm = cluster_of(run).slurm
+    options = () if slurm is None else slurm.options
+    named = [found[1] for option in options if (found := re.fullmatch(r"(?:--exclude[= ]|-x ?)\s*(\S+)", option.strip()))]
+    write_whole(run / "excluded.txt", ",".join([*named, *policy.excluded(ledger.read(run))]))

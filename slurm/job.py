@@ -11,21 +11,27 @@ import time
 from pathlib import Path
 
 from baton.launcher.config import RunConfig
-from baton.launcher.errors import ConfigError, explained
+from baton.launcher.errors import BusyError, ConfigError, explained
 from baton.launcher.run_directory import hold, last_attempt, last_step, new_attempt, read_config, write_whole
 from baton.slurm import policy
 from baton.slurm.elastic import fitted
 from baton.slurm.exits import Exit
-from baton.slurm.files import cluster_of, nodes_of
+from baton.slurm.files import cluster_of, nodes_of, write_excluded
 from baton.slurm.hooks import tell
-from baton.slurm.outcome import gather
+from baton.slurm.outcome import BEGINS, gather
 from baton.slurm.policy import ROWS, Decision, Outcome
 from baton.slurm.preflight import results
-from baton.slurm.script import OTHER_NODES
+from baton.slurm.script import NEXT_JOB, OTHER_NODES
 from baton.training import ledger
 
 LOCK_S = 120.0
 """How long another process may hold the run before this job gives way to it: on some file systems locks outlive their node."""
+
+DOWN = frozenset({"down", "fail", "failing", "error", "inval"})
+"""States of sinfo's %T in which a node does not come back by itself."""
+
+LEAVING = frozenset({"drained", "draining", "drain"})
+"""States in which an administrator lets no new work onto a node; a new attempt is new work."""
 
 
 def say(text: str) -> None:
@@ -36,11 +42,13 @@ def say(text: str) -> None:
 def begin(run: Path) -> int:
     """Make the next attempt's folder and print it; else a code for the script."""
     config = read_config(run / "config.yaml")
+    rows = ledger.read(run)
     try:
-        _wait_for(run)
-    except ConfigError as error:
-        say(f"baton: {error}")
-        return Exit.SUPERSEDED
+        with hold(run, LOCK_S):
+            pass
+    except BusyError as busy:
+        say(f"baton: {busy}")
+        return _give_way(busy, rows)
     rows = ledger.read(run)
     if not (allocated := _told("BATON_NODES")):
         raise ConfigError(f"the script did not say which nodes the job has; `baton submit` writes {run / 'job.sbatch'} anew")
@@ -53,13 +61,17 @@ def begin(run: Path) -> int:
     elif (run / "stop").exists():
         return _over(run, Decision(Exit.STOPPED, "the run is stopped, as asked"))
     _exclude(run, dict.fromkeys(_down(allocated), "SLURM holds it for down or failing"))
+    leaving = _leaving(allocated)
+    for node in leaving:
+        say(f"{node} is being drained, and is not used by this attempt")
     bad = policy.excluded(ledger.read(run))
-    usable = [node for node in allocated if node not in bad]
+    usable = [node for node in allocated if node not in (*bad, *leaving)]
     least, most = _wanted(rows)
     if len(usable) < least:
         say(f"baton: {len(usable)} of {len(allocated)} nodes are left, and {least} are needed")
         return OTHER_NODES
-    attempt = _make(config, run, allocated, usable, most)
+    attempt = _make(config, run, usable, most)
+    say(f"{BEGINS.format(int(attempt.name))}{','.join(nodes_of(attempt))}")
     tell(
         config.jobs.hooks.start, "start", run, attempt.name, f"attempt {int(attempt.name)} begins on {','.join(nodes_of(attempt))}"
     )
@@ -67,7 +79,13 @@ def begin(run: Path) -> int:
     return 0
 
 
-def _make(config: RunConfig, run: Path, allocated: list[str], usable: list[str], most: int) -> Path:
+def _give_way(busy: BusyError, rows: ROWS) -> int:
+    """To another job of this run for good; to any other process until the next job. A code for the script."""
+    others = {row.get("job") for row in rows if row["kind"] == "attempt"} - {None, os.environ.get("SLURM_JOB_ID")}
+    return Exit.SUPERSEDED if busy.job in others else NEXT_JOB
+
+
+def _make(config: RunConfig, run: Path, usable: list[str], most: int) -> Path:
     """The folder, for as many of the nodes as the layout's rule takes; the others are there in case these are bad."""
     cluster = cluster_of(run)
     fitting, count = fitted(config, min(len(usable), most), cluster.ranks_per_node)
@@ -86,9 +104,11 @@ def judge(attempt: Path) -> int:
     """Take the nodes that passed; those that did not are excluded. Writes nodes.txt, and the layout that fits them."""
     run, allocated = attempt.parent.parent, nodes_of(attempt, "allocated.txt")
     found = results(attempt, allocated)
+    if not any((attempt / "preflight" / f"{node}.here").exists() for node in allocated) and not _answers(attempt):
+        return Exit.NOT_STARTED
     bad = {result.node: result.problem for result in found if result.problem is not None}
     seconds = max((result.seconds for result in found), default=0.0)
-    ledger.append(run, "preflight", attempt=int(attempt.name), seconds=seconds, bad=bad)
+    ledger.append(run, "preflight", attempt=int(attempt.name), seconds=seconds, bad=bad, passed=len(found) - len(bad))
     for node, problem in bad.items():
         say(f"{node}: {problem}")
     _exclude(run, {node: f"preflight: {problem}" for node, problem in bad.items()})
@@ -135,14 +155,16 @@ def _close(attempt: Path, code: int | None, allocated: list[str], *, time_is_up:
         reason=outcome.reason,
         suspects=list(outcome.suspects),
         step=last_step(run),
-        **({} if code is not None else {"time": outcome_time(attempt)}),
+        **({} if code is not None else {"time": outcome_time(attempt), "seen": False}),
     )
     say(f"attempt {int(attempt.name)}: {outcome.reason}")
     rows = ledger.read(run)
     _exclude(run, policy.struck_out(rows, outcome, config.jobs.strikes))
     rows, (least, _) = ledger.read(run), _wanted(rows)
+    slurm = cluster_of(run).slurm
+    assert slurm is not None
     decision = policy.decide(
-        rows, config.jobs, told_to_stop=(run / "stop").exists(), time_is_up=time_is_up, allocated=allocated, needed=least
+        rows, config.jobs, slurm, told_to_stop=(run / "stop").exists(), time_is_up=time_is_up, allocated=allocated, needed=least
     )
     if outcome.status not in policy.WELL:
         tell(config.jobs.hooks.failure, "failure", run, attempt.name, f"{outcome.reason}; {decision.sentence}")
@@ -185,18 +207,33 @@ def _exclude(run: Path, nodes: dict[str, str]) -> None:
         if node not in known:
             ledger.append(run, "excluded", node=node, reason=reason)
             say(f"{node} is not used any more: {reason}")
-    write_whole(run / "excluded.txt", ",".join(policy.excluded(ledger.read(run))))
+    write_excluded(run)
 
 
 def _told(name: str) -> list[str]:
-    """Nodes that the script names, in SLURM's order: the first of the job's runs the script."""
-    return [node for node in os.environ.get(name, "").split(",") if node]
+    """What the script names, in SLURM's order: the first of the job's nodes runs the script."""
+    return [word for word in os.environ.get(name, "").split(",") if word]
+
+
+def _states() -> dict[str, str]:
+    """The state of each of the job's nodes, as sinfo's %T says it: a word, and "*" at its end where the node does not answer."""
+    return {node: state for word in _told("BATON_STATES") for node, _, state in [word.partition(" ")]}
+
+
+def _in(states: frozenset[str], nodes: list[str]) -> list[str]:
+    known = _states()
+    return [node for node in nodes if known.get(node, "").lower().rstrip("*~#!%$@^-+") in states]
 
 
 def _down(nodes: list[str]) -> list[str]:
     """Those of the nodes that SLURM holds for down or failing, or that do not answer it."""
-    down = _told("BATON_DOWN")
-    return [node for node in nodes if node in down]
+    known = _states()
+    return [node for node in nodes if node in _in(DOWN, nodes) or known.get(node, "").endswith("*")]
+
+
+def _leaving(nodes: list[str]) -> list[str]:
+    """Those of the nodes that are being drained. They are not excluded: SLURM gives them to no job until they are back."""
+    return _in(LEAVING, nodes)
 
 
 def _job_began() -> float | None:
@@ -205,17 +242,10 @@ def _job_began() -> float | None:
     return float(began) if began else None
 
 
-def _wait_for(run: Path) -> None:
-    """Until no other process trains the run. Raises ConfigError when it goes on."""
-    deadline = time.monotonic() + LOCK_S
-    while True:
-        try:
-            with hold(run):
-                return
-        except ConfigError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(1.0)
+def _answers(attempt: Path) -> bool:
+    """Whether any node has answered in preflight."""
+    path = attempt / "preflight.jsonl"
+    return path.exists() and any(line.startswith("{") for line in path.read_text(encoding="utf-8", errors="replace").splitlines())
 
 
 def main(words: list[str]) -> int:

@@ -1,6 +1,7 @@
 """How an attempt ended, from what its agents left: the first thing that went wrong, not what went wrong because of it."""
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 from baton.slurm.exits import MEANING, Exit
 from baton.slurm.files import nodes_of
 from baton.slurm.policy import Outcome
+
+BEGINS = "attempt {} begins on "
+"""The line of the job's output after which an attempt's own lines follow."""
 
 
 def gather(attempt: Path, code: int | None) -> Outcome:
@@ -23,6 +27,10 @@ def gather(attempt: Path, code: int | None) -> Outcome:
         status = next((s for s in (Exit.STOPPED, Exit.DONE) if any(end["status"] == s for end in ends.values())), Exit.FAILED)
         return Outcome(status, MEANING[status][0])
     began = [node for node in nodes if (attempt / "nodes" / node).exists()]
+    if code == Exit.NOT_STARTED:
+        return Outcome(Exit.NOT_STARTED, f"the checks did not start on any node: {said_by_srun(attempt)}")
+    if not began and code and code < 128:
+        return Outcome(Exit.NOT_STARTED, f"no rank was started{_how(code)}: {said_by_srun(attempt)}")
     if not began:
         return Outcome(Exit.FAILED if code else Exit.STOPPED, f"no rank was started{_how(code)}")
     if code is None or all(end["told"] for end in ends.values()):
@@ -35,6 +43,18 @@ def _how(code: int | None) -> str:
     if not code:
         return ""
     return f" (srun: {signal.Signals(code - 128).name})" if 128 < code < 128 + 32 else f" (srun: status {code})"
+
+
+def said_by_srun(attempt: Path) -> str:
+    """The first complaint of srun in this job's output since the attempt began."""
+    output = attempt.parent / f"slurm-{os.environ.get('SLURM_JOB_ID')}.out"
+    try:
+        text = output.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "see what srun said in the job's output"
+    since = text.rpartition(BEGINS.format(int(attempt.name)))[2]
+    complaints = [line for line in since.splitlines() if line.startswith(("srun: error: ", "srun: fatal: "))]
+    return complaints[0] if complaints else f"see {output}"
 
 
 def _said(attempt: Path) -> str | None:

@@ -1,14 +1,14 @@
 """What is done after an attempt: a pure function of the ledger and of what happened, so that it can be tried on any history.
 
 The one thing to know: a run is only started again by itself if that can help. Bad input never does, and neither does a third start
-that makes no new step; a node that dies is nobody's fault but the node's.
+that makes no new step, however it ended; a node that dies is nobody's fault but the node's.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.slurm.config import JobsConfig
+from baton.slurm.config import JobsConfig, SlurmConfig
 from baton.slurm.exits import Exit
 from baton.slurm.script import AGAIN, NEXT_JOB, OTHER_NODES
 
@@ -18,6 +18,13 @@ OF_HARDWARE = (Exit.NODE_LOST, Exit.PREFLIGHT)
 """Failures that say nothing about the run."""
 
 WELL = (Exit.DONE, Exit.STOPPED)
+
+UNSEEN_PATIENCE = 4
+"""Attempts that SLURM ended with their job (preemption, requeue, scancel) are this many times as many before the run is stopped: a
+busy queue may preempt a job several times before its first step."""
+
+CHECKED_PATIENCE = 2
+"""The same for attempts of which no node passed preflight: two of them may have had bad nodes."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ def struck_out(rows: ROWS, outcome: Outcome, strikes: int) -> dict[str, str]:
 
 
 def decide(
-    rows: ROWS, jobs: JobsConfig, *, told_to_stop: bool, time_is_up: bool, allocated: Sequence[str], needed: int
+    rows: ROWS, jobs: JobsConfig, slurm: SlurmConfig, *, told_to_stop: bool, time_is_up: bool, allocated: Sequence[str], needed: int
 ) -> Decision:
     """After an attempt whose end is the last one in `rows`.
 
@@ -91,37 +98,78 @@ def decide(
         return Decision(Exit.STOPPED, "the run is stopped, as asked")
     bad = excluded(rows)
     usable = [node for node in allocated if node not in bad]
+    if status == Exit.BUSY:
+        return Decision(NEXT_JOB, "another process trains the run; the next job looks again")
+    failures = [row for row in ends if row["status"] not in (*WELL, Exit.BUSY)]
+    if status not in WELL and len(failures) > jobs.retries:
+        return Decision(Exit.NO_RETRIES, f"the run is stopped: {len(failures)} attempts failed, and jobs.retries={jobs.retries}")
+    if (why := _fruitless(rows, recent, jobs, slurm)) is not None:
+        return Decision(Exit.NO_PROGRESS, f"the run is stopped: {why}")
     if status == Exit.STOPPED:
         return Decision(OTHER_NODES if len(usable) < len(allocated) else NEXT_JOB, "the run goes on in the next job")
-    failures = [row for row in ends if row["status"] not in WELL]
-    if len(failures) > jobs.retries:
-        return Decision(Exit.NO_RETRIES, f"the run is stopped: {len(failures)} attempts failed, and jobs.retries={jobs.retries}")
-    fruitless = without_progress(rows, recent)
-    if fruitless >= jobs.patience:
-        return Decision(
-            Exit.NO_PROGRESS,
-            f"the run is stopped: {fruitless} attempts in a row failed without one new step; the last: {ends[-1]['reason']}",
-        )
-    if len(usable) >= needed and not time_is_up and status != Exit.SAVE_TOO_LONG:
+    if len(usable) >= needed and not time_is_up and status not in (Exit.SAVE_TOO_LONG, Exit.NOT_STARTED):
         return Decision(AGAIN, f"starting again on {len(usable)} of this job's {len(allocated)} nodes")
     if len(usable) < len(allocated):
         return Decision(OTHER_NODES, f"starting again in a job without {', '.join(bad)}")
     return Decision(NEXT_JOB, "starting again in the next job")
 
 
-def without_progress(rows: ROWS, recent: ROWS) -> int:
-    """Failed attempts in a row, up to the last one, that made no step which none had made before; failures of hardware neither
-    count nor break the row."""
-    highest, fruitless = 0, 0
+def _fruitless(rows: ROWS, recent: ROWS, jobs: JobsConfig, slurm: SlurmConfig) -> str | None:
+    """Why the run should not be started again: it gets nowhere. None: it may be."""
+    last = next(row for row in reversed(recent) if row["kind"] == "end")
+    seen, unseen = without_progress(rows, recent)
+    if seen >= jobs.patience and last["status"] == Exit.STOPPED:
+        return (
+            f"{seen} attempts in a row made no new step; the last was told to stop before it had made one. A job of slurm.time="
+            f"{slurm.time} must have room for its start and for steps before its last slurm.warning_s={slurm.warning_s} s: set "
+            f"slurm.time longer, or slurm.warning_s and slurm.save_s shorter"
+        )
+    if seen >= jobs.patience:
+        return f"{seen} attempts in a row made no new step; the last: {last['reason']}"
+    if seen + unseen >= UNSEEN_PATIENCE * jobs.patience:
+        return (
+            f"{seen + unseen} attempts in a row made no new step, and SLURM ended {unseen} of them with their job "
+            f"(`sacct -j JOB` has its reasons); set jobs.patience={jobs.patience} higher to bear more of them"
+        )
+    checked = _none_passed(recent)
+    if checked >= CHECKED_PATIENCE * jobs.patience:
+        return (
+            f"no node passed preflight in {checked} attempts in a row, so that the nodes are hardly to blame; the last: "
+            f"{last['reason']}. Mend that, `baton readmit` the nodes, and submit again"
+        )
+    return None
+
+
+def without_progress(rows: ROWS, recent: ROWS) -> tuple[int, int]:
+    """Attempts in a row, up to the last one, that made no progress: how many ended by themselves, and how many with their job.
+
+    A failed attempt makes progress by a step which none had made before; one that was told to stop has saved, and makes progress by
+    any step beyond its start. Failures of hardware and attempts that found the run busy neither count nor break the row.
+    """
+    highest, seen, unseen = 0, 0, 0
     known = {id(row) for row in recent}
+    starts = {row["attempt"]: row["step"] for row in rows if row["kind"] == "start"}
     for row in _ends(rows):
         step = row.get("step", 0)
-        if step > highest or row["status"] in WELL:
-            fruitless = 0
-        elif row["status"] not in OF_HARDWARE and id(row) in known:
-            fruitless += 1
+        saved = row["status"] == Exit.STOPPED and row["attempt"] in starts and step > starts[row["attempt"]]
+        if step > highest or saved or row["status"] == Exit.DONE:
+            seen, unseen = 0, 0
+        elif row["status"] not in (*OF_HARDWARE, Exit.BUSY) and id(row) in known:
+            if row.get("seen", True):
+                seen += 1
+            else:
+                unseen += 1
         highest = max(highest, step)
-    return fruitless
+    return seen, unseen
+
+
+def _none_passed(recent: ROWS) -> int:
+    """Preflights in a row, up to the last one, that no node passed."""
+    count = 0
+    for row in recent:
+        if row["kind"] == "preflight":
+            count = 0 if row.get("passed", 1) else count + 1
+    return count
 
 
 def _ends(rows: ROWS) -> Iterable[dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from baton.launcher.cluster import Cluster
 from baton.launcher.config import RunConfig
+from baton.slurm import command
 from baton.slurm.config import SlurmConfig
 
 NAME = "job.sbatch"
@@ -28,16 +29,24 @@ export USER="${USER:-$(id -un)}"
 # says what is to be done next. It is told what SLURM says of nodes: a container need not have SLURM's commands.
 job() { @here@"$python" -P -m baton.slurm.job "$@"; }
 BATON_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-down() { { sinfo -h -N -d -o %N; sinfo -h -N -t down,fail,failing -o %N; } | sort -u | paste -sd,; }
-export BATON_NODES BATON_DOWN
+states() { sinfo -h -N --nodes="$SLURM_JOB_NODELIST" -o '%N %T' | sort -u | paste -sd,; }
+export BATON_NODES BATON_STATES
+# While SLURM's controller does not answer, nothing is begun and no job is handed in; for half an hour.
+answers() { for _ in {1..60}; do scontrol show job "$SLURM_JOB_ID" >/dev/null && return; sleep 30; done; }
+# Another job: this one's variables (its memory, its cores) are not to be that one's.
+submit() (
+    for name in $(compgen -v SLURM_; compgen -v SRUN_); do case $name in @kept@) ;; *) unset "$name" ;; esac; done
+    sbatch "$@"
+)
 
-# One process per node. COMMAND runs in the background, because a signal interrupts nothing but wait.
+# One process per node. COMMAND runs in the background, because a signal interrupts nothing but wait. --overlap: steps follow one
+# another, but SLURM may hold one with a dead node for running yet. --immediate: a step that does not begin in a minute ends.
 step=
 on_nodes() { # on_nodes NODES SECONDS COMMAND...; SECONDS: how long the others may take when one has ended
     local count code nodes=$1 seconds=$2; shift 2
     count=$(tr ',' '\n' <<<"$nodes" | wc -l)
     srun --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$nodes" \
-        --cpus-per-task=@cpus@ --kill-on-bad-exit=1 --wait="$seconds" @container@"$python" -P -m "$@" &
+        --cpus-per-task=@cpus@ --overlap --immediate=60 --kill-on-bad-exit=1 --wait="$seconds" @container@"$python" -P -m "$@" &
     step=$!
     while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
     step=
@@ -52,7 +61,8 @@ trap 'ended=1' TERM
 
 @again@
 @evaluate@while :; do
-    BATON_DOWN=$(down)
+    answers
+    BATON_STATES=$(states)
     attempt=$(job begin "$run"); code=$?
     if [ "$code" = 0 ]; then
 @preflight@        if [ "$code" = 0 ] && [ "$warned$ended" = 00 ]; then
@@ -82,7 +92,7 @@ evaluate() {
     for found in "$run"/checkpoints/step-*/manifest.json; do
         step=${found%/manifest.json} step=${step##*/step-}
         if [ -e "$found" ] && (set -o noclobber; : >"$run/evaluations/step-$step.job") 2>/dev/null; then
-            sbatch --parsable "$run/evaluate.sbatch" "$((10#$step))" >"$run/evaluations/step-$step.job"
+            submit --parsable "$run/evaluate.sbatch" "$((10#$step))" >"$run/evaluations/step-$step.job"
         fi
     done
 }
@@ -92,15 +102,17 @@ while sleep 5; do evaluate; done &
 
 REQUEUE = r"""# The same job again, or, where that is refused or other nodes are wanted, a new one that starts after it.
 again() {
+    answers
     [ $# = 0 ] && scontrol requeue "$SLURM_JOB_ID" && exec sleep infinity # SLURM ends it
-    sbatch --dependency=singleton --exclude="$(cat "$run/excluded.txt" 2>/dev/null)" "$run/job.sbatch" && exit 0
+    submit --dependency=singleton --exclude="$(cat "$run/excluded.txt" 2>/dev/null)" "$run/job.sbatch" && exit 0
     job refused "$run"; exit
 }
 over() { :; }
 """
 
 CHAIN = r"""# The successor waits from the start (singleton: until no other job of this name runs): it comes however this job ends.
-successor=$(sbatch --parsable --dependency=singleton --exclude="$(cat "$run/excluded.txt" 2>/dev/null)" "$run/job.sbatch")
+answers
+successor=$(submit --parsable --dependency=singleton --exclude="$(cat "$run/excluded.txt" 2>/dev/null)" "$run/job.sbatch")
 again() {
     [ $# = 0 ] || scontrol update jobid="$successor" ExcNodeList="$(cat "$run/excluded.txt")"
     [ -n "$successor" ] && exit 0
@@ -146,6 +158,7 @@ def render(config: RunConfig, cluster: Cluster, nodes: Nodes, *, where: Path, py
     )
     container = in_container(slurm)
     values = {
+        "kept": " | ".join(sorted(command.KEPT)),
         "chdir": shlex.quote(str(where)),
         "run": shlex.quote(str(config.folder)),
         "python": shlex.quote(slurm.python or python),
@@ -186,6 +199,7 @@ def _options(config: RunConfig, cluster: Cluster, nodes: Nodes) -> list[str]:
         f"--signal=B:USR1@{slurm.warning_s}",
         "--requeue" if slurm.restart == "requeue" else "--no-requeue",
         f"--array=1-{slurm.array_size}%1" if slurm.restart == "array" else None,
+        "--dependency=singleton",
         "--no-kill",
         "--open-mode=append",
         f"--output={shlex.quote(str(config.folder / 'attempts' / 'slurm-%j.out'))}",

@@ -11,10 +11,10 @@ from typing import Any
 from baton.launcher.arithmetic import of_stages
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
-from baton.launcher.run_directory import last_attempt, last_step, read_config, recent_metrics, write_whole
+from baton.launcher.run_directory import last_attempt, last_step, read_config, recent_metrics
 from baton.slurm import command, policy
 from baton.slurm.exits import MEANING, Exit
-from baton.slurm.files import cluster_of
+from baton.slurm.files import cluster_of, write_excluded
 from baton.slurm.script import job_name
 from baton.training import ledger
 from baton.training.goodput import account
@@ -66,7 +66,7 @@ class Status:
                 if job["state"] == "RUNNING"
                 else f"{job['reason']}, start {job['start']}"
             )
-            yield f"  job {job['id']} {job['state'].lower()}: {more}"
+            yield f"  job {job['id']} {job['state'].lower()}: {more}{_advice(job)}"
         if self.excluded:
             yield f"  nodes not used any more: {', '.join(self.excluded)}"
         for attempt in self.attempts:
@@ -78,6 +78,20 @@ class Status:
                 f"  attempt {attempt['number']}: {attempt['began']}  on {attempt['nodes']} ({layout or '1 rank'})  "
                 f"{steps or 'not one step'}  {attempt['end']}"
             )
+
+
+_STUCK = {
+    "JobHeldUser": "it waits until `scontrol release {id}`",
+    "JobHeldAdmin": "an administrator holds it",
+    "requeued held": "it could not be started on its nodes; `scontrol release {id}` tries again",
+    "DependencyNeverSatisfied": "it never starts; `baton cancel` ends it, submit again without that dependency",
+    "BadConstraints": "no node has what slurm.constraint and slurm.options ask for; `baton cancel`, and submit with others",
+}
+"""SLURM's reasons for a job that waits for somebody, not for nodes: what to do."""
+
+
+def _advice(job: dict[str, str]) -> str:
+    return next((f": {text.format(**job)}" for reason, text in _STUCK.items() if reason in job["reason"]), "")
 
 
 def read_status(run: Path) -> Status:
@@ -137,7 +151,7 @@ def readmit(run: Path, nodes: list[str]) -> str:
         raise ConfigError(f"{', '.join(strangers)}: not excluded from {run}; excluded are {', '.join(known) or 'none'}")
     for node in nodes:
         ledger.append(run, "readmitted", node=node)
-    write_whole(run / "excluded.txt", ",".join(policy.excluded(ledger.read(run))))
+    write_excluded(run)
     return f"{', '.join(nodes)}: used again from the next attempt on"
 
 

@@ -16,6 +16,7 @@ from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import check_run, open_run, write_whole
 from baton.slurm import command, evaluation, policy
 from baton.slurm.elastic import fitted, nodes_for
+from baton.slurm.files import write_excluded
 from baton.slurm.script import NAME, Nodes, in_container, job_name, render
 from baton.training import ledger
 
@@ -57,6 +58,16 @@ def prepare(config: RunConfig, cluster: Cluster, nodes: str | None, *, change: b
             f"slurm.container is set, and slurm.python is not: name the Python in {cluster.slurm.container.image} that "
             f"Baton is installed in, as python3"
         )
+    if 0 < (limit := seconds_of(cluster.slurm.time)) <= warning:
+        raise ConfigError(
+            f"slurm.time={cluster.slurm.time} ({limit} s) leaves nothing before slurm.warning_s={warning}, when ranks are told to "
+            f"save: set slurm.time longer, or slurm.warning_s and slurm.save_s shorter"
+        )
+    if clusters := [o for o in cluster.slurm.options if o.startswith(("--clusters", "--cluster", "-M"))]:
+        raise ConfigError(
+            f"slurm.options: {clusters[0]}: only sbatch would see it, and not squeue, sinfo and scancel; remove it, and set "
+            f"SLURM_CLUSTERS in the environment, which all of them read, whenever you use baton for this run"
+        )
     absolute = config.model_copy(update={"directory": str(config.folder.absolute())})
     if odd := sorted({c for c in str(absolute.folder) if c in _NOT_IN_PATHS}):
         raise ConfigError(
@@ -70,6 +81,14 @@ def prepare(config: RunConfig, cluster: Cluster, nodes: str | None, *, change: b
         container = in_container(cluster.slurm)
         evaluating = evaluation.render(absolute, cluster, where=Path.cwd(), python=sys.executable, container=container)
     return Submission(absolute, cluster, wanted, script, evaluating)
+
+
+def seconds_of(limit: str) -> int:
+    """Of a time limit as SLURM takes it: minutes, MM:SS, HH:MM:SS, or D-HH[:MM[:SS]]; 0: none."""
+    days, dash, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units))
 
 
 def _nodes(config: RunConfig, cluster: Cluster, text: str | None) -> Nodes:
@@ -96,27 +115,38 @@ def check(submission: Submission) -> None:
             f"{run} is on a file system of type {kind}, which other nodes do not see; use a shared one (directory=...), or set "
             f"slurm.local_files=true in the cluster file if all nodes share this machine's disk"
         )
-    partitions = _partitions()
-    partition = slurm.partition or next((name for name, (_, default) in partitions.items() if default), None)
-    if partition is None or partition not in partitions:
-        raise ConfigError(f"slurm.partition={partition}: no such partition; this cluster has {', '.join(sorted(partitions))}")
-    there = partitions[partition][0]
-    if submission.nodes.least > there:
-        raise ConfigError(f"{submission.nodes} nodes are wanted, and the partition {partition} has {there}")
+    _check_partition(submission)
     if slurm.account is not None:
         accounts = _accounts()
-        if accounts is not None and slurm.account not in accounts:
+        if accounts is not None and slurm.account.lower() not in accounts:  # SLURM keeps them in small letters
             raise ConfigError(
                 f"slurm.account={slurm.account}: {getpass.getuser()} has no such account; "
                 f"{'yours: ' + ', '.join(accounts) if accounts else 'there is none'}"
             )
 
 
+def _check_partition(submission: Submission) -> None:
+    """Refuse partitions that are not there, or too small. Where nothing names one and there is no default, sbatch decides."""
+    slurm, there = submission.cluster.slurm, _partitions()
+    assert slurm is not None
+    default = next((name for name, (_, is_default) in there.items() if is_default), "")
+    wanted = [name for name in (slurm.partition or os.environ.get("SBATCH_PARTITION") or default).split(",") if name]
+    if missing := [name for name in wanted if name not in there]:
+        raise ConfigError(
+            f"slurm.partition={','.join(missing)}: no such partition; this cluster has {', '.join(sorted(there)) or 'none'}"
+        )
+    most = max((there[name][0] for name in wanted), default=None)
+    if most is not None and submission.nodes.least > most:
+        raise ConfigError(f"{submission.nodes} nodes are wanted, and the partition {' or '.join(wanted)} has {most}")
+
+
 def _partitions() -> dict[str, tuple[int, bool]]:
-    """Of each partition: its nodes, and whether it is the default."""
+    """Of each partition, hidden ones too: its nodes, and whether it is the default (which sinfo marks by an asterisk)."""
     found: dict[str, tuple[int, bool]] = {}
-    for line in command.ask("sinfo", "-h", "-o", "%P %D").splitlines():
-        name, count = line.split()
+    for line in command.ask("sinfo", "-a", "-h", "-o", "%P %D").splitlines():
+        name, _, count = line.partition(" ")
+        if not count.strip().isdigit():  # a heading, as "CLUSTER: name" with SLURM_CLUSTERS
+            continue
         before = found.get(name.rstrip("*"), (0, False))[0]
         found[name.rstrip("*")] = (before + int(count), name.endswith("*"))
     return found
@@ -150,7 +180,19 @@ def test_only(submission: Submission) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
         script.write(submission.script)
         script.flush()
-        return command.ask("sbatch", "--test-only", script.name)
+        return command.ask("sbatch", "--test-only", script.name, slurm=submission.cluster.slurm)
+
+
+def _hand_in(submission: Submission, *options: str) -> str:
+    """The id of the new job. Asked once: an answer that was lost may have been an id, and SLURM is asked which jobs there are."""
+    script = str(submission.run / NAME)
+    try:
+        said = command.ask("sbatch", "--parsable", *options, script, tries=1, slurm=submission.cluster.slurm)
+    except command.SlurmAwayError:
+        if not (there := command.jobs(job_name(submission.config))):
+            raise
+        return there[-1]["id"]
+    return said.strip().partition(";")[0]
 
 
 def submit(submission: Submission) -> str:
@@ -170,10 +212,10 @@ def submit(submission: Submission) -> str:
         (run / "evaluations").mkdir(exist_ok=True)
         write_whole(run / evaluation.NAME, submission.evaluation)
     bad = policy.excluded(ledger.read(run))
-    write_whole(run / "excluded.txt", ",".join(bad))
+    write_excluded(run)
     (run / "stop").unlink(missing_ok=True)
-    exclude = [f"--exclude={','.join(bad)}"] if bad else []
+    exclude = [f"--exclude={(run / 'excluded.txt').read_text(encoding='utf-8')}"] if bad else []
     ledger.append(run, "submitted", by="user", nodes=[submission.nodes.least, submission.nodes.most])
-    job = command.ask("sbatch", "--parsable", *exclude, str(run / NAME), tries=1).strip().partition(";")[0]
+    job = _hand_in(submission, *exclude)
     write_whole(run / "submitted.json", json.dumps({"job": job, "host": os.uname().nodename, "user": getpass.getuser()}))
     return job

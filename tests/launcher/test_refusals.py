@@ -13,7 +13,7 @@ import yaml
 
 from baton.launcher.cli import main
 from baton.launcher.config import RunConfig, load
-from baton.launcher.errors import ConfigError
+from baton.launcher.errors import BusyError
 from baton.launcher.run_directory import open_attempt
 from baton.launcher.validation import OTHER_NAMES, SEVERAL, _all_settings
 
@@ -22,9 +22,9 @@ from baton.launcher.validation import OTHER_NAMES, SEVERAL, _all_settings
 def train(tmp_path, capsys):
     """A function: `baton train` on a run file with words, in this process; returns its one-line refusal."""
 
-    def refused(run, *words, directory=tmp_path / "run") -> str:
+    def refused(run, *words, directory=tmp_path / "run", status=2) -> str:
         before = sorted(tmp_path.rglob("*"))
-        assert main(["train", str(run), f"directory={directory}", *words]) == 2
+        assert main(["train", str(run), f"directory={directory}", *words]) == status
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith("baton: ")
@@ -293,7 +293,14 @@ def test_a_directory_that_cannot_be_written(train, inputs, tmp_path):
 def test_a_run_directory_that_is_being_trained(train, inputs, tmp_path):
     config = load(inputs.run, [f"directory={tmp_path / 'run'}"])
     with open_attempt(config):
-        check(train(inputs.run), str(tmp_path / "run"), f"is being trained by process {os.getpid()} on", "wait for it")
+        # not bad input: the same command works later
+        text = train(inputs.run, status=75)
+        check(
+            text,
+            str(tmp_path / "run"),
+            f"is being trained by process {os.getpid()} on {os.uname().nodename} since 2",
+            "wait for it",
+        )
     with open_attempt(config) as attempt:
         assert attempt.name == "0002"
 
@@ -307,7 +314,7 @@ def test_a_run_directory_is_held_where_the_file_system_has_no_flock(inputs, tmp_
     for call in missing:
         monkeypatch.setattr(fcntl, call, refuse)
     config = load(inputs.run, [f"directory={tmp_path / 'run'}"])
-    busy = pytest.raises(ConfigError, match=f"is being trained by process {os.getpid()} on")
+    busy = pytest.raises(BusyError, match=f"is being trained by process {os.getpid()} on")
     with open_attempt(config), busy, open_attempt(config):
         pass
     with open_attempt(config) as attempt:

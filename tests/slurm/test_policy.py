@@ -11,7 +11,7 @@ from support.jobs import RUN
 from baton.launcher.config import load
 from baton.launcher.errors import ConfigError
 from baton.slurm import policy
-from baton.slurm.config import JobsConfig
+from baton.slurm.config import JobsConfig, SlurmConfig
 from baton.slurm.elastic import fitted, nodes_for
 from baton.slurm.exits import MEANING, Exit
 from baton.slurm.outcome import gather
@@ -22,11 +22,15 @@ from baton.slurm.watch import Nodes
 SUBMITTED = {"kind": "submitted", "time": 0.0, "by": "user", "nodes": [2, 2]}
 
 
-def end(status, step=0, suspects=()):
-    return {
+def start(step, attempt=1):
+    return {"kind": "start", "time": 0.0, "attempt": attempt, "step": step}
+
+
+def end(status, step=0, suspects=(), attempt=1, **more):
+    return more | {
         "kind": "end",
         "time": 0.0,
-        "attempt": 1,
+        "attempt": attempt,
         "status": int(status),
         "reason": "…",
         "step": step,
@@ -38,9 +42,13 @@ def out(node):
     return {"kind": "excluded", "time": 0.0, "node": node, "reason": "…"}
 
 
-def code(*rows, jobs=None, **changes):
+def decision(*rows, jobs=None, **changes):
     known = {"told_to_stop": False, "time_is_up": False, "allocated": ["n1", "n2"], "needed": 2}
-    return policy.decide([SUBMITTED, *rows], jobs or JobsConfig(), **known | changes).code
+    return policy.decide([SUBMITTED, *rows], jobs or JobsConfig(), SlurmConfig(time="10", warning_s=60), **known | changes)
+
+
+def code(*rows, **changes):
+    return decision(*rows, **changes).code
 
 
 def test_what_is_done_after_each_end():
@@ -67,7 +75,56 @@ def test_a_run_that_makes_no_new_step_is_stopped():
     assert code(end(Exit.HUNG, 7), end(Exit.HUNG, 7), end(Exit.FAILED, 7), jobs=JobsConfig(patience=3)) == AGAIN
     assert code(*[end(Exit.NODE_LOST, 0)] * 9) == AGAIN, "nodes die of themselves"
     assert code(end(Exit.FAILED, 0), end(Exit.NODE_LOST, 0), end(Exit.FAILED, 0)) == Exit.NO_PROGRESS
-    assert code(end(Exit.FAILED, 0), end(Exit.STOPPED, 0), end(Exit.FAILED, 0)) == AGAIN
+    assert code(end(Exit.FAILED, 0), end(Exit.STOPPED, 0)) == Exit.NO_PROGRESS, "however politely it ended"
+
+
+def test_an_attempt_that_was_told_to_stop_makes_progress_by_steps_beyond_its_start():
+    stop = Exit.STOPPED
+    assert code(end(stop, 0)) == NEXT_JOB
+    found = decision(end(stop, 0, attempt=1), end(stop, 0, attempt=2))
+    assert found.code == Exit.NO_PROGRESS
+    assert (
+        "A job of slurm.time=10 must have room for its start and for steps before its last slurm.warning_s=60 s" in found.sentence
+    )
+    begun = (start(0), end(stop, 5), start(5, 2), end(stop, 5, attempt=2))
+    assert code(*begun) == NEXT_JOB
+    assert code(*begun, start(5, 3), end(stop, 5, attempt=3)) == Exit.NO_PROGRESS
+    # a crash at step 90 lost what was after step 10: 30 and 60 are not new, but they are saved, and the next goes on from there
+    crash = (start(0), end(Exit.FAILED, 90))
+    assert code(*crash, start(10, 2), end(stop, 30, attempt=2), start(30, 3), end(stop, 60, attempt=3)) == NEXT_JOB
+    assert code(end(stop, 0), end(stop, 0, attempt=2), told_to_stop=True) == stop, "a person's stop file is no failure"
+
+
+def test_jobs_that_slurm_ends_itself_have_more_patience_but_not_without_end():
+    ended = end(Exit.STOPPED, 0, seen=False)
+    assert code(*[ended] * 7) == NEXT_JOB
+    found = decision(*[ended] * 8)
+    assert found.code == Exit.NO_PROGRESS
+    assert found.sentence.startswith("the run is stopped: 8 attempts in a row made no new step, and SLURM ended 8 of them")
+    assert code(*[ended] * 7, end(Exit.STOPPED, 1), *[ended] * 7) == NEXT_JOB
+
+
+def test_a_busy_run_is_looked_at_again_and_counts_for_nothing():
+    busy = end(Exit.BUSY)
+    assert code(*[busy] * 300) == NEXT_JOB
+    assert code(end(Exit.FAILED, 0), busy, end(Exit.FAILED, 0)) == Exit.NO_PROGRESS
+    assert code(*[busy] * 3, end(Exit.FAILED, 1), jobs=JobsConfig(retries=1)) == AGAIN
+
+
+def test_a_step_that_srun_does_not_start_is_tried_in_another_job_and_not_for_ever():
+    assert code(end(Exit.NOT_STARTED)) == NEXT_JOB, "in this job it would fail again"
+    assert code(end(Exit.NOT_STARTED), out("n2")) == OTHER_NODES
+    assert code(end(Exit.NOT_STARTED), end(Exit.NOT_STARTED)) == Exit.NO_PROGRESS
+
+
+def test_checks_that_no_node_passes_are_not_repeated_over_the_whole_cluster():
+    def checked(passed):
+        return [{"kind": "preflight", "time": 0.0, "passed": passed}, end(Exit.PREFLIGHT)]
+
+    assert code(*checked(0) * 3, out("n1")) == OTHER_NODES
+    found = decision(*checked(0) * 4, out("n1"))
+    assert (found.code, "hardly to blame" in found.sentence) == (Exit.NO_PROGRESS, True)
+    assert code(*checked(0) * 3, *checked(1), *checked(0) * 3, out("n1")) == OTHER_NODES, "one node passed in between"
 
 
 def test_submitting_again_forgives():
@@ -119,7 +176,9 @@ def say(folder, node, status=None, *, told=False):
 
 
 def test_an_attempt_ends_as_its_agents_say(attempt):
-    assert gather(attempt, 1).status == Exit.FAILED, "no agent was there"
+    assert gather(attempt, 1).status == Exit.NOT_STARTED, "no agent was there"
+    assert gather(attempt, 137).status == Exit.FAILED, "somebody killed srun"
+    assert gather(attempt, 0).status == Exit.STOPPED
     say(attempt, "n1", Exit.DONE)
     say(attempt, "n2", Exit.DONE)
     assert gather(attempt, 0).status == Exit.DONE
