@@ -23,6 +23,9 @@ TOOL = Path(__file__).resolve().parents[1] / "tools" / "slurm-sandbox"
 STEPS = 150
 """Of the small run: some fifteen seconds on two shared cores, so that something can happen to it."""
 
+LOST_NODE_S, HANG_S = 15, 20
+"""Long beside what a rank or an agent may be kept waiting for a core of a machine that does other things as well."""
+
 RUN = {
     "device": "cpu",
     "model": {"d_model": 16, "n_layers": 2, "pattern": ["mamba"], "mixers": {"mamba": {"d_state": 4}}, "pad_vocab_to": 8},
@@ -40,7 +43,7 @@ RUN = {
         "checkpoint": {"every": 10, "keep_last": 3},
         "evaluation": {"every": 50, "tokens": 600, "sample_tokens": 0},
     },
-    "jobs": {"hang_s": 8, "startup_s": 120, "lost_node_s": 6},
+    "jobs": {"hang_s": HANG_S, "startup_s": 120, "lost_node_s": LOST_NODE_S},
 }
 """Two nodes of two ranks."""
 
