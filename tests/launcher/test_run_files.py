@@ -26,9 +26,11 @@ def starts(path):
     return [(), *(tuple(group.split()) for group in re.findall(rf"{WORD}(?: {WORD})*", header(path)))]
 
 
-@pytest.mark.parametrize("path", [path for path in RUN_FILES if path.stem != "demo"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)
 def test_a_run_file_fits_80_gb_as_it_is_and_with_every_override_its_header_names(capsys, path):
     for words in starts(path):
+        if path.stem == "demo":  # whose tokenizer is trained by `make demo`
+            words = (*words, "model.vocab_size=512")
         status = main(["plan", str(path), *words, "--cluster", "h100"])
         out, err = capsys.readouterr()
         assert (status, out.splitlines()[-1][:5]) == (0, "fits:"), (words, err)

@@ -292,8 +292,10 @@ def _eidetic_kernels(arch):
     chosen = {**sizes, "FAR": 0, "BM": 64, "BF": 16, "BT": 128}
     types |= {"seen": "i64", "score": "fp32", "entry_score": "fp32", "entry_where": "i64", "frozen": "i8"}
     yield "eidetic, choice", prefix.publish_kernel, chosen, 1, types
-    score = {"C": 2048, "N": 4, "NORM": "l2", "BT": 16, "BC": 256}
-    yield "eidetic, innovation", foretold.innovation_kernel, score, 4, {"weights": "fp32", "score": "fp32", "y": "bf16"}
+    for norm in ("l2", "l1", "max"):
+        score = {"C": 2048, "N": 4, "NORM": norm, "BT": 16, "BC": 256}
+        named = f"eidetic, innovation by {norm}"
+        yield named, foretold.innovation_kernel, score, 4, {"weights": "fp32", "score": "fp32", "y": "bf16"}
 
 
 def _without_warps(sizes):
