@@ -25,7 +25,7 @@ class OptimizerConfig(_Settings):
     rates: dict[str, Rate] = Field(
         default_factory=dict, description="peak learning rate of parameters by name, as {'*.ssm.*': 1e-3}; the first match counts"
     )
-    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decay of the two moments; the papers' recipe")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decay of the two moments; as in Mamba's recipe")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="decoupled; not applied to norms, biases, A_log, D")
     clip_norm: float = Field(1.0, ge=0, description="global gradient norm above which gradients are scaled down; 0: never")
@@ -35,7 +35,7 @@ class ScheduleConfig(_Settings):
     """Learning rate over steps: linear warm-up, then cosine or warmup-stable-decay (WSD)."""
 
     kind: Literal["cosine", "wsd", "constant"] = Field("cosine", description="shape after the warm-up")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0; the papers take 10 % of the run")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0; 0: none. Papers take 1 to 10 % of a run")
     decay_steps: int = Field(0, ge=0, description="wsd: steps of linear decay at the end")
     final_lr: float = Field(1e-5, ge=0, description="learning rate at the last step (cosine, wsd); absolute, as in the papers")
 

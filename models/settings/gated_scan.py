@@ -23,8 +23,8 @@ from baton.models.settings.footprint import (
 class GatedScanConfig(MixerConfig):
     """The skeleton: projection, short convolution, gated diagonal scan, projection."""
 
-    expand: int = Field(2, ge=1, description="d_inner / d_model; 2 in every model of both papers")
-    d_state: int = Field(16, ge=1, description="numbers of state per channel; 16 in every model of both papers")
+    expand: int = Field(2, ge=1, description="d_inner / d_model; 2 in both papers' language models")
+    d_state: int = Field(16, ge=1, description="numbers of state per channel; 16 in both papers' language models")
     d_conv: int = Field(4, ge=2, description="tokens that the causal convolution sees; 4 as released, the papers do not say")
     dt_rank: int | None = Field(None, ge=1, description="rank of the step sizes' projection; null: d_model / 16, rounded up")
     skip: bool = Field(True, description="add D u, a learned factor of each channel's input, to the output; true as released, "
