@@ -230,7 +230,7 @@ def draw(found: Goodput, out: Path) -> Path:
         right.annotate(f" {share:.1%}", (100 * share, row), va="center")
     left.set_yticks(range(len(shown)), shown)
     left.invert_yaxis()
-    left.set_xlabel("seconds since the first submission")
+    left.set_xlabel("seconds since the beginning")
     right.set_xlabel("% of all time")
     right.margins(x=0.25)
     figure.suptitle(f"{found.folder.name}: goodput {found.goodput:.1%} of all time, {found.in_job:.1%} of the time on nodes")

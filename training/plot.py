@@ -8,6 +8,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogFormatter, StrMethodFormatter
 
 from baton.training.errors import RunError
 from baton.training.monitor import read_metrics
@@ -22,6 +24,15 @@ def draw(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def plot(folder: Path, out: Path) -> Path:
+    """Draw a run's `curves` into `out`. Raises RunError: the run has no steps, or `out` cannot be written."""
+    figure = curves(folder)
+    try:
+        return save_picture(figure, out)
+    finally:
+        plt.close(figure)
+
+
+def curves(folder: Path) -> Figure:
     """Draw loss, bits per byte (of a synthetic task: accuracy by case), learning rate and gradient norm, speed and the parts of a
     step of the run in `folder`; below them, where the run has looked at long context, the last that it saw."""
     rows = read_metrics(folder / "metrics.jsonl")
@@ -34,6 +45,7 @@ def plot(folder: Path, out: Path) -> Path:
     looked = [panel for kind in KINDS if kind in last for panel in panels(last[kind])]
     below = -(-len(looked) // 2)
     figure, axes = plt.subplots(2 + below, 2, figsize=(11, 7 + 3.5 * below), constrained_layout=True)
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06, wspace=0.05)  # between a panel's right label and the next one's left
     figure.suptitle(str(folder))
     (loss, bits), (rate, time) = axes[:2]
     for axis, draw in itertools.zip_longest(axes[2:].flat, looked):
@@ -60,6 +72,9 @@ def plot(folder: Path, out: Path) -> Path:
     norm = rate.twinx()
     norm.plot(x, [row["grad_norm"] for row in steps], lw=0.6, color="C3")
     norm.set_yscale("log")
+    norm.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    norm.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
+    norm.tick_params(labelsize="small", which="both")
     norm.set_ylabel("gradient norm", color="C3")
 
     parts = steps[-1]["seconds"]
@@ -70,11 +85,9 @@ def plot(folder: Path, out: Path) -> Path:
     time.legend(loc="upper right", fontsize="small")
     for axis in (loss, bits, rate, time):
         axis.set_xlabel("tokens")
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 250k, 1.5M: short at any size
         axis.grid(alpha=0.3)
-    try:
-        return save_picture(figure, out)
-    finally:
-        plt.close(figure)
+    return figure
 
 
 def compare(folders: Sequence[Path], out: Path) -> Path:

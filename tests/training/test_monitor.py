@@ -3,12 +3,14 @@
 import json
 import shutil
 
+import matplotlib.pyplot as plt
 import pytest
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from baton.training import monitor as monitors
 from baton.training.monitor import Monitor, cut_metrics, duration, read_metrics
+from baton.training.plot import curves
 
 
 def open_monitor(folder, step=0):
@@ -130,3 +132,28 @@ def test_credit_that_could_not_be_asked_is_said_and_not_recorded(tmp_path, capsy
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (61, "1m01s"), (3600, "1h00m00s"), (7325, "2h02m05s")])
 def test_durations_are_readable(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("scale", "norms"), [(1, (0.031, 0.037)), (10**7, (2.5, 7.1))])
+def test_labels_of_a_plot_do_not_overlap(tmp_path, scale, norms):
+    monitor = open_monitor(tmp_path)
+    for step in range(1, 21):
+        monitor.train(row(step) | {"tokens": step * 131 * scale, "grad_norm": norms[step % 2], "lr": 1.5e-4 + step * 1e-9})
+        if step % 10 == 0:
+            monitor.evaluation(step, step * 131 * scale, 1.0 / step, 1e-4, None)
+    monitor.close()
+    figure = curves(tmp_path)
+    figure.canvas.draw()
+    texts = []
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) if axis.get_visible()):
+        ticks = axis._update_ticks()  # those that are drawn: the others are beyond the axis
+        texts += [axis.label, axis.get_offset_text(), *(label for tick in ticks for label in (tick.label1, tick.label2))]
+    boxes = [(text, text.get_window_extent()) for text in texts if text.get_visible() and text.get_text()]
+    assert len(boxes) > 40
+    inside = figure.bbox.padded(1)
+    for number, (text, box) in enumerate(boxes):
+        assert inside.contains(box.x0, box.y0), text
+        assert inside.contains(box.x1, box.y1), text
+        for other, its in boxes[:number]:
+            assert not box.overlaps(its), (text, other)
+    plt.close(figure)
