@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.data_pipeline.config import PrepareConfig
-from baton.data_pipeline.errors import DataError, InputError
+from baton.data_pipeline.errors import DataError, InputError, StorageError
 from baton.data_pipeline.files import read_json, write_json
 from baton.data_pipeline.lock import LockHeldError, exclusive
 from baton.data_pipeline.shards import DATASET, FORMAT, PLAN, VERSION
@@ -68,10 +68,10 @@ def claimed(folder: Path, plan: dict[str, Any], pieces: Sequence[Piece]) -> Iter
         raise DataError(f"{folder} is a file; choose a folder for the dataset")
     if not (folder / PLAN).exists() and folder.exists() and any(path.name != PARTS for path in folder.iterdir()):
         raise DataError(f"{folder} holds files that are not a dataset; choose an empty or new folder")
-    if (folder / DATASET).exists():  # nothing will be written, so no lock is needed: it may be on a medium that is read-only
+    parts = folder / PARTS
+    if (folder / DATASET).exists() and not parts.exists():  # nothing will be written, so no lock is needed
         yield _agreed(folder, plan, pieces)
         return
-    parts = folder / PARTS
     with ExitStack() as held:
         try:
             parts.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def claimed(folder: Path, plan: dict[str, Any], pieces: Sequence[Piece]) -> Iter
             write_json(folder / PLAN, plan)
         try:
             yield plan
-        except DataError:
+        except (DataError, StorageError):
             if not any(parts.glob(_RECORDS)):  # nothing to go on from: leave nothing that would refuse corrected settings
                 (folder / PLAN).unlink()
                 _remove_parts(parts, held)
@@ -166,19 +166,26 @@ def _differing_inputs(before: dict[str, Any], now: dict[str, Any]) -> dict[str, 
     }
 
 
-def unreadable(folder: Path, failures: Sequence[InputError], tasks: Sequence[Task]) -> DataError:
-    """Note the inputs that could not be read, and say what was kept and which words leave them out."""
+def unreadable(folder: Path, failures: Sequence[InputError], tasks: Sequence[Task]) -> DataError | StorageError:
+    """Note the inputs that could not be read, and say what was kept and which words leave them out. A StorageError when nothing is
+    known to be wrong with any of them."""
     parts = folder / PARTS
     finished = sum(1 for _ in parts.glob(_RECORDS))
     failed = {failure.source: failure for failure in failures}  # a file's pieces may fail one by one
     if finished:
         write_json(parts / DAMAGED, {name: failure.what for name, failure in failed.items()})
-    shown = [f"{failure.path}: {failure.what}" for failure in list(failed.values())[:3]]
+    shown = [f"{_on_a_line(failure.path)}: {failure.what}" for failure in list(failed.values())[:3]]
     more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
     kept = f"{finished} of {len(tasks)} parts are finished and kept; " if finished else ""
     which = "the input" if len(failed) == 1 else f"{len(failed)} inputs:"
     it = "it" if len(failed) == 1 else "them"
     words = " ".join(exclusion(name) for name in failed)
-    return DataError(
-        f"cannot read {which} {'; '.join(shown)}{more}; {kept}restore {it}, or leave {it} out: the same command with {words}"
+    passing = all(failure.may_pass for failure in failures)
+    first = "start again once the file system answers" if passing else f"restore {it}"
+    return (StorageError if passing else DataError)(
+        f"cannot read {which} {'; '.join(shown)}{more}; {kept}{first}, or leave {it} out: the same command with {words}"
     )
+
+
+def _on_a_line(path: str) -> str:
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in path)

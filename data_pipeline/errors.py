@@ -22,13 +22,14 @@ class StorageError(Exception):
 class InputError(DataError):
     """One input file that cannot be read; the others can.
 
-    Attributes: `source`, the file's name in reports; `path`; `what`, why it cannot be read.
+    Attributes: `source`, the file's name in reports; `path`; `what`, why it cannot be read; `may_pass`, whether that says nothing
+    about the file, and reading it again may succeed.
     """
 
-    def __init__(self, source: str, path: str, what: str) -> None:
+    def __init__(self, source: str, path: str, what: str, may_pass: bool = False) -> None:
         what = " ".join(what.split())
-        super().__init__(source, path, what)
-        self.source, self.path, self.what = source, path, what
+        super().__init__(source, path, what, may_pass)
+        self.source, self.path, self.what, self.may_pass = source, path, what, may_pass
 
     def __str__(self) -> str:
         return f"cannot read the input {self.path}: {self.what}; restore the file or exclude it"

@@ -10,6 +10,7 @@ import pyarrow.types
 from baton.data_pipeline.errors import DataError, InputError
 from baton.data_pipeline.records import Record, accept
 from baton.data_pipeline.sources import Piece, Rejected, Source
+from baton.data_pipeline.storage import may_pass
 
 # polars writes string_view and, of categories, dictionaries; others leave out that binary is text; pandas makes null of all-null
 _STRINGS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
@@ -48,7 +49,7 @@ def read_parquet(piece: Piece, text_field: str) -> Iterator[Record]:
                 yield Rejected(name, row, "missing field", "the value is null") if text is None else accept(name, row, text)
                 row += 1
     except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(name, piece.source.path, f"it cannot be read from row {row:,} on: {error}") from error
+        raise InputError(name, piece.source.path, f"it cannot be read from row {row:,} on: {error}", may_pass(error)) from error
 
 
 def _open(source: Source, text_field: str) -> Any:
@@ -56,7 +57,7 @@ def _open(source: Source, text_field: str) -> Any:
         table = pyarrow.parquet.ParquetFile(source.path)
         schema = table.schema_arrow
     except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(source.name, source.path, f"it is no sound parquet: {error}") from error
+        raise InputError(source.name, source.path, f"it is no sound parquet: {error}", may_pass(error)) from error
     found = schema.get_all_field_indices(text_field)
     if not found:
         raise DataError(

@@ -26,6 +26,7 @@ from baton.data_pipeline.formats import (
     open_content,
 )
 from baton.data_pipeline.sources import Document, Piece, Rejected, Source, document_id
+from baton.data_pipeline.storage import may_pass, why
 
 Record = Document | Rejected
 _BOM = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which some editors write in front of a file's text
@@ -64,7 +65,7 @@ def read_piece(piece: Piece, text_field: str) -> Iterator[Record]:
             raise InputError(source.name, source.path, str(error)) from error
         yield Rejected(source.name, 0, "invalid utf-8" if "UTF-" in str(error) else "not text", str(error))
     except (OSError, EOFError) as error:
-        raise InputError(source.name, source.path, getattr(error, "strerror", None) or str(error)) from error
+        raise InputError(source.name, source.path, why(error), may_pass(error)) from error
 
 
 def _read(piece: Piece, text_field: str) -> Iterator[Record]:

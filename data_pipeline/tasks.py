@@ -7,6 +7,7 @@ is verified and kept; one that has none, or whose shards are not as recorded, is
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -15,6 +16,7 @@ from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
+from baton.data_pipeline import storage
 from baton.data_pipeline.config import PrepareConfig
 from baton.data_pipeline.errors import DataError, InputError
 from baton.data_pipeline.files import read_json, sha256_file, write_json
@@ -143,12 +145,32 @@ def _run(task: Task, moved: dict[str, str], add: Callable[[int], None]) -> TaskR
         add(task.size)
         return kept
     try:
-        record = _Writer(task, add).run()
+        record = _patiently_written(task, add)
     except InputError as error:
         return error
     shards = [asdict(shard) for shard in record.shards]
     write_json(record_path(task), {"pieces": record.pieces, "shards": shards, "rejected": list(record.rejected)})
     return record
+
+
+def _patiently_written(task: Task, add: Callable[[int], None]) -> TaskRecord:
+    """A task's shards. They are begun again after read errors that may pass."""
+    for pause in storage.PAUSES_S:
+        reported = 0
+
+        def count(size: int) -> None:
+            nonlocal reported
+            reported += size
+            add(size)
+
+        try:
+            return _Writer(task, count).run()
+        except InputError as error:
+            add(-reported)
+            if not error.may_pass:
+                raise
+        time.sleep(pause)
+    return _Writer(task, add).run()
 
 
 def _verified(task: Task, moved: dict[str, str]) -> TaskRecord | None:

@@ -1,6 +1,7 @@
 """Inputs are read as what they are, or refused by name; what is left out is named; a damaged one costs nothing that is finished."""
 
 import bz2
+import errno
 import gzip
 import io
 import json
@@ -19,11 +20,15 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from baton.data_pipeline.claim import PARTS
+from baton.data_pipeline import storage, tasks
+from baton.data_pipeline.claim import PARTS, deal
+from baton.data_pipeline.config import PrepareConfig
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.errors import DataError, InputError, StorageError
 from baton.data_pipeline.prepare import prepare
+from baton.data_pipeline.sources import Piece, Source, exclusion, find_sources
 from baton.data_pipeline.stream import documents
+from baton.data_pipeline.tasks import piece_key
 from baton.data_pipeline.verify import verify
 from baton.launcher.cli import main
 
@@ -352,12 +357,85 @@ def test_inputs_that_are_no_files_are_refused_by_what_they_are(tmp_path, make):
         make("in")
 
 
-def test_a_file_that_may_not_be_read_is_named(tmp_path, make, monkeypatch):
-    """Root may read everything, but no process can read from a mem file at 0: a read fails as on a bad disk."""
+def test_a_file_that_cannot_be_read_at_present_is_read_again_and_then_left_for_a_later_start(tmp_path, make, read, monkeypatch):
+    """No process can read its mem file from 0 on: a read fails as on a bad disk, and the link may lead elsewhere the next time."""
+    monkeypatch.setattr(storage, "PAUSES_S", (0.0, 0.0))
     os.symlink("/proc/self/mem", tmp_path / "a.txt")
     (tmp_path / "b.txt").write_text("good")
-    with pytest.raises(DataError, match=r"cannot read the input .*/a\.txt: Input/output error; 1 of 2 parts are finished"):
+    with pytest.raises(
+        StorageError, match=r"/a\.txt: Input/output error; 1 of 2 parts are finished and kept; start again"
+    ) as caught:
         make("a.txt", "b.txt", shard_bytes=1)
+    assert caught.value.exit_status == 74
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "a.txt").write_text("back")
+    assert make("a.txt", "b.txt", shard_bytes=1).tasks_kept == 1
+    assert sorted(read()) == ["back", "good"]
+
+
+def test_a_read_error_that_passes_leaves_no_trace(tmp_path, make, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(lines())
+    make("a.jsonl", out="undisturbed")
+    opened = 0
+
+    def sleep(_):
+        (tmp_path / "away").rename(tmp_path / "a.jsonl")
+
+    real = tasks.read_piece
+
+    def failing(piece, text_field):
+        """The file server forgets the file in the middle, once."""
+        nonlocal opened
+        opened += 1
+        for number, record in enumerate(real(piece, text_field)):
+            if opened == 1 and number == 5:
+                (tmp_path / "a.jsonl").rename(tmp_path / "away")
+                raise InputError("a.jsonl", piece.source.path, os.strerror(errno.ESTALE), may_pass=True)
+            yield record
+
+    monkeypatch.setattr(tasks, "read_piece", failing)
+    monkeypatch.setattr(tasks.time, "sleep", sleep)
+    make("a.jsonl")
+    for name in ("dataset.json", "train-000000.tar", "train-000000.index.npz"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+
+
+NAMES = ["a[1].gz", "a*?.gz", "it's $HOME.gz", "a\nb\t.gz", "\udcff.gz", "é 語.gz", "-x", "[", "!a", "a'\"b"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_words_that_exclude_a_file_exclude_it_alone(tmp_path, name):
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    for other in (*NAMES, f"sub/{name}", f"{name}.gz", f"x{name}"):
+        (folder / other).write_bytes(b"x")
+    (tmp_path / "in2").mkdir()
+    (tmp_path / "in2" / name).write_bytes(b"x")
+    words = shlex.split(exclusion(f"in/{name}"))
+    assert words[0] == "--exclude"
+    before, after = (
+        {source.name for source in find_sources([folder, tmp_path / "in2"], ["*"], exclude).sources} for exclude in ([], words[1:])
+    )
+    assert before - after == {f"in/{name}"}
+
+
+def test_every_piece_is_in_one_task_whatever_is_kept(tmp_path):
+    rng = random.Random(3)
+    settings = PrepareConfig(shard_bytes=50)
+    for _ in range(200):
+        made = [Source(f"{i:02d}", "", 1, 1) for i in range(rng.randrange(1, 12))]
+        pieces = [Piece(source, start, start + 9, rng.randrange(1, 70)) for source in made for start in range(0, 27, 9)]
+        first = deal(pieces, {}, settings, tmp_path, None)
+        assert [piece for task in first for piece in task.pieces] == pieces
+        gone = set(rng.sample(made, rng.randrange(len(made))))
+        left = [piece for piece in pieces if piece.source not in gone]
+        kept = [task for task in first if rng.random() < 0.5 and not {piece.source for piece in task.pieces} & gone]
+        plan = {"kept": [[task.number, [list(piece_key(piece)) for piece in task.pieces]] for task in kept], "next": len(first)}
+        again = deal(left, plan, settings, tmp_path, None)
+        assert sorted(left, key=piece_key) == sorted((piece for task in again for piece in task.pieces), key=piece_key)
+        assert len({task.number for task in again}) == len(again)
+        assert set(kept) <= set(again)
+        assert deal(left, json.loads(json.dumps(plan)), settings, tmp_path, None) == again
 
 
 def damaged(content: bytes, kind: type[Exception]) -> bytes:
