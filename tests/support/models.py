@@ -14,13 +14,18 @@ SEQUENCES, CONTEXT = 8, 24
 
 
 def model_of(mixer):
-    """The small model, or one of another mixer; "hybrid": layers of several sub-blocks, and a head of its own."""
+    """The small model, or one of another mixer; "hybrid": layers of several sub-blocks, and a head of its own; "bare": gated scans
+    without what their settings can leave out."""
     if mixer == "mamba":
         return MODEL
-    pattern = ["mamba+swiglu", "longhorn"] if mixer == "hybrid" else [mixer]
+    pattern = {"hybrid": ["mamba+swiglu", "longhorn"], "bare": ["mamba", "longhorn"]}.get(mixer, [mixer])
     names = [name for entry in pattern for name in entry.split("+")]
     changes = {"d_model": SMALL_WIDTH, "pattern": pattern, "tie_embeddings": mixer != "hybrid"}
-    return ModelConfig(**MODEL.model_dump() | changes | {"mixers": {name: kinds()[name].small() for name in names}})
+    mixers = {name: kinds()[name].small() for name in names}
+    if mixer == "bare":
+        left_out = {"mamba": {"skip": False, "dt_init": "uniform"}, "longhorn": {"skip": False, "beta_bias": False}}
+        mixers = {name: settings.model_copy(update=left_out[name]) for name, settings in mixers.items()}
+    return ModelConfig(**MODEL.model_dump() | changes | {"mixers": mixers})
 
 
 def training(**changes) -> TrainingConfig:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.compare import relative_error
 from support.models import micro_batches, model_of, step_batch, training
 
 from baton.models.lm import IGNORED, LanguageModel
@@ -81,6 +82,18 @@ def test_initial_values_and_labels_do_not_depend_on_the_layout(pool, single_mesh
         assert all(torch.equal(value, begun[name]) for name, value in initial.items())
         seen |= initial.keys()
     assert seen == begun.keys()
+
+
+def test_layers_without_skips_and_biases_on_a_layout_equal_plain_pytorch(pool, single_mesh):
+    rows, model, _ = oracle(mixer="bare")
+    expected = whole(model, {name: p.detach() for name, p in model.named_parameters()})
+    found, _, parameters = pool.run(steps_on_a_layout, mixer="bare", tensor=2, sequence=2)[0]
+    for (loss, norm, _), wanted in zip(found, rows, strict=True):
+        assert (loss, norm) == pytest.approx(wanted, rel=1e-5)
+    assert parameters.keys() == expected.keys()
+    assert not any(name.endswith((".D", "beta_bias")) for name in parameters)
+    for name, value in expected.items():
+        assert relative_error(parameters[name], value) <= 1e-5, name
 
 
 @pytest.mark.parametrize("mixer", ["mamba", "lattice", pytest.param("bmojo", marks=pytest.mark.long)])
