@@ -4,6 +4,7 @@ The writer of events works in a thread of its own and says late, or never, that 
 has succeeded, and a writer that failed is replaced by one that writes them again.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,24 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 GIB = 2**30
+
+_EVENTS = "events.out.tfevents."
+
+
+def open_writer(folder: Path, step: int) -> SummaryWriter:
+    """A writer that goes on after `step`; step 0 holds the configuration. Raises OSError."""
+    _put_before(folder, int(time.time()))
+    # purge_step makes TensorBoard drop what was written from that step on
+    return SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
+
+
+def _put_before(folder: Path, now: int) -> None:
+    """Rename the event files that a new one would not follow. TensorBoard reads a folder's files in the order of their names, which
+    begin with the time: of a machine whose clock is behind, the new file would come first, and the old ones would replace it."""
+    named = [(file, *file.name[len(_EVENTS) :].partition(".")) for file in sorted(folder.glob(f"{_EVENTS}*"))]
+    late = [(file, rest) for file, when, _, rest in named if when.isdigit() and int(when) >= now - 1]
+    for number, (file, rest) in enumerate(late):
+        file.rename(file.with_name(f"{_EVENTS}{now - 1:010d}.{number:06d}.{rest}"))
 
 
 class Board:
@@ -25,8 +44,7 @@ class Board:
         self._open()
 
     def _open(self) -> SummaryWriter:
-        # purge_step makes TensorBoard drop what was written from that step on; step 0 holds the configuration
-        writer = self._writer = SummaryWriter(self._folder, purge_step=self._safe_step + 1 if self._safe_step else 0)
+        writer = self._writer = open_writer(Path(self._folder), self._safe_step)
         if self._safe_step == 0:
             writer.add_text("config", f"```yaml\n{self._config_text}\n```", 0)
         for row in self._kept:

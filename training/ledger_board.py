@@ -3,9 +3,8 @@
 import contextlib
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
-
 from baton.training import ledger
+from baton.training.board import open_writer
 from baton.training.errors import RunError
 from baton.training.goodput import account
 
@@ -15,7 +14,7 @@ class LedgerBoard:
 
     def __init__(self, folder: Path, step: int) -> None:
         self._folder = folder
-        self._writer = SummaryWriter(str(folder / "tensorboard" / "ledger"), purge_step=step + 1 if step else 0)
+        self._writer = open_writer(folder / "tensorboard" / "ledger", step)
 
     def show(self, step: int) -> None:
         """The layout, and shares of all time since the first submission. A disk that is full costs the picture, not the run."""

@@ -52,6 +52,23 @@ def test_a_restart_leaves_no_gap_and_no_overlap(tmp_path):
     assert {"config/text_summary", "sample/text_summary"} <= set(shown(tmp_path)[1]["tensors"])
 
 
+@pytest.mark.parametrize("skew", [-600, 0, 86400])
+def test_a_restart_under_another_clock_leaves_no_gap_and_no_overlap_either(tmp_path, monkeypatch, skew):
+    """Three starts: the second on a machine whose clock differs."""
+    clock = monitors.time.time
+    for number, ahead in enumerate((0, skew, 0)):
+        monkeypatch.setattr(monitors.time, "time", lambda ahead=ahead: clock() + ahead)
+        monitor = open_monitor(tmp_path, step=4 * number)
+        for step in range(4 * number + 1, 4 * number + 8):
+            monitor.train(row(step, loss=step + number / 4))
+        monitor.close()
+    expected = [(step, step + min((step - 1) // 4, 2) / 4) for step in range(1, 16)]
+    assert recorded(tmp_path) == expected
+    assert shown(tmp_path)[0] == expected
+    files = list((tmp_path / "tensorboard").glob("events*"))
+    assert len(files) == 3, "nothing is lost"
+
+
 def test_a_restart_from_the_beginning_shows_the_configuration_once(tmp_path):
     for _ in range(2):  # the first start is killed before it has saved a checkpoint
         monitor = open_monitor(tmp_path)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.storage import may_pass, why
+from baton.data_pipeline.storage import may_pass, patiently, unreadable, why
 from baton.training.checkpoint.digest import joined
 from baton.training.checkpoint.files import CheckpointFiles
 from baton.training.checkpoint.manifest import Manifest, check_file
@@ -177,6 +177,7 @@ def load_weights(path: Path, rectangles: dict[str, list[Rectangle]]) -> None:
     """Fill masters (or parameters) in place from a file that `export` wrote, or that has the same names. Other rectangles are left
     alone. Raises CheckpointError: it cannot be read, or is of another model."""
     try:
+        patiently(lambda: path.open("rb").close())  # safe_open calls every failure a missing file
         with safe_open(path, framework="pt") as file:
             names, wanted = set(file.keys()), {key.removeprefix(MASTER) for key in rectangles if key.startswith(MASTER)}
             if wanted - names:
@@ -188,6 +189,8 @@ def load_weights(path: Path, rectangles: dict[str, list[Rectangle]]) -> None:
                         raise CheckpointError(f"{path}: {name} has shape {tuple(there.get_shape())}, the model's {box.whole}")
                     box.data.copy_(there[tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape))])
     except (OSError, SafetensorError) as error:
+        if may_pass(error):
+            raise unreadable(path, error) from None
         raise CheckpointError(
             f"{path}: cannot be read as safetensors ({error}); give a file of `baton checkpoint export`"
         ) from None
