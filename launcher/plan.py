@@ -16,6 +16,7 @@ from baton.launcher.arithmetic import Arithmetic, Memory, Operations, of_stages
 from baton.launcher.cluster import Cluster
 from baton.launcher.config import RunConfig
 from baton.launcher.exchange import exchanges
+from baton.launcher.slow_paths import ASSUMED_TB_S, seconds_by_mixer, slow_paths
 
 GIB = 1 << 30
 LARGEST_TENSOR = 8
@@ -44,11 +45,13 @@ _PARTS = {
 @dataclass(frozen=True)
 class Speed:
     """Seconds of one optimizer step by what they go into on the slowest stage; bubble: in which it waits for the others; tokens per
-    second of all ranks; the share of the matmul rate that the model's own arithmetic (without what is computed again) is worth."""
+    second of all ranks; the share of the matmul rate that the model's own arithmetic (without what is computed again) is worth.
+    eager: recurrences without a kernel, which PyTorch's operators compute (launcher.slow_paths)."""
 
     matrix: float
     elementwise: float
     memory: float
+    eager: float
     exchange: float
     bubble: float
     tokens_per_second: float
@@ -56,7 +59,7 @@ class Speed:
 
     @property
     def step(self) -> float:
-        return self.matrix + self.elementwise + self.memory + self.exchange + self.bubble
+        return self.matrix + self.elementwise + self.memory + self.eager + self.exchange + self.bubble
 
 
 @dataclass(frozen=True)
@@ -209,9 +212,11 @@ class Plan:
         yield ""
         if self.speed is not None:
             yield "time per step, estimated, nothing overlapped, no waiting" + (" but for stages" if len(self.stages) > 1 else "")
-            for name in ("matrix", "elementwise", "memory", "exchange", "bubble", "step"):
-                label = {"matrix": "matrix products", "elementwise": "elementwise arithmetic", "memory": "memory traffic"}
-                if name != "bubble" or len(self.stages) > 1:
+            label = {"matrix": "matrix products", "elementwise": "elementwise arithmetic", "memory": "memory traffic"}
+            label["eager"] = "PyTorch's operators where no kernel is"
+            shown = {"bubble": len(self.stages) > 1, "eager": self.speed.eager > 0}
+            for name in ("matrix", "elementwise", "memory", "eager", "exchange", "bubble", "step"):
+                if shown.get(name, True):
                     yield f"  {label.get(name, name):<44}{getattr(self.speed, name):>11.3f} s"
             yield f"  {self.speed.tokens_per_second:,.0f} tokens/s, {self.speed.utilisation:.0%} of the matrix rate"
             yield ""
@@ -314,15 +319,15 @@ def _bubble(counted: tuple[Arithmetic, ...]) -> float:
 def _speed(config: RunConfig, counted: tuple[Arithmetic, ...], cluster: Cluster) -> Speed:
     waits = (len(counted) - 1) / counted[0].round
     rate = getattr(cluster.matmul_tflops, config.training.precision) * 1e12
-    matrix, elementwise, memory, exchange, bubble = max(
-        (_stage_seconds(one, rate, waits, cluster) for one in counted), key=lambda seconds: sum(seconds)
-    )
-    seconds, tokens = matrix + elementwise + memory + exchange + bubble, config.training.global_batch_tokens
+    of_stage = max((_stage_seconds(one, rate, waits, cluster) for one in counted), key=lambda seconds: sum(seconds))
+    seconds, tokens = sum(of_stage), config.training.global_batch_tokens
     useful = sum(one.useful_flops() for one in counted) * tokens / (config.layout.world_size * seconds * rate)
-    return Speed(matrix, elementwise, memory, exchange, bubble, tokens / seconds, useful)
+    return Speed(*of_stage, tokens / seconds, useful)
 
 
-def _stage_seconds(arithmetic: Arithmetic, rate: float, waits: float, cluster: Cluster) -> tuple[float, float, float, float, float]:
+def _stage_seconds(
+    arithmetic: Arithmetic, rate: float, waits: float, cluster: Cluster
+) -> tuple[float, float, float, float, float, float]:
     """Seconds of a stage's ranks in Speed's order. waits: passes' worth of waiting for other stages, per pass."""
     sent = exchanges(arithmetic).values()
 
@@ -339,8 +344,10 @@ def _stage_seconds(arithmetic: Arithmetic, rate: float, waits: float, cluster: C
     each = sending(once=False, survey=False)
     matrix, elementwise, memory = (a + b for a, b in zip(own, surveyed, strict=True))
     exchange = each + sending(once=False, survey=True) + sending(once=True, survey=False)
+    eager = sum(seconds_by_mixer(arithmetic, cluster.memory_tb_s).values()) if arithmetic.work.gpu else 0.0
     # the update, and what is exchanged for it, waits for nobody; surveys are in step with the passes forwards
-    return matrix, elementwise, memory + work.update / (cluster.memory_tb_s * 1e12), exchange, (sum(own) + each) * waits
+    update, bubble = work.update / (cluster.memory_tb_s * 1e12), (sum(own) + eager + each) * waits
+    return matrix, elementwise, memory + update, eager, exchange, bubble
 
 
 def _notes(config: RunConfig, one: Arithmetic, cluster: Cluster | None) -> Iterator[str]:
@@ -357,6 +364,8 @@ def _notes(config: RunConfig, one: Arithmetic, cluster: Cluster | None) -> Itera
             f"layout.pipeline={layout.pipeline} stages, which wait for each other; take more of them "
             f"(smaller training.micro_batch, larger training.global_batch_tokens, smaller layout.data), or fewer stages"
         )
+    device = "cuda" if one.work.gpu else "cpu"
+    yield from map(str, slow_paths(config, device, ASSUMED_TB_S if cluster is None else cluster.memory_tb_s))
     if cluster is None:
         return
     node = cluster.gpus_per_node

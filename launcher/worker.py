@@ -96,11 +96,15 @@ def _run(path: Path) -> None:
         master_listen_fd=int(listening) if listening else None,
     )
     flops_per_token = None
-    if config.profile is not None:
+    notices: tuple[str, ...] = ()
+    if config.profile is not None or (device.type != "cpu" and rank == 0):
         from baton.launcher import arithmetic
         from baton.launcher.inputs import with_known_vocabulary
+        from baton.launcher.slow_paths import slow_paths
 
-        flops_per_token = partial(arithmetic.flops_per_token, with_known_vocabulary(config))
+        known = with_known_vocabulary(config)
+        flops_per_token = partial(arithmetic.flops_per_token, known)
+        notices = tuple(map(str, slow_paths(known, device.type)))
     watched = heartbeat.FOLDER in os.environ
     if watched and device.type == "cuda":
         heartbeat.own().look_after(waiting.on_gpu)
@@ -116,6 +120,7 @@ def _run(path: Path) -> None:
         attempt=int(path.parent.name) if path.parent.name.isdigit() else 0,
         profile=config.profile,
         flops_per_token=flops_per_token,
+        notices=notices,
         changed=changed_since_last_start(path.parent, config) if rank == 0 and path.parent.name.isdigit() else {},
     )
     train(settings, mesh)

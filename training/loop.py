@@ -88,7 +88,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     replica_check.before_first_step(progress)
     monitor, parameters = None, built.parameter_count()
     if mesh.is_main:
-        print(_greeting(settings, parameters, mesh, progress), flush=True)
+        print("\n".join((_greeting(settings, parameters, mesh, progress), *settings.notices)), flush=True)
         monitor = Monitor(
             settings.folder,
             step=progress.step,

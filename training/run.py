@@ -18,7 +18,7 @@ class RunSettings:
     """What a run is, from the launcher. folder: the run directory. config_text: the resolved configuration as YAML. attempt: number
     of this start, from 1; 0: not counted. profile: what to look at, None: nothing; flops_per_token: of the whole model in
     a training step of such settings, matmuls and mixers counted once forwards and twice backwards. changed: settings that
-    differ from those of the start before, key to (old, new)."""
+    differ from those of the start before, key to (old, new). notices: lines to say before the first step."""
 
     folder: Path
     model: ModelConfig
@@ -29,6 +29,7 @@ class RunSettings:
     profile: ProfileConfig | None = None
     flops_per_token: Callable[[TrainingConfig], float] | None = None
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
 
 
 @dataclass

@@ -36,7 +36,9 @@ def orthogonal_state(
         S_t = [x_1 ... x_m],   x_i = u_i / |u_i| if project, else u_i            v, Phi^T v - k          for "enc"
         y_t = S_t q                                                              -v, k                   for "sim"
 
-    (the gradient's factor of 2 is gamma's). Where pos == 0, S0 takes the place of the state before.
+    Where pos == 0, S0 takes the place of the state before. The losses of "dec" and "enc" are squares without a factor of 1/2
+    (equation 5), so their gradients have a factor of 2, which equations 7 and 10 and this function leave to gamma. That of "sim"
+    has none.
 
     With projection every slot has norm 1 after every step. The recurrence is then defined on the directions of the entering slots
     and of S0's: their norms change nothing, and gradients to them have no part along them. A common scale of a step's two terms

@@ -82,7 +82,7 @@ def shape_of(rule: Rule, d: int, m: int) -> table.Shape:
 
 def no_kernel(*, sparse: bool) -> str | None:
     """Why a GPU runs these options in PyTorch's form; None: the kernels have them. See `Recurrence.no_kernel`."""
-    return "thresholds of slots (L1) are not in its kernels" if sparse else None
+    return "thresholds of slots (L1, sparsity > 0) are not in its kernels" if sparse else None
 
 
 def in_triton(x: Tensor, compute_dtype: torch.dtype, *, sparse: bool) -> bool:

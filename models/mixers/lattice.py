@@ -1,8 +1,24 @@
 """Lattice's mixer: a memory of slots that each token turns, read and gated.
 
-Source: Karami & Mirrokni 2025, "Lattice: Learning to Efficiently Compress the Memory", sections 3 and 5; TTT's public code for the
-block, of which the paper says little (one projection for q and k with a convolution each, a norm and a GELU gate behind the state).
-Heads are split over the tensor group: their projections, convolutions and slots are one rank's business.
+Source: Karami & Mirrokni 2025 (arXiv 2504.05646, first version), "Lattice: Learning to Efficiently Compress the Memory". Heads are
+split over the tensor group: their projections, convolutions and slots are one rank's business.
+
+Differences from the paper, and what it leaves open:
+
+- Of the block it says that q and k come from one projection and have a causal convolution each, and that a GELU gate is behind the
+  recurrence. Everything else of the block is open there; the settings say what the defaults follow.
+- The final model has a forget gate (table 4, last row). Here forget is false by default, since with projection a forget gate is
+  exactly a larger step; the models lattice-110m and lattice-340m set it.
+- Keys of length 1 (unit_keys) and scaled values (value_scale) are ours. Without them steps are chaotic.
+- Each document begins with the initial slots. There is no setting to carry slots from one document into the next.
+
+Misprints in the paper:
+
+- The losses of decoding and encoding have no factor of 1/2, so their gradients have a factor of 2. Equation 5 has it, equations 7,
+  10 and 13 do not. The gradient of similarity has none. step_max=2 gives dec and enc the steps of equation 5.
+- The proximal step for L1 (equations 17 and 18) names its gradient at S_t. It is at S_(t-1), the slots before the step.
+- The text calls table 3 "table 4".
+- The ablation (table 4) is said to be of 125M parameters. Its baselines are the 110M rows of table 2.
 
 Shapes: B batch, T time, M d_model, H this rank's heads, K slots, V head_dim, W d_conv.
 """

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from baton.models.settings.eager import Eager
+
 Dtype = Literal["compute", "float32", "int64", "bool"]
 
 # Tokens per chunk of the recurrences' chunked forms, which import torch; tests/launcher/test_plan.py compares them with those.
@@ -163,7 +165,7 @@ class Carrier:
     a GPU's kernels keep the first alone and make the others again. copied: whether the first is another tensor than what entered.
     border: their chunk, where it is another. elements: a diagonal scan's d_inner x d_state, from which its chunk follows. messages:
     how often the State travels to the next rank of a sequence. transition: of a linear recurrence, the shape of what a span of
-    tokens multiplies each leaf by, split as the leaf is; (): it is not linear.
+    tokens multiplies each leaf by, split as the leaf is; (): it is not linear. eager: why a GPU has no kernel for it; None: it has.
     """
 
     name: str
@@ -175,6 +177,7 @@ class Carrier:
     elements: int = 0
     messages: int = 1
     transition: tuple[tuple[int, ...], ...] = ()
+    eager: Eager | None = None
 
     def kept_bytes(self, work: Work) -> int:
         """What is kept of the States on the way."""

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
+from baton.models.settings.eager import Eager
 from baton.models.settings.footprint import (
     LATTICE_BORDER,
     LATTICE_SPAN_CHUNK,
@@ -27,8 +28,11 @@ from baton.models.settings.footprint import (
 class LatticeConfig(MixerConfig):
     """Slots that change only across what they hold (Karami & Mirrokni, "Lattice: Learning to Efficiently Compress the Memory").
 
-    The paper gives equations and no block: the block, and with it most defaults, are those of TTT's public code, whose data and
-    batch sizes the paper also uses.
+    The paper gives the recurrence's equations and few words on the block: one projection for q and k with a causal convolution
+    each, and a GELU gate behind the recurrence. The widths of heads and convolutions and the norm are open there and settings here,
+    with defaults near TTT's public code, whose data and batch sizes the paper uses. That code differs: its convolutions have a
+    bias, its norm is a LayerNorm, its gate is the tanh form of GELU, q and k have rotary positions, and its target is v - k.
+    unit_keys and value_scale are our own.
     """
 
     kind: Literal["lattice"] = "lattice"
@@ -37,26 +41,38 @@ class LatticeConfig(MixerConfig):
         description="what a token's step improves: decoding the value, encoding it, or their similarity; dec is the paper's best "
         "or tied in most cells, slots of enc and sim do not depend on each other",
     )
-    project: bool = Field(True, description="slots are put back on the unit sphere after each step; false is the paper's ablation")
+    project: bool = Field(
+        True, description="slots are put back on the unit sphere after each step; false is the paper's OSR (table 4)"
+    )
     heads: int | None = Field(None, ge=1, description="heads; null: d_model / head_dim")
-    head_dim: int = Field(64, ge=1, description="width of a head's values and of its slots; 64 meets the paper's parameter counts")
-    slots: int = Field(64, ge=1, description="slots of a head, at most head_dim; 64 meets the paper's parameter counts")
+    head_dim: int = Field(
+        64, ge=1, description="width of a head's values and of its slots; the paper gives none, 64 makes the sizes that it names"
+    )
+    slots: int = Field(
+        64, ge=1, description="slots of a head, at most head_dim; the paper gives none, 64 makes the sizes that it names"
+    )
     initial_slots: Literal["fixed", "learned"] = Field(
         "fixed",
         description="what a document begins with, orthonormal as in the paper: the first unit vectors (which the projections are "
         "free to turn), or parameters that begin orthonormal at random",
     )
     step_max: float = Field(
-        1.0, gt=0, description="step sizes are this times a sigmoid; with unit keys a slot turns by about step / sqrt(slots)"
+        1.0,
+        gt=0,
+        description="step sizes are this times a sigmoid; with unit keys a slot turns by about step / sqrt(slots). The paper's "
+        "equations for dec and enc leave out a factor of 2 of the gradient (sim has none): 2 gives their steps that range",
     )
     step_bias: float = Field(0.0, description="initial bias in that sigmoid; 0 begins with turns of 0.03 to 0.06 at 64 slots")
     forget: bool = Field(
-        False, description="a forget gate per head and token; with projection it is a larger step, and the paper gains nothing"
+        False,
+        description="a forget gate per head and token (equation 16). The paper's final model has it, and so have the models "
+        "lattice-110m and lattice-340m. The default is false: with projection a gate mu is the same as a step 1 / mu times as "
+        "large, and the paper's perplexity is 10.94 with and without it (table 4)",
     )
     forget_bias: float = Field(4.0, description="initial bias in the forget gate's sigmoid; 4 begins with 0.98")
     sparsity: float = Field(0.0, ge=0, description="weight of the slots' L1 norm: thresholds are this times the step; 0: none")
-    d_conv: int = Field(4, ge=2, description="tokens that the causal convolutions of q and k see; 4 as in TTT")
-    conv_activation: Literal["silu"] | None = Field(None, description="after the convolutions; null as in TTT")
+    d_conv: int = Field(4, ge=2, description="tokens that the causal convolutions of q and k see; 4 as in TTT's code")
+    conv_activation: Literal["silu"] | None = Field(None, description="after the convolutions; null as in TTT's code")
     unit_queries: bool = Field(False, description="queries are scaled to length 1 per head; the output norm does it otherwise")
     unit_keys: bool = Field(
         True, description="keys are scaled to length 1 per head: larger ones forget within tokens, or make steps chaotic"
@@ -66,7 +82,7 @@ class LatticeConfig(MixerConfig):
         gt=0,
         description="what values are multiplied by; null: head_dim^-1/2, for slots of length 1 are what they are held in",
     )
-    output_norm: bool = Field(True, description="RMSNorm of all heads together before the gate, as in TTT")
+    output_norm: bool = Field(True, description="RMSNorm of all heads together before the gate; the paper has no word on it")
 
     def head_count(self, d_model: int) -> int:
         """The number of heads. Raises ValueError where d_model leaves it open."""
@@ -130,11 +146,21 @@ class LatticeConfig(MixerConfig):
                     chunk=LATTICE_SPAN_CHUNK if spans else LATTICE_STEPS_CHUNK,
                     copied=True,
                     border=None if self.sparsity else LATTICE_BORDER,
+                    eager=self._eager(slots) if self.sparsity else None,
                 ),
             ),
             reductions=(column_gradient("in_proj", d_model), *norm_sums, row_sum("out_proj", d_model)),
             # decoding's h 2, its product with the slots 2, the tangent 2, the step 2, the norm 2 and the division 1, the output 2
             vector_flops=13 * slots,
+        )
+
+    def _eager(self, slots: int) -> Eager:
+        """What thresholds take on a GPU. slots: numbers of all heads' slots."""
+        return Eager(
+            why="thresholds of slots (L1, sparsity > 0) are not in its kernels",
+            instead="sparsity=0 has kernels",
+            launches=(18 + 5 * self.project + self.forget, 50.0),
+            moved=((30 + 13 * self.project + 2 * self.forget) * slots, (66 + 16 * self.project) * slots),
         )
 
     @classmethod

@@ -104,9 +104,10 @@ def gsa(d, heads):
     return 4 * d * d + d * heads * 64 + 2 * d
 
 
-def lattice(d, heads):
-    """q and k share a projection; v, gate and output; two convolutions of width 4; step sizes with a bias; two norms."""
-    return 4 * d * d + 2 * 4 * d + (d + 1) * heads + 2 * d
+def lattice(d, heads, gates=1):
+    """q and k share a projection; v, gate and output; two convolutions of width 4; step sizes and, with gates=2, forget gates, each
+    with a bias; two norms."""
+    return 4 * d * d + 2 * 4 * d + gates * (d + 1) * heads + 2 * d
 
 
 def bmojo(d):
@@ -125,8 +126,8 @@ def attention(d, heads, dim):
 SIZES = {
     "gsa-1.3b": (24 * (gsa(2048, 4) + swiglu(2048, 5632)) + 2 * 32000 * 2048 + 2048, 1300),
     "gsa-2.7b": (32 * (gsa(2560, 5) + swiglu(2560, 6912)) + 2 * 32000 * 2560 + 2560, 2700),
-    "lattice-110m": (12 * (lattice(768, 12) + swiglu(768, 2048)) + 32000 * 768 + 768, 110),
-    "lattice-340m": (24 * (lattice(1024, 16) + swiglu(1024, 2736)) + 32000 * 1024 + 1024, 340),
+    "lattice-110m": (12 * (lattice(768, 12, gates=2) + swiglu(768, 2048)) + 32000 * 768 + 768, 110),
+    "lattice-340m": (24 * (lattice(1024, 16, gates=2) + swiglu(1024, 2736)) + 32000 * 1024 + 1024, 340),
     "lattice-1.3b": (24 * (lattice(2048, 32) + swiglu(2048, 5504)) + 32000 * 2048 + 2048, 1300),
     "bmojo-130m": (17 * bmojo(768) + 32000 * 768 + 768, 130),
     "bmojo-370m": (31 * bmojo(1024) + 32000 * 1024 + 1024, 370),

@@ -1,0 +1,69 @@
+"""What a run computes on a GPU without a kernel, and how long that takes: said before the first step, counted in plans.
+
+Torch-free.
+"""
+
+from dataclasses import dataclass
+
+from baton.launcher.arithmetic import Arithmetic, of_stages
+from baton.launcher.config import RunConfig
+from baton.models.settings.eager import Eager
+from baton.models.settings.footprint import Footprint
+
+ASSUMED_TB_S = 2.0
+"""Of a GPU's memory, where no cluster says it: an A100's. It matters where batches are large; else launches take longer."""
+
+
+@dataclass(frozen=True)
+class SlowPath:
+    """A mixer whose recurrence has no kernel for its settings.
+
+    mixer: its name in the model. layers: how many have it. eager: why, and what to set. seconds: of each optimizer step, on the
+    pipeline stage where it takes longest, nothing overlapped.
+    """
+
+    mixer: str
+    layers: int
+    eager: Eager
+    seconds: float
+
+    def __str__(self) -> str:
+        launches = sum(self.eager.launches)
+        return (
+            f"slow: {self.mixer} ({self.layers} layers) has no kernel for a GPU: {self.eager.why}; PyTorch computes it with "
+            f"{launches:.0f} operators a token, about {self.seconds:,.1f} s of each step; {self.eager.instead}"
+        )
+
+
+def slow_paths(config: RunConfig, device: str, memory_tb_s: float = ASSUMED_TB_S) -> tuple[SlowPath, ...]:
+    """Of a configuration whose vocabulary is known. On a CPU there are none: PyTorch's form is what runs there.
+
+    device: type of the device that computes, "cpu" or "cuda". memory_tb_s: that a GPU's memory is read and written with.
+    """
+    model = config.model
+    if device == "cpu":
+        return ()
+    found = {name: eager for name, mixer in model.mixers.items() if (eager := _eager(mixer.footprint(model.d_model)))}
+    if not found:
+        return ()
+    stages = [seconds_by_mixer(one, memory_tb_s) for one in of_stages(config)]
+    return tuple(
+        SlowPath(name, sum(layer.count(name) for layer in model.layers), eager, max(stage.get(name, 0.0) for stage in stages))
+        for name, eager in found.items()
+    )
+
+
+def seconds_by_mixer(one: Arithmetic, memory_tb_s: float) -> dict[str, float]:
+    """Of one stage's ranks in an optimizer step, surveys and recomputation included."""
+    found: dict[str, float] = {}
+    forwards = one.passes * (1 + int(one.training.recompute)) + one.surveys
+    for name, block in one.blocks.items():
+        if (eager := _eager(block)) is not None:
+            forward, backward = eager.seconds(one.work.batch, one.tensor, memory_tb_s)
+            each = one.work.length * (forwards * forward + one.passes * backward)
+            found[name] = each * sum(layer.count(name) for layer in one.layers)
+    return found
+
+
+def _eager(block: Footprint) -> Eager | None:
+    return next((carrier.eager for carrier in block.carriers if carrier.eager is not None), None)
