@@ -11,7 +11,8 @@ weights, and the norm of its error. The paper leaves open, and this code fixes:
 - A token that is in the window and in the memory is attended twice, as in the paper's interleaved form.
 
 Differences from Algorithm 1: memories are published at multiples of the window and stay for one window, as in the paper's chunked
-form. Only a chunk's last token then sees y_{t-w} as its newest fading token. No setting computes the algorithm token by token. A
+form. Only a chunk's last token then sees y_{t-w} as its newest fading token. With fading=sliding every token does, and the w - 1
+outputs before that one too; the eidetic memory still changes once a window. No setting computes the algorithm token by token. A
 document that is no longer than the window never uses a memory, and the state space gets no gradient from it.
 
 The paper claims that B'MOJO trains faster than Mamba at all sizes. Measured here, it trains 0.91 times as many tokens per second at

@@ -8,6 +8,7 @@ Differences from the paper:
 - The authors' code adds a skip D u to the output and a bias, 0 at first, to beta. Algorithm 1 has neither; skip=false and
   beta_bias=false remove them. beta's projection has the rank of Mamba's step sizes; the paper only says that it can be low.
 - The exact update of theorem 3.1 is not available as a setting: this mixer, as all models of the paper, has its diagonal form.
+  kernels/longhorn/reference.py has the exact one as a definition, which tests compare with the objective's minimum.
 
 Misprints in the paper: table 4 has +2 <Sk, x> where the sign is minus, and 1_{m x n} for 1_{d x m}; x ~ S^T k is S k; "theorem 6"
 is theorem 3.1; table 2's caption gives GLA a state of 1024K, its table and formula 512K.
