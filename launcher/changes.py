@@ -127,23 +127,21 @@ def refusal(folder: Path, old: RunConfig, new: RunConfig, done: int, *, change: 
     done: steps of its newest checkpoint. change: whether --change was given.
     """
     different = changes(old, new)
-    listed = "; ".join(map(str, different))
-    fork = f"`baton fork {folder} --out NEW{words(different, new)}`"
     others = [each for each in different if not each.is_of(IN_PLACE)]
     if not others:
         return _refusal_in_place(folder, old, new, different, done, change=change)
-    if all(each.is_of(("model", *BEGINNING)) for each in others):
-        advice = "Use another name (name=...) or directory (directory=...)"
-        if not any(each.is_of(BEGINNING) for each in others):
-            advice += f", fork the run if all shapes stay the same ({fork})"
-    elif any(each.is_of((*ORDER, "model", *BEGINNING)) for each in others):
-        advice = (
-            f"Use another name (name=...) or directory (directory=...), fork the run with its data begun anew "
-            f"(`baton fork {folder} --restart-data --out NEW{words(different, new)}`)"
-        )
-    else:
-        advice = f"Use another name (name=...) or directory (directory=...), fork the run ({fork})"
-    return f"{folder} belongs to another configuration: {listed}. {advice}, or take the changes back"
+    anew = any(each.is_of(ORDER) for each in others) or (new.training.carries and not old.training.carries)
+    advice = "Use another name (name=...) or directory (directory=...)"
+    if not any(each.is_of(BEGINNING) for each in others):
+        how = " with its data begun anew" if anew else ""
+        how += ", if all shapes stay the same" if any(each.is_of(("model",)) for each in others) else ""
+        advice += f", or fork the run{how} (`{_fork(folder, different, new, anew=anew)}`)"
+    return f"{folder} belongs to another configuration: {'; '.join(map(str, different))}. {advice}, or take the changes back"
+
+
+def _fork(folder: Path, different: Sequence[Change], new: RunConfig, *, anew: bool = False, step: str = "") -> str:
+    """The command that makes a fork with these changes."""
+    return f"baton fork {shlex.quote(str(folder))}{step}{' --restart-data' if anew else ''} --out NEW{words(different, new)}"
 
 
 def _refusal_in_place(
@@ -153,11 +151,11 @@ def _refusal_in_place(
     if steps < done:
         return (
             f"{folder}: training.steps={steps} is less than the {done} steps that are done; give {done} or more, or fork the run "
-            f"from an earlier checkpoint, `baton fork {folder} --step N --out NEW{words(different, new)}`"
+            f"from an earlier checkpoint, `{_fork(folder, different, new, step=' --step N')}`"
         )
     if change or not different:
         return None
-    listed, fork = "; ".join(map(str, different)), f"`baton fork {folder} --out NEW{words(different, new)}`"
+    listed, fork = "; ".join(map(str, different)), f"`{_fork(folder, different, new)}`"
     if [each.key for each in different] != ["training.steps"]:
         return (
             f"{folder} belongs to another configuration: {listed}. Add --change to go on in this run, which records it in "
@@ -166,12 +164,13 @@ def _refusal_in_place(
     alike = steps_alike(old.training, steps)
     if done <= alike:
         return None
-    kind, first = old.training.schedule.kind, ""
+    kind, where = old.training.schedule.kind, ""
     if kind == "wsd":
-        first = f", with --step N before it for a checkpoint of at most {int(alike)} steps, where no decay has begun"
+        fork = f"`{_fork(folder, different, new, step=' --step N')}`"
+        where = f"; no decay has begun in a checkpoint of N = {int(alike)} steps or less"
     return (
-        f"{folder}: {listed}: by the {kind} schedule, steps that are done would have had another learning rate. Fork the run "
-        f"({fork}{first}), or add --change to go on in this run, which records it in events.jsonl"
+        f"{folder}: {'; '.join(map(str, different))}: by the {kind} schedule, steps that are done would have had another learning "
+        f"rate. Fork the run ({fork}{where}), or add --change to go on in this run, which records it in events.jsonl"
     )
 
 

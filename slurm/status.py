@@ -11,7 +11,7 @@ from typing import Any
 from baton.launcher.arithmetic import of_stages
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
-from baton.launcher.run_directory import last_attempt, last_step, read_config, recent_metrics
+from baton.launcher.run_directory import forks_of, last_attempt, last_step, read_config, recent_metrics
 from baton.slurm import command, policy
 from baton.slurm.exits import MEANING, Exit
 from baton.slurm.files import cluster_of, write_excluded
@@ -101,7 +101,7 @@ def read_status(run: Path) -> Status:
     last = train[-1] if train else None
     speed = _speed(train)
     step = last_step(run)
-    tokens = int(last["tokens"]) if last else 0
+    tokens = int(last["tokens"]) if last else forks[-1]["tokens"] if (forks := forks_of(run)) else 0
     left = (config.training.steps - step) * config.training.global_batch_tokens
     jobs = _jobs(config)
     saved = _saved(run)

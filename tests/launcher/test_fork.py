@@ -19,6 +19,7 @@ from support import checkpoints
 from support.pool_runs import train_attempt
 from support.runs import flip, published
 
+from baton.data_pipeline.lock import exclusive
 from baton.launcher.changes import refusal
 from baton.launcher.cli import main
 from baton.launcher.config import RunConfig, load
@@ -262,11 +263,27 @@ def test_a_fork_has_a_place_of_its_own(trunk, tmp_path, capsys):
     # what a call that was killed left behind is no run, and in nobody's way
     (tmp_path / ".fork.fork" / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / ".fork.fork" / "run" / "config.yaml").write_text("half")
+    with exclusive(tmp_path / ".fork.fork" / ".lock"):
+        assert "is being made by process" in refused(capsys, "fork", trunk, "--out", tmp_path / "fork", "--step", 4)
     forked(trunk, tmp_path / "fork", "--step", "4")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fork", "full"]
+    assert main(["status", str(tmp_path / "fork")]) == 0
+    assert f"step 4 of {STEPS} (33.3%)  512 tokens" in capsys.readouterr().out, "before its first start"
     shutil.rmtree(tmp_path / "fork" / "checkpoints")
     with pytest.raises(ConfigError, match=r"began as a fork of .* at step 4 and has no checkpoint any more"):
         check_run(read_config(tmp_path / "fork" / "config.yaml"))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")], ids=["interrupt", "full disk"])
+def test_an_interrupted_fork_leaves_nothing(trunk, tmp_path, monkeypatch, capsys, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(os, "link", fail)
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    assert main(["fork", str(trunk), "--out", str(tmp_path / "fork"), "--step", "4"]) == (130 if not error.args else 74)
+    assert "Traceback" not in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_files_are_copied_where_they_cannot_be_linked(trunk, tmp_path, monkeypatch):
@@ -316,7 +333,8 @@ def test_steps_may_grow_in_place_until_the_decay_begins(copied, configured, pool
 
 SAYS = {
     # words, whether --change is given -> what the line must say; None: allowed
-    "into the decay": (["training.steps=14"], False, ["12 -> 14", "wsd", "baton fork", "at most 9 steps", "--change"]),
+    "into the decay": (["training.steps=14"], False,
+                       ["12 -> 14", "wsd", "baton fork", "--step N", "N = 9 steps or less", "--change"]),
     "into the decay, on purpose": (["training.steps=14"], True, None),
     "less than is done": (["training.steps=10"], True, ["training.steps=10 is less than the 12 steps", "--step N"]),
     "rate": (["training.optimizer.lr=2e-3"], False, ["optimizer.lr: 0.01 -> 0.002", "--change", "baton fork"]),
@@ -326,6 +344,7 @@ SAYS = {
     "seed": (["training.seed=1"], True, ["training.seed: 0 -> 1", "--restart-data"]),
     "batch": (["training.global_batch_tokens=256", "training.optimizer.lr=1"], True, ["global_batch_tokens", "--restart-data"]),
     "shape": (["model.d_model=24"], True, ["model.d_model: 16 -> 24", "Use another name", "if all shapes stay the same"]),
+    "States": (["training.bptt=null"], False, ["baton fork", "training.bptt=null"]),
     "precision": (["training.precision=bfloat16"], True, ["baton fork", "training.precision=bfloat16"]),
 }  # fmt: skip
 
@@ -341,6 +360,14 @@ def test_a_run_says_which_changes_it_takes_and_where_the_others_go(trunk, config
     assert "\n" not in said
     for needle in needles:
         assert needle in said
+
+
+def test_a_submission_takes_the_same_changes(trunk, capsys):
+    before = contents(trunk)
+    words = ["submit", trunk / "config.yaml", "layout.data=2", "training.optimizer.lr=2e-3", "--cluster", "sandbox", "--dry-run"]
+    assert "training.optimizer.lr: 0.01 -> 0.002. Add --change" in refused(capsys, *words)
+    assert main([*map(str, words), "--change"]) == 0
+    assert contents(trunk) == before
 
 
 def test_the_command_goes_on_in_a_fork_and_records_a_change(trunk, tmp_path):
