@@ -16,7 +16,7 @@ import yaml
 
 from baton.data_pipeline.errors import StorageError
 from baton.data_pipeline.lock import LockHeldError, exclusive
-from baton.data_pipeline.storage import may_pass, patiently, read_text
+from baton.data_pipeline.storage import may_pass, read_text
 from baton.launcher.changes import changes, refusal, with_changes_in_place
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import BusyError, ConfigError
@@ -97,7 +97,7 @@ def end_attempt(attempt: Path, status: int) -> int:
     """Put down how a start ended; the exit status for the command: a start is not a success whose end could not be recorded."""
     folder = attempt.parent.parent
     try:
-        patiently(lambda: ledger.append(folder, "end", attempt=int(attempt.name), status=status, step=last_step(folder)))
+        ledger.append(folder, "end", attempt=int(attempt.name), status=status, step=last_step(folder))
     except OSError as error:
         print(f"baton: {folder / ledger.NAME}: the end could not be recorded ({error.strerror}); make room", file=sys.stderr)
         return status or StorageError.exit_status

@@ -29,7 +29,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from baton.data_pipeline.storage import append_line
+from baton.data_pipeline.storage import append_line, patiently
 
 NAME = "ledger.jsonl"
 
@@ -58,6 +58,11 @@ def boot() -> str:
 
 
 def append(folder: Path, kind: str, **values: Any) -> None:
+    """Add a row to a run directory's ledger; it is tried again for some seconds where the disk does not take it. Raises OSError."""
+    patiently(lambda: append_at_once(folder, kind, **values))
+
+
+def append_at_once(folder: Path, kind: str, **values: Any) -> None:
     """Add a row to a run directory's ledger. Raises OSError."""
     now, up = time.time(), steady()
     row: dict[str, Any] = {"kind": kind, "time": now} | values
@@ -70,7 +75,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """All rows; a line that a full disk or a kill cut short is left out."""
     path = folder / NAME
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in patiently(lambda: path.read_text(encoding="utf-8")).splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
         except ValueError:
@@ -139,7 +144,7 @@ class Account:
         try:
             while self._waiting:
                 name, row = self._waiting[0]
-                append(self._folder, name, **row)
+                append_at_once(self._folder, name, **row)
                 self._waiting.pop(0)
         except OSError as error:
             print(f"{NAME} is behind ({error}); it is completed once there is room, the run goes on", flush=True)

@@ -7,6 +7,7 @@ import random
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from baton.data_pipeline import storage
 from baton.training import ledger
 from baton.training.errors import RunError
 from baton.training.goodput import PARTS, account, draw
@@ -189,6 +190,20 @@ def test_a_full_disk_keeps_rows_waiting(small_disk, capsys):
     kept.spent("compute")
     kept.done(1, write=True)
     assert [row["kind"] for row in ledger.read(small_disk)] == ["start", "spans"]
+
+
+def test_a_row_is_tried_again_where_nothing_else_has_to_be_done(tmp_path, monkeypatch):
+    path = tmp_path / ledger.NAME
+    write(tmp_path, *HISTORY[:2])
+    kept = path.rename(tmp_path / "kept")
+    path.symlink_to("/dev/full")
+    monkeypatch.setattr(storage.time, "sleep", lambda seconds: kept.exists() and kept.replace(path))
+    ledger.append(tmp_path, "end", attempt=1, status=0)
+    assert [row["kind"] for row in ledger.read(tmp_path)] == ["submitted", "attempt", "end"]
+    path.unlink()
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        ledger.append(tmp_path, "end", attempt=1, status=0)
 
 
 def test_tensorboard_shows_the_account_at_every_save(tmp_path):
