@@ -61,6 +61,7 @@ def main() -> int:
             raise
         if not hasattr(error, "exit_status"):
             traceback.print_exc()  # into this rank's log: its place in the program may matter
+            text = f"rank {os.environ.get('RANK', '0')}: {text}"
         print(f"baton: {text}", flush=True)
         return status
     return 0
