@@ -97,7 +97,7 @@ def compare(folders: Sequence[Path], out: Path) -> Path:
     """
     figure, (losses, rates) = plt.subplots(1, 2, figsize=(13, 5), width_ratios=(3, 2), constrained_layout=True)
     try:
-        found = False
+        found = of_task = False
         for folder in folders:
             rows = read_metrics(folder / "metrics.jsonl")
             evaluations = [(row["tokens"], row["loss"]) for row in rows if row["kind"] == "evaluation"]
@@ -108,9 +108,10 @@ def compare(folders: Sequence[Path], out: Path) -> Path:
             (line,) = losses.plot(*zip(*evaluations), "o-", ms=3, label=label) if evaluations else losses.plot([], [], label=label)
             rates.plot(*zip(*steps), color=line.get_color())
             found = found or bool(evaluations)
+            of_task = of_task or any("cases" in row for row in rows)
         if not found:
             raise RunError(f"{folders[0]}: none of these runs has been evaluated; set training.evaluation.every")
-        losses.set_ylabel("validation loss (nats / token)")
+        losses.set_ylabel("validation loss (nats / label)" if of_task else "validation loss (nats / token)")
         losses.legend()
         rates.set_ylabel("learning rate")
         for axis in (losses, rates):
