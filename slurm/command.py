@@ -87,8 +87,8 @@ def ask(*words: str, tries: int = _TRIES, slurm: SlurmConfig | None = None) -> s
     raise SlurmError(f"{words[0]} failed: {said}")
 
 
-def jobs(name: str) -> list[dict[str, str]]:
-    """The user's jobs of this name that wait or run: {id, state, reason, nodes, left, start}."""
+def jobs(name: str, tries: int = _TRIES) -> list[dict[str, str]]:
+    """The user's jobs of this name that wait or run: {id, state, reason, nodes, left, start}. Raises as `ask` does."""
     fields = {"id": "%i", "state": "%T", "reason": "%R", "nodes": "%D", "left": "%L", "start": "%S"}
-    out = ask("squeue", "-h", "--me", "--name", name, "-o", "|".join(fields.values()))
-    return [dict(zip(fields, line.split("|"), strict=True)) for line in out.splitlines()]
+    out = ask("squeue", "-h", "--me", "--name", name, "-o", "|".join(fields.values()), tries=tries)
+    return [dict(zip(fields, line.split("|"), strict=True)) for line in out.splitlines() if "|" in line]

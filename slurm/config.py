@@ -77,7 +77,7 @@ class SlurmConfig(_Settings):
     gpus: bool = Field(True, description="ask for gpus_per_node GPUs; false: CPU nodes")
     gpu_type: Word | None = Field(None, description="as the site names it, for --gres=gpu:TYPE:N; null: any")
     cpus_per_rank: int = Field(8, ge=1, description="cores per rank: the rank itself and its readers")
-    memory: Word = Field("0", description="--mem per node, as 64G; 0: all of it")
+    memory: Word = Field("0", description="--mem per node, as 64G; 0: all of it; not used where options has --mem-per-cpu")
     exclusive: bool = Field(True, description="no other jobs on the nodes")
     options: tuple[Line, ...] = Field((), description="more #SBATCH options, each as --name=value")
     setup: tuple[Line, ...] = Field((), description="shell lines before anything else, as 'module load cuda'")

@@ -192,7 +192,8 @@ def _options(config: RunConfig, cluster: Cluster, nodes: Nodes) -> list[str]:
         f"--nodes={nodes}",
         # no number of tasks: with one, SLURM gives the least nodes of a range
         f"--cpus-per-task={slurm.cpus_per_rank * cluster.ranks_per_node}",
-        f"--mem={slurm.memory}",
+        # sites that count memory by the core ask for it in options, and sbatch takes only one of the two
+        None if any(option.startswith("--mem-per-") for option in slurm.options) else f"--mem={slurm.memory}",
         _gpus(cluster),
         "--exclusive" if slurm.exclusive else None,
         f"--time={slurm.time}",

@@ -120,7 +120,7 @@ def read_status(run: Path) -> Status:
         saved_ago_s=None if saved is None else max(0.0, now - saved[1]),  # by the clock of the file server
         eta_s=left / speed if speed and left else None,
         excluded=tuple(policy.excluded(rows)),
-        jobs=tuple(jobs),
+        jobs=tuple(jobs or ()),
         attempts=tuple(_attempts(rows)),
     )
 
@@ -155,15 +155,19 @@ def readmit(run: Path, nodes: list[str]) -> str:
     return f"{', '.join(nodes)}: used again from the next attempt on"
 
 
-def _jobs(config: RunConfig) -> list[dict[str, str]]:
-    """Nothing where this machine has no SLURM, or it does not answer: the files tell the rest."""
+def _jobs(config: RunConfig) -> list[dict[str, str]] | None:
+    """Nothing where this machine has no SLURM: the files tell the rest. None where SLURM's controller does not answer."""
     try:
-        return command.jobs(job_name(config))
+        return command.jobs(job_name(config), tries=1)
+    except command.SlurmAwayError:
+        return None
     except command.SlurmError:
         return []
 
 
-def _state(rows: list[dict[str, Any]], jobs: list[dict[str, str]]) -> str:
+def _state(rows: list[dict[str, Any]], jobs: list[dict[str, str]] | None) -> str:
+    if jobs is None:
+        return "not known: SLURM's controller does not answer; the files say"
     last: dict[str, Any] = {kind: row for row in rows for kind in [row["kind"]]}
     if any(job["state"] == "RUNNING" for job in jobs):
         return "running"

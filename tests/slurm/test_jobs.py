@@ -7,13 +7,13 @@ import re
 import signal
 import subprocess
 
-from support.jobs import LOST_NODE_S, STEPS, sandbox
+from support.jobs import CHECKED, LOST_NODE_S, STEPS, sandbox
 
 from baton.slurm.exits import Exit
 
 
 def test_a_warned_run_saves_requeues_and_finishes_with_the_same_bits(submit, expected):
-    job = submit(preflight={"enabled": True, "timeout_s": 60, "files_mb_s": 0})
+    job = submit(preflight=CHECKED)
     job.wait_for_step(25)
     (number,) = job.ids("running")
     subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.jobs import LOST_NODE_S, sandbox
+from support.jobs import CHECKED, LOST_NODE_S, sandbox
 from support.runs import BATON, wait_until
 
 from baton.launcher.run_directory import hold
 from baton.slurm.exits import Exit
 
 pytestmark = [pytest.mark.long_slurm, pytest.mark.timeout(600)]
-
-CHECKED = {"enabled": True, "timeout_s": 60, "files_mb_s": 0}
 
 
 @pytest.fixture

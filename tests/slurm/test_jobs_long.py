@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.jobs import not_shared, sandbox
+from support.jobs import CHECKED, CHECKED_APART, not_shared, sandbox
 from support.runs import BATON, wait_until
 
 from baton.launcher.run_directory import last_step
@@ -202,7 +202,7 @@ def test_fewer_and_more_nodes_on_restart(submit, expected):
 def test_a_bad_node_is_replaced_by_a_spare_one(submit, expected):
     """A node that does not see the run directory; the job has one more than it needs, and trains at once without it."""
     with not_shared("n2", submit.where):
-        job = submit(spare_nodes=1, preflight={"enabled": True, "timeout_s": 60, "files_mb_s": 0})
+        job = submit(spare_nodes=1, preflight=CHECKED_APART)
         assert job.wait() == Exit.DONE
     (attempt,) = job.rows("attempt")
     assert attempt["nodes"] == ["n1", "n2"], "before the checks"
@@ -213,7 +213,7 @@ def test_a_bad_node_is_replaced_by_a_spare_one(submit, expected):
 
 
 def test_a_job_that_is_ended_during_its_checks_blames_no_node(submit, expected):
-    job = submit(preflight={"enabled": True, "timeout_s": 60, "files_mb_s": 0})
+    job = submit(preflight=CHECKED)
     wait_until((job.folder / "attempts" / "0001" / "preflight").exists, "the checks' beginning")
     (number,) = job.ids("running")
     subprocess.run(["scontrol", "requeue", number], check=True)
@@ -252,7 +252,7 @@ def test_in_a_container_that_does_not_know_slurm(submit, expected, tmp_path):
         container={"runtime": "apptainer", "image": "/images/baton 1.sif", "mounts": ["/tmp"]},
         python=sys.executable,
         setup=[f"export PATH={tmp_path}/bin:$PATH"],
-        preflight={"enabled": True, "timeout_s": 60, "files_mb_s": 0},
+        preflight=CHECKED,
     )
     job.wait_for_step(25)
     (number,) = job.ids("running")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.jobs import RUN, not_shared, sandbox
+from support.jobs import CHECKED_APART, RUN, not_shared, sandbox
 
 from baton.launcher.cli import main
 from baton.launcher.cluster import load_cluster
@@ -116,7 +116,7 @@ def test_a_run_directory_that_is_not_shared_is_found_before_any_rank_starts(subm
     """On one node another file system lies over the place where the run directory is on the others."""
     words = ("training.steps=6", 'jobs.hooks.failure=echo "$BATON_EVENT $BATON_TEXT" >> hooks')
     with not_shared("n2", submit.where):
-        job = submit(*words, preflight={"enabled": True, "timeout_s": 60})
+        job = submit(*words, preflight=CHECKED_APART)
         assert job.wait() == 0
     first = job.rows("end")[0]
     assert "n2: does not see " in first["reason"]

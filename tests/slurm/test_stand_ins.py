@@ -191,6 +191,20 @@ def test_a_controller_that_does_not_answer_is_no_bad_input(site, submit):
     assert (status, "submitted job 124 on 2 nodes" in out) == (0, True), "the answer was lost, and not the job"
 
 
+def test_status_does_not_take_a_controller_that_is_away_for_an_empty_queue(submit, site, capsys):
+    assert submit()[0] == 0
+    ledger.append(Path("runs/run"), "attempt", attempt=1, job="123", nodes=["n1"], layout={})
+    site("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    assert main(["status", "runs/run"]) == 0
+    assert "runs/run: not known: SLURM's controller does not answer; the files say\n" in capsys.readouterr().out
+
+
+def test_memory_by_the_core_takes_the_place_of_memory_by_the_node(submit):
+    assert submit(options=["--mem-per-cpu=3968"])[0] == 0
+    script = Path("runs/run/job.sbatch").read_text()
+    assert ("#SBATCH --mem-per-cpu=3968\n" in script, "--mem=" in script) == (True, False)
+
+
 def test_a_machine_without_munge_is_named(site):
     said = 'sinfo: error: Munge encode failed: Failed to access "/run/munge": No such file (Did you start munged?)'
     site("sinfo", f"echo '{said}' >&2; exit 1")

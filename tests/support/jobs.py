@@ -43,9 +43,15 @@ RUN = {
         "checkpoint": {"every": 10, "keep_last": 3},
         "evaluation": {"every": 50, "tokens": 600, "sample_tokens": 0},
     },
-    "jobs": {"hang_s": HANG_S, "startup_s": 120, "lost_node_s": LOST_NODE_S},
+    "jobs": {"hang_s": HANG_S, "startup_s": 600, "lost_node_s": LOST_NODE_S},
 }
 """Two nodes of two ranks."""
+
+CHECKED = {"enabled": True, "timeout_s": 300, "files_mb_s": 0}
+"""Preflight that no speed of this machine fails, where all nodes come."""
+
+CHECKED_APART = CHECKED | {"timeout_s": 120}
+"""Where one does not come: the others wait a third of it."""
 
 
 def sandbox(*words, **settings) -> subprocess.CompletedProcess:
