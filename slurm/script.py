@@ -113,6 +113,7 @@ over() { :; }
 CHAIN = r"""# The successor waits from the start (singleton: until no other job of this name runs): it comes however this job ends.
 answers
 successor=$(submit --parsable --dependency=singleton --exclude="$(cat "$run/excluded.txt" 2>/dev/null)" "$run/job.sbatch")
+successor=${successor%%;*} # ";CLUSTER" follows where there are several
 again() {
     [ $# = 0 ] || scontrol update jobid="$successor" ExcNodeList="$(cat "$run/excluded.txt")"
     [ -n "$successor" ] && exit 0

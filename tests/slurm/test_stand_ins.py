@@ -120,6 +120,14 @@ def test_a_job_whose_srun_never_starts_is_not_repeated_without_end(submit):
     assert not any(row["kind"] == "excluded" for row in ledger.read(Path("runs/run")))
 
 
+def test_a_successor_that_is_not_needed_is_cancelled_by_its_number(submit, site):
+    assert submit(restart="chain", preflight={"enabled": False})[0] == 0
+    (Path("runs/run") / "stop").touch()
+    site("scancel", 'echo "$*" >> scancel.words')
+    assert start_job().returncode == 75
+    assert Path("scancel.words").read_text() == "123\n"
+
+
 def test_a_drained_node_is_left_out_and_sinfo_is_asked_for_no_state_that_it_may_not_know(submit, site):
     assert submit("--nodes", "1-2", preflight={"enabled": False})[0] == 0
     site("sinfo", f'echo "$*" >> sinfo.words\n{SINFO}')
