@@ -55,7 +55,7 @@ def adds_up(job) -> None:
 def test_a_real_time_limit(submit, expected, tmp_path, monkeypatch):
     """SLURM looks at limits every half minute, and may warn a minute early: nothing is said of when."""
     slowly(tmp_path, 0.8, monkeypatch)
-    job = submit(time="2", warning_s=60, save_s=40)
+    job = submit("jobs.patience=1000", time="2", warning_s=60, save_s=40)
     while not job.rows("stopped"):  # on a busy machine a start takes most of a job's time
         seen = len(job.rows("end"))
         wait_until(lambda seen=seen: len(job.rows("end")) > seen or job.rows("stopped"), f"the end of attempt {seen + 1}")
@@ -119,7 +119,7 @@ def test_a_run_that_makes_no_progress_stops_its_own_chain(submit, expected, tmp_
     job = submit("training.checkpoint.every=1000", 'jobs.hooks.finish=echo "$BATON_EVENT $BATON_TEXT" >> hooks')
     assert job.wait() == Exit.NO_PROGRESS
     sentence = job.rows("stopped")[0]["reason"]
-    assert sentence.startswith("the run is stopped: 2 attempts in a row failed without one new step; the last: rank 2 failed with")
+    assert sentence.startswith("the run is stopped: 2 attempts in a row made no new step; the last: rank 2 failed with")
     assert [row["step"] for row in job.rows("end")] == [7, 7, 7]
     expected.check(job, steps=7)
     assert (tmp_path / "hooks").read_text() == f"finish {sentence}\n"
