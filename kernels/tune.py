@@ -176,7 +176,7 @@ def _fits(tiles: Any) -> bool:
 def _scan(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
     g, sizes, d_state = _generator(device), request.sizes, int(request.shape["d_state"])
     batch, length, channels = sizes["batch"], sizes["tokens"], sizes["channels"]
-    mamba = request.shape["kind"] == "mamba"
+    kind = request.shape["kind"]
 
     def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=g, device=device).to(dtype)
@@ -187,7 +187,7 @@ def _scan(request: table.Request, device: torch.device, dtype: torch.dtype) -> t
         into=randn(batch, length, d_state),
         query=randn(batch, length, d_state),
         skip=torch.ones(channels, device=device),
-        A=-torch.arange(1.0, d_state + 1, device=device).repeat(channels, 1) if mamba else None,
+        A=-torch.arange(1.0, d_state + 1, device=device).repeat(channels, 1) if kind != "longhorn" else None,
         bias=torch.full((channels,), -3.0, device=device) if sizes["activate"] else None,
         z=randn(batch, length, channels) if sizes["gated"] else None,
     )
@@ -195,10 +195,11 @@ def _scan(request: table.Request, device: torch.device, dtype: torch.dtype) -> t
     dy, dfinal = randn(batch, length, channels), randn(batch, channels, d_state, dtype=torch.float32)
 
     def call(tiles: diagonal_scan.Tiles) -> list[Tensor]:
-        y, final = diagonal_scan.scan(inputs, pos=None, initial_state=None, activate=bool(sizes["activate"]), tiles=tiles)
+        activate, zoh = bool(sizes["activate"]), kind == "mamba zoh"
+        y, final = diagonal_scan.scan(inputs, pos=None, initial_state=None, activate=activate, zoh=zoh, tiles=tiles)
         return [y, final, *torch.autograd.grad([y, final], leaves, [dy, dfinal])]
 
-    default = diagonal_scan.default_tiles(d_state)
+    default = diagonal_scan.default_tiles(d_state, kind == "mamba zoh")
     return call, default, table.choose(request.kernel, default, device, request.shape, sizes)
 
 

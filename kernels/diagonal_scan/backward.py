@@ -17,9 +17,11 @@ from baton.kernels.diagonal_scan.per_token import (
     LN_2,
     LONGHORN,
     MAMBA,
+    MAMBA_ZOH,
     activated,
     coefficients,
     decay_of,
+    held,
     lines_of_shared,
     load_states,
     over_states,
@@ -33,6 +35,7 @@ from baton.kernels.diagonal_scan.per_token import (
     starts_among,
     states_of,
     store_states,
+    taken_in,
 )
 from baton.kernels.rows import lines_from, lines_of, load_rows, loads_begun, near, reciprocal, released, sigmoid
 
@@ -186,7 +189,7 @@ def scan_backward_kernel(
                 size, _ = activated(KIND, ACTIVATE, released(steps[j * STEPS + s], step) + shift)
                 w, first, second = coefficients(KIND, size, square, present, fresh)
                 decay = decay_of(KIND, rates, first, second, in_t, BN)
-                h = decay * h + spread(w * released(xs[j * STEPS + s], x), BN) * in_t[:, None, :, :]
+                h = decay * h + taken_in(KIND, rates, w, released(xs[j * STEPS + s], x), in_t, BN)
             shared = next_shared
         xs, steps = xs[BORDER - STEPS :], steps[BORDER - STEPS :]
         tl.debug_barrier()
@@ -209,7 +212,7 @@ def scan_backward_kernel(
                 w, first, second = coefficients(KIND, size, square, present, fresh)
                 decay = decay_of(KIND, rates, first, second, in_t, BN)
                 before = tl.where(fresh, 0.0, h) if KIND == LONGHORN and HAS_POS else h
-                h = decay * h + spread(w * released(xs[s], x), BN) * in_t[:, None, :, :]
+                h = decay * h + taken_in(KIND, rates, w, released(xs[s], x), in_t, BN)
                 dy_t = released(dys[s], dy)
                 if GATED:
                     z_t = released(zs[s], z)
@@ -221,7 +224,9 @@ def scan_backward_kernel(
                 dqueries += (over_channels(h * spread(dy_t, BN), WARP_SUMS),)
                 weights = (w,) + weights
                 # d beta = d eps / (1 + beta |k|^2)^2
-                slopes = (slope if KIND == MAMBA else slope * reciprocal((1.0 + size * square) * (1.0 + size * square)),) + slopes
+                slopes = (
+                    slope if KIND != LONGHORN else slope * reciprocal((1.0 + size * square) * (1.0 + size * square)),
+                ) + slopes
                 cuts = (dy_t,) + cuts
                 befores = (before,) + befores
                 decays = (decay,) + decays
@@ -239,20 +244,30 @@ def scan_backward_kernel(
                 x_t = released(xs[STEPS - 1 - r], x)
                 lam = carry + spread(cuts[r], BN) * query_t[:, None, :, :]
                 carry = decays[r] * lam
-                read = over_states(lam * in_t[:, None, :, :])
+                if KIND == MAMBA_ZOH:
+                    grown, phi, by_rate = held(rates, weights[r], BN)
+                    taken = lam * in_t[:, None, :, :]
+                    read = over_states(taken * phi)
+                    taken *= spread(x_t, BN)
+                    faded = carry * befores[r]
+                    grad_rates += faded * spread(weights[r], BN) + taken * by_rate
+                    dsize = over_states(taken * grown + faded * (LN_2 * rates))
+                    din = lam * phi * spread(x_t, BN)
+                else:
+                    read = over_states(lam * in_t[:, None, :, :])
                 if KIND == MAMBA:
                     faded = carry * befores[r]
                     grad_rates += faded * spread(weights[r], BN)
                     dsize = x_t * read + LN_2 * over_states(faded * rates)
                     din = lam * spread(weights[r] * x_t, BN)
-                else:
+                elif KIND == LONGHORN:
                     # what the key fails to recall, not its parts: they cancel where the state has learned
                     missed = lam * (spread(x_t, BN) - in_t[:, None, :, :] * befores[r])
                     dsize = over_states(missed * in_t[:, None, :, :])
                     eps = weights[r]
                     din = spread(2.0 * eps, BN) * missed - spread(eps * x_t, BN) * lam
                     din -= spread(2.0 * dsize * eps * eps, BN) * in_t[:, None, :, :]
-                dx_t = weights[r] * read + through * cuts[r]
+                dx_t = (read if KIND == MAMBA_ZOH else weights[r] * read) + through * cuts[r]
                 grad_skip += cuts[r] * x_t
                 draw = dsize * slopes[r] if FULL and EVEN else tl.where(exists, dsize * slopes[r], 0.0)
                 grad_shift += draw
@@ -263,7 +278,7 @@ def scan_backward_kernel(
             xs, steps, dys, zs, shared = next_xs, next_steps, next_dys, next_zs, next_shared
         # the last states are read before the next chunk's are written
         tl.debug_barrier()
-    if KIND == MAMBA:
+    if KIND != LONGHORN:
         store_states(dA + at_piece * N, at_state, grad_rates, inside, N, FULL)
     tl.store(dskip + at_piece + d, grad_skip, mask=d_in)
     tl.store(dbias + at_piece + d, grad_shift, mask=d_in)

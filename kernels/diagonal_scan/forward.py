@@ -28,6 +28,7 @@ from baton.kernels.diagonal_scan.per_token import (
     starts_among,
     states_of,
     store_states,
+    taken_in,
 )
 from baton.kernels.rows import lines_of, load_rows, loads_begun, near, released, sigmoid
 
@@ -85,13 +86,13 @@ def summarize_kernel(
             size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
             taken, first, second = coefficients(KIND, size, square, present, fresh)
             decay = decay_of(KIND, rates, first, second, in_t, BN)
-            if KIND == MAMBA:
-                total += first
-            else:
+            if KIND == LONGHORN:
                 kept *= decay
-            h = decay * h + spread(taken * released(xs[s], x), BN) * in_t[:, None, :, :]
+            else:
+                total += first if KIND == MAMBA else tl.where(fresh, FORGET, taken)
+            h = decay * h + taken_in(KIND, rates, taken, released(xs[s], x), in_t, BN)
         xs, steps, positions = next_xs, next_steps, next_positions
-    if KIND == MAMBA:
+    if KIND != LONGHORN:
         kept = tl.exp2(spread(tl.minimum(total, FORGET), BN) * rates)
     at_piece = (b * tl.num_programs(2) + p) * D * N
     store_states(decay_out + at_piece, at_state, kept, inside, N, FULL)
@@ -185,7 +186,7 @@ def scan_kernel(
             taken, first, second = coefficients(KIND, size, square, present, fresh)
             decay = decay_of(KIND, rates, first, second, in_t, BN)
             x_t = released(xs[s], x)
-            h = decay * h + spread(taken * x_t, BN) * in_t[:, None, :, :]
+            h = decay * h + taken_in(KIND, rates, taken, x_t, in_t, BN)
             y_t = over_states(h * query_t[:, None, :, :]) + through * x_t
             if GATED:
                 z_t = released(zs[s], z)

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from baton.kernels.rows import LOG2_E, lines_from, load_row, reciprocal, sigmoid
 
-MAMBA, LONGHORN = tl.constexpr(0), tl.constexpr(1)
+# MAMBA_ZOH: Mamba with the input held between tokens (zero-order hold) instead of Euler's rule
+MAMBA, LONGHORN, MAMBA_ZOH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LN_2 = tl.constexpr(0.6931471805599453)
 FORGET = tl.constexpr(1e38)  # a step so long that Mamba forgets everything
 LEAST_RATE = tl.constexpr(-1e-30)  # a rate is negative; times FORGET it must not be 0
@@ -40,11 +41,11 @@ def activated(KIND: tl.constexpr, ACTIVATE: tl.constexpr, raw):
     """The step size (softplus, Mamba) or beta (sigmoid, Longhorn), and its derivative."""
     if not ACTIVATE:
         return raw, tl.full(raw.shape, 1.0, tl.float32)
-    elif KIND == MAMBA:
-        return softplus(raw), sigmoid(raw)
-    else:
+    elif KIND == LONGHORN:
         gate = sigmoid(raw)
         return gate, gate * (1.0 - gate)
+    else:
+        return softplus(raw), sigmoid(raw)
 
 
 @triton.jit
@@ -56,6 +57,9 @@ def coefficients(KIND: tl.constexpr, step, square, present, fresh):
     if KIND == MAMBA:
         taken = tl.where(present, step, 0.0)
         return taken, tl.where(fresh, FORGET, taken), taken
+    elif KIND == MAMBA_ZOH:
+        taken = tl.where(present, step, 0.0)
+        return taken, fresh, taken
     else:
         floor = reciprocal(1.0 + step * square)
         taken = tl.where(present, step * floor, 0.0)
@@ -65,7 +69,7 @@ def coefficients(KIND: tl.constexpr, step, square, present, fresh):
 @triton.constexpr_function
 def row_length(kind, n):
     """Of what all channels share of a token: in and query, and of Longhorn square; whole vectors."""
-    return 2 * n if kind == MAMBA.value else 2 * n + 4
+    return 2 * n + 4 if kind == LONGHORN.value else 2 * n
 
 
 @triton.constexpr_function
@@ -92,11 +96,49 @@ def spread(v, BN: tl.constexpr):
 @triton.jit
 def decay_of(KIND: tl.constexpr, rates, first, second, in_t, BN: tl.constexpr):
     """A block's decays of one token: exp(step A), rates being A log2(e), or 1 - eps k_n^2, as near to its value as to 1. first and
-    second are the coefficients; in_t is of states, Longhorn's key."""
+    second are the coefficients; in_t is of states, Longhorn's key. Of a zero-order hold first says that a document starts."""
     if KIND == MAMBA:
         return tl.exp2(spread(first, BN) * rates)
+    elif KIND == MAMBA_ZOH:
+        return tl.where(first, 0.0, tl.exp2(spread(second, BN) * rates))
     else:
         return tl.clamp(second - spread(first, BN) * (in_t * in_t)[:, None, :, :], 0.0, 1.0)  # of one instruction
+
+
+@triton.jit
+def held(rates, step, BN: tl.constexpr):
+    """A block of a zero-order hold over one token's step: exp(step A); phi = (exp(step A) - 1) / A, the factor of in x; and
+    d phi / d A = (step exp(step A) - phi) / A.
+
+    Where step A is near 0 these differences cancel. There, with x = step A, phi = step (1 + x p) and d phi / d A = step^2 (1 + x p
+    - p), p = sum_k x^k / (k + 2)!, of which 8 terms are kept: the rest is less than 1e-8 of it.
+    """
+    size = spread(step, BN)
+    exponent = size * rates
+    grown = tl.exp2(exponent)
+    x = tl.maximum(exponent * LN_2, -1.0)  # further from 0 the sum is not used
+    p = 2.48015873e-5 + 2.75573192e-6 * x
+    p = p * x + 1.98412698e-4
+    p = p * x + 1.38888889e-3
+    p = p * x + 8.33333333e-3
+    p = p * x + 4.16666667e-2
+    p = p * x + 1.66666667e-1
+    p = p * x + 0.5
+    ratio = 1.0 + x * p
+    inverse = -LOG2_E * reciprocal(-rates)
+    near = x > -0.5
+    phi = tl.where(near, size * ratio, (grown - 1.0) * inverse)
+    return grown, phi, tl.where(near, size * size * (ratio - p), (size * grown - phi) * inverse)
+
+
+@triton.jit
+def taken_in(KIND: tl.constexpr, rates, w, x_t, in_t, BN: tl.constexpr):
+    """What a block of states takes in with one token. w: the first of `coefficients`; x_t: of channels; in_t: of states."""
+    if KIND == MAMBA_ZOH:
+        _, phi, _ = held(rates, w, BN)
+        return spread(x_t, BN) * phi * in_t[:, None, :, :]
+    else:
+        return spread(w * x_t, BN) * in_t[:, None, :, :]
 
 
 @triton.jit
@@ -159,12 +201,12 @@ def store_states(base, at_state, h, inside, N: tl.constexpr, FULL: tl.constexpr)
 def rates_at(A, at_state, inside, N: tl.constexpr, KIND: tl.constexpr, FULL: tl.constexpr):
     """A log2(e), of which none is 0, and a block of zeros. Of Longhorn A are zeros: how a block of states
     lies in a warp the compiler takes from how one is loaded, so one is."""
-    if KIND == MAMBA:
-        rates = tl.minimum(load_states(A, at_state, inside, N, FULL, -1.0) * LOG2_E, LEAST_RATE)
-        return rates, tl.zeros(rates.shape, tl.float32)
-    else:
+    if KIND == LONGHORN:
         blank = load_states(A, at_state, inside, N, FULL)
         return 0.0, blank
+    else:
+        rates = tl.minimum(load_states(A, at_state, inside, N, FULL, -1.0) * LOG2_E, LEAST_RATE)
+        return rates, tl.zeros(rates.shape, tl.float32)
 
 
 @triton.jit

@@ -75,20 +75,24 @@ def shape_of(kind: str, d_state: int, batch: int, channels: int) -> table.Shape:
 
 
 @cache
-def default_tiles(d_state: int) -> Tiles:
+def default_tiles(d_state: int, zoh: bool = False) -> Tiles:
     """What a program has room for in its registers."""
+    if zoh:  # phi and its slope are blocks of states too
+        euler = default_tiles(d_state)
+        steps = euler.steps if d_state <= 16 else 4
+        return replace(euler, channels_back=euler.channels_back // 2, steps=steps, ahead=min(euler.ahead, 4))
     if d_state <= 16:
         return Tiles()
     fewer = Tiles(steps_summary=4, ahead=2, ahead_summary=2)
     return replace(fewer, channels=16, channels_back=8) if d_state <= 32 else replace(fewer, channels=8, channels_back=4)
 
 
-def _tiles_for(inputs: Inputs, activate: bool) -> Tiles:
+def _tiles_for(inputs: Inputs, activate: bool, zoh: bool) -> Tiles:
     batch, length, channels = inputs.x.shape
-    d_state, kind = inputs.into.shape[2], "longhorn" if inputs.A is None else "mamba"
+    d_state, kind = inputs.into.shape[2], "longhorn" if inputs.A is None else "mamba zoh" if zoh else "mamba"
     sizes = {"batch": batch, "tokens": length, "channels": channels, "activate": activate, "gated": inputs.z is not None}
     shape = shape_of(kind, d_state, batch, channels)
-    return table.choose(KERNEL, default_tiles(d_state), inputs.x.device, shape, sizes)
+    return table.choose(KERNEL, default_tiles(d_state, zoh), inputs.x.device, shape, sizes)
 
 
 def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
@@ -97,14 +101,20 @@ def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
 
 
 def scan(
-    inputs: Inputs, *, pos: Tensor | None, initial_state: Tensor | None, activate: bool = False, tiles: Tiles | None = None
+    inputs: Inputs,
+    *,
+    pos: Tensor | None,
+    initial_state: Tensor | None,
+    activate: bool = False,
+    zoh: bool = False,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, D] in x's dtype and the final state [B, D, N] in float32, with exact gradients to all inputs and the state.
 
-    With A it is Mamba's (step sizes, `activate`: softplus of step + bias), without it is Longhorn's (beta, sigmoid). Arguments are
-    checked by the caller; T >= 1, nothing is float64.
+    With A it is Mamba's (step sizes, `activate`: softplus of step + bias), without it is Longhorn's (beta, sigmoid). zoh: Mamba's
+    input is discretized by a zero-order hold, not by Euler's rule. Arguments are checked by the caller; T >= 1, nothing is float64.
     """
-    run = _Run(inputs, activate, launch.positions(pos), tiles or _tiles_for(inputs, activate))
+    run = _Run(inputs, activate, zoh, launch.positions(pos), tiles or _tiles_for(inputs, activate, zoh))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state)):
         y, final = _Scan.apply(run, initial_state, *inputs)
         return y, final
@@ -112,9 +122,11 @@ def scan(
     return output, final
 
 
-def effect(inputs: Inputs, *, pos: Tensor | None, activate: bool = False, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
+def effect(
+    inputs: Inputs, *, pos: Tensor | None, activate: bool = False, zoh: bool = False, tiles: Tiles | None = None
+) -> tuple[Tensor, Tensor]:
     """What the tokens do to a state, without outputs: decay and add, [B, D, N] in float32 each."""
-    run = _Run(inputs, activate, launch.positions(pos), tiles or _tiles_for(inputs, activate))
+    run = _Run(inputs, activate, zoh, launch.positions(pos), tiles or _tiles_for(inputs, activate, zoh))
     decay, add = run.summarize()
     if run.pieces > 1:
         decay, add = decay.prod(1), run.fold(decay, add, None)[1]
@@ -122,10 +134,10 @@ def effect(inputs: Inputs, *, pos: Tensor | None, activate: bool = False, tiles:
 
 
 def effect_backward(
-    inputs: Inputs, dy: Tensor, *, pos: Tensor | None, activate: bool = False, tiles: Tiles | None = None
+    inputs: Inputs, dy: Tensor, *, pos: Tensor | None, activate: bool = False, zoh: bool = False, tiles: Tiles | None = None
 ) -> Tensor:
     """What dy [B, T, D] alone adds to the cotangent of the state that entered, [B, D, N] in float32."""
-    run = _Run(inputs, activate, launch.positions(pos), tiles or _tiles_for(inputs, activate))
+    run = _Run(inputs, activate, zoh, launch.positions(pos), tiles or _tiles_for(inputs, activate, zoh))
     add = run.summarize_backward(dy)
     return add[:, 0] if run.pieces == 1 else run.fold(run.summarize()[0], add, None, backwards=True)[1]
 
@@ -133,14 +145,14 @@ def effect_backward(
 class _Run:
     """One call's shapes, options and launches."""
 
-    def __init__(self, inputs: Inputs, activate: bool, pos: Tensor | None, tiles: Tiles) -> None:
+    def __init__(self, inputs: Inputs, activate: bool, zoh: bool, pos: Tensor | None, tiles: Tiles) -> None:
         self.inputs = Inputs(*(None if x is None else launch.in_rows(x) for x in inputs))  # type: ignore[arg-type]
         self.pos, self.tiles = pos, tiles
         self.forwards, self.backwards = _kernels()
         self.batch, self.length, self.channels = inputs.x.shape
         self.d_state = inputs.into.shape[2]
         self.pieces, self.piece = _pieces(self.batch * -(-self.channels // tiles.channels), self.length, tiles)
-        self.mamba = inputs.A is not None
+        self.zoh, self.kind = zoh, _kind(inputs.A is not None, zoh)
         # Longhorn's are zeros: see `rates_at`
         self.A = (
             inputs.x.new_zeros(self.channels, self.d_state, dtype=torch.float32) if inputs.A is None else launch.aligned(inputs.A)
@@ -152,7 +164,7 @@ class _Run:
             "piece": self.piece,
             "D": self.channels,
             "N": self.d_state,
-            "KIND": _kind(self.mamba),
+            "KIND": self.kind,
             "ACTIVATE": activate,
             "HAS_POS": pos is not None,
             "BN": width,
@@ -187,11 +199,11 @@ class _Run:
         from baton.kernels.diagonal_scan.per_token import row_length
 
         into, query = launch.in_rows(self.inputs.into), launch.in_rows(self.inputs.query)
-        kind = _kind(self.mamba)
-        rows, tokens = self.empty(self.batch, self.length, row_length(kind, width)), max(1, 1024 // width)
+        rows, tokens = self.empty(self.batch, self.length, row_length(self.kind, width)), max(1, 1024 // width)
         self.forwards.pack_kernel[(-(-self.length // tokens), self.batch)](
-            into, query, rows, self.length, self.d_state, *into.stride()[:2], *query.stride()[:2], KIND=kind, BT=tokens, BN=width
-        )
+            into, query, rows, self.length, self.d_state, *into.stride()[:2], *query.stride()[:2],
+            KIND=self.kind, BT=tokens, BN=width,
+        )  # fmt: skip
         return rows
 
     def warp_sums(self, steps: int) -> bool:
@@ -294,7 +306,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: _Run, initial_state: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         output, final, *kept = run.forward(initial_state, keep=True)
-        ctx.activate, ctx.tiles = run.options["ACTIVATE"], run.tiles
+        ctx.activate, ctx.zoh, ctx.tiles = run.options["ACTIVATE"], run.zoh, run.tiles
         ctx.save_for_backward(run.pos, *kept, *inputs)
         return output, final
 
@@ -302,7 +314,7 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
         pos, borders, decay, *inputs = ctx.saved_tensors
-        run = _Run(Inputs(*inputs), ctx.activate, pos, ctx.tiles)
+        run = _Run(Inputs(*inputs), ctx.activate, ctx.zoh, pos, ctx.tiles)
         grads = run.backward(borders, decay, dy, dfinal)
         return (None, *(grad if want else None for want, grad in zip(ctx.needs_input_grad[1:], grads, strict=True)))
 
@@ -316,10 +328,10 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
 
 
 @cache
-def _kind(mamba: bool) -> int:
-    from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA
+def _kind(mamba: bool, zoh: bool) -> int:
+    from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA, MAMBA_ZOH
 
-    return (MAMBA if mamba else LONGHORN).value
+    return ((MAMBA_ZOH if zoh else MAMBA) if mamba else LONGHORN).value
 
 
 def _pieces(programs: int, length: int, tiles: Tiles) -> tuple[int, int]:

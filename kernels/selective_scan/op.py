@@ -58,8 +58,8 @@ def selective_scan(
         initial_state: the state that arrives, [batch, channels, d_state], float32 (float64 for float64 inputs). None: zero.
         discretization: of the input term: "euler", as the released models have it, or "zoh", as the paper's equation 4.
 
-    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32. On a GPU
-    Triton's kernels compute "euler" in float32, the form in PyTorch everything else.
+    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32, on a GPU
+    by Triton's kernels.
 
     Returns:
         y, [batch, T, channels] in u's dtype, and the state that leaves, [batch, channels, d_state], float32 or float64. Both
@@ -94,9 +94,9 @@ def selective_scan(
         expect_positions(_KERNEL, pos, batch, length, device)
     if discretization not in _DISCRETIZATIONS:
         raise KernelError(f"{_KERNEL}: discretization is {discretization!r}, expected one of {_DISCRETIZATIONS}")
-    if discretization == "euler" and in_triton(u, compute_dtype):
+    if in_triton(u, compute_dtype):
         inputs = Inputs(u, delta, B, C, D, A, delta_bias, z)
-        return scan(inputs, pos=pos, initial_state=initial_state, activate=delta_softplus)
+        return scan(inputs, pos=pos, initial_state=initial_state, activate=delta_softplus, zoh=discretization == "zoh")
     if delta_bias is not None:
         delta = delta.to(compute_dtype) + delta_bias.to(compute_dtype)
     if delta_softplus:

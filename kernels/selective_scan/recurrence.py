@@ -71,16 +71,21 @@ class SelectiveScan(LinearRecurrence):
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
         if not self._in_triton(inputs):
             return super().begin(inputs, pos)
-        decay, add = effect(self._scanned(inputs), pos=pos, activate=self.gated)
+        decay, add = effect(self._scanned(inputs), pos=pos, activate=self.gated, zoh=self._zoh)
         return {"h": decay}, self.effect({"h": decay}, {"h": add})
 
     def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> Effect:
         if not self._in_triton(inputs):
             return super().begin_backward(inputs, pos, transition, state, dy)
-        return self.effect(transition, {"h": effect_backward(self._scanned(inputs), dy, pos=pos, activate=self.gated)})
+        add = effect_backward(self._scanned(inputs), dy, pos=pos, activate=self.gated, zoh=self._zoh)
+        return self.effect(transition, {"h": add})
 
     def _in_triton(self, inputs: Inputs) -> bool:
-        return self.discretization == "euler" and in_triton(inputs[0], compute_dtype(*inputs))
+        return in_triton(inputs[0], compute_dtype(*inputs))
+
+    @property
+    def _zoh(self) -> bool:
+        return self.discretization == "zoh"
 
     def _named(self, inputs: Inputs) -> dict[str, Tensor]:
         return dict(zip(self.input_names, inputs, strict=True))

@@ -1,6 +1,7 @@
 """The diagonal scans' Triton kernels, in Triton's interpreter where there is no GPU, against the definitions in float64."""
 
 import itertools
+import math
 import os
 from dataclasses import replace
 
@@ -44,37 +45,35 @@ def example(kind, batch, length, channels, d_state, *, activate, gated, dtype=to
 
     tokens = (batch, length)
     given = {"x": randn(*tokens, channels), "query": randn(*tokens, d_state), "skip": randn(channels)}
-    given["into"] = randn(*tokens, d_state) if kind == "mamba" else extreme_keys(g, *tokens, d_state, dtype=dtype).double()
+    mamba = kind != "longhorn"
+    given["into"] = randn(*tokens, d_state) if mamba else extreme_keys(g, *tokens, d_state, dtype=dtype).double()
     given["step"] = 2 * randn(*tokens, channels)
     given["bias"] = randn(channels, dtype=torch.float32) if activate else None
     if not activate:
-        steps = (
-            extreme_steps(g, *tokens, channels, dtype=dtype)
-            if kind == "mamba"
-            else extreme_gates(g, *tokens, channels, dtype=dtype)
-        )
+        steps = extreme_steps(g, *tokens, channels, dtype=dtype) if mamba else extreme_gates(g, *tokens, channels, dtype=dtype)
         given["step"] = steps.double()
-    given["A"] = -randn(channels, d_state, dtype=torch.float32).exp() if kind == "mamba" else None
+    given["A"] = -randn(channels, d_state, dtype=torch.float32).exp() if mamba else None
     given["A"] = None if given["A"] is None else given["A"].float().double()
     given["z"] = randn(*tokens, channels) if gated else None
     given["initial"] = randn(batch, channels, d_state, dtype=torch.float32)
     return given, (randn(*tokens, channels), randn(batch, channels, d_state, dtype=torch.float32))
 
 
-def definition(given, pos, *, activate):
+def definition(given, pos, *, activate, zoh=False):
     x, step, into, query, skip, A, bias, z = (given[name] for name in Inputs._fields)
     if activate:
         step = F.softplus(step + bias) if A is not None else torch.sigmoid(step + bias)
     if A is not None:
-        y, final = selective_scan_reference(x, step, A, into, query, skip, pos=pos, initial_state=given["initial"])
+        rule, state = "zoh" if zoh else "euler", given["initial"]
+        y, final = selective_scan_reference(x, step, A, into, query, skip, pos=pos, initial_state=state, discretization=rule)
     else:
         y, final = longhorn_reference(x, into, query, step, skip, pos=pos, initial_state=given["initial"])
     return (y if z is None else y * F.silu(z)), final
 
 
-def kernels(given, pos, *, activate, tiles):
+def kernels(given, pos, *, activate, tiles, zoh=False):
     inputs = Inputs(*(given[name] for name in Inputs._fields))
-    return scan(inputs, activate=activate, pos=pos, initial_state=given["initial"], tiles=tiles)
+    return scan(inputs, activate=activate, zoh=zoh, pos=pos, initial_state=given["initial"], tiles=tiles)
 
 
 def with_gradients(run, given, cotangents, **options):
@@ -96,9 +95,10 @@ def rounded(given, dtype):
 def compare(kind, sizes, tiles, *, starts, activate, gated, dtype=torch.float32):
     given, cotangents = example(kind, *sizes, activate=activate, gated=gated, dtype=dtype)
     pos = positions(seeded(1), *sizes[:2], 0.15) if starts else None
-    expected = with_gradients(definition, given, cotangents, pos=pos, activate=activate)
+    options = {"activate": activate, "zoh": kind == "zoh"}
+    expected = with_gradients(definition, given, cotangents, pos=pos, **options)
     own_pos = None if pos is None else pos.to(DEVICE)
-    found = with_gradients(kernels, rounded(given, dtype), cotangents, pos=own_pos, activate=activate, tiles=tiles)
+    found = with_gradients(kernels, rounded(given, dtype), cotangents, pos=own_pos, tiles=tiles, **options)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         # the gate's gradient is made of the output as it was rounded
@@ -109,7 +109,7 @@ def compare(kind, sizes, tiles, *, starts, activate, gated, dtype=torch.float32)
 SIZES = ((2, 16, 32, 8), (1, 37, 11, 5))
 
 
-@pytest.mark.parametrize("kind", ["mamba", "longhorn"])
+@pytest.mark.parametrize("kind", ["mamba", "longhorn", "zoh"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("starts", [False, True])
 def test_outputs_and_gradients_are_the_definitions(kind, starts, fused):
@@ -118,23 +118,24 @@ def test_outputs_and_gradients_are_the_definitions(kind, starts, fused):
         compare(kind, sizes, tiles, starts=starts, activate=fused, gated=fused)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "longhorn"])
+@pytest.mark.parametrize("kind", ["mamba", "longhorn", "zoh"])
 def test_bfloat16_is_rounded_once(kind):
     compare(kind, SIZES[1], CUT, starts=True, activate=True, gated=True, dtype=torch.bfloat16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["mamba", "longhorn"])
+@pytest.mark.parametrize("kind", ["mamba", "longhorn", "zoh"])
 def test_tensor_cores_sum_over_channels(kind, dtype):
     """They do on a GPU where a program has 32 channels of 16 states."""
     for sizes in ((2, 16, 64, 16), (1, 37, 41, 16), (2, 300, 96, 16)):
         compare(kind, sizes, WHOLE, starts=True, activate=True, gated=True, dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "longhorn"])
+@pytest.mark.parametrize("kind", ["mamba", "longhorn", "zoh"])
 def test_pieces_with_the_state_handed_on_are_the_whole(kind):
     """And what `effect` says of a span is what the span does."""
+    options = {"activate": True, "zoh": kind == "zoh"}
     given, cotangents = example(kind, 2, 21, 8, 4, activate=True, gated=True)
     given, pos = rounded(given, torch.float32), positions(seeded(2), 2, 21, 0.1).to(DEVICE)
 
@@ -143,24 +144,68 @@ def test_pieces_with_the_state_handed_on_are_the_whole(kind):
         state, outputs = given["initial"], []
         for span in (slice(0, cut), slice(cut, None)):
             part = {**given, **{name: given[name][:, span] for name in along}, "initial": state}
-            y, state = kernels(part, pos[:, span], activate=True, tiles=WHOLE)
+            y, state = kernels(part, pos[:, span], tiles=WHOLE, **options)
             outputs.append(y)
         return torch.cat(outputs, dim=1), state
 
-    whole = with_gradients(kernels, given, cotangents, pos=pos, activate=True, tiles=WHOLE)
+    whole = with_gradients(kernels, given, cotangents, pos=pos, tiles=WHOLE, **options)
     for cut in (9,):
         for name, value in with_gradients(in_two, given, cotangents, pos=pos, cut=cut).items():
             assert relative_error(value, whole[name]) <= 2e-6, (cut, name)
     for tiles in (WHOLE, CUT):
         inputs = Inputs(*(given[name] for name in Inputs._fields))
-        decay, add = effect(inputs, activate=True, pos=None, tiles=tiles)
-        _, final = kernels(given, None, activate=True, tiles=WHOLE)
+        decay, add = effect(inputs, pos=None, tiles=tiles, **options)
+        _, final = kernels(given, None, tiles=WHOLE, **options)
         assert relative_error(decay * given["initial"] + add, final) <= 1e-6
-        found = with_gradients(
-            kernels, given, [cotangents[0], torch.zeros_like(cotangents[1])], pos=None, activate=True, tiles=WHOLE
-        )
-        early = effect_backward(inputs, cotangents[0].to(final), pos=None, activate=True, tiles=tiles)
+        found = with_gradients(kernels, given, [cotangents[0], torch.zeros_like(cotangents[1])], pos=None, tiles=WHOLE, **options)
+        early = effect_backward(inputs, cotangents[0].to(final), pos=None, tiles=tiles, **options)
         assert relative_error(early, found["initial"]) <= 1e-6
+
+
+def exact_hold(step, rate):
+    """phi = expm1(x) / rate with x = step rate, d phi / d rate, and d phi / d step = exp(x), in Python's floats."""
+    x = step * rate
+    if abs(x) < 1:
+        phi = step * sum(x**k / math.factorial(k + 1) for k in range(25))
+        return phi, step**2 * sum((k + 1) * x**k / math.factorial(k + 2) for k in range(25)), math.exp(x)
+    phi = math.expm1(x) / rate
+    return phi, (step * math.exp(x) - phi) / rate, math.exp(x)
+
+
+def test_a_zero_order_hold_loses_no_digits_at_any_step():
+    """Number by number, from a step of nothing to one that forgets everything: of one token and no state before it, what each state
+    takes in, and its derivatives."""
+    steps = (0.0, 1e-9, 1e-4, 0.03, 0.49, 0.51, 3.0, 1e3)
+    rates = (-1e-6, -1e-2, -0.99, -1.01, -16.0)
+    A = torch.tensor(rates).repeat(len(steps), 1).to(DEVICE).requires_grad_()
+    step = torch.tensor(steps).to(DEVICE)[None, None].requires_grad_()
+    x, one = torch.ones(1, 1, len(steps), device=DEVICE), torch.ones(1, 1, len(rates), device=DEVICE)
+    _, final = scan(Inputs(x, step, one, one, x[0, 0], A), pos=None, initial_state=None, zoh=True, tiles=CUT)
+    dA, dstep = torch.autograd.grad(final.sum(), (A, step))
+    for d, size in enumerate(steps):
+        expected = [exact_hold(*torch.tensor([size, rate]).double().tolist()) for rate in rates]
+        for n, (phi, slope, _) in enumerate(expected):
+            assert float(final.detach()[0, d, n]) == pytest.approx(phi, rel=2e-6, abs=1e-37), (size, rates[n])
+            assert float(dA[d, n]) == pytest.approx(slope, rel=5e-6, abs=1e-37), (size, rates[n])
+        assert float(dstep[0, 0, d]) == pytest.approx(sum(grown for *_, grown in expected), rel=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("d_state", [16, 64])
+def test_a_zero_order_hold_with_the_tiles_of_runs(dtype, d_state):
+    """Whole, and token by token as text is generated."""
+    compare("zoh", (2, 300, 96, d_state), None, starts=True, activate=True, gated=True, dtype=dtype)
+    given, _ = example("zoh", 2, 20, 96, d_state, activate=True, gated=True, dtype=dtype)
+    own = rounded(given, dtype)
+    y, final = kernels(own, None, activate=True, tiles=None, zoh=True)
+    outputs, along = [], ("x", "step", "into", "query", "z")
+    for t in range(20):
+        one = {**own, **{name: own[name][:, t : t + 1] for name in along}}
+        output, own["initial"] = kernels(one, None, activate=True, tiles=None, zoh=True)
+        outputs.append(output)
+    assert relative_error(torch.cat(outputs, dim=1).double(), y.double()) <= LIMITS[dtype]
+    assert relative_error(own["initial"], final) <= LIMITS[torch.float32]
 
 
 def test_equal_calls_give_equal_bits_and_views_are_taken():

@@ -390,7 +390,7 @@ def _kernels(arch):
     """As `kernels`, without the lengths of rows and the matrix states'."""
     from baton.kernels import tiles as table
     from baton.kernels.diagonal_scan import backward, forward
-    from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA
+    from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA, MAMBA_ZOH
     from baton.kernels.diagonal_scan.triton import KERNEL, default_tiles, shape_of
     from baton.kernels.short_conv import taps
     from baton.kernels.short_conv.triton import Tiles as ConvTiles
@@ -400,10 +400,12 @@ def _kernels(arch):
     for label, kind, d_state in (
         ("mamba", MAMBA.value, 16),
         ("longhorn", LONGHORN.value, 16),
+        ("mamba zoh", MAMBA_ZOH.value, 16),
         ("mamba, d_state 64,", MAMBA.value, 64),
+        ("mamba zoh, d_state 64,", MAMBA_ZOH.value, 64),
     ):
         own = table.of_device(KERNEL, NAMES[arch], shape_of(label.split(",")[0], d_state, 8, CHANNELS))
-        tiles = replace(default_tiles(d_state), **own)
+        tiles = replace(default_tiles(d_state, kind == MAMBA_ZOH.value), **own)
         common = {"KIND": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "FULL": True}
         common |= {"D": CHANNELS, "N": d_state, "BD": tiles.channels, "BN": d_state}
         ahead, summary, back = ({**common, "STEPS": n} for n in (tiles.steps, tiles.steps_summary, tiles.steps_back))
