@@ -19,36 +19,50 @@ class SlowPath:
     """A mixer whose recurrence has no kernel for its settings.
 
     mixer: its name in the model. layers: how many have it. eager: why, and what to set. seconds: of each optimizer step, on the
-    pipeline stage where it takes longest, nothing overlapped.
+    pipeline stage where it takes longest, nothing overlapped; None: a mixer of the model has no `footprint`, so steps cannot be
+    counted.
     """
 
     mixer: str
     layers: int
     eager: Eager
-    seconds: float
+    seconds: float | None
 
     def __str__(self) -> str:
         launches = sum(self.eager.launches)
+        cost = "" if self.seconds is None else f", about {self.seconds:,.1f} s of each step"
         return (
             f"slow: {self.mixer} ({self.layers} layers) has no kernel for a GPU: {self.eager.why}; PyTorch computes it with "
-            f"{launches:.0f} operators a token, about {self.seconds:,.1f} s of each step; {self.eager.instead}"
+            f"{launches:.0f} operators a token{cost}; {self.eager.instead}"
         )
 
 
 def slow_paths(config: RunConfig, device: str, memory_tb_s: float = ASSUMED_TB_S) -> tuple[SlowPath, ...]:
     """Of a configuration whose vocabulary is known. On a CPU there are none: PyTorch's form is what runs there.
 
-    device: type of the device that computes, "cpu" or "cuda". memory_tb_s: that a GPU's memory is read and written with.
+    device: type of the device that computes, "cpu" or "cuda". memory_tb_s: that a GPU's memory is read and written with. Nothing is
+    known of mixers without a `footprint`.
     """
     model = config.model
     if device == "cpu":
         return ()
-    found = {name: eager for name, mixer in model.mixers.items() if (eager := _eager(mixer.footprint(model.d_model)))}
-    if not found:
-        return ()
-    stages = [seconds_by_mixer(one, memory_tb_s) for one in of_stages(config)]
+    found, unknown = dict[str, Eager](), False
+    for name, mixer in model.mixers.items():
+        try:
+            eager = _eager(mixer.footprint(model.d_model))
+        except ValueError:
+            unknown = True
+            continue
+        if eager is not None:
+            found[name] = eager
+    stages = [] if unknown or not found else [seconds_by_mixer(one, memory_tb_s) for one in of_stages(config)]
     return tuple(
-        SlowPath(name, sum(layer.count(name) for layer in model.layers), eager, max(stage.get(name, 0.0) for stage in stages))
+        SlowPath(
+            name,
+            sum(layer.count(name) for layer in model.layers),
+            eager,
+            None if unknown else max(stage.get(name, 0.0) for stage in stages),
+        )
         for name, eager in found.items()
     )
 

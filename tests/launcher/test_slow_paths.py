@@ -14,6 +14,7 @@ from baton.launcher.config import RunConfig
 from baton.launcher.plan import make_plan
 from baton.launcher.slow_paths import slow_paths
 from baton.models.mixer import recurrences_of
+from baton.models.settings import MixerConfig
 from baton.models.settings.lattice import LatticeConfig
 from baton.training.build import build_model
 
@@ -103,6 +104,17 @@ def test_a_gpu_without_a_kernel_is_said_in_one_line_with_its_cost_and_a_cpu_says
     assert "73 operators a token, about 1.2 s of each step; sparsity=0 has kernels" in line
     assert slow_paths(run_with(sparse), "cpu") == ()
     assert slow_paths(run_with({"kind": "lattice", "project": False}), "cuda") == ()
+
+
+def test_a_model_with_a_mixer_that_cannot_be_counted_is_not_kept_from_training():
+    class Uncounted(MixerConfig):
+        kind: str = "uncounted"
+
+    config = run_with({"kind": "lattice", "sparsity": 0.01})
+    model = config.model.model_copy(update={"mixers": {**config.model.mixers, "mamba": Uncounted()}})
+    (path,) = slow_paths(config.model_copy(update={"model": model}), "cuda")
+    assert path.seconds is None
+    assert str(path).endswith("PyTorch computes it with 73 operators a token; sparsity=0 has kernels")
 
 
 def test_what_is_run_again_or_surveyed_or_in_large_batches_takes_longer():
