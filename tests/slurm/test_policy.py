@@ -107,6 +107,7 @@ def test_jobs_that_slurm_ends_itself_have_more_patience_but_not_without_end():
 def test_a_busy_run_is_looked_at_again_and_counts_for_nothing():
     busy = end(Exit.BUSY)
     assert code(*[busy] * 300) == NEXT_JOB
+    assert code(busy, busy, end(Exit.FAILED, 0)) == AGAIN
     assert code(end(Exit.FAILED, 0), busy, end(Exit.FAILED, 0)) == Exit.NO_PROGRESS
     assert code(*[busy] * 3, end(Exit.FAILED, 1), jobs=JobsConfig(retries=1)) == AGAIN
 
