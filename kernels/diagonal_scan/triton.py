@@ -79,8 +79,8 @@ def default_tiles(d_state: int, zoh: bool = False) -> Tiles:
     """What a program has room for in its registers."""
     if zoh:  # phi and its slope are blocks of states too
         euler = default_tiles(d_state)
-        steps = euler.steps if d_state <= 16 else 4
-        return replace(euler, channels_back=euler.channels_back // 2, steps=steps, ahead=min(euler.ahead, 4))
+        smaller = replace(euler, channels_back=euler.channels_back // 2, ahead=min(euler.ahead, 4))
+        return smaller if d_state <= 16 else replace(smaller, channels=euler.channels // 2, steps=4)
     if d_state <= 16:
         return Tiles()
     fewer = Tiles(steps_summary=4, ahead=2, ahead_summary=2)
