@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from baton.data_pipeline.config import PrepareConfig
-from baton.data_pipeline.errors import DataError, InputError, StorageError
+from baton.data_pipeline.errors import DataError, FolderBusyError, InputError, StorageError
 from baton.data_pipeline.files import read_json, write_json
 from baton.data_pipeline.lock import LockHeldError, exclusive
 from baton.data_pipeline.shards import DATASET, FORMAT, PLAN, VERSION
 from baton.data_pipeline.sources import Piece, Source, exclusion
+from baton.data_pipeline.storage import may_pass, why
 from baton.data_pipeline.tasks import Task, piece_key
 
 PARTS = ".parts"  # finished tasks, until all are
@@ -77,9 +78,11 @@ def claimed(folder: Path, plan: dict[str, Any], pieces: Sequence[Piece]) -> Iter
             parts.mkdir(parents=True, exist_ok=True)
             held.enter_context(exclusive(parts / "lock"))
         except OSError as error:
+            if may_pass(error):
+                raise StorageError(f"{folder}: cannot be written at present ({why(error)}); start again once it can be") from error
             raise DataError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
         except LockHeldError as error:
-            raise DataError(f"{folder} is being prepared by {error.holder}; wait for it{error.remedy}") from None
+            raise FolderBusyError(f"{folder} is being prepared by {error.holder}; wait for it{error.remedy}") from None
         if (folder / PLAN).exists():
             plan = _agreed(folder, plan, pieces)
         else:

@@ -19,6 +19,15 @@ class StorageError(Exception):
     exit_status = 74
 
 
+class FolderBusyError(DataError):
+    """A folder that another process prepares. The same command works when that process has ended.
+
+    (75: sysexits' "try again later")
+    """
+
+    exit_status = 75
+
+
 class InputError(DataError):
     """One input file that cannot be read; the others can.
 

@@ -104,7 +104,12 @@ def _lock_file(path: Path) -> Iterator[None]:
     else:
         raise LockHeldError({})
     try:
-        os.write(handle, own)
+        written = os.write(handle, own)
+        if written < len(own):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    except OSError:  # a lock file that names nobody would never be taken over
+        path.unlink()
+        raise
     finally:
         os.close(handle)
     try:

@@ -15,7 +15,7 @@ from baton.launcher.jobs import CHANGE, add_commands
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status (0 well, 1 failed, 2 bad input, 74 files that fail at present)."""
+    """Entry point; returns the exit status (0 well, 1 failed, 2 bad input, 74 files that fail at present, 75 busy or stopped)."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and not (hasattr(arguments, "overrides") and all("=" in word and not word.startswith("-") for word in rest)):

@@ -16,7 +16,8 @@ class ConfigError(Exception):
 
 
 class BusyError(Exception):
-    """A run directory that another process holds. This is not bad input: the same command works when that process has ended.
+    """A run directory that another process holds, or makes. This is not bad input: the same command works when that process has
+    ended.
 
     job: the SLURM job of that process; None: it has none, or it is not known. (75: sysexits' "try again later")
     """

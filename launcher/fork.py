@@ -43,8 +43,8 @@ def _fork(arguments: argparse.Namespace) -> None:
 def fork(run: Path, out: Path, overrides: Sequence[str], *, step: int | None = None, restart_data: bool = False) -> str:
     """Make the run directory `out` from a checkpoint of `run`; a sentence that says what was made.
 
-    Raises ConfigError, CheckpointError, DataError or RunError for what cannot be; StorageError or OSError when something cannot be
-    read or written. `out` is then not there.
+    Raises ConfigError, CheckpointError, DataError or RunError for what cannot be; BusyError when another process makes `out`;
+    StorageError or OSError when something cannot be read or written. `out` is then not there.
     """
     from baton.launcher.changes import all_changes
     from baton.launcher.errors import ConfigError
@@ -143,7 +143,7 @@ def _check_changes(run: Path, carried: bool, carries: bool, different: Sequence[
 def _made_whole(out: Path) -> Iterator[Path]:
     """A folder to fill, which is `out` when the context ends well, and gone when it does not."""
     from baton.data_pipeline.lock import LockHeldError, exclusive
-    from baton.launcher.errors import ConfigError
+    from baton.launcher.errors import BusyError, ConfigError
 
     aside = out.absolute().parent / f".{out.name}.fork"
     try:
@@ -163,7 +163,7 @@ def _made_whole(out: Path) -> Iterator[Path]:
                 with contextlib.suppress(OSError):
                     (aside / ".lock").unlink()
     except LockHeldError as error:
-        raise ConfigError(f"{out} is being made by {error.holder}; wait for it{error.remedy}") from None
+        raise BusyError(f"{out} is being made by {error.holder}; wait for it{error.remedy}") from None
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise ConfigError(f"--out {out} exists by now; give the directory of a new run") from None

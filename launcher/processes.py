@@ -42,7 +42,8 @@ def run_ranks(world_size: int, attempt: Path, *, limit_s: float, startup_s: floa
     0: all ranks ended well. 2: a rank refused its input, 74: its files could not be read or written at present (its sentence has
     been printed). 1: a rank died or missed another one's message (who, and what was missed, has been printed); 76: a rank gave no
     sign of life for limit_s seconds, or for startup_s in a phase that may compile kernels, and others waited for it; 130, 143:
-    interrupted. An interrupt lets the ranks finish their step and save; a second one does not.
+    interrupted. An interrupt lets the ranks finish their step and save; a second one does not. The status is 74 where that save
+    fails.
     """
     try:
         watch = Watch(range(world_size), limit_s, startup_s)
@@ -85,6 +86,11 @@ def run_ranks(world_size: int, attempt: Path, *, limit_s: float, startup_s: floa
     if hung is not None:
         print(f"baton: {hung}{left}; start the same command to resume", file=sys.stderr)
         return HUNG
+    unsaved = {rank: p.returncode for rank, p in enumerate(ranks) if p.returncode == StorageError.exit_status}
+    if stopped and unsaved:
+        _, sentence = report(unsaved, attempt, range(world_size))
+        print(f"baton: stopped by {signal.Signals(stopped[0]).name}; {sentence}", file=sys.stderr)
+        return StorageError.exit_status
     if stopped:
         print(f"baton: stopped by {signal.Signals(stopped[0]).name}{left}; start the same command to resume", file=sys.stderr)
         return 128 + stopped[0]

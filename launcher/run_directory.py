@@ -111,24 +111,29 @@ def last_attempt(folder: Path) -> int:
 
 
 def changed_since_last_start(attempt: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings of what is learned that the start of `attempt` has and the last start that got as far as training had not: key to
-    (old, new)."""
+    """Settings of what is learned that differ between the start of `attempt` and the last start before it that had steps to do:
+    key to (old, new)."""
     folder = attempt.parent.parent
-    rows = ledger.read(folder)
-    trained = [row["attempt"] for row in rows if row["kind"] == "start" and row["attempt"] < int(attempt.name)]
-    if not trained:
-        return {}
-    try:
-        before = read_config(attempt.with_name(f"{max(trained):04d}") / "config.yaml")
-    except ConfigError:  # somebody removed it, or another version wrote it
-        return {}
-    return {change.key: (change.old, change.new) for change in changes(before, config)}
+    starts = [row for row in ledger.read(folder) if row["kind"] == "start" and row["attempt"] < int(attempt.name)]
+    for row in sorted(starts, key=lambda row: row["attempt"], reverse=True):
+        try:
+            before = read_config(attempt.with_name(f"{row['attempt']:04d}") / "config.yaml")
+        except ConfigError:  # somebody removed it, or another version wrote it
+            return {}
+        if row["step"] < before.training.steps:
+            return {change.key: (change.old, change.new) for change in changes(before, config)}
+    return {}
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of a run's published checkpoints, ascending; whether they are whole is not looked at."""
-    found = (folder / "checkpoints").glob("step-*")
-    return sorted(int(p.name[5:]) for p in found if p.name[5:].isdigit() and (p / "manifest.json").exists())
+    """Steps of a run's published checkpoints, ascending; whether they are whole is not looked at. Raises OSError where the folder
+    cannot be listed, which `glob` takes for an empty one."""
+    try:
+        found = [*(folder / "checkpoints").iterdir()]
+    except FileNotFoundError:
+        return []
+    found = [p for p in found if p.name.startswith("step-") and p.name[5:].isdigit()]
+    return sorted(int(p.name[5:]) for p in found if (p / "manifest.json").exists())
 
 
 def last_step(folder: Path) -> int:

@@ -8,6 +8,7 @@ died; so begin first writes down how that one ended.
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from baton.launcher.config import RunConfig
@@ -26,6 +27,10 @@ from baton.training import ledger
 
 LOCK_S = 120.0
 """How long another process may hold the run before this job gives way to it: on some file systems locks outlive their node."""
+
+FILES_TRIES, FILES_PAUSE_S = 60, 30.0
+"""How often `begin` is tried while the run directory cannot be read or written, and the seconds between two tries: half an hour, as
+long as a job waits for SLURM's controller."""
 
 DOWN = frozenset({"down", "fail", "failing", "error", "inval"})
 """States of sinfo's %T in which a node does not come back by itself."""
@@ -252,7 +257,7 @@ def main(words: list[str]) -> int:
     try:
         match words:
             case ["begin", run]:
-                return begin(Path(run))
+                return _when_files_answer(lambda: begin(Path(run)))
             case ["judge", attempt]:
                 return judge(Path(attempt))
             case ["refused", run]:
@@ -265,7 +270,23 @@ def main(words: list[str]) -> int:
         if status is None:
             raise
         say(f"baton: {text}")
-        return status
+        # the next job's begin writes down how the attempt ended
+        return NEXT_JOB if words[:1] == ["after"] and status == Exit.STORAGE else status
+
+
+def _when_files_answer(work: Callable[[], int]) -> int:
+    """The result of `work`, which is tried again for FILES_TRIES * FILES_PAUSE_S seconds while files cannot be read or written: a
+    job that cannot begin an attempt would be the end of the run."""
+    for _ in range(FILES_TRIES - 1):
+        try:
+            return work()
+        except Exception as error:
+            status, text = explained(error)
+            if status != Exit.STORAGE:
+                raise
+            say(f"baton: {text}; trying again in {FILES_PAUSE_S:.0f} s")
+        time.sleep(FILES_PAUSE_S)
+    return work()
 
 
 if __name__ == "__main__":

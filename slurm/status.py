@@ -167,7 +167,7 @@ def _jobs(config: RunConfig) -> list[dict[str, str]] | None:
 
 def _state(rows: list[dict[str, Any]], jobs: list[dict[str, str]] | None) -> str:
     if jobs is None:
-        return "not known: SLURM's controller does not answer; the files say"
+        return "not known, because SLURM's controller does not answer"
     last: dict[str, Any] = {kind: row for row in rows for kind in [row["kind"]]}
     if any(job["state"] == "RUNNING" for job in jobs):
         return "running"

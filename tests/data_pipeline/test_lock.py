@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -129,6 +130,22 @@ def test_a_lock_file_without_content_is_not_taken_over(tmp_path, lacking):
     (tmp_path / "lock.held").write_bytes(b"")
     with pytest.raises(LockHeldError, match=r"another process; if that process has ended, delete .*lock\.held"):
         exclusive(tmp_path / "lock").__enter__()
+
+
+def test_a_lock_file_that_finds_no_room_is_not_left_behind(tmp_path, lacking):
+    """Without a content it would name nobody, and never be taken over."""
+    lacking(KINDS["file"])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (0, 9):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(OSError, match=r"File too large|No space left"):
+                exclusive(tmp_path / "lock").__enter__()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert not (tmp_path / "lock.held").exists()
+        with exclusive(tmp_path / "lock"):
+            pass
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

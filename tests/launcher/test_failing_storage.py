@@ -158,6 +158,26 @@ def test_the_start_after_it_does_what_was_not_saved(unsaved, begin, whole):
     assert last_end(folder) == 0
 
 
+@pytest.mark.long
+def test_an_interrupt_whose_save_fails_says_so(launch, tmp_path):
+    """The real command, whose ranks inherit the limit."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    words = ["training.steps=100000", "training.checkpoint.every=100000", "training.evaluation.every=0", "training.log_every=100"]
+    limit(FITS)
+    try:
+        running = launch(tmp_path / "run", str(tmp_path / "run.yaml"), *words, where=tmp_path)
+    finally:
+        limit(resource.RLIM_INFINITY)
+    running.wait_for_steps(1, 1)
+    running.process.terminate()
+    ended = running.end()
+    assert ended.status == 74
+    assert ended.err.startswith(f"baton: stopped by SIGTERM; {tmp_path / 'run' / 'checkpoints'}: step ")
+    assert "could not be saved" in ended.err
+    assert ended.err.count("\n") == 1
+    assert last_end(tmp_path / "run") == 74
+
+
 def test_a_save_that_fails_in_the_middle_costs_only_itself(begin, whole):
     folder, found = begin("middle", ranks=1, size=FITS, bears=1)
     assert [status for status, _, _ in found] == [0]

@@ -24,7 +24,8 @@ from baton.launcher.changes import refusal
 from baton.launcher.cli import main
 from baton.launcher.config import RunConfig, load
 from baton.launcher.errors import ConfigError
-from baton.launcher.run_directory import check_run, open_attempt, read_config
+from baton.launcher.run_directory import changed_since_last_start, check_run, open_attempt, read_config
+from baton.training import ledger
 from baton.training.config import TrainingConfig
 from baton.training.guard import read_events
 from baton.training.monitor import read_metrics
@@ -264,7 +265,8 @@ def test_a_fork_has_a_place_of_its_own(trunk, tmp_path, capsys):
     (tmp_path / ".fork.fork" / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / ".fork.fork" / "run" / "config.yaml").write_text("half")
     with exclusive(tmp_path / ".fork.fork" / ".lock"):
-        assert "is being made by process" in refused(capsys, "fork", trunk, "--out", tmp_path / "fork", "--step", 4)
+        assert main(["fork", str(trunk), "--out", str(tmp_path / "fork"), "--step", "4"]) == 75, "as every folder that is busy"
+        assert "is being made by process" in capsys.readouterr().err
     forked(trunk, tmp_path / "fork", "--step", "4")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fork", "full"]
     assert main(["status", str(tmp_path / "fork")]) == 0
@@ -360,6 +362,19 @@ def test_a_run_says_which_changes_it_takes_and_where_the_others_go(trunk, config
     assert "\n" not in said
     for needle in needles:
         assert needle in said
+
+
+def test_a_change_is_recorded_by_the_first_start_that_has_steps_to_do(configured, tmp_path):
+    """A start of a finished run with another rate does no step with it, and records nothing."""
+    folder, rate = tmp_path / "run", "training.optimizer.lr=5e-3"
+    first, other, longer = (configured(folder, *words) for words in ([], [rate], [rate, "training.steps=20"]))
+    changed = []
+    for number, (config, step) in enumerate([(first, 0), (other, STEPS), (longer, STEPS), (longer, STEPS)], start=1):
+        with open_attempt(config, change=True) as attempt:
+            changed.append(changed_since_last_start(attempt, config))
+            ledger.append(folder, "start", attempt=number, step=step)
+    of_rate = {"training.optimizer.lr": (0.01, 0.005)}
+    assert changed == [{}, of_rate, of_rate | {"training.steps": (STEPS, 20)}, {}]
 
 
 def test_a_submission_takes_the_same_changes(trunk, capsys):

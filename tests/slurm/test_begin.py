@@ -10,6 +10,7 @@ import pytest
 import yaml
 from support.jobs import RUN
 
+from baton.data_pipeline import storage
 from baton.launcher.cluster import load_cluster
 from baton.launcher.config import load
 from baton.launcher.run_directory import hold, open_run
@@ -168,3 +169,37 @@ def test_a_node_that_says_nothing_beside_one_that_does_is_bad(run):
     assert job.judge(attempt) == 0
     assert [(row["bad"], row["passed"]) for row in rows(run, "preflight")] == [({"n2": "did not answer"}, 1)]
     assert [row["node"] for row in rows(run, "excluded")] == ["n2"]
+
+
+def test_files_that_do_not_answer_for_a_while_do_not_end_the_run(run, monkeypatch, capsys):
+    """A job tries to begin for half an hour; an end that could not be written is written by the next job."""
+    monkeypatch.setattr(storage, "PAUSES_S", ())
+    rows_of_run, aside = run / "ledger.jsonl", run / "aside"
+    slept = []
+
+    def fail():
+        rows_of_run.rename(aside)
+        rows_of_run.symlink_to("/proc/self/mem")  # reading its first byte fails with EIO
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 3:
+            aside.replace(rows_of_run)
+
+    monkeypatch.setattr(job.time, "sleep", sleep)
+    fail()
+    assert job.main(["begin", str(run)]) == 0
+    assert slept == [job.FILES_PAUSE_S] * 3
+    attempt = run / "attempts" / "0001"
+    assert capsys.readouterr().out == f"{attempt}\n"
+    fail()
+    assert job.main(["after", str(attempt), "1", "0"]) == NEXT_JOB
+    aside.replace(rows_of_run)
+    assert job.main(["begin", str(run)]) == 0
+    (end,) = rows(run, "end")
+    assert (end["attempt"], end["seen"]) == (1, False)
+    slept.clear()
+    fail()
+    monkeypatch.setattr(job.time, "sleep", slept.append)
+    assert job.main(["begin", str(run)]) == Exit.STORAGE
+    assert len(slept) == job.FILES_TRIES - 1

@@ -355,8 +355,13 @@ def _not_read(path: Path, error: StorageError | OSError) -> StorageError | Check
 
 
 def published(folder: Path) -> list[Path]:
-    """Published checkpoints, oldest first."""
-    return sorted(p for p in folder.glob(f"{PREFIX}*") if p.is_dir() and p.name[len(PREFIX) :].isdigit())
+    """Published checkpoints, oldest first; none where the folder is not there. Raises OSError where it cannot be listed, which
+    `glob` takes for an empty folder: a run would begin anew."""
+    try:
+        entries = [*folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted(p for p in entries if p.name.startswith(PREFIX) and p.name[len(PREFIX) :].isdigit() and p.is_dir())
 
 
 def newest(folder: Path) -> Path | None:
