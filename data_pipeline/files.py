@@ -11,14 +11,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.storage import may_pass, patiently, unreadable
+from baton.data_pipeline.errors import DataError, StorageError
+from baton.data_pipeline.storage import may_pass, patiently, unreadable, why
 
 TEMPORARY = ".tmp"
 
 
 class AtomicFile:
-    """A binary file that appears under its name only in `commit`. Raises DataError when it cannot be written."""
+    """A binary file that appears under its name only in `commit`. Raises StorageError when it cannot be written at present (a full
+    disk), DataError when it cannot be written at all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,12 +51,17 @@ class AtomicFile:
         try:
             yield
         except OSError as error:
-            self._temporary.unlink(missing_ok=True)
-            raise DataError(f"cannot write {self.path}: {error.strerror}; free some room or choose another folder") from error
+            with suppress(OSError):
+                self._temporary.unlink(missing_ok=True)
+            if may_pass(error):
+                raise StorageError(
+                    f"{self.path}: cannot be written at present ({why(error)}); free some room, then start again"
+                ) from error
+            raise DataError(f"cannot write {self.path}: {error.strerror}; choose another folder") from error
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path`, whole or not at all. Raises DataError."""
+    """Write `content` to `path`, whole or not at all. Raises what `AtomicFile` does."""
     file = AtomicFile(path)
     try:
         file.write(content)
@@ -65,7 +71,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON with a trailing newline, whole or not at all. Raises DataError."""
+    """Write `value` as indented JSON with a trailing newline, whole or not at all. Raises what `AtomicFile` does."""
     write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())  # ASCII: file names need not be Unicode
 
 

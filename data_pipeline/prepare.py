@@ -102,8 +102,8 @@ def prepare(
     progress: called with (input bytes done, input bytes in all); none shows it on stdout.
     Raises DataError: unusable inputs, no document at all, or an `out` that holds something else (what differs is named). An input
     that cannot be read does not keep the others from being done: the error comes after them, and what is finished stays for a run
-    with that file restored or excluded. Records that are no documents, and links and files that are not read, are counted in the
-    report and listed in rejected.jsonl.
+    with that file restored or excluded. Raises StorageError: files cannot be read or written at present. Records that are no
+    documents, and links and files that are not read, are counted in the report and listed in rejected.jsonl.
     """
     began = time.monotonic()
     try:

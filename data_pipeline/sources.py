@@ -18,6 +18,7 @@ from pathlib import Path
 
 from baton.data_pipeline.compressed import SUFFIXES
 from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.storage import may_pass, unreadable
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def find_sources(
     """The input files. A file named as an input is taken unless it is excluded; a folder is searched, without the folder `leave`
     (the output, which may be below an input).
 
-    Raises DataError: a missing input, none that matches, or two files that would have the same name.
+    Raises DataError: a missing input, none that matches, or two files that would have the same name; StorageError: a folder or a
+    file that cannot be looked at at present.
     """
     found: dict[str, tuple[Source, str]] = {}  # name -> the file, and the path of it without links
     search = _Search(include, exclude, None if leave is None else os.path.realpath(leave))
@@ -200,6 +202,8 @@ class _Search:
                 with os.scandir(folder) as entries:
                     found = sorted(entries, key=lambda entry: entry.name)
             except OSError as error:
+                if may_pass(error):
+                    raise unreadable(folder, error) from error
                 raise DataError(f"cannot read the folder {folder}: {error.strerror}; make it readable or exclude it") from error
             for entry in found:
                 path = folder / entry.name
@@ -241,6 +245,8 @@ def _status(path: Path) -> os.stat_result | None:
     try:
         return path.stat()
     except OSError as error:
+        if may_pass(error):  # also of a link: what it leads to may be there
+            raise unreadable(path, error) from error
         if os.path.islink(path):
             return None
         raise DataError(f"cannot read the input {path}: {error.strerror}; make it readable or exclude it") from error

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from baton.data_pipeline import files
 from baton.data_pipeline.claim import PARTS
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.errors import DataError, StorageError
 from baton.data_pipeline.prepare import prepare
 from baton.data_pipeline.records import read_piece, split_source
 from baton.data_pipeline.sources import Document, Rejected, find_sources
@@ -368,7 +368,7 @@ def test_a_full_disk_leaves_no_half_file(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     try:
-        with pytest.raises(DataError, match=r"cannot write .*big"):
+        with pytest.raises(StorageError, match=r"big: cannot be written at present \(File too large\); free some room"):
             files.write_atomically(target, b"x" * 3_000_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -11,6 +11,7 @@ from baton.data_pipeline import storage
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError, StorageError
 from baton.data_pipeline.prepare import prepare
+from baton.data_pipeline.sources import find_sources
 from baton.data_pipeline.storage import append_line, may_pass, patiently, read_text
 from baton.data_pipeline.tokenizer import Tokenizer
 
@@ -137,3 +138,19 @@ def test_a_line_that_a_kill_cut_short_stays_alone(tmp_path):
     append_line(path, '{"d": 4}')
     assert path.read_text() == '{"a": 1}\n{"b": \n{"c": 3}\n{"d": 4}\n'
     assert os.stat(path).st_mode & 0o777 == 0o644
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_left_out_as_a_dangling_link(tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("a")
+    (tmp_path / "in" / "b.txt").symlink_to(tmp_path / "in" / "a.txt")
+    real = os.stat
+
+    def fail(path, *words, **named):
+        if str(path).endswith("b.txt") and named.get("follow_symlinks", True):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path, *words, **named)
+
+    monkeypatch.setattr(os, "stat", fail)
+    with pytest.raises(StorageError, match=r"b\.txt: cannot be read at present \(Stale file handle\)"):
+        find_sources([tmp_path / "in"], ["*.txt"], [])
