@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from baton.data_pipeline.storage import read_text
 from baton.launcher.errors import ConfigError
 from baton.launcher.validation import first_problem
 from baton.launcher.yaml_file import parse_yaml
@@ -76,8 +77,8 @@ def load_cluster(where: str) -> Cluster:
     if where not in names and not where.endswith((".yaml", ".yml")):
         raise ConfigError(f"no cluster is called {where!r}; known: {', '.join(names)} (or the path of a .yaml file)")
     try:
-        text = (shipped / f"{where}.yaml" if where in names else Path(where)).read_text(encoding="utf-8")
-        values = parse_yaml(text)
+        known = where in names
+        values = parse_yaml((shipped / f"{where}.yaml").read_text(encoding="utf-8") if known else read_text(Path(where)))
     except FileNotFoundError:
         raise ConfigError(f"{where}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
