@@ -130,7 +130,8 @@ class JobsConfig(_Settings):
         300.0,
         gt=0,
         description="seconds that a rank of a job may give no sign of life (without SLURM: layout.timeout_s); every operation of a "
-        "step, layer, evaluated batch and block of a save gives one",
+        "step, layer, evaluated batch and block of a save gives one. A rank that waits for others gives none: longer than the "
+        "slowest rank takes for its part of a save, which the others wait for",
     )
     startup_s: float = Field(
         1800.0,
