@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import os
 import random
-import shutil
 import time
 import urllib.error
 import urllib.request
@@ -142,7 +141,11 @@ class Cache:
 
         def transfer() -> None:
             with fetch() as source, open(aside, "wb") as target:
-                shutil.copyfileobj(source, target, _BLOCK)
+                while block := source.read(_BLOCK):
+                    try:
+                        target.write(block)
+                    except OSError as error:  # of the local disk, not of the server
+                        raise OSError(error.errno, f"{error.strerror} in the cache {self.folder}") from None
 
         try:
             with_retries(transfer)

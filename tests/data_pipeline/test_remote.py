@@ -10,7 +10,7 @@ import pytest
 
 from baton.data_pipeline import remote
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.errors import DataError, StorageError
 from baton.data_pipeline.remote import Cache, HttpStream
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.stream import BatchStream
@@ -139,6 +139,6 @@ def test_a_cache_is_bounded_and_spares_transfers(dataset, server, tokenizer, tmp
 def test_a_cache_without_room_on_the_disk_is_named(dataset, server, small_disk):
     opened = Dataset.open(server.url, cache=Cache(small_disk / "cache", 1 << 30))
     (small_disk / "ballast").write_bytes(b"x" * ((2 << 20) - 8192))
-    with pytest.raises(DataError, match="No space left on device"):
+    with pytest.raises(StorageError, match=f"No space left on device in the cache {small_disk / 'cache'}"):
         opened.read(dataset.shards["train"][0], 0, 3)
     assert list((small_disk / "cache").iterdir()) == []

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from baton.models.config import ModelConfig
 from baton.models.lm import IGNORED, LanguageModel
-from baton.models.mixers.bmojo import INNOVATION, BMojo
+from baton.models.mixers.bmojo import BMojo, Innovation
 from baton.models.settings import kinds
 from baton.parallel.layout import gather_parameters, initialize_parameters
 from baton.parallel.zero import parameter_groups
@@ -237,7 +237,7 @@ def recorded(wanted: dict[str, list[Tensor]] | None = None):
 
     def carry(self, recurrence, inputs, pos, state):
         y, leaving = super(BMojo, self).carry(recurrence, inputs, pos, state)
-        if recurrence is INNOVATION:
+        if isinstance(recurrence, Innovation):
             layer = self.where or "alone"
             scores.setdefault(layer, []).append(y.detach().clone())
             if wanted is not None:

@@ -19,7 +19,7 @@ from support.recurrences import positions, seeded
 
 from baton.models import stages
 from baton.models.lm import LanguageModel
-from baton.models.mixers.bmojo import INNOVATION, BMojo
+from baton.models.mixers.bmojo import BMojo, Innovation
 from baton.models.settings import kinds
 from baton.parallel import zero
 from baton.parallel.layout import initialize_parameters, named_layouts
@@ -89,7 +89,7 @@ class Scores:
     def used(self):
         def carry(mixer, recurrence, inputs, pos, state):
             y, leaving = super(BMojo, mixer).carry(recurrence, inputs, pos, state)
-            if recurrence is INNOVATION:
+            if isinstance(recurrence, Innovation):
                 if self.wanted is None:
                     self.found.setdefault(mixer.where, []).append(y.detach())
                 else:
