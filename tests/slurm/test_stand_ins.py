@@ -204,7 +204,7 @@ def test_status_does_not_take_a_controller_that_is_away_for_an_empty_queue(submi
     ledger.append(Path("runs/run"), "attempt", attempt=1, job="123", nodes=["n1"], layout={})
     site("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
     assert main(["status", "runs/run"]) == 0
-    assert "runs/run: not known: SLURM's controller does not answer; the files say\n" in capsys.readouterr().out
+    assert "runs/run: not known, because SLURM's controller does not answer\n" in capsys.readouterr().out
 
 
 def test_memory_by_the_core_takes_the_place_of_memory_by_the_node(submit):
