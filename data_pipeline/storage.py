@@ -79,3 +79,12 @@ def append_line(path: Path, line: str, *, sync: bool = False) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a folder's entries durable: files that were made, renamed or removed in it. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

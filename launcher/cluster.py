@@ -7,13 +7,11 @@ a file of your own with measured rates makes a better plan.
 from importlib.resources import files
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from baton.data_pipeline.storage import read_text
 from baton.launcher.errors import ConfigError
 from baton.launcher.validation import first_problem
-from baton.launcher.yaml_file import parse_yaml
+from baton.launcher.yaml_file import parse_yaml, read_yaml
 from baton.slurm.config import SlurmConfig
 
 
@@ -76,17 +74,10 @@ def load_cluster(where: str) -> Cluster:
     names = sorted(entry.name.removesuffix(".yaml") for entry in shipped.iterdir() if entry.name.endswith(".yaml"))
     if where not in names and not where.endswith((".yaml", ".yml")):
         raise ConfigError(f"no cluster is called {where!r}; known: {', '.join(names)} (or the path of a .yaml file)")
-    try:
-        known = where in names
-        values = parse_yaml((shipped / f"{where}.yaml").read_text(encoding="utf-8") if known else read_text(Path(where)))
-    except FileNotFoundError:
-        raise ConfigError(f"{where}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: cannot be read ({error})") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where}: the file: expected keys and values")
+    if where in names:
+        values = parse_yaml((shipped / f"{where}.yaml").read_text(encoding="utf-8"))
+    else:
+        values = read_yaml(Path(where), "the file: ")
     try:
         return Cluster.model_validate(values)
     except ValidationError as error:

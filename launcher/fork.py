@@ -143,6 +143,7 @@ def _check_changes(run: Path, carried: bool, carries: bool, different: Sequence[
 def _made_whole(out: Path) -> Iterator[Path]:
     """A folder to fill, which is `out` when the context ends well, and gone when it does not."""
     from baton.data_pipeline.lock import LockHeldError, exclusive
+    from baton.data_pipeline.storage import sync_folder
     from baton.launcher.errors import BusyError, ConfigError
 
     aside = out.absolute().parent / f".{out.name}.fork"
@@ -155,9 +156,9 @@ def _made_whole(out: Path) -> Iterator[Path]:
             try:
                 yield work
                 for folder in (work, *(path for path in work.rglob("*") if path.is_dir())):
-                    _sync(folder)
+                    sync_folder(folder)
                 os.rename(work, out)
-                _sync(out.absolute().parent)
+                sync_folder(out.absolute().parent)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
                 with contextlib.suppress(OSError):
@@ -172,12 +173,3 @@ def _made_whole(out: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             aside.rmdir()
-
-
-def _sync(folder: Path) -> None:
-    """Make the folder's entries durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

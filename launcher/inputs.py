@@ -10,8 +10,9 @@ from pathlib import Path
 from baton.data_pipeline.batches import check_tokenizer
 from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.errors import DataError, StorageError
 from baton.data_pipeline.pieces import id_pieces
+from baton.data_pipeline.places import Location
 from baton.data_pipeline.source import open_datasets
 from baton.data_pipeline.tokenizer import Tokenizer
 from baton.launcher.config import RunConfig
@@ -72,16 +73,21 @@ def with_known_vocabulary(config: RunConfig) -> RunConfig:
 
 
 def missing_inputs(config: RunConfig) -> list[str]:
-    """One line for each file that the run reads and that is not there yet: a plan can be made without it, a run cannot start."""
+    """One line for each file that the run reads and that is not there yet: a plan can be made without it, a run cannot start.
+
+    Only folders of this machine are looked at: a plan asks no server, and runs no command of a pipe.
+    """
     if not isinstance(config.data, ShardsConfig):
         return []
     found = []
     if not Path(config.data.tokenizer).is_file():
         found.append(f"data.tokenizer={config.data.tokenizer}: no such file; train one with `baton tokenizer train`")
     for name, place in config.data.places.items():
+        if Location(place).folder is None:
+            continue
         try:
             Dataset.open(place)
-        except DataError as error:
+        except (DataError, StorageError) as error:
             found.append(f"{'data.path' if len(config.data.places) == 1 else f'data.sources.{name}'}={place}: {error}")
     return [f"not there yet, so `baton train` would refuse: {line}" for line in found]
 

@@ -34,8 +34,8 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, _UniqueKeyLoader)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The keys and values of a file. Raises ConfigError with one line."""
+def read_yaml(path: Path, of: str = "") -> dict[str, Any]:
+    """The keys and values of a file. of: comes before "expected keys and values" in the error. Raises ConfigError with one line."""
     try:
         values = parse_yaml(read_text(path))
     except FileNotFoundError:
@@ -45,5 +45,5 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected keys and values")
+        raise ConfigError(f"{path}: {of}expected keys and values")
     return values

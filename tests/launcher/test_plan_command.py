@@ -70,6 +70,14 @@ def test_a_plan_says_which_of_the_runs_files_are_not_there(plan, tmp_path, monke
     assert data.startswith("not there yet, so `baton train` would refuse: data.path=shards: ")
 
 
+def test_a_plan_runs_no_command_and_asks_no_server_for_the_data(plan, tmp_path):
+    words = (f"data.path=pipe:touch {tmp_path}/was-here; cat {{}}", "data.tokenizer=t.model", "--memory-gib", 79)
+    status, _, err = plan(RUN, *words)
+    assert status == 0
+    assert not (tmp_path / "was-here").exists()
+    assert len(err.splitlines()) == 1, "the tokenizer alone is missed"
+
+
 def test_memory_alone_gives_a_verdict(plan):
     status, out, _ = plan(RUN, "--memory-gib", 79)
     assert (status, out.splitlines()[-1][:5]) == (0, "fits:")

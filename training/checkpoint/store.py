@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.storage import may_pass, unreadable, why
+from baton.data_pipeline.storage import may_pass, sync_folder, unreadable, why
 from baton.parallel.mesh import Mesh
 from baton.training import heartbeat
 from baton.training.checkpoint.digest import joined
@@ -186,7 +186,7 @@ class CheckpointStore:
         files = {name: entry for each in everybody for name, entry in each["files"].items()}
         tensors = _joined([each["tensors"] for each in everybody])
         dataclasses.replace(flight.manifest, files=files, tensors=tensors).write(flight.work)
-        _sync_folder(flight.work)
+        sync_folder(flight.work)
         target = self.folder / flight.name
         replaced = self.folder / f"{UNFINISHED}replaced-{flight.name}"
         if target.exists():  # the same step again: a resumed run that was told to start from an older one
@@ -197,7 +197,7 @@ class CheckpointStore:
             if replaced.exists():
                 os.rename(replaced, target)
             raise
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         try:
             prune(self.folder, self.retention)
@@ -368,11 +368,3 @@ def newest(folder: Path) -> Path | None:
     """The newest published checkpoint that has a manifest, unverified; for readers outside a run."""
     steps = [p for p in published(folder) if (p / NAME).exists()]
     return steps[-1] if steps else None
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
