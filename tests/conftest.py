@@ -9,6 +9,8 @@ import pytest
 import torch
 from support.pool import Pool
 
+pytest_plugins = ["support.costs"]
+
 if not torch.cuda.is_available():
     # where there is no GPU Triton's kernels run in its interpreter; it looks when they are imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
