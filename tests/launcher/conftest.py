@@ -93,11 +93,12 @@ def copy_of(tmp_path):
 
 @pytest.fixture(scope="session")
 def launch():
-    """A function that starts `baton train`: see support.runs.Launch. Whatever a failed test leaves running is ended."""
+    """A function that starts `baton train`, forked where nothing else is said: see support.runs.Launch. Runs that a failed test
+    leaves behind are ended."""
     started = []
 
-    def start(folder: Path, *words: str, where: Path) -> Launch:
-        started.append(Launch(folder, *words, where=where))
+    def start(folder: Path, *words: str, where: Path, forked: bool = True) -> Launch:
+        started.append(Launch(folder, *words, where=where, forked=forked))
         return started[-1]
 
     yield start
@@ -108,8 +109,8 @@ def launch():
 
 @pytest.fixture(scope="session")
 def undisturbed(inputs, launch, tmp_path_factory) -> Path:
-    """The small run on two ranks, from its first step to its last in one go. Not to be changed."""
+    """The small run on two ranks, from its first step to its last in one go, by the real command. Not to be changed."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    ended = launch(folder, str(inputs.run), *SAME_PLACES, where=inputs.run.parent).end()
+    ended = launch(folder, str(inputs.run), *SAME_PLACES, where=inputs.run.parent, forked=False).end()
     assert (ended.status, ended.err) == (0, "")
     return folder

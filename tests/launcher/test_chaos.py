@@ -53,10 +53,10 @@ class Story:
         assert (ended.status, ended.err) == (0, ""), self.told
 
     def at_a_random_moment(self, running):
-        """Between the start of the ranks and the end of the run."""
-        moment = time.monotonic() + self.rng.uniform(0.0, 12.0)
-        while time.monotonic() < moment and running.process.poll() is None:
-            time.sleep(0.01)
+        """In the start, or near a step that is drawn: in its passes, a save, an evaluation."""
+        step, more_s = self.rng.choice((0, self.rng.randrange(STEPS))), self.rng.uniform(0.0, 0.1)
+        wait_until(lambda: running.process.poll() is not None or running.last_step() >= step, f"step {step}")
+        time.sleep(more_s if step else 10 * more_s)
         return running.ranks()
 
     def killed(self, running):

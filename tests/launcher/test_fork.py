@@ -7,8 +7,6 @@ forks of its own. One start of the real command shows what it hands to its ranks
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -385,18 +383,15 @@ def test_a_submission_takes_the_same_changes(trunk, capsys):
     assert contents(trunk) == before
 
 
-def test_the_command_goes_on_in_a_fork_and_records_a_change(trunk, tmp_path):
+def test_the_command_goes_on_in_a_fork_and_records_a_change(trunk, launch, tmp_path):
     """`baton train` and its ranks: a fork, begun, stopped at its last step, and changed."""
     out = tmp_path / "fork"
     forked(trunk, out, "--step", "10")
     shutil.copytree(trunk / "attempts" / "0001", out / "attempts" / "0001")  # as if it had been started once
     (out / "ledger.jsonl").write_text(json.dumps({"kind": "start", "time": 1.0, "attempt": 1, "step": 10}) + "\n")
-    words = ["train", str(out / "config.yaml"), "training.optimizer.lr=5e-3"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "baton.launcher.cli", *words, "--change"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "from here on with other settings: training.optimizer.lr: 0.01 -> 0.005" in done.stdout
+    done = launch(out, str(out / "config.yaml"), "training.optimizer.lr=5e-3", "--change", where=tmp_path).end()
+    assert (done.status, done.err) == (0, "")
+    assert "from here on with other settings: training.optimizer.lr: 0.01 -> 0.005" in done.out
     (event,) = read_events(out)
     assert (event["kind"], event["step"], event["settings"]) == ("change", 10, {"training.optimizer.lr": [0.01, 0.005]})
     assert steps_of(out)[11] == steps_of(trunk)[11]

@@ -37,13 +37,13 @@ def run_file(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(run_file):
+def runs(run_file, launch):
     """The run without and with a look at it, on two ranks; not to be changed."""
     plain, profiled = (run_file.parent / name for name in ("plain", "profiled"))
     words = ["layout.data=2", "training.log_every=1"]
-    assert main(["train", str(run_file), f"directory={plain}", *words]) == 0
+    assert launch(plain, str(run_file), *words, where=run_file.parent).end().status == 0
     words += ["profile.after=3", "profile.steps=2", "profile.ranks=all", "profile.peak_tflops=0.05"]
-    assert main(["train", str(run_file), f"directory={profiled}", *words]) == 0
+    assert launch(profiled, str(run_file), *words, where=run_file.parent).end().status == 0
     return plain, profiled
 
 

@@ -51,11 +51,11 @@ class Interrupted:
 def interrupted(inputs, launch, tmp_path_factory) -> Interrupted:
     folder = tmp_path_factory.mktemp("interrupted") / "run"
 
-    def start() -> Launch:
-        return launch(folder, str(inputs.run), *SAME_PLACES, where=inputs.run.parent)
+    def start(forked: bool = True) -> Launch:
+        return launch(folder, str(inputs.run), *SAME_PLACES, where=inputs.run.parent, forked=forked)
 
     # the earliest moment is the hardest: a rank that has just been started may not have asked for its parent's death yet
-    running = start()
+    running = start(forked=False)
     ranks = wait_until(lambda: len(found := running.ranks()) == 2 and found, "two ranks")
     running.process.kill()
     wait_until(lambda: all(gone(rank) for rank in ranks), "the ranks of a killed launcher to end")

@@ -65,11 +65,11 @@ def run_file(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def undisturbed(launch, tmp_path_factory):
     """The run on two ranks, from its first step to its last in one go; not to be changed."""
     where = tmp_path_factory.mktemp("recall")
     (where / "run.yaml").write_text(yaml.safe_dump(RUN))
-    assert main(["train", str(where / "run.yaml"), f"directory={where / 'run'}"]) == 0
+    assert launch(where / "run", str(where / "run.yaml"), where=where).end().status == 0
     return where / "run"
 
 

@@ -5,24 +5,27 @@ Two real ranks, made by forking a process that has paid for the imports; a run g
 """
 
 import contextlib
-import multiprocessing
+import json
 import os
 import random
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
 from support.consumed import consumed, due
-from support.forks import SIGNALS, serve
+from support.forks import NURSERY
 from support.jobs import RUN
-from support.runs import published
+from support.runs import published, wait_until
 
 from baton.launcher.config import load
 from baton.launcher.run_directory import last_step, new_attempt, open_run
 from baton.training.checkpoint.manifest import Manifest, check_file
 from baton.training.monitor import read_metrics
+from baton.training.stopping import SIGNALS
 
 STEPS, EVERY = 30, 10
 DEADLINE_S = 120
@@ -46,26 +49,21 @@ def _settings(folder: Path, name: str, data: dict) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """A function: two ranks on an attempt; their pids, and a function that waits for their statuses."""
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
-    process.start()
+def start_ranks(attempt: Path) -> tuple[list[int], Callable[[], list[int]]]:
+    """Two ranks on an attempt: their process ids, and a function that waits for their exit statuses."""
+    said = attempt / "said"
+    said.touch()
+    process = NURSERY.fork("ranks", [str(attempt), "2"], where=attempt, out=str(said), err=str(said))
+    wait_until(lambda: "\n" in said.read_text(), "the ranks' start")
+    pids = json.loads(said.read_text().splitlines()[0])
 
-    def start(attempt: Path):
-        ours.send(str(attempt))
-        pids = ours.recv()
+    def wait() -> list[int]:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if process.wait(DEADLINE_S) == 0:
+                return json.loads(said.read_text().splitlines()[1])
+        raise AssertionError(f"not ended well: {[p.read_text()[-1500:] for p in (said, *attempt.glob('rank-*.log'))]}")
 
-        def wait():
-            assert ours.poll(DEADLINE_S), f"still running: {[p.read_text()[-1500:] for p in attempt.glob('rank-*.log')]}"
-            return ours.recv()
-
-        return pids, wait
-
-    yield start
-    ours.send(None)
-    process.join(10)
+    return pids, wait
 
 
 def check(folder: Path) -> None:
@@ -84,7 +82,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("moments", [10, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
-def test_signals_at_any_moment(ranks, corpus, tmp_path, moments):
+def test_signals_at_any_moment(corpus, tmp_path, moments):
     """A rank that stops waits for the others at a step boundary, so a signal to one of them ends all. Moments after a run's end do
     not count."""
     lasts = float("inf")
@@ -92,7 +90,7 @@ def test_signals_at_any_moment(ranks, corpus, tmp_path, moments):
         calm = load(_settings(tmp_path, name, corpus.data))
         open_run(calm)
         began = time.monotonic()
-        assert ranks(new_attempt(calm))[1]() == [0, 0]
+        assert start_ranks(new_attempt(calm))[1]() == [0, 0]
         lasts = time.monotonic() - began
     expected = [(row["kind"], row["step"], row["loss"]) for row in read_metrics(calm.folder / "metrics.jsonl")]
     assert consumed(calm.folder) == (documents := due(corpus, calm, STEPS))
@@ -105,7 +103,7 @@ def test_signals_at_any_moment(ranks, corpus, tmp_path, moments):
         while not done:
             attempt = new_attempt(config)
             before = max(published(config.folder), default=0)
-            pids, wait = ranks(attempt)
+            pids, wait = start_ranks(attempt)
             told = rng.sample(pids, rng.randint(1, 2))
             # also a second and third time, while it saves; when there were enough moments it is left alone
             for again in range(rng.randint(1, 3) if sent < moments else 0):

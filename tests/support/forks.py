@@ -1,70 +1,282 @@
-"""Ranks of a run without what they cost: forked from a process that has paid for the imports. They are the worker's own code."""
+"""`baton train` and its ranks without the cost of their imports: forked from one process that has imported everything already.
 
+The code that runs is the command's and the worker's own; only the start of the interpreter is left out. A rank of the real command
+spends six seconds of processor time on imports, which is more than most tests' training takes. tests/launcher/test_run.py starts
+the real command, and so do jobs on SLURM.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import io
+import json
 import os
+import select
 import signal
-import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+TESTS = Path(__file__).resolve().parents[1]
+NAMED = "baton-rank-"
+"""The name of a forked rank's process, with its number: its command line is that of the process it was forked from."""
 
+IMPORTED = (
+    *(f"baton.launcher.{name}" for name in ("cli", "inputs", "processes", "run_directory", "worker")),
+    *(f"baton.training.{name}" for name in ("build", "evaluation", "generation", "loop", "profiler")),
+    "baton.models.mixers.mamba",
+    # what DeepSpeed imports late
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+)
+"""Besides DeepSpeed itself. A module that is missing here is imported by each process that needs it."""
 
-def _rank(attempt: str, rank: int, listener: socket.socket) -> None:
-    """What a started rank does, without its imports."""
-    from baton.launcher import worker
-    from baton.training import stopping
-    from baton.training.errors import StoppedError
-
-    log = os.open(Path(attempt) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    names = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": 2,
-        "LOCAL_WORLD_SIZE": 2,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": listener.getsockname()[1],
-    }
-    os.environ.update({name: str(value) for name, value in names.items()})
-    if rank == 0:
-        os.environ["BATON_LISTEN_FD"] = str(listener.fileno())
-    stopping.install()
-    try:
-        worker._run(Path(attempt) / "config.yaml")
-    except StoppedError as stopped:
-        os._exit(stopped.exit_status)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+_DIE_WITH_PARENT, _SET_NAME = 1, 15  # of prctl
 
 
-def serve(connection) -> None:
-    """The process that has paid: for each attempt two ranks, whose pids it sends, and then their statuses."""
+# ------------------------------------------------------------------------------------------------------ in the process of the tests
+
+
+class Forked:
+    """One forked process, with the interface of subprocess.Popen. pid: its own. returncode: None while it runs."""
+
+    def __init__(self, nursery: "Nursery", pid: int) -> None:
+        self._nursery, self.pid, self.returncode = nursery, pid, None
+
+    def poll(self) -> int | None:
+        return self._look(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._look(timeout) is None:
+            raise subprocess.TimeoutExpired("forked process", timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _look(self, timeout: float | None) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._nursery.ended(self.pid, timeout)
+        return self.returncode
+
+
+class Nursery:
+    """The process that has imported everything, started when it is first needed. It ends with this process."""
+
+    def __init__(self) -> None:
+        self._connection: Connection | None = None
+        self._ended: dict[int, int] = {}
+
+    def _start(self) -> Connection:
+        if self._connection is None:
+            import socket
+
+            ours, theirs = socket.socketpair()
+            with theirs:
+                code = f"import sys; sys.path.append({str(TESTS)!r}); from support import forks; forks.serve({theirs.fileno()})"
+                # DeepSpeed reads this when it is imported (parallel.compat)
+                environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+                environment.pop("PYTHONPATH", None)  # a test's, for the processes that are forked for it
+                words = [sys.executable, "-P", "-c", code]
+                subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
+            self._connection = Connection(ours.detach())
+        return self._connection
+
+    def fork(self, what: str, words: list[str], *, where: Path, out: str, err: str) -> Forked:
+        """what: the name of a function of this module, which is called with the words, in the current directory `where`, in this
+        process's environment; its result is the exit status. out, err: existing files."""
+        connection = self._start()
+        connection.send((what, words, str(where), dict(os.environ), out, err))
+        while True:
+            kind, pid, status = connection.recv()
+            if kind == "started":
+                return Forked(self, pid)
+            self._ended[pid] = status
+
+    def ended(self, pid: int, timeout: float | None) -> int | None:
+        """The exit status of a forked process (negative: the signal that ended it); None: it still runs after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        assert self._connection is not None
+        while pid not in self._ended:
+            if not self._connection.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                return None
+            _, other, status = self._connection.recv()
+            self._ended[other] = status
+        return self._ended.pop(pid)
+
+
+NURSERY = Nursery()
+
+
+# -------------------------------------------------------------------------------------- in the process that has imported everything
+
+
+def serve(number: int) -> None:
+    """Fork until the other end of the connection is closed. number: of the connection's file."""
     import torch
     import torch._dynamo
 
-    import baton.launcher.worker
-    import baton.models.mixers.mamba
-    import baton.training.loop  # noqa: F401 (this is what is paid for)
     from baton.parallel import compat
 
     compat.install(torch.device("cpu"))
     import deepspeed  # noqa: F401
 
+    for name in IMPORTED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     torch.set_num_threads(1)
-    while (attempt := connection.recv()) is not None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # as launcher.processes does
-        pids = []
-        for rank in range(2):
-            pid = os.fork()
-            if pid == 0:
-                _rank(attempt, rank, listener)
-            pids.append(pid)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        listener.close()
-        connection.send(pids)
-        connection.send([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+    gc.freeze()  # the collector of a forked process does not touch, and so does not copy, this memory
+    connection, running, poller = Connection(number), {}, select.poll()
+    poller.register(number, select.POLLIN)
+    while True:
+        for ready, _ in poller.poll():
+            if ready != number:
+                pid = running.pop(ready)
+                poller.unregister(ready)
+                os.close(ready)
+                connection.send(("ended", pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+                continue
+            try:
+                request = connection.recv()
+            except EOFError:
+                os._exit(0)
+            if (pid := os.fork()) == 0:
+                _serve_one(number, *request)
+            running[file := os.pidfd_open(pid)] = pid
+            poller.register(file, select.POLLIN)
+            connection.send(("started", pid, None))
+
+
+def _serve_one(number: int, what: str, words: list[str], where: str, environment: dict[str, str], out: str, err: str) -> NoReturn:
+    def run() -> int:
+        os.chdir(where)
+        return globals()[what](words)
+
+    os.close(number)
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    files = [os.open(path, os.O_WRONLY | os.O_APPEND) for path in (out, err)]
+    _become(run, environment, *files)
+
+
+def _become(run: Callable[[], int], environment: dict[str, str], out: int, err: int, kept: tuple[int, ...] = ()) -> NoReturn:
+    """The rest of a forked process: `run`, with these variables and files and no others, and the exit status it returns."""
+    status = 1
+    try:
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        last = 2
+        for file in sorted(kept):
+            os.closerange(last + 1, file)
+            last = file
+        os.closerange(last + 1, 1 << 16)
+        os.environ.clear()
+        os.environ.update(environment)
+        for folder in environment.get("PYTHONPATH", "").split(os.pathsep):
+            if (site := Path(folder) / "sitecustomize.py").is_file():  # as the interpreter does when it starts
+                exec(compile(site.read_text(), str(site), "exec"), {"__name__": "sitecustomize"})
+        status = run()
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+class _Rank:
+    """What launcher.processes starts a rank with, in place of subprocess.Popen."""
+
+    def __init__(self, words: list[str], *, env: dict[str, str], stdout: Any, pass_fds: tuple[int, ...], **settings: Any) -> None:
+        import torch
+
+        from baton.launcher import worker
+
+        assert words[1:4] == ["-P", "-m", "baton.launcher.worker"], words
+
+        def run() -> int:
+            os.setsid()
+            ctypes.CDLL(None).prctl(_SET_NAME, f"{NAMED}{env['RANK']}".encode())
+            sys.argv = ["worker", *words[4:]]
+            torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+            return worker.main()
+
+        self.args, self.returncode = words, None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(run, env, stdout.fileno(), stdout.fileno(), pass_fds)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(0.005)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def command(words: list[str]) -> int:
+    """`baton` with these words."""
+    from baton.launcher import cli, processes
+
+    processes.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _Rank})  # type: ignore[assignment]
+    sys.argv = [cli.__file__, *words]
+    return cli.main(words)
+
+
+def ranks(words: list[str]) -> int:
+    """The ranks of an attempt, started as the command starts them and then left alone. words: the attempt's folder, and how many.
+    Prints, as JSON, the list of their process ids, and on another line the list of their exit statuses."""
+    from baton.launcher import processes
+
+    processes.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _Rank})  # type: ignore[assignment]
+    attempt, count = Path(words[0]), int(words[1])
+    with processes.listen("127.0.0.1", (0, 0)) as listener:
+        environment = processes.rank_environment("127.0.0.1", listener.getsockname()[1], count, count)
+        started = [processes.start_rank(rank, rank, environment, attempt, listener) for rank in range(count)]
+    print(json.dumps([rank.pid for rank in started]), flush=True)
+    print(json.dumps([rank.wait() for rank in started]), flush=True)
+    return 0
+
+
+def commands(words: list[str]) -> int:
+    """`baton` once for each of the words, which are lists of words as JSON. Prints for each, as JSON, the exit status and what it
+    wrote to stdout and stderr."""
+    from baton.launcher import cli
+
+    for word in words:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = cli.main(json.loads(word))
+        print(json.dumps([status, out.getvalue(), err.getvalue()]))
+    return 0

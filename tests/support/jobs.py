@@ -121,7 +121,7 @@ class Job:
 
     def _wait(self, condition, what: str) -> None:
         try:
-            wait_until(condition, what)
+            wait_until(condition, what, every_s=0.1)  # SLURM is asked each time
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.said()}") from None
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from baton.training.monitor import read_metrics
+from support.forks import NAMED, NURSERY
 
 BATON = [sys.executable, "-P", "-m", "baton.launcher.cli"]
 DEADLINE_S = 240
@@ -26,25 +27,30 @@ SAME_PLACES = ("data.path=shards", "data.tokenizer=tokenizer.model")
 """Where the small run finds its data, relative: another current directory may have other contents in the same places."""
 
 
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    """The condition's first true value; looks often, gives up at the deadline."""
+def wait_until(condition: Callable[[], Any], what: str, *, every_s: float = 0.01) -> Any:
+    """The condition's first true value; looks every so often, gives up at the deadline."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         found = condition()
         if found:
             return found
         assert time.monotonic() < deadline, f"after {DEADLINE_S} s still waiting for {what}"
-        time.sleep(0.005)
+        time.sleep(every_s)
 
 
 class Launch:
-    """`baton train` with `words`, running. folder: the run directory it writes. where: the current directory."""
+    """`baton train` with `words`, running. folder: the run directory it writes. where: the current directory. forked: it and its
+    ranks do not start an interpreter each, but are forked from a process that has imported everything (support.forks)."""
 
-    def __init__(self, folder: Path, *words: str, where: Path) -> None:
+    def __init__(self, folder: Path, *words: str, where: Path, forked: bool = False) -> None:
         self.folder = folder
-        self._out, self._err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 (end() closes them)
-        command = [*BATON, "train", *words, f"directory={folder}"]
-        self.process = subprocess.Popen(command, cwd=where, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err)
+        self._out, self._err = (tempfile.NamedTemporaryFile("w+") for _ in range(2))  # noqa: SIM115 (end() closes them)
+        command = ["train", *words, f"directory={folder}"]
+        if forked:
+            self.process = NURSERY.fork("command", command, where=where, out=self._out.name, err=self._err.name)
+        else:
+            given = {"cwd": where, "stdin": subprocess.DEVNULL, "stdout": self._out, "stderr": self._err}
+            self.process = subprocess.Popen([*BATON, *command], **given)
 
     def rows(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl at this moment."""
@@ -64,7 +70,9 @@ class Launch:
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.Error):
-                    if "baton.launcher.worker" in child.cmdline():
+                    if (name := child.name()).startswith(NAMED):
+                        found[int(name.removeprefix(NAMED))] = child
+                    elif "baton.launcher.worker" in child.cmdline():
                         found[int(child.environ()["RANK"])] = child
         return [found[rank] for rank in sorted(found)]
 
