@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 # -P: the checkout's folders must not become importable under their bare names; transformers, for one, looks for a `kernels`
 PYTEST := .venv/bin/python -P -m pytest
-.PHONY: demo test test-long chaos grid test-gpu test-slurm signals soak lint typing-tree bench bench-gpu tables clean
+.PHONY: demo test test-long chaos grid faults test-gpu test-slurm signals soak lint typing-tree bench bench-gpu tables clean
 
 demo:  ## five minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
@@ -25,6 +25,10 @@ chaos:  ## a hundred runs killed, damaged and starved at random moments; each en
 grid:  ## the equality grid: every mixer on every layout; writes docs/equality-grid.md
 	@scripts/setup.sh test
 	.venv/bin/python -P tests/equality_grid.py
+
+faults:  ## thirty faults planted one at a time, and the test that finds each; writes docs/planted-faults.md
+	@scripts/setup.sh test oracles
+	.venv/bin/python -P tests/planted_faults.py
 
 test-gpu:  ## what needs a GPU; 6 processes share the GPUs, since the time goes into compiling and into communicators
 	@scripts/setup.sh test

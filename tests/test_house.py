@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from support.faults import AREAS, FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("kernels", "data_pipeline", "parallel", "models", "training", "launcher", "slurm", "configs")
@@ -120,3 +121,13 @@ def test_a_result_that_is_none_is_named(tables, tmp_path):
     (tmp_path / "torn.json").write_text('{"command": "", "commit": "", "device": "", "rows": [{"case": "a"}]}')
     with pytest.raises(ValueError, match=r"the row .* has other keys than"):
         tables.results(tmp_path)
+
+
+def test_faults_can_still_be_planted():
+    """`make faults` plants each by its text, which has to be in the code exactly once."""
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) == 30
+    assert {fault.area for fault in FAULTS} == set(AREAS)
+    problems = {fault.name: why for fault in FAULTS if (why := fault.problem(ROOT)) is not None}
+    assert problems == {}, "give these faults of tests/support/faults.py the code's new text, or plant others in their place"
+    stale = Fault("stale", "carry", "", "setup.py", "this text is not there", "", ("tests/test_house.py",))
+    assert stale.problem(ROOT) == "setup.py has its text 0 times, not once:\nthis text is not there"

@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.runs import wait_until
 
 from baton.launcher.liveness import Culprit, Watch, account, is_blocked, is_stopped
-from baton.launcher.processes import HUNG
+from baton.launcher.processes import HUNG, end_ranks, rank_environment, start_rank
 from baton.slurm.exits import Exit
 from baton.training.heartbeat import SIZE, Beat, Heartbeat, path_of, read_beat
 
@@ -238,3 +239,14 @@ def test_a_folder_without_room_is_left_as_it_was(monkeypatch, small_disk):
 
 def test_jobs_and_runs_of_one_machine_say_a_hang_with_the_same_status():
     assert HUNG == Exit.HUNG
+
+
+def test_signals_that_a_rank_cannot_take_yet_wait_from_its_first_moment_on(tmp_path):
+    """Until a rank has imported what takes them, they would end it, and a run that was told to stop would count as failed. This one
+    comes to no import."""
+    (tmp_path / "sitecustomize.py").write_text("import time\n\ntime.sleep(600)\n")
+    rank = start_rank(0, 0, rank_environment("127.0.0.1", 0, 1, 1) | {"PYTHONPATH": str(tmp_path)}, tmp_path)
+    (mask,) = [line.split()[1] for line in Path(f"/proc/{rank.pid}/status").read_text().splitlines() if line.startswith("SigBlk")]
+    end_ranks([rank])
+    assert all(int(mask, 16) >> (number - 1) & 1 for number in (signal.SIGUSR1, signal.SIGTERM))
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set(), "and here nothing is blocked"

@@ -17,11 +17,14 @@ from support.models import MODEL, micro_batches, training
 
 from baton.data_pipeline import storage
 from baton.data_pipeline.errors import StorageError
+from baton.data_pipeline.lanes import Cursor
 from baton.training.build import build
 from baton.training.checkpoint import manifest as manifests
+from baton.training.checkpoint.files import CheckpointFiles, Staging, describe, write_file
 from baton.training.checkpoint.manifest import Manifest, check_file
 from baton.training.checkpoint.rectangles import (
     KINDS,
+    Rectangle,
     flat_range_boxes,
     optimizer_rectangles,
 )
@@ -29,6 +32,7 @@ from baton.training.checkpoint.retention import Retention
 from baton.training.checkpoint.store import CheckpointStore, published
 from baton.training.errors import CheckpointError
 from baton.training.executor import StepExecutor
+from baton.training.loop import resume
 
 
 @settings(derandomize=True, max_examples=200, deadline=None)
@@ -159,6 +163,38 @@ def test_any_layout_reads_any_other_bit_for_bit(pool, tmp_path, writer):
             assert (loss2, norm2) == (loss, norm)
         assert loss2 == pytest.approx(loss, rel=1e-5)
         assert norm2 == pytest.approx(norm, rel=1e-5)
+
+
+def test_parts_that_do_not_cover_a_box_are_refused(tmp_path):
+    """A hole would keep what was in memory before, as a fresh model's weights."""
+    whole = torch.arange(24.0).view(6, 4)
+    halves = [Rectangle((6, 4), (first, 0), whole[first : first + 3]) for first in (0, 3)]
+    parts, memory = Staging(torch.device("cpu")).copy({"x": halves})
+    write_file(tmp_path / "file", parts, memory)
+    tensor = describe(parts)["x"]
+    both = [["file", *part] for part in tensor["parts"]]
+    box = Rectangle((6, 4), (1, 1), torch.zeros(4, 2))
+    CheckpointFiles(tmp_path, {"x": {**tensor, "parts": both}}).fill("x", box)
+    assert torch.equal(box.data, whole[1:5, 1:3])
+    with pytest.raises(CheckpointError, match=r"the checkpoint holds 4 of 8 elements of x at \(1, 1\)"):
+        CheckpointFiles(tmp_path, {"x": {**tensor, "parts": both[:1]}}).fill("x", box)
+
+
+def test_going_back_after_a_refused_step_computes_with_the_checkpoints_weights(single_mesh, tmp_path):
+    """In bfloat16 a refused step leaves copies of its weights, which have to go with them."""
+    built = build(MODEL, training(precision="bfloat16"), single_mesh)
+    executor, store = StepExecutor(built.model, built.engine, single_mesh), CheckpointStore(tmp_path, single_mesh, keep_last=1)
+    executor.step(batches(single_mesh, 0), 1e-2)
+    kept = manifest(1, built)
+    kept.cursors.clear()
+    store.save(optimizer_rectangles(built.model, built.engine, single_mesh, for_save=True), kept)
+    expected = executor.step(batches(single_mesh, 1), 1e-2)
+    executor.judge = SimpleNamespace(loss=lambda loss: "refused")
+    assert executor.step(batches(single_mesh, 2), 1e-2).refused == "refused"
+    executor.judge = None
+    resume(built, None, store, {}, Cursor.from_json)
+    again = executor.step(batches(single_mesh, 1), 1e-2)
+    assert (again.loss, again.grad_norm) == (expected.loss, expected.grad_norm)
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,23 @@
 import pytest
 import torch
 from support.compare import relative_error
-from support.models import micro_batches, model_of, step_batch, training
+from support.models import MODEL, micro_batches, model_of, step_batch, training
 
+from baton.data_pipeline.config import MqarConfig
+from baton.data_pipeline.source import open_source
+from baton.data_pipeline.steps import StepPlan, Stretch
+from baton.models.config import ModelConfig
 from baton.models.lm import IGNORED, LanguageModel
 from baton.parallel.errors import LayoutError
 from baton.parallel.layout import gather_parameters, initialize_parameters
 from baton.parallel.zero import parameter_groups
+from baton.training import loop
 from baton.training.build import build
+from baton.training.config import CheckpointConfig, EvaluationConfig, with_vocabulary
 from baton.training.executor import StepExecutor
+from baton.training.monitor import read_metrics
+from baton.training.passes import TokenBatch
+from baton.training.run import RunSettings
 from baton.training.schedule import learning_rates
 
 STEPS = 5
@@ -132,3 +141,33 @@ def test_rates_are_of_the_parameters_that_match(single_mesh):
             assert (decay == 0.1) == (not ("norm" in name or name.endswith(("bias", "A_log", ".D")) or "embedding" in name))
     with pytest.raises(LayoutError, match=r"no parameter's name matches '\*.sms.\*'"):
         parameter_groups(model, 0.1, ("*.sms.*",))
+
+
+def test_a_run_is_its_steps_made_by_hand(single_mesh, tmp_path):
+    """What the loop adds to a step: its rows, its learning rate and the count of tokens. The batch grows after two steps."""
+    task, rows_of_steps = MqarConfig(length=12, pairs=2, vocab_size=36), (2, 2, 4, 4, 4)
+    config = training(
+        context=12,
+        global_batch_tokens=4 * 12,
+        batch_ramp=[{"steps": 2, "global_batch_tokens": 2 * 12}],
+        checkpoint=CheckpointConfig(every=5),
+        evaluation=EvaluationConfig(every=0),
+    )
+    model = ModelConfig(d_model=16, n_layers=1, pad_vocab_to=4, mixers=MODEL.mixers)
+    loop.train(RunSettings(tmp_path, model, task, config, "name: test"), single_mesh)
+    recorded = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
+
+    built = build(with_vocabulary(model, task.vocab_size, None), config, single_mesh)
+    executor, stretches = StepExecutor(built.model, built.engine, single_mesh), (Stretch(0, 12, 2, 2), Stretch(2, 12, 4, 2))
+    plan = StepPlan(lanes=config.lane_count, stretches=stretches, data_rank=0, data_size=1, start_step=0, prefetch=1)
+    found = []
+    with open_source(task).stream(plan, seed=config.seed, cursors=None) as stream:
+        for step, rows in enumerate(rows_of_steps):
+            batches = [
+                TokenBatch(*map(torch.from_numpy, (batch.tokens, batch.labels, batch.pos)), batch.lanes)
+                for batch in next(stream).micro_batches
+            ]
+            assert sum(len(batch.tokens) for batch in batches) == rows
+            result = executor.step(batches, learning_rates(step, config))
+            found.append((result.loss, result.grad_norm, 12 * rows, 12 * sum(rows_of_steps[: step + 1])))
+    assert [(row["loss"], row["grad_norm"], row["step_tokens"], row["tokens"]) for row in recorded] == found

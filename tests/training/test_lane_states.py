@@ -129,3 +129,22 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_leaf_that_differs(sin
     save(built, LaneStates(build(wide, config, single_mesh).model, config, single_mesh), store, {})
     with pytest.raises(CheckpointError, match=r"carried\.layers\.0\.mamba\.scan has shape \(8, 64, 8\), the model's \(8, 64, 4\)"):
         resume(built, LaneStates(built.model, config, single_mesh), store, {}, Cursor.from_json)
+
+
+def test_a_step_is_taken_back_to_its_beginning_though_lanes_were_written_several_times(single_mesh):
+    """As a step does whose sequences have several groups of segments. Lanes that were not written stay as they are."""
+    config = training(bptt=TRUNCATED)
+    lanes = lanes_with_values(build(MODEL, config, single_mesh), config, single_mesh)
+    every = range(config.lane_count)
+    before = lanes.read(every)
+    lanes.begin()
+    for factor in (2, 3):
+        for group in ((0, 3), (5, 1)):
+            states = {n: {name: factor * x for name, x in state.items()} for n, state in lanes.read(group).items()}
+            lanes.write(group, states)
+    changed = [not torch.equal(x, y) for x, y in zip(before["0"]["mamba.scan"], lanes.read(every)["0"]["mamba.scan"], strict=True)]
+    assert changed == [lane in (0, 1, 3, 5) for lane in every]
+    lanes.take_back()
+    for number, state in lanes.read(every).items():
+        for name, x in state.items():
+            assert torch.equal(x, before[number][name]), (number, name)
