@@ -1,4 +1,4 @@
-"""A persistent pool of processes for distributed tests: imports are paid once, every test gets a fresh world.
+"""A persistent pool of processes for distributed tests: imports are paid once for all ranks, every test gets a fresh world.
 
 A test hands over a module-level function `fn(mesh, *args)`; it runs on every rank of the asked layout, in its own world (new
 rendezvous, new groups), and its return values come back in rank order. On GPUs, where a world's communicators take seconds to make
@@ -6,6 +6,7 @@ and seconds to end, a world serves until another layout is asked for. A rank tha
 started again for the next one.
 """
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -21,7 +22,20 @@ from pathlib import Path
 from baton.parallel.config import LayoutConfig
 
 _modules: dict[str, object] = {}
+_IMPORTS = ["baton.training.loop", "deepspeed", "megatron.core.parallel_state", "pytest", "hypothesis"]
+"""Imported once, by the process from which the CPU ranks are forked."""
 _ENDING_S = 10.0  # that all processes of a pool may take together
+
+
+@contextlib.contextmanager
+def _environment(**values: str):
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _load(path: str, name: str):
@@ -40,6 +54,7 @@ def _load(path: str, name: str):
 
 def _serve(connection, rank: int, device: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    gc.freeze()  # what is imported stays; the collections after each job need not look at it
     import torch
 
     torch.set_num_threads(1)
@@ -89,12 +104,15 @@ class Pool:
         self._workers: list = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        for rank in range(self.size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self.device), daemon=True)
-            process.start()
-            self._workers.append((process, here))
+        # a process that has used CUDA cannot be forked, and an import may ask the driver how many GPUs there are
+        context = multiprocessing.get_context("spawn" if self.device == "cuda" else "forkserver")
+        context.set_forkserver_preload(_IMPORTS)
+        with _environment(OMP_NUM_THREADS="1", PYTHONSAFEPATH="1"):  # of the process that is forked
+            for rank in range(self.size):
+                here, there = context.Pipe()
+                process = context.Process(target=_serve, args=(there, rank, self.device), daemon=True)
+                process.start()
+                self._workers.append((process, here))
 
     def run(self, fn, *args, timeout_s: float = 120, **layout_and_kwargs) -> list:
         """fn(mesh, *args, **kwargs) on every rank; keywords tensor, data, … are the layout, the rest goes to fn."""
