@@ -1,30 +1,24 @@
-"""Messages leave by themselves, and a rank that misses one ends with a sentence. Run as a program, this file is one rank."""
+"""Messages leave by themselves, and a rank that misses one ends with a sentence."""
 
-import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import weakref
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
+from support.gone_rank import FAULTY, RANKS, TIMEOUT_S, one_rank
+from support.pool import processes
 
 from baton.parallel.errors import ExchangeError
 from baton.parallel.exchange import Watch, channels
 
-RANKS, TIMEOUT_S = 4, 6.0
-FAULTY = 2
 DEADLINE_S = 240.0
 """Far beyond what anything here takes on a busy machine. That a rank ends in time is tested with a Watch and a clock of its own."""
 
 SENTENCE = re.compile(
     r"baton: rank (\d): (the State|the cotangent of the State) of (\S+) in layers\.(\d)\.mamba did not (come from|reach) rank (\d) "
-    r"\(waited ([\d.]+) s of at most 6 s\)"
+    r"\(waited ([\d.]+) s of at most 20 s\)"
 )
 
 
@@ -152,33 +146,26 @@ def test_a_message_that_does_not_come_is_named(pool):
 )
 def test_a_rank_that_is_gone_ends_all_ranks_in_time(tmp_path, fault, direction):
     """In the middle of a layer's exchange, after a step that went well: every other rank ends and says what it missed."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-P", __file__, str(rank), str(tmp_path), fault, direction],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(RANKS)
-    ]
+    ranks = processes([(one_rank, rank, tmp_path, fault, direction) for rank in range(RANKS)])
     try:
         deadline = time.monotonic() + DEADLINE_S
+        said = lambda rank: (tmp_path / f"said-{rank}").read_text()  # noqa: E731
         while not (tmp_path / "fault").exists():
             assert time.monotonic() < deadline, "the fault never happened"
-            assert any(p.poll() is None for p in ranks), "\n".join(p.communicate()[0] for p in ranks)
+            assert any(p.is_alive() for p in ranks), "\n".join(map(said, range(RANKS)))
             time.sleep(0.05)
-        others = [p for rank, p in enumerate(ranks) if rank != FAULTY]
-        said = {rank: p.communicate(timeout=DEADLINE_S)[0] for rank, p in enumerate(ranks) if p in others}
-        assert all(p.returncode == ExchangeError.exit_status for p in others), said
+        others = [rank for rank in range(RANKS) if rank != FAULTY]
+        for rank in others:
+            ranks[rank].join(DEADLINE_S)
+        assert all(ranks[rank].exitcode == ExchangeError.exit_status for rank in others), [said(rank) for rank in others]
     finally:
         for p in ranks:
             p.kill()
-            p.wait()
-    assert ranks[FAULTY].returncode == -signal.SIGKILL
+            p.join()
+    assert ranks[FAULTY].exitcode == -signal.SIGKILL
     missed = {}
-    for rank, text in said.items():
-        (line,) = [line for line in text.splitlines() if line.startswith("baton: ")]
+    for rank in others:
+        (line,) = [line for line in said(rank).splitlines() if line.startswith("baton: ")]
         found = SENTENCE.match(line)
         assert found, line
         assert int(found[1]) == rank
@@ -189,49 +176,3 @@ def test_a_rank_that_is_gone_ends_all_ranks_in_time(tmp_path, fault, direction):
     noun = {"right": "the State", "left": "the cotangent of the State"}[direction]
     assert waiting.group(2, 4, 5, 6) == (noun, "1", "come from", str(FAULTY))
     print(f"{fault}, {direction}: {waiting[0]}")
-
-
-def one_rank(rank, folder, fault, direction):
-    """Steps of a small model over sequence ranks; in the second one, rank FAULTY is gone where it would send from layer 1."""
-    from baton.models.config import ModelConfig
-    from baton.models.lm import LanguageModel
-    from baton.models.settings import SMALL_WIDTH, kinds
-    from baton.parallel import mesh as meshes
-    from baton.parallel.config import LayoutConfig
-    from baton.parallel.layout import initialize_parameters
-
-    torch.set_num_threads(1)
-    config = ModelConfig(d_model=SMALL_WIDTH, n_layers=3, vocab_size=16, mixers={"mamba": kinds()["mamba"].small()})
-    (folder / f"ready-{rank}").touch()
-    while len(list(folder.glob("ready-*"))) < RANKS:  # imports take longer than a message may
-        time.sleep(0.02)
-    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
-    store.set_timeout(timedelta(seconds=60))
-    mesh = meshes.initialize(LayoutConfig(sequence=RANKS, timeout_s=TIMEOUT_S), device=torch.device("cpu"), rank=rank, store=store)
-    model = LanguageModel(config, link=mesh.link)
-    initialize_parameters(model, 0, 0, 1)
-    tokens, pos = torch.randint(16, (1, 8)), 8 * rank + torch.arange(8)[None]
-    send, steps = mesh.link.send, [0]
-
-    def send_or_not(towards, carrier, *message):
-        if rank == FAULTY and len(steps) == 2 and (towards, carrier.where) == (direction, "layers.1.mamba"):
-            (folder / "fault").write_text(json.dumps({"carrier": carrier.name}))
-            if fault == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(1000)
-        send(towards, carrier, *message)
-
-    mesh.link.send = send_or_not
-    while len(steps) < 100:
-        model(tokens, pos)[0].sum().backward()
-        steps.append(0)
-
-
-if __name__ == "__main__":
-    try:
-        one_rank(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
-        status = 0
-    except ExchangeError as error:
-        print(f"baton: {error}", flush=True)
-        status = error.exit_status
-    os._exit(status)

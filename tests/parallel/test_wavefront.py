@@ -1,9 +1,10 @@
 """Nothing waits inside the stack: on ranks with slow layers and slow messages a pass takes as long as `parallel.carry` says.
 
-Layers and messages are slow by sleeping, so that the ranks of a small machine do not compete for it; the messages are real ones.
+The time is logical. Every rank has a clock that moves only where a layer is slow and where a message arrives: a message carries the
+time at which it was sent, and who waits for it goes on LATENCY seconds later at the earliest. The messages are real ones. No figure
+depends on the machine's speed.
 """
 
-import time
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import NamedTuple
@@ -18,9 +19,27 @@ from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
 
-pytestmark = pytest.mark.long  # it measures time; what leaves when is tested in test_order.py
 LAYERS, RANKS, TOKENS = 6, 4, 32
 LATENCY = 0.04
+
+
+class Clock:
+    """A rank's logical time in seconds."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def meet(self):
+        """All ranks wait for the last one."""
+        latest = torch.tensor(self.now, dtype=torch.float64)
+        dist.all_reduce(latest, dist.ReduceOp.MAX)
+        self.now = float(latest)
+
+
+CLOCK = Clock()
 
 
 class Late:
@@ -30,7 +49,7 @@ class Late:
         self.channel, self.flush = channel, channel.flush
 
     def send(self, message, to, what):
-        now = torch.tensor([time.monotonic()], dtype=torch.float64)  # one clock for all processes of a machine
+        now = torch.tensor([CLOCK.now], dtype=torch.float64)
         self.channel.send(torch.cat((message, now.view(torch.uint8))), to, what)
 
     def expect(self, message, source, what):
@@ -44,12 +63,12 @@ class LateArrival:
     def wait(self):
         stamped = self.arrival.wait()
         sent_at = float(stamped[-8:].clone().view(torch.float64))
-        time.sleep(max(0.0, sent_at + LATENCY - time.monotonic()))
+        CLOCK.now = max(CLOCK.now, sent_at + LATENCY)
         return stamped[:-8].clone()
 
 
 class Slow(NamedTuple):
-    """Seconds that a phase sleeps, and when a cotangent reaches what it made."""
+    """Seconds that a phase takes, and that a cotangent takes where it reaches what the phase made."""
 
     phase: str
     seconds: float
@@ -105,13 +124,13 @@ def slowed(case):
 
 def sleeping(method, slow):
     def slowly(self, *args):
-        time.sleep(slow.seconds)
+        CLOCK.sleep(slow.seconds)
         result = method(self, *args)
         made = result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else (result,)
         moving = [x for x in made if isinstance(x, torch.Tensor) and x.requires_grad]
         if slow.back and moving:
             # a cotangent reaches this tensor when the pull-back begins
-            moving[0].register_hook(lambda _: time.sleep(slow.back))
+            moving[0].register_hook(lambda _: CLOCK.sleep(slow.back))
         return result
 
     return slowly
@@ -131,49 +150,41 @@ def stack_of(kind, link):
 
 def passes(mesh, case, segments=1):
     """Moments at which this rank began and ended all its segments forwards, and backwards."""
-    link = mesh.link
+    link, CLOCK.now = mesh.link, 0.0
     link.exchange = case.exchange
     layers, outputs, moments = stack_of(case.kind, link), [], []
     pos = (TOKENS * mesh.sequence_rank + torch.arange(TOKENS)).expand(1, -1)
     x = torch.randn(1, TOKENS, SMALL_WIDTH, generator=torch.Generator().manual_seed(mesh.sequence_rank))
     with slowed(case):
-        dist.barrier()
-        moments.append(time.monotonic())
+        moments.append(CLOCK.now)
         for s in range(segments):
             with link.segment(s, of=segments):
                 h = x
                 for layer in layers:
                     h = h + layer(h, pos, None)[0]
                 outputs.append(h)
-        moments.append(time.monotonic())
-        dist.barrier()
-        moments.append(time.monotonic())
+        moments.append(CLOCK.now)
+        CLOCK.meet()
+        moments.append(CLOCK.now)
         torch.autograd.backward(outputs, [torch.ones_like(h) for h in outputs])
-        moments.append(time.monotonic())
+        moments.append(CLOCK.now)
     link.wait()
     return moments
 
 
 def several(mesh, jobs):
-    """The passes of each (number of a case, segments); before each, one that is not slow: a first one does what others need not."""
-    channels, found = dict(mesh.link.channels), []
-    for n, segments in jobs:
-        mesh.link.channels = channels
-        passes(mesh, CASES[n]._replace(slow=()), 1)
-        mesh.link.channels = {name: Late(channel) for name, channel in channels.items()}
-        found.append(passes(mesh, CASES[n], segments))
-    return found
+    """The passes of each (number of a case, segments)."""
+    mesh.link.channels = {name: Late(channel) for name, channel in mesh.link.channels.items()}
+    return [passes(mesh, CASES[n], segments) for n, segments in jobs]
 
 
 def makespans(rows):
-    """(seconds from the first rank's beginning to the last one's end, seconds of the rank that waits for nobody) of both passes."""
-    forward = max(row[1] for row in rows) - min(row[0] for row in rows), rows[0][1] - rows[0][0]
-    backward = max(row[3] for row in rows) - min(row[2] for row in rows), rows[-1][3] - rows[-1][2]
-    return forward, backward
+    """Seconds from the first rank's beginning to the last one's end, of both passes."""
+    return max(row[1] for row in rows) - min(row[0] for row in rows), max(row[3] for row in rows) - min(row[2] for row in rows)
 
 
 def nominal(case, backward):
-    """Seconds that a layer sleeps."""
+    """Seconds that a layer takes alone."""
     every = [slow for _, _, phases in case.slow for slow in phases]
     if not backward:
         return sum(slow.seconds for slow in every if not slow.phase.endswith("_backward"))
@@ -184,42 +195,23 @@ def nominal(case, backward):
 JOBS = [(n, 1) for n in range(len(CASES))] + [(0, 3)]
 
 
-def formulas(case, times):
-    """S L t + (P - 1) (m + w) forwards and backwards, with S L t as it was measured on the rank that waits for nobody."""
-    found = []
-    for (_, alone), w in zip(times, (case.w, case.back)):
-        found.append(alone + (RANKS - 1) * (LATENCY + w))
-    return found
-
-
-def holds(n, times):
-    return all(abs(span - formula) <= 0.15 * formula for (span, _), formula in zip(times, formulas(CASES[n], times)))
+def formula(case, segments, backward):
+    """L t + (P - 1) (m + w). What goes around from the last rank to the first leaves when the segment is done, see SequenceLink:
+    segments follow one another, with a message between."""
+    wave = LAYERS * nominal(case, backward) + (RANKS - 1) * (LATENCY + (case.back if backward else case.w))
+    return segments * wave + (segments - 1) * LATENCY
 
 
 @pytest.fixture(scope="module")
 def measured(pool):
-    """By (number of a case, segments): `makespans`. What else runs on the machine only adds time, so the least of up to five."""
-    least, left = {}, JOBS
-    for _ in range(5):
-        results = pool.run(several, left, sequence=RANKS, timeout_s=300)
-        for at, job in enumerate(left):
-            now = makespans([row[at] for row in results])
-            least[job] = [tuple(map(min, *pair)) for pair in zip(now, least.get(job, now))]
-        left = [job for job in left if not holds(job[0], least[job])]
-        if not left:
-            break
-    return least
+    """By (number of a case, segments): `makespans`."""
+    results = pool.run(several, JOBS, sequence=RANKS)
+    return {job: makespans(rows) for job, rows in zip(JOBS, zip(*results, strict=True), strict=True)}
 
 
 @pytest.mark.parametrize(("n", "segments"), JOBS, ids=[f"{CASES[n].kind}-{CASES[n].exchange}-{segments}" for n, segments in JOBS])
 def test_a_pass_takes_what_the_formula_says(measured, n, segments):
-    """To 15 %, and never L P t. With three segments rank 0 goes on with the next one while the others are in this one."""
-    case, times = CASES[n], measured[n, segments]
-    for (span, alone), formula, backward in zip(times, formulas(case, times), (False, True)):
-        t = alone / (segments * LAYERS)
-        print(
-            f"{case.kind}, {segments} segments: t {t:.4f} s, measured {span:.3f} s, formula {formula:.3f} s, {span / formula:.3f}"
-        )
-        assert t >= nominal(case, backward), "the layers did not sleep"
-        assert span == pytest.approx(formula, rel=0.15)
-        assert span < 0.6 * segments * LAYERS * RANKS * t
+    """And never L P t."""
+    for span, backward in zip(measured[n, segments], (False, True), strict=True):
+        assert span == pytest.approx(formula(CASES[n], segments, backward))
+        assert span < 0.6 * segments * LAYERS * RANKS * nominal(CASES[n], backward)

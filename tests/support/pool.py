@@ -52,6 +52,20 @@ def _load(path: str, name: str):
     return getattr(_modules[path], name)
 
 
+def processes(start: list[tuple], device: str = "cpu") -> list[multiprocessing.Process]:
+    """Start daemon processes, each of which calls (function, *arguments); the function is of the support package. Those on a CPU
+    are forked from a process that has imported."""
+    # a process that has used CUDA cannot be forked, and an import may ask the driver how many GPUs there are
+    context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+    context.set_forkserver_preload(_IMPORTS)
+    of_cpu = {} if device == "cuda" else {"DS_ACCELERATOR": "cpu"}  # as parallel.compat has it before DeepSpeed is imported
+    with _environment(OMP_NUM_THREADS="1", PYTHONSAFEPATH="1", **of_cpu):
+        made = [context.Process(target=fn, args=args, daemon=True) for fn, *args in start]
+        for process in made:
+            process.start()
+    return made
+
+
 def _serve(connection, rank: int, device: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     gc.freeze()  # what is imported stays; the collections after each job need not look at it
@@ -104,15 +118,9 @@ class Pool:
         self._workers: list = []
 
     def _start(self) -> None:
-        # a process that has used CUDA cannot be forked, and an import may ask the driver how many GPUs there are
-        context = multiprocessing.get_context("spawn" if self.device == "cuda" else "forkserver")
-        context.set_forkserver_preload(_IMPORTS)
-        with _environment(OMP_NUM_THREADS="1", PYTHONSAFEPATH="1"):  # of the process that is forked
-            for rank in range(self.size):
-                here, there = context.Pipe()
-                process = context.Process(target=_serve, args=(there, rank, self.device), daemon=True)
-                process.start()
-                self._workers.append((process, here))
+        pipes = [multiprocessing.Pipe() for _ in range(self.size)]
+        made = processes([(_serve, there, rank, self.device) for rank, (_, there) in enumerate(pipes)], self.device)
+        self._workers = [(process, here) for process, (here, _) in zip(made, pipes)]
 
     def run(self, fn, *args, timeout_s: float = 120, **layout_and_kwargs) -> list:
         """fn(mesh, *args, **kwargs) on every rank; keywords tensor, data, … are the layout, the rest goes to fn."""
