@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.pool import Pool
+from support.programs import Programs
 
 pytest_plugins = ["support.costs"]
 
@@ -22,6 +23,14 @@ def pool():
     pool = Pool(8)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """Programs whose Triton compiles; see support/programs.py."""
+    programs = Programs()
+    yield programs
+    programs.close()
 
 
 @pytest.fixture

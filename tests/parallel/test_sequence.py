@@ -172,7 +172,10 @@ def alone(kind, carried, segments):
     return through_the_link(kind, carried, torch.float32, SequenceLink(0, [0], CPU), segments)
 
 
-@pytest.mark.parametrize(("ranks", "carried"), [(2, False), (2, True), (3, True), (4, True), (8, True)])
+@pytest.mark.parametrize(
+    ("ranks", "carried"),
+    [(2, False), (3, True), (8, True), *(pytest.param(n, True, marks=pytest.mark.long) for n in (2, 4))],
+)
 def test_ranks_are_segments_bit_for_bit(pool, single_mesh, ranks, carried):
     """Outputs, States and cotangents, with a State carried in and a cotangent on the leaving one."""
     results = pool.run(on_a_rank, STATEFUL, carried, torch.float32, sequence=ranks)
@@ -185,7 +188,13 @@ def test_ranks_are_segments_bit_for_bit(pool, single_mesh, ranks, carried):
 
 @pytest.mark.parametrize(
     ("ranks", "segments", "options"),
-    [(2, 2, {}), (2, 2, {"recompute": True}), (2, 3, {"at_once": False}), (4, 2, {"at_once": False, "recompute": True})],
+    [
+        (2, 2, {}),
+        (3, 2, {"at_once": False, "recompute": True}),
+        pytest.param(2, 2, {"recompute": True}, marks=pytest.mark.long),
+        pytest.param(2, 3, {"at_once": False}, marks=pytest.mark.long),
+        pytest.param(4, 2, {"at_once": False, "recompute": True}, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_a_ring_of_ranks_and_segments_is_all_segments_on_one_rank(pool, single_mesh, ranks, segments, options):
@@ -240,7 +249,7 @@ def test_sent_early_or_when_it_has_run_is_the_same_to_rounding(single_mesh, kind
             assert relative_error(other, x) <= 1e-10, (part, name)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))])
 def test_gathered_effects_fold_to_the_same_bits(pool, single_mesh, ranks):
     """Outputs, States and cotangents of early and of gathered exchange; one gathered message per linear carrier and direction."""
     results = pool.run(on_a_rank, STATEFUL, True, torch.float32, sequence=ranks, state_exchange="gather")

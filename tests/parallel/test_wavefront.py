@@ -148,9 +148,10 @@ def stack_of(kind, link):
     return layers
 
 
-def passes(mesh, case, segments=1):
-    """Moments at which this rank began and ended all its segments forwards, and backwards."""
-    link, CLOCK.now = mesh.link, 0.0
+def passes(mesh, n, segments):
+    """Moments at which this rank began and ended all its segments forwards, and backwards. n: the number of the case."""
+    case, link, CLOCK.now = CASES[n], mesh.link, 0.0
+    link.channels = {name: Late(channel) for name, channel in link.channels.items()}
     link.exchange = case.exchange
     layers, outputs, moments = stack_of(case.kind, link), [], []
     pos = (TOKENS * mesh.sequence_rank + torch.arange(TOKENS)).expand(1, -1)
@@ -172,12 +173,6 @@ def passes(mesh, case, segments=1):
     return moments
 
 
-def several(mesh, jobs):
-    """The passes of each (number of a case, segments)."""
-    mesh.link.channels = {name: Late(channel) for name, channel in mesh.link.channels.items()}
-    return [passes(mesh, CASES[n], segments) for n, segments in jobs]
-
-
 def makespans(rows):
     """Seconds from the first rank's beginning to the last one's end, of both passes."""
     return max(row[1] for row in rows) - min(row[0] for row in rows), max(row[3] for row in rows) - min(row[2] for row in rows)
@@ -192,7 +187,13 @@ def nominal(case, backward):
     return sum(slow.back + slow.seconds * (slow.phase in again) for slow in every)
 
 
-JOBS = [(n, 1) for n in range(len(CASES))] + [(0, 3)]
+def jobs():
+    """(number of a case, segments); test_order.py has the order of the long ones too."""
+    for n, case in enumerate(CASES):
+        often = case.kind in ("lattice", "mamba", "bmojo") or (case.kind, case.exchange) == ("gated_delta_net", "early")
+        name = f"{case.kind}-{case.exchange}-1"
+        yield pytest.param(n, 1, id=name, marks=() if often else pytest.mark.long)
+    yield pytest.param(0, 3, id=f"{CASES[0].kind}-{CASES[0].exchange}-3")
 
 
 def formula(case, segments, backward):
@@ -202,16 +203,10 @@ def formula(case, segments, backward):
     return segments * wave + (segments - 1) * LATENCY
 
 
-@pytest.fixture(scope="module")
-def measured(pool):
-    """By (number of a case, segments): `makespans`."""
-    results = pool.run(several, JOBS, sequence=RANKS)
-    return {job: makespans(rows) for job, rows in zip(JOBS, zip(*results, strict=True), strict=True)}
-
-
-@pytest.mark.parametrize(("n", "segments"), JOBS, ids=[f"{CASES[n].kind}-{CASES[n].exchange}-{segments}" for n, segments in JOBS])
-def test_a_pass_takes_what_the_formula_says(measured, n, segments):
+@pytest.mark.parametrize(("n", "segments"), jobs())
+def test_a_pass_takes_what_the_formula_says(pool, n, segments):
     """And never L P t."""
-    for span, backward in zip(measured[n, segments], (False, True), strict=True):
+    spans = makespans(pool.run(passes, n, segments, sequence=RANKS))
+    for span, backward in zip(spans, (False, True), strict=True):
         assert span == pytest.approx(formula(CASES[n], segments, backward))
         assert span < 0.6 * segments * LAYERS * RANKS * nominal(CASES[n], backward)

@@ -74,6 +74,8 @@ def _serve(connection, rank: int, device: str) -> None:
     torch.set_num_threads(1)
     from baton.parallel import mesh as meshes
 
+    if device == "cpu":
+        _share_gloo_device()
     mesh, world = None, None
     while True:
         job = connection.recv()
@@ -95,10 +97,27 @@ def _serve(connection, rank: int, device: str) -> None:
                         mesh, world = meshes.initialize(config, device=own, rank=rank, store=shared), layout
                     result = _load(path, name)(mesh, *args, **kwargs)
                 finally:
+                    # what a job sets ends with it: this one would have ZeRO-2 fill its 2 GB of buckets
+                    torch.use_deterministic_algorithms(False)
                     mesh = _leave() if device == "cpu" else mesh
             connection.send(("ok", result))
         except BaseException:
             connection.send(("error", traceback.format_exc()))
+
+
+def _share_gloo_device() -> None:
+    """One gloo device for all groups of this process. Each has a thread that wakes a hundred times a second, and a world has 18
+    groups: idle ranks would take a tenth of a core from those that work."""
+    from torch.distributed import ProcessGroupGloo
+
+    theirs, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
+
+    def make(group, store, rank, size, timeout):
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout, options._threads = [device], timeout, 2
+        theirs(group, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = make
 
 
 def _leave() -> None:

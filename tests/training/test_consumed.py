@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import yaml
 from support.consumed import consumed, due, multiplier, plain_digest, write_corpus
-from support.jobs import RUN, undisturbed
+from support.jobs import RUN
+from support.pool_runs import train_run
 
 from baton.data_pipeline.batches import Batch
 from baton.launcher.config import load
@@ -64,13 +65,14 @@ def test_every_mistake_shows():
     assert len(seen) > 100
 
 
-def test_a_run_records_what_a_plain_reading_of_its_documents_expects(tmp_path):
+def test_a_run_records_what_a_plain_reading_of_its_documents_expects(pool, tmp_path):
     """More ranks than one, several epochs, documents longer and shorter than a row."""
     corpus = write_corpus(tmp_path)
     run = tmp_path / "run.yaml"
     training = RUN["training"] | {"steps": 60, "evaluation": {"every": 0}, "checkpoint": {"every": 60}}
     run.write_text(yaml.safe_dump(RUN | {"name": "small", "data": corpus.data, "layout": {"data": 2}, "training": training}))
-    job = undisturbed(tmp_path / "run", run)
-    assert consumed(job.folder) == due(corpus, load(run, []), 60)
+    pool.run(train_run, str(tmp_path / "run"), str(run), data=2)
+    found = consumed(tmp_path / "run")
+    assert found == due(corpus, load(run, []), 60)
     other = load(run, ["training.seed=1"])
-    assert not set(consumed(job.folder)) & set(due(corpus, other, 60)), "another order of documents"
+    assert not set(found) & set(due(corpus, other, 60)), "another order of documents"

@@ -1,8 +1,5 @@
 """Passes that are recorded and repeated: the same steps to the bit; on a CPU what is recorded is run again as it is."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from support.models import micro_batches, model_of, training
@@ -75,9 +72,17 @@ def differences(mesh, mixers, recorder, precision="bfloat16"):
     return found
 
 
-@pytest.mark.parametrize("layout", [{}, {"data": 2, "zero": 0}, {"data": 2, "zero": 2}, {"tensor": 2}], ids=str)
-def test_recorded_passes_are_plain_passes_to_the_bit(pool, layout):
-    mixers = MIXERS if not layout else ("mamba", "hybrid")
+@pytest.mark.parametrize(
+    ("layout", "mixers"),
+    [
+        ({}, ("mamba", "lattice", "bmojo", "attention", "hybrid")),
+        *(({"data": 2, "zero": zero}, ("hybrid",)) for zero in (0, 2)),
+        ({"tensor": 2}, ("hybrid",)),
+        pytest.param({}, MIXERS, marks=pytest.mark.long),
+    ],
+    ids=lambda x: str(x) if isinstance(x, dict) else f"{len(x)} mixers",
+)
+def test_recorded_passes_are_plain_passes_to_the_bit(pool, layout, mixers):
     for found in pool.run(differences, mixers, "Again", timeout_s=600, **layout):
         assert found == {mixer: [] for mixer in mixers}
 
@@ -168,12 +173,9 @@ assert seen, "what is of the host is seen"
 
 
 @pytest.mark.timeout(600)
-def test_passes_ask_nothing_of_the_host(monkeypatch):
+def test_passes_ask_nothing_of_the_host(programs):
     """A graph has no host: on tensors that have no values, so that asking for one fails, no operation meets a tensor of the CPU."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    done = subprocess.run([sys.executable, "-P", "-c", OF_THE_HOST], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == ""
+    assert programs.run(OF_THE_HOST).strip() == ""
 
 
 RUN = """
