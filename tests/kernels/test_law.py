@@ -25,6 +25,13 @@ from support.recurrences import (
 from baton.kernels.protocol import LinearRecurrence, Recurrence, SequentialRecurrence, StateFirstRecurrence, check
 
 TOLERANCE = 1e-10
+SPANS = {"seed": seeds, "batch": st.integers(1, 3), "length": st.integers(1, 41)}
+CUT_SPANS = {
+    **SPANS,
+    "length": st.integers(2, 37),
+    "cuts": st.lists(st.integers(1, 36), max_size=12),
+    "start_at_cuts": st.booleans(),
+}
 
 every_recurrence = pytest.mark.parametrize("recurrence", RECURRENCES, ids=str)
 every_linear = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if isinstance(r, LinearRecurrence)], ids=str)
@@ -52,8 +59,8 @@ def test_memory_is_poisoned():
 
 
 @every_recurrence
-@law(max_examples=20)
-@given(seed=seeds, batch=st.integers(1, 3), length=st.integers(1, 41), start_probability=st.sampled_from([0.0, 0.15, 0.6]))
+@law(max_examples=8)
+@given(**SPANS, start_probability=st.sampled_from([0.0, 0.15, 0.6]))
 def test_the_fast_form_equals_the_definition(recurrence: Recurrence, seed: int, batch: int, length: int, start_probability: float):
     generator = seeded(seed)
     example = recurrence.example(generator, batch, length, torch.float64, wide=False)
@@ -66,7 +73,8 @@ def test_the_fast_form_equals_the_definition(recurrence: Recurrence, seed: int, 
 
 
 @every_recurrence
-def test_the_definition_has_the_gradient_of_finite_differences(recurrence: Recurrence):
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.long)], ids=["in a direction", "of each number"])
+def test_the_definition_has_the_gradient_of_finite_differences(recurrence: Recurrence, fast: bool):
     inputs, state = recurrence.example(seeded(3), 2, 5, torch.float64, wide=False)
     inputs, state = fresh(recurrence.smooth(inputs), state)
     pos = torch.tensor([[3, 4, 0, 1, 2], [1, 0, 0, 1, 2]])
@@ -76,7 +84,8 @@ def test_the_definition_has_the_gradient_of_finite_differences(recurrence: Recur
         y, leaving = recurrence.reference(leaves[: len(inputs)], pos, entering)
         return y, *(x for x in leaving.values() if x.requires_grad)
 
-    assert torch.autograd.gradcheck(definition, (*inputs, *moving(state).values()), atol=1e-7, rtol=1e-5)
+    leaves = (*inputs, *moving(state).values())
+    assert torch.autograd.gradcheck(definition, leaves, atol=1e-7, rtol=1e-5, fast_mode=fast)
 
 
 @every_recurrence
@@ -90,14 +99,8 @@ def test_splitting_at_every_point_changes_nothing(recurrence: Recurrence, start_
 
 
 @every_recurrence
-@law(max_examples=15)
-@given(
-    seed=seeds,
-    batch=st.integers(1, 3),
-    length=st.integers(2, 37),
-    cuts=st.lists(st.integers(1, 36), max_size=12),
-    start_at_cuts=st.booleans(),
-)
+@law(max_examples=6)
+@given(**CUT_SPANS)
 def test_splitting_at_many_points_changes_nothing(
     recurrence: Recurrence, seed: int, batch: int, length: int, cuts: list[int], start_at_cuts: bool
 ):
@@ -132,9 +135,24 @@ def _assert_pieces_equal_whole(recurrence, example, pos, many_cuts) -> None:
             assert all(torch.equal(pieces[name], x) for name, x in whole.items() if not name.startswith("d "))
 
 
+@pytest.mark.long
+@every_recurrence
+@pytest.mark.parametrize(("test", "drawn"), [
+    (test_the_fast_form_equals_the_definition, {**SPANS, "start_probability": st.sampled_from([0.0, 0.15, 0.6])}),
+    (test_splitting_at_many_points_changes_nothing, CUT_SPANS),
+], ids=["fast form", "many points"])  # fmt: skip
+def test_many_examples(recurrence: Recurrence, test, drawn):
+    """Of the two tests above."""
+
+    def holds(**example):
+        test.hypothesis.inner_test(recurrence, **example)
+
+    law(max_examples=60)(given(**drawn)(holds))()
+
+
 @every_linear
-@law(max_examples=10)
-@given(seed=seeds, batch=st.integers(1, 3), length=st.integers(1, 23), start_probability=st.sampled_from([0.0, 0.1]))
+@law(max_examples=5)
+@given(**{**SPANS, "length": st.integers(1, 23)}, start_probability=st.sampled_from([0.0, 0.1]))
 def test_begin_advance_finish_is_the_run_and_so_is_its_mirror(
     recurrence: LinearRecurrence, seed: int, batch: int, length: int, start_probability: float
 ):
@@ -156,7 +174,7 @@ def test_begin_advance_finish_is_the_run_and_so_is_its_mirror(
 
 
 @every_linear
-@law(max_examples=10)
+@law(max_examples=6)
 @given(seed=seeds, cuts=st.lists(st.integers(1, 20), max_size=3), start_probability=st.sampled_from([0.0, 0.05]))
 def test_composed_effects_are_the_effect_of_the_joined_span(
     recurrence: LinearRecurrence, seed: int, cuts: list[int], start_probability: float
@@ -197,8 +215,8 @@ def test_prepare_and_run_is_the_run(recurrence: SequentialRecurrence):
 
 
 @every_state_first
-@law(max_examples=20)
-@given(seed=seeds, batch=st.integers(1, 3), length=st.integers(1, 41), start_probability=st.sampled_from([0.0, 0.05, 0.3]))
+@law(max_examples=6)
+@given(**SPANS, start_probability=st.sampled_from([0.0, 0.05, 0.3]))
 def test_leave_and_outputs_are_the_run_and_so_are_their_gradients(
     recurrence: StateFirstRecurrence, seed: int, batch: int, length: int, start_probability: float
 ):
@@ -222,8 +240,8 @@ def test_leave_and_outputs_are_the_run_and_so_are_their_gradients(
 
 
 @every_recurrence
-@law(max_examples=10)
-@given(seed=seeds, batch=st.integers(1, 3), length=st.integers(1, 41), start_probability=st.sampled_from([0.0, 0.05, 0.3]))
+@law(max_examples=5)
+@given(**SPANS, start_probability=st.sampled_from([0.0, 0.05, 0.3]))
 def test_outputs_alone_are_the_runs_and_so_are_their_gradients(
     recurrence: Recurrence, seed: int, batch: int, length: int, start_probability: float
 ):
