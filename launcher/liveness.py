@@ -8,13 +8,13 @@ the whole machine sleeps). Clocks of other nodes and times of files are never co
 import contextlib
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.launcher.ranks import Process
 from baton.training.heartbeat import FOLDER, Beat, prepare, read_beat
 
 LOOK_S = 0.25
@@ -198,7 +198,7 @@ def remedy(culprit: Culprit | None, stacks: Path) -> str:
     return f"read the stacks in {stacks}, and the kernel's log (dmesg) if a GPU hangs"
 
 
-def ask_stacks(ranks: Mapping[int, "subprocess.Popen[bytes]"], folder: Path) -> None:
+def ask_stacks(ranks: Mapping[int, Process], folder: Path) -> None:
     """Have each rank that can write where each of its threads is, to folder/rank-N; returns when they have, or some seconds later.
     Of a rank that is stopped the file says so."""
     asked = []

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from baton.data_pipeline.errors import StorageError
 from baton.launcher.liveness import LOOK_S, Watch, account, ask_stacks, remedy
+from baton.launcher.ranks import Rank, start_ranks
 
 SAVE_S = 120.0
 """How long ranks that were asked to end may take to the end of their step and to save."""
@@ -53,7 +54,7 @@ def run_ranks(world_size: int, attempt: Path, *, limit_s: float, startup_s: floa
         return StorageError.exit_status
     listener = listen("127.0.0.1", (0, 0))
     environment = rank_environment("127.0.0.1", listener.getsockname()[1], world_size, world_size) | watch.environment
-    ranks = [start_rank(rank, rank, environment, attempt, listener) for rank in range(world_size)]
+    ranks = start_of(attempt, range(world_size), environment, listener)
     shown, looking = _Shown(log_of(attempt, 0)), _Looking(watch, ranks)
     stopped: list[int] = []
     previous = {s: signal.signal(s, lambda number, frame: stopped.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -107,7 +108,7 @@ def run_ranks(world_size: int, attempt: Path, *, limit_s: float, startup_s: floa
 class _Looking:
     """Looks at the ranks' signs of life every so often."""
 
-    def __init__(self, watch: Watch, ranks: list[subprocess.Popen[bytes]]) -> None:
+    def __init__(self, watch: Watch, ranks: list[Rank]) -> None:
         self._watch, self._ranks, self._due, self._found = watch, ranks, 0.0, False
 
     def hung(self) -> bool:
@@ -119,7 +120,7 @@ class _Looking:
         return self._found
 
 
-def _hung(watch: Watch, ranks: list[subprocess.Popen[bytes]], attempt: Path) -> str:
+def _hung(watch: Watch, ranks: list[Rank], attempt: Path) -> str:
     """Which rank hangs, and what to do about it, with the stacks of all ranks written before they are ended."""
     late, stacks = watch.hung(), attempt / "stacks"
     culprit = watch.culprit(late)
@@ -161,40 +162,21 @@ def rank_environment(address: str, port: int, world_size: int, local_world_size:
     return environment
 
 
-def start_rank(
-    rank: int, local_rank: int, environment: dict[str, str], attempt: Path, listener: socket.socket | None = None
-) -> subprocess.Popen[bytes]:
-    """Start one rank, whose log is in `attempt`. listener: where rank 0 serves the meeting."""
-    own = environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-    own["BATON_STACKS"] = str(attempt / "stacks" / f"rank-{rank}")
-    handed = (listener.fileno(),) if rank == 0 and listener is not None else ()
-    if handed:
-        own["BATON_LISTEN_FD"] = str(handed[0])
-    # a signal that comes before the rank can take it waits until then (training.stopping.install)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGTERM))
-    try:
-        with open(log_of(attempt, rank), "wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-P", "-m", "baton.launcher.worker", str(attempt / "config.yaml")],
-                env=own,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=handed,
-                start_new_session=True,  # a Ctrl-C reaches this process alone, which then ends the ranks
-            )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def start_of(attempt: Path, numbers: range, environment: dict[str, str], listener: socket.socket | None = None) -> list[Rank]:
+    """Start this machine's ranks of an attempt, whose logs are in its folder. listener: where rank 0 serves the meeting."""
+    listen = None if listener is None else listener.fileno()
+    logs = [log_of(attempt, rank) for rank in numbers]
+    return start_ranks(numbers, environment, logs, attempt / "stacks", attempt / "config.yaml", listen)
 
 
-def tell(ranks: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+def tell(ranks: list[Rank], number: signal.Signals) -> None:
     """Send a signal to the ranks that still run."""
     for p in ranks:
         if p.poll() is None:
             p.send_signal(number)
 
 
-def end_ranks(ranks: list[subprocess.Popen[bytes]]) -> str:
+def end_ranks(ranks: list[Rank]) -> str:
     """End the ranks that still run, at once: they wait for others that will not answer, and a checkpoint bears any end. Returns
     what to add to a sentence: processes that a disk or a driver keeps inside the kernel do not end before it answers."""
     tell(ranks, signal.SIGKILL)
@@ -203,7 +185,7 @@ def end_ranks(ranks: list[subprocess.Popen[bytes]]) -> str:
     return f"; the kernel has not ended process {', '.join(left)} yet, which waits for a disk or a driver" if left else ""
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], seconds: float) -> None:
+def _wait(ranks: list[Rank], seconds: float) -> None:
     """Until all ranks have ended, `seconds` at most."""
     deadline = time.monotonic() + seconds
     for p in ranks:

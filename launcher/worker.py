@@ -1,8 +1,13 @@
-"""One rank: `python -m baton.launcher.worker CONFIG`, started by launcher.processes with the usual rank variables set."""
+"""The ranks of one machine: `python -m baton.launcher.worker CONFIG`, started by launcher.ranks, imports and forks them.
+
+With the usual variables of a rank in place of BATON_START it is that rank.
+"""
 
 import contextlib
 import ctypes
 import faulthandler
+import gc
+import json
 import os
 import signal
 import sys
@@ -12,7 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from baton.launcher import ranks
 from baton.training import heartbeat, stopping
+from baton.training.ledger import BEGAN, process_began
 
 PATIENCE = 10
 """Times the longest silence of a rank that ranks wait for one another, where the process that started them reads their signs of
@@ -40,19 +47,20 @@ class _Log:
 
 def main() -> int:
     _die_with_parent()
-    stopping.install()
-    heartbeat.own().beat(0, "imports")
-    if stacks := os.environ.get("BATON_STACKS"):
-        # asked by whoever started this rank, which may hang anywhere by then: this handler needs no bytecode to run
-        with contextlib.suppress(OSError):  # no room
-            faulthandler.register(signal.SIGUSR2, file=open(stacks, "a"), all_threads=True)  # noqa: SIM115 (open as long as the rank)
-    sys.stdout, sys.stderr = _Log(sys.stdout), _Log(sys.stderr)
     import warnings
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    path = Path(sys.argv[1])
+    sys.stdout, sys.stderr = _Log(sys.stdout), _Log(sys.stderr)
     try:
-        _run(Path(sys.argv[1]))
+        if (start := os.environ.pop(ranks.START, None)) is not None:
+            _import_and_fork(path, json.loads(start))
+        ranks.name_process(f"rank-{os.environ['RANK']}")
+        _stacks_into(os.environ.get("BATON_STACKS"))
+        stopping.install()
+        heartbeat.own().beat(0, "imports")
+        _run(path)
     except Exception as error:
         from baton.launcher.errors import explained
 
@@ -65,6 +73,64 @@ def main() -> int:
         print(f"baton: {text}", flush=True)
         return status
     return 0
+
+
+def _stacks_into(path: str | None) -> None:
+    """When the process that started this one asks, write where each thread is. Needs no bytecode: this one may hang anywhere."""
+    if path is not None:
+        with contextlib.suppress(OSError):  # no room
+            faulthandler.register(signal.SIGUSR2, file=open(path, "a"), all_threads=True)  # noqa: SIM115 (open as long as the rank)
+
+
+def _import_and_fork(path: Path, start: dict[str, Any]) -> None:
+    """Import what ranks need and fork them; returns in each rank."""
+    first, count = start["ranks"]
+    _stacks_into(str(Path(start["stacks"]) / f"rank-{first}"))
+    if folder := os.environ.get(heartbeat.FOLDER):
+        for rank in range(first, first + count):
+            heartbeat.Heartbeat(heartbeat.path_of(Path(folder), rank)).beat(0, "imports")
+    os.environ[BEGAN] = str(process_began())
+    kind = _import_for(path)
+    gc.collect()
+    gc.freeze()  # so that a rank's garbage collector does not write to, and copy, what all share
+    ranks.fork(start)
+    _die_with_parent()
+    import torch
+
+    # what was imported, or a driver that fails, may have touched the GPU after all, or have found none that is there
+    if torch.cuda._is_in_bad_fork() or (kind == "cuda" and not torch.cuda.is_available()):
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "baton.launcher.worker", str(path)])
+
+
+def _import_for(path: Path) -> str:
+    """Import what training of this run imports, and touch no GPU; returns the kind of device that it is for."""
+    from baton.launcher.run_directory import read_config
+
+    config = read_config(path)
+    # whoever started the ranks: too few of them would wait for the others before anything could be said
+    config.check_ranks(int(os.environ["WORLD_SIZE"]))
+    from baton.parallel import waiting
+
+    waiting.install()
+    kind = import_for(config.device)
+    from baton.models.mixer import import_mixer
+
+    for mixer in config.model.mixers.values():
+        import_mixer(mixer)
+    return kind
+
+
+def import_for(device: str) -> str:
+    """Import what all training imports, for "cpu", "cuda" or "auto"; returns the kind of device that it is for."""
+    import torch
+
+    import baton.training.loop  # noqa: F401
+    from baton.parallel import compat
+
+    # counting devices asks NVML alone, where there is one
+    kind = "cuda" if device != "cpu" and torch.cuda.device_count() else "cpu"
+    compat.import_deepspeed(kind)
+    return kind
 
 
 def _run(path: Path) -> None:

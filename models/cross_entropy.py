@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.cross_entropy import gradient, partial_sums
 from baton.parallel.linear import add_product
+from baton.parallel.megatron import parallel_state
 
 
 def linear_cross_entropy(

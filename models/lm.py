@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from megatron.core import tensor_parallel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +22,7 @@ from baton.models.mixer import Mixer, Site
 from baton.models.norm import RMSNorm, Stream, summed
 from baton.models.stages import Stage, whole
 from baton.parallel.layout import declare, layout_of
+from baton.parallel.megatron import tensor_parallel
 from baton.parallel.pipeline import PipelineLink
 from baton.parallel.sequence import SequenceLink
 from baton.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, gather_tokens, megatron_config, part_of

@@ -17,7 +17,6 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
-from megatron.core import ModelParallelConfig
 from torch import Tensor, nn
 
 from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
@@ -25,6 +24,7 @@ from baton.models import init
 from baton.models.settings import MixerConfig
 from baton.parallel.carry import carry
 from baton.parallel.layout import Init, ParameterLayout, declare
+from baton.parallel.megatron import ModelParallelConfig
 from baton.parallel.sequence import SequenceLink
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
@@ -139,9 +139,14 @@ class Mixer(nn.Module, ABC):
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]: ...
 
 
+def import_mixer(config: MixerConfig) -> None:
+    """Import the file of config.kind, which registers its mixer."""
+    import_module(f"baton.models.mixers.{config.kind}")
+
+
 def build_mixer(config: MixerConfig, site: Site) -> Mixer:
     """The mixer of config.kind."""
-    import_module(f"baton.models.mixers.{config.kind}")
+    import_mixer(config)
     return _CLASSES[type(config)](config, site)
 
 

@@ -4,7 +4,14 @@ megatron-core 0.16.1 asks torch.cuda for the current device in its collectives, 
 at start-up that only inference uses. Without a CUDA device the first fails and the second needs a compiler.
 """
 
+import functools
+import logging
 import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -22,27 +29,77 @@ def install(device: torch.device) -> None:
     # a hardware queue per stream: see sequence_link, which refuses a single one
     os.environ.setdefault(QUEUES, "32")
     if device.type != "cuda":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported; without it a warning and a guess
         torch.cuda.current_device = lambda: device  # type: ignore[assignment, return-value]
         torch.cuda.synchronize = lambda device=None: None
+
+
+def import_deepspeed(device_type: str) -> ModuleType:
+    """DeepSpeed, as this package uses it, which only training does. Touches no GPU.
+
+    device_type: where models live, of torch.device. DeepSpeed reads it once, when it is first imported.
+    """
+    # without it a warning and a guess, which asks CUDA for its devices
+    os.environ["DS_ACCELERATOR"] = "cuda" if device_type == "cuda" else "cpu"
+    import deepspeed
     import deepspeed.ops
 
     # A C++ extension for inference_all_reduce, compiled (28 s) or fatal at every fresh engine; training never calls it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("WARNING")
+    deepspeed.utils.logger.addFilter(_not_of_the_optimizer)
+    module: ModuleType = deepspeed
+    return module
+
+
+def _not_of_the_optimizer(record: logging.LogRecord) -> bool:
+    """Leaves out DeepSpeed's warning of an optimizer that is not one of torch's classes: training.adamw computes as torch does."""
+    return "untested optimizer" not in record.getMessage()
+
+
+@contextmanager
+def compiling_later() -> Iterator[None]:
+    """Within it torch.compile, as a decorator, compiles at the first call of the function.
+
+    torch.compile imports TorchDynamo and Inductor when it decorates (1.3 s of processor time and 130 MiB in every process), and
+    both libraries decorate functions that nothing here calls.
+    """
+    compile = torch.compile
+    torch.compile = _compile_later
+    try:
+        yield
+    finally:
+        torch.compile = compile
+
+
+def _compile_later(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    if model is None:
+        return functools.partial(_compile_later, **options)
+    compiled: list[Callable[..., Any]] = []
+
+    @functools.wraps(model)
+    def call(*words: Any, **named: Any) -> Any:
+        if not compiled:
+            compiled.append(torch.compile(model, **options))
+        return compiled[0](*words, **named)
+
+    return call
 
 
 def destroy_process_groups() -> None:
     """End this process's world: megatron-core's groups, those that DeepSpeed caches, and torch's."""
-    import deepspeed.comm.comm
     import torch.distributed as dist
-    from deepspeed.utils import groups
-    from megatron.core import parallel_state
+
+    from baton.parallel.megatron import parallel_state
 
     parallel_state.destroy_model_parallel()
-    if deepspeed.comm.comm.cdb is not None:
-        deepspeed.comm.comm.destroy_process_group()
-        deepspeed.comm.comm.cdb = None
-        groups.mpu = None
+    if "deepspeed" in sys.modules:
+        import deepspeed.comm.comm
+        from deepspeed.utils import groups
+
+        if deepspeed.comm.comm.cdb is not None:
+            deepspeed.comm.comm.destroy_process_group()
+            deepspeed.comm.comm.cdb = None
+            groups.mpu = None
     if dist.is_initialized():
         dist.destroy_process_group()
     for name, function in _OF_CUDA.items():

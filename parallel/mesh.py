@@ -86,7 +86,7 @@ def initialize(
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    from megatron.core import parallel_state
+    from baton.parallel.megatron import parallel_state
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import ModelParallelConfig, tensor_parallel
 from torch import Tensor, nn
 
 from baton.parallel.config import divisors
@@ -24,6 +23,7 @@ from baton.parallel.embedding import embedding
 from baton.parallel.errors import LayoutError
 from baton.parallel.layout import Init, ParameterLayout, declare
 from baton.parallel.linear import linear
+from baton.parallel.megatron import ModelParallelConfig, tensor_parallel
 
 copy_to_tensor_group = tensor_parallel.copy_to_tensor_model_parallel_region
 """Identity whose backward sums the gradient over the tensor group: for a replicated input of split channels."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from baton.parallel import compat
 from baton.parallel.errors import LayoutError
 from baton.parallel.layout import layout_of, named_layouts
 from baton.parallel.mesh import Mesh
@@ -325,15 +326,13 @@ def _remove(hooks: Iterable[Any]) -> None:
 
 def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, clip_norm: float) -> Engine:
     """An engine at the layout's ZeRO stage over the optimizer. The module's parameters must be fp32 and already initialised."""
-    import deepspeed
-    from deepspeed.utils import logger
-
-    logger.setLevel("WARNING")
+    deepspeed = compat.import_deepspeed(mesh.device.type)
     config = deepspeed_config(clip_norm, mesh.layout.zero)
     members = {group["name"]: list(group["params"]) for group in optimizer.param_groups}
-    engine, *_ = deepspeed.initialize(
-        model=module, optimizer=optimizer, config=config, mpu=DeepSpeedGroups(mesh), dist_init_required=False
-    )
+    with compat.compiling_later():  # it imports optimizers whose functions are decorated with torch.compile
+        engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=config, mpu=DeepSpeedGroups(mesh), dist_init_required=False
+        )
     for parameter in module.parameters():
         # DeepSpeed keeps a view of each parameter, and the view, made with a graph, the parameter's accumulator: for good that of
         # the stream on which the engine was made, whatever stream a backward pass is on

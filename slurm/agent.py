@@ -15,14 +15,14 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from baton.launcher.errors import BusyError, ConfigError, explained
 from baton.launcher.liveness import LAST_WORDS_S, LOOK_S, Culprit, Watch, account, ask_stacks, is_stopped
-from baton.launcher.processes import STOPPED, end_ranks, listen, log_of, misses_others, rank_environment, report, start_rank, tell
+from baton.launcher.processes import STOPPED, end_ranks, listen, log_of, misses_others, rank_environment, report, start_of, tell
+from baton.launcher.ranks import Rank
 from baton.launcher.run_directory import hold, read_config, write_whole
 from baton.slurm.exits import Exit
 from baton.slurm.files import cluster_of, node_name, nodes_of
@@ -52,7 +52,7 @@ class Agent:
         self.watch = Watch(self._numbers(), self.config.jobs.hang_s, self.config.jobs.startup_s)
         self.signals: list[int] = []
         self.told_at: float | None = None
-        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.ranks: list[Rank] = []
         self.others = Nodes(attempt, self.nodes, self.index, self.config.jobs.lost_node_s)
         self.beat_due, self.count_of_beats = 0.0, 0
 
@@ -83,9 +83,7 @@ class Agent:
         address, port, listener = met
         world = self.config.layout.world_size
         environment = rank_environment(address, port, world, self.count) | self.watch.environment
-        for local in range(self.count):
-            rank = self.first + local
-            self.ranks.append(start_rank(rank, local, environment, self.attempt, listener))
+        self.ranks = start_of(self.attempt, self._numbers(), environment, listener)
         if listener is not None:
             listener.close()
         return None

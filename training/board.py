@@ -7,17 +7,21 @@ has succeeded, and a writer that failed is replaced by one that writes them agai
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.utils.tensorboard import SummaryWriter
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 GIB = 2**30
 
 _EVENTS = "events.out.tfevents."
 
 
-def open_writer(folder: Path, step: int) -> SummaryWriter:
+def open_writer(folder: Path, step: int) -> "SummaryWriter":
     """A writer that goes on after `step`; step 0 holds the configuration. Raises OSError."""
+    # only the main rank of a run writes any, and importing TensorBoard takes a fifth of a second
+    from torch.utils.tensorboard import SummaryWriter
+
     _put_before(folder, int(time.time()))
     # purge_step makes TensorBoard drop what was written from that step on
     return SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
@@ -43,7 +47,7 @@ class Board:
         self._writer: SummaryWriter | None = None
         self._open()
 
-    def _open(self) -> SummaryWriter:
+    def _open(self) -> "SummaryWriter":
         writer = self._writer = open_writer(Path(self._folder), self._safe_step)
         if self._safe_step == 0:
             writer.add_text("config", f"```yaml\n{self._config_text}\n```", 0)
@@ -79,7 +83,7 @@ class Board:
             self._writer.close()
 
 
-def _draw(writer: SummaryWriter, row: dict[str, Any]) -> None:
+def _draw(writer: "SummaryWriter", row: dict[str, Any]) -> None:
     step = row["step"]
     if row["kind"] == "evaluation":
         for name in ("loss", "bits_per_byte", "accuracy"):

@@ -13,6 +13,7 @@ from baton.parallel import zero
 from baton.parallel.layout import initialize_parameters, parameter_count
 from baton.parallel.mesh import Mesh
 from baton.parallel.sequence import SequenceLink
+from baton.training.adamw import AdamW
 from baton.training.config import TrainingConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,7 +38,7 @@ def build(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> Built:
     model = build_model(config, training, mesh.device, mesh)
     initialize_parameters(model, training.seed, mesh.tensor_rank, mesh.layout.tensor)
     settings = training.optimizer
-    optimizer = torch.optim.AdamW(
+    optimizer = AdamW(
         zero.parameter_groups(model, settings.weight_decay, tuple(settings.rates), _names_elsewhere(model, mesh)),
         lr=settings.lr,
         betas=settings.betas,
@@ -90,5 +91,7 @@ def make_deterministic(training: TrainingConfig) -> None:
 
     if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        # as use_deterministic_algorithms(True), which imports Inductor to tell it; it hears of it here if it is ever imported
+        torch.set_deterministic_debug_mode("error")
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

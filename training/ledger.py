@@ -42,8 +42,14 @@ def steady() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+BEGAN = "BATON_BEGAN"
+"""The variable in which a forked rank finds when the process was started that imported for it."""
+
+
 def process_began() -> float:
-    """When this process was started, by the steady clock."""
+    """When this process was started, or the one that it was forked from, by the steady clock."""
+    if (began := os.environ.get(BEGAN)) is not None:
+        return float(began)
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 

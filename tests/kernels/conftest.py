@@ -13,12 +13,12 @@ from support.interpreter import interpreted_quickly
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    deterministic, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    mode, fill = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.utils.deterministic.fill_uninitialized_memory = fill
-    torch.use_deterministic_algorithms(deterministic)
+    torch.set_deterministic_debug_mode(mode)
 
 
 @pytest.fixture(autouse=True)

@@ -92,7 +92,7 @@ def start(mesh, attempt, size=resource.RLIM_INFINITY, bears=1 << 30):
     finally:
         limit(resource.RLIM_INFINITY)
         callbacks.time = time
-        torch.use_deterministic_algorithms(False)  # the pool serves other tests
+        torch.set_deterministic_debug_mode("default")  # the pool serves other tests
         gc.collect()
 
 

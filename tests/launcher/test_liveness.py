@@ -11,7 +11,7 @@ import pytest
 from support.runs import wait_until
 
 from baton.launcher.liveness import Culprit, Watch, account, is_blocked, is_stopped
-from baton.launcher.processes import HUNG, end_ranks, rank_environment, start_rank
+from baton.launcher.processes import HUNG, end_ranks, rank_environment, start_of
 from baton.slurm.exits import Exit
 from baton.training.heartbeat import SIZE, Beat, Heartbeat, path_of, read_beat
 
@@ -245,7 +245,7 @@ def test_signals_that_a_rank_cannot_take_yet_wait_from_its_first_moment_on(tmp_p
     """Until a rank has imported what takes them, they would end it, and a run that was told to stop would count as failed. This one
     comes to no import."""
     (tmp_path / "sitecustomize.py").write_text("import time\n\ntime.sleep(600)\n")
-    rank = start_rank(0, 0, rank_environment("127.0.0.1", 0, 1, 1) | {"PYTHONPATH": str(tmp_path)}, tmp_path)
+    (rank,) = start_of(tmp_path, range(1), rank_environment("127.0.0.1", 0, 1, 1) | {"PYTHONPATH": str(tmp_path)})
     (mask,) = [line.split()[1] for line in Path(f"/proc/{rank.pid}/status").read_text().splitlines() if line.startswith("SigBlk")]
     end_ranks([rank])
     assert all(int(mask, 16) >> (number - 1) & 1 for number in (signal.SIGUSR1, signal.SIGTERM))

@@ -134,7 +134,7 @@ def through_the_link(kind, carried, dtype, link, segments, *, at_once=True, reco
 
 
 def on_a_rank(mesh, names, carried, dtype, segments=1, **options):
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     return {kind: through_the_link(kind, carried, dtype, mesh.link, segments, **options) for kind in names}
 
 
@@ -341,7 +341,7 @@ def assert_as_counted(rows, expected, kind):
 def leaking(mesh):
     """Per kind: whether an earlier document's tokens change a later one's outputs, and the largest gradient back into it; and the
     same of the last token that the second rank has of the later document itself."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     size, rank, results = mesh.layout.sequence, mesh.sequence_rank, {}
     span = spans(size)[rank]
     # the second document begins inside the second rank's span and goes on over the next ones; the first one began before

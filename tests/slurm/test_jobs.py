@@ -41,7 +41,7 @@ def test_a_dead_node_and_a_hung_rank_are_found_named_and_survived(submit, expect
     assert "n2" not in second["nodes"]
 
     job.wait_for_step(lost["step"] + 10, attempt=2)
-    (victim,) = [rank for rank in job.ranks() if rank.environ()["RANK"] == "3"]
+    (victim,) = [rank for rank in job.ranks() if rank.name() == "rank-3"]
     node = victim.environ()["SLURMD_NODENAME"]
     victim.send_signal(signal.SIGSTOP)
     job.wait_for_attempt(3)

@@ -139,7 +139,7 @@ def test_a_node_that_is_drained_is_left_out_of_the_next_attempt_and_not_excluded
     job = submit(nodes="1-2")
     job.wait_for_step(20)
     subprocess.run(["scontrol", "update", "nodename=n2", "state=drain", "reason=test"], check=True)
-    (victim,) = [rank for rank in job.ranks() if rank.environ()["RANK"] == "1"]
+    (victim,) = [rank for rank in job.ranks() if rank.name() == "rank-1"]
     victim.send_signal(signal.SIGKILL)
     job.wait_for_attempt(2)
     assert job.wait() == Exit.DONE

@@ -344,7 +344,7 @@ def test_a_rank_that_is_killed_and_a_segmentation_fault(submit, expected):
     job = submit()
     for attempt, number in enumerate((signal.SIGKILL, signal.SIGSEGV), start=1):
         job.wait_for_step(40 * attempt, attempt)
-        (victim,) = [rank for rank in job.ranks() if rank.environ()["RANK"] == "1"]
+        (victim,) = [rank for rank in job.ranks() if rank.name() == "rank-1"]
         victim.send_signal(number)
         job.wait_for_attempt(attempt + 1)
         assert f"rank 1 was killed by {number.name}" in job.rows("end")[-1]["reason"]

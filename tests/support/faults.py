@@ -373,7 +373,7 @@ FAULTS = (
         "told-too-early",
         "launcher",
         "SIGTERM that comes while a rank imports kills it, and the run counts as failed",
-        "launcher/processes.py",
+        "launcher/ranks.py",
         "signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGTERM))",
         "signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1,))",
         (

@@ -1,8 +1,8 @@
 """`baton train` and its ranks without the cost of their imports: forked from one process that has imported everything already.
 
-The code that runs is the command's and the worker's own; only the start of the interpreter is left out. A rank of the real command
-spends six seconds of processor time on imports, which is more than most tests' training takes. tests/launcher/test_run.py starts
-the real command, and so do jobs on SLURM.
+The code that runs is the command's and the worker's own; only the start of the interpreter is left out. The real command spends
+three seconds of processor time on imports, which is more than most tests' training takes. tests/launcher/test_run.py starts the
+real command, and so do jobs on SLURM.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 TESTS = Path(__file__).resolve().parents[1]
-NAMED = "baton-rank-"
-"""The name of a forked rank's process, with its number: its command line is that of the process it was forked from."""
+NAMED = "rank-"
+"""The name of a rank's process, with its number: its command line is that of the process it was forked from."""
 
 IMPORTED = (
     *(f"baton.launcher.{name}" for name in ("cli", "inputs", "processes", "run_directory", "worker")),
@@ -38,7 +38,7 @@ IMPORTED = (
 )
 """Besides DeepSpeed itself. A module that is missing here is imported by each process that needs it."""
 
-_DIE_WITH_PARENT, _SET_NAME = 1, 15  # of prctl
+_DIE_WITH_PARENT = 1  # of prctl
 
 
 # ------------------------------------------------------------------------------------------------------ in the process of the tests
@@ -130,16 +130,15 @@ NURSERY = Nursery()
 def serve(number: int) -> None:
     """Fork until the other end of the connection is closed. number: of the connection's file."""
     import torch
-    import torch._dynamo
 
+    from baton.launcher.worker import import_for
     from baton.parallel import compat
 
-    compat.install(torch.device("cpu"))
-    import deepspeed  # noqa: F401
-
-    for name in IMPORTED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    import_for("cpu")
+    with compat.compiling_later():
+        for name in IMPORTED:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
     torch.set_num_threads(1)
     gc.freeze()  # the collector of a forked process does not touch, and so does not copy, this memory
     connection, running, poller = Connection(number), {}, select.poll()
@@ -203,10 +202,10 @@ def _become(run: Callable[[], int], environment: dict[str, str], out: int, err: 
         os._exit(status)
 
 
-class _Rank:
-    """What launcher.processes starts a rank with, in place of subprocess.Popen."""
+class _Forked:
+    """What launcher.ranks starts the process with that forks ranks, in place of subprocess.Popen."""
 
-    def __init__(self, words: list[str], *, env: dict[str, str], stdout: Any, pass_fds: tuple[int, ...], **settings: Any) -> None:
+    def __init__(self, words: list[str], *, env: dict[str, str], stdout: Any, pass_fds: list[int], **settings: Any) -> None:
         import torch
 
         from baton.launcher import worker
@@ -215,7 +214,6 @@ class _Rank:
 
         def run() -> int:
             os.setsid()
-            ctypes.CDLL(None).prctl(_SET_NAME, f"{NAMED}{env['RANK']}".encode())
             sys.argv = ["worker", *words[4:]]
             torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
             return worker.main()
@@ -223,7 +221,7 @@ class _Rank:
         self.args, self.returncode = words, None
         self.pid = os.fork()
         if self.pid == 0:
-            _become(run, env, stdout.fileno(), stdout.fileno(), pass_fds)
+            _become(run, env, stdout.fileno(), stdout.fileno(), tuple(pass_fds))
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -231,25 +229,12 @@ class _Rank:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            time.sleep(0.005)
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
 
 def command(words: list[str]) -> int:
     """`baton` with these words."""
-    from baton.launcher import cli, processes
+    from baton.launcher import cli, ranks
 
-    processes.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _Rank})  # type: ignore[assignment]
+    ranks.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _Forked})  # type: ignore[assignment]
     sys.argv = [cli.__file__, *words]
     return cli.main(words)
 
@@ -258,14 +243,17 @@ def ranks(words: list[str]) -> int:
     """The ranks of an attempt, started as the command starts them and then left alone. words: the attempt's folder, and how many.
     Prints, as JSON, the list of their process ids, and on another line the list of their exit statuses."""
     from baton.launcher import processes
+    from baton.launcher import ranks as starting
 
-    processes.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _Rank})  # type: ignore[assignment]
+    starting.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _Forked})  # type: ignore[assignment]
     attempt, count = Path(words[0]), int(words[1])
     with processes.listen("127.0.0.1", (0, 0)) as listener:
         environment = processes.rank_environment("127.0.0.1", listener.getsockname()[1], count, count)
-        started = [processes.start_rank(rank, rank, environment, attempt, listener) for rank in range(count)]
+        started = processes.start_of(attempt, range(count), environment, listener)
+    while not all(rank.forked or rank.poll() for rank in started):
+        time.sleep(0.005)
     print(json.dumps([rank.pid for rank in started]), flush=True)
-    print(json.dumps([rank.wait() for rank in started]), flush=True)
+    print(json.dumps([rank.wait(float("inf")) for rank in started]), flush=True)
     return 0
 
 

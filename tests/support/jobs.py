@@ -137,6 +137,8 @@ class Job:
             words = process.info["cmdline"] or []
             if "baton.launcher.worker" in words and str(self.folder) in words[-1]:
                 with contextlib.suppress(psutil.Error):
+                    if not process.name().startswith("rank-"):  # it imports, and will fork them
+                        continue
                     if node is None or process.environ().get("SLURMD_NODENAME") == node:
                         found.append(process)
         return found

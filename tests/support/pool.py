@@ -98,7 +98,7 @@ def _serve(connection, rank: int, device: str) -> None:
                     result = _load(path, name)(mesh, *args, **kwargs)
                 finally:
                     # what a job sets ends with it: this one would have ZeRO-2 fill its 2 GB of buckets
-                    torch.use_deterministic_algorithms(False)
+                    torch.set_deterministic_debug_mode("default")
                     mesh = _leave() if device == "cpu" else mesh
             connection.send(("ok", result))
         except BaseException:

@@ -72,8 +72,6 @@ class Launch:
                 with contextlib.suppress(psutil.Error):
                     if (name := child.name()).startswith(NAMED):
                         found[int(name.removeprefix(NAMED))] = child
-                    elif "baton.launcher.worker" in child.cmdline():
-                        found[int(child.environ()["RANK"])] = child
         return [found[rank] for rank in sorted(found)]
 
     def wait_for_steps(self, attempt: int, count: int) -> list[psutil.Process]:

@@ -210,7 +210,7 @@ def on_gpu():
     make_deterministic(training())
     yield meshes.initialize(LayoutConfig(), device=torch.device("cuda", 0), rank=0, store=torch.distributed.HashStore())
     meshes.shutdown()
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -301,7 +301,7 @@ def run(mesh, folder, flip_after=None, flip_loaded=False, **changes):
     except RunError as error:
         return f"{error.exit_status}: {error}", len(done)
     finally:
-        torch.use_deterministic_algorithms(deterministic)
+        torch.set_deterministic_debug_mode("error" if deterministic else "default")
     return None, len(done)
 
 
