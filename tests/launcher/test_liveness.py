@@ -250,3 +250,14 @@ def test_signals_that_a_rank_cannot_take_yet_wait_from_its_first_moment_on(tmp_p
     end_ranks([rank])
     assert all(int(mask, 16) >> (number - 1) & 1 for number in (signal.SIGUSR1, signal.SIGTERM))
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set(), "and here nothing is blocked"
+
+
+def test_ranks_whose_imports_are_killed_end_with_them_and_signals_wait_for_the_fork(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import time\n\ntime.sleep(600)\n")
+    ranks = start_of(tmp_path, range(4, 6), rank_environment("127.0.0.1", 0, 8, 2) | {"PYTHONPATH": str(tmp_path)})
+    assert ranks[0].pid == ranks[1].pid, "of the process that imports"
+    ranks[1].send_signal(signal.SIGTERM)
+    assert [rank.poll() for rank in ranks] == [None, None]
+    ranks[0].send_signal(signal.SIGKILL)
+    assert [rank.wait(60) for rank in ranks] == [-signal.SIGKILL] * 2
+    assert [path.name for path in sorted(tmp_path.glob("*.log"))] == ["rank-4.log", "rank-5.log"]

@@ -266,7 +266,7 @@ def test_the_run_directory_keeps_its_contract(inputs, interrupted):
 FATE = """
 import os, signal, time
 
-if os.environ.get("RANK") == "1":
+if "BATON_START" in os.environ:
     from baton.parallel.exchange import Channel
 
     sends = []
@@ -274,7 +274,7 @@ if os.environ.get("RANK") == "1":
 
     def fateful(channel, message, to, what):
         sends.append(what)
-        if len(sends) == 37:
+        if os.environ["RANK"] == "1" and len(sends) == 37:
             FATE
         send(channel, message, to, what)
 

@@ -25,7 +25,7 @@ OTHER_RANKS = ("layout.data=1", "layout.sequence=2", "layout.pipeline=2")
 FATE = """
 import os, signal, sys
 
-if os.environ.get("RANK") == "1":
+if "BATON_START" in os.environ:
     from baton.training.passes import Passes
 
     done, do = [], Passes.do
@@ -33,7 +33,7 @@ if os.environ.get("RANK") == "1":
     def fateful(passes, operation):
         do(passes, operation)
         done.append(operation)
-        if len(done) == AFTER:
+        if os.environ["RANK"] == "1" and len(done) == AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
 
     Passes.do = fateful

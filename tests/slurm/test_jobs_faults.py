@@ -32,12 +32,14 @@ def patched(tmp_path, monkeypatch):
 SAVES_LONG = """
 import os, time
 
-if os.environ.get("RANK") in ("2", "3"):
+if "BATON_START" in os.environ:
     from baton.training.checkpoint.store import CheckpointStore
 
     save = CheckpointStore.save
 
     def slow(store, *words):
+        if os.environ["RANK"] not in ("2", "3"):
+            return save(store, *words)
         try:
             open(MARK + os.environ["RANK"], "x").close()
         except FileExistsError:
@@ -68,7 +70,7 @@ def test_a_node_vanishes_during_a_save_where_the_partition_has_no_other(submit, 
 STARTS_LONG = """
 import os, time
 
-if "RANK" in os.environ:
+if "BATON_START" in os.environ:
     from baton.parallel import mesh
     from baton.training import stopping
 

@@ -33,7 +33,7 @@ LAYOUTS = ("tensor", "data", "sequence", "pipeline")
 _SITE = """
 import os
 
-if os.environ.get("RANK") == "1" and os.environ.get("BATON_HEARTBEATS"):
+if "BATON_START" in os.environ:
     import ctypes, math, signal, time
 
     def stop():
@@ -57,7 +57,7 @@ if os.environ.get("RANK") == "1" and os.environ.get("BATON_HEARTBEATS"):
 
     def before(call, counts):
         def fateful(*words):
-            if counts(*words):
+            if os.environ.get("RANK") == "1" and counts(*words):
                 calls.append(None)
                 if len(calls) == COUNT:
                     FATE()
