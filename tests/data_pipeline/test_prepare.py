@@ -18,6 +18,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.runs import DEADLINE_S
 
 from baton.data_pipeline import files
 from baton.data_pipeline.claim import PARTS
@@ -234,13 +235,13 @@ def test_sigkill_leaves_no_process_and_running_again_finishes(make, tmp_path):
     )
     process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, start_new_session=True)
     process.stdout.readline()  # it is under way; its parts' records come after what is shown
-    until = time.monotonic() + 60
+    until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until and not any((tmp_path / "out" / PARTS).glob("task-??????.json")):
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    until = time.monotonic() + 10
+    until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until:  # the workers notice that their parent is gone
         try:
             os.killpg(process.pid, 0)

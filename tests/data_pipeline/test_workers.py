@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from support.runs import DEADLINE_S
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
@@ -225,7 +226,7 @@ def test_workers_of_a_killed_process_end_and_leave_nothing(token_folder, tokeniz
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         pids = json.loads(process.stdout.readline())
         process.kill()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + DEADLINE_S
     while any(_lives(pid) for pid in pids):
         assert time.monotonic() < deadline, "a worker outlives who listened to it"
         time.sleep(0.05)

@@ -96,7 +96,7 @@ def sending(mesh):
         del messages, message
         kept = sum(r() is not None for r in released)
         torch.distributed.barrier()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + DEADLINE_S
         while any(r() is not None for r in released) and time.monotonic() < deadline:
             time.sleep(0.01)
         result = kept, [r() is None for r in released]

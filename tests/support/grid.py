@@ -30,7 +30,7 @@ from baton.training.schedule import learning_rates
 from support.compare import relative_error
 from support.models import CONTEXT, SEQUENCES, TokenBatch, model_of, step_batch, training
 
-STEPS, ACCUMULATION, RANKS = 3, 2, 8
+STEPS, ACCUMULATION, RANKS = 2, 2, 8
 MIXERS = (*kinds(), "hybrid")
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "bfloat16 residual": 1e-2}
 PRECISIONS = {

@@ -141,10 +141,10 @@ class Pool:
         made = processes([(_serve, there, rank, self.device) for rank, (_, there) in enumerate(pipes)], self.device)
         self._workers = [(process, here) for process, (here, _) in zip(made, pipes)]
 
-    def run(self, fn, *args, timeout_s: float = 120, **layout_and_kwargs) -> list:
+    def run(self, fn, *args, timeout_s: float = 280, **layout_and_kwargs) -> list:
         """fn(mesh, *args, **kwargs) on every rank; keywords tensor, data, … are the layout, the rest goes to fn."""
         layout = {k: layout_and_kwargs.pop(k) for k in LayoutConfig.model_fields if k in layout_and_kwargs}
-        layout.setdefault("timeout_s", 60)
+        layout.setdefault("timeout_s", 120)
         world = LayoutConfig(**layout).world_size
         assert world <= self.size, f"{world} ranks asked of a pool of {self.size}"
         if not self._workers:

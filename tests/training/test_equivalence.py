@@ -22,7 +22,7 @@ from baton.training.passes import TokenBatch
 from baton.training.run import RunSettings
 from baton.training.schedule import learning_rates
 
-STEPS = 5
+STEPS = 3
 
 
 def settings_of(mixer, **changes):
@@ -81,8 +81,16 @@ def whole(model, values):
     return found
 
 
-@pytest.mark.parametrize("layout", [{"tensor": 2, "data": 2}, {"tensor": 2, "pipeline": 3}], ids=str)
-@pytest.mark.parametrize("mixer", ["mamba", "hybrid"])
+@pytest.mark.parametrize(
+    ("mixer", "layout"),
+    [
+        ("mamba", {"tensor": 2, "pipeline": 3}),
+        ("hybrid", {"tensor": 2, "data": 2}),
+        pytest.param("mamba", {"tensor": 2, "data": 2}, marks=pytest.mark.long),
+        pytest.param("hybrid", {"tensor": 2, "pipeline": 3}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_initial_values_and_labels_do_not_depend_on_the_layout(pool, single_mesh, mixer, layout):
     _, model, start = oracle(mixer=mixer)
     begun, seen = whole(model, start), set()

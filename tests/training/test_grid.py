@@ -25,21 +25,42 @@ def test_every_layout_equals_one_process(pool, single_mesh, layout):
         assert not grid.beyond(mixer, "float32", found), (mixer, found)
 
 
-@pytest.mark.parametrize("layout", [{"tensor": 4}, {"pipeline": 3, "data": 2}, {"data": 4}], ids=str)
-def test_other_sizes_equal_one_process(pool, single_mesh, layout):
+OTHER_SIZES = (({"tensor": 4}, ("hybrid", "retnet")), ({"pipeline": 3, "data": 2}, ("hybrid",)), ({"data": 4}, ("mamba",)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "mixers"),
+    [
+        *OTHER_SIZES,
+        *(pytest.param(layout, ("mamba", "hybrid", "retnet"), marks=pytest.mark.long) for layout, _ in OTHER_SIZES),
+    ],
+    ids=str,
+)
+def test_other_sizes_equal_one_process(pool, single_mesh, layout, mixers):
     """Four tensor ranks, stages in the middle of a pipeline, more data ranks than two."""
-    for mixer, found in compared(pool, layout, ("mamba", "hybrid", "retnet")).items():
+    for mixer, found in compared(pool, layout, mixers).items():
         assert not grid.beyond(mixer, "float32", found), (mixer, found)
 
 
-@pytest.mark.parametrize("mixer", ["mamba", "longhorn", "gsa", "bmojo", "lattice"])
-@pytest.mark.parametrize("layout", [grid.Layout(2, 2, 2, 1), grid.Layout(1, 1, 4, 2)], ids=str)
+STAGES, SPANS = grid.Layout(2, 2, 2, 1), grid.Layout(1, 1, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mixer"),
+    [
+        *((STAGES, mixer) for mixer in ("mamba", "gsa", "bmojo")),
+        *((SPANS, mixer) for mixer in ("longhorn", "lattice")),
+        *(pytest.param(STAGES, mixer, marks=pytest.mark.long) for mixer in ("longhorn", "lattice")),
+        *(pytest.param(SPANS, mixer, marks=pytest.mark.long) for mixer in ("mamba", "gsa", "bmojo")),
+    ],
+    ids=str,
+)
 def test_bfloat16_is_as_near_as_rounding_allows(pool, single_mesh, layout, mixer):
     found = compared(pool, layout.keywords, [mixer], "bfloat16")[mixer]
     assert not grid.beyond(mixer, "bfloat16", found), (found, grid.rounding(mixer, "bfloat16"))
 
 
-@pytest.mark.parametrize("mixer", ["mamba", "gsa", "lattice"])
+@pytest.mark.parametrize("mixer", ["gsa", *(pytest.param(mixer, marks=pytest.mark.long) for mixer in ("mamba", "lattice"))])
 def test_so_is_a_residual_stream_in_bfloat16(pool, single_mesh, mixer):
     """Which stages hand on in that type."""
     precision = "bfloat16 residual"
