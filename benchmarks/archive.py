@@ -29,12 +29,12 @@ GROUP = "__grp__"
 
 @contextmanager
 def noting() -> Iterator[dict[str, str]]:
-    """Within it, what is compiled or found in the cache: by a kernel's folder, what its name is made from beside Triton's files."""
-    import triton.compiler.compiler as compiler
+    """Within it, what `compiling` collects: by a kernel's folder, what its name is made from beside Triton's files."""
+    import triton.runtime.jit as jit
     from triton.runtime.cache import triton_key
 
     found: dict[str, str] = {}
-    before = compiler.get_cache_key
+    before = jit.get_cache_key
 
     def noted(*arguments: Any, **options: Any) -> str:
         key = before(*arguments, **options)
@@ -42,11 +42,11 @@ def noting() -> Iterator[dict[str, str]]:
         found[folder_of(key)] = key.removeprefix(triton_key())
         return key
 
-    compiler.get_cache_key = noted
+    jit.get_cache_key = noted
     try:
         yield found
     finally:
-        compiler.get_cache_key = before
+        jit.get_cache_key = before
 
 
 def folder_of(key: str) -> str:

@@ -5,10 +5,11 @@ GPU; a launch of a Triton kernel then compiles it and runs nothing. The cache kn
 divisibility of its arguments and the compiler's version, so a run with the same installation finds every one of them.
 """
 
+import hashlib
 import itertools
-import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import multiprocessing as mp
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.kernels.compile_pool import Job, Outcome, compile_all
 from baton.kernels.errors import CompileError
 
 META = torch.device("meta")
@@ -42,17 +44,45 @@ class Target:
         major, minor = torch.cuda.get_device_capability()
         return cls(10 * major + minor, torch.cuda.get_device_name())
 
+    @classmethod
+    def asked(cls) -> "Target | None":
+        """As `here`, asked by a forked process: this one has nothing to do with CUDA then, and may fork others that compile."""
+        if torch.cuda.is_initialized():
+            return cls.here()
+        context = mp.get_context("fork")
+        results, sender = context.Pipe(duplex=False)
+        process = context.Process(target=lambda: sender.send(cls.here()), daemon=True)
+        process.start()
+        sender.close()
+        try:
+            found: Target | None = results.recv()
+        except EOFError:  # it failed, and has said why
+            found = None
+        process.join()
+        return found
+
     def __str__(self) -> str:
         return ", ".join(reversed(self.names))
 
 
 @dataclass
 class Compiled:
-    """What was launched, by name, once for each kind of arguments. folder: Triton's cache; new: what had not been in it."""
+    """What was launched, by name, once for each kind of arguments.
+
+    folder: Triton's cache. new: what had not been in it. files: that are in it for each kernel, relative to the folder.
+    outcomes: of what was compiled, also of what could not be.
+    """
 
     folder: str
     kernels: list[str] = field(default_factory=list)
     new: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def failures(self) -> list[str]:
+        """A line for each kernel that could not be compiled."""
+        return [f"{outcome.name} could not be compiled ({outcome.failure})" for outcome in self.outcomes if outcome.failure]
 
 
 _target: Target | None = None
@@ -125,11 +155,56 @@ def launching_nothing(wanted: Target) -> Iterator[None]:
         KernelInterface.__getitem__, _target = get, None
 
 
-@contextmanager
-def compiling(wanted: Target, threads: int | None = None) -> Iterator[Compiled]:
-    """Within it launches on meta tensors compile, all at once; what was compiled is complete behind it. Not for two threads.
+class _Collected(Executor):
+    """Keeps what Triton's asynchronous mode gives it to compile, each kernel once, until all of it is known."""
 
-    threads: that compile (default: the usable cores). Raises CompileError where Triton interprets, and what its compiler raises.
+    def __init__(self) -> None:
+        self.name = ""
+        """Of the kernel that is being launched: module and function."""
+        self._given: list[tuple[str, Callable[[], Any], Future[None]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *_: Any, **__: Any) -> Future[Any]:
+        future: Future[None] = Future()
+        self._given.append((self.name, fn, future))
+        return future
+
+    def compile(self, found: Compiled, what: str, processes: int | None, say: Callable[[str], None] | None) -> None:
+        """What is not in the cache, into it."""
+        jobs = []
+        for name, fn, future in self._given:
+            short = name.rpartition(".")[2]
+            folder, file, there = _place(future._key, short)  # type: ignore[attr-defined]
+            found.kernels.append(short)
+            found.files.append(f"{folder}/{file}")
+            if not there:
+                found.new.append(short)
+                jobs.append(Job(name, fn))
+        found.outcomes = compile_all(jobs, what, processes, say)
+
+    def settle(self) -> None:
+        """Nobody waits for a kernel: those of a real device are loaded from the cache."""
+        for _, _, future in self._given:
+            future.set_result(None)
+
+
+def _place(key: str, name: str) -> tuple[str, str, bool]:
+    """Folder and file in Triton's cache that say that a kernel is there, and whether it is."""
+    from triton import knobs
+    from triton.runtime.cache import _base32, get_cache_manager
+
+    digest, file = hashlib.sha256(key.encode()).hexdigest(), f"{name[:150]}.json"
+    group = get_cache_manager(digest).get_group(file)
+    there = group is not None and file in group and not knobs.compilation.always_compile
+    return _base32(digest), f"__grp__{file}", there
+
+
+@contextmanager
+def compiling(wanted: Target, processes: int | None = None, say: Callable[[str], None] | None = None) -> Iterator[Compiled]:
+    """Within it launches on meta tensors are collected; at its end the kernels that are not in Triton's cache are compiled, in
+    several processes. Not for two threads.
+
+    processes: that compile (default: the usable cores). say: takes lines about the progress. A kernel that cannot be compiled is in
+    the result's `failures`. Raises CompileError where Triton interprets.
     """
     global _target
     from triton import knobs
@@ -139,21 +214,22 @@ def compiling(wanted: Target, threads: int | None = None) -> Iterator[Compiled]:
     if knobs.runtime.interpret:
         raise CompileError("TRITON_INTERPRET is set, so that nothing is compiled: unset it")
     whole_keys()
-    found, run, listener = Compiled(knobs.cache.dir), JITFunction.run, knobs.compilation.listener
+    found, run, collected = Compiled(knobs.cache.dir), JITFunction.run, _Collected()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        collected.name = f"{self.fn.__module__}.{self.fn.__name__}"
         return run(self, *args, grid=grid, warmup=True, **options)
-
-    def record(*, src: Any, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
-        found.kernels.append(src.name)
-        found.new += [] if cache_hit else [src.name]
 
     before = driver._active
     driver.set_active(_Driver(wanted.capability))
-    JITFunction.run, knobs.compilation.listener, _target = compile_only, record, wanted
+    JITFunction.run, _target = compile_only, wanted
     try:
-        with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as pool, AsyncCompileMode(pool):
-            yield found
+        with AsyncCompileMode(collected):
+            try:
+                yield found
+                collected.compile(found, wanted.names[0], processes, say)
+            finally:
+                collected.settle()
     finally:
-        JITFunction.run, knobs.compilation.listener, _target = run, listener, None
+        JITFunction.run, _target = run, None
         driver._active = before

@@ -132,7 +132,7 @@ def tune(requests: Sequence[table.Request], device: torch.device, dtype: torch.d
 
 
 def _compile(request: table.Request, tried: Sequence[Any], dtype: torch.dtype) -> None:
-    """Into Triton's cache, on all cores."""
+    """Into Triton's cache, on all cores. A candidate that fails is compiled again as it is timed, which says why."""
     here = Target.here()
     assert here is not None
     with compiling(here):

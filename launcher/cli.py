@@ -75,7 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         "--capability", type=_capability, metavar="N.N", help="of the GPU, e.g. 9.0 of an H200 (default: the one here)"
     )
     ahead.add_argument("--gpu", metavar="NAME", default="", help="CUDA's name of it, for rows of the table of tiles that have one")
-    ahead.add_argument("--threads", type=_positive, metavar="N", help="that compile (default: the usable cores)")
+    ahead.add_argument("--processes", type=_positive, metavar="N", help="that compile at once (default: the usable cores)")
+    ahead.add_argument("--dearest", type=_positive, default=0, metavar="N", help="also print what the N dearest took to compile")
 
     generate = _command(commands, "generate", _generate, "write text with a run's newest checkpoint")
     generate.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
@@ -230,16 +231,9 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from baton.parallel.mesh import local_device
-    from baton.training.doctor import findings_on
+    from baton.launcher.kernels import check_machine
 
-    device, findings = local_device(0, 1, arguments.device), []
-    for finding in findings_on(device):
-        print(finding, flush=True)
-        findings.append(finding)
-    failed = sum(not finding.passed for finding in findings)
-    print(f"{len(findings) - failed} of {len(findings)} checks on {device} passed")
-    return 1 if failed else 0
+    return check_machine(arguments.device)
 
 
 def _tune(arguments: argparse.Namespace) -> int:
@@ -260,22 +254,11 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    import time
+    from baton.launcher.kernels import compile_run
 
-    from baton.launcher.config import load
-    from baton.launcher.errors import ConfigError
-    from baton.launcher.inputs import with_known_vocabulary
-    from baton.training.compile import Target, compile_for
-
-    wanted = Target.here() if arguments.capability is None else Target(arguments.capability, arguments.gpu)
-    if wanted is None:
-        raise ConfigError("there is no GPU here: say which to compile for, e.g. --capability 9.0")
-    config, began = with_known_vocabulary(load(arguments.config, arguments.overrides)), time.monotonic()
-    compiled = compile_for(config.model, config.training, config.layout, wanted, arguments.threads)
-    total, new = len(compiled.kernels), len(compiled.new)
-    seconds = time.monotonic() - began
-    print(f"{total} kernels for {wanted}: {new} compiled, {total - new} were there, in {seconds:.0f} s; {compiled.folder}")
-    return 0
+    return compile_run(
+        arguments.config, arguments.overrides, arguments.capability, arguments.gpu, arguments.processes, arguments.dearest
+    )
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -134,12 +134,15 @@ def import_for(device: str) -> str:
 
 
 def _run(path: Path) -> None:
+    from baton.launcher import ahead
     from baton.launcher.run_directory import changed_since_last_start, read_config
 
     config = read_config(path)
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     # whoever started the ranks: too few of them would wait for the others before anything could be said
     config.check_ranks(world_size)
+    # before this process has to do with CUDA: what compiles is forked from it
+    compiler = ahead.start(config) if local_rank == 0 else None
     import torch
 
     from baton.parallel import waiting
@@ -175,6 +178,7 @@ def _run(path: Path) -> None:
     watched = heartbeat.FOLDER in os.environ
     if watched and device.type == "cuda":
         heartbeat.own().look_after(waiting.on_gpu)
+    if device.type == "cuda":
         _hear_of_kernels()
     patience_s = PATIENCE * max(config.layout.timeout_s, config.jobs.startup_s) if watched else None
     mesh = meshes.initialize(config.layout, device=device, rank=rank, store=store, patience_s=patience_s)
@@ -188,18 +192,29 @@ def _run(path: Path) -> None:
         profile=config.profile,
         flops_per_token=flops_per_token,
         notices=notices,
+        await_kernels=partial(ahead.await_node, compiler, store, rank, local_rank, _say_of_kernels),
         changed=changed_since_last_start(path.parent, config) if rank == 0 and path.parent.name.isdigit() else {},
     )
     train(settings, mesh)
     meshes.shutdown()
 
 
+def _say_of_kernels(line: str) -> None:
+    """A line about kernels that are compiled ahead, which is a sign of life too."""
+    print(line, flush=True)
+    heartbeat.own().at(line)
+
+
 def _hear_of_kernels() -> None:
-    """Each kernel that is compiled is a sign of life."""
+    """Each kernel that this process compiles is a sign of life, and is named: it was not compiled ahead."""
     from triton import knobs
 
-    def heard(*, src: Any, **of: Any) -> None:
-        heartbeat.own().at(f"compiled {getattr(src, 'name', 'a kernel')}")
+    def heard(*, src: Any, times: Any, cache_hit: bool, **of: Any) -> None:
+        name = getattr(src, "name", "a kernel")
+        heartbeat.own().at(f"compiled {name}")
+        if not cache_hit:
+            seconds = (times.ir_initialization + sum(took for _, took in times.lowering_stages)) / 1e6
+            print(f"compiled {name} in {seconds:.1f} s as it was launched: it was not compiled ahead", flush=True)
 
     knobs.compilation.listener = heard
 

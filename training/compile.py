@@ -4,6 +4,7 @@ The one thing to know: a rank's model makes a step on the meta device, in every 
 before the first step launches is launched too. Nothing is computed and no memory taken, so any size compiles anywhere.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -28,11 +29,16 @@ __all__ = ["Target", "compile_for"]
 
 
 def compile_for(
-    model: ModelConfig, training: TrainingConfig, layout: LayoutConfig, wanted: Target, threads: int | None = None
+    model: ModelConfig,
+    training: TrainingConfig,
+    layout: LayoutConfig,
+    wanted: Target,
+    processes: int | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Compiled:
     """Compile what a rank of the run launches in its steps, with one of each kind of layer.
 
-    threads: that compile (default: the usable cores).
+    processes: that compile (default: the usable cores). say: takes lines about the progress.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -40,7 +46,7 @@ def compile_for(
     layers = model.model_copy(update={"n_layers": min(model.n_layers, max(2, len(model.period)))})
     # stages have the same kinds of layers and data ranks the same everything; a link to itself takes the steps of a sequence rank
     own = LayoutConfig(tensor=layout.tensor, split_residual=layout.split_residual)
-    with compiling(wanted, threads) as compiled:
+    with compiling(wanted, processes, say) as compiled:
         mesh = meshes.initialize(own, device=META, rank=0, store=FakeStore())
         if layout.sequence > 1:
             # what is gathered is made as what is sent early

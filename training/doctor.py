@@ -1,16 +1,27 @@
 """Kernels against their definitions on the machine at hand: all of them on demand, those of a model before its first step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-from baton.kernels.check import Finding, check
+from baton.kernels.ahead import META, Compiled, Target, compiling
+from baton.kernels.check import Finding, check, launch
 from baton.kernels.registry import recurrences
 from baton.models.mixer import recurrences_of
 from baton.parallel.tensor import drop_compute_copies
 from baton.training.build import DTYPES, Built
 from baton.training.config import TrainingConfig
 from baton.training.errors import KernelCheckError
+
+
+def compile_checks(wanted: Target, say: Callable[[str], None], processes: int | None = None) -> Compiled:
+    """Compile what the checks launch on a GPU, before they are made. say: takes lines about the progress."""
+    with compiling(wanted, processes, say) as compiled:
+        for recurrence in recurrences():
+            if recurrence.no_kernel is None:  # else PyTorch computes it, and asks for values
+                for dtype in DTYPES.values():
+                    launch(recurrence, META, dtype)
+    return compiled
 
 
 def findings_on(device: torch.device) -> Iterator[Finding]:

@@ -123,6 +123,12 @@ def own() -> Heartbeat:
     return _own
 
 
+def forget() -> None:
+    """A process that a rank has forked gives no signs in its place."""
+    global _own
+    _own = None
+
+
 def path_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}"
 

@@ -81,6 +81,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     account.spent("start-up")
     if mesh.device.type == "cuda":  # on a CPU there are no kernels of our own, and nothing is compiled for the machine
         signs.beat(0, "compile")
+        settings.await_kernels()
         check_kernels(built, training)
     account.spent("compile")
     schedule = SaveSchedule(training.checkpoint, training.steps, mesh, progress.step)

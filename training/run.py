@@ -18,7 +18,8 @@ class RunSettings:
     """What a run is, from the launcher. folder: the run directory. config_text: the resolved configuration as YAML. attempt: number
     of this start, from 1; 0: not counted. profile: what to look at, None: nothing; flops_per_token: of the whole model in
     a training step of such settings, matmuls and mixers counted once forwards and twice backwards. changed: settings that
-    differ from those of the start before, key to (old, new). notices: lines to say before the first step."""
+    differ from those of the start before, key to (old, new). notices: lines to say before the first step. await_kernels: returns
+    when what the run launches on a GPU is compiled."""
 
     folder: Path
     model: ModelConfig
@@ -30,6 +31,7 @@ class RunSettings:
     flops_per_token: Callable[[TrainingConfig], float] | None = None
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+    await_kernels: Callable[[], None] = lambda: None
 
 
 @dataclass

@@ -80,7 +80,7 @@ def compiled(model: Any, training: Any) -> None:
     from baton.training import compile as ahead_of
 
     @contextmanager
-    def compiling(wanted: ahead.Target, threads: int | None = None) -> Iterator[ahead.Compiled]:
+    def compiling(wanted: ahead.Target, processes: int | None = None, say: Any = None) -> Iterator[ahead.Compiled]:
         ahead._target = wanted
         try:
             yield ahead.Compiled("")

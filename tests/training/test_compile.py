@@ -57,17 +57,58 @@ def compiled(programs, run_file, *words):
     return tuple(int(n) for n in said.groups()[:3])
 
 
+BEFORE_A_RUN = """
+import json, sys
+import baton.kernels.ahead as kernels
+from baton.launcher import ahead
+from baton.launcher.config import load
+
+config, later = load(sys.argv[1], []), load(sys.argv[1], ["training.seed=1"])
+
+def compile(say):
+    kernels.Target.asked = classmethod(lambda cls: kernels.Target(90))  # no GPU is needed
+    ahead.compile_run(config, say)
+
+def fail(say):
+    raise ValueError("no\\nGPU of\\nthat kind")
+
+found = {"before": ahead.is_compiled(config), "lines": [], "failed": []}
+ahead.Ahead(compile).wait(found["lines"].append)
+files = json.loads(ahead.listing(config).read_text())
+found |= {"kernels": len(files), "after": ahead.is_compiled(config), "other settings": ahead.is_compiled(later)}
+gone = ahead.listing(config).parent / files[0]
+gone.rename(f"{gone}.away")
+found["gone"] = ahead.is_compiled(config)
+gone.with_name(f"{gone.name}.away").rename(gone)
+ahead.Ahead(fail).wait(found["failed"].append)
+print(json.dumps(found))
+"""
+
+
+def before_a_run(programs, run_file):
+    """What the process that compiles while ranks start does."""
+    return json.loads(programs.run(BEFORE_A_RUN, str(run_file), TRITON_CACHE_DIR=str(run_file.parent / "cache")))
+
+
 @pytest.mark.timeout(600)  # it compiles, where other things run
 def test_kernels_are_compiled_once_for_each_kind_of_call(programs, run_file):
-    kernels, new, there = compiled(programs, run_file, *HOPPER)
-    assert (new, there) == (kernels, 0)
+    """By the process that a run forks as it starts, and what is there then is all that `baton compile` asks for."""
+    found = before_a_run(programs, run_file)
+    kernels, lines = found["kernels"], found["lines"]
+    assert (found["before"], found["after"], found["other settings"], found["gone"]) == (False, True, False, False)
+    assert re.fullmatch(rf"compiling {kernels} kernels for sm_90 in \d+ process(es)?, which takes about \d+ s", lines[0])
+    assert re.fullmatch(rf"compiled {kernels} kernels for sm_90 in \d+ s", lines[-1])
+    (failed,) = found["failed"]
+    assert failed.startswith(
+        "kernels cannot be compiled ahead (no GPU of that kind): kernels are compiled when they are first launched"
+    )
     binaries = {path.stem for path in (run_file.parent / "cache").glob("*/*.cubin")}
     of_attention = {"turn_kernel", "queries_backward_kernel", "rows_backward_kernel"}
     of_others = {"forward_kernel", "backward_kernel", "sums_kernel", "gradient_kernel", "runs_kernel", "borders_kernel"}
     assert binaries == of_others | of_attention, "norm, gate, loss and embedding"
     # a rank's share of the gate has another width; norms and loss are the same
     split, new, there = compiled(programs, run_file, *HOPPER, "layout.tensor=2")
-    assert 0 < new < split
+    assert 0 < new < split, "what the process has compiled is found"
     assert new + there == split == kernels
 
 
@@ -205,7 +246,7 @@ def launched(programs, form, *mixers):
 
 def test_what_is_launched_is_what_was_compiled(programs):
     """Not B'MOJO's: where a CPU is taken for a GPU, what is checked of it is made by the kernels that are checked."""
-    mixers = ("mamba2", "gsa", "lattice", "gated_delta_net", "retnet", "attention")
+    mixers = ("mamba", "longhorn", "mamba2", "gsa", "gla", "lattice", "delta_net", "gated_delta_net", "retnet", "attention")
     real, ahead = launched(programs, "real", *mixers), launched(programs, "ahead", *mixers)
     for mixer in mixers:
         assert len(real[mixer]) > 10

@@ -1,0 +1,162 @@
+"""The node's process that compiles a run's kernels while its ranks start: forked by the node's first rank, which waits for it.
+
+The process is forked before the rank has to do with CUDA, and forks one process for each kernel (kernels/compile_pool.py). What it
+has compiled is listed in a file in Triton's cache: a later start of the same run finds the list, and starts no process. Torch-free
+until the process is forked.
+"""
+
+import ctypes
+import hashlib
+import json
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+from baton.launcher.config import RunConfig
+from baton.training import heartbeat
+
+PACKAGES = ("kernels", "models", "parallel", "training")
+"""Whose sources decide what a run launches."""
+
+SETTINGS = ("TRITON_", "LLVM_", "MLIR_", "DISABLE_", "NVPTX_")
+"""How environment variables begin that Triton's compiler reads."""
+
+LATER = "kernels are compiled when they are first launched, one after the other, which takes minutes"
+
+Say = Callable[[str], None]
+
+
+class Ahead:
+    """The process that compiles. compile: does it in the process, and says how far it is."""
+
+    def __init__(self, compile: Callable[[Say], None]) -> None:
+        context = mp.get_context("fork")
+        self._lines, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(compile, sender, os.getpid()), name="kernels")
+        self._process.start()
+        sender.close()
+
+    def wait(self, say: Say) -> None:
+        """Until all is compiled. say: takes lines, also one where the process failed: a run goes on without it."""
+        try:
+            while True:
+                say(self._lines.recv())
+        except EOFError:
+            pass
+        self._process.join()
+        if self._process.exitcode:
+            say(f"the process that compiles kernels ahead ended with status {self._process.exitcode}: {LATER}")
+
+
+def start(config: RunConfig) -> Ahead | None:
+    """Begin to compile what a run launches on this node's GPUs. None: there are none, or all kernels are in the cache."""
+    if config.device == "cpu" or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        return None
+    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")) or is_compiled(config):
+        return None
+    return Ahead(lambda say: compile_run(config, say))
+
+
+def compile_run(config: RunConfig, say: Say) -> None:
+    """Compile what the run launches on this machine's GPU, and list it."""
+    from baton.launcher.inputs import with_known_vocabulary
+    from baton.training.compile import Target, compile_for
+
+    wanted = Target.asked()
+    if wanted is None:
+        return
+    known = with_known_vocabulary(config)
+    compiled = compile_for(known.model, known.training, known.layout, wanted, say=say)
+    for failure in compiled.failures:
+        say(f"{failure}; it is compiled when it is first launched")
+    if not compiled.failures:
+        _write(listing(config), sorted(compiled.files))
+
+
+def is_compiled(config: RunConfig) -> bool:
+    """Whether all that the run launches was compiled before, and is still in the cache."""
+    path = listing(config)
+    try:
+        files: list[str] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return all((path.parent / file).exists() for file in files)
+
+
+def listing(config: RunConfig) -> Path:
+    """The list of the run's kernels: a file in Triton's cache, whose name says what they are made from."""
+    made_from: list[Any] = [getattr(config, name).model_dump(mode="json") for name in ("model", "data", "training", "layout")]
+    made_from += [version("triton"), version("torch"), sorted(_gpus())]
+    made_from += sorted((name, value) for name, value in os.environ.items() if name.startswith(SETTINGS))
+    digest = hashlib.sha256(json.dumps(made_from).encode())
+    root = Path(__file__).resolve().parent.parent
+    for package in PACKAGES:
+        for path in sorted((*(root / package).rglob("*.py"), *(root / package).rglob("*.json"))):
+            digest.update(path.read_bytes())
+    return _cache() / f"baton-run-{digest.hexdigest()[:32]}.json"
+
+
+def _cache() -> Path:
+    """Triton's folder, as triton.knobs.cache.dir."""
+    own = os.environ.get("TRITON_CACHE_DIR")
+    return Path(own) if own else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+
+
+def _gpus() -> Iterator[str]:
+    """What the driver says of this machine's GPUs, without asking CUDA: nodes of several kinds may share a cache."""
+    for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+        try:
+            yield from (line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("Model:"))
+        except OSError:
+            continue
+
+
+def _write(path: Path, files: list[str]) -> None:
+    new = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(json.dumps(files), encoding="utf-8")
+        new.replace(path)
+    except OSError:  # the next start looks for itself
+        new.unlink(missing_ok=True)
+
+
+def _run(compile: Callable[[Say], None], sender: connection.Connection, parent: int) -> None:
+    """In the process."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its rank
+    if os.getppid() != parent:
+        os._exit(1)
+    # a rank's signals ask for a save, and its signs of life are its own
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.pop(heartbeat.FOLDER, None)
+    heartbeat.forget()
+    try:
+        compile(sender.send)
+    except Exception as error:
+        sender.send(f"kernels cannot be compiled ahead ({' '.join(str(error).split())[:300] or type(error).__name__}): {LATER}")
+
+
+def await_node(ahead: Ahead | None, store: Any, rank: int, local_rank: int, say: Say) -> None:
+    """Wait until the node's kernels are compiled: the node's first rank for its process, the others for that rank.
+
+    store: where ranks meet. say: takes lines of the first rank.
+    """
+    from baton.parallel import waiting
+
+    first = rank - local_rank
+    key = f"kernels of the node of rank {first}"
+    if local_rank == 0:
+        if ahead is not None:
+            ahead.wait(say)
+        store.set(key, "compiled")
+        return
+    with waiting.reporting(f"kernels, which rank {first} compiles"):
+        while not store.check([key]):
+            time.sleep(0.1)

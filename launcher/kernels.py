@@ -1,0 +1,58 @@
+"""`baton doctor` and `baton compile`: kernels checked on this machine, and compiled before a run starts."""
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from baton.launcher.config import load
+from baton.launcher.errors import ConfigError
+from baton.launcher.inputs import with_known_vocabulary
+from baton.parallel.mesh import local_device
+from baton.training.compile import Target, compile_for
+from baton.training.doctor import compile_checks, findings_on
+
+
+def check_machine(wanted: str) -> int:
+    """Compare every recurrence with its definition, print what was found, and return the exit status.
+
+    wanted: "cpu", "cuda" or "auto". On a GPU all kernels are compiled first.
+    """
+    say = partial(print, flush=True)
+    # before this process has to do with CUDA: those that compile are forked from it
+    gpu = None if wanted == "cpu" else Target.asked()
+    if gpu is not None:
+        for failure in compile_checks(gpu, say).failures:
+            say(f"{failure}; its check compiles it again")
+    device, findings = local_device(0, 1, wanted), []
+    for finding in findings_on(device):
+        say(finding)
+        findings.append(finding)
+    failed = sum(not finding.passed for finding in findings)
+    say(f"{len(findings) - failed} of {len(findings)} checks on {device} passed")
+    return 1 if failed else 0
+
+
+def compile_run(
+    path: Path, overrides: list[str], capability: int | None, gpu: str, processes: int | None = None, dearest: int = 0
+) -> int:
+    """Compile what a run launches, and return the exit status. Progress goes to standard error.
+
+    capability, gpu: of the GPU; None: the one here. processes: that compile (default: the usable cores). dearest: how many of the
+    kernels that took longest are printed.
+    """
+    wanted = Target.asked() if capability is None else Target(capability, gpu)
+    if wanted is None:
+        raise ConfigError("there is no GPU here: say which to compile for, e.g. --capability 9.0")
+    config, began = with_known_vocabulary(load(path, overrides)), time.monotonic()
+    compiled = compile_for(
+        config.model, config.training, config.layout, wanted, processes, partial(print, file=sys.stderr, flush=True)
+    )
+    for failure in compiled.failures:
+        print(f"baton: {failure}", file=sys.stderr)
+    total, new, failed = len(compiled.kernels), len(compiled.new), len(compiled.failures)
+    counts = f"{new - failed} compiled, {total - new} were there"
+    print(f"{total} kernels for {wanted}: {counts}, in {time.monotonic() - began:.0f} s; {compiled.folder}")
+    for outcome in sorted(compiled.outcomes, key=lambda outcome: -outcome.seconds)[:dearest]:
+        print(f"{outcome.seconds:6.1f} s of processor time: {outcome.name}")
+    return 1 if failed else 0
