@@ -5,10 +5,12 @@ does nothing else. Processor time is the sum over all processes of the run until
 influence. `cold` runs have empty caches of bytecode and of kernels; `warm` runs are those after one run that has filled them.
 `--before FILE` compares with the rows of an earlier run of this program, such as one of an earlier commit on the same machine.
 
-    python benchmarks/startup.py [--ranks 1,2] [--repetitions 3] [--no-cold] [--before FILE] [--name startup_cpu]
+    python benchmarks/startup.py [--ranks 1,2] [--repetitions 3] [--cold] [--before FILE] [--name startup_cpu]
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -21,7 +23,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 from report import Report
@@ -38,7 +39,6 @@ training:
   context: 128
   global_batch_tokens: 1024
   micro_batch: 2
-  precision: float32
   log_every: 1
   optimizer: {lr: 1.0e-3}
   evaluation: {every: 0}
@@ -54,32 +54,30 @@ class Start:
 
 
 def first_step(folder: Path, words: Iterable[str], environment: Mapping[str, str]) -> Start:
-    """Train a few steps; the run must end well."""
+    """Until the first step is shown; the run then makes its others, and must end well."""
     began = time.monotonic()
     command = [*BATON, "train", str(folder.parent / "run.yaml"), f"directory={folder}", f"training.steps={STEPS}", *words]
     process = psutil.Popen(command, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    metrics, spent, seen = folder / "metrics.jsonl", 0.0, {}
-    while not (metrics.exists() and '"train"' in metrics.read_text()):
+    log = folder / "attempts" / "0001" / "rank-0.log"
+    while not (log.exists() and "step 1/" in log.read_text(errors="replace")):
         if process.poll() is not None:
             sys.exit(f"the run ended before its first step:\n{process.stdout.read()}")
-        seen |= {p.pid: times.user + times.system for p, times in _tree(process)}
-        time.sleep(0.02)
-    elapsed = time.monotonic() - began
-    spent = sum((seen | {p.pid: times.user + times.system for p, times in _tree(process)}).values())
+        time.sleep(0.01)
+    found = Start(time.monotonic() - began, _processor_s(process))
     said, _ = process.communicate(timeout=600)
     if process.returncode:
         sys.exit(f"the run ended with status {process.returncode}:\n{said}")
-    return Start(elapsed, spent)
-
-
-def _tree(process: psutil.Process) -> list[tuple[psutil.Process, Any]]:
-    found = []
-    for p in [process, *process.children(recursive=True)]:
-        try:
-            found.append((p, p.cpu_times()))
-        except psutil.Error:  # it has just ended
-            continue
     return found
+
+
+def _processor_s(process: psutil.Process) -> float:
+    """Of a process and all that came of it, those that have ended included."""
+    total = 0.0
+    for one in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            times = one.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
 
 
 def seconds_of(command: list[str], repetitions: int) -> Start:
@@ -123,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--no-cold", action="store_true")
+    parser.add_argument("--cold", action="store_true", help="time a run with empty caches too")
     parser.add_argument("--before", type=Path, help="results of an earlier run, to compare with")
     parser.add_argument("--name", default="startup_cpu")
     parser.add_argument("words", nargs="*", help="settings of the run, as device=cpu")
@@ -141,24 +139,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "run.yaml").write_text(RUN)
-        environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(folder / "bytecode"), "TRITON_CACHE_DIR": str(folder / "kernels")}
-        number = 0
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "kernels")}
+        runs = (folder / f"run-{number}" for number in itertools.count())
         for ranks in map(int, arguments.ranks.split(",")):
             case = f"baton train, {ranks} rank{'s' if ranks > 1 else ''}"
-            words, cold, warm = [f"layout.data={ranks}", *arguments.words], [], []
-            if not arguments.no_cold and not cold:
-                number += 1
-                places = {"PYTHONPYCACHEPREFIX": f"bytecode-{number}", "TRITON_CACHE_DIR": f"kernels-{number}"}
-                own = environment | {name: str(folder / place) for name, place in places.items()}
-                cold.append(first_step(folder / f"run-{number}", words, own))
-            for repetition in range(arguments.repetitions + 1):
-                number += 1
-                start = first_step(folder / f"run-{number}", words, environment)
-                warm += [start] if repetition else []  # the first one fills the caches
+            words = [f"layout.data={ranks}", *arguments.words]
+            if arguments.cold:
+                places = {"PYTHONPYCACHEPREFIX": f"bytecode-{ranks}", "TRITON_CACHE_DIR": f"kernels-{ranks}"}
+                empty = environment | {name: str(folder / place) for name, place in places.items()}
+                start = first_step(next(runs), words, empty)
+                report.gate(f"{case}, cold", True, f"the run made its {STEPS} steps and ended well")
+                rows(f"{case}, cold", start, f"{case}, cold")
+            # the first one fills the caches
+            _, *warm = [first_step(next(runs), words, environment) for _ in range(arguments.repetitions + 1)]
             report.gate(case, True, f"every run made its {STEPS} steps and ended well")
-            if cold:
-                rows(f"{case}, cold", cold[0], case)
-            rows(f"{case}, warm", Start(*(statistics.median(part) for part in zip(*map(_pair, warm)))), case)
+            middle = (statistics.median(start.elapsed_s for start in warm), statistics.median(start.processor_s for start in warm))
+            rows(f"{case}, warm", Start(*middle), case)
         report.gate("commands", True, "every command ended with status 0")
         run = str(folder / "run.yaml")
         commands = {
@@ -174,20 +170,12 @@ def main() -> None:
         for title, module in modules.items():
             code = [sys.executable, "-P", "-X", "importtime", "-c", f"import {module}"]
             imports_table(report, title, subprocess.run(code, check=True, capture_output=True, text=True).stderr)
-        number += 1
-        timed = folder / f"run-{number}"
+        timed = next(runs)
         first_step(timed, arguments.words, environment | {"PYTHONPROFILEIMPORTTIME": "1"})
         imports_table(report, "a rank", (timed / "attempts" / "0001" / "rank-0.log").read_text())
-        for verb in ("evaluate", "generate"):
-            command = [sys.executable, "-P", "-X", "importtime", "-m", "baton.launcher.cli", verb, str(timed)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode == 0:
-                imports_table(report, f"baton {verb}", done.stderr)
+        command = [sys.executable, "-P", "-X", "importtime", "-m", "baton.launcher.cli", "evaluate", str(timed)]
+        imports_table(report, "baton evaluate", subprocess.run(command, check=True, capture_output=True, text=True).stderr)
         report.save()
-
-
-def _pair(start: Start) -> tuple[float, float]:
-    return start.elapsed_s, start.processor_s
 
 
 if __name__ == "__main__":

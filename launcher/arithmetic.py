@@ -103,7 +103,7 @@ class Arithmetic:
             batch=self.training.micro_batch,
             length=self.training.segment // self.layout.sequence,
             tensor=self.tensor,
-            compute_bytes=DTYPE_BYTES[self.training.precision],
+            compute_bytes=DTYPE_BYTES[config.precision],
             gpu=config.device != "cpu",
             segment=self.layout.sequence > 1 or self.training.bptt is not None,
             again=self.layout.sequence > 1 and self.layout.state_exchange != "relay",

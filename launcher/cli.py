@@ -217,9 +217,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     from baton.launcher.config import load
     from baton.launcher.inputs import missing_inputs, with_known_vocabulary
     from baton.launcher.plan import make_plan
+    from baton.launcher.run_directory import settled
 
     config = with_known_vocabulary(load(arguments.config, arguments.overrides))
     cluster = None if arguments.cluster is None else load_cluster(arguments.cluster)
+    # without a cluster it is a GPU's memory that is planned
+    config = settled(config, "cpu" if config.device == "cpu" else cluster.kind if cluster is not None else "cuda")
     plan = make_plan(config, cluster, arguments.memory_gib)
     missing = missing_inputs(config)
     if arguments.json:

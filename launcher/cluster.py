@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from baton.launcher.devices import Kind
 from baton.launcher.errors import ConfigError
 from baton.launcher.validation import first_problem
 from baton.launcher.yaml_file import parse_yaml, read_yaml
@@ -52,6 +53,11 @@ class Cluster(_Settings):
     def ranks_per_node(self) -> int:
         """Ranks that a job starts on a node."""
         return (self.slurm.ranks_per_node if self.slurm is not None else None) or self.gpus_per_node
+
+    @property
+    def kind(self) -> Kind:
+        """Of device that ranks have."""
+        return "cuda" if self.slurm is None or self.slurm.gpus else "cpu"
 
     def seconds(self, sent: int, members: int, stride: int, *, pairs: bool = False) -> float:
         """Time to send `sent` bytes per rank in a group of `members` ranks, numbered `stride` apart, as a ring would.

@@ -22,7 +22,7 @@ from baton.models.config import ModelConfig
 from baton.models.stages import cut
 from baton.parallel.config import LayoutConfig, divisors
 from baton.slurm.config import JobsConfig
-from baton.training.config import ProfileConfig, TrainingConfig, check_long_rows, with_vocabulary
+from baton.training.config import Precision, ProfileConfig, TrainingConfig, check_long_rows, with_vocabulary
 from baton.training.fitting import with_fitting_micro_batch
 
 
@@ -53,6 +53,17 @@ class RunConfig(BaseModel):
     @property
     def folder(self) -> Path:
         return Path(self.directory or f"runs/{self.name}")
+
+    @property
+    def precision(self) -> Precision:
+        """training.precision; of a run that has not begun, that of a GPU, unless it is to run on a CPU."""
+        return self.training.precision_on("cpu" if self.device == "cpu" else "cuda")
+
+    def with_precision(self, precision: Precision) -> "RunConfig":
+        """The same, checked again, with this training.precision."""
+        config = self.model_copy(update={"training": self.training.model_copy(update={"precision": precision})})
+        config.check()
+        return config
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

@@ -107,11 +107,14 @@ def _new_config(run: Path, out: Path, overrides: Sequence[str]) -> Any:
     """The run's configuration with key=value words over it, for its new directory."""
     from baton.launcher.config import RunConfig, load
     from baton.launcher.errors import ConfigError
+    from baton.launcher.run_directory import read_config
 
     keys = [word.partition("=")[0] for word in overrides]
     if "directory" in keys:
         raise ConfigError("directory=... is what --out says; leave it out")
     config = load(run / "config.yaml", list(overrides))
+    if config.training.precision is None:  # as everywhere, what the run began with
+        config = config.with_precision(read_config(run / "config.yaml").precision)
     own: dict[str, Any] = {"directory": str(out.absolute())}
     pattern = next(str(x.pattern) for x in RunConfig.model_fields["name"].metadata if getattr(x, "pattern", None))
     if "name" not in keys and re.fullmatch(pattern, out.name):

@@ -318,7 +318,7 @@ def _bubble(counted: tuple[Arithmetic, ...]) -> float:
 
 def _speed(config: RunConfig, counted: tuple[Arithmetic, ...], cluster: Cluster) -> Speed:
     waits = (len(counted) - 1) / counted[0].round
-    rate = getattr(cluster.matmul_tflops, config.training.precision) * 1e12
+    rate = getattr(cluster.matmul_tflops, config.precision) * 1e12
     of_stage = max((_stage_seconds(one, rate, waits, cluster) for one in counted), key=lambda seconds: sum(seconds))
     seconds, tokens = sum(of_stage), config.training.global_batch_tokens
     useful = sum(one.useful_flops() for one in counted) * tokens / (config.layout.world_size * seconds * rate)

@@ -19,6 +19,7 @@ from baton.data_pipeline.lock import LockHeldError, exclusive
 from baton.data_pipeline.storage import may_pass, read_text
 from baton.launcher.changes import changes, refusal, with_changes_in_place
 from baton.launcher.config import RunConfig
+from baton.launcher.devices import Kind, kind_here
 from baton.launcher.errors import BusyError, ConfigError
 from baton.training import ledger
 
@@ -34,6 +35,7 @@ def open_attempt(config: RunConfig, *, change: bool = False) -> Iterator[Path]:
     Raises ConfigError when the directory belongs to another configuration, with what changed, or is something else; BusyError when
     another process holds it.
     """
+    config = settled(config, kind_here(config.device))
     check_run(config, change=change)
     with ExitStack() as held:
         with _writing(config.folder):
@@ -42,6 +44,22 @@ def open_attempt(config: RunConfig, *, change: bool = False) -> Iterator[Path]:
         check_run(config, change=change)  # again: until now, another process may have trained the run
         open_run(config)
         yield new_attempt(config)
+
+
+def settled(config: RunConfig, kind: Kind) -> RunConfig:
+    """The configuration with a training.precision: the run's own, if it has begun, else that of a kind of device. Where these
+    differ, a line on stderr says so. Writes nothing. Raises ConfigError where the run's configuration cannot be read."""
+    if config.training.precision is not None:
+        return config
+    usual, recorded = config.training.precision_on(kind), config.folder / "config.yaml"
+    own = read_config(recorded).training.precision if recorded.exists() else None
+    if own not in (None, usual):
+        where = "GPU" if kind == "cuda" else "CPU"
+        print(
+            f"note: {config.folder} goes on with training.precision={own}, as it began; a new run on a {where} would have {usual}",
+            file=sys.stderr,
+        )
+    return config.with_precision(own or usual)
 
 
 def check_run(config: RunConfig, *, change: bool = False) -> None:

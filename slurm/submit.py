@@ -13,7 +13,7 @@ import yaml
 from baton.launcher.cluster import Cluster
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
-from baton.launcher.run_directory import check_run, open_run, write_whole
+from baton.launcher.run_directory import check_run, open_run, settled, write_whole
 from baton.slurm import command, evaluation, policy
 from baton.slurm.elastic import fitted, nodes_for
 from baton.slurm.files import write_excluded
@@ -73,6 +73,7 @@ def prepare(config: RunConfig, cluster: Cluster, nodes: str | None, *, change: b
         raise ConfigError(
             f"directory={absolute.folder} holds {' '.join(odd)}, which SLURM reads in its own way; use another directory="
         )
+    absolute = settled(absolute, "cpu" if config.device == "cpu" else cluster.kind)
     check_run(absolute, change=change)
     wanted = _nodes(absolute, cluster, nodes)
     script = render(absolute, cluster, wanted, where=Path.cwd(), python=sys.executable)

@@ -64,7 +64,7 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
         return LanguageModel(
             config,
             tensor_size=1 if mesh is None else mesh.layout.tensor,
-            compute_dtype=DTYPES[training.precision],
+            compute_dtype=DTYPES[training.precision_on(device.type)],
             residual_dtype=DTYPES[training.residual],
             recompute=training.recompute,
             selective_recompute=training.selective_recompute,

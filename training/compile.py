@@ -58,7 +58,7 @@ def compile_for(
                 for at in {(at.micro_batch, at.context): at for _, at in training.stretches}.values():
                     _step(built, at, layout.sequence, LaneStates(built, at, mesh) if at.carries else None)
             for recurrence in sorted(carried, key=str):
-                launch(recurrence, META, DTYPES[training.precision])
+                launch(recurrence, META, DTYPES[training.precision_on(META.type)])
         finally:
             meshes.shutdown()
     return compiled

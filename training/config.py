@@ -12,6 +12,7 @@ from baton.training.errors import RunError
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0)]
+Precision = Literal["float32", "bfloat16"]
 
 
 class _Settings(BaseModel):
@@ -166,8 +167,9 @@ class TrainingConfig(_Settings):
     lanes: int | None = Field(None, ge=1, description="independent streams of documents, fixed for the run's life; null: one "
                               "per sequence of the global batch")  # fmt: skip
     seed: int = Field(0, ge=0, description="of the initial values and of the order of the data")
-    precision: Literal["float32", "bfloat16"] = Field("bfloat16", description="of matmuls and activations; parameters, "
-                                                      "gradients, scan states and the optimizer are always fp32")  # fmt: skip
+    precision: Precision | None = Field(None, description="of matmuls and activations; null: bfloat16 on a GPU, float32 on a CPU, "
+                                        "which multiplies it several times faster; a run keeps what it began with. Parameters, "
+                                        "gradients, scan states and the optimizer are always fp32")  # fmt: skip
     residual: Literal["float32", "bfloat16"] = Field("float32", description="of the residual stream, and of what stages hand on; "
                                                      "bfloat16, with precision=bfloat16: faster, but every sub-block's sum is "
                                                      "rounded to 8 bits")  # fmt: skip
@@ -192,6 +194,10 @@ class TrainingConfig(_Settings):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     monitoring: MonitoringConfig = Field(default_factory=MonitoringConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
+
+    def precision_on(self, device: str) -> Precision:
+        """The precision, where models live on a device of this type (torch.device's; meta stands for a GPU)."""
+        return self.precision or ("float32" if device == "cpu" else "bfloat16")
 
     @property
     def sequences_per_step(self) -> int:
@@ -283,7 +289,7 @@ class TrainingConfig(_Settings):
                 f"per step; sizes that do: {divisors(g // data_size)}"
             )
         self._check_segments()
-        if self.residual == "bfloat16" and self.precision != "bfloat16":
+        if self.residual == "bfloat16" and self.precision == "float32":
             raise RunError(
                 f"training.residual=bfloat16 does not go with training.precision={self.precision}: what is added to the residual "
                 f"stream would be more precise than the sum; set training.residual=float32"

@@ -163,7 +163,7 @@ class Profiler:
             tokens=at.global_batch_tokens,
             seconds=statistics.median(self._before) if self._before else table.ms / 1000,
             devices=self._mesh.world_size,
-            peak=peak_of(self._device, settings.training.precision, settings.profile.peak_tflops),
+            peak=peak_of(self._device, settings.training.precision_on(self._mesh.device.type), settings.profile.peak_tflops),
         )
 
     def _lines(self, table: TimeTable, used: Utilisation) -> list[str]:

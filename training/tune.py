@@ -68,7 +68,7 @@ def tune_for(
         TilesError: the table cannot be read or written, or the run has none of the kernels, before anything is timed.
     """
     table.write(table.read(path), path)
-    dtype, here = DTYPES[training.precision], Target.here()
+    dtype, here = DTYPES[training.precision_on(device.type)], Target.here()
     assert here is not None
     for tuned in tune(chosen(requests_of(model, training, layout, here), kernels), device, dtype):
         table.write(_with_row(table.read(path), tuned.entry(device, dtype)), path)
