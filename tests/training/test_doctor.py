@@ -28,7 +28,10 @@ def checked(mesh, mixer):
     return [str(r) for r in found], sorted(str(r) for r in seen)
 
 
-@pytest.mark.parametrize("mixer", [*kinds(), "hybrid"])
+MIXERS = (*kinds(), "hybrid")
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_what_a_model_carries_is_found_and_checked(pool, mixer):
     for found, used in pool.run(checked, mixer=mixer, data=1):
         assert found == used
@@ -48,7 +51,7 @@ def stepped_in_bfloat16(mesh, mixer):
     return StepExecutor(built.model, built.engine, mesh).step(micro_batches(0, 0, 1, 2), 1e-3).loss
 
 
-@pytest.mark.parametrize("mixer", [*kinds(), "hybrid"])
+@pytest.mark.parametrize("mixer", [pytest.param(mixer, marks=pytest.mark.long if n % 2 else ()) for n, mixer in enumerate(MIXERS)])
 def test_a_model_is_checked_and_takes_a_step_in_bfloat16(pool, mixer):
     """As on a GPU, with activations in bfloat16 beside gates in float32."""
     assert pool.run(stepped_in_bfloat16, mixer=mixer, data=1)
