@@ -112,9 +112,11 @@ def _share_gloo_device() -> None:
 
     theirs, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
 
-    def make(group, store, rank, size, timeout):
+    def make(group, store, rank, size, timeout, **newer):
         options = ProcessGroupGloo._Options()
         options._devices, options._timeout, options._threads = [device], timeout, 2
+        for name, value in newer.items():  # torch 2.15 has one more
+            setattr(options, name, value)
         theirs(group, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = make
