@@ -40,7 +40,7 @@ def _recall(S: Tensor, k: Tensor) -> Tensor:
 
 
 @both
-@law(max_examples=20)
+@law(max_examples=10)
 @given(seed=seeds, batch=st.integers(1, 2), length=st.integers(1, 33), chunk=st.integers(1, 40))
 def test_any_chunk_size_equals_the_definition(gated: bool, seed: int, batch: int, length: int, chunk: int):
     arguments = _example(seed, batch, length, torch.float64, gated)
@@ -55,7 +55,7 @@ def test_any_chunk_size_equals_the_definition(gated: bool, seed: int, batch: int
 
 
 @both
-@law(max_examples=10)
+@law(max_examples=8)
 @given(seed=seeds, length=st.integers(1, 33), chunk=st.integers(1, 40), start_probability=st.sampled_from([0.0, 0.1]))
 def test_the_effect_is_the_product_of_the_transitions_for_any_chunk_size(
     gated: bool, seed: int, length: int, chunk: int, start_probability: float
@@ -164,7 +164,7 @@ def test_a_log_decay_of_zero_is_no_gate():
 
 
 @both
-@law(max_examples=15)
+@law(max_examples=8)
 @given(seed=seeds, length=st.integers(1, 200), d_key=st.integers(1, 12))
 def test_the_transition_never_makes_a_state_longer(gated: bool, seed: int, length: int, d_key: int):
     """Unit keys and beta in 0..2: a product of (decayed) partial reflections. Some keys are repeated, some all but."""

@@ -63,7 +63,7 @@ def test_the_papers_interleaved_form_is_the_same_function(window: int, n_fading:
         assert relative_error(ours, theirs) <= 1e-12
 
 
-@law(max_examples=40)
+@law(max_examples=16)
 @given(
     seed=seeds,
     m=st.integers(1, 9),
@@ -153,7 +153,7 @@ SPANS = (
 
 
 @pytest.mark.parametrize("attention", SPANS, ids=str)
-@law(max_examples=25)
+@law(max_examples=10)
 @given(
     seed=seeds,
     length=st.integers(1, 60),
@@ -248,7 +248,7 @@ NORMS = {
 }
 
 
-@law(max_examples=40)
+@law(max_examples=16)
 @given(seed=seeds, length=st.integers(1, 20), k=st.integers(1, 5), cut=st.integers(1, 19), norm=st.sampled_from(sorted(NORMS)))
 def test_innovation_is_what_the_outputs_before_do_not_foretell(seed: int, length: int, k: int, cut: int, norm: str):
     generator = seeded(seed)

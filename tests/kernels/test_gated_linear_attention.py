@@ -59,7 +59,7 @@ def _assert_close(found, expected, tolerance: float) -> None:
 
 
 @every_gate
-@law(max_examples=20)
+@law(max_examples=10)
 @given(seed=seeds, length=st.integers(1, 70), group=st.integers(1, 3), chunk=st.integers(1, 80))
 def test_any_chunk_size_equals_the_definition(gate: str, seed: int, length: int, group: int, chunk: int):
     inputs, state = _arguments(seed, gate, length, group)

@@ -60,7 +60,7 @@ def _assert_close(found, expected, tolerance: float) -> None:
 
 
 @every_link
-@law(max_examples=15)
+@law(max_examples=8)
 @given(seed=seeds, length=st.integers(1, 70), group=st.integers(1, 3), chunk=st.integers(1, 80))
 def test_any_chunk_size_equals_the_definition(link: str, seed: int, length: int, group: int, chunk: int):
     arguments, pos = _arguments(seed, length, group), positions(seeded(seed), BATCH, length, 0.1)
@@ -132,7 +132,7 @@ def test_slots_that_keep_nothing_give_back_the_token():
     assert torch.equal(v_last, v[:, -1, :, None, :].expand_as(v_last))
 
 
-@law(max_examples=20)
+@law(max_examples=10)
 @given(seed=seeds, length=st.integers(1, 100))
 def test_slots_are_sub_convex_combinations_of_what_was_written(seed: int, length: int):
     """From slots of zero: weights of at least 0 that sum to 1 minus the product of the gates, so no slot exceeds its inputs."""

@@ -33,7 +33,7 @@ def _arguments(seed: int, batch: int, length: int, channels: int, d_state: int, 
 
 
 @both_discretizations
-@law(max_examples=30)
+@law(max_examples=12)
 @given(
     seed=seeds,
     batch=st.integers(1, 2),

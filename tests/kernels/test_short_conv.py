@@ -20,7 +20,7 @@ def _arguments(seed: int, batch: int, length: int, channels: int, width: int) ->
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
-@law(max_examples=30)
+@law(max_examples=12)
 @given(
     seed=seeds,
     batch=st.integers(1, 2),

@@ -37,7 +37,7 @@ def test_one_document_is_masked_attention(window: int | None):
         assert relative_error(ours, theirs) <= 1e-12
 
 
-@law(max_examples=20)
+@law(max_examples=10)
 @given(seed=seeds, length=st.integers(1, 40), window=st.one_of(st.none(), st.integers(1, 12)), chunk=st.integers(1, 40))
 def test_any_block_size_equals_the_definition(seed: int, length: int, window: int | None, chunk: int):
     pos = positions(seeded(seed), 2, length, 0.1)

@@ -66,15 +66,21 @@ def test_leaves_describe_the_state(layer):
     protocol.check(a_state_of_some_tokens(layer, pos), layer.leaves, B)
 
 
+FEW_CUTS = [[1], [T - 1], [2, 3, 9], list(range(1, T))]
+
+
+@pytest.mark.parametrize(
+    "many_cuts", [FEW_CUTS, pytest.param([[t] for t in range(2, T - 1)], marks=pytest.mark.long)], ids=["", "all"]
+)
 @pytest.mark.parametrize("begun", [True, False], ids=["a state arrives", "no state arrives"])
 @pytest.mark.parametrize("pos", DOCUMENTS.values(), ids=DOCUMENTS.keys())
-def test_split_equals_whole(layer, pos, begun):
+def test_split_equals_whole(layer, pos, begun, many_cuts):
     pos = torch.tensor(pos, dtype=torch.int32)
     entering = a_state_of_some_tokens(layer, pos) if begun else None
     whole = run(layer, [], pos, entering)
     seen = {name for name, value in whole.items() if value.any()}
     assert {"y", "dx", *(f"d {name}" for name, p in layer.named_parameters() if p.requires_grad)} <= seen, "an empty comparison"
-    for cuts in [*([t] for t in range(1, T)), [2, 3, 9], list(range(1, T))]:
+    for cuts in many_cuts:
         split = run(layer, cuts, pos, entering)
         assert whole.keys() == split.keys()
         for name in whole:

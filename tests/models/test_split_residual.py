@@ -104,13 +104,15 @@ def all_on_ranks(mesh, examples):
     return {mixer: on_ranks(mesh, mixer, *given) for mixer, given in examples.items()}
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
-def test_every_layer_on_a_shared_residual_stream_is_the_layer(pool, single_mesh, tensor):
+@pytest.mark.parametrize(
+    ("tensor", "models"), [(2, MODELS), (4, ["bmojo", "gsa", "hybrid"]), pytest.param(4, MODELS, marks=pytest.mark.long)]
+)
+def test_every_layer_on_a_shared_residual_stream_is_the_layer(pool, single_mesh, tensor, models):
     """3 x 7 tokens, which no number of ranks divides; packed; States enter, and what leaves has cotangents."""
-    examples = {mixer: example(mixer, 3, 7) for mixer in MODELS}
+    examples = {mixer: example(mixer, 3, 7) for mixer in models}
     expected = {mixer: on_one(mixer, *given) for mixer, given in examples.items()}
     for found in pool.run(all_on_ranks, examples, tensor=tensor):
-        for mixer in MODELS:
+        for mixer in models:
             assert found[mixer].keys() == expected[mixer].keys()
             for name, value in found[mixer].items():
                 assert relative_error(value, expected[mixer][name]) <= 1e-10, f"{mixer}: {name}"
@@ -152,7 +154,7 @@ def kept(mesh, mixer, recompute):
     return found
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_recomputation_keeps_a_part_of_each_layers_input(pool, tensor):
     """What is kept in float32 are the layers' inputs, and what the final norm needs: with a shared stream a rank has its part."""
     whole = pool.run(kept, "mamba", True, tensor=tensor)[0]
@@ -212,11 +214,14 @@ def sent(mesh, mixers):
     return found
 
 
-def test_a_shared_residual_stream_sends_no_more_bytes(pool):
+@pytest.mark.parametrize(
+    "models", [["mamba", "mamba2", "gsa", "bmojo", "attention", "hybrid"], pytest.param(MODELS, marks=pytest.mark.long)]
+)
+def test_a_shared_residual_stream_sends_no_more_bytes(pool, models):
     """Forward and backward, loss and embedding included, without the few numbers of partial gradients."""
-    whole = pool.run(sent, MODELS, tensor=2)[0]
-    part = pool.run(sent, MODELS, tensor=2, split_residual=True)[0]
-    for mixer in MODELS:
+    whole = pool.run(sent, models, tensor=2)[0]
+    part = pool.run(sent, models, tensor=2, split_residual=True)[0]
+    for mixer in models:
         assert not whole[mixer].keys() & {"_allgather_base_", "_reduce_scatter_base_"}
         assert part[mixer]["_allgather_base_"] == part[mixer]["_reduce_scatter_base_"] > 0
         # fewer where several projections read x, whose gradients are summed before they are exchanged, or a code is shared

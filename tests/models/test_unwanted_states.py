@@ -64,8 +64,18 @@ def test_every_mixers_outputs_and_gradients_are_the_same(mixer, entered):
             mixer(x, POS, left)
 
 
-@pytest.mark.parametrize("how", ["plain", "recompute", "selective_recompute"])
-@pytest.mark.parametrize("kind", [*kinds(), "hybrid"])
+EVERY_WAY = {"bmojo", "hybrid"}
+"""Models that the default suite runs in each of the ways; the others only where layers are run again."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        pytest.param(kind, how, marks=[] if how == "recompute" or kind in EVERY_WAY else pytest.mark.long)
+        for kind in [*kinds(), "hybrid"]
+        for how in ("plain", "recompute", "selective_recompute")
+    ],
+)
 def test_a_models_losses_and_gradients_are_the_same(kind, how, single_mesh):
     """Also where a layer is run again, outside of what said that no State is wanted."""
     batch, found = micro_batches(0, 0, 1, 2)[0], []

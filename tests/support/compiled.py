@@ -19,6 +19,18 @@ ARCHITECTURES = (80, 90, 100)
 # as the table of tiles may call them
 NAMES = {80: ("sm_80",), 90: ("sm_90", "NVIDIA H200"), 100: ("sm_100",)}
 MAIN = 90  # the only one for what is a variant of another kernel, "NAME, VARIANT"
+# which of a kernel's configurations is compiled where one is enough; else its first
+CHEAP = {
+    "longhorn summarize",
+    "longhorn scan",
+    "longhorn summarize backward",
+    "longhorn backward",
+    "mamba2 prepare",
+    "mamba2 scores",
+    "mamba2 states",
+    "mamba2 plain write",
+    "mamba2 gated backward",
+}
 # of tensors: what is in the activations' dtype; the others are float32, positions int32, and what is no pointer a size
 ACTIVATIONS = {
     "x",
@@ -478,14 +490,44 @@ def one(number, arch):
     return f"{name}, sm_{arch}", report(kernel, signature(kernel, constants, dtype), constants, arch, warps)
 
 
+def of_each_kernel():
+    """Numbers of configurations of which every kernel has one: a cheap one where they differ."""
+    chosen = {}
+    for number, (name, kernel, *_) in enumerate(kernels(MAIN)):
+        if kernel not in chosen or name in CHEAP:
+            chosen[kernel] = number
+    return list(chosen.values())
+
+
+def starved():
+    """The report of a kernel that is allowed fewer registers than it needs."""
+    _, kernel, constants, warps, dtype = next(x for x in kernels(MAIN) if x[0] == "longhorn summarize")
+    constants = {**constants, "maxnreg": 32}
+    return report(kernel, signature(kernel, constants, dtype), constants, MAIN, warps)
+
+
+def blocks_of(name):
+    """`blocks` of a scan's backward pass when nothing is known of pointers and sizes."""
+    _, kernel, constants, warps, dtype = next(x for x in kernels(MAIN) if x[0] == name)
+    constants = {**constants, "D": 4099, "FULL": False, "EVEN": False}
+    return blocks(binary_of(kernel, signature(kernel, constants, dtype), constants, MAIN, warps, aligned=False))
+
+
 def main():
+    """Argument: `all` for every configuration on every architecture, `each` for one of each kernel."""
+    every = sys.argv[1] == "all"
+    listed = list(kernels(MAIN))  # before processes are forked: they share what is imported
+    numbers = range(len(listed)) if every else of_each_kernel()
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        few = pool.submit(starved)
+        walks = {name: pool.submit(blocks_of, name) for name in ("longhorn backward", *(["mamba backward"] if every else []))}
         jobs = [
             pool.submit(one, number, arch)
-            for number, (name, *_) in enumerate(kernels(MAIN))
-            for arch in ((MAIN,) if ", " in name else ARCHITECTURES)
+            for number in numbers
+            for arch in ((MAIN,) if ", " in listed[number][0] or not every else ARCHITECTURES)
         ]
-        json.dump(dict(job.result() for job in jobs), sys.stdout)
+        found = {"kernels": dict(job.result() for job in jobs), "starved": few.result()}
+        json.dump({**found, "blocks": {name: job.result() for name, job in walks.items()}}, sys.stdout)
 
 
 if __name__ == "__main__":
