@@ -59,6 +59,9 @@ class Target:
         except EOFError:  # it failed, and has said why
             found = None
         process.join()
+        if found is None and torch.cuda.is_available():
+            # this process has asked the driver before, as some packages do when they are imported: a fork cannot ask it again
+            found = cls.here()
         return found
 
     def __str__(self) -> str:

@@ -27,6 +27,9 @@ PACKAGES = ("kernels", "models", "parallel", "training")
 SETTINGS = ("TRITON_", "LLVM_", "MLIR_", "DISABLE_", "NVPTX_")
 """How environment variables begin that Triton's compiler reads."""
 
+DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+"""One of them is there where a GPU is."""
+
 LATER = "kernels are compiled when they are first launched, one after the other, which takes minutes"
 
 Say = Callable[[str], None]
@@ -58,7 +61,7 @@ def start(config: RunConfig) -> Ahead | None:
     """Begin to compile what a run launches on this node's GPUs. None: there are none, or all kernels are in the cache."""
     if config.device == "cpu" or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         return None
-    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")) or is_compiled(config):
+    if not any(map(os.path.exists, DEVICES)) or is_compiled(config):
         return None
     return Ahead(lambda say: compile_run(config, say))
 
@@ -92,8 +95,9 @@ def is_compiled(config: RunConfig) -> bool:
 def listing(config: RunConfig) -> Path:
     """The list of the run's kernels: a file in Triton's cache, whose name says what they are made from."""
     made_from: list[Any] = [getattr(config, name).model_dump(mode="json") for name in ("model", "data", "training", "layout")]
-    made_from += [version("triton"), version("torch"), sorted(_gpus())]
-    made_from += sorted((name, value) for name, value in os.environ.items() if name.startswith(SETTINGS))
+    # the cache holds whole paths, so one that was moved is none
+    made_from += [version("triton"), version("torch"), sorted(_gpus()), str(_cache())]
+    made_from += sorted(item for item in os.environ.items() if item[0].startswith(SETTINGS) and item[0] != "TRITON_CACHE_DIR")
     digest = hashlib.sha256(json.dumps(made_from).encode())
     root = Path(__file__).resolve().parent.parent
     for package in PACKAGES:
