@@ -2,9 +2,12 @@
 
 import ast
 import importlib
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -63,6 +66,34 @@ def test_every_package_is_packaged():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     folders = {path.parent.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")}
     assert set(done.stdout.split()) == {"baton." + ".".join(folder.parts) for folder in folders}
+
+
+def test_distributions_hold_every_file(tmp_path):
+    """The source distribution, and the wheel that is built from it alone, have every file of the packages and the licence."""
+    source = tmp_path / "source"
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    files = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    assert {"kernels/tiles.json", "training/py.typed", "configs/runs/demo.yaml", "slurm/policy.py"} <= files
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+
+    def build(folder, what):
+        code = f"import setuptools.build_meta as backend; backend.build_{what}({str(tmp_path)!r})"
+        subprocess.run([sys.executable, "-P", "-c", code], cwd=folder, check=True, capture_output=True)
+
+    build(source, "sdist")
+    (archive,) = tmp_path.glob("baton_lm-*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert {path for path in files if not (unpacked / path).is_file()} == set(), "missing from the source distribution"
+    build(unpacked, "wheel")
+    (wheel,) = tmp_path.glob("baton_lm-*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        held = set(packed.namelist())
+    assert {path for path in files if f"baton/{path}" not in held} == set(), "missing from the wheel"
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in held)
 
 
 @pytest.mark.parametrize("package", [p for p in PACKAGES if p != "configs"])

@@ -64,14 +64,18 @@ def bfloat16_is_rounded() -> Iterator[None]:
 
     for name, function in zip(names, (cast, from_float, dot, binary), strict=True):
         setattr(Builder, name, function)
-    # it has none, though scalars are made of it
+    # Triton 3.6 has none, though scalars are made of it
+    scalar = getattr(Builder, "get_bf16", None)
     Builder.get_bf16 = lambda self, value: Handle(rounded(np.array([value], np.float32)), tl.bfloat16)
     try:
         yield
     finally:
         for name, function in before.items():
             setattr(Builder, name, function)
-        del Builder.get_bf16
+        if scalar is None:
+            del Builder.get_bf16
+        else:
+            Builder.get_bf16 = scalar
 
 
 def products_of_bfloat16(monkeypatch) -> None:
