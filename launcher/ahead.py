@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.launcher.config import RunConfig
+from baton.launcher.devices import kind_here
 from baton.training import heartbeat
 
 PACKAGES = ("kernels", "models", "parallel", "training")
@@ -26,9 +27,6 @@ PACKAGES = ("kernels", "models", "parallel", "training")
 
 SETTINGS = ("TRITON_", "LLVM_", "MLIR_", "DISABLE_", "NVPTX_")
 """How environment variables begin that Triton's compiler reads."""
-
-DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
-"""One of them is there where a GPU is."""
 
 LATER = "kernels are compiled when they are first launched, one after the other, which takes minutes"
 
@@ -59,9 +57,7 @@ class Ahead:
 
 def start(config: RunConfig) -> Ahead | None:
     """Begin to compile what a run launches on this node's GPUs. None: there are none, or all kernels are in the cache."""
-    if config.device == "cpu" or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        return None
-    if not any(map(os.path.exists, DEVICES)) or is_compiled(config):
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0") or kind_here(config.device) == "cpu" or is_compiled(config):
         return None
     return Ahead(lambda say: compile_run(config, say))
 

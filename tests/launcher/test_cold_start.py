@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -67,7 +66,8 @@ def test_nothing_is_compiled_without_a_gpu_or_where_triton_interprets(config, mo
     """Nor where the run's kernels are listed and there, which costs no process."""
     began = []
     monkeypatch.setattr(ahead, "Ahead", lambda compile: began.append(compile) or "begun")
-    monkeypatch.setattr(ahead, "DEVICES", (str(Path(__file__)),))
+    monkeypatch.setattr("baton.launcher.devices._torch_uses_cuda", lambda: True)
+    monkeypatch.setattr("baton.launcher.devices._gpus", lambda: 1)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert ahead.start(config) is None
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -84,6 +84,6 @@ def test_nothing_is_compiled_without_a_gpu_or_where_triton_interprets(config, mo
     monkeypatch.delenv("TRITON_DISABLE_LINE_INFO")
     ahead.listing(config).write_text("not a list")
     assert ahead.start(config) == "begun"
-    monkeypatch.setattr(ahead, "DEVICES", (str(Path(__file__).with_name("none")),))
+    monkeypatch.setattr("baton.launcher.devices._gpus", lambda: 0)
     assert ahead.start(config) is None
     assert len(began) == 4
