@@ -8,11 +8,10 @@ demo:  ## five minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
 	@.venv/bin/python -P -m baton.launcher.demo
 
-# runs, which have time limits of their own, have the machine to themselves; all else is two files at a time
+# which tests go together, and which are begun first: tests/conftest.py
 test: lint  ## everything that runs without a GPU
 	@scripts/setup.sh test lint oracles
-	$(PYTEST) -q -n 2 --dist loadfile --ignore tests/launcher --ignore tests/slurm
-	$(PYTEST) -q tests/launcher tests/slurm
+	$(PYTEST) -q -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-long:  ## the long forms: every mixer learns, 100,000 steps of every state
 	@scripts/setup.sh test oracles

@@ -17,6 +17,30 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+TOGETHER = {
+    # there is one SLURM on the machine
+    "tests/slurm/": "slurm",
+    # what models keep and send is measured once for all of them
+    "tests/launcher/test_plan": "plan",
+}
+"""The start of a test's name to its group, for tests that one worker has to run; all others are grouped by file."""
+
+FIRST = ("slurm",)
+"""Groups in the order in which they are begun: those that take longest, which `make test` names at its end, so that the workers
+finish together. All others come after them."""
+
+
+def _group(items):
+    """For `--dist loadgroup --no-loadscope-reorder`: which tests one worker runs, and in which order workers take them."""
+    place = {}
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        group = next((name for start, name in TOGETHER.items() if file.startswith(start)), file)
+        item.add_marker(pytest.mark.xdist_group(group))
+        place[item] = FIRST.index(group) if group in FIRST else len(FIRST)
+    items.sort(key=place.__getitem__)
+
+
 @pytest.fixture(scope="session")
 def pool():
     """Eight CPU ranks; see support/pool.py."""
@@ -59,7 +83,10 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("loadgroup", False):
+        _group(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -63,17 +63,22 @@ class Costs:
         self.last = now
         return result
 
-    def pytest_sessionfinish(self) -> None:
+    # outermost, so that nothing is printed after it
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self):
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["costs"] = dict(self.seconds)
+        result = yield
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None and self.seconds:
+            self._report(reporter)
+        return result
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
         self.seconds.update(getattr(node, "workeroutput", {}).get("costs", {}))
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self.seconds:
-            return
+    def _report(self, terminalreporter: pytest.TerminalReporter) -> None:
         total = sum(self.seconds.values())
         terminalreporter.section(f"processor time: {total / 60:.1f} min in {(time.monotonic() - self.started) / 60:.1f} min")
         for name, seconds in self.seconds.most_common(SHOWN if terminalreporter.config.option.verbose < 1 else None):

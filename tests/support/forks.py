@@ -16,6 +16,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -187,6 +188,7 @@ def _become(run: Callable[[], int], environment: dict[str, str], out: int, err: 
         os.closerange(last + 1, 1 << 16)
         os.environ.clear()
         os.environ.update(environment)
+        tempfile.tempdir = None  # TMPDIR is read anew
         for folder in environment.get("PYTHONPATH", "").split(os.pathsep):
             if (site := Path(folder) / "sitecustomize.py").is_file():  # as the interpreter does when it starts
                 exec(compile(site.read_text(), str(site), "exec"), {"__name__": "sitecustomize"})
