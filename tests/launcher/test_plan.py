@@ -13,12 +13,14 @@ from support.plans import (
     CONTEXT,
     EXCHANGED,
     HANDED_ON,
+    LIVING_WITH,
     ODD_CONTEXT,
     RECOMPUTED,
     SELECTIVELY,
     SENT_WITH,
     SHARED,
     SHARED_BY,
+    SHARED_WITH,
     SPANS,
     STAGED,
     STAGES,
@@ -169,8 +171,7 @@ def test_activations_are_what_autograd_keeps(measured, variant, precision):
 
 
 @pytest.mark.parametrize("variant", RECOMPUTED)
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("residual", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("recompute", "residual"), LIVING_WITH)
 def test_what_lives_after_forward_is_activations_and_states(measured, variant, recompute, residual):
     arithmetic = Arithmetic(run_of(variant, precision="bfloat16", residual=residual))
     counted = arithmetic.activations(recompute=recompute) + arithmetic.states
@@ -290,8 +291,7 @@ def test_recomputation_on_a_shared_residual_stream_keeps_what_is_counted(measure
 
 
 @pytest.mark.parametrize("variant", SHARED)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("precision", "recompute"), SHARED_WITH)
 def test_ranks_that_share_a_residual_stream_exchange_what_is_counted(measured, variant, precision, recompute):
     arithmetic = shared(variant, precision=precision, recompute=recompute)
     counted = dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 0)

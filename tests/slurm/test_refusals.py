@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.jobs import CHECKED_APART, RUN, not_shared, sandbox
+from support.runs import wait_until
 
 from baton.launcher.cli import main
 from baton.launcher.cluster import load_cluster
@@ -114,14 +115,16 @@ def test_accounts_of_a_real_database(slurm_with_accounts, submit_it):
 
 def test_a_run_directory_that_is_not_shared_is_found_before_any_rank_starts(submit):
     """On one node another file system lies over the place where the run directory is on the others."""
-    words = ("training.steps=6", 'jobs.hooks.failure=echo "$BATON_EVENT $BATON_TEXT" >> hooks')
+    hooks = submit.where / "hooks"
     with not_shared("n2", submit.where):
-        job = submit(*words, preflight=CHECKED_APART)
-        assert job.wait() == 0
+        job = submit('jobs.hooks.failure=echo "$BATON_EVENT $BATON_TEXT" >> hooks', preflight=CHECKED_APART)
+        # the next attempt, on other nodes, is that of test_jobs.py
+        wait_until(lambda: job.rows("excluded") and job.rows("end") and hooks.exists(), "the end of the checks", every_s=0.1)
+        job.end()
     first = job.rows("end")[0]
     assert "n2: does not see " in first["reason"]
     assert "not on a file system that all nodes share" in first["reason"]
     assert not list((job.folder / "attempts" / "0001").glob("rank-*.log"))
     assert "n2" in job.rows("excluded")[0]["node"]
-    assert (submit.where / "hooks").read_text().startswith("failure n2: does not see ")
+    assert hooks.read_text().startswith("failure n2: does not see ")
     assert sandbox("status").returncode == 0

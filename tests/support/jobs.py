@@ -1,6 +1,5 @@
 """Runs on a real SLURM, watched from outside: through its commands and the run's files."""
 
-import atexit
 import contextlib
 import os
 import signal
@@ -16,6 +15,7 @@ from baton.launcher.run_directory import last_step
 from baton.training import ledger
 from baton.training.monitor import read_metrics
 from support.consumed import consumed
+from support.forks import NURSERY
 from support.runs import BATON, published, wait_until
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "slurm-sandbox"
@@ -169,11 +169,10 @@ def undisturbed(folder: Path, run: Path, *words: str) -> Job:
 
 def begin_undisturbed(folder: Path, run: Path, *words: str) -> Callable[[], Job]:
     """The same, beside what is done until its result is asked for by calling what this returns."""
-    command = [*BATON, "train", str(run), *words, f"directory={folder}"]
     said = folder.with_name(f"{folder.name}.said")
-    with said.open("w") as out:
-        process = subprocess.Popen(command, cwd=run.parent, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
-    atexit.register(process.kill)  # it may never be asked for
+    said.touch()
+    command = ["train", str(run), *words, f"directory={folder}"]
+    process = NURSERY.fork("command", command, where=run.parent, out=str(said), err=str(said))
 
     def end() -> Job:
         assert process.wait(280) == 0, said.read_text()[-3000:]

@@ -35,6 +35,8 @@ RECOMPUTED = ("mamba", "gla", "bmojo")
 SELECTIVELY = ("mamba", "longhorn")
 EXCHANGED = (*kinds(), "lattice, everything")
 HANDED_ON = [variant for variant, (_, changes) in VARIANTS.items() if changes.get("window", 1) is not None]
+# whether layers are run again, and what the residual stream is in: of what lives after a pass
+LIVING_WITH = [(False, "float32"), (True, "bfloat16")]
 # precision, whether layers are run again, and what the residual stream is in
 SENT_WITH = [("float32", False, "float32"), ("bfloat16", True, "float32"), ("bfloat16", False, "bfloat16")]
 STAGES = 2
@@ -44,6 +46,8 @@ SPANS = 4
 # ranks that share a residual stream, whose number does not divide the tokens, in layers of two sub-blocks and of one
 SHARED = ("mamba2", "gla", "bmojo", "mamba", "lattice")
 SHARED_BY = {"tensor": 4, "split_residual": True}
+# precision, and whether layers are run again: of what ranks that share it exchange
+SHARED_WITH = [("float32", False), ("bfloat16", True)]
 ODD_CONTEXT = 159
 # gradients through all segments, through some of them, and through none but their own
 SEGMENTED = ("mamba", "gla", "bmojo", "lattice")
@@ -188,7 +192,7 @@ def measure():
     mesh = meshes.initialize(run_of("mamba").layout, device=torch.device("cpu"), rank=0, store=None)
     results["saved"] = {v: {p: saved(*model_of(v, p, False, 1), read) for p in DTYPES} for v in VARIANTS}
     results["living"] = {}
-    for variant, recompute, residual in itertools.product(RECOMPUTED, (False, True), DTYPES):
+    for variant, (recompute, residual) in itertools.product(RECOMPUTED, LIVING_WITH):
         model, known = model_of(variant, "bfloat16", recompute, 1, residual=residual)
         with Living() as living:
             kept = model(read.tokens, read.pos)
@@ -221,15 +225,16 @@ def measure():
         found = results["shared"][variant] = {"saved": {}, "living": {}, "sent": {}}
         for precision in DTYPES:
             found["saved"][precision] = saved(*model_of(variant, precision, False, mlp=True, **SHARED_BY), read)
-            for recompute in (False, True):
-                model, known = model_of(variant, precision, recompute, mlp=True, **SHARED_BY)
-                with Sent() as sent:
-                    model.loss(model(read.tokens, read.pos)[0], read.labels).backward()
-                found["sent"][f"{precision} {recompute}"] = sent.bytes
+            model, known = model_of(variant, precision, True, mlp=True, **SHARED_BY)
             with Living() as living:
                 kept = model(read.tokens, read.pos)
             found["living"][precision] = living.nbytes(known)
             del kept
+        for precision, recompute in SHARED_WITH:
+            model, _ = model_of(variant, precision, recompute, mlp=True, **SHARED_BY)
+            with Sent() as sent:
+                model.loss(model(read.tokens, read.pos)[0], read.labels).backward()
+            found["sent"][f"{precision} {recompute}"] = sent.bytes
         found["partial"] = {name: p.numel() for name, p, layout in named_layouts(model) if layout.partial_over}
     meshes.shutdown()
     read = batch()
