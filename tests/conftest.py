@@ -25,7 +25,17 @@ TOGETHER = {
 }
 """The start of a test's name to its group, for tests that one worker has to run; all others are grouped by file."""
 
-FIRST = ("slurm",)
+FIRST = (
+    "slurm",
+    "tests/kernels/test_compiled.py",
+    "plan",
+    "tests/launcher/test_run.py",
+    "tests/kernels/test_read_only.py",
+    "tests/training/test_grid.py",
+    "tests/launcher/test_chaos.py",
+    "tests/launcher/test_segmented_run.py",
+    "tests/launcher/test_profile.py",
+)
 """Groups in the order in which they are begun: those that take longest, which `make test` names at its end, so that the workers
 finish together. All others come after them."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.runs import DEADLINE_S
 
 from baton.launcher.cli import main
 from baton.launcher.config import RunConfig, load
@@ -456,9 +457,8 @@ def test_a_layout_of_another_number_of_ranks_than_were_started(inputs, tmp_path)
         path = tmp_path / "config.yaml"
         path.write_text(config.to_yaml())
         environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code, path], env=environment, capture_output=True, text=True, check=False, timeout=60
-        )
+        words = [sys.executable, "-P", "-c", code, path]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
         assert (done.returncode, done.stderr) == (2, "")
         line, torch = done.stdout.splitlines()
         assert torch == "False"

@@ -19,7 +19,7 @@ import yaml
 from support.consumed import consumed, due
 from support.forks import NURSERY
 from support.jobs import RUN
-from support.runs import published, wait_until
+from support.runs import DEADLINE_S, published, wait_until
 
 from baton.launcher.config import load
 from baton.launcher.run_directory import last_step, new_attempt, open_run
@@ -28,7 +28,6 @@ from baton.training.monitor import read_metrics
 from baton.training.stopping import SIGNALS
 
 STEPS, EVERY = 30, 10
-DEADLINE_S = 120
 
 
 def _settings(folder: Path, name: str, data: dict) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.jobs import RUN
+from support.runs import DEADLINE_S
 
 from baton.launcher.cli import main
 from baton.launcher.cluster import load_cluster
@@ -73,7 +74,7 @@ def variables(path):
 def start_job(**more):
     """The script, as SLURM would start it, to its end."""
     environment = os.environ | {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_MEM_PER_NODE": "0", **more}
-    return subprocess.run(["bash", "runs/run/job.sbatch"], env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(["bash", "runs/run/job.sbatch"], env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
 OUTER = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "login7", "SLURM_MEM_PER_CPU": "4096", "SLURM_CPU_BIND": "mask_cpu:0x3",

@@ -16,7 +16,7 @@ from baton.training import ledger
 from baton.training.monitor import read_metrics
 from support.consumed import consumed
 from support.forks import NURSERY
-from support.runs import BATON, published, wait_until
+from support.runs import BATON, DEADLINE_S, published, wait_until
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "slurm-sandbox"
 
@@ -56,7 +56,7 @@ CHECKED_APART = CHECKED | {"timeout_s": 120}
 
 def sandbox(*words, **settings) -> subprocess.CompletedProcess:
     """The tool that makes nodes, powers them off, and on. settings: of its environment."""
-    return subprocess.run([TOOL, *words], capture_output=True, text=True, timeout=300, env=os.environ | settings)
+    return subprocess.run([TOOL, *words], capture_output=True, text=True, timeout=DEADLINE_S, env=os.environ | settings)
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ class Job:
         self.folder, self.where = folder, where
 
     def baton(self, *words) -> subprocess.CompletedProcess:
-        return subprocess.run([*BATON, *map(str, words)], cwd=self.where, capture_output=True, text=True, timeout=120)
+        return subprocess.run([*BATON, *map(str, words)], cwd=self.where, capture_output=True, text=True, timeout=DEADLINE_S)
 
     def submit(self, run: Path, cluster: Path, *words, nodes=None) -> None:
         more = [] if nodes is None else ["--nodes", nodes]
@@ -175,7 +175,7 @@ def begin_undisturbed(folder: Path, run: Path, *words: str) -> Callable[[], Job]
     process = NURSERY.fork("command", command, where=run.parent, out=str(said), err=str(said))
 
     def end() -> Job:
-        assert process.wait(280) == 0, said.read_text()[-3000:]
+        assert process.wait(DEADLINE_S) == 0, said.read_text()[-3000:]
         return Job(folder, run.parent)
 
     return end

@@ -17,7 +17,7 @@ from baton.training.monitor import read_metrics
 from support.forks import NAMED, NURSERY
 
 BATON = [sys.executable, "-P", "-m", "baton.launcher.cli"]
-DEADLINE_S = 240
+DEADLINE_S = 600
 """Far beyond what anything here takes on a machine that does other things as well."""
 
 STEPS = 40
