@@ -75,7 +75,7 @@ def test_longer_than_tiles():
     compare(EideticAttention(20, 3, 18), 95, SMALL, wide=False, starts=0.02)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
 def test_tokens_that_stay_are_evicted_and_are_in_the_window_too(dtype):
     """One token is in every memory since it was read, an entry is too until it goes, one is chosen and evicted, and one is chosen
     while it is in the windows of those who see the memory."""
@@ -96,7 +96,7 @@ def test_tokens_that_stay_are_evicted_and_are_in_the_window_too(dtype):
     compare(recurrence, length, SMALL, wide=False, dtype=dtype, starts=0.0, score=score)
 
 
-@pytest.mark.parametrize("entered", [False, True])
+@pytest.mark.parametrize("entered", [pytest.param(False, marks=pytest.mark.long), True])
 def test_gradients_of_copies_are_added_in_the_order_of_publications_and_rounded_once(entered):
     """To the bit, of bfloat16: of tokens, fading tokens and what a State has of them. Each row's chain ends."""
     batch, length, dim, eidetic, fading = 2, 150, 5, 18, 3
@@ -189,8 +189,20 @@ def test_rows_that_nothing_was_read_into_need_not_be_there(sliding):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("entered", [False, True])
-@pytest.mark.parametrize("sizes", [(20, 3, 18), (20, 3, 0), (20, 0, 18), (20, 0, 18, True)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "entered"),
+    [
+        ((20, 3, 18), True),
+        ((20, 3, 0), True),
+        ((20, 0, 18), False),
+        ((20, 0, 18, True), False),
+        pytest.param((20, 3, 18), False, marks=pytest.mark.long),
+        pytest.param((20, 3, 0), False, marks=pytest.mark.long),
+        pytest.param((20, 0, 18), True, marks=pytest.mark.long),
+        pytest.param((20, 0, 18, True), True, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_a_state_that_is_not_wanted_changes_nothing(sizes, entered):
     """To the bit, outputs and gradients."""
     recurrence = EideticAttention(*sizes)
@@ -221,7 +233,8 @@ def test_the_tiles_of_runs(sliding, dtype):
     compare(recurrence, 700, replace(Tiles(), queries=64, warps=4), wide=True, dtype=dtype, starts=0.004)
 
 
-def test_what_is_chosen_is_what_the_definition_keeps():
+@pytest.mark.parametrize("lengths", [(1, 9, 70), pytest.param((8, 31, 54), marks=pytest.mark.long)], ids=str)
+def test_what_is_chosen_is_what_the_definition_keeps(lengths):
     """To the bit, as the leaving States of the form in PyTorch, of spans of several lengths: equal scores, negative ones, both
     zeros; documents that begin before the span and within."""
     recurrence, length = EideticAttention(8, 3, 24), 70
@@ -233,7 +246,7 @@ def test_what_is_chosen_is_what_the_definition_keeps():
     state = {name: x.to(DEVICE) for name, x in state.items()}
     pos = torch.stack([torch.arange(length) + state["seen"].cpu()[0], *positions(seeded(3), 2, length, 0.03)]).to(DEVICE)
     options = Options(8, 3, 24, sliding=False, scale=1.0)
-    for n in (1, 8, 9, 31, 54, length):
+    for n in lengths:
         begun, given = tuple(x[:, :n] for x in inputs), {"pos": pos[:, :n], "state": state}
         _, found = eidetic_attention_triton(begun, options, tiles=SMALL, **given)
         for name, leaf in leave(begun, options, **given).items():

@@ -94,7 +94,7 @@ def test_a_sequence_may_be_cut_into_pieces(gate):
     compare(gate, (1, 130, *heads, 6, 5), replace(SMALL, programs=1 << 20), starts=gate in ("none", "key"))
 
 
-@pytest.mark.parametrize("gate", SIZES)
+@pytest.mark.parametrize("gate", ["scalar", "value", *(pytest.param(gate, marks=pytest.mark.long) for gate in ("none", "key"))])
 def test_few_scores_are_kept_and_many_are_made_again(gate, monkeypatch):
     made, scores = [], triton.Sum.scores
     monkeypatch.setattr(triton.Sum, "scores", lambda self, *a, **k: (made.append(self), scores(self, *a, **k))[1])
@@ -214,8 +214,18 @@ def test_slots_are_two_passes():
         assert relative_error(effect[name].double().cpu(), x) <= 1e-5
 
 
-@pytest.mark.parametrize("lies", ["columns", "apart", "in time"])
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "lies"),
+    [
+        (torch.float32, "columns"),
+        (torch.bfloat16, "apart"),
+        (torch.bfloat16, "in time"),
+        pytest.param(torch.bfloat16, "columns", marks=pytest.mark.long),
+        pytest.param(torch.float32, "apart", marks=pytest.mark.long),
+        pytest.param(torch.float32, "in time", marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_slots_of_what_is_projected(dtype, lies, monkeypatch):
     """As a projection's columns, as tensors of their own, or as columns of some of the tokens; every gradient, which lies as what
     it is of, and what a span adds to the slots. What is made again has the same bits."""

@@ -520,7 +520,7 @@ def main():
     numbers = range(len(listed)) if every else of_each_kernel()
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         few = pool.submit(starved)
-        walks = {name: pool.submit(blocks_of, name) for name in ("longhorn backward", *(["mamba backward"] if every else []))}
+        walks = {name: pool.submit(blocks_of, name) for name in ("longhorn backward", "mamba backward") if every}
         jobs = [
             pool.submit(one, number, arch)
             for number in numbers
