@@ -40,10 +40,11 @@ LIMIT_S = 1800
 
 @dataclass(frozen=True)
 class Found:
-    """by: the test that failed; None: none did. selection: of the tests it is among, "quick" or "long". seconds: of processor time,
-    of all tests that ran."""
+    """by: the test that failed; None: none did. why: what it said. selection: of the tests it is among, "quick" or "long". seconds:
+    of processor time, of all tests that ran."""
 
     by: str | None
+    why: str
     selection: str
     seconds: float
     commit: str
@@ -75,7 +76,7 @@ def main() -> int:
     def look(fault: Fault) -> Found:
         found = look_for(fault, given.of, commit, long=given.long)
         record(given.column, {fault.name: found})
-        print(f"{fault.name}: {found.by or 'NOT FOUND'} ({found.selection}, {found.seconds:.0f} s)", flush=True)
+        print(f"{fault.name}: {found.by or 'NOT FOUND'} ({found.selection}, {found.seconds:.0f} s) {found.why}", flush=True)
         return found
 
     with ThreadPoolExecutor(given.jobs) as pool:
@@ -97,11 +98,11 @@ def look_for(fault: Fault, source: Path, commit: str, *, long: bool) -> Found:
         fault.plant(Path(folder) / "tree")
         for selection in seen:
             for words in fault.tests:
-                by, spent = run(python, Path(folder) / "tree", _words(words), {"quick": QUICK, "long": LONG}[selection])
+                by, why, spent = run(python, Path(folder) / "tree", _words(words), {"quick": QUICK, "long": LONG}[selection])
                 seconds += spent
                 if by is not None:
-                    return Found(by, selection, seconds, commit)
-    return Found(None, seen[-1], seconds, commit)
+                    return Found(by, why, selection, round(seconds, 1), commit)
+    return Found(None, "", seen[-1], round(seconds, 1), commit)
 
 
 def _words(words: str) -> list[str]:
@@ -136,8 +137,8 @@ def copied(source: Path, folder: Path) -> Path:
     return python
 
 
-def run(python: Path, tree: Path, words: list[str], selection: str) -> tuple[str | None, float]:
-    """Run some tests until one fails: that one, or None, and seconds of processor time."""
+def run(python: Path, tree: Path, words: list[str], selection: str) -> tuple[str | None, str, float]:
+    """Run some tests until one fails: that one, or None, what it said, and seconds of processor time."""
     command = [str(python), "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", selection, *words]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     with tempfile.TemporaryFile("w+") as output:
@@ -158,11 +159,13 @@ def run(python: Path, tree: Path, words: list[str], selection: str) -> tuple[str
         said = output.read()
     seconds = ended[2].ru_utime + ended[2].ru_stime
     if process.returncode in (0, 5):  # 5: no test was selected
-        return None, seconds
+        return None, "", seconds
     failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+(?:::[^\n]*?)?)(?: - .*)?$", said, re.MULTILINE)
     if failed is None and process.returncode == 4:
         raise RuntimeError(f"pytest was asked for what it does not know: {words}\n{said[-2000:]}")
-    return failed[1] if failed else f"{words[0]} (ended with status {process.returncode})", seconds
+    errors = re.findall(r"^E +(\S.*)$", said, re.MULTILINE)
+    why = next((line for line in reversed(errors) if re.match(r"\w*(Error|Failed|Timeout)\b", line)), errors[0] if errors else "")
+    return failed[1] if failed else f"{words[0]} (ended with status {process.returncode})", why[:200], seconds
 
 
 def failing_anyway(results: dict[str, Found], source: Path) -> list[str]:
@@ -185,7 +188,7 @@ def record(column: str, results: dict[str, Found]) -> dict[str, dict[str, Found]
     with open(RESULTS, "r+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # two calls with --only may end at the same time
         known = json.loads(file.read() or "{}")
-        every = {c: {name: Found(**value) for name, value in known.get(c, {}).items()} for c in ("before", "now")}
+        every = {c: {name: Found(**({"why": ""} | value)) for name, value in known.get(c, {}).items()} for c in ("before", "now")}
         every[column] |= results
         names = [fault.name for fault in FAULTS]
         every = {c: {name: of[name] for name in names if name in of} for c, of in every.items()}
