@@ -254,6 +254,16 @@ def test_what_is_chosen_is_what_the_definition_keeps(lengths):
             assert found[name].dtype == leaf.dtype
 
 
+def test_a_fading_memory_as_long_as_the_window_reaches_back_to_the_first_token():
+    """Of a document, or of what has been read of it."""
+    pos = torch.stack((torch.arange(20), torch.arange(20) + 6)).to(DEVICE)
+    options = Options(8, 8, 3, sliding=False, scale=1.0)
+    seen, _ = publish(torch.rand(2, 20, generator=seeded(0)).to(DEVICE), options, pos=pos, state=None)
+    whole, begun = seen.row[:, :, 3:].tolist()
+    assert whole == [[-1] * 8, [*range(8)], [*range(8, 16)]]
+    assert begun == [[-1] * 6 + [0, 1], [*range(2, 10)], [*range(10, 18)]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", ["l2", "l1", "max"])
 @pytest.mark.parametrize(("length", "channels", "k", "cut"), [(37, 300, 4, 21), (3, 17, 5, 1)])
