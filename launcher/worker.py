@@ -15,7 +15,7 @@ import traceback
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from baton.launcher import ranks
 from baton.training import heartbeat, stopping
@@ -24,6 +24,10 @@ from baton.training.ledger import BEGAN, process_began
 PATIENCE = 10
 """Times the longest silence of a rank that ranks wait for one another, where the process that started them reads their signs of
 life: it decides which of them hangs, and a rank that is only slow is waited for."""
+
+
+IMPORTED = "BATON_IMPORTED_FOR"
+"""The variable in which a forked rank finds the kind of device that was imported for: DeepSpeed knows one."""
 
 
 class _Log:
@@ -90,16 +94,21 @@ def _import_and_fork(path: Path, start: dict[str, Any]) -> None:
         for rank in range(first, first + count):
             heartbeat.Heartbeat(heartbeat.path_of(Path(folder), rank)).beat(0, "imports")
     os.environ[BEGAN] = str(process_began())
-    kind = _import_for(path)
+    os.environ[IMPORTED] = _import_for(path)
     gc.collect()
     gc.freeze()  # so that a rank's garbage collector does not write to, and copy, what all share
     ranks.fork(start)
     _die_with_parent()
     import torch
 
-    # what was imported, or a driver that fails, may have touched the GPU after all, or have found none that is there
-    if torch.cuda._is_in_bad_fork() or (kind == "cuda" and not torch.cuda.is_available()):
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "baton.launcher.worker", str(path)])
+    if torch.cuda._is_in_bad_fork():  # what was imported has touched the GPU after all
+        _start_afresh(path)
+
+
+def _start_afresh(path: Path) -> NoReturn:
+    """Become this rank in an interpreter that imports for itself."""
+    os.environ.pop(IMPORTED, None)
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "baton.launcher.worker", str(path)])
 
 
 def _import_for(path: Path) -> str:
@@ -154,6 +163,8 @@ def _run(path: Path) -> None:
     from baton.training.run import RunSettings
 
     device = meshes.local_device(local_rank, int(os.environ["LOCAL_WORLD_SIZE"]), config.device)
+    if os.environ.get(IMPORTED, device.type) != device.type:  # a driver that has GPUs, and a CUDA that does not run
+        _start_afresh(path)
     listening = os.environ.get("BATON_LISTEN_FD")
     heartbeat.own().beat(0, "meeting the other ranks")
     store = torch.distributed.TCPStore(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -22,6 +23,7 @@ RUN = {
         "steps": 2,
         "context": 32,
         "global_batch_tokens": 64,
+        "log_every": 1,
         "optimizer": {"lr": 1e-2},
         "evaluation": {"every": 2, "tokens": 64},
     },
@@ -113,6 +115,30 @@ def test_evaluating_a_checkpoint_imports_nothing_of_training(run_file, rank):
     assert "deepspeed" in rank["trained"], "the run is there"
     found = found_by(COMMAND, "evaluate", str(run_file.with_name("run")), "--device", "cpu")
     assert not (COMPILERS | NEVER | TRAINING) & set(found["imported"])
+
+
+AFRESH = """
+import os
+
+if "BATON_START" in os.environ:
+    import torch.cuda
+
+    torch.cuda._is_in_bad_fork = lambda: True
+"""
+"""A sitecustomize: an import has touched the GPU, so that no fork can use it."""
+
+
+@pytest.mark.long
+def test_ranks_that_a_fork_would_leave_without_a_gpu_start_afresh(run_file, launch, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(AFRESH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    running = launch(tmp_path / "run", str(run_file), "layout.data=2", "training.steps=3000", where=tmp_path)
+    ranks = running.wait_for_steps(1, 2)
+    assert [rank.environ()["RANK"] for rank in ranks] == ["0", "1"], "a fork's variables are not those of its start"
+    assert [rank.ppid() for rank in ranks] == [running.process.pid] * 2
+    running.process.terminate()
+    assert running.end().status == 128 + signal.SIGTERM
+    assert running.checkpoints(), "what was done is saved"
 
 
 @pytest.mark.long
