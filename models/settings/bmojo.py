@@ -16,6 +16,7 @@ from baton.models.settings.footprint import (
     column_gradient,
     row,
     row_sum,
+    split,
 )
 from baton.models.settings.mamba import MambaConfig
 
@@ -39,6 +40,11 @@ class BMojoConfig(HeadsConfig):
         "the algorithm's token for a chunk's last token, and a newer one for those before it"
     )  # fmt: skip
     eidetic: int = Field(64, ge=0, description="tokens with the largest innovation that are kept verbatim; 0: B'MOJO-F")
+    d_conv: int | None = Field(
+        4, ge=2, description="tokens that the causal convolutions of the tokens' keys and values see; not in the paper. Without "
+        "positions they alone tell a layer which token came before, as recall needs. null: none, which is Algorithm 1 as printed; "
+        "a stack of such layers alone learns recall slowly and in part (docs/measured.md, recall)"
+    )  # fmt: skip
     predictor: int = Field(4, ge=1, description="outputs that foretell the next one; the paper says few and gives no number")
     predictor_weights: Literal["halved", "uniform"] = Field(
         "halved", description="weights of these outputs, of sum 1 and not learned: halved: 2^-1, 2^-2, ..., the nearest first, "
@@ -60,7 +66,7 @@ class BMojoConfig(HeadsConfig):
 
     @property
     def longest_tail(self) -> int:
-        return max(self.ssm.longest_tail, self.predictor, self.window - 1, self._fading_tail)
+        return max(self.ssm.longest_tail, (self.d_conv or 1) - 1, self.predictor, self.window - 1, self._fading_tail)
 
     @property
     def _fading_tail(self) -> int:
@@ -87,12 +93,14 @@ class BMojoConfig(HeadsConfig):
     def footprint(self, d_model: int) -> Footprint:
         heads, kv_heads = self.head_counts(d_model)
         width, kv_width, ssm = heads * self.head_dim, kv_heads * self.head_dim, self.ssm.footprint(d_model)
+        convs = () if self.d_conv is None else ("k", "v")
         return Footprint(
             parameters=(
                 *(replace(parameter, name=f"ssm.{parameter.name}") for parameter in ssm.parameters),
                 column("q_proj", d_model, width),
                 # of the tokens, and of the fading memory's outputs
                 column("kv_proj", d_model, 2 * kv_width, uses=2),
+                *(split(f"conv_weights.{name}", kv_width, self.d_conv or 0) for name in convs),
                 row("out_proj", width, d_model),
             ),
             kept=(
@@ -100,6 +108,7 @@ class BMojoConfig(HeadsConfig):
                 # the state space's is counted there
                 Kept("fading tokens", d_model, "compute", split=False),
                 Kept("q", width, "compute"),
+                *(Kept(f"{name} before the convolution", kv_width, "compute") for name in convs),
                 Kept("k and v", 2 * kv_width, "compute"),
                 Kept("fading k and v", 2 * kv_width, "compute"),
                 Kept("scores", 1, "float32", split=False),
@@ -112,6 +121,7 @@ class BMojoConfig(HeadsConfig):
                     replace(carrier, leaves=tuple(replace(leaf, name=f"ssm.{leaf.name}") for leaf in carrier.leaves))
                     for carrier in ssm.carriers
                 ),
+                *(Carrier("short_conv", (leaf,), chunk=0) for leaf in self._conv_leaves(kv_width)),
                 Carrier(
                     "innovation",
                     (StateLeaf("y", (self.predictor, d_model), "compute", tp=None, grad=False),),
@@ -137,6 +147,11 @@ class BMojoConfig(HeadsConfig):
             ),
         )
 
+    def _conv_leaves(self, kv_width: int) -> tuple[StateLeaf, ...]:
+        if self.d_conv is None:
+            return ()
+        return tuple(StateLeaf(f"conv_{name}", (self.d_conv - 1, kv_width), "compute", tp=1) for name in "kv")
+
     def _attention_leaves(self, kv_heads: int) -> tuple[StateLeaf, ...]:
         found: list[StateLeaf] = []
 
@@ -160,4 +175,4 @@ class BMojoConfig(HeadsConfig):
     @classmethod
     def small(cls) -> "BMojoConfig":
         ssm = MambaConfig(expand=3, d_state=5, d_conv=4, dt_rank=2)
-        return cls(head_dim=3, heads=8, kv_heads=4, window=4, fading_tokens=2, eidetic=3, predictor=2, ssm=ssm)
+        return cls(head_dim=3, heads=8, kv_heads=4, window=4, fading_tokens=2, eidetic=3, d_conv=3, predictor=2, ssm=ssm)

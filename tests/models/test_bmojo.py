@@ -133,6 +133,53 @@ def test_the_memory_keeps_what_the_settings_call_the_largest_innovation(single_m
     assert relative_error(state["score"][0].sort().values, best.values.sort().values) <= 1e-6  # the weights are fp32
 
 
+def by_the_equations(layer, x):
+    """The mixer's output for one document x [T, M], token by token. The state space is the layer's own."""
+    config, dim, y = layer.config, layer.config.head_dim, layer.ssm(x[None], torch.arange(len(x))[None], None)[0][0]
+    keys, values = layer.kv_proj.weight.chunk(2)
+    q, k, v = ((x @ weight.T).unflatten(1, (-1, dim)) for weight in (layer.q_proj.weight, keys, values))
+    fading_k, fading_v = ((y @ weight.T).unflatten(1, (-1, dim)) for weight in (keys, values))
+    if config.d_conv is not None:
+        # the last tap is the token's own
+        taps = [layer.conv_weights[name].T.flip(0).unflatten(1, (-1, dim)) for name in "kv"]
+        k, v = (
+            torch.stack([sum(tap * rows[t - j] for j, tap in enumerate(of_rows) if j <= t) for t in range(len(x))])
+            for of_rows, rows in zip(taps, (k, v), strict=True)
+        )
+    shares = [2.0**-j for j in range(1, config.predictor + 1)]
+    scores = []
+    for t in range(len(x)):
+        foretold = sum(share / sum(shares) * y[t - j] for j, share in enumerate(shares, 1) if j <= t)
+        scores.append(float((y[t] - foretold).detach().square().mean().sqrt()))
+    outputs = []
+    for t in range(len(x)):
+        published, begin = t // config.window * config.window, max(0, t + 1 - config.window)
+        best = sorted(range(published), key=lambda s: (-scores[s], s))[: config.eidetic]
+        fading = slice(max(0, published - config.fading_tokens), published)
+        all_k, all_v = (
+            torch.cat((rows[begin : t + 1], of_y[fading], rows[best])).repeat_interleave(q.shape[1] // rows.shape[1], dim=1)
+            for rows, of_y in ((k, fading_k), (v, fading_v))
+        )
+        weights = torch.einsum("hk,jhk->hj", q[t], all_k).mul(dim**-0.5).softmax(-1)
+        outputs.append(torch.einsum("hj,jhk->hk", weights, all_v).flatten())
+    return torch.stack(outputs) @ layer.out_proj.weight.T
+
+
+@pytest.mark.parametrize("d_conv", [None, 3])
+def test_outputs_and_gradients_are_the_equations(single_mesh, d_conv):
+    layer = mixer(SMALL.model_copy(update={"d_conv": d_conv}), torch.float64)
+    x, dy = (torch.randn(19, SMALL_WIDTH, generator=seeded(seed), dtype=torch.float64) for seed in (5, 6))
+    y, grads, _ = run(layer, x[None], torch.arange(19)[None], [], dy[None])
+    layer.zero_grad()
+    x.requires_grad_()
+    expected = by_the_equations(layer, x)
+    expected.backward(dy)
+    assert relative_error(y[0], expected.detach()) <= 1e-12
+    assert relative_error(grads["x"][0], x.grad) <= 1e-12
+    for name, parameter in layer.named_parameters():
+        assert relative_error(grads[name], parameter.grad) <= 1e-10, name
+
+
 def test_the_default_innovation_is_the_one_it_was():
     assert (SMALL.innovation_norm, SMALL.predictor_weights) == ("l2", "halved")
 

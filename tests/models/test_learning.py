@@ -109,3 +109,14 @@ def test_bmojo_recalls_pairs_outside_its_window_and_the_window_alone_does_not(si
 
     assert accuracy() >= 0.95
     assert accuracy(eidetic=0, fading_tokens=0) <= 0.5
+
+
+def test_a_stack_of_bmojo_alone_learns_to_recall(single_mesh):
+    """Without convolutions of keys and values it has learned less than half of it by then; see the test below."""
+    assert learn(single_mesh, ("bmojo",), {"bmojo": BMOJO}, OUTSIDE, steps=250) >= 0.95
+
+
+@pytest.mark.long
+def test_a_stack_of_bmojo_as_printed_learns_slowly(single_mesh):
+    mixers = {"bmojo": {**BMOJO, "d_conv": None}}
+    assert learn(single_mesh, ("bmojo",), mixers, OUTSIDE, steps=250) <= 0.7

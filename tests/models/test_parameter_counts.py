@@ -111,10 +111,10 @@ def lattice(d, heads, gates=1):
 
 
 def bmojo(d):
-    """Mamba's mixer (about 6.25 d^2) and an attention of 4 d^2; a norm."""
+    """Mamba's mixer (about 6.25 d^2) and an attention of 4 d^2 with convolutions of keys and values; a norm."""
     inner, rank, N = 2 * d, -(-d // 16), 16
     mamba = 2 * d * inner + inner * 4 + inner + inner * (rank + 2 * N) + rank * inner + inner + inner * N + inner + inner * d
-    return mamba + 4 * d * d + d
+    return mamba + 4 * d * d + 2 * 4 * d + d
 
 
 def attention(d, heads, dim):
