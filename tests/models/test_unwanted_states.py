@@ -157,7 +157,8 @@ def test_bmojos_memories_are_no_operators_of_pytorch(single_mesh):
     others = Counter({"mm": 8, "_unsafe_view": 8, "exp": 1, "neg": 1, "new_zeros": 1, "innovation": 1})
     assert not forward - others
     assert not set(backward) & {"index_put", "index_add", "scatter_add", "masked_fill", "new_zeros", "clone", "slice_backward"}
-    assert backward.total() <= 33
+    # 5 are of the two convolutions: sums of their weights' gradients, and one tensor of both for the projection
+    assert backward.total() <= 38
 
 
 class Again:
