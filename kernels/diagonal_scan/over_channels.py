@@ -4,13 +4,17 @@ The one thing to know: tensor cores add over lanes. Multiplied with ones, an ope
 does is summed over those of four lanes that have the same states, and over a lane's own channel and the other's. Eight such sums,
 rounded to bfloat16 and with rows for columns, a second product adds. Before it, what is summed is cut to the 10 bits of tf32's
 fraction; so it is for bfloat16 and float16 alone. It needs a warp that has 32 channels of 16 states, shared by two lanes;
-everything else, and Triton's interpreter, sums plainly.
+everything else, Triton's interpreter, and a Triton that lays blocks otherwise (`LANES_HAVE_CHANNELS`) sum plainly.
 """
 
 import struct
 
 import triton
 import triton.language as tl
+
+LANES_HAVE_CHANNELS = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
+"""Whether this Triton is known to give each lane one channel of a block. Triton 3.9 spreads a channel's states over lanes, so that
+the sums by tensor cores would be of other elements; `tests/kernels/test_compiled.py` looks at the layout."""
 
 # where a lane's own states and the other channel's are among its registers
 OWN, OTHER = (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)

@@ -208,11 +208,14 @@ class _Run:
 
     def warp_sums(self, steps: int) -> bool:
         """Whether tensor cores add over the lanes of a warp; see `over_channels`."""
+        from baton.kernels.diagonal_scan.over_channels import LANES_HAVE_CHANNELS
+
         x = self.inputs.x
         fits = (
             self.d_state == self.options["BN"] == 16 and self.tiles.channels_back == 32 and self.tiles.warps == 1 and steps % 2 == 0
         )
-        return on_gpu(x) and (torch.version.cuda is not None or target() is not None) and x.dtype != torch.float32 and fits
+        cuda = torch.version.cuda is not None or target() is not None
+        return on_gpu(x) and cuda and LANES_HAVE_CHANNELS and x.dtype != torch.float32 and fits
 
     def summarize(self) -> tuple[Tensor, Tensor]:
         """decay and add of each piece, [B, P, D, N]."""

@@ -402,6 +402,7 @@ def _kernels(arch):
     """As `kernels`, without the lengths of rows and the matrix states'."""
     from baton.kernels import tiles as table
     from baton.kernels.diagonal_scan import backward, forward
+    from baton.kernels.diagonal_scan.over_channels import LANES_HAVE_CHANNELS
     from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA, MAMBA_ZOH
     from baton.kernels.diagonal_scan.triton import KERNEL, default_tiles, shape_of
     from baton.kernels.short_conv import taps
@@ -434,7 +435,7 @@ def _kernels(arch):
                 "GATED": True,
                 "BORDER": tiles.border,
                 "BD": tiles.channels_back,
-                "WARP_SUMS": d_state == 16 and tiles.channels_back == 32,
+                "WARP_SUMS": LANES_HAVE_CHANNELS and d_state == 16 and tiles.channels_back == 32,
             },
             tiles.warps,
             "bf16",
