@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 # -P: the checkout's folders must not become importable under their bare names; transformers, for one, looks for a `kernels`
 PYTEST := .venv/bin/python -P -m pytest
-.PHONY: demo test test-long chaos grid faults test-gpu test-slurm signals soak lint typing-tree bench bench-gpu tables clean
+.PHONY: demo test test-long test-versions chaos grid faults test-gpu test-slurm signals soak lint typing-tree bench bench-gpu tables clean
 
 demo:  ## five minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
@@ -16,6 +16,10 @@ test: lint  ## everything that runs without a GPU
 test-long:  ## the long forms: every mixer learns, 100,000 steps of every state
 	@scripts/setup.sh test oracles
 	$(PYTEST) -q -m long --timeout 1800
+
+test-versions:  ## the core of the tests on the oldest and the newest versions of everything, 6 GB each; writes docs/versions.md
+	@scripts/setup.sh test
+	.venv/bin/python -P scripts/versions.py
 
 chaos:  ## a hundred runs killed, damaged and starved at random moments; each ends as if nothing had been (an hour on two cores)
 	@scripts/setup.sh test
@@ -73,4 +77,4 @@ tables:  ## docs/measured.md and README's figures, from benchmarks/results
 	.venv/bin/python benchmarks/tables.py
 
 clean:
-	rm -rf .venv build demo *.egg-info
+	rm -rf .venv .venvs build demo *.egg-info
