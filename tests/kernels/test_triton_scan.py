@@ -12,7 +12,7 @@ from support.asked import LINE, asking_watched
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
-from baton.kernels.diagonal_scan.triton import Inputs, Tiles, effect, effect_backward, scan
+from baton.kernels.diagonal_scan.triton import Inputs, Tiles, _pieces, effect, effect_backward, scan
 from baton.kernels.examples import extreme_gates, extreme_keys, extreme_steps
 from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
@@ -20,7 +20,8 @@ from baton.kernels.selective_scan.reference import selective_scan_reference
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # two lanes share their channels, or none do
 WHOLE = Tiles(steps=4, steps_summary=4, ahead=3, ahead_summary=2, border=8, full=1)
-CUT = replace(WHOLE, channels=8, channels_back=8, unroll=2, full=100, programs=100)
+# a piece has four chunks of `border` tokens or more: 29 tokens and more are two
+CUT = replace(WHOLE, channels=8, channels_back=8, unroll=2, border=4, full=100, programs=100)
 NAMES = ("initial", *Inputs._fields)
 # float32 against float64, and bfloat16: what comes out is rounded to it
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
@@ -120,6 +121,12 @@ def test_outputs_and_gradients_are_the_definitions(kind, starts, fused):
         compare(kind, sizes, tiles, starts=starts, activate=fused, gated=fused)
 
 
+def test_sizes_are_cut_into_pieces():
+    """Without which the tests of pieces would compare a whole sequence."""
+    assert (_pieces(2, 37, CUT), _pieces(2, 29, CUT)) == ((2, 20), (2, 16))
+    assert _pieces(2, 37, WHOLE)[0] == 1
+
+
 def test_a_zero_order_hold_is_the_definitions():
     """In pieces, of odd sizes, with documents packed, a step function and a gate."""
     compare("zoh", SIZES[1], CUT, starts=True, activate=True, gated=True)
@@ -143,8 +150,8 @@ def test_tensor_cores_sum_over_channels(kind, dtype):
 def test_pieces_with_the_state_handed_on_are_the_whole(kind):
     """And what `effect` says of a span is what the span does."""
     options = {"activate": True, "zoh": kind == "zoh"}
-    given, cotangents = example(kind, 2, 21, 8, 4, activate=True, gated=True)
-    given, pos = rounded(given, torch.float32), positions(seeded(2), 2, 21, 0.1).to(DEVICE)
+    given, cotangents = example(kind, 2, 29, 8, 4, activate=True, gated=True)
+    given, pos = rounded(given, torch.float32), positions(seeded(2), 2, 29, 0.1).to(DEVICE)
 
     def in_two(given, pos, cut):
         along = ("x", "step", "into", "query", "z")
