@@ -40,15 +40,30 @@ FIRST = (
 finish together. All others come after them."""
 
 
-def _group(items):
-    """For `--dist loadgroup --no-loadscope-reorder`: which tests one worker runs, and in which order workers take them."""
-    place = {}
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        group = next((name for start, name in TOGETHER.items() if file.startswith(start)), file)
-        item.add_marker(pytest.mark.xdist_group(group))
-        place[item] = FIRST.index(group) if group in FIRST else len(FIRST)
-    items.sort(key=place.__getitem__)
+def _group(nodeid):
+    """Of a test: one worker runs all tests of a group."""
+    file = nodeid.partition("::")[0]
+    return next((name for start, name in TOGETHER.items() if file.startswith(start)), file)
+
+
+def _place(item):
+    """Of a test in the order in which workers take groups."""
+    group = _group(item.nodeid)
+    return FIRST.index(group) if group in FIRST else len(FIRST)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `--dist loadgroup --no-loadscope-reorder`."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return _group(nodeid)
+
+    return Groups(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -93,10 +108,9 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("loadgroup", False):
-        _group(items)
+    if config.getoption("loadgroup", False):  # in a worker
+        items.sort(key=_place)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
