@@ -78,7 +78,7 @@ def run_ranks(world_size: int, attempt: Path, *, limit_s: float, startup_s: floa
         left = end_ranks(ranks)
         # a refusal is all there is to say, not who misses whom after it
         if all(status not in REFUSED for _, status in failed):
-            shown.update()
+            shown.finish()
     finally:
         listener.close()
         watch.close()
@@ -247,15 +247,23 @@ def log_of(attempt: Path, rank: int) -> Path:
 
 class _Shown:
     """Rank 0's log on this terminal, whole lines at a time, without the one-line errors: those are printed once, at the end,
-    whichever rank wrote them."""
+    whichever rank wrote them. Lines are shown one update after they were read, and the ranks are asked in between: how rank 0
+    fails because another rank has refused its input is not shown."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115 (open as long as the ranks run)
         self._rest = ""
+        self._lines: list[str] = []
 
     def update(self) -> None:
-        *lines, self._rest = (self._rest + self._file.read()).split("\n")
-        for line in lines:
+        """Show the lines that the last update read, and read on."""
+        for line in self._lines:
             if not line.startswith("baton: "):
                 sys.stdout.write(line + "\n")
         sys.stdout.flush()
+        *self._lines, self._rest = (self._rest + self._file.read()).split("\n")
+
+    def finish(self) -> None:
+        """Show all that is there."""
+        self.update()
+        self.update()

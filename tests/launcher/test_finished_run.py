@@ -120,6 +120,7 @@ def test_a_refusal_of_one_rank_is_the_commands_refusal(inputs, launch, runs):
     assert ended.status == 2, (ended.out, ended.err)
     assert ended.err.startswith("baton: ")
     assert ended.err.count("\n") == 1
+    assert "Traceback" not in ended.out
     for needle in (shard.name, "truncated", "prepare the dataset again"):
         assert needle in ended.err
     assert "baton: " not in (where / "run" / "attempts" / "0001" / "rank-0.log").read_text()
