@@ -10,8 +10,10 @@ from support.recurrences import positions, seeded
 from torch.utils.checkpoint import checkpoint
 
 from baton.kernels.protocol import LinearRecurrence
+from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models.mixer import Mixer, Site, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
+from baton.parallel.carry import carry
 from baton.parallel.config import LayoutConfig
 from baton.parallel.errors import ExchangeError, LayoutError
 from baton.parallel.layout import initialize_parameters
@@ -215,6 +217,38 @@ def test_one_rank_with_segments_is_that_rank_handing_states_on(single_mesh, kind
     assert_same_bits([result], by_hand(kind, True, torch.float32, 4), kind)
     assert not result["counted"], "messages to itself"
     assert not any(link._here.values())
+
+
+def test_the_cotangents_that_come_to_what_is_handed_on_first_keep_their_bits(single_mesh):
+    """What a leaving State's cotangent adds is added to a copy: who else holds what came, as a hook does, reads what came."""
+    came = []
+
+    class Watched(ShortConv):
+        def outputs(self, inputs, pos, state):
+            for x in inputs:
+                x.register_hook(lambda cotangent: came.append((cotangent, cotangent.clone())))
+            return super().outputs(inputs, pos, state)
+
+    g, link, recurrence = seeded(5), SequenceLink(0, [0], CPU), Watched()
+    inputs, tail = recurrence.example(g, B, 2 * 9, torch.float64, wide=False)
+    inputs = tuple(x.requires_grad_() for x in inputs)
+    pos = torch.arange(5, 5 + 2 * 9).expand(B, -1)
+    outputs = []
+    for n in range(2):
+        span = slice(9 * n, 9 * (n + 1))
+        with link.segment(n, of=2):
+            y, _ = carry(link, recurrence, (inputs[0][:, span], *inputs[1:]), pos[:, span], tail if n == 0 else None, "conv")
+        outputs.append(y)
+    dy = torch.randn(B, 2 * 9, 5, generator=g, dtype=torch.float64)
+    torch.autograd.backward(outputs, list(dy.split(9, dim=1)))
+    link.wait()
+    assert len(came) == 2 * len(inputs)
+    for cotangent, bits in came:
+        assert torch.equal(cotangent, bits)
+    whole = [x.grad for x in inputs]
+    expected = torch.autograd.grad(recurrence.run(inputs, pos, tail)[0], inputs, dy)
+    for grad, wanted in zip(whole, expected, strict=True):
+        assert relative_error(grad, wanted) < 1e-12
 
 
 @pytest.mark.parametrize("kind", STATEFUL)

@@ -163,7 +163,7 @@ FAULTS = (
         "                    grads[number] = grads[number].clone()\n",
         "",
         (
-            "tests/parallel/test_sequence.py -k segments_bit_for_bit",
+            "tests/parallel/test_sequence.py -k keep_their_bits",
             "tests/training/test_segments.py -k exact",
             "tests/parallel/test_sequence.py",
             "tests/training/test_cotangents.py",
