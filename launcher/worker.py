@@ -103,6 +103,8 @@ def _import_and_fork(path: Path, start: dict[str, Any]) -> None:
 
     if torch.cuda._is_in_bad_fork():  # what was imported has touched the GPU after all
         _start_afresh(path)
+    # PyTorch replaces its pool of threads when it is first asked for it after a fork; threads that then ask at once find none
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _start_afresh(path: Path) -> NoReturn:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from support.runs import wait_until
 
@@ -184,7 +185,8 @@ def test_a_rank_that_the_kernel_keeps_is_named_as_such(ranks):
     code = "import ctypes; libc = ctypes.PyDLL(None)\nif libc.vfork() == 0:\n    libc.prctl(1, 9)\n    libc.sleep(10_000)"
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
-        wait_until(lambda: is_blocked(process.pid), "the process to block")
+        # with a child: while it starts it may wait for a disk
+        wait_until(lambda: psutil.Process(process.pid).children() and is_blocked(process.pid), "the process to block")
         world = ranks(2)
         world.running[1] = process.pid
         late = world.pass_by(LIMIT_S + 5)
