@@ -17,6 +17,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 SAY_S = 5.0
 """Between two lines that say how far it is."""
 
@@ -24,7 +26,7 @@ PROCESS_BYTES = 1 << 30
 """Memory that a process which compiles a large kernel may need. Measured: 0.4 GiB, of which most is shared with the parent."""
 
 SECONDS = {
-    "diagonal_scan.forward.scan_kernel": 15.0,  # 4 with few channels, 31 with Mamba's tiles for an H100
+    "diagonal_scan.forward.scan_kernel": 5.0,
     "diagonal_scan.backward.scan_backward_kernel": 10.0,
     "diagonal_scan.forward.summarize_kernel": 2.0,
     "diagonal_scan.backward.summarize_backward_kernel": 2.5,
@@ -82,15 +84,14 @@ def usable_cores() -> int:
 
 
 def _free_bytes() -> int:
-    """Memory that may be taken without swapping; a large number where the system does not say."""
+    """Memory that may be taken without swapping, by the machine and by this process's cgroup."""
+    free = psutil.virtual_memory().available
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
         return free if limit == "max" else min(free, int(limit) - used)
-    except (OSError, ValueError, StopIteration):
-        return free if "free" in locals() else 1 << 50
+    except (OSError, ValueError):  # no cgroup of version 2
+        return free
 
 
 def compile_all(
