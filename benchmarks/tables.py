@@ -1,7 +1,7 @@
 """Tables of everything measured, from results: docs/measured.md, docs/floors.md, and a few rows in README.md.
 
-The one thing to know: nothing in them is typed by hand; `make tables` writes them, and tests/test_house.py fails when a result has
-changed and they have not.
+Nothing in them is typed by hand. `make tables` writes them, and tests/test_architecture.py fails when a result has changed and
+they have not.
 """
 
 import json

@@ -31,7 +31,7 @@ BUILT = ROOT / "build" / "versions"
 SETS = ("oldest", "newest")
 
 CORE = (
-    "tests/test_house.py",
+    "tests/test_architecture.py",
     "tests/kernels/test_law.py",
     "tests/kernels/test_interpreter.py",
     "tests/kernels/test_bounds.py",

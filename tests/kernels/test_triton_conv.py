@@ -4,8 +4,8 @@ import os
 
 import pytest
 import torch
-from support.asked import asking_watched
 from support.compare import relative_error
+from support.prefetch_trace import asking_watched
 from support.recurrences import positions, seeded
 
 from baton.kernels.short_conv.reference import short_conv_reference

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from support.asked import LINE, asking_watched
 from support.compare import relative_error
+from support.prefetch_trace import LINE, asking_watched
 from support.recurrences import positions, seeded
 
 from baton.kernels.diagonal_scan.triton import Inputs, Tiles, _pieces, effect, effect_backward, scan

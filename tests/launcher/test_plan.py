@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support import plans
-from support.plans import (
+from support import measured_costs
+from support.measured_costs import (
     BATCH,
     CONTEXT,
     EXCHANGED,
@@ -40,7 +40,7 @@ RUN = Path(str(files("baton.configs"))) / "runs" / "papers" / "mamba-1.4b-pile.y
 
 @pytest.fixture(scope="module")
 def measured():
-    return plans.measured()
+    return measured_costs.measured()
 
 
 # ---------------------------------------------------------------------------------------------------------- against the modules

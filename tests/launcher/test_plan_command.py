@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.plans import ZERO
+from support.measured_costs import ZERO
 
 from baton.launcher.arithmetic import Arithmetic, of_stages
 from baton.launcher.cli import main

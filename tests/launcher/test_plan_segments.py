@@ -5,8 +5,8 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from support import plans
-from support.plans import BPTT, CUT_CONTEXT, LANES, SEGMENTED, SEGMENTED_OVER_RANKS, SHARED_BY, STAGES, run_of
+from support import measured_costs
+from support.measured_costs import BPTT, CUT_CONTEXT, LANES, SEGMENTED, SEGMENTED_OVER_RANKS, SHARED_BY, STAGES, run_of
 
 from baton.launcher.advice import LEAST_PASS
 from baton.launcher.arithmetic import of_stages
@@ -22,7 +22,7 @@ LONG = 1 << 20
 
 @pytest.fixture(scope="module")
 def measured():
-    return plans.measured()["segments"]
+    return measured_costs.measured()["segments"]
 
 
 def long_run(*words, context=LONG, sequences=1):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.plans import VARIANTS, run_of
+from support.measured_costs import VARIANTS, run_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

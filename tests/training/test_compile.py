@@ -239,8 +239,8 @@ def test_what_cannot_be_compiled_is_said(run_file, capsys, monkeypatch):
 
 
 def launched(programs, form, *mixers):
-    """By mixer, what tests/support/launched.py notes."""
-    program = Path(__file__).parents[1] / "support" / "launched.py"
+    """By mixer, what tests/support/launch_trace.py notes."""
+    program = Path(__file__).parents[1] / "support" / "launch_trace.py"
     return json.loads(programs.run(program.read_text(), form, *mixers).splitlines()[-1])
 
 

@@ -1,17 +1,22 @@
-"""What holds the house together: import arrows, packaging, the shape of files."""
+"""The architecture: which package may import which, packaging, the form of files, names."""
 
 import ast
+import fnmatch
 import importlib
+import io
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tokenize
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 from support.faults import AREAS, FAULTS, Fault
+from support.retired_names import NAMES, WORDS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("kernels", "data_pipeline", "parallel", "models", "training", "launcher", "slurm", "configs")
@@ -160,5 +165,55 @@ def test_faults_can_still_be_planted():
     assert {fault.area for fault in FAULTS} == set(AREAS)
     problems = {fault.name: why for fault in FAULTS if (why := fault.problem(ROOT)) is not None}
     assert problems == {}, "give these faults of tests/support/faults.py the code's new text, or plant others in their place"
-    stale = Fault("stale", "carry", "", "setup.py", "this text is not there", "", ("tests/test_house.py",))
+    stale = Fault("stale", "carry", "", "setup.py", "this text is not there", "", ("tests/test_architecture.py",))
     assert stale.problem(ROOT) == "setup.py has its text 0 times, not once:\nthis text is not there"
+
+
+def texts():
+    """Path and text of each file that people write; results of measurements and logs keep the names of their time."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        kept = name.startswith("benchmarks/results/") or name.endswith(".log") or name == "tests/support/retired_names.py"
+        if not kept and (ROOT / name).is_file():
+            try:
+                yield name, (ROOT / name).read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue
+
+
+def identifiers(text):
+    """Names in Python code as `name`, after a dot also as `.name`, and as keyword arguments also as `name=`."""
+    before = after = None
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in (tokenize.NL, tokenize.COMMENT)]
+    for token, following in zip(tokens, [*tokens[1:], None], strict=True):
+        after = following.string if following else ""
+        if token.type == tokenize.NAME:
+            yield token.string
+            if before == ".":
+                yield f".{token.string}"
+            elif after == "=" and before in ("(", ","):
+                yield f"{token.string}="
+        before = token.string
+
+
+def retired(name, text, words=WORDS, names=NAMES):
+    """Retired names in one file's text."""
+    patterns = [(files, found) for files, found in words.values() if any(fnmatch.fnmatch(name, f) for f in files)]
+    found = {w for _, ws in patterns for w in ws if re.search(rf"(?<!\w){re.escape(w)}(?!\w)", text)}
+    if name.endswith(".py"):
+        entries = [entry for part in names.values() for entry in part]
+        asked = {n for files, ns in entries if any(fnmatch.fnmatch(name, f) for f in files) for n in ns}
+        found |= asked & set(identifiers(text)) if asked else set()
+    return found
+
+
+def test_retired_names_stay_away():
+    found = {name: names for name, text in texts() if (names := retired(name, text))}
+    assert found == {}, "tests/support/retired_names.py says which names these are; git log says what replaced them"
+
+
+def test_a_retired_name_is_seen():
+    words, names = {"a": (("*.md", "a.py"), ("old_word",))}, {"b": [(("a.py",), (".old", "other="))]}
+    assert retired("a.md", "an old_word here", words, names) == {"old_word"}
+    assert retired("a.py", "x.old = f(1, other=2)  # old_word", words, names) == {"old_word", ".old", "other="}
+    assert retired("a.py", "old = other = very_old_word = 1", words, names) == set()

@@ -4,7 +4,7 @@ The one thing to know: no GPU is needed. Launches are noted and do nothing, with
 whether addresses and numbers are multiples of 16, constants. One time the model is on a CPU that is taken for a GPU, with real
 addresses, as DeepSpeed lays them out; the other time on the meta device. A process of its own, whose kernels are no longer any.
 
-    python launched.py real|ahead MIXER [MIXER ...]
+    python launch_trace.py real|ahead MIXER [MIXER ...]
 """
 
 import json

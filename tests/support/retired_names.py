@@ -1,0 +1,24 @@
+"""Names that were replaced, by the part of the repository whose owner replaced them.
+
+A name stands here so that it does not come back. `WORDS` are looked for as whole words in all texts; `NAMES` as identifiers in
+Python code only, because they are ordinary words in prose. Each entry has the files in which the name is looked for, as patterns
+of `fnmatch` (`*` also matches `/`), and the retired names.
+"""
+
+Entry = tuple[tuple[str, ...], tuple[str, ...]]
+
+WORDS: dict[str, Entry] = {
+    "tests": (("*",), ("test_house",)),
+}
+"""Part of the repository -> (files, names)."""
+
+NAMES: dict[str, list[Entry]] = {
+    "kernels": [],
+    "models": [],
+    "parallel": [],
+    "data_pipeline": [],
+    "training": [],
+    "launcher": [],
+    "slurm": [],
+}
+"""Part of the repository -> entries of (files, names): `.name` is an attribute, `name=` a keyword argument, else any identifier."""
