@@ -30,9 +30,9 @@ from archive import noting, pack
 from torch import Tensor
 from triton import knobs
 
-from baton.kernels import ahead
-from baton.kernels.ahead import META, Compiled, Target, compiling
-from baton.kernels.tune import _SETUPS, STEPS, _fits
+from baton.kernels.compile import aot
+from baton.kernels.compile.aot import META, Compiled, Target, compiling
+from baton.kernels.compile.autotune import _SETUPS, STEPS, _fits
 from baton.launcher.config import RunConfig, load
 from baton.training.compile import compile_for
 from baton.training.tune import requests_of
@@ -204,7 +204,7 @@ def autotuning_by_compiling() -> Iterator[None]:
             return [float("inf")] * 3
         return [1.0] * 3
 
-    driver: Any = ahead._Driver
+    driver: Any = aot._Driver
     driver.utils = SimpleNamespace(get_device_properties=lambda _: H200)
     driver.get_benchmarker = lambda self: None
     driver.get_active_torch_device = lambda self: META

@@ -52,7 +52,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def rank(config: Path, plain: bool) -> None:
     """A run, in this process."""
     if plain:
-        import baton.kernels.ahead as ahead
+        import baton.kernels.compile.aot as ahead
 
         # before anything that has it by name is imported
         ahead.on_gpu = lambda x: False

@@ -41,7 +41,7 @@ from exchange_heads import HeadExchange, over_heads
 from report import Report
 from torch import Tensor
 
-from baton.kernels.ahead import META
+from baton.kernels.compile.aot import META
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.models.mixer import Mixer

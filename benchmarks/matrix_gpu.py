@@ -32,7 +32,7 @@ from scan_gpu import Clock, compare, peak_gib
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from baton.kernels.check import check
+from baton.kernels.common.kernel_check import check
 from baton.kernels.delta_rule.op import delta_rule
 from baton.kernels.delta_rule.reference import delta_rule_reference
 from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked

@@ -4,6 +4,6 @@ The one thing to know: every recurrence takes the state that arrives and returns
 sequence anywhere changes neither. `protocol` says what a State is; each folder's `op.py` holds its public function.
 """
 
-from baton.kernels.first_calls import settle
+from baton.kernels.common.mkl_warmup import settle
 
 settle()  # here, because whoever computes anything imports this before it starts a thread

@@ -1,6 +1,6 @@
 """The node's process that compiles a run's kernels while its ranks start: forked by the node's first rank, which waits for it.
 
-The process is forked before the rank has to do with CUDA, and forks one process for each kernel (kernels/compile_pool.py). What it
+The process is forked before the rank has to do with CUDA, and forks one process for each kernel (kernels/compile/pool.py). What it
 has compiled is listed in a file in Triton's cache: a later start of the same run finds the list, and starts no process. Torch-free
 until the process is forked.
 """

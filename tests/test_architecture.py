@@ -79,7 +79,7 @@ def test_distributions_hold_every_file(tmp_path):
     for package in PACKAGES:
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
     files = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
-    assert {"kernels/tiles.json", "training/py.typed", "configs/runs/demo.yaml", "slurm/policy.py"} <= files
+    assert {"kernels/compile/launch_configs.json", "training/py.typed", "configs/runs/demo.yaml", "slurm/policy.py"} <= files
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
 

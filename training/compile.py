@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from baton.kernels.ahead import META, Compiled, Target, compiling
-from baton.kernels.check import launch
+from baton.kernels.common.kernel_check import launch
+from baton.kernels.compile.aot import META, Compiled, Target, compiling
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.models.mixer import noting

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from baton.kernels.ahead import META, Compiled, Target, compiling
-from baton.kernels.check import Finding, check, launch
+from baton.kernels.common.kernel_check import Finding, check, launch
+from baton.kernels.compile.aot import META, Compiled, Target, compiling
 from baton.kernels.registry import recurrences
 from baton.models.mixer import recurrences_of
 from baton.parallel.tensor import drop_compute_copies

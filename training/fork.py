@@ -18,7 +18,7 @@ from baton.data_pipeline.config import DataConfig
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.source import ShardSource, TaskSource, open_source
 from baton.data_pipeline.storage import read_text
-from baton.kernels.ahead import META
+from baton.kernels.compile.aot import META
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from baton.kernels import tiles as table
-from baton.kernels.ahead import META, Target, launching_nothing
+from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile.aot import META, Target, launching_nothing
+from baton.kernels.compile.autotune import Tuned, tune
+from baton.kernels.compile.launch_configs import PATH
 from baton.kernels.errors import TilesError
-from baton.kernels.tiles import PATH
-from baton.kernels.tune import Tuned, tune
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig

@@ -6,7 +6,7 @@ Shape suffixes: N rows, V columns that are here.
 import triton
 import triton.language as tl
 
-from baton.kernels.rows import LOG2_E
+from baton.kernels.common.triton_prefetch import LOG2_E
 
 
 @triton.jit

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from baton.kernels.common.chunked_autograd import compute_dtype
+from baton.kernels.common.example_inputs import extreme_gates, extreme_log_gates, randn
+from baton.kernels.common.launch_utils import without_autocast
 from baton.kernels.delta_rule.chunked import delta_rule_effect
 from baton.kernels.delta_rule.op import delta_rule
 from baton.kernels.delta_rule.reference import delta_rule_reference
 from baton.kernels.delta_rule.triton import delta_rule_effect_triton
-from baton.kernels.examples import extreme_gates, extreme_log_gates, randn
 from baton.kernels.gated_linear_attention.triton import in_triton
-from baton.kernels.in_chunks import compute_dtype
-from baton.kernels.launch import without_autocast
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, MatrixAffine, State
 
 

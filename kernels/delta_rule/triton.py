@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels import launch
-from baton.kernels import tiles as table
+from baton.kernels.common import launch_utils
+from baton.kernels.compile import launch_configs as table
 from baton.kernels.gated_linear_attention.arguments import Given, Prepared, Side
 from baton.kernels.gated_linear_attention.arguments import Tiles as SumTiles
 from baton.kernels.gated_linear_attention.triton import Sum
@@ -76,7 +76,7 @@ def delta_rule_triton(
 ) -> tuple[Tensor, Tensor]:
     """As `op.delta_rule`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits, the inverse's not."""
     tiles = tiles or _tiles_for(k, v, g)
-    y, leaving = _DeltaRule.apply(q, k, v, beta, g, initial_state, scale, launch.positions(pos), tiles)
+    y, leaving = _DeltaRule.apply(q, k, v, beta, g, initial_state, scale, launch_utils.positions(pos), tiles)
     return y, leaving
 
 
@@ -84,7 +84,7 @@ def delta_rule_effect_triton(
     k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, pos: Tensor | None, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `chunked.delta_rule_effect`, of arguments that `delta_rule_triton` takes."""
-    run = _Run(k, k, v, beta, g, 1.0, launch.positions(pos), tiles or _tiles_for(k, v, g))
+    run = _Run(k, k, v, beta, g, 1.0, launch_utils.positions(pos), tiles or _tiles_for(k, v, g))
     X, Y = run.sum.sizes
     effects = run.effects(run.inverses(), run.pieces(-(-(Y + X) // run.walk(run.tiles.values)["BY"])))
     total, *others = effects.unbind(2)
@@ -115,7 +115,7 @@ class _Run:
         given = Given.of(q, k, v)
         self.sum = Sum("none" if g is None else "scalar", scale, pos, g, given, tiles, low=given.low)
         self.tiles = tiles if given.low else tiles.for_float32
-        self.beta, self.scale, (self.kernels, self.gradients) = launch.in_rows(beta), scale, _kernels()
+        self.beta, self.scale, (self.kernels, self.gradients) = launch_utils.in_rows(beta), scale, _kernels()
         self.sums = self.sum.prepare(None, None).sums
 
     def options(self, **own: int) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class _Run:
         del options["Y"], options["BY"]
         self.kernels.inverse_kernel[(run.chunks, rows)](
             k, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.length, run.chunks,
-            *launch.strides(k, self.beta), **options,
+            *launch_utils.strides(k, self.beta), **options,
         )  # fmt: skip
         return inverse
 
@@ -163,7 +163,7 @@ class _Run:
         columns = Y if u is not None else Y + X
         self.kernels.writes_kernel[(-(-columns // options["BY"]), run.batch * run.heads, -(-run.chunks // piece))](
             k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.or_v(first), run.or_v(u), run.or_v(states), last,
-            run.length, run.chunks, piece, *launch.strides(k, v, self.beta), HAS_FIRST=first is not None, KEEP=u is not None,
+            run.length, run.chunks, piece, *launch_utils.strides(k, v, self.beta), HAS_FIRST=first is not None, KEEP=u is not None,
             **options,
         )  # fmt: skip
 
@@ -222,7 +222,7 @@ class _Run:
             options = self.walk(self.tiles.values_back, num_warps=warps, num_stages=self.tiles.stages_back)
             self.gradients.writes_backward_kernel[(-(-shape[3] // options["BY"]), rows, pieces)](
                 q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), scores, inverse, run.or_v(arriving), dr, cotangents,
-                dfirst, run.length, run.chunks, -(-run.chunks // pieces), self.scale, *launch.strides(q, k, self.beta, dy),
+                dfirst, run.length, run.chunks, -(-run.chunks // pieces), self.scale, *launch_utils.strides(q, k, self.beta, dy),
                 KEEP=arriving is not None, **options,
             )  # fmt: skip
             return dfirst
@@ -237,13 +237,13 @@ class _Run:
         dbeta, dg = run.new(*shape[:3]), None if self.sums is None else run.new(*shape[:3])
         self.gradients.gradients_kernel[(run.chunks, rows)](
             q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), u, dr, states, cotangents, dq, dk, dv, dbeta,
-            run.or_v(dg), run.length, run.chunks, self.scale, *launch.strides(q, k, self.beta, dy), **self.options(),
+            run.or_v(dg), run.length, run.chunks, self.scale, *launch_utils.strides(q, k, self.beta, dy), **self.options(),
         )  # fmt: skip
         X, Y = run.sizes
         options = self.options(BX=run.block(X, SMALL), BY=run.block(Y, SMALL), num_warps=4)
         self.gradients.dbeta_of_zeros_kernel[(run.chunks, rows)](
             k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), u, dr, states, dbeta, run.length, run.chunks,
-            *launch.strides(k, v, self.beta), **options,
+            *launch_utils.strides(k, v, self.beta), **options,
         )  # fmt: skip
         return dq, dk, dv, dbeta, dg, dfirst
 
@@ -264,7 +264,9 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
         q, k, v, beta, g, initial_state, inverse, pos = ctx.saved_tensors
         run = _Run(q, k, v, beta, g, ctx.scale, pos, ctx.tiles)
-        dq, dk, dv, dbeta, dg, dfirst = run.backward(_contiguous(initial_state), inverse, launch.in_rows(dy), dlast.contiguous())
+        dq, dk, dv, dbeta, dg, dfirst = run.backward(
+            _contiguous(initial_state), inverse, launch_utils.in_rows(dy), dlast.contiguous()
+        )
         grads = (dq, dk, dv, dbeta.to(beta.dtype), None if g is None else dg.to(g.dtype), dfirst)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 3)
 

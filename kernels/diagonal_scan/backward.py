@@ -12,6 +12,7 @@ The adjoint, with lam_t = dLoss/dh_t: lam_t = query_t dy_t + decay_{t+1} lam_{t+
 import triton
 import triton.language as tl
 
+from baton.kernels.common.triton_prefetch import lines_from, lines_of, load_rows, loads_begun, near, reciprocal, released, sigmoid
 from baton.kernels.diagonal_scan.over_channels import leave_sums, over_channels
 from baton.kernels.diagonal_scan.per_token import (
     LN_2,
@@ -37,7 +38,6 @@ from baton.kernels.diagonal_scan.per_token import (
     store_states,
     taken_in,
 )
-from baton.kernels.rows import lines_from, lines_of, load_rows, loads_begun, near, reciprocal, released, sigmoid
 
 
 @triton.jit

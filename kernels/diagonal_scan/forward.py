@@ -9,6 +9,7 @@ pieces; `summarize_kernel` finds what each does to a state and `fold_kernel` whi
 import triton
 import triton.language as tl
 
+from baton.kernels.common.triton_prefetch import lines_of, load_rows, loads_begun, near, released, sigmoid
 from baton.kernels.diagonal_scan.per_token import (
     FORGET,
     LONGHORN,
@@ -30,7 +31,6 @@ from baton.kernels.diagonal_scan.per_token import (
     store_states,
     taken_in,
 )
-from baton.kernels.rows import lines_of, load_rows, loads_begun, near, released, sigmoid
 
 
 @triton.jit

@@ -13,7 +13,7 @@ of what all channels share of a token, which is what the way from the cache is f
 import triton
 import triton.language as tl
 
-from baton.kernels.rows import LOG2_E, lines_from, load_row, reciprocal, sigmoid
+from baton.kernels.common.triton_prefetch import LOG2_E, lines_from, load_row, reciprocal, sigmoid
 
 # MAMBA_ZOH: Mamba with the input held between tokens (zero-order hold) instead of Euler's rule
 MAMBA, LONGHORN, MAMBA_ZOH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels import launch
-from baton.kernels import tiles as table
-from baton.kernels.ahead import on_gpu, target
+from baton.kernels.common import launch_utils
+from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile.aot import on_gpu, target
 
 KERNEL = "diagonal_scan"
 
@@ -114,7 +114,7 @@ def scan(
     With A it is Mamba's (step sizes, `activate`: softplus of step + bias), without it is Longhorn's (beta, sigmoid). zoh: Mamba's
     input is discretized by a zero-order hold, not by Euler's rule. Arguments are checked by the caller; T >= 1, nothing is float64.
     """
-    run = _Run(inputs, activate, zoh, launch.positions(pos), tiles or _tiles_for(inputs, activate, zoh))
+    run = _Run(inputs, activate, zoh, launch_utils.positions(pos), tiles or _tiles_for(inputs, activate, zoh))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state)):
         y, final = _Scan.apply(run, initial_state, *inputs)
         return y, final
@@ -126,7 +126,7 @@ def effect(
     inputs: Inputs, *, pos: Tensor | None, activate: bool = False, zoh: bool = False, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
     """What the tokens do to a state, without outputs: decay and add, [B, D, N] in float32 each."""
-    run = _Run(inputs, activate, zoh, launch.positions(pos), tiles or _tiles_for(inputs, activate, zoh))
+    run = _Run(inputs, activate, zoh, launch_utils.positions(pos), tiles or _tiles_for(inputs, activate, zoh))
     decay, add = run.summarize()
     if run.pieces > 1:
         decay, add = decay.prod(1), run.fold(decay, add, None)[1]
@@ -137,7 +137,7 @@ def effect_backward(
     inputs: Inputs, dy: Tensor, *, pos: Tensor | None, activate: bool = False, zoh: bool = False, tiles: Tiles | None = None
 ) -> Tensor:
     """What dy [B, T, D] alone adds to the cotangent of the state that entered, [B, D, N] in float32."""
-    run = _Run(inputs, activate, zoh, launch.positions(pos), tiles or _tiles_for(inputs, activate, zoh))
+    run = _Run(inputs, activate, zoh, launch_utils.positions(pos), tiles or _tiles_for(inputs, activate, zoh))
     add = run.summarize_backward(dy)
     return add[:, 0] if run.pieces == 1 else run.fold(run.summarize()[0], add, None, backwards=True)[1]
 
@@ -146,7 +146,7 @@ class _Run:
     """One call's shapes, options and launches."""
 
     def __init__(self, inputs: Inputs, activate: bool, zoh: bool, pos: Tensor | None, tiles: Tiles) -> None:
-        self.inputs = Inputs(*(None if x is None else launch.in_rows(x) for x in inputs))  # type: ignore[arg-type]
+        self.inputs = Inputs(*(None if x is None else launch_utils.in_rows(x) for x in inputs))  # type: ignore[arg-type]
         self.pos, self.tiles = pos, tiles
         self.forwards, self.backwards = _kernels()
         self.batch, self.length, self.channels = inputs.x.shape
@@ -155,7 +155,9 @@ class _Run:
         self.zoh, self.kind = zoh, _kind(inputs.A is not None, zoh)
         # Longhorn's are zeros: see `rates_at`
         self.A = (
-            inputs.x.new_zeros(self.channels, self.d_state, dtype=torch.float32) if inputs.A is None else launch.aligned(inputs.A)
+            inputs.x.new_zeros(self.channels, self.d_state, dtype=torch.float32)
+            if inputs.A is None
+            else launch_utils.aligned(inputs.A)
         )
         width = max(4, 1 << (self.d_state - 1).bit_length())
         self.rows = self.pack(width)
@@ -198,7 +200,7 @@ class _Run:
         """in, query and what else all channels read of a token, side by side [B, T, rows]: read at once, and converted once."""
         from baton.kernels.diagonal_scan.per_token import row_length
 
-        into, query = launch.in_rows(self.inputs.into), launch.in_rows(self.inputs.query)
+        into, query = launch_utils.in_rows(self.inputs.into), launch_utils.in_rows(self.inputs.query)
         rows, tokens = self.empty(self.batch, self.length, row_length(self.kind, width)), max(1, 1024 // width)
         self.forwards.pack_kernel[(-(-self.length // tokens), self.batch)](
             into, query, rows, self.length, self.d_state, *into.stride()[:2], *query.stride()[:2],
@@ -230,7 +232,7 @@ class _Run:
     def summarize_backward(self, dy: Tensor) -> Tensor:
         """What dy alone adds to the cotangent of the state that entered each piece, [B, P, D, N]."""
         _, step, _, _, _, _, bias, z = self.inputs
-        dy, add = launch.in_rows(dy), self.empty(self.batch, self.pieces, self.channels, self.d_state)
+        dy, add = launch_utils.in_rows(dy), self.empty(self.batch, self.pieces, self.channels, self.d_state)
         self.launch(
             self.backwards.summarize_backward_kernel, self.tiles.steps_summary, step, self.or_x(bias), self.A, self.rows,
             self.or_x(z), dy, self.or_x(self.pos), add, **self.strides(step=step, z=z, dy=dy), GATED=z is not None,
@@ -252,7 +254,7 @@ class _Run:
         """The output, the final state [B, D, N] and, if kept, what `backward` needs: states at borders [B, C, D, N] and the pieces'
         decays, of which one piece has none."""
         x, step, _, _, skip, _, bias, z = self.inputs
-        entering, decay = None if initial_state is None else launch.aligned(initial_state), None
+        entering, decay = None if initial_state is None else launch_utils.aligned(initial_state), None
         if self.pieces > 1:
             decay, add = self.summarize()
             entering, _ = self.fold(decay, add, entering)
@@ -273,7 +275,7 @@ class _Run:
     def backward(self, borders: Tensor, decay: Tensor | None, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the entering state and of all inputs."""
         x, step, into, query, skip, A, bias, z = self.inputs
-        dy, arriving, steps = launch.in_rows(dy), launch.aligned(dfinal), self.tiles.steps_back
+        dy, arriving, steps = launch_utils.in_rows(dy), launch_utils.aligned(dfinal), self.tiles.steps_back
         batch, length, channels, d_state = self.batch, self.length, self.channels, self.d_state
         if decay is not None:
             arriving = self.fold(decay, self.summarize_backward(dy), arriving, backwards=True)[0]

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from baton.kernels.common.chunked_autograd import in_chunks
 from baton.kernels.eidetic_attention.memory import largest, take
-from baton.kernels.in_chunks import in_chunks
 from baton.kernels.protocol import Inputs, State
 from baton.kernels.window_attention.chunked import attend, history, new_tails, read_so_far, visible
 

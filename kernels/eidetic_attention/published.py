@@ -7,9 +7,9 @@ chosen are rows, as numbers; `joint_attention` copies them, and knows where the 
 import torch
 from torch import Tensor
 
-from baton.kernels import tiles as table
+from baton.kernels.common.launch_utils import positions
+from baton.kernels.compile import launch_configs as table
 from baton.kernels.eidetic_attention.chunked import Options
-from baton.kernels.launch import positions
 from baton.kernels.protocol import State
 from baton.kernels.window_attention.fused import Seen
 

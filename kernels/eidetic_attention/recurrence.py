@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.kernels.common.chunked_autograd import compute_dtype
+from baton.kernels.common.example_inputs import randn
 from baton.kernels.eidetic_attention.chunked import Options
 from baton.kernels.eidetic_attention.op import Norm, eidetic_attention, empty, innovation, leaves, leaving_state
 from baton.kernels.eidetic_attention.reference import eidetic_attention_reference
-from baton.kernels.examples import randn
-from baton.kernels.in_chunks import compute_dtype
 from baton.kernels.protocol import Inputs, Leaf, Recurrence, State, StateFirstRecurrence
 from baton.kernels.window_attention.chunked import new_tails
 

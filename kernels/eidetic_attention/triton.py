@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels import tiles as table
+from baton.kernels.compile import launch_configs as table
 from baton.kernels.eidetic_attention.chunked import TAILS, Options
 from baton.kernels.eidetic_attention.memory import take
 from baton.kernels.eidetic_attention.published import publish

@@ -9,7 +9,7 @@ kernel adds them up.
 import triton
 import triton.language as tl
 
-from baton.kernels.rows import held, released
+from baton.kernels.common.triton_prefetch import held, released
 
 
 @triton.jit

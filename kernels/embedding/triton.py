@@ -10,8 +10,8 @@ from types import MappingProxyType, ModuleType
 import torch
 from torch import Tensor
 
-from baton.kernels import tiles as table
-from baton.kernels.ahead import on_gpu
+from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile.aot import on_gpu
 
 _CHUNK = 32  # sorted tokens, of a program
 _STEPS = 8  # tokens whose rows are loaded at once

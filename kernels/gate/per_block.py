@@ -6,8 +6,8 @@ Shape suffixes: R rows, D width.
 import triton
 import triton.language as tl
 
+from baton.kernels.common.triton_prefetch import LOG2_E
 from baton.kernels.diagonal_scan.per_token import softplus
-from baton.kernels.rows import LOG2_E
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Gates and activations on a GPU: launches the Triton kernels of `per_block`, and gives gates a gradient.
 
-The one thing to know: where x and z are neighbours in the rows of one tensor, so are their gradients, see `columns`.
+The one thing to know: where x and z are neighbours in the rows of one tensor, so are their gradients, see `baton.kernels.common.adjacent_views`.
 """
 
 from types import ModuleType
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels import tiles as table
-from baton.kernels.ahead import on_gpu
-from baton.kernels.columns import like, runs
+from baton.kernels.common.adjacent_views import like, runs
+from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile.aot import on_gpu
 
 _COLUMNS = 1024  # of a program
 _ENTRIES = 4096

@@ -9,8 +9,8 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from baton.kernels import launch
-from baton.kernels.ahead import on_gpu
+from baton.kernels.common import launch_utils
+from baton.kernels.compile.aot import on_gpu
 from baton.kernels.errors import REDUCED_DTYPES
 
 
@@ -74,8 +74,8 @@ class Given(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Given":
         heads = v.shape[2]
-        q, k = (x.expand(-1, -1, heads, -1) if x.shape[2] == 1 else x for x in (launch.in_rows(q), launch.in_rows(k)))
-        return cls(q, k, launch.in_rows(v))
+        q, k = (x.expand(-1, -1, heads, -1) if x.shape[2] == 1 else x for x in (launch_utils.in_rows(q), launch_utils.in_rows(k)))
+        return cls(q, k, launch_utils.in_rows(v))
 
 
 class Side(NamedTuple):

@@ -1,7 +1,7 @@
 """Gated linear attention in vectorised PyTorch, on any device: what runs on a CPU.
 
 The one thing to know: a chunk is three products of matrices (query and key, the scores with the values, query and entering state)
-with decays between 0 and 1 on them; the decays are `block`'s, the walk over chunks `baton.kernels.in_chunks`.
+with decays between 0 and 1 on them; the decays are `block`'s, the walk over chunks `baton.kernels.common.chunked_autograd`.
 """
 
 from functools import partial
@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from baton.kernels.common.chunked_autograd import compute_dtype, in_chunks
+from baton.kernels.common.launch_utils import without_autocast
 from baton.kernels.gated_linear_attention.block import (
     ChannelDecay,
     ScalarDecay,
@@ -20,8 +22,6 @@ from baton.kernels.gated_linear_attention.block import (
     ungrouped,
 )
 from baton.kernels.gated_linear_attention.reference import Gate
-from baton.kernels.in_chunks import compute_dtype, in_chunks
-from baton.kernels.launch import without_autocast
 from baton.kernels.protocol import Inputs, State
 
 # Measured on one core, forwards and backwards, for d_key and d_value of 32 to 512 and 4 to 64 heads, with every gate: the fastest

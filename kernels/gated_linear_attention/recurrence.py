@@ -6,12 +6,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.kernels.examples import extreme_log_gates, randn
+from baton.kernels.common.chunked_autograd import compute_dtype
+from baton.kernels.common.example_inputs import extreme_log_gates, randn
 from baton.kernels.gated_linear_attention.chunked import gla_state
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate, along_state, gla_reference
 from baton.kernels.gated_linear_attention.triton import gla_effect, in_triton
-from baton.kernels.in_chunks import compute_dtype
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
 
 

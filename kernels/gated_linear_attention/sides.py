@@ -11,6 +11,7 @@ Shape suffixes: B batch, T time, H heads of the state, Q query heads (G = Q / H 
 import triton
 import triton.language as tl
 
+from baton.kernels.common.triton_prefetch import LOG2_E
 from baton.kernels.gate.per_block import activation
 from baton.kernels.gated_linear_attention.decays import (
     CHANNEL,
@@ -37,7 +38,6 @@ from baton.kernels.gated_linear_attention.decays import (
     visible,
     whole_of,
 )
-from baton.kernels.rows import LOG2_E
 
 
 @triton.jit

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels import launch
-from baton.kernels import tiles as table
-from baton.kernels.ahead import on_gpu
+from baton.kernels.common import launch_utils
+from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gated_linear_attention.arguments import Given, Prepared, Projected, Side, Tiles
 from baton.kernels.gated_linear_attention.reference import Gate
 
@@ -57,7 +57,7 @@ def gla_triton(
 ) -> tuple[Tensor, Tensor]:
     """As `op.gated_linear_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits."""
     tiles = tiles or tiles_for(gate, Given(q, k, v))
-    y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch.positions(pos), tiles)
+    y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch_utils.positions(pos), tiles)
     return y, leaving
 
 
@@ -68,7 +68,7 @@ def gla_effect(
     products are of bfloat16 (default: where k and v have 16 bits)."""
     given = Given.of(k, k, v)
     low = given.low if low is None else low
-    run = Sum(gate, 1.0, launch.positions(pos), g, given, tiles or tiles_for(gate, Given(k, k, v)), low=low)
+    run = Sum(gate, 1.0, launch_utils.positions(pos), g, given, tiles or tiles_for(gate, Given(k, k, v)), low=low)
     wx, wy = run.writes
     prepared = run.prepare(None, wx)
     assert prepared.written is not None
@@ -86,7 +86,7 @@ class Sum:
         self.shared = not self.swapped and given.v.shape[2] > 1 and given.q.stride(2) == given.k.stride(2) == 0
         self.batch, self.length, self.heads, d_value = given.v.shape
         self.query_heads, d_key = given.q.shape[2], given.k.shape[3]
-        self.given, self.device, self.g, self.pos = given, given.v.device, None if g is None else launch.in_rows(g), pos
+        self.given, self.device, self.g, self.pos = given, given.v.device, None if g is None else launch_utils.in_rows(g), pos
         self.tiles = tiles if low else tiles.for_float32
         self.sizes = (d_value, d_key) if self.swapped else (d_key, d_value)
         self.scale = scale
@@ -146,7 +146,7 @@ class Sum:
             whole, BX = self.new(self.batch, self.heads, self.chunks, X), self.block(X, self.tiles.x_prepared)
         self.kernels.prepare_kernel[(self.chunks, -(-X // BX) if self.per_channel else 1, self.batch * self.heads)](
             self.or_v(r), self.or_v(w), self.g, self.or_v(self.pos), sums, self.or_v(read), self.or_v(written),
-            self.or_v(whole), self.length, self.scale, *launch.strides(r, w, self.g), X=X, READ=r is not None,
+            self.or_v(whole), self.length, self.scale, *launch_utils.strides(r, w, self.g), X=X, READ=r is not None,
             WRITE=w is not None, BX=BX, num_warps=4 if self.per_channel else 1, **self.common,
         )  # fmt: skip
         return Prepared(sums, read, written, whole)
@@ -164,7 +164,7 @@ class Sum:
         if not gated:
             options["GATE"] = _kind("none")
         self.kernels.scores_kernel[(self.chunks, self.query_heads, self.batch)](
-            r, w, self.or_v(sums), self.or_v(self.pos), found, self.length, *launch.strides(r, w), X=size,
+            r, w, self.or_v(sums), self.or_v(self.pos), found, self.length, *launch_utils.strides(r, w), X=size,
             LEVELS=chunk.bit_length() - 1, **options,
         )  # fmt: skip
         return found
@@ -193,7 +193,7 @@ class Sum:
             last = self.new(self.batch, -(-chunks // piece), heads, X, Y)
             self.kernels.states_kernel[(blocks, heads, self.batch * last.shape[1])](
                 along_x, along_y, self.or_v(prepared.sums), self.or_v(prepared.whole), self.or_v(self.pos), self.or_v(first),
-                self.or_v(kept), last, self.or_v(decay), self.length, chunks, piece, self.scale, *launch.strides(along_x, along_y),
+                self.or_v(kept), last, self.or_v(decay), self.length, chunks, piece, self.scale, *launch_utils.strides(along_x, along_y),
                 HAS_FIRST=first is not None, BACKWARDS=backwards, KEEP=kept is not None, DECAY=decay is not None,
                 num_warps=self.tiles.warps, **options, **self.low,
             )  # fmt: skip
@@ -227,12 +227,12 @@ class Sum:
             w = None if write is None else self.new(*shape, self.heads, Y, dtype=write)
             raw = Side(None, None)
         else:
-            (r, w), raw = projected.gradients, Side(*(None if of is None else launch.in_rows(of) for of in projected.given))
+            (r, w), raw = projected.gradients, Side(*(None if of is None else launch_utils.in_rows(of) for of in projected.given))
         BX, BY = self.block(X, self.tiles.x), self.block(Y, self.tiles.y)
         self.kernels.plain_kernel[(-(-Y // BY), self.chunks, self.batch * self.heads)](
             self.or_v(x.read), self.or_v(y.r), self.or_v(x.written), self.or_v(y.w), self.or_v(x.sums), self.or_v(self.pos), scores,
             states, self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(raw.r), self.or_v(raw.w), self.length, self.chunks,
-            self.scale, *launch.strides(x.read, y.r, x.written, y.w, r, w, *raw), X=X, Y=Y, READ=read is not None,
+            self.scale, *launch_utils.strides(x.read, y.r, x.written, y.w, r, w, *raw), X=X, Y=Y, READ=read is not None,
             WRITE=write is not None, SILU=projected is not None, BX=BX, BY=BY, num_warps=self.tiles.warps, **self.common,
             **self.low,
         )  # fmt: skip
@@ -261,7 +261,7 @@ class Sum:
         self.kernels.gated_kernel[(blocks, self.chunks, self.batch * heads // share)](
             self.or_v(x.r), self.or_v(y.r), self.or_v(x.w), self.or_v(y.w), self.or_v(sums), self.or_v(self.pos), scores, states,
             self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
-            *launch.strides(x.r, y.r, x.w, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
+            *launch_utils.strides(x.r, y.r, x.w, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
             PRECISE=self.low["LOW"] is not None and self.per_channel and read == torch.float32,
             LEVELS=self.tiles.chunk.bit_length() - 1, SHARE=share, BX=BX, BY=BY, num_warps=warps, **self.common, **self.low,
         )  # fmt: skip
@@ -330,7 +330,7 @@ class _Gla(torch.autograd.Function):
             dy = q.new_zeros(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
         given = Given.of(q, k, v)
         run = Sum(ctx.gate, ctx.scale, pos, g, given, ctx.tiles, low=given.low)
-        dq, dk, dv, dg, dfirst = run.backward(initial_state, scores, launch.in_rows(dy), dlast)
+        dq, dk, dv, dg, dfirst = run.backward(initial_state, scores, launch_utils.in_rows(dy), dlast)
         # a head that all share was given to each, or to several at a time
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))
         grads = (dq, dk, dv, None if g is None else dg.to(g.dtype), dfirst)

@@ -2,7 +2,7 @@
 
 The one thing to know: a chunk is two passes of gated linear attention with one gate (Zhang et al. 2024, equation 7): keys written
 to the slots, decaying along the values of that pass, and values read from them, decaying along its keys. The decays are computed
-once; the mathematics is `baton.kernels.gated_linear_attention.block`'s, the walk over chunks `baton.kernels.in_chunks`.
+once; the mathematics is `baton.kernels.gated_linear_attention.block`'s, the walk over chunks `baton.kernels.common.chunked_autograd`.
 """
 
 from functools import partial
@@ -10,6 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from baton.kernels.common.chunked_autograd import compute_dtype, in_chunks
+from baton.kernels.common.launch_utils import without_autocast
 from baton.kernels.gated_linear_attention.block import (
     ChannelDecay,
     extended,
@@ -21,8 +23,6 @@ from baton.kernels.gated_linear_attention.block import (
 )
 from baton.kernels.gated_linear_attention.chunked import CHUNK
 from baton.kernels.gated_slot_attention.reference import LINKS, Link, activated
-from baton.kernels.in_chunks import compute_dtype, in_chunks
-from baton.kernels.launch import without_autocast
 from baton.kernels.protocol import Inputs, State
 
 

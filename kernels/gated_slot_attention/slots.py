@@ -8,7 +8,7 @@ Shape suffixes: R rows, one of each token and head; M slots.
 import triton
 import triton.language as tl
 
-from baton.kernels.rows import LOG2_E, sigmoid
+from baton.kernels.common.triton_prefetch import LOG2_E, sigmoid
 
 SOFTMAX, IDENTITY, SILU, RELU, RELU2 = (tl.constexpr(n) for n in range(5))
 NEAR = tl.constexpr(0.25)  # below it 1 - exp(-x) is summed up: a difference from 1 would lose the digits of what is small

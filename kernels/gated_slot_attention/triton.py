@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels import launch
-from baton.kernels import tiles as table
-from baton.kernels.columns import like
+from baton.kernels.common import launch_utils
+from baton.kernels.common.adjacent_views import like
+from baton.kernels.compile import launch_configs as table
 from baton.kernels.gate.triton import activate
 from baton.kernels.gated_linear_attention.arguments import Given, Projected, Side, Tiles
 from baton.kernels.gated_linear_attention.triton import Sum, gla_effect, tiles_for
@@ -45,7 +45,7 @@ def gsa_triton(
     """As `op.gated_slot_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. tiles: of
     both passes."""
     first = {"k": None, "v": None} if initial_state is None else initial_state
-    options = scale, link, damping, remake, launch.positions(pos), tiles
+    options = scale, link, damping, remake, launch_utils.positions(pos), tiles
     y, keys, values = _Gsa.apply(q, k, v, log_alpha, first["k"], first["v"], *options)
     return y, {"k": keys, "v": values}
 
@@ -101,7 +101,7 @@ class _Gsa(torch.autograd.Function):
         of_values = _values(weights_of(scores, ctx.link, q.dtype), write, v, log_alpha, pos, ctx.tiles, low)
         # of weights and strengths only differences reach what they are made of
         dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(
-            first_v, among_v, launch.in_rows(dy), dvalues, wide="q", projected=values
+            first_v, among_v, launch_utils.in_rows(dy), dvalues, wide="q", projected=values
         )
         dscores = weights_backward(scores, dweights, ctx.link)
         of_keys = _keys(q, k, write, log_alpha, ctx.scale, pos, ctx.tiles, low)
@@ -180,7 +180,7 @@ def _gates_backward(
 ) -> Tensor:  # fmt: skip
     """The gradient of the gates that were given, in their dtype; into: memory for it, in which tokens are rows."""
     gates = log_alpha.contiguous()
-    raw, out = launch.in_rows(given.flatten(2).flatten(0, 1)), torch.empty_like(gates) if into is None else into
+    raw, out = launch_utils.in_rows(given.flatten(2).flatten(0, 1)), torch.empty_like(gates) if into is None else into
     grid, sizes = _rows(gates)
     _kernels().gates_backward_kernel[grid](
         gates, dg_k, dg_v, dwrite_k, dwrite_v, raw, out, gates.numel() // sizes["M"], damping or 1.0, raw.stride(0), out.stride(1),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels import tiles as table
-from baton.kernels.ahead import on_gpu
+from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile.aot import on_gpu
 
 _ENTRIES = 4096  # of a program
 

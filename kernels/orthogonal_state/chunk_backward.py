@@ -18,6 +18,7 @@ Shape suffixes: see `per_token`.
 import triton
 import triton.language as tl
 
+from baton.kernels.common.triton_prefetch import near
 from baton.kernels.orthogonal_state.backward import border_back
 from baton.kernels.orthogonal_state.chunk_walk import (
     exact,
@@ -33,7 +34,6 @@ from baton.kernels.orthogonal_state.chunk_walk import (
 )
 from baton.kernels.orthogonal_state.parts import places, read, write
 from baton.kernels.orthogonal_state.per_token import ENC
-from baton.kernels.rows import near
 
 ROWS = tl.constexpr(7)
 """Of each chunk and program in memory, [ROWS, C, BM]: k, then A; h.s, then r; p; w; h's product with the slot before it over p,

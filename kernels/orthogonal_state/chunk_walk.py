@@ -23,8 +23,8 @@ Shape suffixes as in `per_token`; a chunk has C tokens (BORDER), and what is [BM
 import triton
 import triton.language as tl
 
+from baton.kernels.common.triton_prefetch import interpreted
 from baton.kernels.orthogonal_state.per_token import ENC
-from baton.kernels.rows import interpreted
 
 # A slot's turn by a token has at least this cosine, so that f keeps all but two of its digits.
 LEAST_COSINE = tl.constexpr(0.02)

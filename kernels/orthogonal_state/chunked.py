@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.kernels.in_chunks import compute_dtype, in_chunks
+from baton.kernels.common.chunked_autograd import compute_dtype, in_chunks
 from baton.kernels.orthogonal_state.rule import SMALLEST_GATE, Rule, norms
 from baton.kernels.orthogonal_state.span import Span, run_span, span_of
 from baton.kernels.orthogonal_state.steps import run_steps

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.kernels.examples import extreme_gates, extreme_keys, randn
-from baton.kernels.in_chunks import compute_dtype
-from baton.kernels.launch import without_autocast
+from baton.kernels.common.chunked_autograd import compute_dtype
+from baton.kernels.common.example_inputs import extreme_gates, extreme_keys, randn
+from baton.kernels.common.launch_utils import without_autocast
 from baton.kernels.orthogonal_state.chunked import Options, Prepared, advance, chunk_length, entering, prepare, within_limits
 from baton.kernels.orthogonal_state.op import orthogonal_state
 from baton.kernels.orthogonal_state.reference import orthogonal_state_reference

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels import launch
-from baton.kernels import tiles as table
-from baton.kernels.ahead import on_gpu
+from baton.kernels.common import launch_utils
+from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile.aot import on_gpu
 from baton.kernels.orthogonal_state.rule import Rule, Variant
 
 KERNEL = "orthogonal_state"
@@ -112,7 +112,7 @@ def orthogonal_state_triton(
         batch, length, heads, m = q.shape
         sizes = {"batch": batch, "tokens": length, "heads": heads, "d": v.shape[3], "m": m}
         tiles = table.choose(KERNEL, _DEFAULT, q.device, shape_of(rule, v.shape[3], m), sizes)
-    y, leaving = _OrthogonalState.apply(q, k, v, gamma, mu, S0, S, rule, launch.positions(pos), tiles)
+    y, leaving = _OrthogonalState.apply(q, k, v, gamma, mu, S0, S, rule, launch_utils.positions(pos), tiles)
     return y, leaving
 
 
@@ -133,7 +133,7 @@ class _Run:
         self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, mu: Tensor | None, S0: Tensor, rule: Rule, pos: Tensor | None,
         tiles: Tiles,
     ) -> None:  # fmt: skip
-        self.q, self.k, self.v = (launch.in_rows(x) for x in (q, k, v))
+        self.q, self.k, self.v = (launch_utils.in_rows(x) for x in (q, k, v))
         self.gamma, self.mu, self.S0, self.pos, self.tiles = gamma, mu, S0.mT.contiguous(), pos, tiles
         self.kernels, self.variant, self.all = _kernels(), rule.variant, rule.variant == "dec"
         self.project = rule.project
@@ -142,7 +142,7 @@ class _Run:
         self.chunked = tiles.chunk > 0 and not self.all and rule.project
         self.border = tiles.chunk if self.chunked else tiles.border
         self.borders = -(-self.length // self.border)
-        self.strides = launch.strides(self.q, self.k, self.v, gamma, mu)
+        self.strides = launch_utils.strides(self.q, self.k, self.v, gamma, mu)
         kinds = {"dec": self.kernels.DEC, "enc": self.kernels.ENC, "sim": self.kernels.SIM}
         self.options = {
             "D": self.d, "M": self.m, "H": self.heads, "VARIANT": kinds[rule.variant].value,
@@ -238,7 +238,7 @@ class _Run:
             cut = self.cut(
                 slots, *((tiles.warps_all_back, tiles.parts_all_back) if self.all else (tiles.warps_back, tiles.parts_back))
             )
-        shape, steps, dy = (self.batch, self.length, self.heads), tiles.steps_back, launch.in_rows(dy)
+        shape, steps, dy = (self.batch, self.length, self.heads), tiles.steps_back, launch_utils.in_rows(dy)
         dq, dk = (self.new(*shape, self.m, dtype=x.dtype) for x in (self.q, self.k))
         dv = self.new(parts, *shape, self.d, dtype=self.v.dtype if parts == 1 else torch.float32)
         dgamma, dmu = self.new(parts, *shape), None if self.mu is None else self.new(parts, *shape)
@@ -247,7 +247,7 @@ class _Run:
         memory = own(self.border, steps, slots, int(self.options["BD"]), self.variant)
         memory += slots * int(self.options["BD"]) if self.chunked else 0
         states = self.new(parts * self.batch * self.heads, memory)
-        found = (dq, dk, dv, dgamma, self.or_q(dmu), dfirst, dloaded, self.length, *self.strides, *launch.strides(dy))
+        found = (dq, dk, dv, dgamma, self.or_q(dmu), dfirst, dloaded, self.length, *self.strides, *launch_utils.strides(dy))
         options = {"STEPS": steps, "OWN": memory, **cut, **self.options}
         arriving, grid = dlast.mT.contiguous(), (parts, self.batch * self.heads)
         gates = (self.gamma, self.or_q(self.mu), self.or_q(self.pos))
@@ -259,7 +259,7 @@ class _Run:
             common = self._options("D", "M", "H", "HAS_POS", "EVEN", "BORDER", "BD", "num_stages") | beside
             _chunks()[1].before_kernel[each](
                 self.q, self.k, self.v, numbers, self.S0, borders, unsafe, rows, dy, dq, self.length, *self.strides[:9],
-                *launch.strides(dy), VARIANT=self.options["VARIANT"], GROUP=tiles.steps_chunk, **common,
+                *launch_utils.strides(dy), VARIANT=self.options["VARIANT"], GROUP=tiles.steps_chunk, **common,
             )  # fmt: skip
             _chunks()[1].chunk_backward_kernel[grid](
                 self.q, self.k, self.v, *gates, numbers, self.S0, borders, last, unsafe, rows, scales, dy, arriving, states, dlasts,
@@ -267,7 +267,7 @@ class _Run:
             )  # fmt: skip
             _chunks()[1].behind_kernel[each](
                 self.v, numbers, self.S0, borders, unsafe, rows, dlasts, dy, dv, dgamma, self.or_q(dmu), self.length,
-                *self.strides[6:9], *launch.strides(dy), FORGET=self.options["FORGET"], **common,
+                *self.strides[6:9], *launch_utils.strides(dy), FORGET=self.options["FORGET"], **common,
             )  # fmt: skip
         else:
             _backward().backward_kernel[grid](

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels import launch
-from baton.kernels import tiles as table
-from baton.kernels.ahead import on_gpu
+from baton.kernels.common import launch_utils
+from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile.aot import on_gpu
 
 _ENTRIES = 4096  # of a block of rows
 _BLOCKS = 32  # of rows, of a program of the backward pass
@@ -58,7 +58,7 @@ class _RMSNorm(torch.autograd.Function):
         blocks: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         # where it lies among others of odd sizes differs from what is compiled beforehand
-        x, weight = x.contiguous(), launch.aligned(weight)
+        x, weight = x.contiguous(), launch_utils.aligned(weight)
         stream = x if added is None else torch.empty_like(x)
         ctx.added = None if added is None else added.dtype
         added = x if added is None else added.contiguous()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels import launch
-from baton.kernels import tiles as table
-from baton.kernels.ahead import on_gpu
+from baton.kernels.common import launch_utils
+from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile.aot import on_gpu
 
 _ENTRIES = 4096  # of a program
 
@@ -62,10 +62,10 @@ class _Rotary(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, back: bool) -> None:
     """y becomes x turned, forwards or back."""
-    x, (batch, length, heads, dim) = launch.in_rows(x), x.shape
+    x, (batch, length, heads, dim) = launch_utils.in_rows(x), x.shape
     sizes = sizes_of(heads, dim)
     grid = (-(-length // sizes["BT"]), -(-heads // sizes["BH"]), batch)
-    _kernels().turn_kernel[grid](x, cos, sin, y, length, *launch.strides(x, y), BACK=back, **sizes)
+    _kernels().turn_kernel[grid](x, cos, sin, y, length, *launch_utils.strides(x, y), BACK=back, **sizes)
 
 
 @cache

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from baton.kernels.common.elementwise import LOG2_E, exp2_
 from baton.kernels.diagonal_scan.chunked import Buffers, Generator, chunk_length, diagonal_scan, over_channels, over_states
-from baton.kernels.elementwise import LOG2_E, exp2_
 
 # Below this |delta A|, d phi / d A of the zero-order hold is a power series: the closed form cancels
 _SERIES_BOUND = 0.03

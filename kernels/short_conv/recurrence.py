@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.kernels.examples import randn
+from baton.kernels.common.example_inputs import randn
 from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
 from baton.kernels.short_conv.op import Activation, short_conv
 from baton.kernels.short_conv.reference import short_conv_reference

@@ -13,7 +13,7 @@ Shape suffixes: B batch, T time, W width, D channels, S spans. A program's block
 import triton
 import triton.language as tl
 
-from baton.kernels.rows import lines_of, load_rows, loads_begun, near, released, sigmoid
+from baton.kernels.common.triton_prefetch import lines_of, load_rows, loads_begun, near, released, sigmoid
 
 
 @triton.jit

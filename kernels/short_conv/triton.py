@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels import launch
-from baton.kernels import tiles as table
-from baton.kernels.ahead import on_gpu
+from baton.kernels.common import launch_utils
+from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile.aot import on_gpu
 from baton.kernels.short_conv.chunked import new_tail
 
 KERNEL = "short_conv"
@@ -49,7 +49,7 @@ def short_conv_triton(
     tail_wanted: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `op.short_conv`, which checks the arguments."""
-    tiles, pos = _with_room(tiles or _tiles_for(x, weight), weight.shape[1]), launch.positions(pos)
+    tiles, pos = _with_room(tiles or _tiles_for(x, weight), weight.shape[1]), launch_utils.positions(pos)
     inputs = (x, weight, bias, tail)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         y, leaving = _ShortConv.apply(*inputs, pos, silu, tiles, tail_wanted)
@@ -110,10 +110,10 @@ def _options(x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, sil
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool, tiles: Tiles, tail_wanted: bool
 ) -> tuple[Tensor, Tensor]:
-    rows, width = launch.in_rows(x), weight.shape[1]
+    rows, width = launch_utils.in_rows(x), weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _kernels().conv_kernel[_grid(x, tiles)](
-        rows, launch.aligned(weight), launch.aligned(bias), x if tail is None else tail.contiguous(), x if pos is None else pos, y,
+        rows, launch_utils.aligned(weight), launch_utils.aligned(bias), x if tail is None else tail.contiguous(), x if pos is None else pos, y,
         EVEN=x.shape[1] % tiles.steps == 0, **_options(rows, width, tail, pos, silu, tiles),
     )  # fmt: skip
     return y, new_tail(x, tail, width - 1) if tail_wanted else x.new_empty(x.shape[0], 0, x.shape[2])
@@ -135,14 +135,14 @@ class _ShortConv(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dleaving: Tensor | None) -> tuple[Any, ...]:
         x, weight, bias, tail, pos = ctx.saved_tensors
         dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if dy is None else dy
-        rows, dy, tiles, width = launch.in_rows(x), launch.in_rows(dy), ctx.tiles, weight.shape[1]
+        rows, dy, tiles, width = launch_utils.in_rows(x), launch_utils.in_rows(dy), ctx.tiles, weight.shape[1]
         batch, length, channels = x.shape
         grid, even = _grid(x, tiles), length % tiles.steps == 0
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dtail = x if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
         sums = torch.empty(batch * grid[2], width + 1, channels, dtype=torch.float32, device=x.device)
         _kernels().conv_backward_kernel[grid](
-            rows, launch.aligned(weight), launch.aligned(bias), x if tail is None else tail.contiguous(), x if pos is None else pos,
+            rows, launch_utils.aligned(weight), launch_utils.aligned(bias), x if tail is None else tail.contiguous(), x if pos is None else pos,
             dy, x if dleaving is None else dleaving.contiguous(), dx, dtail, sums, dy_batch=dy.stride(0), dy_row=dy.stride(1),
             EVEN=even, TAKEN=dleaving is not None, **_options(rows, width, tail, pos, ctx.silu, tiles),
         )  # fmt: skip

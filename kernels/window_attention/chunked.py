@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.common.chunked_autograd import in_chunks
 from baton.kernels.errors import REDUCED_DTYPES
-from baton.kernels.in_chunks import in_chunks
 from baton.kernels.protocol import Inputs, State
 
 _BLOCK = 64

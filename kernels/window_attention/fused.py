@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels import tiles as table
-from baton.kernels.ahead import on_gpu
+from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile.aot import on_gpu
 
 KERNEL = "eidetic_attention"
 

@@ -14,8 +14,8 @@ rows.
 import triton
 import triton.language as tl
 
+from baton.kernels.common.triton_prefetch import LOG2_E
 from baton.kernels.gated_linear_attention.decays import product
-from baton.kernels.rows import LOG2_E
 from baton.kernels.window_attention.copies import leave_tile, tile_of, with_copies
 
 

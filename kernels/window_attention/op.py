@@ -7,8 +7,8 @@ document have been read, so a sequence may be cut anywhere, also into pieces sho
 import torch
 from torch import Tensor
 
+from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.errors import KernelError, expect_dtype, expect_leaves, expect_one_precision, expect_positions, expect_tensor
-from baton.kernels.in_chunks import compute_dtype
 from baton.kernels.protocol import State
 from baton.kernels.window_attention.chunked import window_attention_chunked
 from baton.kernels.window_attention.fused import in_triton

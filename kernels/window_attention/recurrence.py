@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.kernels.examples import randn
+from baton.kernels.common.example_inputs import randn
 from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
 from baton.kernels.window_attention.chunked import new_tails, read_so_far
 from baton.kernels.window_attention.op import window_attention

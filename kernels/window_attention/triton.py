@@ -7,7 +7,7 @@ is not read.
 import torch
 from torch import Tensor
 
-from baton.kernels import tiles as table
+from baton.kernels.compile import launch_configs as table
 from baton.kernels.protocol import State
 from baton.kernels.window_attention.chunked import history, new_tails, read_so_far
 from baton.kernels.window_attention.fused import KERNEL, Seen, Tiles, joint_attention, shape_of

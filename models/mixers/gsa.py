@@ -13,7 +13,7 @@ also rescales what is in them. No setting computes either: ABC is not among the 
 
 from torch import Tensor
 
-from baton.kernels.ahead import on_gpu
+from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
 from baton.kernels.protocol import Leaf, State
 from baton.models.mixer import Mixer, Site

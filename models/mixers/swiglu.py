@@ -5,7 +5,7 @@ Source: Shazeer, "GLU variants improve Transformer", equation 6. Hidden features
 
 from torch import Tensor
 
-from baton.kernels.ahead import on_gpu
+from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gate import gated
 from baton.kernels.protocol import Leaf, State
 from baton.models.mixer import Mixer, Site

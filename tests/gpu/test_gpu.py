@@ -6,7 +6,7 @@ from support.compare import relative_error
 from support.models import micro_batches, model_of, training
 from support.recurrences import positions, seeded
 
-from baton.kernels.check import check
+from baton.kernels.common.kernel_check import check
 from baton.kernels.protocol import LinearRecurrence
 from baton.kernels.registry import recurrences
 from baton.models.mixer import Mixer, Site, build_mixer

@@ -19,7 +19,7 @@ sys.path.insert(0, {benchmarks!r})
 act, build, archive = sys.argv[1:]
 cache.triton_key = lambda: build  # what another build of Triton has
 from archive import noting, pack, unpack
-from baton.kernels.ahead import META, Target, compiling
+from baton.kernels.compile.aot import META, Target, compiling
 from baton.kernels.rms_norm import rms_norm
 folder = Path(os.environ["TRITON_CACHE_DIR"])
 if act == "unpack":

@@ -9,8 +9,8 @@ from importlib import import_module
 
 import pytest
 
-from baton.kernels import compile_pool
-from baton.kernels.compile_pool import OTHER_SECONDS, SECONDS, Job, compile_all, usable_cores
+from baton.kernels.compile import pool
+from baton.kernels.compile.pool import OTHER_SECONDS, SECONDS, Job, compile_all, usable_cores
 
 
 def test_what_fails_is_named_and_all_others_are_compiled(tmp_path):
@@ -75,7 +75,7 @@ def test_kernels_in_the_table_exist():
 
 def test_progress_is_said_while_a_kernel_takes_long(monkeypatch):
     """The estimate learns from what has ended."""
-    monkeypatch.setattr(compile_pool, "SAY_S", 0.02)
+    monkeypatch.setattr(pool, "SAY_S", 0.02)
     lines = []
     compile_all([Job(f"m.{n}", lambda: time.sleep(0.2)) for n in range(3)], "sm_90, NVIDIA H100", 1, lines.append)
     said = [
@@ -90,7 +90,7 @@ def test_progress_is_said_while_a_kernel_takes_long(monkeypatch):
 
 
 def test_without_anything_to_compile_no_process_is_started(monkeypatch):
-    monkeypatch.setattr(compile_pool, "_start", None)
+    monkeypatch.setattr(pool, "_start", None)
     lines = []
     assert compile_all([], "sm_90", 2, lines.append) == []
     assert lines == []
@@ -106,7 +106,7 @@ def test_no_more_cores_are_taken_than_a_job_has(monkeypatch, cores, expected):
 
 
 def test_little_memory_means_few_processes(monkeypatch):
-    monkeypatch.setattr(compile_pool, "_free_bytes", lambda: 2 * compile_pool.PROCESS_BYTES + 1)
+    monkeypatch.setattr(pool, "_free_bytes", lambda: 2 * pool.PROCESS_BYTES + 1)
     lines = []
     compile_all([Job(f"m.{n}", lambda: None) for n in range(4)], "sm_90", 16, lines.append)
     assert " in 2 processes" in lines[0]

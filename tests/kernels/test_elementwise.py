@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.kernels.elementwise import LOG2_E, exp2_, padded_buffer
+from baton.kernels.common.elementwise import LOG2_E, exp2_, padded_buffer
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 3, 4])

@@ -10,8 +10,8 @@ from support.memory import LargestTensor
 from support.recurrences import gradients, law, positions, seeded, seeds
 from torch import Tensor
 
+from baton.kernels.common.example_inputs import extreme_log_gates
 from baton.kernels.errors import KernelError
-from baton.kernels.examples import extreme_log_gates
 from baton.kernels.gated_linear_attention import gated_linear_attention
 from baton.kernels.gated_linear_attention.block import ChannelDecay
 from baton.kernels.gated_linear_attention.chunked import CHUNK, gla_chunked, gla_state

@@ -9,8 +9,8 @@ from support.memory import LargestTensor
 from support.recurrences import gradients, law, positions, seeded, seeds
 from torch import Tensor
 
+from baton.kernels.common.example_inputs import extreme_gates, extreme_keys
 from baton.kernels.diagonal_scan.chunked import Buffers, chunk_length
-from baton.kernels.examples import extreme_gates, extreme_keys
 from baton.kernels.longhorn import longhorn
 from baton.kernels.longhorn.chunked import Recall, longhorn_chunked
 from baton.kernels.longhorn.reference import longhorn_exact_reference, longhorn_reference

@@ -18,7 +18,7 @@ from support.recurrences import RECURRENCES, no_starts, positions, seeded
 from torch import Tensor
 
 import baton.kernels
-from baton.kernels.check import moving
+from baton.kernels.common.kernel_check import moving
 from baton.kernels.cross_entropy import gradient, partial_sums
 from baton.kernels.eidetic_attention.recurrence import Innovation
 from baton.kernels.embedding import add_rows

@@ -10,8 +10,8 @@ from support.compare import relative_error
 from support.memory import LargestTensor
 from support.recurrences import gradients, law, positions, seeded, seeds
 
+from baton.kernels.common.example_inputs import extreme_steps
 from baton.kernels.diagonal_scan.chunked import Buffers
-from baton.kernels.examples import extreme_steps
 from baton.kernels.selective_scan import selective_scan
 from baton.kernels.selective_scan.chunked import chunk_length, selective_scan_chunked
 from baton.kernels.selective_scan.reference import selective_scan_reference

@@ -8,7 +8,7 @@ import torch
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
-from baton.kernels.check import gradients, moving
+from baton.kernels.common.kernel_check import gradients, moving
 from baton.kernels.eidetic_attention import innovation
 from baton.kernels.eidetic_attention.chunked import Options, leave
 from baton.kernels.eidetic_attention.published import publish

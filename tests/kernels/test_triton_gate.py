@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from support.compare import relative_error
 from support.recurrences import seeded
 
-from baton.kernels.columns import like, runs
+from baton.kernels.common.adjacent_views import like, runs
 from baton.kernels.errors import KernelError
 from baton.kernels.gate import gated
 from baton.kernels.gate.triton import activate, gated_triton

@@ -10,7 +10,7 @@ from support.compare import relative_error
 from support.recurrences import positions, seeded
 from support.rounding import products_are_rounded
 
-from baton.kernels.columns import runs
+from baton.kernels.common.adjacent_views import runs
 from baton.kernels.gated_linear_attention import triton
 from baton.kernels.gated_linear_attention.arguments import Tiles
 from baton.kernels.gated_linear_attention.reference import gla_reference

@@ -8,7 +8,7 @@ import torch
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
-from baton.kernels.ahead import META, Target, launching_nothing
+from baton.kernels.compile.aot import META, Target, launching_nothing
 from baton.kernels.errors import KernelError
 from baton.kernels.rotary import op, rotary
 from baton.kernels.rotary import triton as on_gpus

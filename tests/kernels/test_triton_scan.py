@@ -12,8 +12,8 @@ from support.compare import relative_error
 from support.prefetch_trace import LINE, asking_watched
 from support.recurrences import positions, seeded
 
+from baton.kernels.common.example_inputs import extreme_gates, extreme_keys, extreme_steps
 from baton.kernels.diagonal_scan.triton import Inputs, Tiles, _pieces, effect, effect_backward, scan
-from baton.kernels.examples import extreme_gates, extreme_keys, extreme_steps
 from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
 

@@ -5,7 +5,7 @@ import torch
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
-from baton.kernels.check import gradients, moving
+from baton.kernels.common.kernel_check import gradients, moving
 from baton.kernels.window_attention.chunked import window_attention_chunked
 from baton.kernels.window_attention.fused import Tiles
 from baton.kernels.window_attention.op import empty

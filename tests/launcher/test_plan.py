@@ -195,7 +195,7 @@ def test_a_gpu_keeps_less():
 BY_KERNELS = """
 import torch
 from triton.runtime import JITFunction
-from baton.kernels.ahead import META, Target, compiling
+from baton.kernels.compile.aot import META, Target, compiling
 from baton.kernels.delta_rule.triton import delta_rule_triton
 from baton.kernels.gated_linear_attention.triton import gla_triton
 from baton.kernels.gated_slot_attention.triton import gsa_triton

@@ -6,7 +6,7 @@ from support.measured_costs import VARIANTS, run_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from baton.kernels.ahead import Target, launching_nothing
+from baton.kernels.compile.aot import Target, launching_nothing
 from baton.kernels.orthogonal_state.recurrence import OrthogonalState
 from baton.kernels.registry import recurrences
 from baton.launcher.cluster import load_cluster

@@ -9,7 +9,7 @@ import torch
 from support.models import micro_batches, model_of, training
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baton.kernels.ahead import META, Target, launching_nothing
+from baton.kernels.compile.aot import META, Target, launching_nothing
 from baton.kernels.eidetic_attention.recurrence import EideticAttention, Innovation
 from baton.kernels.errors import KernelError
 from baton.kernels.short_conv.recurrence import ShortConv

@@ -107,7 +107,7 @@ def _matrix_kernels(arch):
     walk back over chunks: two programs share a processor and keep the rest of its registers in memory."""
     import triton.language as tl
 
-    from baton.kernels import tiles as table
+    from baton.kernels.compile import launch_configs as table
     from baton.kernels.delta_rule import gradients, solve
     from baton.kernels.delta_rule import triton as delta_rule
     from baton.kernels.gated_linear_attention import sides
@@ -265,7 +265,7 @@ def _eidetic_kernels(arch):
     """With B'MOJO's sizes at 1.3B, and heads twice as wide."""
     import triton.language as tl
 
-    from baton.kernels import tiles as table
+    from baton.kernels.compile import launch_configs as table
     from baton.kernels.eidetic_attention import foretold, prefix
     from baton.kernels.window_attention import copies, joint
     from baton.kernels.window_attention.fused import KERNEL, Tiles, shape_of
@@ -400,7 +400,7 @@ def _embedding_kernels():
 
 def _kernels(arch):
     """As `kernels`, without the lengths of rows and the matrix states'."""
-    from baton.kernels import tiles as table
+    from baton.kernels.compile import launch_configs as table
     from baton.kernels.diagonal_scan import backward, forward
     from baton.kernels.diagonal_scan.over_channels import LANES_HAVE_CHANNELS
     from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA, MAMBA_ZOH

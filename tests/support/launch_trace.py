@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-import baton.kernels.ahead as ahead
+import baton.kernels.compile.aot as ahead
 
 GPU = ahead.Target(90)
 
@@ -98,7 +98,7 @@ def main() -> None:
         ahead.on_gpu, ahead._target = lambda x: True, GPU
         # what nothing was written to is the same each time, and a number
         torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
-    import baton.kernels.tiles as tiles
+    import baton.kernels.compile.launch_configs as tiles
     from support.models import model_of, training
 
     tiles.names_of = lambda device: GPU.names

@@ -24,7 +24,7 @@ def asking_watched() -> Iterator[Lines]:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from baton.kernels.rows import near
+    from baton.kernels.common.triton_prefetch import near
 
     executor, builder, rewrite = interpreter.GridExecutor, interpreter.InterpreterBuilder, near.rewrite
     prepare, load, begin_program = executor._init_args_hst, builder.create_masked_load, builder.set_grid_idx

@@ -1,4 +1,4 @@
-"""What the tests of the law share: pieces, and what baton.kernels.check compares. They run over baton.kernels.registry."""
+"""What the tests of the law share: pieces, and what baton.kernels.common.kernel_check compares. They run over baton.kernels.registry."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.kernels.check import gradients, moving, results
-from baton.kernels.examples import positions
+from baton.kernels.common.example_inputs import positions
+from baton.kernels.common.kernel_check import gradients, moving, results
 from baton.kernels.protocol import Inputs, Recurrence, State
 from baton.kernels.registry import recurrences
 

@@ -59,7 +59,7 @@ def compiled(programs, run_file, *words):
 
 BEFORE_A_RUN = """
 import json, sys
-import baton.kernels.ahead as kernels
+import baton.kernels.compile.aot as kernels
 from baton.launcher import ahead
 from baton.launcher.config import load
 
@@ -115,7 +115,7 @@ def test_kernels_are_compiled_once_for_each_kind_of_call(programs, run_file):
 EVERY_MIXER = """
 import json, sys, torch
 from triton.runtime import JITFunction
-from baton.kernels.ahead import Target
+from baton.kernels.compile.aot import Target
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.config import LayoutConfig
@@ -175,7 +175,7 @@ DEEPER = """
 import json, torch
 from triton.runtime import JITFunction
 import baton.training.compile as compiling
-from baton.kernels.ahead import Target
+from baton.kernels.compile.aot import Target
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.config import LayoutConfig
@@ -210,7 +210,7 @@ def test_a_deeper_model_launches_nothing_else(programs):
 
 KEYS = """
 import sys
-from baton.kernels.ahead import whole_keys
+from baton.kernels.compile.aot import whole_keys
 from baton.kernels.diagonal_scan import forward
 from baton.kernels.short_conv import taps
 whole_keys()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.models import micro_batches, model_of, training
 
-from baton.kernels.check import check
+from baton.kernels.common.kernel_check import check
 from baton.kernels.selective_scan.recurrence import SelectiveScan
 from baton.launcher.cli import main
 from baton.models.config import ModelConfig

@@ -114,7 +114,7 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import JITFunction
-from baton.kernels.ahead import META, Target, compiling
+from baton.kernels.compile.aot import META, Target, compiling
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel import mesh as meshes

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from baton.kernels import tiles
-from baton.kernels.ahead import META, Target, launching_nothing
+from baton.kernels.compile import launch_configs
+from baton.kernels.compile.aot import META, Target, launching_nothing
+from baton.kernels.compile.autotune import _SETUPS, STEPS
 from baton.kernels.errors import TilesError
-from baton.kernels.tune import _SETUPS, STEPS
 from baton.launcher import cli
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
@@ -17,14 +17,14 @@ from baton.training.tune import chosen, requests_of, tune_for
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_tuned(tmp_path, capsys):
-    before = tiles.PATH.read_text()
+    before = launch_configs.PATH.read_text()
     words = ["configs/runs/demo.yaml", "model.vocab_size=512", "data.tokenizer=nowhere.model"]
-    assert cli.main(["tune", *words, "--table", str(tmp_path / "tiles.json")]) == 2
+    assert cli.main(["tune", *words, "--table", str(tmp_path / "launch_configs.json")]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "baton: there is no GPU here: kernels are tuned on a GPU of the kind that will run them"
     ]
-    assert not (tmp_path / "tiles.json").exists()
-    assert tiles.PATH.read_text() == before
+    assert not (tmp_path / "launch_configs.json").exists()
+    assert launch_configs.PATH.read_text() == before
 
 
 def settings(*pattern):
@@ -81,11 +81,17 @@ def test_some_kernels_alone():
 
 @pytest.mark.gpu
 def test_what_was_tuned_is_in_the_table(tmp_path, monkeypatch):
-    monkeypatch.setattr("baton.kernels.tune.STEPS", dict.fromkeys(("diagonal_scan", "short_conv"), ({"steps": (4, 8)},)))
-    device, path = torch.device("cuda", 0), tmp_path / "tiles.json"
-    tiles.write(tiles.table(), path)
+    monkeypatch.setattr(
+        "baton.kernels.compile.autotune.STEPS", dict.fromkeys(("diagonal_scan", "short_conv"), ({"steps": (4, 8)},))
+    )
+    device, path = torch.device("cuda", 0), tmp_path / "launch_configs.json"
+    launch_configs.write(launch_configs.table(), path)
     found = list(tune_for(*settings("mamba"), device, path))
-    rows = {(row.kernel, *sorted(row.shape.items())): row for row in tiles.read(path) if row.device == tiles.names_of(device)[-1]}
+    rows = {
+        (row.kernel, *sorted(row.shape.items())): row
+        for row in launch_configs.read(path)
+        if row.device == launch_configs.names_of(device)[-1]
+    }
     for tuned in found:
         assert rows[(tuned.request.kernel, *sorted(tuned.request.shape.items()))].tiles == tuned.tiles
 
@@ -98,10 +104,10 @@ def test_every_kernel_is_tuned(kind, tmp_path, monkeypatch):
         name: tuple({key: values[:2] for key, values in list(step.items())[:1]} for step in steps[:1])
         for name, steps in STEPS.items()
     }
-    monkeypatch.setattr("baton.kernels.tune.STEPS", few)
+    monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", few)
     model, training, _ = settings(kind)
-    device, path = torch.device("cuda", 0), tmp_path / "tiles.json"
-    tiles.write(tiles.table(), path)
+    device, path = torch.device("cuda", 0), tmp_path / "launch_configs.json"
+    launch_configs.write(launch_configs.table(), path)
     found = list(tune_for(model, training, LayoutConfig(), device, path))
     assert found
     assert all(0 < tuned.after_ms <= tuned.before_ms < 1000 for tuned in found)

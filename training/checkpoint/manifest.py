@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.data_pipeline.storage import PAUSES_S, may_pass, patiently, read_text, unreadable
-from baton.kernels import tiles
+from baton.kernels.compile import launch_configs
 from baton.training.errors import CheckpointError
 
 FORMAT = 2
@@ -121,4 +121,4 @@ def _look_at(path: Path, expected: dict[str, Any]) -> str | None:
 def versions() -> dict[str, str]:
     """Of what computes here: packages, and the table of the kernels' tiles."""
     packages = ("baton-lm", "torch", "deepspeed", "megatron-core")
-    return {**{name: version(name) for name in packages}, "kernel tiles": tiles.digest()}
+    return {**{name: version(name) for name in packages}, "kernel tiles": launch_configs.digest()}

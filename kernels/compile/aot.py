@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.kernels.compile_pool import Job, Outcome, compile_all
+from baton.kernels.compile.pool import Job, Outcome, compile_all
 from baton.kernels.errors import CompileError
 
 META = torch.device("meta")

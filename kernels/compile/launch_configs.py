@@ -1,4 +1,4 @@
-"""Which tiles a kernel takes, by device and class of shapes: a table, tiles.json beside this file, that `baton tune` writes.
+"""Which tiles a kernel takes, by device and class of shapes: a table, launch_configs.json beside this file, that `baton tune` writes.
 
 The one thing to know: nothing is timed in a run. Tiles decide the order in which numbers are added, so they are the same on every
 rank and from start to start: a function of the table, of which a run's checkpoints keep the digest, and of shapes.
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from baton.kernels.ahead import target
+from baton.kernels.compile.aot import target
 from baton.kernels.errors import TilesError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-PATH = Path(__file__).with_name("tiles.json")
+PATH = Path(__file__).with_name("launch_configs.json")
 
 Shape = dict[str, int | str]
 """What tiles depend on, by name."""

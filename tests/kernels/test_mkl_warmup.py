@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.kernels.first_calls import FUNCTIONS
+from baton.kernels.common.mkl_warmup import FUNCTIONS
 
 
 def test_every_function_that_torch_hands_on_is_known():
@@ -21,7 +21,7 @@ def test_every_function_that_torch_hands_on_is_known():
 def test_importing_anything_that_computes_calls_each_on_one_thread():
     code = """
 import sys, threading, torch
-from baton.kernels import first_calls
+from baton.kernels.common import mkl_warmup
 called = {"now": set()}
 def watch(name, function):
     def call(x, *args, **kwargs):
@@ -29,12 +29,12 @@ def watch(name, function):
             called["now"].add((name, x.dtype, x.device.type, threading.current_thread() is threading.main_thread()))
         return function(x, *args, **kwargs)
     return call
-for name in first_calls.FUNCTIONS:
+for name in mkl_warmup.FUNCTIONS:
     setattr(torch, name, watch(name, getattr(torch, name)))
 for name in [name for name in sys.modules if name.startswith("baton")]:
     del sys.modules[name]
 import baton.models.lm
-wanted = {(name, dtype, "cpu", True) for name in first_calls.FUNCTIONS for dtype in (torch.float32, torch.float64)}
+wanted = {(name, dtype, "cpu", True) for name in mkl_warmup.FUNCTIONS for dtype in (torch.float32, torch.float64)}
 print(len(wanted - called["now"]), len(wanted))
 """
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.kernels.examples import positions
+from baton.kernels.common.example_inputs import positions
 from baton.kernels.protocol import Inputs, Recurrence, State
 
 FLOAT32_LIMIT = 2e-5

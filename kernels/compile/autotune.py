@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels import tiles as table
-from baton.kernels.ahead import META, Target, compiling
+from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile.aot import META, Target, compiling
 from baton.kernels.delta_rule import triton as delta_rule
 from baton.kernels.diagonal_scan import triton as diagonal_scan
 from baton.kernels.eidetic_attention import op as eidetic
@@ -159,7 +159,7 @@ def _failed(request: table.Request, tiles: Any, default: Any, error: RuntimeErro
     why = str(error).strip().split("\n")[0]
     return (
         f"{request.kernel} ({sizes}) with {changed}: {why}; what was found before is in the table, nothing of this kernel is: "
-        f"tune the others with --kernel, and take this candidate out of STEPS in kernels/tune.py"
+        f"tune the others with --kernel, and take this candidate out of STEPS in kernels/compile/autotune.py"
     )
 
 

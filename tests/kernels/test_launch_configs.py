@@ -6,7 +6,9 @@ import json
 import pytest
 import torch
 
-from baton.kernels import tiles
+from baton.kernels.compile import launch_configs
+from baton.kernels.compile.autotune import tune
+from baton.kernels.compile.launch_configs import Entry, Request
 from baton.kernels.delta_rule import triton as delta_rule
 from baton.kernels.diagonal_scan import triton as diagonal_scan
 from baton.kernels.eidetic_attention import triton as eidetic_attention
@@ -15,15 +17,13 @@ from baton.kernels.gated_linear_attention import triton as gated_linear_attentio
 from baton.kernels.orthogonal_state import triton as orthogonal_state
 from baton.kernels.orthogonal_state.rule import Rule
 from baton.kernels.short_conv import triton as short_conv
-from baton.kernels.tiles import Entry, Request
-from baton.kernels.tune import tune
 
 KERNELS = (diagonal_scan, short_conv, gated_linear_attention, delta_rule, orthogonal_state, eidetic_attention)
 TILES = {kernel.KERNEL: kernel.Tiles for kernel in KERNELS}
 
 
 def test_the_tables_rows_are_of_kernels_and_fields_that_there_are():
-    for entry in tiles.table():
+    for entry in launch_configs.table():
         assert entry.tiles.keys() <= {field.name for field in dataclasses.fields(TILES[entry.kernel])}, entry
         assert entry.why
 
@@ -35,29 +35,29 @@ def test_a_name_goes_before_an_architecture_and_a_later_row_before_an_earlier(tm
         Entry("scan", "NVIDIA H200", {"d_state": 16, "warps": 8}, {"programs": 3}, "measured"),
         Entry("conv", "NVIDIA H200", {}, {"steps": 4}, "measured"),
     )
-    tiles.write(rows, tmp_path / "tiles.json")
-    assert tiles.read(tmp_path / "tiles.json") == rows
-    monkeypatch.setattr(tiles, "table", lambda: rows)
+    launch_configs.write(rows, tmp_path / "launch_configs.json")
+    assert launch_configs.read(tmp_path / "launch_configs.json") == rows
+    monkeypatch.setattr(launch_configs, "table", lambda: rows)
     names = ("sm_90", "NVIDIA H200")
-    assert tiles.of_device("scan", names, {"d_state": 16, "warps": 8}) == {"steps": 1, "ahead": 2, "programs": 3}
-    assert tiles.of_device("scan", names, {"d_state": 16, "warps": 4}) == {"steps": 1, "ahead": 2}
-    assert tiles.of_device("scan", names, {"d_state": 8}) == {"steps": 2, "ahead": 2}
-    assert tiles.of_device("scan", ("sm_80",), {"d_state": 16}) == {}
+    assert launch_configs.of_device("scan", names, {"d_state": 16, "warps": 8}) == {"steps": 1, "ahead": 2, "programs": 3}
+    assert launch_configs.of_device("scan", names, {"d_state": 16, "warps": 4}) == {"steps": 1, "ahead": 2}
+    assert launch_configs.of_device("scan", names, {"d_state": 8}) == {"steps": 2, "ahead": 2}
+    assert launch_configs.of_device("scan", ("sm_80",), {"d_state": 16}) == {}
 
 
 def test_a_choice_is_made_once_for_each_table_and_shape(monkeypatch):
     table, default = (Entry("scan", "cpu", {"d_state": 16}, {"steps": 1}, "measured"),), diagonal_scan.Tiles()
-    monkeypatch.setattr(tiles, "table", lambda: table)
-    monkeypatch.setattr(tiles, "names_of", lambda device: (device.type,))
+    monkeypatch.setattr(launch_configs, "table", lambda: table)
+    monkeypatch.setattr(launch_configs, "names_of", lambda device: (device.type,))
 
     def choose(d_state):
-        return tiles.choose("scan", default, torch.device("cpu"), {"d_state": d_state}, {"tokens": 3})
+        return launch_configs.choose("scan", default, torch.device("cpu"), {"d_state": d_state}, {"tokens": 3})
 
     chosen = choose(16)
     assert chosen == dataclasses.replace(default, steps=1)
     assert choose(16) is chosen
     assert choose(8) == default
-    with tiles.requests() as asked:
+    with launch_configs.requests() as asked:
         assert [choose(16), choose(16)] == [chosen, chosen]
     assert asked == [Request("scan", {"d_state": 16}, {"tokens": 3})]
     assert asked[0].times == 2
@@ -67,28 +67,28 @@ def test_a_choice_is_made_once_for_each_table_and_shape(monkeypatch):
 
 def test_the_digest_is_of_the_tiles_and_not_of_the_reasons(monkeypatch):
     def digest(steps, why):
-        monkeypatch.setattr(tiles, "table", lambda: (Entry("scan", "sm_90", {}, {"steps": steps}, why),))
-        return tiles.digest()
+        monkeypatch.setattr(launch_configs, "table", lambda: (Entry("scan", "sm_90", {}, {"steps": steps}, why),))
+        return launch_configs.digest()
 
     assert digest(4, "so") == digest(4, "or so") != digest(8, "so")
 
 
 @pytest.mark.parametrize("text", ["", "{}x", '[{"kernel": "scan"}]'])
 def test_what_is_no_table_is_refused(tmp_path, text):
-    (tmp_path / "tiles.json").write_text(text)
+    (tmp_path / "launch_configs.json").write_text(text)
     with pytest.raises(TilesError, match=r"tiles\.json: not a table of tiles .*`baton tune`"):
-        tiles.read(tmp_path / "tiles.json")
+        launch_configs.read(tmp_path / "launch_configs.json")
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(TilesError, match=r"cannot be written \(No such file or directory\); name another with --table"):
-        tiles.write((), tmp_path / "nowhere" / "tiles.json")
+        launch_configs.write((), tmp_path / "nowhere" / "launch_configs.json")
 
 
 @pytest.mark.parametrize("kernel", TILES)
 def test_tuning_returns_tiles_that_compute_the_same(kernel, monkeypatch):
     """By the same kernels, interpreted; what is quickest there means nothing, that it computes the same does."""
-    monkeypatch.setattr("baton.kernels.tune.STEPS", {
+    monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {
         diagonal_scan.KERNEL: ({"full": (1, 2048)}, {"steps": (8, 7), "ahead": (1,)}), short_conv.KERNEL: ({"steps": (4, 8)},),
         gated_linear_attention.KERNEL: ({"chunk": (16,)},), delta_rule.KERNEL: ({"chunk": (16,)},),
         orthogonal_state.KERNEL: ({"slots": (4,)},), eidetic_attention.KERNEL: ({"keys": (16,)},),
@@ -120,8 +120,8 @@ def test_tiles_that_compute_something_else_are_not_taken(monkeypatch):
     """However quick they are."""
     request = Request(short_conv.KERNEL, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
     run, quick = short_conv.short_conv_triton, iter((2.0, 1.0, 1.0, 1.0))
-    monkeypatch.setattr("baton.kernels.tune._milliseconds", lambda *_: next(quick))
-    monkeypatch.setattr("baton.kernels.tune.STEPS", {short_conv.KERNEL: ({"steps": (8,)},)})
+    monkeypatch.setattr("baton.kernels.compile.autotune._milliseconds", lambda *_: next(quick))
+    monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {short_conv.KERNEL: ({"steps": (8,)},)})
 
     def wrong(*args, tiles, **options):
         y, tail = run(*args, tiles=tiles, **options)
@@ -137,8 +137,8 @@ def test_a_candidate_that_the_gpu_fails_on_is_named(monkeypatch):
     """With it goes the GPU's context, so nothing else can be timed."""
     request = Request(short_conv.KERNEL, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
     run = short_conv.short_conv_triton
-    monkeypatch.setattr("baton.kernels.tune._milliseconds", lambda *_: 1.0)
-    monkeypatch.setattr("baton.kernels.tune.STEPS", {short_conv.KERNEL: ({"steps": (8, 16)},)})
+    monkeypatch.setattr("baton.kernels.compile.autotune._milliseconds", lambda *_: 1.0)
+    monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {short_conv.KERNEL: ({"steps": (8, 16)},)})
 
     def fails(*args, tiles, **options):
         if tiles.steps == 16:
@@ -155,4 +155,4 @@ def test_a_candidate_that_the_gpu_fails_on_is_named(monkeypatch):
 
 
 def test_the_packages_table_is_what_a_run_uses():
-    assert json.loads(tiles.PATH.read_text()) == [dataclasses.asdict(entry) for entry in tiles.table()]
+    assert json.loads(launch_configs.PATH.read_text()) == [dataclasses.asdict(entry) for entry in launch_configs.table()]

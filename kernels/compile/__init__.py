@@ -1,0 +1,1 @@
+"""Compiling and configuring Triton kernels: ahead-of-time compilation, the table of launch configurations, and autotuning."""
