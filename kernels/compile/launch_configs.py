@@ -1,4 +1,4 @@
-"""Which tiles a kernel takes, by device and class of shapes: a table, launch_configs.json beside this file, that `baton tune` writes.
+"""Which tiles a kernel takes, by device and class of shapes: a table, launch_configs.json, that `baton tune` writes.
 
 The one thing to know: nothing is timed in a run. Tiles decide the order in which numbers are added, so they are the same on every
 rank and from start to start: a function of the table, of which a run's checkpoints keep the digest, and of shapes.

@@ -1,6 +1,7 @@
 """Gates and activations on a GPU: launches the Triton kernels of `per_block`, and gives gates a gradient.
 
-The one thing to know: where x and z are neighbours in the rows of one tensor, so are their gradients, see `baton.kernels.common.adjacent_views`.
+The one thing to know: where x and z are neighbours in the rows of one tensor, so are their gradients, see
+`baton.kernels.common.adjacent_views`.
 """
 
 from types import ModuleType

@@ -193,9 +193,9 @@ class Sum:
             last = self.new(self.batch, -(-chunks // piece), heads, X, Y)
             self.kernels.states_kernel[(blocks, heads, self.batch * last.shape[1])](
                 along_x, along_y, self.or_v(prepared.sums), self.or_v(prepared.whole), self.or_v(self.pos), self.or_v(first),
-                self.or_v(kept), last, self.or_v(decay), self.length, chunks, piece, self.scale, *launch_utils.strides(along_x, along_y),
-                HAS_FIRST=first is not None, BACKWARDS=backwards, KEEP=kept is not None, DECAY=decay is not None,
-                num_warps=self.tiles.warps, **options, **self.low,
+                self.or_v(kept), last, self.or_v(decay), self.length, chunks, piece, self.scale,
+                *launch_utils.strides(along_x, along_y), HAS_FIRST=first is not None, BACKWARDS=backwards, KEEP=kept is not None,
+                DECAY=decay is not None, num_warps=self.tiles.warps, **options, **self.low,
             )  # fmt: skip
             return last
 

@@ -2,7 +2,7 @@
 
 The one thing to know: a chunk is two passes of gated linear attention with one gate (Zhang et al. 2024, equation 7): keys written
 to the slots, decaying along the values of that pass, and values read from them, decaying along its keys. The decays are computed
-once; the mathematics is `baton.kernels.gated_linear_attention.block`'s, the walk over chunks `baton.kernels.common.chunked_autograd`.
+once; the mathematics is `gated_linear_attention.block`'s, the walk over chunks `common.chunked_autograd`.
 """
 
 from functools import partial

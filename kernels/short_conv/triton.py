@@ -113,8 +113,8 @@ def _forward(
     rows, width = launch_utils.in_rows(x), weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _kernels().conv_kernel[_grid(x, tiles)](
-        rows, launch_utils.aligned(weight), launch_utils.aligned(bias), x if tail is None else tail.contiguous(), x if pos is None else pos, y,
-        EVEN=x.shape[1] % tiles.steps == 0, **_options(rows, width, tail, pos, silu, tiles),
+        rows, launch_utils.aligned(weight), launch_utils.aligned(bias), x if tail is None else tail.contiguous(),
+        x if pos is None else pos, y, EVEN=x.shape[1] % tiles.steps == 0, **_options(rows, width, tail, pos, silu, tiles),
     )  # fmt: skip
     return y, new_tail(x, tail, width - 1) if tail_wanted else x.new_empty(x.shape[0], 0, x.shape[2])
 
@@ -142,9 +142,10 @@ class _ShortConv(torch.autograd.Function):
         dtail = x if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
         sums = torch.empty(batch * grid[2], width + 1, channels, dtype=torch.float32, device=x.device)
         _kernels().conv_backward_kernel[grid](
-            rows, launch_utils.aligned(weight), launch_utils.aligned(bias), x if tail is None else tail.contiguous(), x if pos is None else pos,
-            dy, x if dleaving is None else dleaving.contiguous(), dx, dtail, sums, dy_batch=dy.stride(0), dy_row=dy.stride(1),
-            EVEN=even, TAKEN=dleaving is not None, **_options(rows, width, tail, pos, ctx.silu, tiles),
+            rows, launch_utils.aligned(weight), launch_utils.aligned(bias), x if tail is None else tail.contiguous(),
+            x if pos is None else pos, dy, x if dleaving is None else dleaving.contiguous(), dx, dtail, sums,
+            dy_batch=dy.stride(0), dy_row=dy.stride(1), EVEN=even, TAKEN=dleaving is not None, **_options(rows, width, tail, pos,
+            ctx.silu, tiles),
         )  # fmt: skip
         whole = sums.sum(0)
         grads = (dx, whole[:width].t().to(weight.dtype), whole[width].to(bias.dtype), None if tail is None else dtail)

@@ -76,7 +76,7 @@ def test_the_digest_is_of_the_tiles_and_not_of_the_reasons(monkeypatch):
 @pytest.mark.parametrize("text", ["", "{}x", '[{"kernel": "scan"}]'])
 def test_what_is_no_table_is_refused(tmp_path, text):
     (tmp_path / "launch_configs.json").write_text(text)
-    with pytest.raises(TilesError, match=r"tiles\.json: not a table of tiles .*`baton tune`"):
+    with pytest.raises(TilesError, match=r"launch_configs\.json: not a table of tiles .*`baton tune`"):
         launch_configs.read(tmp_path / "launch_configs.json")
 
 

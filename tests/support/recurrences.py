@@ -1,4 +1,4 @@
-"""What the tests of the law share: pieces, and what baton.kernels.common.kernel_check compares. They run over baton.kernels.registry."""
+"""What the tests of the law share: pieces, and what common.kernel_check compares. They run over kernels.registry."""
 
 import itertools
 from collections.abc import Sequence
