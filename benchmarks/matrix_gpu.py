@@ -36,18 +36,18 @@ from baton.kernels.common.kernel_check import check
 from baton.kernels.delta_rule.op import delta_rule
 from baton.kernels.delta_rule.reference import delta_rule_reference
 from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked
-from baton.kernels.eidetic_attention.published import publish
 from baton.kernels.eidetic_attention.recurrence import EideticAttention
+from baton.kernels.eidetic_attention.topk_memory_launch import publish
 from baton.kernels.eidetic_attention.triton import eidetic_attention_triton
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_slot_attention.op import gated_slot_attention
 from baton.kernels.gated_slot_attention.reference import gsa_reference
 from baton.kernels.head_scale import head_scale
-from baton.kernels.orthogonal_state.chunked import orthogonal_state_chunked
-from baton.kernels.orthogonal_state.op import orthogonal_state
-from baton.kernels.orthogonal_state.reference import orthogonal_state_reference
-from baton.kernels.orthogonal_state.rule import Rule
+from baton.kernels.lattice.chunked import lattice_chunked
+from baton.kernels.lattice.op import lattice
+from baton.kernels.lattice.reference import lattice_reference
+from baton.kernels.lattice.variant import Rule
 
 Kind = Literal[
     *("gsa", "gla", "mamba2", "delta_net", "gated_delta_net"),
@@ -162,8 +162,8 @@ def run(case: Case, inputs: dict[str, Tensor], pos: Tensor | None = None, define
         variant: Any = case.kind.partition("-")[2]
         project = case.kind.startswith("lattice")
         if defined:
-            return list(orthogonal_state_reference(**given, rule=Rule(variant, project), pos=pos, initial_state=first))
-        return list(orthogonal_state(**given, variant=variant, project=project, pos=pos, initial_state=first))
+            return list(lattice_reference(**given, rule=Rule(variant, project), pos=pos, initial_state=first))
+        return list(lattice(**given, variant=variant, project=project, pos=pos, initial_state=first))
     rule = delta_rule_reference if defined else delta_rule
     return list(rule(**{"g": None, **given}, scale=scale, pos=pos, initial_state=first))
 
@@ -300,7 +300,7 @@ def in_pytorch(report: Report, case: Case, inputs: dict[str, Tensor], own: tuple
 
     def forward() -> Tensor:
         rule: Any = Rule(variant, False)
-        return orthogonal_state_chunked(**leaves, mu=None, tau=None, rule=rule, pos=None, initial_state=None)[0]
+        return lattice_chunked(**leaves, mu=None, tau=None, rule=rule, pos=None, initial_state=None)[0]
 
     dy = torch.randn_like(forward())
     compare(report, case, "forward ms", own[0], "PyTorch's form", few(forward))

@@ -26,8 +26,8 @@ from baton.kernels.eidetic_attention import triton as eidetic_attention
 from baton.kernels.errors import TilesError
 from baton.kernels.gated_linear_attention import triton as gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate
-from baton.kernels.orthogonal_state import triton as orthogonal_state
-from baton.kernels.orthogonal_state.rule import Rule, Variant, norms
+from baton.kernels.lattice import triton as lattice
+from baton.kernels.lattice.variant import Rule, Variant, norms
 from baton.kernels.short_conv import triton as short_conv
 
 LEAST_GAIN = 0.02
@@ -62,7 +62,7 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
         {"x_products": (32, 64, 128)},
         {"stages": (1, 2)},
     ),
-    orthogonal_state.KERNEL: (
+    lattice.KERNEL: (
         {"chunk": (0, 32, 64), "warps_chunk": (2, 4)},
         {"steps_chunk": (4, 8), "warps_chunk_back": (2, 4), "warps_beside": (2, 4)},
         {"slots": (16, 64), "warps": (1, 4, 8), "parts": (2, 4)},
@@ -167,7 +167,7 @@ def _fits(tiles: Any) -> bool:
     """What the attributes' descriptions ask for."""
     if isinstance(tiles, diagonal_scan.Tiles):
         return tiles.border % tiles.steps == 0 and tiles.ahead <= tiles.steps and tiles.ahead_summary <= tiles.steps_summary
-    if isinstance(tiles, orthogonal_state.Tiles):
+    if isinstance(tiles, lattice.Tiles):
         # of a warp: more do not fit in registers, and fewer are mostly waited for
         return all(8 <= n <= 16 for n in (tiles.slots // tiles.warps, tiles.slots_back // tiles.warps_back))
     return not isinstance(tiles, short_conv.Tiles) or tiles.span % tiles.steps == 0
@@ -275,7 +275,7 @@ def _delta_rule(request: table.Request, device: torch.device, dtype: torch.dtype
     return call, default, table.choose(request.kernel, default, device, request.shape, sizes)
 
 
-def _orthogonal_state(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
+def _lattice(request: table.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
     g, sizes, name = _generator(device), request.sizes, str(request.shape["variant"])
     rule = Rule(cast(Variant, name.removeprefix("osr-")), not name.startswith("osr-"))
     shape = (sizes["batch"], sizes["tokens"], sizes["heads"])
@@ -288,14 +288,12 @@ def _orthogonal_state(request: table.Request, device: torch.device, dtype: torch
     leaves = [q, F.normalize(k, dim=-1), v, 0.2 * torch.sigmoid(randn(*shape)), slots / norms(slots)]
     leaves, dy = [x.requires_grad_() for x in leaves], randn(*shape, sizes["d"]).to(dtype)
 
-    def call(tiles: orthogonal_state.Tiles) -> list[Tensor]:
+    def call(tiles: lattice.Tiles) -> list[Tensor]:
         q, k, v, gamma, S = leaves
-        y, final = orthogonal_state.orthogonal_state_triton(
-            q, k, v, gamma, S[0].detach(), mu=None, rule=rule, pos=None, S=S, tiles=tiles
-        )
+        y, final = lattice.lattice_triton(q, k, v, gamma, S[0].detach(), mu=None, rule=rule, pos=None, S=S, tiles=tiles)
         return [y, final, *torch.autograd.grad([y], leaves, [dy])]
 
-    default = orthogonal_state.Tiles()
+    default = lattice.Tiles()
     return call, default, table.choose(request.kernel, default, device, request.shape, sizes)
 
 
@@ -326,7 +324,7 @@ _SETUPS = {
     short_conv.KERNEL: _conv,
     gated_linear_attention.KERNEL: _gla,
     delta_rule.KERNEL: _delta_rule,
-    orthogonal_state.KERNEL: _orthogonal_state,
+    lattice.KERNEL: _lattice,
     eidetic_attention.KERNEL: _eidetic_attention,
 }
 

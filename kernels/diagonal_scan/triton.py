@@ -1,4 +1,4 @@
-"""The diagonal scans on a GPU: launches the Triton kernels of `forward` and `backward` and gives them a gradient.
+"""The diagonal scans on a GPU: launches the Triton kernels of `triton_forward` and `triton_backward` and gives them a gradient.
 
 The one thing to know: how a sequence is cut into pieces, and every tile, is a function of shapes and of the `Tiles` alone, so equal
 calls give equal bits on every rank. Inputs may be views: only their last dimension has to be contiguous.
@@ -198,7 +198,7 @@ class _Run:
 
     def pack(self, width: int) -> Tensor:
         """in, query and what else all channels read of a token, side by side [B, T, rows]: read at once, and converted once."""
-        from baton.kernels.diagonal_scan.per_token import row_length
+        from baton.kernels.diagonal_scan.triton_common import row_length
 
         into, query = launch_utils.in_rows(self.inputs.into), launch_utils.in_rows(self.inputs.query)
         rows, tokens = self.empty(self.batch, self.length, row_length(self.kind, width)), max(1, 1024 // width)
@@ -210,7 +210,7 @@ class _Run:
 
     def warp_sums(self, steps: int) -> bool:
         """Whether tensor cores add over the lanes of a warp; see `over_channels`."""
-        from baton.kernels.diagonal_scan.over_channels import LANES_HAVE_CHANNELS
+        from baton.kernels.diagonal_scan.channel_reduce import LANES_HAVE_CHANNELS
 
         x = self.inputs.x
         fits = (
@@ -251,8 +251,8 @@ class _Run:
         return arriving, last
 
     def forward(self, initial_state: Tensor | None, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The output, the final state [B, D, N] and, if kept, what `backward` needs: states at borders [B, C, D, N] and the pieces'
-        decays, of which one piece has none."""
+        """The output, the final state [B, D, N] and, if kept, what `triton_backward` needs: states at borders [B, C, D, N] and the
+        pieces' decays, of which one piece has none."""
         x, step, _, _, skip, _, bias, z = self.inputs
         entering, decay = None if initial_state is None else launch_utils.aligned(initial_state), None
         if self.pieces > 1:
@@ -327,14 +327,14 @@ class _Scan(torch.autograd.Function):
 @cache
 def _kernels() -> tuple[ModuleType, ModuleType]:
     """Those forwards and those backwards, imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.diagonal_scan import backward, forward
+    from baton.kernels.diagonal_scan import triton_backward, triton_forward
 
-    return forward, backward
+    return triton_forward, triton_backward
 
 
 @cache
 def _kind(mamba: bool, zoh: bool) -> int:
-    from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA, MAMBA_ZOH
+    from baton.kernels.diagonal_scan.triton_common import LONGHORN, MAMBA, MAMBA_ZOH
 
     return ((MAMBA_ZOH if zoh else MAMBA) if mamba else LONGHORN).value
 

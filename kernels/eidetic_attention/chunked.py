@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import in_chunks
-from baton.kernels.eidetic_attention.memory import largest, take
+from baton.kernels.eidetic_attention.topk_memory import largest, take
 from baton.kernels.protocol import Inputs, State
 from baton.kernels.window_attention.chunked import attend, history, new_tails, read_so_far, visible
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked, leave
+from baton.kernels.eidetic_attention.joint_attention_launch import in_triton
 from baton.kernels.eidetic_attention.triton import eidetic_attention_triton, innovation_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_leaves, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.protocol import Inputs, Leaf, State
-from baton.kernels.window_attention.fused import in_triton
 
 Norm = Literal["l2", "l1", "max"]
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from baton.kernels.compile import launch_configs as table
 from baton.kernels.eidetic_attention.chunked import TAILS, Options
-from baton.kernels.eidetic_attention.memory import take
-from baton.kernels.eidetic_attention.published import publish
+from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, Seen, Sources, Tiles, joint_attention, shape_of
+from baton.kernels.eidetic_attention.topk_memory import take
+from baton.kernels.eidetic_attention.topk_memory_launch import publish
 from baton.kernels.protocol import Inputs, State
 from baton.kernels.window_attention.chunked import history, new_tails, read_so_far
-from baton.kernels.window_attention.fused import KERNEL, Seen, Sources, Tiles, joint_attention, shape_of
 
 _ROWS, _CHANNELS = 16, 256  # of a block that a score is summed over
 
@@ -104,11 +104,11 @@ def _leaving(
 
 def innovation_triton(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, norm: str = "l2") -> Tensor:
     """The score of `op.innovation`, which checks the arguments; tensors of 32 or 16 bits."""
-    from baton.kernels.eidetic_attention import foretold
+    from baton.kernels.eidetic_attention import innovation_kernels
 
     batch, length, channels = y.shape
     score = torch.empty(batch, length, dtype=torch.float32, device=y.device)
-    foretold.innovation_kernel[(-(-length // _ROWS), batch)](
+    innovation_kernels.innovation_kernel[(-(-length // _ROWS), batch)](
         y.contiguous(), tail.contiguous(), weights.contiguous(), pos.contiguous(), score, length, C=channels, N=weights.shape[0],
         NORM=norm, BT=_ROWS, BC=min(_CHANNELS, table.power_of_two(channels)), num_warps=4,
     )  # fmt: skip

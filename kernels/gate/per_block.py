@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.common.triton_prefetch import LOG2_E
-from baton.kernels.diagonal_scan.per_token import softplus
+from baton.kernels.diagonal_scan.triton_common import softplus
 
 
 @triton.jit

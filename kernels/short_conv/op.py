@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
-from baton.kernels.short_conv.chunked import short_conv_chunked
+from baton.kernels.short_conv.torch_impl import short_conv_torch
 from baton.kernels.short_conv.triton import in_triton, short_conv_triton
 
 Activation = Literal["silu"]
@@ -71,4 +71,4 @@ def short_conv(
         raise KernelError(f"{_KERNEL}: activation is {activation!r}, expected None or one of {_ACTIVATIONS}")
     if in_triton(x):
         return short_conv_triton(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu", tail_wanted=tail_wanted)
-    return short_conv_chunked(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu", tail_wanted=tail_wanted)
+    return short_conv_torch(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu", tail_wanted=tail_wanted)

@@ -1,4 +1,4 @@
-"""The short convolution on a GPU: launches the Triton kernels of `taps` and gives them a gradient.
+"""The short convolution on a GPU: launches the Triton kernels of `triton_kernels` and gives them a gradient.
 
 The one thing to know: spans are a function of shapes and of the `Tiles` alone, so equal calls give equal bits. The input may be a
 view: only its last dimension has to be contiguous.
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from baton.kernels.common import launch_utils
 from baton.kernels.compile import launch_configs as table
 from baton.kernels.compile.aot import on_gpu
-from baton.kernels.short_conv.chunked import new_tail
+from baton.kernels.short_conv.torch_impl import new_tail
 
 KERNEL = "short_conv"
 
@@ -78,9 +78,9 @@ def _with_room(tiles: Tiles, width: int) -> Tiles:
 @cache
 def _kernels() -> ModuleType:
     """Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.short_conv import taps
+    from baton.kernels.short_conv import triton_kernels
 
-    return taps
+    return triton_kernels
 
 
 def _grid(x: Tensor, tiles: Tiles) -> tuple[int, int, int]:

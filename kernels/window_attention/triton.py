@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from baton.kernels.compile import launch_configs as table
+from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, Seen, Tiles, joint_attention, shape_of
 from baton.kernels.protocol import State
 from baton.kernels.window_attention.chunked import history, new_tails, read_so_far
-from baton.kernels.window_attention.fused import KERNEL, Seen, Tiles, joint_attention, shape_of
 
 SHORT = 16
 """Tokens below which, as in decoding, torch's products do: a kernel is compiled for each number of rows before the span."""

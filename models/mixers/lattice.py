@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.gate import gated
-from baton.kernels.orthogonal_state.recurrence import OrthogonalState
+from baton.kernels.lattice import recurrence
 from baton.kernels.protocol import Leaf, State
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import constants, init
@@ -89,8 +89,8 @@ class Lattice(Mixer, settings=LatticeConfig):
             *((config.sparsity * step_BTH,) if config.sparsity else ()),
             self._initial_slots(len(self.step_bias), x_BTM.device),
         )
-        recurrence = OrthogonalState(config.variant, config.project, forget=config.forget, sparse=bool(config.sparsity))
-        o_BTHV, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
+        update = recurrence.Lattice(config.variant, config.project, forget=config.forget, sparse=bool(config.sparsity))
+        o_BTHV, leaving = self.carry(update, inputs, pos_BT, None if state is None else {"S": state["S"]})
         o_BTD = o_BTHV.flatten(2)
         y_BTD = gated(o_BTD if self.norm is None else self.norm(o_BTD, dtype), gate_BTD, activation="gelu", dtype=gate_BTD.dtype)
         return self.out_proj(y_BTD), {"conv": conv, **leaving}

@@ -141,7 +141,7 @@ class LatticeConfig(MixerConfig):
                 # both convolutions read the same inputs
                 Carrier("short_conv", (StateLeaf("conv", (self.d_conv - 1, keys), "compute", tp=1),), chunk=0, messages=2),
                 Carrier(
-                    "orthogonal_state",
+                    "lattice",
                     (StateLeaf("S", (heads, self.head_dim, self.slots), "float32", tp=0),),
                     chunk=LATTICE_SPAN_CHUNK if spans else LATTICE_STEPS_CHUNK,
                     copied=True,

@@ -17,8 +17,8 @@ from support.recurrences import fresh, gradients, law, moving, piece, positions,
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.kernels.eidetic_attention import eidetic_attention, innovation
-from baton.kernels.eidetic_attention.memory import largest
 from baton.kernels.eidetic_attention.recurrence import EideticAttention, Innovation
+from baton.kernels.eidetic_attention.topk_memory import largest
 from baton.kernels.errors import KernelError
 
 HEADS, DIM = 2, 3

@@ -14,11 +14,11 @@ from baton.kernels.diagonal_scan import triton as diagonal_scan
 from baton.kernels.eidetic_attention import triton as eidetic_attention
 from baton.kernels.errors import TilesError
 from baton.kernels.gated_linear_attention import triton as gated_linear_attention
-from baton.kernels.orthogonal_state import triton as orthogonal_state
-from baton.kernels.orthogonal_state.rule import Rule
+from baton.kernels.lattice import triton as lattice
+from baton.kernels.lattice.variant import Rule
 from baton.kernels.short_conv import triton as short_conv
 
-KERNELS = (diagonal_scan, short_conv, gated_linear_attention, delta_rule, orthogonal_state, eidetic_attention)
+KERNELS = (diagonal_scan, short_conv, gated_linear_attention, delta_rule, lattice, eidetic_attention)
 TILES = {kernel.KERNEL: kernel.Tiles for kernel in KERNELS}
 
 
@@ -91,7 +91,7 @@ def test_tuning_returns_tiles_that_compute_the_same(kernel, monkeypatch):
     monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {
         diagonal_scan.KERNEL: ({"full": (1, 2048)}, {"steps": (8, 7), "ahead": (1,)}), short_conv.KERNEL: ({"steps": (4, 8)},),
         gated_linear_attention.KERNEL: ({"chunk": (16,)},), delta_rule.KERNEL: ({"chunk": (16,)},),
-        orthogonal_state.KERNEL: ({"slots": (4,)},), eidetic_attention.KERNEL: ({"keys": (16,)},),
+        lattice.KERNEL: ({"slots": (4,)},), eidetic_attention.KERNEL: ({"keys": (16,)},),
     })  # fmt: skip
     if kernel == diagonal_scan.KERNEL:
         sizes = {"batch": 1, "tokens": 20, "channels": 5, "activate": True, "gated": True}
@@ -99,9 +99,9 @@ def test_tuning_returns_tiles_that_compute_the_same(kernel, monkeypatch):
     elif kernel == gated_linear_attention.KERNEL:
         sizes = {"batch": 1, "tokens": 20, "heads": 1, "query_heads": 2, "d_key": 8, "d_value": 8}
         request = Request(kernel, gated_linear_attention.shape_of("key", 8, 8), sizes)
-    elif kernel == orthogonal_state.KERNEL:
+    elif kernel == lattice.KERNEL:
         sizes = {"batch": 1, "tokens": 5, "heads": 1, "d": 6, "m": 6}
-        request = Request(kernel, orthogonal_state.shape_of(Rule("enc", True), 6, 6), sizes)
+        request = Request(kernel, lattice.shape_of(Rule("enc", True), 6, 6), sizes)
     elif kernel == eidetic_attention.KERNEL:
         sizes = {"batch": 1, "tokens": 20, "heads": 2, "groups": 1, "dim": 8, "window": 6}
         request = Request(kernel, eidetic_attention.shape_of(8), sizes)

@@ -25,7 +25,7 @@ from baton.kernels.embedding import add_rows
 from baton.kernels.gate import gated
 from baton.kernels.gate.triton import activate
 from baton.kernels.head_scale import head_scale
-from baton.kernels.orthogonal_state.recurrence import OrthogonalState
+from baton.kernels.lattice.recurrence import Lattice
 from baton.kernels.protocol import Inputs, LinearRecurrence, Recurrence, SequentialRecurrence, State, StateFirstRecurrence
 from baton.kernels.rms_norm import rms_norm, rms_norm_beside
 from baton.kernels.rotary import rotary
@@ -178,7 +178,7 @@ SOME_LAYOUTS = ("time first", "transposed", "one for all", "shared")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU kernels are compiled")
 EVERY = (*RECURRENCES, Innovation())
 # one of each folder, but for Lattice's, which the interpreter takes half a minute for
-FIRST = tuple({type(x): x for x in reversed(EVERY) if not isinstance(x, OrthogonalState)}.values())
+FIRST = tuple({type(x): x for x in reversed(EVERY) if not isinstance(x, Lattice)}.values())
 over_recurrences = pytest.mark.parametrize("recurrence", EVERY, ids=str)
 
 

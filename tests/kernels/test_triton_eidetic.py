@@ -11,10 +11,10 @@ from support.recurrences import positions, seeded
 from baton.kernels.common.kernel_check import gradients, moving
 from baton.kernels.eidetic_attention import innovation
 from baton.kernels.eidetic_attention.chunked import Options, leave
-from baton.kernels.eidetic_attention.published import publish
+from baton.kernels.eidetic_attention.joint_attention_launch import Sources, Tiles, _Run
 from baton.kernels.eidetic_attention.recurrence import RECURRENCES, EideticAttention
+from baton.kernels.eidetic_attention.topk_memory_launch import publish
 from baton.kernels.eidetic_attention.triton import eidetic_attention_triton, innovation_triton
-from baton.kernels.window_attention.fused import Sources, Tiles, _Run
 from baton.parallel.linear import _side_by_side
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

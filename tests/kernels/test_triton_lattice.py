@@ -10,10 +10,10 @@ import triton.language as tl
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
-from baton.kernels.orthogonal_state.chunk_walk import sectors_of
-from baton.kernels.orthogonal_state.reference import orthogonal_state_reference
-from baton.kernels.orthogonal_state.rule import VARIANTS, Rule, norms
-from baton.kernels.orthogonal_state.triton import Tiles, _Run, orthogonal_state_triton
+from baton.kernels.lattice.chunk_kernel_utils import sectors_of
+from baton.kernels.lattice.reference import lattice_reference
+from baton.kernels.lattice.triton import Tiles, _Run, lattice_triton
+from baton.kernels.lattice.variant import VARIANTS, Rule, norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(slots=4, slots_back=4, warps=1, warps_back=1, steps=2, steps_back=2, border=8, chunk=0)
@@ -74,10 +74,10 @@ def compare(variant, sizes, tiles, *, starts, forgets, project=True, dtype=torch
 
     def defined(leaves, pos):
         options = {name: x for name, x in leaves.items() if name != "S"}
-        return orthogonal_state_reference(**options, rule=Rule(variant, project), pos=pos, initial_state=leaves["S"])
+        return lattice_reference(**options, rule=Rule(variant, project), pos=pos, initial_state=leaves["S"])
 
     def fused(leaves, pos):
-        return orthogonal_state_triton(**{"mu": None, **leaves}, rule=Rule(variant, project), pos=pos, tiles=tiles)
+        return lattice_triton(**{"mu": None, **leaves}, rule=Rule(variant, project), pos=pos, tiles=tiles)
 
     expected = run(defined, "cpu", torch.float64)
     for name, x in run(fused, DEVICE, dtype).items():

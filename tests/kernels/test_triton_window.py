@@ -6,8 +6,8 @@ from support.compare import relative_error
 from support.recurrences import positions, seeded
 
 from baton.kernels.common.kernel_check import gradients, moving
+from baton.kernels.eidetic_attention.joint_attention_launch import Tiles
 from baton.kernels.window_attention.chunked import window_attention_chunked
-from baton.kernels.window_attention.fused import Tiles
 from baton.kernels.window_attention.op import empty
 from baton.kernels.window_attention.recurrence import RECURRENCES, WindowAttention
 from baton.kernels.window_attention.triton import window_attention_triton

@@ -130,8 +130,8 @@ def test_chunks_and_buckets_are_the_kernels():
     from baton.kernels.gated_linear_attention.arguments import Tiles as LinearAttentionTiles
     from baton.kernels.gated_linear_attention.triton import SCORES_SHARE
     from baton.kernels.gated_slot_attention import chunked as slot_attention
-    from baton.kernels.orthogonal_state import chunked as orthogonal_state
-    from baton.kernels.orthogonal_state.triton import Tiles as LatticeTiles
+    from baton.kernels.lattice import chunked as lattice
+    from baton.kernels.lattice.triton import Tiles as LatticeTiles
     from baton.kernels.window_attention import chunked as window_attention
     from baton.parallel.zero import deepspeed_config
 
@@ -140,8 +140,8 @@ def test_chunks_and_buckets_are_the_kernels():
     assert LinearAttentionTiles().chunk == footprint.LINEAR_ATTENTION_CHUNK
     assert DeltaRuleTiles().chunk == footprint.DELTA_RULE_CHUNK
     assert SCORES_SHARE == footprint.SCORES_SHARE
-    assert orthogonal_state._STEPS_LENGTH == footprint.LATTICE_STEPS_CHUNK
-    assert orthogonal_state._SPAN_LENGTH == footprint.LATTICE_SPAN_CHUNK
+    assert lattice._STEPS_LENGTH == footprint.LATTICE_STEPS_CHUNK
+    assert lattice._SPAN_LENGTH == footprint.LATTICE_SPAN_CHUNK
     assert LatticeTiles().border == LatticeTiles().chunk == footprint.LATTICE_BORDER
     assert window_attention._BLOCK == footprint.WINDOW_BLOCK
     assert eidetic_attention._BLOCK == footprint.EIDETIC_BLOCK

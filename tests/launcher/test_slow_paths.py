@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from baton.kernels.compile.aot import Target, launching_nothing
-from baton.kernels.orthogonal_state.recurrence import OrthogonalState
+from baton.kernels.lattice.recurrence import Lattice
 from baton.kernels.registry import recurrences
 from baton.launcher.cluster import load_cluster
 from baton.launcher.config import RunConfig
@@ -74,7 +74,7 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("forget", [False, True])
 @pytest.mark.parametrize("settings", SPARSE, ids=str)
 def test_operators_and_memory_traffic_of_a_token_are_those_counted(settings, forget):
-    recurrence = OrthogonalState(**settings, forget=forget, sparse=True)
+    recurrence = Lattice(**settings, forget=forget, sparse=True)
 
     def counted(length):
         inputs, state = recurrence.example(torch.Generator().manual_seed(0), 1, length, torch.float32, wide=True)

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from support.compare import relative_error
 
-from baton.kernels.orthogonal_state.reference import orthogonal_state_reference
-from baton.kernels.orthogonal_state.rule import Rule
+from baton.kernels.lattice.reference import lattice_reference
+from baton.kernels.lattice.variant import Rule
 from baton.models.mixer import Site, build_mixer
 from baton.models.settings.lattice import LatticeConfig
 from baton.parallel.layout import initialize_parameters, parameter_count
@@ -57,7 +57,7 @@ def _block(layer, x):
 
     S0 = layer.S0 if config.initial_slots == "learned" else torch.eye(HEAD_DIM, SLOTS, dtype=x.dtype).repeat(HEADS, 1, 1)
     gamma = config.step_max / (1 + torch.exp(-step - layer.step_bias))
-    o, S = orthogonal_state_reference(
+    o, S = lattice_reference(
         unit(convolved(layer.conv_q), config.unit_queries),
         unit(convolved(layer.conv_k), config.unit_keys),
         (v * (config.value_scale or HEAD_DIM**-0.5)).unflatten(2, (HEADS, HEAD_DIM)),

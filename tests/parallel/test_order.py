@@ -24,7 +24,7 @@ LINEAR = {
 # kind: (the carrier whose State the wavefront waits for, what comes before it leaves, what comes after; the same of cotangents)
 ORDERS = {
     **{kind: (carrier, ["arrival", "run"], [], ["arrival"], []) for kind, carrier in LINEAR.items()},
-    "lattice": ("orthogonal_state", ["arrival", "run"], [], ["arrival"], []),
+    "lattice": ("lattice", ["arrival", "run"], [], ["arrival"], []),
     "bmojo": ("eidetic_attention", ["arrival", "leave"], ["outputs"], ["arrival", "leave"], []),
     "attention": ("window_attention", ["early"], ["arrival", "outputs"], [], ["arrival"]),
 }

@@ -96,7 +96,7 @@ LINEAR = {
     "gated_delta_net": ("delta_rule", "DeltaRule"),
 }
 CASES = [
-    Case("lattice", (("orthogonal_state", "OrthogonalState", RUN),), 0.1, 0.12),
+    Case("lattice", (("lattice", "Lattice", RUN),), 0.1, 0.12),
     *(Case(kind, ((*where, RUN),), 0.1, 0.12) for kind, where in LINEAR.items()),
     *(Case(kind, ((*where, EARLY),), 0.0, 0.0, "early") for kind, where in LINEAR.items()),
     # the memory is what trails: it is made from the entering one in 0.03 s, and made again before its cotangent is pulled back

@@ -210,26 +210,33 @@ def _matrix_kernels(arch):
 
 def _lattice_kernels():
     """With the sizes of 340M and 1.3B."""
-    from baton.kernels.orthogonal_state import backward, per_token
-    from baton.kernels.orthogonal_state.triton import Tiles, own
+    from baton.kernels.lattice import triton_backward, triton_forward
+    from baton.kernels.lattice.triton import Tiles, own
 
     tiles, d, m = Tiles(), 64, 64
     float32 = ("gamma", "mu", "first", "loaded", "borders", "last", "arriving", "states", "dgamma", "dmu", "dfirst", "dloaded")
     types = dict.fromkeys(float32, "fp32")
     for variant, project in itertools.product(("dec", "enc", "sim"), (True, False)):
         decoding, name = variant == "dec", f"lattice, {variant}{'' if project else ' without projection'}"
-        common = {"D": d, "M": m, "H": 32, "VARIANT": getattr(per_token, variant.upper()).value, "FORGET": False, "HAS_POS": True}
+        common = {
+            "D": d,
+            "M": m,
+            "H": 32,
+            "VARIANT": getattr(triton_forward, variant.upper()).value,
+            "FORGET": False,
+            "HAS_POS": True,
+        }
         common |= {"EVEN": True, "BORDER": tiles.border, "BD": d}
         slots, slots_back = (m, m) if decoding else (tiles.slots, tiles.slots_back)
         parts, parts_back = (tiles.parts_all, tiles.parts_all_back) if decoding else (tiles.parts, tiles.parts_back)
         warps, warps_back = (tiles.warps_all, tiles.warps_all_back) if decoding else (tiles.warps, tiles.warps_back)
         ahead = {**common, "KEEP": True, "STEPS": tiles.steps, "BM": slots, "PARTS": parts, "WARPS": warps, "PROJECT": project}
-        yield name, per_token.forward_kernel, ahead, warps, types | ({"y": "fp32"} if slots < m else {})
+        yield name, triton_forward.lattice_forward_kernel, ahead, warps, types | ({"y": "fp32"} if slots < m else {})
         back = {**common, "STEPS": tiles.steps_back, "BM": slots_back, "PARTS": parts_back, "WARPS": warps_back, "PROJECT": project}
         back["OWN"] = own(tiles.border, tiles.steps_back, slots_back, d, variant)
         yield (
             f"{name} backward",
-            backward.backward_kernel,
+            triton_backward.lattice_backward_kernel,
             back,
             warps_back,
             types | ({"dv": "fp32"} if slots_back < m else {}),
@@ -240,8 +247,8 @@ def _lattice_kernels():
 
 def _lattice_chunks(variant, tiles, common, types):
     """Not the walk back over chunks, where some of what says where tiles lie is not kept in registers."""
-    from baton.kernels.orthogonal_state import chunk_backward, chunk_forward
-    from baton.kernels.orthogonal_state.triton import own_of_chunks
+    from baton.kernels.lattice import triton_chunk_backward, triton_chunk_forward
+    from baton.kernels.lattice.triton import own_of_chunks
 
     common = {**common, "BORDER": tiles.chunk}
     types |= dict.fromkeys(("own", "numbers", "rows", "scales", "dlasts"), "fp32") | {"unsafe": "i32"}
@@ -249,14 +256,14 @@ def _lattice_chunks(variant, tiles, common, types):
     ahead = {**beside, **walk, "WARPS": tiles.warps_chunk, "PARTS": tiles.parts, "STEPS": tiles.steps}
     ahead["OWN"] = own_of_chunks(tiles.chunk, tiles.slots_chunk, common["D"])
     name = f"lattice, {variant} chunks"
-    yield name, chunk_forward.chunk_forward_kernel, ahead, tiles.warps_chunk, types
-    before = {n: x for n, x in (beside | walk).items() if n in chunk_backward.before_kernel.arg_names}
-    yield f"{name} before", chunk_backward.before_kernel, before, tiles.warps_beside, types
+    yield name, triton_chunk_forward.lattice_chunk_forward_kernel, ahead, tiles.warps_chunk, types
+    before = {n: x for n, x in (beside | walk).items() if n in triton_chunk_backward.lattice_backward_pre_kernel.arg_names}
+    yield f"{name} before", triton_chunk_backward.lattice_backward_pre_kernel, before, tiles.warps_beside, types
     if variant == "sim":  # the others are the same in both
         for of, kernel, warps in (
-            ("numbers of", chunk_forward.numbers_kernel, 1),
-            ("outputs of", chunk_forward.outputs_kernel, tiles.warps_beside),
-            ("behind", chunk_backward.behind_kernel, tiles.warps_beside),
+            ("numbers of", triton_chunk_forward.lattice_chunk_gram_kernel, 1),
+            ("outputs of", triton_chunk_forward.lattice_chunk_output_kernel, tiles.warps_beside),
+            ("behind", triton_chunk_backward.lattice_backward_post_kernel, tiles.warps_beside),
         ):
             yield f"lattice, {of} chunks", kernel, {n: x for n, x in beside.items() if n in kernel.arg_names}, warps, types
 
@@ -266,9 +273,13 @@ def _eidetic_kernels(arch):
     import triton.language as tl
 
     from baton.kernels.compile import launch_configs as table
-    from baton.kernels.eidetic_attention import foretold, prefix
-    from baton.kernels.window_attention import copies, joint
-    from baton.kernels.window_attention.fused import KERNEL, Tiles, shape_of
+    from baton.kernels.eidetic_attention import (
+        innovation_kernels,
+        joint_attention_kernels,
+        memory_copy_kernels,
+        topk_memory_kernels,
+    )
+    from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, Tiles, shape_of
 
     integers = dict.fromkeys(("slot", "limit", "far_limit", "row", "first", "fading_first", "later", "last"), "i32")
     float32 = dict.fromkeys(("lse", "delta", "dmemory_k", "dmemory_v"), "fp32")
@@ -279,35 +290,59 @@ def _eidetic_kernels(arch):
         queries = {**common, "N": 511, "FAR": 0, "BQ": tiles.queries, "BK": tiles.keys, "BM": tiles.memory, "ROW": 2048}
         back = {**common, "BQ": tiles.queries_back}
         name = "eidetic" if dim == 64 else f"eidetic, {dim}"
-        yield f"{name} forward", joint.forward_kernel, {**queries, "maxnreg": tiles.registers}, tiles.warps, types
-        yield f"{name} queries backward", joint.queries_backward_kernel, queries, tiles.warps, types
+        yield (
+            f"{name} forward",
+            joint_attention_kernels.joint_attention_forward_kernel,
+            {**queries, "maxnreg": tiles.registers},
+            tiles.warps,
+            types,
+        )
+        yield f"{name} queries backward", joint_attention_kernels.joint_attention_backward_dq_kernel, queries, tiles.warps, types
         rows = {**back, "N": 511, "NEAR": 0, "BK": tiles.keys_back, "REACH": 0, "ROW": 4096, "INTO": 4096, "E": 64}
-        yield f"{name} rows backward", joint.rows_backward_kernel, rows, tiles.warps_back, types
+        yield f"{name} rows backward", joint_attention_kernels.joint_attention_backward_dkv_kernel, rows, tiles.warps_back, types
         # all of a document, and no memories
         alone = {**queries, "N": 0, "M": 0, "BM": 16}
-        yield f"attention, {dim} forward", joint.forward_kernel, {**alone, "maxnreg": tiles.registers}, tiles.warps, types
-        yield f"attention, {dim} queries backward", joint.queries_backward_kernel, alone, tiles.warps, types
+        yield (
+            f"attention, {dim} forward",
+            joint_attention_kernels.joint_attention_forward_kernel,
+            {**alone, "maxnreg": tiles.registers},
+            tiles.warps,
+            types,
+        )
+        yield (
+            f"attention, {dim} queries backward",
+            joint_attention_kernels.joint_attention_backward_dq_kernel,
+            alone,
+            tiles.warps,
+            types,
+        )
         yield (
             f"attention, {dim} rows backward",
-            joint.rows_backward_kernel,
+            joint_attention_kernels.joint_attention_backward_dkv_kernel,
             {**rows, "N": 0, "REACH": -1, "M": 0, "E": 0},
             tiles.warps_back,
             types,
         )
         memories = {**back, "WINDOW": 512, "BM": tiles.memory}
-        yield f"{name} memories backward", joint.memories_backward_kernel, memories, tiles.warps_back, types
+        yield (
+            f"{name} memories backward",
+            joint_attention_kernels.joint_attention_backward_dmemory_kernel,
+            memories,
+            tiles.warps_back,
+            types,
+        )
         spread = {"G": 2048 // dim, "K": dim, "BD": dim, "BK": tiles.keys_back, "INTO": 4096}
-        yield f"{name} copies backward", copies.copies_backward_kernel, spread, 4, types
+        yield f"{name} copies backward", memory_copy_kernels.memory_copy_backward_kernel, spread, 4, types
     sizes = {"WINDOW": 512, "EIDETIC": 64, "FADING": 16, "OLD": 1}
     gathered = {**sizes, "C": 2048, "ROW": 4096, "FADING_ROW": 4096, "N": 511, "BM": 16, "BE": 64, "BC": 512}
-    yield "eidetic, copies", copies.collect_kernel, gathered, 4, types
+    yield "eidetic, copies", memory_copy_kernels.memory_copy_kernel, gathered, 4, types
     chosen = {**sizes, "FAR": 0, "BM": 64, "BF": 16, "BT": 128}
     types |= {"seen": "i64", "score": "fp32", "entry_score": "fp32", "entry_where": "i64", "frozen": "i8"}
-    yield "eidetic, choice", prefix.publish_kernel, chosen, 1, types
+    yield "eidetic, choice", topk_memory_kernels.topk_memory_kernel, chosen, 1, types
     for norm in ("l2", "l1", "max"):
         score = {"C": 2048, "N": 4, "NORM": norm, "BT": 16, "BC": 256}
         named = f"eidetic, innovation by {norm}"
-        yield named, foretold.innovation_kernel, score, 4, {"weights": "fp32", "score": "fp32", "y": "bf16"}
+        yield named, innovation_kernels.innovation_kernel, score, 4, {"weights": "fp32", "score": "fp32", "y": "bf16"}
 
 
 def _without_warps(sizes):
@@ -401,11 +436,11 @@ def _embedding_kernels():
 def _kernels(arch):
     """As `kernels`, without the lengths of rows and the matrix states'."""
     from baton.kernels.compile import launch_configs as table
-    from baton.kernels.diagonal_scan import backward, forward
-    from baton.kernels.diagonal_scan.over_channels import LANES_HAVE_CHANNELS
-    from baton.kernels.diagonal_scan.per_token import LONGHORN, MAMBA, MAMBA_ZOH
+    from baton.kernels.diagonal_scan import triton_backward, triton_forward
+    from baton.kernels.diagonal_scan.channel_reduce import LANES_HAVE_CHANNELS
     from baton.kernels.diagonal_scan.triton import KERNEL, default_tiles, shape_of
-    from baton.kernels.short_conv import taps
+    from baton.kernels.diagonal_scan.triton_common import LONGHORN, MAMBA, MAMBA_ZOH
+    from baton.kernels.short_conv import triton_kernels
     from baton.kernels.short_conv.triton import Tiles as ConvTiles
 
     conv_tiles = ConvTiles()
@@ -424,12 +459,18 @@ def _kernels(arch):
         ahead, summary, back = ({**common, "STEPS": n} for n in (tiles.steps, tiles.steps_summary, tiles.steps_back))
         ahead, summary = {**ahead, "AHEAD": tiles.ahead}, {**summary, "AHEAD": tiles.ahead_summary}
         whole = {"GATED": True, "HAS_ENTERING": True, "KEEP_BORDERS": True, "BORDER": tiles.border, "UNROLL": tiles.unroll}
-        yield f"{label} summarize", forward.summarize_kernel, summary, tiles.warps, "bf16"
-        yield f"{label} scan", forward.scan_kernel, {**ahead, **whole}, tiles.warps, "bf16"
-        yield f"{label} summarize backward", backward.summarize_backward_kernel, {**summary, "GATED": True}, tiles.warps, "bf16"
+        yield f"{label} summarize", triton_forward.summarize_kernel, summary, tiles.warps, "bf16"
+        yield f"{label} scan", triton_forward.scan_kernel, {**ahead, **whole}, tiles.warps, "bf16"
+        yield (
+            f"{label} summarize backward",
+            triton_backward.summarize_backward_kernel,
+            {**summary, "GATED": True},
+            tiles.warps,
+            "bf16",
+        )
         yield (
             f"{label} backward",
-            backward.scan_backward_kernel,
+            triton_backward.scan_backward_kernel,
             {
                 **back,
                 "GATED": True,
@@ -442,11 +483,11 @@ def _kernels(arch):
         )
     conv = {"HAS_TAIL": True, "HAS_POS": True, "SILU": True, "FULL": True, "D": CHANNELS, "W": 4}
     conv |= {"BD": conv_tiles.channels, "STEPS": conv_tiles.steps}
-    yield "conv", taps.conv_kernel, {**conv, "EVEN": True}, 1, "bf16"
-    yield "conv backward", taps.conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": False}, 1, "bf16"
-    yield "conv backward, tail taken", taps.conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": True}, 1, "bf16"
-    yield "fold", forward.fold_kernel, {"HAS_FIRST": True, "BACKWARDS": False, "BLOCK": 256}, 4, "bf16"
-    yield "pack", forward.pack_kernel, {"KIND": LONGHORN.value, "BT": 8, "BN": 16}, 4, "bf16"
+    yield "conv", triton_kernels.conv_kernel, {**conv, "EVEN": True}, 1, "bf16"
+    yield "conv backward", triton_kernels.conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": False}, 1, "bf16"
+    yield "conv backward, tail taken", triton_kernels.conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": True}, 1, "bf16"
+    yield "fold", triton_forward.fold_kernel, {"HAS_FIRST": True, "BACKWARDS": False, "BLOCK": 256}, 4, "bf16"
+    yield "pack", triton_forward.pack_kernel, {"KIND": LONGHORN.value, "BT": 8, "BN": 16}, 4, "bf16"
 
 
 def binary_of(kernel, known, constants, arch, warps, *, aligned=True):

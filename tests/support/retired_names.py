@@ -9,6 +9,17 @@ Entry = tuple[tuple[str, ...], tuple[str, ...]]
 
 WORDS: dict[str, Entry] = {
     "tests": (("*",), ("test_house",)),
+    "kernels' operators": (
+        ("*",),
+        (
+            "orthogonal_state",
+            "OrthogonalState",
+            "orthogonal_state_chunked",
+            "orthogonal_state_triton",
+            "chunk_walk",
+            "short_conv_chunked",
+        ),
+    ),
 }
 """Part of the repository -> (files, names)."""
 

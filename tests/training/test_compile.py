@@ -103,7 +103,7 @@ def test_kernels_are_compiled_once_for_each_kind_of_call(programs, run_file):
         "kernels cannot be compiled ahead (no GPU of that kind): kernels are compiled when they are first launched"
     )
     binaries = {path.stem for path in (run_file.parent / "cache").glob("*/*.cubin")}
-    of_attention = {"turn_kernel", "queries_backward_kernel", "rows_backward_kernel"}
+    of_attention = {"turn_kernel", "joint_attention_backward_dq_kernel", "joint_attention_backward_dkv_kernel"}
     of_others = {"forward_kernel", "backward_kernel", "sums_kernel", "gradient_kernel", "runs_kernel", "borders_kernel"}
     assert binaries == of_others | of_attention, "norm, gate, loss and embedding"
     # a rank's share of the gate has another width; norms and loss are the same

@@ -20,7 +20,7 @@ from baton.training.pictures import picture
 CARRIED = {
     "mamba": {"mamba short_conv-silu": ["conv"], "mamba selective_scan-euler-gated": ["scan"]},
     "gsa": {"gsa gated_slot_attention-softmax-projected": ["k", "v"]},
-    "lattice": {"lattice orthogonal_state-dec-project": ["S"]},
+    "lattice": {"lattice lattice-dec-project": ["S"]},
     "mamba2": {"mamba2 short_conv-silu": ["conv_u", "conv_bc"], "mamba2 gated_linear_attention-scalar": ["S"]},
     "attention": {"attention window_attention-4": ["k", "v"]},
 }
@@ -119,7 +119,7 @@ def lattice(**settings):
 
 def test_credit_vanishes_where_lattice_turns_far_and_not_where_it_hardly_turns(single_mesh):
     """A document with a loss on its last 8 tokens alone, and what comes back over 40 times as many; in float32, as in a run."""
-    g, segments, span, slots = seeded(5), 40, 8, "lattice orthogonal_state-sim-project"
+    g, segments, span, slots = seeded(5), 40, 8, "lattice lattice-sim-project"
     tokens = torch.randint(61, (2, segments * span), generator=g)
     pos = torch.arange(segments * span, dtype=torch.int32).repeat(2, 1)
     batch = TokenBatch(tokens, torch.randint(61, tokens.shape, generator=g), pos)

@@ -359,8 +359,8 @@ def test_tensorboard_shows_it_as_scalars_and_pictures_also_after_a_restart(resum
         ("long_context", "state_norm/lattice.S/layer_1", last_measured),
         ("cotangents", "cotangent_at_first_border/mamba.selective_scan-euler-gated/layer_0",
          lambda row: row["norms"]["mamba selective_scan-euler-gated"]["0"][0]),
-        ("credit", "credit_reach_tokens/lattice.orthogonal_state-dec-project/layer_1",
-         lambda row: row["reach"]["lattice orthogonal_state-dec-project"]["1"]),
+        ("credit", "credit_reach_tokens/lattice.lattice-dec-project/layer_1",
+         lambda row: row["reach"]["lattice lattice-dec-project"]["1"]),
     ):  # fmt: skip
         expected = [(row["step"], value(row)) for row in of_kind(resumed, kind)]
         assert [(e.step, e.value) for e in events.Scalars(tag)] == [(step, pytest.approx(x, rel=1e-6)) for step, x in expected]

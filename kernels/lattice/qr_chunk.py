@@ -3,7 +3,7 @@
 The one thing to know: what such a token writes, h = v or -v, does not depend on the state. So within a chunk every slot stays in
 the span of the h and of what entered, and is known by its coordinates there: one for each direction of an orthonormal basis of the
 h, and one along the direction in which the entering slot leaves their span. The basis, and what the h are in it, is known before a
-state arrives; then `walk` runs on the coordinates as it would on the slots, and d appears in a few products per chunk.
+state arrives; then `step_loop` runs on the coordinates as it would on the slots, and d appears in a few products per chunk.
 
 The basis has to be orthonormal. In coordinates along the h themselves, where one Gram matrix is all that is needed, a few tokens
 of equal values (a repeated word) make the coordinates as large as one likes, and float32 is NaN within 16 tokens of ordinary size.
@@ -11,7 +11,7 @@ of equal values (a repeated word) make the coordinates as large as one likes, an
 Backwards the basis is a constant, not a function of the h: so the gradients of the h have a part outside their span, which is a
 combination of the outputs' cotangents. No factorisation is differentiated, and repeated values need no care.
 
-With N = batch x heads: slots [N, d, m], basis [N, d, K], K = min(L, d); coordinates [N, K + 1, m]. Else as in `walk`.
+With N = batch x heads: slots [N, d, m], basis [N, d, K], K = min(L, d); coordinates [N, K + 1, m]. Else as in `step_loop`.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from baton.kernels.orthogonal_state.rule import Rule, norms
-from baton.kernels.orthogonal_state.walk import Tokens, Walk, written
+from baton.kernels.lattice.step_loop import Tokens, Walk, written
+from baton.kernels.lattice.variant import Rule, norms
 
 
 class Span(NamedTuple):
@@ -40,7 +40,7 @@ def span_of(rule: Rule, v: Tensor) -> Span:
 
 
 def run_span(rule: Rule, span: Span, tokens: Tokens, S: Tensor) -> tuple[Tensor, Tensor]:
-    """A chunk of tokens, shaped as `walk` says, in which no document starts (at its first token, `S` is what is loaded there).
+    """A chunk of tokens, shaped as `step_loop` says, in which no document starts (at its first token, `S` is what is loaded there).
 
     S: entering slots [N, d, m], of norm 1. Their gradient's part along them means nothing.
 

@@ -17,14 +17,14 @@ a slot |h|^2 - a^2 is. Such chunks are not `safe` and go token by token.
 A document that begins in the chunk begins a segment: its slots' s is what is loaded, p is 1 before it, and tokens of two segments
 do not see each other.
 
-Shape suffixes as in `per_token`; a chunk has C tokens (BORDER), and what is [BM, C] has a slot's tokens side by side.
+Shape suffixes as in `triton_forward`; a chunk has C tokens (BORDER), and what is [BM, C] has a slot's tokens side by side.
 """
 
 import triton
 import triton.language as tl
 
 from baton.kernels.common.triton_prefetch import interpreted
-from baton.kernels.orthogonal_state.per_token import ENC
+from baton.kernels.lattice.triton_forward import ENC
 
 # A slot's turn by a token has at least this cosine, so that f keeps all but two of its digits.
 LEAST_COSINE = tl.constexpr(0.02)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.common.triton_prefetch import lines_of, load_rows, loads_begun, near, released, sigmoid
-from baton.kernels.diagonal_scan.per_token import (
+from baton.kernels.diagonal_scan.triton_common import (
     FORGET,
     LONGHORN,
     MAMBA,

@@ -10,8 +10,8 @@ from torch import Tensor
 from baton.kernels.common.launch_utils import positions
 from baton.kernels.compile import launch_configs as table
 from baton.kernels.eidetic_attention.chunked import Options
+from baton.kernels.eidetic_attention.joint_attention_launch import Seen
 from baton.kernels.protocol import State
-from baton.kernels.window_attention.fused import Seen
 
 _TOKENS = 128  # of a step
 
@@ -26,7 +26,7 @@ def publish(
     The best are rows of the entries followed by the span's tokens, int32 [B, n_eidetic] in the order of time, -1 behind them; None
     where they are not wanted, and without eidetic tokens.
     """
-    from baton.kernels.eidetic_attention import prefix
+    from baton.kernels.eidetic_attention import topk_memory_kernels
 
     (batch, length), eidetic, fading, old = pos.shape, options.n_eidetic, options.n_fading, state is not None
     blocks, known = -(-length // options.window), {} if state is None else state
@@ -49,7 +49,7 @@ def publish(
     if "frozen" in entered:
         entered["frozen"] = entered["frozen"].view(torch.int8)
     read = (entered.get("seen"), score.contiguous(), *(entered.get(name) for name in ("score", "where", "frozen")))
-    prefix.publish_kernel[(blocks + (last is not None), batch)](
+    topk_memory_kernels.topk_memory_kernel[(blocks + (last is not None), batch)](
         positions(pos), *(limit if x is None else x for x in (*read, *seen, last)), length, blocks,
         WINDOW=options.window, EIDETIC=eidetic, FADING=fading, FAR=int(options.sliding), OLD=int(old),
         BM=table.power_of_two(max(eidetic, 16)), BF=table.power_of_two(max(fading, 16)), BT=_TOKENS, num_warps=1,

@@ -1,11 +1,11 @@
-"""The orthogonal state recurrence over many tokens: norms stay within their bounds, and everything is a number."""
+"""The Lattice recurrence over many tokens: norms stay within their bounds, and everything is a number."""
 
 import pytest
 import torch
 from support.recurrences import seeded
 
-from baton.kernels.orthogonal_state import orthogonal_state
-from baton.kernels.orthogonal_state.rule import VARIANTS
+from baton.kernels.lattice import lattice
+from baton.kernels.lattice.variant import VARIANTS
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 either_projection = pytest.mark.parametrize("project", [True, False])
@@ -22,7 +22,7 @@ def _long_run(variant, project, length, d, m):
     gamma = torch.rand(1, length, 2, generator=generator)
     S0 = torch.linalg.qr(torch.randn(2, d, m, generator=generator))[0].contiguous()
     low = [x.to(torch.bfloat16) for x in (q, k, v, gamma)]
-    y, S = orthogonal_state(*low, S0, variant=variant, project=project)
+    y, S = lattice(*low, S0, variant=variant, project=project)
     assert y.isfinite().all()
     norm = torch.linalg.vector_norm(S.double(), dim=2)
     if project:
@@ -54,7 +54,7 @@ def test_gradients_of_unit_keys_reach_back_over_many_tokens_as_numbers(variant, 
     S0 = torch.linalg.qr(torch.randn(2, 8, 3, generator=generator))[0].contiguous()
     leaves = [x.to(torch.bfloat16).requires_grad_() for x in (q, k, v, torch.rand(1, length, 2, generator=generator))]
     leaves.append(S0.requires_grad_())
-    outputs = orthogonal_state(*leaves, variant=variant)
+    outputs = lattice(*leaves, variant=variant)
     for grad in torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs]):
         assert grad.isfinite().all()
         assert grad.norm() < 1e4

@@ -43,13 +43,14 @@ def largest_before(score, entry_score, entry_where, end, begun, E: tl.constexpr,
 
 
 @triton.jit
-def publish_kernel(
+def topk_memory_kernel(
     pos, seen, score, entry_score, entry_where, frozen, limit, far_limit, slot, begin, row, first, fading_first, last, T, blocks,
     WINDOW: tl.constexpr, EIDETIC: tl.constexpr, FADING: tl.constexpr, FAR: tl.constexpr, OLD: tl.constexpr, BM: tl.constexpr,
     BF: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """What `Seen` says but where copies are, which is -1 so far, of positions [B, T]; and `last`, of one more program of each lane,
-    as `published.publish` returns it. seen, entry_score, entry_where, frozen: of a State, where there is one: OLD is 1; else 0."""
+    as `topk_memory_launch.publish` returns it. seen, entry_score, entry_where, frozen: of a State, where there is one: OLD is 1;
+    else 0."""
     p, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     M: tl.constexpr = EIDETIC + FADING
     E: tl.constexpr = EIDETIC * OLD

@@ -1,4 +1,4 @@
-"""The orthogonal state recurrence as one sequential loop over time: the definition.
+"""The Lattice recurrence as one sequential loop over time: the definition.
 
 The one thing to know: gradients are plain autograd, so this file holds no derivative that could be wrong. It keeps several
 [batch, heads, d, m] tensors per token for the backward pass; use it for short sequences.
@@ -7,10 +7,10 @@ The one thing to know: gradients are plain autograd, so this file holds no deriv
 import torch
 from torch import Tensor
 
-from baton.kernels.orthogonal_state.rule import SMALLEST_GATE, SMALLEST_NORM, Rule
+from baton.kernels.lattice.variant import SMALLEST_GATE, SMALLEST_NORM, Rule
 
 
-def orthogonal_state_reference(
+def lattice_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -23,7 +23,7 @@ def orthogonal_state_reference(
     pos: Tensor | None = None,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Lattice (Karami & Mirrokni 2025), equations 7, 10 and 12 to 18, in the promoted dtype; shapes as in `op.orthogonal_state`,
+    """Lattice (Karami & Mirrokni 2025), equations 7, 10 and 12 to 18, in the promoted dtype; shapes as in `op.lattice`,
     nothing is checked.
     """
     batch, length, _, _ = q.shape

@@ -1,7 +1,7 @@
 """What a diagonal scan's Triton kernels make of one token: its decay and what it takes in.
 
-The one thing to know: here, and in the gradients of it in `backward`, is where Mamba and Longhorn differ. Arithmetic is fp32; a
-token that does not exist (behind the end of its piece) is loaded as zeros and changes nothing.
+The one thing to know: here, and in the gradients of it in `triton_backward`, is where Mamba and Longhorn differ. Arithmetic is
+fp32; a token that does not exist (behind the end of its piece) is loaded as zeros and changes nothing.
 
 Shape suffixes, in all of this folder's kernels: B batch, T time, D channels, N d_state, P pieces, C chunks of BORDER tokens.
 

@@ -1,4 +1,5 @@
-"""The gradient of `chunk_forward`, in Triton: chunk by chunk from the end, see `chunk_walk`, and token by token where that went so.
+"""The gradient of `triton_chunk_forward`, in Triton: chunk by chunk from the end, see `chunk_kernel_utils`, and token by token
+where that went so.
 
 The one thing to know: the walk is made again from the slots before the chunk, and then backwards, again without a sum over lanes.
 With r = p q what reads, Z the slots over p, and P, W, A of all tokens, cotangents barred, and R that of the last Z:
@@ -12,15 +13,14 @@ With r = p q what reads, Z the slots over p, and P, W, A of all tokens, cotangen
 A slot's length does not matter behind the chunk, nor do p's there. Only R and A wait for the chunk behind: one kernel goes from
 chunk to chunk with them, another does before it and a third behind it, for all chunks at once, what else there is to do.
 
-Shape suffixes: see `per_token`.
+Shape suffixes: see `triton_forward`.
 """
 
 import triton
 import triton.language as tl
 
 from baton.kernels.common.triton_prefetch import near
-from baton.kernels.orthogonal_state.backward import border_back
-from baton.kernels.orthogonal_state.chunk_walk import (
+from baton.kernels.lattice.chunk_kernel_utils import (
     exact,
     leave,
     line_of,
@@ -32,8 +32,9 @@ from baton.kernels.orthogonal_state.chunk_walk import (
     tile,
     walk,
 )
-from baton.kernels.orthogonal_state.parts import places, read, write
-from baton.kernels.orthogonal_state.per_token import ENC
+from baton.kernels.lattice.register_tiles import places, read, write
+from baton.kernels.lattice.triton_backward import border_back
+from baton.kernels.lattice.triton_forward import ENC
 
 ROWS = tl.constexpr(7)
 """Of each chunk and program in memory, [ROWS, C, BM]: k, then A; h.s, then r; p; w; h's product with the slot before it over p,
@@ -152,7 +153,7 @@ def walk_back(
 
 
 @triton.jit
-def before_kernel(
+def lattice_backward_pre_kernel(
     q, k, v, numbers, loaded, borders, unsafe, rows, dy, dq, T, q_batch, q_row, q_head, k_batch, k_row, k_head,
     v_batch, v_row, v_head, dy_batch, dy_row, dy_head,
     D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, VARIANT: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr,
@@ -214,7 +215,7 @@ def before_kernel(
 
 
 @triton.jit
-def chunk_backward_kernel(
+def lattice_chunk_backward_kernel(
     q, k, v, gamma, mu, pos, numbers, loaded, borders, last, unsafe, rows, scales, dy, arriving, states, dlasts, dq, dk, dv, dgamma,
     dmu, dfirst, dloaded, T,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, gamma_batch, gamma_row, gamma_head,
@@ -224,8 +225,8 @@ def chunk_backward_kernel(
     WARPS: tl.constexpr, OWN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """dk, what of `rows` waits for the chunk behind, and R of each chunk, dlasts [B H, chunks, M, D]; all gradients of chunks that
-    went token by token, and of slots as `backward.backward_kernel`. last: the slots behind the last chunk. states: memory of the
-    programs' own, [programs, OWN]. GROUP: tokens whose rows are read together."""
+    went token by token, and of slots as `triton_backward.lattice_backward_kernel`. last: the slots behind the last chunk. states:
+    memory of the programs' own, [programs, OWN]. GROUP: tokens whose rows are read together."""
     p, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     batch = tl.num_programs(1) // H
@@ -332,13 +333,13 @@ def chunk_backward_kernel(
 
 
 @triton.jit
-def behind_kernel(
+def lattice_backward_post_kernel(
     v, numbers, loaded, borders, unsafe, rows, dlasts, dy, dv, dgamma, dmu, T, v_batch, v_row, v_head, dy_batch, dy_row, dy_head,
     D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, FORGET: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr,
     BORDER: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """dv, dgamma and dmu, as `backward.backward_kernel`, of chunk n of sequence and head bh and part p of the slots, unless it went
-    token by token."""
+    """dv, dgamma and dmu, as `triton_backward.lattice_backward_kernel`, of chunk n of sequence and head bh and part p of the slots,
+    unless it went token by token."""
     n, bh, p = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = (bh // H).to(tl.int64), bh % H
     batch, chunks, P = tl.num_programs(1) // H, tl.num_programs(0), tl.num_programs(2)

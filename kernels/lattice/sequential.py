@@ -1,6 +1,6 @@
 """The recurrence on the slots themselves: what every variant and option can run as.
 
-The one thing to know: it is `walk` with the slots as they are, and costs a few passes over d x m numbers per token.
+The one thing to know: it is `step_loop` with the slots as they are, and costs a few passes over d x m numbers per token.
 """
 
 from typing import Any
@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from baton.kernels.orthogonal_state.rule import Rule
-from baton.kernels.orthogonal_state.walk import Starts, Tokens, Walk, written
+from baton.kernels.lattice.step_loop import Starts, Tokens, Walk, written
+from baton.kernels.lattice.variant import Rule
 
 
 def run_steps(rule: Rule, tokens: Tokens, starts: Starts | None, S: Tensor) -> tuple[Tensor, Tensor]:
-    """A chunk of tokens, shaped as `walk` says.
+    """A chunk of tokens, shaped as `step_loop` says.
 
     S: entering slots [N, d, m]; with projection they have norm 1, and their gradient's part along them means nothing.
 

@@ -19,7 +19,7 @@ from baton.kernels.common.elementwise import LOG2_E, exp2_, padded_buffer
 from baton.kernels.common.launch_utils import without_autocast
 
 
-def short_conv_chunked(
+def short_conv_torch(
     x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor | None, silu: bool, tail_wanted: bool = True
 ) -> tuple[Tensor, Tensor]:
     """As `op.short_conv`, which checks the arguments."""

@@ -2,8 +2,8 @@
 
 The one thing to know: which rows a token sees is a matter of distances, and a memory is seen by one run of tokens. So tiles that
 nobody sees are never read, a tile's tokens see few memories, and a memory's gradient is summed over the tokens of one window, in
-their order: nothing is added in memory by two programs. What a memory holds are copies (`copies`): a row's gradient takes in those
-of its copies before it is rounded.
+their order: nothing is added in memory by two programs. What a memory holds are copies (`memory_copy_kernels`): a row's gradient
+takes in those of its copies before it is rounded.
 
 Weights are made again backwards from the scores and the logarithm of their sum.
 
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from baton.kernels.common.triton_prefetch import LOG2_E
+from baton.kernels.eidetic_attention.memory_copy_kernels import leave_tile, tile_of, with_copies
 from baton.kernels.gated_linear_attention.decays import product
-from baton.kernels.window_attention.copies import leave_tile, tile_of, with_copies
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def first_row(i, count, N: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(
+def joint_attention_forward_kernel(
     q, k, v, far_k, far_v, memory_k, memory_v, row, slot, limit, far_limit, y, lse, T, memories, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, ROW: tl.constexpr,
@@ -135,7 +135,7 @@ def of_row(q_i, k_j, v_j, dy_i, seen, whole, delta_i, scale, LOW: tl.constexpr):
 
 
 @triton.jit
-def queries_backward_kernel(
+def joint_attention_backward_dq_kernel(
     q, k, v, far_k, far_v, memory_k, memory_v, row, slot, limit, far_limit, y, lse, dy, dq, delta, T, memories, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, ROW: tl.constexpr,
@@ -187,7 +187,7 @@ def token_tile(q, dy, lse, delta, i, inside, b, h, T, H: tl.constexpr, K: tl.con
 
 
 @triton.jit
-def rows_backward_kernel(
+def joint_attention_backward_dkv_kernel(
     q, k, v, limit, lse, dy, delta, first, later, dmemory_k, dmemory_v, dk, dv, T, memories, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, NEAR: tl.constexpr, M: tl.constexpr, E: tl.constexpr,
     LOW: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, REACH: tl.constexpr, ROW: tl.constexpr,
@@ -224,7 +224,7 @@ def rows_backward_kernel(
 
 
 @triton.jit
-def memories_backward_kernel(
+def joint_attention_backward_dmemory_kernel(
     q, memory_k, memory_v, row, slot, begin, lse, dy, delta, dmemory_k, dmemory_v, T, memories, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, M: tl.constexpr, WINDOW: tl.constexpr, LOW: tl.constexpr,
     BQ: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,

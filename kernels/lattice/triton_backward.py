@@ -1,4 +1,4 @@
-"""The gradient of `per_token`, in Triton.
+"""The gradient of `triton_forward`, in Triton.
 
 The one thing to know: a program goes from border to border, the last first. Once forwards, leaving in memory of its own the slots
 before each group of tokens and, of each token, what was summed over d or slots; then through the groups, each forwards without any
@@ -17,13 +17,13 @@ slot's length enters. With P as above, A = mu - r w a and dw = h.P - a (phi.P):
     da = -w phi.P (and dc, in encoding),   dh = sum of w P + da phi,   e = da a + w dw - w a (phi.P) (and k phi.dh, in decoding),
     ds = A P + r da h - r^2 e s (and r k dh, in decoding)
 
-e is r dr; where |s| is below its limit r is a constant and the term with e is left out. Shape suffixes: see `per_token`.
+e is r dr; where |s| is below its limit r is a constant and the term with e is left out. Shape suffixes: see `triton_forward`.
 """
 
 import triton
 import triton.language as tl
 
-from baton.kernels.orthogonal_state.parts import (
+from baton.kernels.lattice.register_tiles import (
     in_warp,
     over_d,
     over_slots,
@@ -34,7 +34,7 @@ from baton.kernels.orthogonal_state.parts import (
     two_sums,
     write,
 )
-from baton.kernels.orthogonal_state.per_token import DEC, ENC, LARGEST_INVERSE, coefficient, entered, moved, step, token
+from baton.kernels.lattice.triton_forward import DEC, ENC, LARGEST_INVERSE, coefficient, entered, moved, step, token
 
 
 @triton.jit
@@ -245,7 +245,7 @@ def border_back(
 
 
 @triton.jit
-def backward_kernel(
+def lattice_backward_kernel(
     q, k, v, gamma, mu, pos, loaded, borders, dy, arriving, states, dq, dk, dv, dgamma, dmu, dfirst, dloaded, T,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, gamma_batch, gamma_row, gamma_head,
     mu_batch, mu_row, mu_head, dy_batch, dy_row, dy_head,

@@ -1,4 +1,4 @@
-"""Slots and vectors as the kernels of `per_token` and `backward` hold them, in parts, and the sums over them.
+"""Slots and vectors as the kernels of `triton_forward` and `triton_backward` hold them, in parts, and the sums over them.
 
 The one thing to know: instructions are what these kernels are short of, and most that are not products move sums between lanes. So
 slots are rows of PARTS tensors, each with a part of d side by side: products are added within a lane before lanes add theirs, and

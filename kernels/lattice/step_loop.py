@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.kernels.orthogonal_state.rule import SMALLEST_NORM, Rule, norms
+from baton.kernels.lattice.variant import SMALLEST_NORM, Rule, norms
 
 
 class Tokens(NamedTuple):
@@ -67,7 +67,7 @@ def written(rule: Rule, v: Tensor) -> Tensor:
 
 
 class Walk:
-    """One chunk's steps u = mu s + w (h - phi a), with a = phi . h and w = -gamma c / rho (the equations: `op.orthogonal_state`).
+    """One chunk's steps u = mu s + w (h - phi a), with a = phi . h and w = -gamma c / rho (the equations: `op.lattice`).
 
     Attributes:
         states: the slots before the first token and after each, [L + 1, N, d, m].

@@ -1,6 +1,6 @@
-"""What is particular to the orthogonal state recurrence: its geometry, its forms, its limits and its memory.
+"""What is particular to the Lattice recurrence: its geometry, its forms, its limits and its memory.
 
-The law is in test_law.py, long runs in test_orthogonal_state_long.py.
+The law is in test_law.py, long runs in test_lattice_recurrence_long.py.
 """
 
 import itertools
@@ -15,14 +15,14 @@ from support.recurrences import gradients, law, positions, seeded, seeds
 from torch import Tensor
 
 from baton.kernels.errors import KernelError
-from baton.kernels.orthogonal_state import orthogonal_state
-from baton.kernels.orthogonal_state.chunked import Options, chunk_length, orthogonal_state_chunked
-from baton.kernels.orthogonal_state.recurrence import OrthogonalState
-from baton.kernels.orthogonal_state.reference import orthogonal_state_reference
-from baton.kernels.orthogonal_state.rule import VARIANTS, Rule
-from baton.kernels.orthogonal_state.span import run_span, span_of
-from baton.kernels.orthogonal_state.steps import run_steps
-from baton.kernels.orthogonal_state.walk import Tokens
+from baton.kernels.lattice import lattice
+from baton.kernels.lattice.chunked import Options, chunk_length, lattice_chunked
+from baton.kernels.lattice.qr_chunk import run_span, span_of
+from baton.kernels.lattice.recurrence import Lattice
+from baton.kernels.lattice.reference import lattice_reference
+from baton.kernels.lattice.sequential import run_steps
+from baton.kernels.lattice.step_loop import Tokens
+from baton.kernels.lattice.variant import VARIANTS, Rule
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 either_projection = pytest.mark.parametrize("project", [True, False])
@@ -65,7 +65,7 @@ def _slots(variant, project, arguments):
     S = arguments["initial_state"]
     for t in range(arguments["q"].shape[1]):
         token = {name: x if name in ("S0", "initial_state") else x[:, t : t + 1] for name, x in arguments.items()}
-        y, S = orthogonal_state(**{**token, "initial_state": S}, variant=variant, project=project)
+        y, S = lattice(**{**token, "initial_state": S}, variant=variant, project=project)
         yield y[:, 0], S
 
 
@@ -89,7 +89,7 @@ def test_any_chunk_size_equals_the_definition(
     arguments = _arguments(seed, batch, length, 3, d, m, forget=forget, sparse=sparse)
     pos = None if start_probability is None else positions(seeded(seed), batch, length, start_probability)
     rule, found = Rule(variant, project), []
-    for form, options in ((orthogonal_state_chunked, {"chunk": chunk}), (orthogonal_state_reference, {})):
+    for form, options in ((lattice_chunked, {"chunk": chunk}), (lattice_reference, {})):
         leaves = _leaves(arguments)
         outputs = form(**{"mu": None, "tau": None, **leaves}, rule=rule, pos=pos, **options)
         found.append([*outputs, *gradients(outputs, list(leaves.values()), seeded(seed))])
@@ -104,8 +104,8 @@ def test_without_a_state_every_lane_begins_with_s0_and_adds_to_its_gradient(vari
     state = arguments.pop("initial_state")
     S0 = arguments["S0"].clone().requires_grad_()
     state = arguments["S0"].expand_as(state).clone().requires_grad_()
-    outputs = orthogonal_state(**{**arguments, "S0": S0}, variant=variant, project=project)
-    same_outputs = orthogonal_state(**arguments, initial_state=state, variant=variant, project=project)
+    outputs = lattice(**{**arguments, "S0": S0}, variant=variant, project=project)
+    same_outputs = lattice(**arguments, initial_state=state, variant=variant, project=project)
     assert all(torch.equal(one, other) for one, other in zip(outputs, same_outputs, strict=True))
     (dS0,), (dstate,) = gradients(outputs, [S0], seeded(2)), gradients(same_outputs, [state], seeded(2))
     assert relative_error(dS0, dstate.sum(0)) <= 1e-13
@@ -117,7 +117,7 @@ def test_projected_slots_have_norm_one_after_every_step(variant):
         arguments = _arguments(3, length=50, dtype=dtype)
         for _, S in _slots(variant, True, arguments):
             assert float((torch.linalg.vector_norm(S, dim=2) - 1).abs().max()) <= bound
-        _, S = orthogonal_state(**arguments, variant=variant)
+        _, S = lattice(**arguments, variant=variant)
         assert float((torch.linalg.vector_norm(S, dim=2) - 1).abs().max()) <= bound
 
 
@@ -146,7 +146,7 @@ def test_without_projection_a_step_descends_the_loss_of_the_slots_directions(var
             ys.append(torch.einsum("bhdm,bhm->bhd", S, q[:, t]))
         return torch.stack(ys, 1), S
 
-    for form, options in ((orthogonal_state, {"variant": variant, "project": False, "pos": pos}), (loop, {})):
+    for form, options in ((lattice, {"variant": variant, "project": False, "pos": pos}), (loop, {})):
         leaves = _leaves(arguments)
         outputs = form(**leaves, **options)
         found.append([*outputs, *gradients(outputs, list(leaves.values()), seeded(9))])
@@ -193,14 +193,14 @@ def test_a_forget_gate_under_projection_is_a_larger_step(variant):
     """NOSR(mu, gamma) = NOSR(1, gamma / mu); and a gate of 0 is not the end of a slot."""
     arguments = _arguments(6, forget=True)
     arguments["mu"] = arguments["mu"].clamp(min=0.01)
-    gated = orthogonal_state(**arguments, variant=variant)
+    gated = lattice(**arguments, variant=variant)
     mu = arguments.pop("mu")
-    larger = orthogonal_state(**{**arguments, "gamma": arguments["gamma"] / mu}, variant=variant)
+    larger = lattice(**{**arguments, "gamma": arguments["gamma"] / mu}, variant=variant)
     assert all(relative_error(one, other) <= 1e-12 for one, other in zip(gated, larger, strict=True))
-    closed = orthogonal_state(**arguments, mu=torch.zeros_like(mu), variant=variant)
-    limit = orthogonal_state(**{**arguments, "gamma": arguments["gamma"] * 1e3}, variant=variant)
+    closed = lattice(**arguments, mu=torch.zeros_like(mu), variant=variant)
+    limit = lattice(**{**arguments, "gamma": arguments["gamma"] * 1e3}, variant=variant)
     assert all(relative_error(one, other) <= 1e-9 for one, other in zip(closed, limit, strict=True))
-    _, S = orthogonal_state(**{**arguments, "gamma": 0 * arguments["gamma"]}, mu=torch.zeros_like(mu), variant=variant)
+    _, S = lattice(**{**arguments, "gamma": 0 * arguments["gamma"]}, mu=torch.zeros_like(mu), variant=variant)
     assert relative_error(S, arguments["initial_state"]) <= 1e-13
 
 
@@ -216,7 +216,7 @@ def test_small_steps_towards_values_outside_the_slots_are_linear_attention(varia
     linear = torch.einsum("bthd,bthm->bhdm", arguments["v"], arguments["k"])
     missed = []
     for gamma in (1e-3, 5e-4):
-        _, S = orthogonal_state(
+        _, S = lattice(
             **{**arguments, "gamma": torch.full((2, 12, 2), gamma, dtype=torch.float64)}, variant=variant, project=project
         )
         missed.append(float((S - S0 - gamma * linear).norm()))
@@ -254,10 +254,10 @@ def test_the_backward_pass_by_hand_is_that_of_finite_differences(variant, projec
 @every_variant
 def test_slots_are_coupled_in_decoding_alone(variant, project):
     arguments = _arguments(9)
-    _, S = orthogonal_state(**arguments, variant=variant, project=project)
+    _, S = lattice(**arguments, variant=variant, project=project)
     other = arguments["initial_state"].clone()
     other[..., 1] = other[..., 1].roll(1, dims=-1)
-    _, changed = orthogonal_state(**{**arguments, "initial_state": other}, variant=variant, project=project)
+    _, changed = lattice(**{**arguments, "initial_state": other}, variant=variant, project=project)
     differs = [relative_error(changed[..., slot], S[..., slot]) > 1e-13 for slot in range(4)]
     assert differs == [variant == "dec", True, variant == "dec", variant == "dec"]
 
@@ -266,9 +266,9 @@ def test_slots_are_coupled_in_decoding_alone(variant, project):
 def test_under_projection_norms_of_entering_and_initial_slots_mean_nothing(variant):
     arguments, pos = _arguments(10), torch.arange(12).remainder(7).add(3).remainder(7).expand(2, 12)
     leaves = _leaves(arguments)
-    outputs = orthogonal_state(**leaves, variant=variant, pos=pos)
+    outputs = lattice(**leaves, variant=variant, pos=pos)
     longer = {**arguments, "S0": 3 * arguments["S0"], "initial_state": 0.2 * arguments["initial_state"]}
-    for one, other in zip(orthogonal_state(**longer, variant=variant, pos=pos), outputs, strict=True):
+    for one, other in zip(lattice(**longer, variant=variant, pos=pos), outputs, strict=True):
         assert relative_error(one, other) <= 1e-12
     grads = dict(zip(leaves, gradients(outputs, list(leaves.values()), seeded(11))))
     for name in ("S0", "initial_state"):
@@ -312,7 +312,7 @@ def test_repeated_values_are_as_exact_in_coordinates_as_token_by_token(variant, 
 def test_a_threshold_and_the_projection_are_the_nearest_sparse_unit_slot(seed, tau):
     """x minimises |x - u|^2 / 2 + tau |x|_1 among unit x: no other one tried is better, and nothing is divided by zero."""
     arguments = {**_arguments(seed, length=1), "tau": torch.full((2, 1, 2), tau, dtype=torch.float64)}
-    _, x = orthogonal_state(**arguments, variant="sim")
+    _, x = lattice(**arguments, variant="sim")
     k, v, gamma, S = (arguments[name] for name in ("k", "v", "gamma", "initial_state"))
     h, alpha = -v[:, 0, :, :, None], -gamma[:, 0, :, None, None] * k[:, 0, :, None, :]
     u = S + alpha * (h - S * (h * S).sum(2, keepdim=True))
@@ -338,7 +338,7 @@ def test_a_slot_that_lost_everything_is_written_again(variant, project):
     arguments["tau"] = torch.zeros(2, 30, 2)
     arguments["tau"][:, 20:23] = 1e9
     leaves = _leaves(arguments)
-    y, S = orthogonal_state(**leaves, variant=variant, project=project)
+    y, S = lattice(**leaves, variant=variant, project=project)
     for x in (y, S, *gradients([y, S], list(leaves.values()), seeded(14))):
         assert x.isfinite().all()
     read = y.any(3).all(2).all(0)
@@ -349,8 +349,8 @@ def test_a_slot_that_lost_everything_is_written_again(variant, project):
 def test_results_with_and_without_gradients_have_the_same_bits():
     for variant, project in itertools.product(VARIANTS, (True, False)):
         arguments = _arguments(15, length=40, dtype=torch.float32)
-        tracked = orthogonal_state(**_leaves(arguments), variant=variant, project=project)
-        untracked = orthogonal_state(**arguments, variant=variant, project=project)
+        tracked = lattice(**_leaves(arguments), variant=variant, project=project)
+        untracked = lattice(**arguments, variant=variant, project=project)
         for with_gradient, without in zip(tracked, untracked, strict=True):
             assert with_gradient.requires_grad
             assert not without.requires_grad
@@ -359,7 +359,7 @@ def test_results_with_and_without_gradients_have_the_same_bits():
 
 @every_variant
 def test_what_is_prepared_serves_every_state_and_is_not_rounded_by_autocast(variant):
-    recurrence = OrthogonalState(variant)
+    recurrence = Lattice(variant)
     inputs, state = recurrence.example(seeded(18), 2, 50, torch.float32, wide=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         context = recurrence.prepare(inputs, None)
@@ -376,7 +376,7 @@ def test_nothing_of_the_size_of_all_expanded_tokens_is_ever_allocated(variant, p
     leaves = _leaves(_arguments(17, batch, length, heads, d, m, torch.float32))
     chunk = chunk_length(Options(Rule(variant, project), False, False))
     with LargestTensor() as largest:
-        outputs = orthogonal_state(**leaves, variant=variant, project=project)
+        outputs = lattice(**leaves, variant=variant, project=project)
         gradients([outputs[0]], [leaves[name] for name in ("q", "k", "v", "initial_state")], seeded(18))
     slots = batch * heads * d * m
     assert largest.numel <= (chunk + 1) * slots
@@ -386,17 +386,17 @@ def test_nothing_of_the_size_of_all_expanded_tokens_is_ever_allocated(variant, p
 def test_more_slots_than_dimensions_unknown_variants_and_slots_of_zeros_are_refused():
     arguments = _arguments(19, length=3)
     more = {**arguments, "v": arguments["v"][..., :3].contiguous(), "S0": arguments["S0"][:, :3].contiguous()}
-    with pytest.raises(KernelError, match=r"orthogonal_state: q has m = 4 but v has d = 3, expected m <= d"):
-        orthogonal_state(**more)
+    with pytest.raises(KernelError, match=r"lattice: q has m = 4 but v has d = 3, expected m <= d"):
+        lattice(**more)
     with pytest.raises(KernelError, match=r"variant is 'both', expected one of \('dec', 'enc', 'sim'\)"):
-        orthogonal_state(**arguments, variant="both")
+        lattice(**arguments, variant="both")
     for name in ("S0", "initial_state"):
         empty = arguments[name].clone()
         empty[..., 1] = 0.0
         with pytest.raises(KernelError, match=f"{name} holds a slot of zeros"):
-            orthogonal_state(**{**arguments, name: empty})
+            lattice(**{**arguments, name: empty})
     zeros = torch.zeros_like(arguments["initial_state"]).requires_grad_()
-    y, S = orthogonal_state(**{**arguments, "initial_state": zeros}, pos=torch.arange(3).expand(2, 3))
+    y, S = lattice(**{**arguments, "initial_state": zeros}, pos=torch.arange(3).expand(2, 3))
     (grad,) = torch.autograd.grad([y.sum() + S.sum()], [zeros])
     assert not grad.any(), "what arrives in front of a start may be anything"
 
@@ -412,7 +412,7 @@ def test_optional_arguments_are_checked_as_the_others_are(name):
     }
     for message, argument in wrong.items():
         with pytest.raises(KernelError, match=message):
-            orthogonal_state(**{**arguments, name: argument})
+            lattice(**{**arguments, name: argument})
     if name == "initial_state":
         with pytest.raises(KernelError, match="initial_state has dtype bfloat16, expected float32"):
-            orthogonal_state(**{**arguments, name: arguments[name].bfloat16()})
+            lattice(**{**arguments, name: arguments[name].bfloat16()})

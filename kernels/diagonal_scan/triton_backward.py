@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from baton.kernels.common.triton_prefetch import lines_from, lines_of, load_rows, loads_begun, near, reciprocal, released, sigmoid
-from baton.kernels.diagonal_scan.over_channels import leave_sums, over_channels
-from baton.kernels.diagonal_scan.per_token import (
+from baton.kernels.diagonal_scan.channel_reduce import leave_sums, over_channels
+from baton.kernels.diagonal_scan.triton_common import (
     LN_2,
     LONGHORN,
     MAMBA,

@@ -4,7 +4,7 @@ The one thing to know: a row that is chosen at one publication is kept over thos
 copies are a chain: the first is written down for the row, and for each copy the next. A row's gradient is the sum along its chain,
 in the order of publications, in float32: whoever computes the row's gradient walks the chain, and nothing is added in memory.
 
-Shape suffixes as in `joint`.
+Shape suffixes as in `joint_attention_kernels`.
 """
 
 import triton
@@ -35,14 +35,15 @@ def instead(value, base, at, inside, ROW: tl.constexpr, channel, C: tl.constexpr
 
 
 @triton.jit
-def collect_kernel(
+def memory_copy_kernel(
     k, v, fading_k, fading_v, best_k, best_v, tail_k, tail_v, frozen_k, frozen_v, row, begin, memory_k, memory_v, first,
     fading_first, later, T, memories,
     C: tl.constexpr, ROW: tl.constexpr, FADING_ROW: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, EIDETIC: tl.constexpr,
     FADING: tl.constexpr, OLD: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Copies of rows, [B, P, M, C], zeros where row [B, P, M] is -1, and where they are: first, fading_first, of each row's first
-    copy; later, [B, P, M], of each copy's next one; as s M + m; -1: there is none. Sources: `fused.Sources`; k, v: histories."""
+    copy; later, [B, P, M], of each copy's next one; as s M + m; -1: there is none. Sources: `joint_attention_launch.Sources`; k, v:
+    histories."""
     M: tl.constexpr = EIDETIC + FADING
     E: tl.constexpr = EIDETIC * OLD
     TAIL: tl.constexpr = FADING * OLD
@@ -99,7 +100,7 @@ def with_copies(of_k, of_v, at, later, dmemory_k, dmemory_v, ROW: tl.constexpr, 
 
 
 @triton.jit
-def copies_backward_kernel(
+def memory_copy_backward_kernel(
     first, later, dmemory_k, dmemory_v, dk, dv, rows, known, skipped, copies,
     G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip

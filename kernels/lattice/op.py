@@ -1,4 +1,4 @@
-"""The orthogonal state recurrence's public function: checks its arguments, picks an implementation.
+"""The Lattice recurrence's public function: checks its arguments, picks an implementation.
 
 The one thing to know: the state goes in and comes out in fp32 (float64 for float64 inputs), with exact gradients to both, so any
 sequence may be cut anywhere: outputs, states and gradients are equal to rounding. There is no state of zeros: what nothing was read
@@ -8,14 +8,14 @@ into is S0.
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
-from baton.kernels.orthogonal_state.chunked import Options, entering, orthogonal_state_chunked, within_limits
-from baton.kernels.orthogonal_state.rule import VARIANTS, Rule, Variant, norms
-from baton.kernels.orthogonal_state.triton import in_triton, orthogonal_state_triton
+from baton.kernels.lattice.chunked import Options, entering, lattice_chunked, within_limits
+from baton.kernels.lattice.triton import in_triton, lattice_triton
+from baton.kernels.lattice.variant import VARIANTS, Rule, Variant, norms
 
-_KERNEL = "orthogonal_state"
+_KERNEL = "lattice"
 
 
-def orthogonal_state(
+def lattice(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -109,8 +109,8 @@ def orthogonal_state(
         options = Options(rule, mu is not None, False)
         inputs = within_limits(options, (q, k, v, gamma, *(() if mu is None else (mu,)), S0))
         S = entering(options, inputs, pos, initial_state)
-        return orthogonal_state_triton(q, k, v, gamma, inputs[-1], mu=None if mu is None else inputs[4], rule=rule, pos=pos, S=S)
-    return orthogonal_state_chunked(q, k, v, gamma, S0, mu=mu, tau=tau, rule=rule, pos=pos, initial_state=initial_state)
+        return lattice_triton(q, k, v, gamma, inputs[-1], mu=None if mu is None else inputs[4], rule=rule, pos=pos, S=S)
+    return lattice_chunked(q, k, v, gamma, S0, mu=mu, tau=tau, rule=rule, pos=pos, initial_state=initial_state)
 
 
 def _expect_slots(name: str, S: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The orthogonal state recurrence token by token with a head's slots in registers, in Triton: a step, and the forward pass.
+"""The Lattice recurrence token by token with a head's slots in registers, in Triton: a step, and the forward pass.
 
 The one thing to know: slots of encoding and similarity do not see each other, so a program may have a few slots of a head, and what
 is summed over slots (outputs, gradients of values and steps) is then left in parts, one per program. Decoding sums over all slots
@@ -8,19 +8,20 @@ PROJECT: slots are put back on the unit sphere after each step. Without it a slo
 s / |s|. A step divides by one length per slot either way, so `over` has one name for both: with projection 1 / |u|, u being what
 the step made of s; without it 1 / |s|, at most 1 / SMALLEST_NORM.
 
-Shape suffixes: B batch, T time, H heads, D values (d), M slots (m), P parts of M, C borders; of tensors in parts see `parts`.
+Shape suffixes: B batch, T time, H heads, D values (d), M slots (m), P parts of M, C borders; of tensors in parts see
+`register_tiles`.
 """
 
 import triton
 import triton.language as tl
 
-from baton.kernels.orthogonal_state.parts import in_warp, over_d, over_slots, places, read, scaled, spread, stacked, write
-from baton.kernels.orthogonal_state.rule import SMALLEST_NORM
+from baton.kernels.lattice.register_tiles import in_warp, over_d, over_slots, places, read, scaled, spread, stacked, write
+from baton.kernels.lattice.variant import SMALLEST_NORM
 
 DEC, ENC, SIM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Below every square of a norm, since forgetting is at most down to SMALLEST_GATE; slots that do not exist are zeros and stay so.
 SMALLEST_SQUARE = tl.constexpr(1e-12)
-# Of a slot without projection: 1 / |s| is at most 1 / SMALLEST_NORM of `rule`, and a constant there.
+# Of a slot without projection: 1 / |s| is at most 1 / SMALLEST_NORM of `variant`, and a constant there.
 LARGEST_INVERSE = tl.constexpr(1 / SMALLEST_NORM)
 
 
@@ -59,7 +60,8 @@ def entered(S, starts, initial, at, apart, inside, PARTS: tl.constexpr):
 
 @triton.jit
 def direction(S, k_t, v_t, VARIANT: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr):
-    """h in parts; as in `walk`, but with the other sign in similarity, as `coefficient`: what they make together has the same."""
+    """h in parts; as in `step_loop`, but with the other sign in similarity, as `coefficient`: what they make together has the
+    same."""
     h = ()
     if VARIANT == DEC:
         read_k = over_slots(scaled(S, k_t, PARTS), PARTS, WARPS)
@@ -115,7 +117,7 @@ def moved(S, h, a, over, weight, mu_t, FORGET: tl.constexpr, PROJECT: tl.constex
 @triton.jit
 def step(S, row, VARIANT: tl.constexpr, FORGET: tl.constexpr, PROJECT: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr):
     """The slots behind a token before which they are S; h in parts; a, the product of h and a slot's direction, and over, [BM];
-    see `walk`."""
+    see `step_loop`."""
     k_t = row[1].to(tl.float32)
     if PROJECT:
         h = direction(S, k_t, row[2], VARIANT, PARTS, WARPS)
@@ -174,7 +176,7 @@ def tokens(
 
 
 @triton.jit
-def forward_kernel(
+def lattice_forward_kernel(
     q, k, v, gamma, mu, pos, first, loaded, y, borders, last, T,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, gamma_batch, gamma_row, gamma_head,
     mu_batch, mu_row, mu_head,

@@ -1,9 +1,9 @@
-"""The orthogonal state recurrence in PyTorch, on any device: what runs on a CPU.
+"""The Lattice recurrence in PyTorch, on any device: what runs on a CPU.
 
 The one thing to know: it is computed in one of two forms, and both are exact. Encoding and similarity with projection run a whole
-chunk in coordinates (`span`); decoding, whose steps couple the slots, no projection, thresholds, and the chunks inside which a
-document starts run token by token (`steps`). Entering and initial slots are divided by their norms once, before the first chunk, if
-slots are projected: in whatever form, gradients then have no part along them.
+chunk in coordinates (`qr_chunk`); decoding, whose steps couple the slots, no projection, thresholds, and the chunks inside which a
+document starts run token by token (`sequential`). Entering and initial slots are divided by their norms once, before the first
+chunk, if slots are projected: in whatever form, gradients then have no part along them.
 """
 
 from typing import NamedTuple
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import compute_dtype, in_chunks
-from baton.kernels.orthogonal_state.rule import SMALLEST_GATE, Rule, norms
-from baton.kernels.orthogonal_state.span import Span, run_span, span_of
-from baton.kernels.orthogonal_state.steps import run_steps
-from baton.kernels.orthogonal_state.walk import Starts, Tokens
+from baton.kernels.lattice.qr_chunk import Span, run_span, span_of
+from baton.kernels.lattice.sequential import run_steps
+from baton.kernels.lattice.step_loop import Starts, Tokens
+from baton.kernels.lattice.variant import SMALLEST_GATE, Rule, norms
 from baton.kernels.protocol import Inputs, State
 
 # Tokens per chunk, measured on one core with 4 to 48 heads x lanes and d, m of 32 to 128. A slot has as many coordinates as a chunk
@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
     lanes: tuple[int, int]
 
 
-def orthogonal_state_chunked(
+def lattice_chunked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -65,7 +65,7 @@ def orthogonal_state_chunked(
     initial_state: Tensor | None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `op.orthogonal_state`, which checks the arguments; `chunk` is the number of tokens per chunk."""
+    """As `op.lattice`, which checks the arguments; `chunk` is the number of tokens per chunk."""
     options = Options(rule, mu is not None, tau is not None)
     inputs = within_limits(options, (q, k, v, gamma, *(x for x in (mu, tau) if x is not None), S0))
     S = entering(options, inputs, pos, initial_state)

@@ -1,4 +1,4 @@
-"""The orthogonal state recurrence on a GPU: launches the Triton kernels of `per_token` and `backward`, or those of chunks.
+"""The Lattice recurrence on a GPU: launches the Triton kernels of `triton_forward` and `triton_backward`, or those of chunks.
 
 Thresholds are not in these kernels (`no_kernel`); `chunked` runs them. With projection slots enter and are loaded with norm 1,
 which `chunked` makes sure of. Without projection every variant runs token by token. Kept for the backward pass are the arguments
@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from baton.kernels.common import launch_utils
 from baton.kernels.compile import launch_configs as table
 from baton.kernels.compile.aot import on_gpu
-from baton.kernels.orthogonal_state.rule import Rule, Variant
+from baton.kernels.lattice.variant import Rule, Variant
 
-KERNEL = "orthogonal_state"
+KERNEL = "lattice"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def in_triton(x: Tensor, compute_dtype: torch.dtype, *, sparse: bool) -> bool:
     return on_gpu(x) and compute_dtype == torch.float32 and no_kernel(sparse=sparse) is None
 
 
-def orthogonal_state_triton(
+def lattice_triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -103,7 +103,7 @@ def orthogonal_state_triton(
     S: Tensor,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `op.orthogonal_state` without thresholds.
+    """As `op.lattice` without thresholds.
 
     S0, S: slots that documents start with, [heads, d, m], and that enter, [batch, heads, d, m], with gradients to both. With
     projection they have norm 1, the parts of their gradients along the slots mean nothing, and mu is at least SMALLEST_GATE.
@@ -112,17 +112,17 @@ def orthogonal_state_triton(
         batch, length, heads, m = q.shape
         sizes = {"batch": batch, "tokens": length, "heads": heads, "d": v.shape[3], "m": m}
         tiles = table.choose(KERNEL, _DEFAULT, q.device, shape_of(rule, v.shape[3], m), sizes)
-    y, leaving = _OrthogonalState.apply(q, k, v, gamma, mu, S0, S, rule, launch_utils.positions(pos), tiles)
+    y, leaving = _Lattice.apply(q, k, v, gamma, mu, S0, S, rule, launch_utils.positions(pos), tiles)
     return y, leaving
 
 
 def own(border: int, steps: int, slots: int, d: int, variant: Variant) -> int:
-    """Numbers that a program of `backward` keeps for itself."""
+    """Numbers that a program of `triton_backward` keeps for itself."""
     return border // steps * slots * d + border * (2 * slots + (d if variant == "dec" else 0) + 1)
 
 
 def own_of_chunks(chunk: int, slots: int, d: int) -> int:
-    """Numbers that a program of `chunk_forward` keeps for itself."""
+    """Numbers that a program of `triton_chunk_forward` keeps for itself."""
     return 2 * chunk * chunk + 2 * chunk * slots + slots * d
 
 
@@ -178,7 +178,7 @@ class _Run:
         cut = self.cut(slots, *((tiles.warps_all, tiles.parts_all) if self.all else (tiles.warps, tiles.parts)))
         y, last = self._outputs(parts), self.new(self.batch, self.heads, self.m, self.d)
         borders = self.new(self.batch, self.heads, self.borders, self.m, self.d) if keep else None
-        self.kernels.forward_kernel[(parts, self.batch * self.heads)](
+        self.kernels.lattice_forward_kernel[(parts, self.batch * self.heads)](
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), S.mT.contiguous(), self.S0, y,
             self.or_q(borders), last, self.length, *self.strides, KEEP=keep, STEPS=tiles.steps, PROJECT=self.project, **cut,
             **self.options,
@@ -196,7 +196,7 @@ class _Run:
         """What the walk reads of each chunk's tokens alone."""
         numbers = self.new(self.batch * self.heads, self.borders, self.border + 3, self.border)
         options = self._options("D", "H", "FORGET", "HAS_POS", "EVEN", "BORDER", "BD", "num_stages")
-        _chunks()[0].numbers_kernel[(self.borders, self.batch * self.heads)](
+        _chunks()[0].lattice_chunk_gram_kernel[(self.borders, self.batch * self.heads)](
             self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), numbers, self.length, *self.strides[6:], num_warps=1,
             **options,
         )  # fmt: skip
@@ -215,13 +215,13 @@ class _Run:
         scales = self.new(self.batch, self.heads, chunks, self.m)
         rows = self.new(self.batch * self.heads, parts, chunks, 2, self.border, slots)
         memory = own_of_chunks(self.border, slots, int(self.options["BD"]))
-        _chunks()[0].chunk_forward_kernel[(parts, self.batch * self.heads)](
+        _chunks()[0].lattice_chunk_forward_kernel[(parts, self.batch * self.heads)](
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), numbers, S.mT.contiguous(), self.S0, y,
             borders, last, unsafe, rows, scales, self.new(parts * self.batch * self.heads, memory), self.length, *self.strides,
             OWN=memory, STEPS=tiles.steps, GROUP=tiles.steps_chunk, **cut, **self.options,
         )  # fmt: skip
         options = self._options("D", "M", "H", "HAS_POS", "EVEN", "BORDER", "BD", "num_stages")
-        _chunks()[0].outputs_kernel[(chunks, self.batch * self.heads, parts)](
+        _chunks()[0].lattice_chunk_output_kernel[(chunks, self.batch * self.heads, parts)](
             self.q, self.v, numbers, self.S0, borders, unsafe, rows, y, self.length, *self.strides[:3], *self.strides[6:9],
             BM=slots, num_warps=tiles.warps_beside, **options,
         )  # fmt: skip
@@ -257,20 +257,20 @@ class _Run:
             dlasts = self.new(self.batch, self.heads, chunks, self.m, self.d)
             each, beside = (chunks, self.batch * self.heads, parts), {"BM": slots, "num_warps": tiles.warps_beside}
             common = self._options("D", "M", "H", "HAS_POS", "EVEN", "BORDER", "BD", "num_stages") | beside
-            _chunks()[1].before_kernel[each](
+            _chunks()[1].lattice_backward_pre_kernel[each](
                 self.q, self.k, self.v, numbers, self.S0, borders, unsafe, rows, dy, dq, self.length, *self.strides[:9],
                 *launch_utils.strides(dy), VARIANT=self.options["VARIANT"], GROUP=tiles.steps_chunk, **common,
             )  # fmt: skip
-            _chunks()[1].chunk_backward_kernel[grid](
+            _chunks()[1].lattice_chunk_backward_kernel[grid](
                 self.q, self.k, self.v, *gates, numbers, self.S0, borders, last, unsafe, rows, scales, dy, arriving, states, dlasts,
                 *found, GROUP=tiles.steps_chunk, **options,
             )  # fmt: skip
-            _chunks()[1].behind_kernel[each](
+            _chunks()[1].lattice_backward_post_kernel[each](
                 self.v, numbers, self.S0, borders, unsafe, rows, dlasts, dy, dv, dgamma, self.or_q(dmu), self.length,
                 *self.strides[6:9], *launch_utils.strides(dy), FORGET=self.options["FORGET"], **common,
             )  # fmt: skip
         else:
-            _backward().backward_kernel[grid](
+            _backward().lattice_backward_kernel[grid](
                 self.q, self.k, self.v, *gates, self.S0, borders, dy, arriving, states, *found, PROJECT=self.project, **options
             )
         return (
@@ -284,7 +284,7 @@ class _Run:
         )
 
 
-class _OrthogonalState(torch.autograd.Function):
+class _Lattice(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, mu: Tensor | None, S0: Tensor, S: Tensor, rule: Rule,
@@ -307,20 +307,20 @@ class _OrthogonalState(torch.autograd.Function):
 @cache
 def _kernels() -> ModuleType:
     """Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.orthogonal_state import per_token
+    from baton.kernels.lattice import triton_forward
 
-    return per_token
+    return triton_forward
 
 
 @cache
 def _backward() -> ModuleType:
-    from baton.kernels.orthogonal_state import backward
+    from baton.kernels.lattice import triton_backward
 
-    return backward
+    return triton_backward
 
 
 @cache
 def _chunks() -> tuple[ModuleType, ModuleType]:
-    from baton.kernels.orthogonal_state import chunk_backward, chunk_forward
+    from baton.kernels.lattice import triton_chunk_backward, triton_chunk_forward
 
-    return chunk_forward, chunk_backward
+    return triton_chunk_forward, triton_chunk_backward

@@ -228,7 +228,7 @@ class _Run:
         self.copies = memory_k, memory_v, torch.empty_like(self.seen.row)
         channels, eidetic = self.groups * self.dim, self.rows - fading
         size, programs = min(_CHANNELS, table.power_of_two(channels)), self.memories * -(-self.rows // _COPIED)
-        self.of_copying.collect_kernel[(programs, -(-channels // size), self.batch)](
+        self.of_copying.memory_copy_kernel[(programs, -(-channels // size), self.batch)](
             *self.or_q(self.k, self.v, fading_k, fading_v, *of_state, self.seen.row, self.seen.begin, memory_k, memory_v),
             *self.or_q(self.seen.first, self.seen.fading_first, self.copies[2]), self.length, self.memories, C=channels,
             ROW=self.k.stride(1), FADING_ROW=0 if fading_k is None else fading_k.stride(1), N=self.before, WINDOW=self.window,
@@ -240,7 +240,7 @@ class _Run:
     def forward(self) -> tuple[Tensor, Tensor]:
         """The output, [B, T, H, K], and the logarithms of sums of weights, [B, H, T]."""
         y, lse = torch.empty_like(self.q), self.of_tokens()
-        self.kernels.forward_kernel[self.grid(self.length, self.tiles.queries, self.heads)](
+        self.kernels.joint_attention_forward_kernel[self.grid(self.length, self.tiles.queries, self.heads)](
             *self.read, y, lse, self.length, self.memories, self.scale, maxnreg=self.tiles.registers, **self.of_queries
         )
         return y, lse
@@ -256,7 +256,7 @@ class _Run:
     def backward(self, y: Tensor, lse: Tensor, dy: Tensor, beside: bool) -> list[Tensor | None]:
         """Gradients of q, the keys and values, and the sources of memories. beside: those of fading tokens lie so."""
         dq, delta = torch.empty_like(self.q), self.of_tokens()
-        self.kernels.queries_backward_kernel[self.grid(self.length, self.tiles.queries, self.heads)](
+        self.kernels.joint_attention_backward_dq_kernel[self.grid(self.length, self.tiles.queries, self.heads)](
             *self.read, y, lse, dy, dq, delta, self.length, self.memories, self.scale, **self.of_queries
         )
         given = (lse, dy, delta)
@@ -279,7 +279,7 @@ class _Run:
         (dk, dv), size, before = self.of_pair(k.shape[1], _beside(k, v)), self.tiles.keys_back, k.shape[1] - self.length
         copied = self.seen.first is not None and dmemory[0] is not None
         copies = self.or_q(self.seen.first, self.copies[2], *dmemory)
-        self.kernels.rows_backward_kernel[self.grid(k.shape[1] + max(0, reach), size, self.groups)](
+        self.kernels.joint_attention_backward_dkv_kernel[self.grid(k.shape[1] + max(0, reach), size, self.groups)](
             self.q, k, v, limit, lse, dy, delta, *copies, dk, dv, self.length, self.memories, self.scale, N=before, NEAR=nearest,
             REACH=reach, ROW=k.stride(1), INTO=dk.stride(1), E=self.entries, BQ=self.tiles.queries_back, BK=size,
             num_warps=self.tiles.warps_back, **{**self.common, "M": self.rows if copied else 0},
@@ -293,7 +293,8 @@ class _Run:
             return None, None
         size = self.memory_block
         dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (k, v))
-        self.kernels.memories_backward_kernel[self.grid(self.memories * -(-self.rows // size) * size, size, self.groups)](
+        grid = self.grid(self.memories * -(-self.rows // size) * size, size, self.groups)
+        self.kernels.joint_attention_backward_dmemory_kernel[grid](
             self.q, k, v, *self.or_q(self.seen.row, self.seen.slot, self.seen.begin), lse, dy, delta, dk, dv,
             self.length, self.memories, self.scale, WINDOW=self.window, BQ=self.tiles.queries_back, BM=size,
             num_warps=self.tiles.warps_back, **self.common,
@@ -321,7 +322,7 @@ class _Run:
         if first is None or rows == 0:
             return None, None
         dk, dv = self.of_pair(rows, beside)
-        self.of_copying.copies_backward_kernel[self.grid(rows, self.tiles.keys_back, self.groups)](
+        self.of_copying.memory_copy_backward_kernel[self.grid(rows, self.tiles.keys_back, self.groups)](
             first, self.copies[2], dmemory_k, dmemory_v, dk, dv, rows, first.shape[1], skipped, self.memories * self.rows,
             G=self.groups, K=self.dim, BK=self.tiles.keys_back, BD=self.wide, INTO=dk.stride(1), num_warps=4,
         )  # fmt: skip
@@ -331,9 +332,9 @@ class _Run:
 @cache
 def _kernels() -> tuple[ModuleType, ModuleType]:
     """Of the attention, and of copies. Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.window_attention import copies, joint
+    from baton.kernels.eidetic_attention import joint_attention_kernels, memory_copy_kernels
 
-    return joint, copies
+    return joint_attention_kernels, memory_copy_kernels
 
 
 @cache

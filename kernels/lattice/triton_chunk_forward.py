@@ -1,20 +1,20 @@
-"""The forward pass of encoding and similarity chunk by chunk, in Triton: see `chunk_walk`, which says how.
+"""The forward pass of encoding and similarity chunk by chunk, in Triton: see `chunk_kernel_utils`, which says how.
 
 The one thing to know: three kernels. The first leaves what the walk reads of a chunk's tokens alone, the second goes from chunk to
 chunk with the slots, and the third reads outputs off slots, all chunks at once. Where a chunk turns out not to be safe, the second
-takes it token by token instead, as `per_token` does, outputs too; which did is noted for the others and for the backward pass.
+takes it token by token instead, as `triton_forward` does, outputs too; which did is noted for the others and for the backward pass.
 """
 
 import triton
 import triton.language as tl
 
-from baton.kernels.orthogonal_state.chunk_walk import exact, gates_of, lay_out, leave, product, segments_of, tile, walk
-from baton.kernels.orthogonal_state.parts import places, read, write
-from baton.kernels.orthogonal_state.per_token import SMALLEST_SQUARE, tokens
+from baton.kernels.lattice.chunk_kernel_utils import exact, gates_of, lay_out, leave, product, segments_of, tile, walk
+from baton.kernels.lattice.register_tiles import places, read, write
+from baton.kernels.lattice.triton_forward import SMALLEST_SQUARE, tokens
 
 
 @triton.jit
-def numbers_kernel(
+def lattice_chunk_gram_kernel(
     v, gamma, mu, pos, numbers, T, v_batch, v_row, v_head, gamma_batch, gamma_row, gamma_head, mu_batch, mu_row, mu_head,
     D: tl.constexpr, H: tl.constexpr, FORGET: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, BORDER: tl.constexpr,
     BD: tl.constexpr,
@@ -50,7 +50,7 @@ def given(
 
 
 @triton.jit
-def chunk_forward_kernel(
+def lattice_chunk_forward_kernel(
     q, k, v, gamma, mu, pos, numbers, first, loaded, y, borders, last, unsafe, rows, scales, own, T,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, gamma_batch, gamma_row, gamma_head,
     mu_batch, mu_row, mu_head,
@@ -58,10 +58,10 @@ def chunk_forward_kernel(
     EVEN: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
     WARPS: tl.constexpr, OWN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Slots before each chunk and behind the last, as `per_token.forward_kernel`; of tokens p and w, rows [B H, P, chunks, 2,
-    BORDER, BM]; which chunks were not safe, [P, B, H, chunks], and of the others what the slots behind them are times what the walk
-    leaves, scales [B, H, chunks, M]. y: of the chunks that were not safe. own: memory of the programs' own, [programs, OWN].
-    GROUP: see `walk`."""
+    """Slots before each chunk and behind the last, as `triton_forward.lattice_forward_kernel`; of tokens p and w, rows [B H, P,
+    chunks, 2, BORDER, BM]; which chunks were not safe, [P, B, H, chunks], and of the others what the slots behind them are times
+    what the walk leaves, scales [B, H, chunks, M]. y: of the chunks that were not safe. own: memory of the programs' own,
+    [programs, OWN]. GROUP: see `step_loop`."""
     p, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     batch = tl.num_programs(1) // H
@@ -147,7 +147,7 @@ def chunk_forward_kernel(
 
 
 @triton.jit
-def outputs_kernel(
+def lattice_chunk_output_kernel(
     q, v, numbers, loaded, borders, unsafe, rows, y, T, q_batch, q_row, q_head, v_batch, v_row, v_head,
     D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, BORDER: tl.constexpr,
     BD: tl.constexpr, BM: tl.constexpr,

@@ -1,4 +1,4 @@
-"""The orthogonal state recurrence for those who hand its state on and those who test it."""
+"""The Lattice recurrence for those who hand its state on and those who test it."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +10,11 @@ from torch import Tensor
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_keys, randn
 from baton.kernels.common.launch_utils import without_autocast
-from baton.kernels.orthogonal_state.chunked import Options, Prepared, advance, chunk_length, entering, prepare, within_limits
-from baton.kernels.orthogonal_state.op import orthogonal_state
-from baton.kernels.orthogonal_state.reference import orthogonal_state_reference
-from baton.kernels.orthogonal_state.rule import Rule, Variant
-from baton.kernels.orthogonal_state.triton import in_triton, no_kernel, orthogonal_state_triton
+from baton.kernels.lattice.chunked import Options, Prepared, advance, chunk_length, entering, prepare, within_limits
+from baton.kernels.lattice.op import lattice
+from baton.kernels.lattice.reference import lattice_reference
+from baton.kernels.lattice.triton import in_triton, lattice_triton, no_kernel
+from baton.kernels.lattice.variant import Rule, Variant
 from baton.kernels.protocol import Inputs, Leaf, SequentialRecurrence, State, check
 
 
@@ -27,10 +27,10 @@ class Context(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OrthogonalState(SequentialRecurrence):
+class Lattice(SequentialRecurrence):
     """Inputs q, k, v, gamma, then mu if it forgets, then tau if it is sparse, along time, then S0; State {S [batch, heads, d, m]}.
 
-    See `op.orthogonal_state`. A State of zeros is none: what nothing was read into is S0, and so is a state of None.
+    See `op.lattice`. A State of zeros is none: what nothing was read into is S0, and so is a state of None.
     """
 
     variant: Variant = "dec"
@@ -41,7 +41,7 @@ class OrthogonalState(SequentialRecurrence):
     @property
     def name(self) -> str:  # type: ignore[override]
         options = [("project", self.project), ("forget", self.forget), ("sparse", self.sparse)]
-        return "-".join(["orthogonal_state", self.variant, *(name for name, on in options if on)])
+        return "-".join(["lattice", self.variant, *(name for name, on in options if on)])
 
     @property
     def input_names(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -70,12 +70,12 @@ class OrthogonalState(SequentialRecurrence):
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         arguments, initial = dict(zip(self.input_names, inputs, strict=True)), None if state is None else state["S"]
-        y, S = orthogonal_state(**arguments, variant=self.variant, project=self.project, pos=pos, initial_state=initial)
+        y, S = lattice(**arguments, variant=self.variant, project=self.project, pos=pos, initial_state=initial)
         return y, {"S": S}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         arguments, initial = dict(zip(self.input_names, inputs, strict=True)), None if state is None else state["S"]
-        y, S = orthogonal_state_reference(**arguments, rule=self.options.rule, pos=pos, initial_state=initial)
+        y, S = lattice_reference(**arguments, rule=self.options.rule, pos=pos, initial_state=initial)
         return y, {"S": S}
 
     @torch.no_grad()
@@ -100,9 +100,7 @@ class OrthogonalState(SequentialRecurrence):
             S = entering(self.options, context.inputs, context.pos, state["S"])
             if context.chunks is None:
                 q, k, v, gamma, *mu, S0 = context.inputs
-                y, S = orthogonal_state_triton(
-                    q, k, v, gamma, S0, mu=mu[0] if mu else None, rule=self.options.rule, pos=context.pos, S=S
-                )
+                y, S = lattice_triton(q, k, v, gamma, S0, mu=mu[0] if mu else None, rule=self.options.rule, pos=context.pos, S=S)
                 return y, {"S": S}
             for chunk in context.chunks:
                 y, S = advance(self.options, chunk, S)
@@ -133,12 +131,12 @@ class OrthogonalState(SequentialRecurrence):
 
 
 RECURRENCES = (
-    OrthogonalState("dec"),
-    OrthogonalState("enc"),
-    OrthogonalState("sim"),
-    OrthogonalState("dec", project=False),
-    OrthogonalState("enc", project=False),
-    OrthogonalState("sim", forget=True),
-    OrthogonalState("enc", sparse=True),
-    OrthogonalState("sim", project=False, sparse=True),
+    Lattice("dec"),
+    Lattice("enc"),
+    Lattice("sim"),
+    Lattice("dec", project=False),
+    Lattice("enc", project=False),
+    Lattice("sim", forget=True),
+    Lattice("enc", sparse=True),
+    Lattice("sim", project=False, sparse=True),
 )

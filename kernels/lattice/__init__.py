@@ -1,5 +1,5 @@
 """Lattice's recurrence: slots whose every change is orthogonal to what they hold, put back on the unit sphere after each step."""
 
-from baton.kernels.orthogonal_state.op import orthogonal_state
+from baton.kernels.lattice.op import lattice
 
-__all__ = ["orthogonal_state"]
+__all__ = ["lattice"]
