@@ -30,7 +30,7 @@ from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
-from baton.parallel.layout import initialize_parameters
+from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import drop_compute_copies
 
 AGREE = 2e-2  # of two bfloat16 computations that round in other places

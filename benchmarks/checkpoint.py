@@ -21,7 +21,7 @@ from report import Report
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
-from baton.parallel.layout import parameter_count
+from baton.parallel.param_layout import parameter_count
 from baton.training.build import build
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.rectangles import optimizer_rectangles

@@ -29,14 +29,14 @@ from report import Report
 from stream_stages import say_stages
 
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.lanes import Cursor, LaneOrder, Units
+from baton.data_pipeline.lane_order import Cursor, LaneOrder, Units
 from baton.data_pipeline.prepare import prepare, unit_table
 from baton.data_pipeline.reader import Corpus
 from baton.data_pipeline.shards import BLOCK, DATASET, Index, ShardSummary, index_name, member_header, padded
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.stream import BatchStream, documents
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
-from baton.data_pipeline.units import UNITS, UnitTable
+from baton.data_pipeline.unit_index import UNITS, UnitTable
 
 LANES, CONTEXT, UNIT_DOCUMENTS, SEED = 8, 2048, 16, 0
 UNITS_PER_LANE = 4  # of about 14 in an epoch: some 10 MB of text a repetition

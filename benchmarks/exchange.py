@@ -47,9 +47,9 @@ from baton.models.lm import LanguageModel
 from baton.models.mixer import Mixer
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
-from baton.parallel.layout import named_layouts
+from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.linear import adding_gradients
-from baton.parallel.sequence import SequenceLink
+from baton.parallel.param_layout import named_layouts
 from baton.training.passes import TokenBatch
 
 FORMS = ("relay", "early", "gather", "all-to-all", "steps", "alone")

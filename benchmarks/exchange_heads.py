@@ -25,7 +25,7 @@ from baton.kernels.protocol import Inputs, Recurrence, State
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import mixer
 from baton.models.gated_scan import GatedScan
-from baton.parallel.sequence import SequenceLink
+from baton.parallel.context_parallel import SequenceLink
 
 _CONV = ShortConv("silu")
 
@@ -55,7 +55,8 @@ class HeadExchange:
         self, link: SequenceLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str,
         state_wanted: bool = True,
     ) -> tuple[Tensor, State]:  # fmt: skip
-        """In the place of `parallel.carry.carry`, for inputs that all have heads; no State leaves, for nothing comes behind."""
+        """In the place of `parallel.state_passing.carry`, for inputs that all have heads; no State leaves, for nothing comes
+        behind."""
         along = recurrence.along
         own = (*self.to_heads(*inputs[:along]), *map(self.share, inputs[along:]))
         return self.to_tokens(recurrence.outputs(own, self.pos, None)), {}

@@ -33,7 +33,7 @@ from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
-from baton.parallel.layout import initialize_parameters
+from baton.parallel.param_layout import initialize_parameters
 
 D_MODEL, LENGTH, WINDOW, VOCABULARY, ROWS = 64, 64, 8, 32, 64
 PAIRS = (4, 8, 12)

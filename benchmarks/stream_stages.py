@@ -18,12 +18,12 @@ from report import Report
 
 from baton.data_pipeline import reader
 from baton.data_pipeline.batches import OpenRun
-from baton.data_pipeline.blocks import Blocks
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.lanes import Cursor
-from baton.data_pipeline.places import ShardStream
+from baton.data_pipeline.lane_order import Cursor
 from baton.data_pipeline.reader import Corpus, Documents, LaneReader
+from baton.data_pipeline.shared_memory import Blocks
 from baton.data_pipeline.steps import StepPlan
+from baton.data_pipeline.storage import ShardStream
 from baton.data_pipeline.stream import BatchStream
 from baton.data_pipeline.tokenizer import Tokenizer
 

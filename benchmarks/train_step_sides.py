@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.data_pipeline.source import open_source
+from baton.data_pipeline.run_source import open_source
 from baton.launcher.config import RunConfig
 from baton.launcher.run_directory import read_config
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
-from baton.parallel.layout import initialize_parameters
-from baton.parallel.sequence import SequenceLink
+from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.param_layout import initialize_parameters
 from baton.training import feed
 from baton.training.config import with_vocabulary
 from baton.training.evaluation import through_segments

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import BinaryIO, cast
 
 from baton.data_pipeline.compressed import DamagedError
+from baton.data_pipeline.input_files import Rejected
 from baton.data_pipeline.records import Record, accept, parse, read_lines
-from baton.data_pipeline.sources import Rejected
 
 _TEXT, _LINES = ("txt", "text"), ("jsonl", "ndjson")
 _READ = (*_TEXT, "json", *_LINES)

@@ -15,9 +15,9 @@ from itertools import groupby
 from typing import Any
 
 from baton.data_pipeline.errors import DataError, StorageError
+from baton.data_pipeline.file_io import may_pass, unreadable
 from baton.data_pipeline.files import fingerprint
-from baton.data_pipeline.lanes import Int64, unit_starts
-from baton.data_pipeline.places import Location, ShardStream, reason
+from baton.data_pipeline.lane_order import Int64, unit_starts
 from baton.data_pipeline.remote import Cache
 from baton.data_pipeline.shards import (
     BLOCK,
@@ -33,8 +33,8 @@ from baton.data_pipeline.shards import (
     is_header_of,
     padded,
 )
-from baton.data_pipeline.storage import may_pass, unreadable
-from baton.data_pipeline.units import UNITS, UnitTable
+from baton.data_pipeline.storage import Location, ShardStream, reason
+from baton.data_pipeline.unit_index import UNITS, UnitTable
 
 _REMEDY = "restore it from a copy, or prepare the dataset again"
 _KEPT_DOCUMENTS = 1 << 22  # entries of indexes in memory, 72 bytes each

@@ -12,8 +12,8 @@ import numpy as np
 from baton.data_pipeline.batches import AnyIds, Batch, OpenDocument, check_tokenizer, empty_batch
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.pieces import id_pieces
 from baton.data_pipeline.shards import tokens_of
+from baton.data_pipeline.token_chunks import id_pieces
 from baton.data_pipeline.tokenizer import Tokenizer
 
 IGNORED = -1  # label of a place that is not scored

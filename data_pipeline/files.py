@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from baton.data_pipeline.errors import DataError, StorageError
-from baton.data_pipeline.storage import may_pass, patiently, unreadable, why
+from baton.data_pipeline.file_io import may_pass, patiently, unreadable, why
 
 TEMPORARY = ".tmp"
 

@@ -8,9 +8,9 @@ import pyarrow.parquet
 import pyarrow.types
 
 from baton.data_pipeline.errors import DataError, InputError
+from baton.data_pipeline.file_io import may_pass
+from baton.data_pipeline.input_files import Piece, Rejected, Source
 from baton.data_pipeline.records import Record, accept
-from baton.data_pipeline.sources import Piece, Rejected, Source
-from baton.data_pipeline.storage import may_pass
 
 # polars writes string_view and, of categories, dictionaries; others leave out that binary is text; pandas makes null of all-null
 _STRINGS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")

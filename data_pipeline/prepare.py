@@ -1,8 +1,8 @@
 """Text in, a dataset out: a folder of tar shards with indexes and one dataset.json.
 
-The one thing to know: the inputs are dealt to *tasks* by a pure function of the plan (claim.py); a task writes its own shards and
-then its record, so tasks run in any order, on any number of processes, and are not repeated after a kill. The shards get their
-final names, and dataset.json appears, only when every task has its record.
+The one thing to know: the inputs are dealt to *tasks* by a pure function of the plan (prepare_plan.py); a task writes its own
+shards and then its record, so tasks run in any order, on any number of processes, and are not repeated after a kill. The shards get
+their final names, and dataset.json appears, only when every task has its record.
 """
 
 import hashlib
@@ -17,12 +17,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from baton.data_pipeline.claim import PARTS, claimed, deal, make_plan, unreadable
 from baton.data_pipeline.config import PrepareConfig, ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint, write_atomically, write_json
-from baton.data_pipeline.lanes import unit_starts
+from baton.data_pipeline.input_files import Found, find_sources
+from baton.data_pipeline.lane_order import unit_starts
+from baton.data_pipeline.prepare_plan import PARTS, claimed, deal, make_plan, unreadable
+from baton.data_pipeline.prepare_workers import Task, TaskRecord, record_path, run_tasks
 from baton.data_pipeline.progress import Progress, shown
 from baton.data_pipeline.records import split_source
 from baton.data_pipeline.shards import (
@@ -36,10 +38,8 @@ from baton.data_pipeline.shards import (
     file_size,
     index_name,
 )
-from baton.data_pipeline.sources import Found, find_sources
-from baton.data_pipeline.tasks import Task, TaskRecord, record_path, run_tasks
 from baton.data_pipeline.tokenizer import Tokenizer
-from baton.data_pipeline.units import UNITS, UnitTable
+from baton.data_pipeline.unit_index import UNITS, UnitTable
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from baton.data_pipeline.batches import Batch, OpenDocument, OpenRun, check_toke
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint
-from baton.data_pipeline.lanes import Cursor, LaneOrder, Unit, Units
+from baton.data_pipeline.lane_order import Cursor, LaneOrder, Unit, Units
 from baton.data_pipeline.mixture import Mixture
-from baton.data_pipeline.pieces import id_pieces, id_run
 from baton.data_pipeline.shards import ShardSummary
 from baton.data_pipeline.steps import Place
+from baton.data_pipeline.token_chunks import id_pieces, id_run
 from baton.data_pipeline.tokenizer import Tokenizer
 
 STREAM_VERSION = 2  # part of the fingerprint: raise it when the order or the cutting changes

@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from baton.data_pipeline.compressed import Decompressed
 from baton.data_pipeline.errors import InputError
+from baton.data_pipeline.file_io import may_pass, why
 from baton.data_pipeline.formats import (
     HEAD_BYTES,
     JSON_SUFFIXES,
@@ -25,8 +26,7 @@ from baton.data_pipeline.formats import (
     known_not_text,
     open_content,
 )
-from baton.data_pipeline.sources import Document, Piece, Rejected, Source, document_id
-from baton.data_pipeline.storage import may_pass, why
+from baton.data_pipeline.input_files import Document, Piece, Rejected, Source, document_id
 
 Record = Document | Rejected
 _BOM = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which some editors write in front of a file's text

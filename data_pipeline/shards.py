@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.file_io import may_pass, patiently, unreadable
 from baton.data_pipeline.files import AtomicFile, write_atomically
-from baton.data_pipeline.storage import may_pass, patiently, unreadable
 
 # A dataset's folder: this format, described by DATASET (written last), with what was asked for in PLAN and what was refused in
 # REJECTED.

@@ -19,7 +19,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from baton.data_pipeline.batches import Batch, empty_batch
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.lanes import check_layout, next_lanes
+from baton.data_pipeline.lane_order import check_layout, next_lanes
 
 C = TypeVar("C")
 

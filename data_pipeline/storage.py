@@ -1,90 +1,144 @@
-"""Files on disks and file servers that fail for a while: reading again, and lines that are appended whole.
+"""Where a dataset is: a folder, a server, or anything else that the webdataset library opens (a pipe, ...), and reading its files.
 
-A read error says nothing about the bytes of a file. A file server that fails over answers EIO or ESTALE once, and the next read
-succeeds; a quota is raised, a disk is emptied. Such errors are met by trying again, and then by `StorageError`, whose exit status
-asks for another start. Errors that only a person can mend (a missing file, no permission) are raised at once.
+The one thing to know: a folder's files are opened, http(s) is remote.py's, all others that library's `gopen`. What that opens may
+not be able to seek, and is then read up to where reading begins. A transfer that fails is begun again a few times.
 """
 
-import errno
+import contextlib
 import os
-import time
-from collections.abc import Callable
+import re
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, Self, cast
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
-from baton.data_pipeline.errors import StorageError
+from baton.data_pipeline.file_io import may_pass, patiently
+from baton.data_pipeline.remote import Cache, HttpStream, with_retries
 
-T = TypeVar("T")
-
-PAUSES_S = (0.5, 2.0, 8.0)
-"""Seconds before the second try and each further one: longer than a failed request, shorter than a launcher's patience."""
-
-_PERMANENT = "NOENT NOTDIR ISDIR ACCES PERM ROFS LOOP NAMETOOLONG EXIST NOTEMPTY INVAL"
-PERMANENT = frozenset(getattr(errno, f"E{name}") for name in _PERMANENT.split())
-"""Errors that trying again does not mend: the path or its permissions are wrong."""
+_SKIP_BYTES = 1 << 22
 
 
-def may_pass(error: BaseException) -> bool:
-    """Whether an error is of a file system, and the same request may succeed later."""
-    return isinstance(error, OSError) and error.errno is not None and error.errno not in PERMANENT
+class Location:
+    """A folder, or the URL of one. Of a URL, `{}` is replaced by the file's name; without `{}` the name is appended after a
+    slash."""
+
+    def __init__(self, place: str | os.PathLike[str], cache: Cache | None = None) -> None:
+        """cache: where shards from elsewhere are kept; None: nowhere."""
+        self.text = os.fspath(place)
+        self.cache = cache
+        parsed = urlparse(self.text)
+        self.folder: Path | None = None
+        if parsed.scheme == "file":
+            self.folder = Path(url2pathname(parsed.path))
+        elif parsed.scheme != "pipe" and "://" not in self.text:
+            self.folder = Path(self.text).absolute()
+
+    def url(self, name: str) -> str:
+        """Where the file `name` is: what gopen is given."""
+        if self.folder is not None:
+            return str(self.folder / name)
+        return self.text.replace("{}", name) if "{}" in self.text else f"{self.text.rstrip('/')}/{name}"
+
+    def open(self, name: str) -> BinaryIO:
+        """A binary stream of the file `name`. Raises OSError."""
+        if self.folder is not None:
+            return open(self.folder / name, "rb")
+        if self.cache is not None and name.endswith(".tar"):
+            return self.cache.open(self.url(name), lambda: self._transfer(name))
+        return self._transfer(name)
+
+    def _transfer(self, name: str) -> BinaryIO:
+        url = self.url(name)
+        if urlparse(url).scheme in ("http", "https"):
+            return cast(BinaryIO, HttpStream(url))
+        from webdataset.gopen import gopen
+
+        stream: BinaryIO = gopen(url, "rb")
+        return stream
+
+    def read(self, name: str) -> bytes:
+        """The whole file `name`. Raises OSError."""
+
+        def whole() -> bytes:
+            with self.open(name) as stream:
+                return stream.read()
+
+        return patiently(whole) if self.folder is not None else with_retries(whole)
 
 
-def patiently(work: Callable[[], T]) -> T:
-    """What `work` returns. It is tried again after errors that may pass; raises the last OSError."""
-    for pause in PAUSES_S:
-        try:
-            return work()
-        except OSError as error:
-            if not may_pass(error):
+class ShardStream:
+    """A file of a dataset that is read from front to back; opened when first read."""
+
+    def __init__(self, location: Location, name: str) -> None:
+        self._location, self._name = location, name
+        self._stream: BinaryIO | None = None
+        self._at = 0
+
+    def read(self, begin: int, count: int) -> bytes:
+        """`count` bytes from `begin` on, which is not before the last read's end; fewer where the stream ends early. Raises
+        OSError, also when what feeds a pipe has failed."""
+
+        def again() -> bytes:
+            try:
+                return self._read(begin, count)
+            except OSError:
+                self.close()
+                self._stream, self._at = None, 0
                 raise
-            time.sleep(pause)
-    return work()
+
+        return patiently(again) if self._location.folder is not None else with_retries(again)
+
+    def _read(self, begin: int, count: int) -> bytes:
+        self._stream = stream = self._stream or self._location.open(self._name)
+        if not self._sought(begin):  # a pipe: read up to there
+            while self._at < begin:
+                block = stream.read(min(begin - self._at, _SKIP_BYTES))
+                if not block:
+                    count = 0
+                    stream.close()  # of a pipe, this waits for its command and raises when that failed
+                    break
+                self._at += len(block)
+        blocks: list[bytes] = []
+        while count:
+            block = stream.read(count)  # pipes may give less than asked for
+            if not block:
+                stream.close()
+                break
+            blocks.append(block)
+            count -= len(block)
+        self._at = begin + sum(map(len, blocks))
+        return blocks[0] if len(blocks) == 1 else b"".join(blocks)
+
+    def _sought(self, begin: int) -> bool:
+        """Whether the stream goes on from byte `begin`."""
+        if isinstance(self._stream, HttpStream):
+            self._stream.seek(begin)  # its failures are a transfer's
+            return True
+        try:
+            assert self._stream is not None
+            self._stream.seek(begin)
+        except (AttributeError, OSError) as error:
+            if self._location.folder is not None and may_pass(error):
+                raise  # a file can be sought in: its file system has failed
+            return False
+        return True
+
+    def close(self) -> None:
+        """Leaving a pipe early makes its command fail; what was read is checked against the index anyway."""
+        if self._stream is not None:
+            with contextlib.suppress(OSError):
+                self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def why(error: BaseException) -> str:
-    """The error in a few words, without the path: that is part of the sentence around it."""
+def reason(error: Exception) -> str:
+    """What went wrong, without the whole command line that webdataset puts into its errors."""
+    status = re.search(r": exit (\d+) \(read\)", str(error))
+    if status:
+        return f"its transfer failed with exit status {status[1]}"
     return getattr(error, "strerror", None) or str(error)
-
-
-def unreadable(path: str | os.PathLike[str], error: BaseException) -> StorageError:
-    """The error for a file that could not be read, though it may be sound."""
-    return StorageError(
-        f"{path}: cannot be read at present ({why(error)}); the file may be sound: start again once its file system answers"
-    )
-
-
-def read_text(path: Path) -> str:
-    """A text file in UTF-8. Raises StorageError when it cannot be read at present, and OSErrors that do not pass."""
-    try:
-        return patiently(lambda: path.read_text(encoding="utf-8"))
-    except OSError as error:
-        if may_pass(error):
-            raise unreadable(path, error) from None
-        raise
-
-
-def append_line(path: Path, line: str, *, sync: bool = False) -> None:
-    """Add a line, without its end mark, to a text file. A line that a full disk or a kill has cut short before stays alone: the new
-    one begins on a line of its own. sync: flush it to the disk. Raises OSError: the line is not there as a whole."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        cut = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        data = (("\n" if cut else "") + line + "\n").encode()
-        if os.write(descriptor, data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if sync:
-            os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a folder's entries durable: files that were made, renamed or removed in it. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

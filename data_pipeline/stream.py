@@ -12,7 +12,7 @@ from baton.data_pipeline.batches import Batch
 from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.evaluation import EvaluationSet, documents, evaluation_batches
-from baton.data_pipeline.lanes import Cursor
+from baton.data_pipeline.lane_order import Cursor
 from baton.data_pipeline.reader import Corpus, Documents, Growth, LaneReader
 from baton.data_pipeline.steps import Place, StepData, StepPlan, Steps, Stretch
 from baton.data_pipeline.tokenizer import Tokenizer

@@ -22,8 +22,8 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2 as model_pb2
 
 from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.file_io import may_pass, patiently, unreadable
 from baton.data_pipeline.files import write_atomically
-from baton.data_pipeline.storage import may_pass, patiently, unreadable
 
 DOC_PIECE = "<doc>"
 SPACE = "\u2581"  # SentencePiece writes a space as this character; the character itself is spelt in bytes

@@ -17,10 +17,10 @@ import numpy as np
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.places import reason
 from baton.data_pipeline.prepare import describe_totals
 from baton.data_pipeline.progress import Progress, shown
 from baton.data_pipeline.shards import BLOCK, EXTENSIONS, Index, ShardSummary, tokens_of
+from baton.data_pipeline.storage import reason
 from baton.data_pipeline.tokenizer import Tokenizer
 
 

@@ -19,12 +19,12 @@ from socket import socket, socketpair
 from typing import Any
 
 from baton.data_pipeline.batches import Batch
-from baton.data_pipeline.blocks import Blocks
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError, StorageError
-from baton.data_pipeline.lanes import Cursor
+from baton.data_pipeline.lane_order import Cursor
 from baton.data_pipeline.reader import Corpus, Documents, LaneReader
 from baton.data_pipeline.remote import Cache
+from baton.data_pipeline.shared_memory import Blocks
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.tokenizer import Tokenizer
 

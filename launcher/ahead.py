@@ -148,7 +148,7 @@ def await_node(ahead: Ahead | None, store: Any, rank: int, local_rank: int, say:
 
     store: where ranks meet. say: takes lines of the first rank.
     """
-    from baton.parallel import waiting
+    from baton.parallel import comm_timing
 
     first = rank - local_rank
     key = f"kernels of the node of rank {first}"
@@ -157,6 +157,6 @@ def await_node(ahead: Ahead | None, store: Any, rank: int, local_rank: int, say:
             ahead.wait(say)
         store.set(key, "compiled")
         return
-    with waiting.reporting(f"kernels, which rank {first} compiles"):
+    with comm_timing.reporting(f"kernels, which rank {first} compiles"):
         while not store.check([key]):
             time.sleep(0.1)

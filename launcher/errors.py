@@ -3,7 +3,7 @@
 import errno
 
 from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.storage import may_pass, why
+from baton.data_pipeline.file_io import may_pass, why
 
 _OF_DISKS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors that are of no other device, also where they do not name their file."""

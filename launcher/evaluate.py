@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import torch
 
-from baton.data_pipeline.source import ShardSource, open_source
-from baton.data_pipeline.storage import append_line, may_pass
+from baton.data_pipeline.file_io import append_line, may_pass
+from baton.data_pipeline.run_source import ShardSource, open_source
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import read_config
 from baton.parallel import mesh as meshes

@@ -145,8 +145,8 @@ def _check_changes(run: Path, carried: bool, carries: bool, different: Sequence[
 @contextmanager
 def _made_whole(out: Path) -> Iterator[Path]:
     """A folder to fill, which is `out` when the context ends well, and gone when it does not."""
+    from baton.data_pipeline.file_io import sync_folder
     from baton.data_pipeline.lock import LockHeldError, exclusive
-    from baton.data_pipeline.storage import sync_folder
     from baton.launcher.errors import BusyError, ConfigError
 
     aside = out.absolute().parent / f".{out.name}.fork"

@@ -11,9 +11,9 @@ from baton.data_pipeline.batches import check_tokenizer
 from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError, StorageError
-from baton.data_pipeline.pieces import id_pieces
-from baton.data_pipeline.places import Location
-from baton.data_pipeline.source import open_datasets
+from baton.data_pipeline.run_source import open_datasets
+from baton.data_pipeline.storage import Location
+from baton.data_pipeline.token_chunks import id_pieces
 from baton.data_pipeline.tokenizer import Tokenizer
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError

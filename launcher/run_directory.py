@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from baton.data_pipeline.errors import StorageError
+from baton.data_pipeline.file_io import may_pass, read_text
 from baton.data_pipeline.lock import LockHeldError, exclusive
-from baton.data_pipeline.storage import may_pass, read_text
 from baton.launcher.changes import changes, refusal, with_changes_in_place
 from baton.launcher.config import RunConfig
 from baton.launcher.devices import Kind, kind_here

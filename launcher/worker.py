@@ -120,9 +120,9 @@ def _import_for(path: Path) -> str:
     config = read_config(path)
     # whoever started the ranks: too few of them would wait for the others before anything could be said
     config.check_ranks(int(os.environ["WORLD_SIZE"]))
-    from baton.parallel import waiting
+    from baton.parallel import comm_timing
 
-    waiting.install()
+    comm_timing.install()
     kind = import_for(config.device)
     from baton.models.mixer import import_mixer
 
@@ -156,10 +156,10 @@ def _run(path: Path) -> None:
     compiler = ahead.start(config) if local_rank == 0 else None
     import torch
 
-    from baton.parallel import waiting
+    from baton.parallel import comm_timing
 
-    waiting.install()
-    waiting.report_to(heartbeat.own().waits)
+    comm_timing.install()
+    comm_timing.report_to(heartbeat.own().waits)
     from baton.parallel import mesh as meshes
     from baton.training.loop import train
     from baton.training.run import RunSettings
@@ -190,7 +190,7 @@ def _run(path: Path) -> None:
         notices = tuple(map(str, slow_paths(known, device.type)))
     watched = heartbeat.FOLDER in os.environ
     if watched and device.type == "cuda":
-        heartbeat.own().look_after(waiting.on_gpu)
+        heartbeat.own().look_after(comm_timing.on_gpu)
     if device.type == "cuda":
         _hear_of_kernels()
     patience_s = PATIENCE * max(config.layout.timeout_s, config.jobs.startup_s) if watched else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from baton.data_pipeline.storage import read_text
+from baton.data_pipeline.file_io import read_text
 from baton.launcher.errors import ConfigError
 
 

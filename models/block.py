@@ -18,7 +18,7 @@ from baton.kernels.protocol import Leaf, State
 from baton.models.config import ModelConfig
 from baton.models.mixer import Mixer, Site, build_mixer, leaving
 from baton.models.norm import RMSNorm, Stream, summed
-from baton.parallel.sequence import SequenceLink
+from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.tensor import gather_tokens
 
 

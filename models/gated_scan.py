@@ -17,7 +17,7 @@ from baton.models import constants, init
 from baton.models.mixer import Mixer, Site
 from baton.models.remade import remaking
 from baton.models.settings.gated_scan import GatedScanConfig
-from baton.parallel.layout import Init, layout_of
+from baton.parallel.param_layout import Init, layout_of
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_group
 
 _CONV = ShortConv("silu")

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from baton.parallel.layout import Init
+from baton.parallel.param_layout import Init
 
 
 def uniform(bound: float) -> Init:

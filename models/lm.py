@@ -21,10 +21,10 @@ from baton.models.cross_entropy import linear_cross_entropy
 from baton.models.mixer import Mixer, Site
 from baton.models.norm import RMSNorm, Stream, summed
 from baton.models.stages import Stage, whole
-from baton.parallel.layout import declare, layout_of
+from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.megatron import tensor_parallel
+from baton.parallel.param_layout import declare, layout_of
 from baton.parallel.pipeline import PipelineLink
-from baton.parallel.sequence import SequenceLink
 from baton.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, gather_tokens, megatron_config, part_of
 
 States = dict[str, State]

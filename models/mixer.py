@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
 from baton.models import init
 from baton.models.settings import MixerConfig
-from baton.parallel.carry import carry
-from baton.parallel.layout import Init, ParameterLayout, declare
+from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.megatron import ModelParallelConfig
-from baton.parallel.sequence import SequenceLink
+from baton.parallel.param_layout import Init, ParameterLayout, declare
+from baton.parallel.state_passing import carry
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 _CLASSES: dict[type[MixerConfig], type["Mixer"]] = {}

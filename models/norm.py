@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from baton.kernels.rms_norm import rms_norm, rms_norm_beside
 from baton.models import constants, init
 from baton.models.mixer import Site
-from baton.parallel.layout import ParameterLayout, declare
 from baton.parallel.megatron import tensor_parallel
+from baton.parallel.param_layout import ParameterLayout, declare
 
 Stream = tuple[Tensor, Tensor | None]
 """A residual stream in two parts: the second, if any, is still to be added to the first, which the next norm does in passing."""

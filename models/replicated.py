@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from baton.models.mixer import Site
-from baton.parallel.layout import Init, ParameterLayout, declare
 from baton.parallel.linear import linear
+from baton.parallel.param_layout import Init, ParameterLayout, declare
 from baton.parallel.tensor import ComputeCopy, copy_to_tensor_group
 
 

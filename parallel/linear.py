@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from baton.parallel.waiting import collective, reporting
+from baton.parallel.comm_timing import collective, reporting
 
 _NARROW = 512
 """Columns below which parts of an output have their gradients put together: a product of its own would cost more than the copy."""

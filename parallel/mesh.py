@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from baton.parallel import compat
 from baton.parallel.config import LayoutConfig
+from baton.parallel.context_parallel import SequenceLink, sequence_link
 from baton.parallel.errors import LayoutError
 from baton.parallel.pipeline import PipelineLink, pipeline_link
-from baton.parallel.sequence import SequenceLink, sequence_link
 
 
 @dataclass(frozen=True)

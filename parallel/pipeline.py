@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from baton.parallel.config import LayoutConfig
-from baton.parallel.exchange import Arrival, Channel, channels
+from baton.parallel.p2p import Arrival, Channel, channels
 
 
 @dataclass(frozen=True)

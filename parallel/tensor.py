@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from baton.parallel.config import divisors
 from baton.parallel.embedding import embedding
 from baton.parallel.errors import LayoutError
-from baton.parallel.layout import Init, ParameterLayout, declare
 from baton.parallel.linear import linear
 from baton.parallel.megatron import ModelParallelConfig, tensor_parallel
+from baton.parallel.param_layout import Init, ParameterLayout, declare
 
 copy_to_tensor_group = tensor_parallel.copy_to_tensor_model_parallel_region
 """Identity whose backward sums the gradient over the tensor group: for a replicated input of split channels."""
 
 
 def megatron_config(tensor_size: int) -> ModelParallelConfig:
-    """megatron-core's settings of a layer. Values are initialised by parallel.layout, not by megatron-core."""
+    """megatron-core's settings of a layer. Values are initialised by parallel.param_layout, not by megatron-core."""
     return ModelParallelConfig(
         tensor_model_parallel_size=tensor_size,
         params_dtype=torch.float32,

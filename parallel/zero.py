@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from baton.parallel import compat
 from baton.parallel.errors import LayoutError
-from baton.parallel.layout import layout_of, named_layouts
 from baton.parallel.mesh import Mesh
+from baton.parallel.param_layout import layout_of, named_layouts
 
 _CHUNK = 1 << 24  # elements of a fragment that `update_norm` works on together
 

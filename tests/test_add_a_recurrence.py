@@ -47,7 +47,7 @@ def test_the_reader_gets_the_laws_tests(copy):
         "tests/kernels/test_law.py",
         "tests/models/test_mixers.py",
         "tests/training/test_equivalence.py",
-        "tests/parallel/test_sequence.py",
+        "tests/parallel/test_context_parallel.py",
     ]
     done = run(copy, *files, "-k", "leaky")
     assert done.returncode == 0, done.stdout[-4000:]

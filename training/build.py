@@ -10,9 +10,9 @@ from baton.models import stages
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel import zero
-from baton.parallel.layout import initialize_parameters, parameter_count
+from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.mesh import Mesh
-from baton.parallel.sequence import SequenceLink
+from baton.parallel.param_layout import initialize_parameters, parameter_count
 from baton.training.adamw import AdamW
 from baton.training.config import TrainingConfig
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from baton.data_pipeline.batches import Batch
-from baton.data_pipeline.source import ShardSource, TaskSource
-from baton.data_pipeline.storage import PAUSES_S
+from baton.data_pipeline.file_io import PAUSES_S
+from baton.data_pipeline.run_source import ShardSource, TaskSource
 from baton.data_pipeline.stream import EvaluationSet, evaluation_batches
-from baton.data_pipeline.task_stream import task_set
+from baton.data_pipeline.synthetic_stream import task_set
 from baton.models.lm import IGNORED
 from baton.parallel.mesh import Mesh
 from baton.training import feed, heartbeat, replicas

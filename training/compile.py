@@ -16,9 +16,9 @@ from baton.models.lm import LanguageModel
 from baton.models.mixer import noting
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
+from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.linear import adding_gradients
 from baton.parallel.pipeline import Operation, schedule
-from baton.parallel.sequence import SequenceLink
 from baton.parallel.tensor import drop_compute_copies
 from baton.training.build import DTYPES, build_model
 from baton.training.config import TrainingConfig

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from baton.kernels.protocol import State
 from baton.models.lm import IGNORED, LanguageModel
+from baton.parallel.context_parallel import Carrier, Direction, SequenceLink
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import schedule
-from baton.parallel.sequence import Carrier, Direction, SequenceLink
 from baton.training.long_context import linked, sum_over_ranks
 from baton.training.passes import Passes, Segments, TokenBatch
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from baton.data_pipeline.config import DataConfig
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.source import ShardSource, TaskSource, open_source
-from baton.data_pipeline.storage import read_text
+from baton.data_pipeline.file_io import read_text
+from baton.data_pipeline.run_source import ShardSource, TaskSource, open_source
 from baton.kernels.compile.aot import META
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from baton.data_pipeline.storage import append_line
+from baton.data_pipeline.file_io import append_line
 from baton.training.config import GuardConfig
 
 EVENTS = "events.jsonl"

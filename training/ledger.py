@@ -29,7 +29,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from baton.data_pipeline.storage import append_line, patiently
+from baton.data_pipeline.file_io import append_line, patiently
 
 NAME = "ledger.jsonl"
 

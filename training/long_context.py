@@ -18,12 +18,12 @@ from torch import Tensor
 
 from baton.data_pipeline.batches import Batch, OpenDocument, check_tokenizer, empty_batch
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.pieces import id_pieces
+from baton.data_pipeline.token_chunks import id_pieces
 from baton.data_pipeline.tokenizer import Tokenizer
 from baton.models.lm import IGNORED, LanguageModel
 from baton.models.mixer import Mixer
+from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.mesh import Mesh
-from baton.parallel.sequence import SequenceLink
 from baton.training import feed
 from baton.training.evaluation import add_up, through_segments, token_losses
 from baton.training.passes import TokenBatch

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.source import ShardSource, TaskSource, open_source
+from baton.data_pipeline.run_source import ShardSource, TaskSource, open_source
 from baton.data_pipeline.steps import Steps
 from baton.models.mixer import Mixer
-from baton.parallel import waiting
+from baton.parallel import comm_timing
 from baton.parallel.mesh import Mesh
 from baton.parallel.tensor import drop_compute_copies
 from baton.training import feed, heartbeat, stopping
@@ -199,7 +199,7 @@ def _steps(
             data = next(batches)
             clock.mark("data")
             account.spent("data")
-            waiting.seconds()
+            comm_timing.seconds()
             executor.segments = data.segments
             executor.watch_update = bool(every) and (progress.step + 1) % every == 0
             result = executor.step(data.batches, learning_rates(progress.step, training), data.consumed)
@@ -210,7 +210,7 @@ def _steps(
             progress.advance(training.at(progress.step).global_batch_tokens, data.cursors)
             progress.ending, progress.waited = stopping.agreed(mesh, data.waited)
             account.spent("compute")
-            account.move("compute", "exchange", waiting.seconds())
+            account.move("compute", "exchange", comm_timing.seconds())
             due = schedule.due(progress.step, ending=progress.ending)
             signs.warm()
             for callback in callbacks:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.storage import PAUSES_S, may_pass, why
+from baton.data_pipeline.file_io import PAUSES_S, may_pass, why
 from baton.training.board import Board
 from baton.training.errors import RunError
 

@@ -2,9 +2,9 @@
 
 The one thing to know: where a gradient goes through several segments, these are surveyed first, forward and without a graph, and
 only what entered them is kept; then, from the last to the first, each is run again with a graph, which takes the entering States
-that were kept, and back-propagated, cotangents going from segment to segment as they do from rank to rank (parallel.carry). The
-State that leaves a segment the second time must have the bits of the first: were a kernel not to repeat itself, gradients would be
-those of another run.
+that were kept, and back-propagated, cotangents going from segment to segment as they do from rank to rank (parallel.state_passing).
+The State that leaves a segment the second time must have the bits of the first: were a kernel not to repeat itself, gradients would
+be those of another run.
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
-from baton.data_pipeline.storage import why
+from baton.data_pipeline.file_io import why
 from baton.training.errors import RunError
 
 KINDS = ("long_context", "cotangents", "credit")

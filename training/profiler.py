@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from baton.parallel.mesh import Mesh
-from baton.parallel.spans import MARK, STEP, span
+from baton.parallel.profiler_ranges import MARK, STEP, span
 from baton.training.executor import StepResult
 from baton.training.monitor import Monitor
 from baton.training.peaks import Utilisation, peak_of

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from baton.data_pipeline.lanes import Cursor
+from baton.data_pipeline.lane_order import Cursor
 from baton.data_pipeline.steps import Place, Steps
 from baton.parallel.mesh import Mesh
 from baton.training.config import GuardConfig

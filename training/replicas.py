@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from baton.parallel.layout import named_layouts
 from baton.parallel.mesh import Mesh
+from baton.parallel.param_layout import named_layouts
 from baton.training.build import Built
 from baton.training.errors import RunError
 

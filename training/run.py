@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from baton.data_pipeline.config import DataConfig
-from baton.data_pipeline.source import ShardSource, TaskSource
+from baton.data_pipeline.run_source import ShardSource, TaskSource
 from baton.models.config import ModelConfig
 from baton.training.build import model_fingerprint
 from baton.training.config import ProfileConfig, TrainingConfig

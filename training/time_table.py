@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from baton.parallel.spans import MARK, STEP
+from baton.parallel.profiler_ranges import MARK, STEP
 from baton.training import kernel_classes as classes
 
 _ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")

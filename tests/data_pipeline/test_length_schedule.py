@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from baton.data_pipeline.config import InductionConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.lanes import Cursor
+from baton.data_pipeline.lane_order import Cursor
 from baton.data_pipeline.steps import StepPlan, Stretch
 from baton.data_pipeline.stream import BatchStream
 from baton.data_pipeline.synthetic import Examples
-from baton.data_pipeline.task_stream import ExampleCursor, TaskStream
+from baton.data_pipeline.synthetic_stream import ExampleCursor, TaskStream
 
 LANES, SEED = 8, 4
 TASK = InductionConfig(length=12, vocab_size=9)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.data_pipeline import dataset as module
 from baton.data_pipeline.dataset import Dataset, LongPayload
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.lanes import Cursor, permutation, unit_starts
+from baton.data_pipeline.lane_order import Cursor, permutation, unit_starts
 from baton.data_pipeline.shards import token_payload
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.stream import BatchStream, evaluation_batches

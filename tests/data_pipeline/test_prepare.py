@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from support.runs import DEADLINE_S
 
 from baton.data_pipeline import files
-from baton.data_pipeline.claim import PARTS
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError, StorageError
+from baton.data_pipeline.input_files import Document, Rejected, find_sources
 from baton.data_pipeline.prepare import prepare
+from baton.data_pipeline.prepare_plan import PARTS
 from baton.data_pipeline.records import read_piece, split_source
-from baton.data_pipeline.sources import Document, Rejected, find_sources
 from baton.data_pipeline.stream import documents
 from baton.data_pipeline.verify import verify
 

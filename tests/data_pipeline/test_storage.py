@@ -1,156 +1,89 @@
-"""Disks that fail for a while: what is read again, what is said of it, and lines that are whole or alone."""
+"""A dataset is the same wherever it lies: folder, file:, http:, pipe:; and the webdataset library itself reads its tars."""
 
-import errno
-import json
-import os
+import functools
+import http.server
 import shutil
+import threading
+from itertools import islice
 
+import numpy as np
 import pytest
+import webdataset
 
-from baton.data_pipeline import storage
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.errors import DataError, StorageError
-from baton.data_pipeline.prepare import prepare
-from baton.data_pipeline.sources import find_sources
-from baton.data_pipeline.storage import append_line, may_pass, patiently, read_text
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.steps import StepPlan
+from baton.data_pipeline.stream import BatchStream, documents
 
-FAILING = "/proc/self/mem"
-"""A file whose first byte cannot be read: the system answers EIO, as a disk or a file server does."""
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
 
 
 @pytest.fixture
-def pauses(monkeypatch):
-    """The pauses between tries, which take no time here; what is put into `meanwhile` is done in the first."""
-    made, meanwhile = [], []
-
-    def pause(seconds):
-        made.append(seconds)
-        while meanwhile:
-            meanwhile.pop()()
-
-    monkeypatch.setattr(storage.time, "sleep", pause)
-    return made, meanwhile
-
-
-def failing(path):
-    """Put a file that cannot be read into the place of `path`; returns what restores it."""
-    kept = path.rename(path.with_name(f"{path.name}.kept"))
-    path.symlink_to(FAILING)
-    return lambda: kept.replace(path)
+def served(text_folder, tmp_path):
+    """(folder, its URL on a local server)."""
+    folder = shutil.copytree(text_folder, tmp_path / "served")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Handler, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield folder, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
-def test_a_read_error_that_passes_is_not_seen(tmp_path, pauses):
-    made, meanwhile = pauses
-    path = tmp_path / "file"
-    path.write_text("sound")
-    meanwhile.append(failing(path))
-    assert read_text(path) == "sound"
-    assert made == [storage.PAUSES_S[0]]
+def tokens(dataset, tokenizer):
+    sizes = {"context": 60, "lanes": 4, "lanes_per_step": 4, "micro_batch": 2}
+    plan = StepPlan.constant(**sizes, data_rank=0, data_size=1, start_step=0, prefetch=2)
+    with BatchStream(dataset, tokenizer, plan, seed=3, unit_documents=20) as stream:
+        return np.concatenate([batch.tokens for step in islice(stream, 12) for batch in step.micro_batches])
 
 
-def test_a_read_error_that_stays_says_nothing_about_the_file(tmp_path, pauses):
-    path = tmp_path / "file"
-    path.write_text("sound")
-    failing(path)
-    with pytest.raises(StorageError, match=r"cannot be read at present \(Input/output error\); the file may be sound") as raised:
-        read_text(path)
-    assert str(raised.value).startswith(f"{path}: ")
-    assert raised.value.exit_status == 74
-    assert pauses[0] == list(storage.PAUSES_S)
+def test_folder_file_http_and_pipe_give_the_same_stream(dataset, served, tokenizer):
+    folder, url = served
+    expected = tokens(dataset, tokenizer)
+    for place in (f"file:{folder}", url, f"pipe:cat {folder}", f"pipe:cat {folder}/{{}}"):
+        opened = Dataset.open(place)
+        assert opened.fingerprint == dataset.fingerprint
+        np.testing.assert_array_equal(tokens(opened, tokenizer), expected)
 
 
-def test_what_only_a_person_can_mend_is_not_tried_again(tmp_path, pauses):
-    for path in (tmp_path / "missing", tmp_path, tmp_path / "missing" / "file"):
-        with pytest.raises(OSError, match=r"No such|Is a directory") as raised:
-            patiently(path.read_bytes)
-        assert not may_pass(raised.value)
-    assert pauses[0] == []
+def test_what_is_gone_or_stops_half_way_on_a_server_is_named(served, tokenizer):
+    folder, url = served
+    with pytest.raises(DataError, match="no dataset at"):
+        Dataset.open(url + "/elsewhere")
+    opened = Dataset.open(url)
+    shard = opened.shards["train"][0]
+    content = (folder / shard.name).read_bytes()
+    (folder / shard.name).write_bytes(content[: len(content) // 2])
+    last = shard.documents - 1
+    with pytest.raises(DataError, match=rf"{shard.name}.*truncated"):
+        opened.read(shard, last, 1)
+    assert opened.read(shard, 0, 2)
+    (folder / shard.name).unlink()
+    with pytest.raises(
+        DataError, match=f"cannot read document [0-9a-f]+ of {url}/{shard.name}: the server answers 404 File not found"
+    ):
+        opened.read(shard, 0, 1)
+    (folder / shard.name.replace(".tar", ".index.npz")).unlink()
+    with pytest.raises(DataError, match=r"index\.npz"):
+        Dataset.open(url).index(shard)
 
 
-@pytest.fixture(scope="module")
-def dataset(corpus, quiet, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("dataset") / "text"
-    prepare([corpus], folder, shard_bytes=8000, workers=1, progress=quiet)
-    return folder
+def test_the_webdataset_library_reads_the_same_documents(text_folder, token_folder, dataset, tokenizer):
+    texts = list(documents(dataset, "train"))
+    for folder, read in ((text_folder, lambda s: s["txt"].decode()), (token_folder, lambda s: tokenizer.decode(s["tokens.npy"]))):
+        urls = [str(path) for path in sorted(folder.glob("train-*.tar"))]
+        samples = webdataset.WebDataset(urls, shardshuffle=False, handler=webdataset.reraise_exception)
+        if folder == token_folder:
+            samples = samples.decode()
+        assert [read(sample) for sample in samples] == texts
 
 
-def read_all(folder):
-    opened = Dataset.open(folder, check_sizes=False)
-    shards = opened.require("train")
-    return [*(opened.text_bytes(shard).tolist() for shard in shards), *opened.samples("train")]
-
-
-@pytest.mark.parametrize("name", ["dataset.json", "train-*.index.npz", "train-*.tar"])
-def test_a_dataset_that_cannot_be_read_at_present_is_not_bad_input(dataset, tmp_path, pauses, name):
-    folder = shutil.copytree(dataset, tmp_path / "copy")
-    expected = read_all(folder)
-    victim = sorted(folder.glob(name))[0]
-    pauses[1].append(failing(victim))
-    assert read_all(folder) == expected, "read again"
-    failing(victim)
-    with pytest.raises(StorageError) as raised:
-        read_all(folder)
-    assert str(victim) in str(raised.value)
-    assert "prepare" not in str(raised.value), "no advice to make anew what may be sound"
-    victim.unlink()
-    with pytest.raises(DataError):
-        read_all(folder)
-
-
-def test_a_tokenizer_that_cannot_be_read_at_present_is_not_bad_input(tokenizer, tmp_path, pauses):
-    path = shutil.copy(tokenizer.path, tmp_path / "t.model")
-    failing(tmp_path / "t.model")
-    with pytest.raises(StorageError, match=r"t\.model: cannot be read at present"):
-        Tokenizer(path)
-
-
-def test_a_line_is_whole_or_alone(small_disk):
-    """The disk fills in the middle of a line; whatever is written of it, the lines before and after are whole."""
-    path, ballast = small_disk / "lines", small_disk / "ballast"
-    lines = [json.dumps({"line": number, "text": "x" * 700}) for number in range(40)]
-    for line in lines[:3]:
-        append_line(path, line)
-    with pytest.raises(OSError, match="No space"):
-        ballast.write_bytes(b"x" * shutil.disk_usage(small_disk).total)
-    written, failure = 3, None
-    while failure is None:  # up to the end of the block that the file has
-        try:
-            append_line(path, lines[written], sync=True)
-            written += 1
-        except OSError as error:
-            failure = error
-    assert (failure.errno, failure.filename) == (errno.ENOSPC, str(path))
-    cut = path.read_text()
-    assert not cut.endswith("\n"), "the disk was full between two lines, and this test shows nothing"
-    ballast.unlink()
-    for line in lines[written:]:
-        append_line(path, line)
-    found = path.read_text().splitlines()
-    assert [line for line in found if line in set(lines)] == lines
-    assert len(found) == len(lines) + 1
-
-
-def test_a_line_that_a_kill_cut_short_stays_alone(tmp_path):
-    path = tmp_path / "lines"
-    path.write_text('{"a": 1}\n{"b": ')
-    append_line(path, '{"c": 3}')
-    append_line(path, '{"d": 4}')
-    assert path.read_text() == '{"a": 1}\n{"b": \n{"c": 3}\n{"d": 4}\n'
-    assert os.stat(path).st_mode & 0o777 == 0o644
-
-
-def test_a_file_that_cannot_be_looked_at_is_not_left_out_as_a_dangling_link(tmp_path, monkeypatch):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_text("a")
-    (tmp_path / "in" / "b.txt").symlink_to(tmp_path / "in" / "a.txt")
-    real = os.stat
-
-    def fail(path, *words, **named):
-        if str(path).endswith("b.txt") and named.get("follow_symlinks", True):
-            raise OSError(errno.ESTALE, "Stale file handle", str(path))
-        return real(path, *words, **named)
-
-    monkeypatch.setattr(os, "stat", fail)
-    with pytest.raises(StorageError, match=r"b\.txt: cannot be read at present \(Stale file handle\)"):
-        find_sources([tmp_path / "in"], ["*.txt"], [])
+@pytest.mark.parametrize("first", [0, 1, 7])
+def test_any_run_of_samples_is_read_alone(dataset, first):
+    shard = dataset.shards["train"][0]
+    everything = [payload for _, _, payload in dataset.samples("train")][: shard.documents]
+    assert dataset.read(shard, first, 3) == everything[first : first + 3]

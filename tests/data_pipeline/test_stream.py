@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.lanes import Cursor, permutation
+from baton.data_pipeline.lane_order import Cursor, permutation
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.stream import BatchStream
 

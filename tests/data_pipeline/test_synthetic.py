@@ -15,7 +15,7 @@ from baton.data_pipeline.config import InductionConfig, MqarConfig, SelectiveCop
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.synthetic import Examples, below, different, others, shuffled
-from baton.data_pipeline.task_stream import ExampleCursor, TaskStream, task_fingerprint, task_set
+from baton.data_pipeline.synthetic_stream import ExampleCursor, TaskStream, task_fingerprint, task_set
 
 SEEDS = st.integers(0, 2**70)
 
@@ -239,7 +239,7 @@ def test_a_step_that_is_made_in_pieces_is_the_same(monkeypatch):
     config = SelectiveCopyConfig(length=64, data_tokens=4)
     found = []
     for piece in (1, 300, 1 << 18):
-        monkeypatch.setattr("baton.data_pipeline.task_stream.PIECE_TOKENS", piece)
+        monkeypatch.setattr("baton.data_pipeline.synthetic_stream.PIECE_TOKENS", piece)
         with open_stream(config, micro_batch=3) as stream:
             found.append([batch.tokens.tolist() for step in islice(stream, 2) for batch in step.micro_batches])
     assert found[0] == found[1] == found[2]

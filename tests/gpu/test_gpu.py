@@ -12,8 +12,8 @@ from baton.kernels.registry import recurrences
 from baton.models.mixer import Mixer, Site, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.config import LayoutConfig
-from baton.parallel.layout import gather_parameters, initialize_parameters
-from baton.parallel.sequence import SequenceLink
+from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.param_layout import gather_parameters, initialize_parameters
 from baton.parallel.tensor import megatron_config
 from baton.training.build import build, make_deterministic
 from baton.training.checkpoint.rectangles import optimizer_rectangles

@@ -11,7 +11,7 @@ from support.compare import relative_error
 from support.models import micro_batches, model_of, training
 
 from baton.models.lm import IGNORED
-from baton.parallel.layout import gather_parameters, initialize_parameters, named_layouts
+from baton.parallel.param_layout import gather_parameters, initialize_parameters, named_layouts
 from baton.training.build import build, build_model
 from baton.training.executor import StepExecutor
 from baton.training.passes import TokenBatch

@@ -16,7 +16,7 @@ from baton.data_pipeline.evaluation import documents
 from baton.data_pipeline.files import sha256_file
 from baton.data_pipeline.shards import Index, index_name
 from baton.data_pipeline.tokenizer import Tokenizer
-from baton.data_pipeline.units import UNITS, UnitTable
+from baton.data_pipeline.unit_index import UNITS, UnitTable
 from baton.launcher.cli import main
 
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from support.runs import published
 
-from baton.data_pipeline import storage
+from baton.data_pipeline import file_io
 from baton.launcher.cli import main
 from baton.launcher.config import load
 from baton.launcher.processes import REFUSED, report
@@ -141,7 +141,7 @@ def test_a_last_save_that_fails_is_no_success(unsaved, capsys):
         assert sentence.startswith(f"{folder / 'checkpoints'}: step {STEPS} could not be saved (OSError [Errno 27] File too large)")
         assert "no checkpoint is there; make room, then start again" in sentence
     said = found[0][2]
-    assert said.count("trying again to save") == len(storage.PAUSES_S)
+    assert said.count("trying again to save") == len(file_io.PAUSES_S)
     assert "done:" not in said
     assert published(folder) == []
     assert last_end(folder) == 74
@@ -267,7 +267,7 @@ def test_a_read_only_run_can_be_looked_at(read_only, tmp_path, capsys):
 
 
 def test_what_cannot_be_read_at_present_is_named_where_it_is(whole, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(storage, "PAUSES_S", ())
+    monkeypatch.setattr(file_io, "PAUSES_S", ())
     folder = shutil.copytree(whole, tmp_path / "run")
     file = folder / "checkpoints" / f"step-{STEPS:08d}" / "rank-00000.safetensors"
     for path, commands in ((file, ("evaluate",)), (folder / "config.yaml", ("evaluate", "status", "generate"))):
@@ -279,7 +279,7 @@ def test_what_cannot_be_read_at_present_is_named_where_it_is(whole, tmp_path, ca
 
 
 def test_the_end_that_could_not_be_recorded_is_no_success(whole, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(storage, "PAUSES_S", ())
+    monkeypatch.setattr(file_io, "PAUSES_S", ())
     attempt = tmp_path / "run" / "attempts" / "0001"
     attempt.mkdir(parents=True)
     (tmp_path / "run" / "ledger.jsonl").symlink_to("/dev/full")

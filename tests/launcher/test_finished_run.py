@@ -14,7 +14,7 @@ from support.forks import NURSERY
 from support.runs import DEADLINE_S, SAME_PLACES, STEPS, Ended, Launch, flip, published
 
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.lanes import LaneOrder, Units
+from baton.data_pipeline.lane_order import LaneOrder, Units
 from baton.training.monitor import read_metrics
 
 

@@ -67,7 +67,7 @@ def planned(model, stages=1):
 
 
 def assert_parameters(config, stages=1):
-    from baton.parallel.layout import named_layouts, parameter_count
+    from baton.parallel.param_layout import named_layouts, parameter_count
     from baton.parallel.tensor import ComputeCopy
 
     total = 0

@@ -267,7 +267,7 @@ FATE = """
 import os, signal, time
 
 if "BATON_START" in os.environ:
-    from baton.parallel.exchange import Channel
+    from baton.parallel.p2p import Channel
 
     sends = []
     send = Channel.send

@@ -276,9 +276,9 @@ def scores_of_ranks(mesh):
     from support.models import training
 
     from baton.data_pipeline.config import MqarConfig
-    from baton.data_pipeline.task_stream import task_set
+    from baton.data_pipeline.synthetic_stream import task_set
     from baton.models.config import ModelConfig
-    from baton.parallel.layout import gather_parameters
+    from baton.parallel.param_layout import gather_parameters
     from baton.training.build import build
     from baton.training.evaluation import score
     from baton.training.feed import share

@@ -6,7 +6,7 @@ from support.compare import relative_error
 
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
-from baton.parallel.layout import initialize_parameters
+from baton.parallel.param_layout import initialize_parameters
 
 CONFIG = ModelConfig(d_model=48, n_layers=3, vocab_size=64, mixers={"mamba": {"d_state": 8, "dt_rank": 5}})
 

@@ -14,7 +14,7 @@ from baton.models.mixer import Site, build_mixer
 from baton.models.mixers import bmojo
 from baton.models.settings import SMALL_WIDTH
 from baton.models.settings.bmojo import BMojoConfig
-from baton.parallel.layout import initialize_parameters
+from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
 
 SMALL = BMojoConfig.small()

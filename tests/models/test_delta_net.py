@@ -10,7 +10,7 @@ from baton.models.mixer import Site, build_mixer
 from baton.models.mixers.gated_delta_net import GatedDeltaNet
 from baton.models.settings.delta_net import DeltaNetConfig
 from baton.models.settings.gated_delta_net import GatedDeltaNetConfig
-from baton.parallel.layout import initialize_parameters, parameter_count
+from baton.parallel.param_layout import initialize_parameters, parameter_count
 from baton.parallel.tensor import megatron_config
 
 # so small an eps that keys have length 1 to rounding, as in the papers' equations

@@ -13,7 +13,7 @@ from baton.models import init
 from baton.models.mixer import Site, build_mixer
 from baton.models.settings.longhorn import LonghornConfig
 from baton.models.settings.mamba import MambaConfig
-from baton.parallel.layout import initialize_parameters
+from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
 
 B, T, M, N, R = 2, 11, 6, 5, 3

@@ -9,7 +9,7 @@ from baton.kernels.lattice.reference import lattice_reference
 from baton.kernels.lattice.variant import Rule
 from baton.models.mixer import Site, build_mixer
 from baton.models.settings.lattice import LatticeConfig
-from baton.parallel.layout import initialize_parameters, parameter_count
+from baton.parallel.param_layout import initialize_parameters, parameter_count
 from baton.parallel.tensor import megatron_config
 
 D_MODEL, HEADS, HEAD_DIM, SLOTS, EPS = 24, 4, 7, 5, 1e-6

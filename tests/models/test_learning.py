@@ -8,7 +8,7 @@ import pytest
 
 from baton.data_pipeline.config import InductionConfig, MqarConfig
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.task_stream import TaskStream, task_set
+from baton.data_pipeline.synthetic_stream import TaskStream, task_set
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
 from baton.training import feed

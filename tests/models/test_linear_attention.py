@@ -12,7 +12,7 @@ from baton.models.config import ModelConfig
 from baton.models.mixer import Site, build_mixer
 from baton.models.settings import kinds
 from baton.parallel import linear
-from baton.parallel.layout import initialize_parameters, parameter_count
+from baton.parallel.param_layout import initialize_parameters, parameter_count
 from baton.parallel.tensor import megatron_config
 
 pytestmark = pytest.mark.usefixtures("single_mesh")

@@ -7,7 +7,7 @@ from support.compare import relative_error
 
 from baton.models.config import ModelConfig
 from baton.models.lm import IGNORED, LanguageModel
-from baton.parallel.layout import initialize_parameters
+from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import ComputeCopy, drop_compute_copies
 
 CONFIG = ModelConfig(d_model=16, n_layers=3, vocab_size=37, loss_chunk=7, mixers={"mamba": {"d_state": 4}})

@@ -7,7 +7,7 @@ from support.compare import relative_error
 from baton.kernels import protocol
 from baton.models.mixer import Site, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
-from baton.parallel.layout import initialize_parameters
+from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
 
 B, T, M = 2, 13, SMALL_WIDTH

@@ -11,7 +11,7 @@ import yaml
 
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
-from baton.parallel.layout import parameter_count
+from baton.parallel.param_layout import parameter_count
 
 # Gu & Dao, "Mamba", table 3 and its released models (vocabulary padded to 50280)
 MAMBA = {

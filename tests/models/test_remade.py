@@ -10,7 +10,7 @@ from baton.models import remade
 from baton.models.lm import LanguageModel
 from baton.models.remade import remaking
 from baton.models.settings import kinds
-from baton.parallel.layout import initialize_parameters
+from baton.parallel.param_layout import initialize_parameters
 
 
 def test_what_is_named_is_not_kept_and_made_once():

@@ -17,7 +17,7 @@ from baton.models.block import Layer
 from baton.models.lm import LanguageModel
 from baton.models.mixer import Site
 from baton.models.settings import kinds
-from baton.parallel.layout import gather_parameters, initialize_parameters, named_layouts
+from baton.parallel.param_layout import gather_parameters, initialize_parameters, named_layouts
 from baton.parallel.tensor import gather_tokens, megatron_config, part_of
 from baton.parallel.zero import finalise_gradients
 

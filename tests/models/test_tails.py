@@ -8,7 +8,7 @@ from baton.kernels.eidetic_attention.recurrence import EideticAttention
 from baton.models.mixer import Mixer, Site, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.models.settings.mamba import MambaConfig
-from baton.parallel.layout import initialize_parameters
+from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
 
 T = 24

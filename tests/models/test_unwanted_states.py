@@ -19,7 +19,7 @@ from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.models.mixer import Mixer, Site, build_mixer, leaving
 from baton.models.settings import SMALL_WIDTH, kinds
-from baton.parallel.layout import initialize_parameters
+from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
 from baton.training.build import build
 from baton.training.evaluation import evaluate

@@ -9,9 +9,9 @@ import torch
 from baton.kernels.registry import recurrences
 from baton.models.mixer import Mixer, Site, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
-from baton.parallel.exchange import Channel
-from baton.parallel.layout import initialize_parameters
-from baton.parallel.sequence import SequenceLink
+from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.p2p import Channel
+from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
 
 LINEAR = {

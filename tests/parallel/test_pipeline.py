@@ -134,7 +134,7 @@ def test_an_untied_head_needs_no_embedding_on_the_last_stage(pool):
 def without_gradients(mesh):
     """Loss, accuracy and text of a model that was not trained."""
     model = build_model(MODEL, training(), mesh.device, mesh)
-    from baton.parallel.layout import initialize_parameters
+    from baton.parallel.param_layout import initialize_parameters
 
     initialize_parameters(model, 3, mesh.tensor_rank, mesh.layout.tensor)
     spans = (mesh.sequence_rank, mesh.layout.sequence)

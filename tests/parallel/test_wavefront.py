@@ -1,4 +1,5 @@
-"""Nothing waits inside the stack: on ranks with slow layers and slow messages a pass takes as long as `parallel.carry` says.
+"""Nothing waits inside the stack: on ranks with slow layers and slow messages a pass takes as long as `parallel.state_passing`
+says.
 
 The time is logical. Every rank has a clock that moves only where a layer is slow and where a message arrives: a message carries the
 time at which it was sent, and who waits for it goes on LATENCY seconds later at the earliest. The messages are real ones. No figure
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from baton.models.mixer import Mixer, Site, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
-from baton.parallel.layout import initialize_parameters
+from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
 
 LAYERS, RANKS, TOKENS = 6, 4, 32

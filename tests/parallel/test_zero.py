@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from baton.parallel import zero
-from baton.parallel.layout import ParameterLayout, declare
+from baton.parallel.param_layout import ParameterLayout, declare
 
 STEPS = 3
 MICRO_BATCHES = 4

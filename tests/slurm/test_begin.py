@@ -10,7 +10,7 @@ import pytest
 import yaml
 from support.jobs import RUN
 
-from baton.data_pipeline import storage
+from baton.data_pipeline import file_io
 from baton.launcher.cluster import load_cluster
 from baton.launcher.config import load
 from baton.launcher.run_directory import hold, open_run
@@ -173,7 +173,7 @@ def test_a_node_that_says_nothing_beside_one_that_does_is_bad(run):
 
 def test_files_that_do_not_answer_for_a_while_do_not_end_the_run(run, monkeypatch, capsys):
     """A job tries to begin for half an hour; an end that could not be written is written by the next job."""
-    monkeypatch.setattr(storage, "PAUSES_S", ())
+    monkeypatch.setattr(file_io, "PAUSES_S", ())
     rows_of_run, aside = run / "ledger.jsonl", run / "aside"
     slept = []
 

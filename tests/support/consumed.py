@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.data_pipeline.lanes import permutation
+from baton.data_pipeline.lane_order import permutation
 from baton.data_pipeline.shards import ShardWriter, token_payload
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from baton.launcher.config import RunConfig

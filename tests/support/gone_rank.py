@@ -41,7 +41,7 @@ def _steps(rank: int, folder: Path, fault: str, direction: str) -> None:
     from baton.models.settings import SMALL_WIDTH, kinds
     from baton.parallel import mesh as meshes
     from baton.parallel.config import LayoutConfig
-    from baton.parallel.layout import initialize_parameters
+    from baton.parallel.param_layout import initialize_parameters
 
     torch.set_num_threads(1)
     config = ModelConfig(d_model=SMALL_WIDTH, n_layers=3, vocab_size=16, mixers={"mamba": kinds()["mamba"].small()})

@@ -21,7 +21,7 @@ from baton.models.config import ModelConfig
 from baton.models.lm import IGNORED, LanguageModel
 from baton.models.mixers.bmojo import BMojo, Innovation
 from baton.models.settings import kinds
-from baton.parallel.layout import gather_parameters, initialize_parameters
+from baton.parallel.param_layout import gather_parameters, initialize_parameters
 from baton.parallel.zero import parameter_groups
 from baton.training.build import DTYPES, build
 from baton.training.checkpoint.rectangles import KINDS, optimizer_rectangles

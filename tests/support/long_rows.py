@@ -4,7 +4,7 @@ import torch
 
 from baton.models import stages
 from baton.models.lm import LanguageModel
-from baton.parallel.layout import initialize_parameters
+from baton.parallel.param_layout import initialize_parameters
 from baton.training.passes import TokenBatch
 from support.recurrences import positions, seeded
 

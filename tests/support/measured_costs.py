@@ -102,9 +102,9 @@ def measure():
     from baton.models import stages
     from baton.models.lm import LanguageModel
     from baton.parallel import mesh as meshes
-    from baton.parallel.layout import initialize_parameters, named_layouts
+    from baton.parallel.context_parallel import SequenceLink
+    from baton.parallel.param_layout import initialize_parameters, named_layouts
     from baton.parallel.pipeline import PipelineLink, schedule
-    from baton.parallel.sequence import SequenceLink
     from baton.training.build import DTYPES, build, build_model
     from baton.training.executor import StepExecutor
     from baton.training.lane_states import LaneStates

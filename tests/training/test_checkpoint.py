@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from support.checkpoints import tensors
 from support.models import MODEL, micro_batches, training
 
-from baton.data_pipeline import storage
+from baton.data_pipeline import file_io
 from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.lanes import Cursor
+from baton.data_pipeline.lane_order import Cursor
 from baton.training.build import build
 from baton.training.checkpoint import manifest as manifests
 from baton.training.checkpoint.files import CheckpointFiles, Staging, describe, write_file
@@ -279,14 +279,14 @@ def search(mesh, folder, mends=False, vanished=()):
     store = CheckpointStore(Path(folder), mesh, keep_last=3, say=said.append)
     if vanished:
         store._listed = lambda: [*published(Path(folder)), *(Path(folder) / name for name in vanished)]
-    storage.time = SimpleNamespace(sleep=pause)
+    file_io.time = SimpleNamespace(sleep=pause)
     try:
         found = store.load_newest(lambda m: None)
         return found and found[0].name, said
     except (StorageError, CheckpointError) as error:
         return (type(error).__name__, str(error)), said
     finally:
-        storage.time = time
+        file_io.time = time
 
 
 def make_unreadable(path):

@@ -10,8 +10,8 @@ from support.long_rows import ROWS, SEGMENT, SEGMENTS, TOKENS, Float64, joined, 
 from support.recurrences import seeded
 
 from baton.models.config import ModelConfig
+from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.pipeline import schedule
-from baton.parallel.sequence import SequenceLink
 from baton.training.cotangents import Cotangents, Watch, credit
 from baton.training.passes import Passes, Segments, TokenBatch
 from baton.training.pictures import picture

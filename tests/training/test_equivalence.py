@@ -6,12 +6,12 @@ from support.compare import relative_error
 from support.models import MODEL, micro_batches, model_of, step_batch, training
 
 from baton.data_pipeline.config import MqarConfig
-from baton.data_pipeline.source import open_source
+from baton.data_pipeline.run_source import open_source
 from baton.data_pipeline.steps import StepPlan, Stretch
 from baton.models.config import ModelConfig
 from baton.models.lm import IGNORED, LanguageModel
 from baton.parallel.errors import LayoutError
-from baton.parallel.layout import gather_parameters, initialize_parameters
+from baton.parallel.param_layout import gather_parameters, initialize_parameters
 from baton.parallel.zero import parameter_groups
 from baton.training import loop
 from baton.training.build import build

@@ -7,7 +7,7 @@ import random
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from baton.data_pipeline import storage
+from baton.data_pipeline import file_io
 from baton.training import ledger
 from baton.training.errors import RunError
 from baton.training.goodput import PARTS, account, draw
@@ -197,7 +197,7 @@ def test_a_row_is_tried_again_where_nothing_else_has_to_be_done(tmp_path, monkey
     write(tmp_path, *HISTORY[:2])
     kept = path.rename(tmp_path / "kept")
     path.symlink_to("/dev/full")
-    monkeypatch.setattr(storage.time, "sleep", lambda seconds: kept.exists() and kept.replace(path))
+    monkeypatch.setattr(file_io.time, "sleep", lambda seconds: kept.exists() and kept.replace(path))
     ledger.append(tmp_path, "end", attempt=1, status=0)
     assert [row["kind"] for row in ledger.read(tmp_path)] == ["submitted", "attempt", "end"]
     path.unlink()

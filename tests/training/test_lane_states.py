@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.models import MODEL, model_of, training
 
-from baton.data_pipeline.lanes import Cursor
+from baton.data_pipeline.lane_order import Cursor
 from baton.models.settings import kinds
 from baton.training.build import build
 from baton.training.checkpoint.manifest import Manifest

@@ -30,8 +30,8 @@ from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.models.settings import SMALL_WIDTH, kinds
-from baton.parallel.layout import initialize_parameters
-from baton.parallel.sequence import SequenceLink
+from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.param_layout import initialize_parameters
 from baton.training.config import BpttConfig, EvaluationConfig, ScheduleConfig, check_long_rows
 from baton.training.errors import RunError
 from baton.training.evaluation import evaluate, score
@@ -129,7 +129,7 @@ def task_evaluations(mesh, segment):
     from support.models import training
 
     from baton.data_pipeline.config import MqarConfig
-    from baton.data_pipeline.source import TaskSource
+    from baton.data_pipeline.run_source import TaskSource
     from baton.training.build import build
     from baton.training.callbacks import TaskEvaluator
     from baton.training.run import Progress, RunSettings

@@ -11,7 +11,7 @@ from support.runs import published
 from baton.data_pipeline.config import MqarConfig
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
-from baton.parallel.layout import layout_of
+from baton.parallel.param_layout import layout_of
 from baton.training import loop, replicas
 from baton.training.build import build
 from baton.training.callbacks import ReplicaCheck

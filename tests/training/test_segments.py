@@ -22,9 +22,9 @@ from baton.models.lm import LanguageModel
 from baton.models.mixers.bmojo import BMojo, Innovation
 from baton.models.settings import kinds
 from baton.parallel import zero
-from baton.parallel.layout import initialize_parameters, named_layouts
+from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.param_layout import initialize_parameters, named_layouts
 from baton.parallel.pipeline import schedule
-from baton.parallel.sequence import SequenceLink
 from baton.training.build import make_deterministic
 from baton.training.errors import RunError
 from baton.training.executor import StepExecutor

@@ -10,7 +10,7 @@ from support.models import micro_batches, model_of, step_batch, training
 
 from baton.models.lm import IGNORED, LanguageModel
 from baton.models.settings import kinds
-from baton.parallel.layout import gather_parameters, initialize_parameters, named_layouts
+from baton.parallel.param_layout import gather_parameters, initialize_parameters, named_layouts
 from baton.parallel.zero import parameter_groups
 from baton.training.build import build, build_model
 from baton.training.executor import StepExecutor

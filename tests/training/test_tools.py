@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import tensors
 from support.models import MODEL, micro_batches, training
 
-from baton.data_pipeline import storage
+from baton.data_pipeline import file_io
 from baton.launcher.cli import main
 from baton.training.build import build
 from baton.training.checkpoint.files import CheckpointFiles
@@ -124,7 +124,7 @@ def test_prune_deletes_what_need_not_stay(runs, tmp_path, capsys):
 
 
 def test_what_cannot_be_read_at_present_is_one_line_and_not_called_damaged(runs, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(storage, "PAUSES_S", ())
+    monkeypatch.setattr(file_io, "PAUSES_S", ())
     run = shutil.copytree(runs / "one", tmp_path / "run")
     for victim in (run / "checkpoints" / "step-00000003" / name for name in ("rank-00001.safetensors", "manifest.json")):
         victim.unlink()

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.data_pipeline.storage import may_pass, patiently, unreadable
+from baton.data_pipeline.file_io import may_pass, patiently, unreadable
 from baton.training.checkpoint.digest import part_digest
 from baton.training.checkpoint.rectangles import Rectangle
 from baton.training.errors import CheckpointError

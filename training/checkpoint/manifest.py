@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from baton.data_pipeline.storage import PAUSES_S, may_pass, patiently, read_text, unreadable
+from baton.data_pipeline.file_io import PAUSES_S, may_pass, patiently, read_text, unreadable
 from baton.kernels.compile import launch_configs
 from baton.training.errors import CheckpointError
 
@@ -24,12 +24,11 @@ NAME = "manifest.json"
 class Manifest:
     """step: optimizer steps done. tokens: tokens consumed by them. adam_steps: updates AdamW made.
 
-    cursors: per lane, where its stream goes on. fingerprints: of what must be the same on resuming (model, stream, …).
-    layout: the mesh that wrote it, and versions: of what computed, for the reader's eyes: any others may load it.
-    data: what the sources say of themselves (data_pipeline.source). validation: loss measured after this very step, nats per token;
-    None: it was not. time: when it was saved, seconds since 1970.
-    files: name -> {bytes, sha256}. tensors: key -> {dtype, shape, checksum (checkpoint.digest), parts: [[file, offset, extent],
-    ...]}.
+    cursors: per lane, where its stream goes on. fingerprints: of what must be the same on resuming (model, stream, …). layout: the
+    mesh that wrote it, and versions: of what computed, for the reader's eyes: any others may load it. data: what the sources say of
+    themselves (data_pipeline.run_source). validation: loss measured after this very step, nats per token; None: it was not. time:
+    when it was saved, seconds since 1970. files: name -> {bytes, sha256}. tensors: key -> {dtype, shape, checksum
+    (checkpoint.digest), parts: [[file, offset, extent], ...]}.
     """
 
     step: int

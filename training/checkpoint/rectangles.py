@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from baton.parallel.layout import named_layouts
 from baton.parallel.mesh import Mesh
+from baton.parallel.param_layout import named_layouts
 from baton.parallel.zero import Engine
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.storage import may_pass, sync_folder, unreadable, why
+from baton.data_pipeline.file_io import may_pass, sync_folder, unreadable, why
 from baton.parallel.mesh import Mesh
 from baton.training import heartbeat
 from baton.training.checkpoint.digest import joined

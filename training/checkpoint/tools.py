@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.storage import may_pass, patiently, unreadable, why
+from baton.data_pipeline.file_io import may_pass, patiently, unreadable, why
 from baton.training.checkpoint.digest import joined
 from baton.training.checkpoint.files import CheckpointFiles
 from baton.training.checkpoint.manifest import Manifest, check_file

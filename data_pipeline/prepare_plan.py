@@ -14,12 +14,12 @@ from typing import Any
 
 from baton.data_pipeline.config import PrepareConfig
 from baton.data_pipeline.errors import DataError, FolderBusyError, InputError, StorageError
+from baton.data_pipeline.file_io import may_pass, why
 from baton.data_pipeline.files import read_json, write_json
+from baton.data_pipeline.input_files import Piece, Source, exclusion
 from baton.data_pipeline.lock import LockHeldError, exclusive
+from baton.data_pipeline.prepare_workers import Task, piece_key
 from baton.data_pipeline.shards import DATASET, FORMAT, PLAN, VERSION
-from baton.data_pipeline.sources import Piece, Source, exclusion
-from baton.data_pipeline.storage import may_pass, why
-from baton.data_pipeline.tasks import Task, piece_key
 
 PARTS = ".parts"  # finished tasks, until all are
 DAMAGED = "damaged.json"  # in it: {name: why} of the inputs that could not be read

@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.lanes import Int64, unit_starts
+from baton.data_pipeline.lane_order import Int64, unit_starts
 from baton.data_pipeline.shards import ShardSummary
 
 UNITS = "units.npz"

@@ -1,8 +1,8 @@
 """Sequence parallelism: a rank is a segment. A State arrives from the left neighbour, and leaves to the right.
 
-The one thing to know: segment s on rank r of P is virtual segment v = s P + r. States go from v to v + 1, cotangents from v to
-v - 1, and the link knows who that is: the neighbour, at the group's ends the other end, or, with one rank, this process itself.
-What enters v = 0 and what leaves the last are the caller's. What is sent when is decided in `parallel.carry`; nothing else of a
+The one thing to know: segment s on rank r of P is virtual segment v = s P + r. States go from v to v + 1, cotangents from v to v -
+1, and the link knows who that is: the neighbour, at the group's ends the other end, or, with one rank, this process itself. What
+enters v = 0 and what leaves the last are the caller's. What is sent when is decided in `parallel.state_passing`; nothing else of a
 model knows about it.
 
 Entering States are kept with the graph, so that recomputation of activations exchanges nothing.
@@ -22,7 +22,7 @@ from baton.kernels.protocol import Leaf, State, flat_nbytes, from_flat, to_flat
 from baton.parallel import compat
 from baton.parallel.config import LayoutConfig
 from baton.parallel.errors import ExchangeError, LayoutError
-from baton.parallel.exchange import Channel, channels
+from baton.parallel.p2p import Channel, channels
 
 Direction = Literal["right", "left"]
 """States go right, cotangents left."""

@@ -12,12 +12,12 @@ from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import sha256_file
-from baton.data_pipeline.lanes import unit_starts
+from baton.data_pipeline.lane_order import unit_starts
 from baton.data_pipeline.reader import Corpus
 from baton.data_pipeline.shards import ShardWriter
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.stream import BatchStream
-from baton.data_pipeline.units import UNITS, UnitTable
+from baton.data_pipeline.unit_index import UNITS, UnitTable
 
 DEFAULTS = tuple(ShardsConfig.model_fields[name].default for name in ("unit_documents", "unit_bytes"))
 

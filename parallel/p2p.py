@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from baton.parallel.comm_timing import reporting, waiting
 from baton.parallel.errors import ExchangeError
-from baton.parallel.waiting import reporting, waiting
 
 _POLL_S = 0.5
 _LEAVING = "its messages to leave, which other ranks receive"

@@ -20,15 +20,15 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from baton.data_pipeline import storage, tasks
-from baton.data_pipeline.claim import PARTS, deal
+from baton.data_pipeline import file_io, prepare_workers
 from baton.data_pipeline.config import PrepareConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError, InputError, StorageError
+from baton.data_pipeline.input_files import Piece, Source, exclusion, find_sources
 from baton.data_pipeline.prepare import prepare
-from baton.data_pipeline.sources import Piece, Source, exclusion, find_sources
+from baton.data_pipeline.prepare_plan import PARTS, deal
+from baton.data_pipeline.prepare_workers import piece_key
 from baton.data_pipeline.stream import documents
-from baton.data_pipeline.tasks import piece_key
 from baton.data_pipeline.verify import verify
 from baton.launcher.cli import main
 
@@ -359,7 +359,7 @@ def test_inputs_that_are_no_files_are_refused_by_what_they_are(tmp_path, make):
 
 def test_a_file_that_cannot_be_read_at_present_is_read_again_and_then_left_for_a_later_start(tmp_path, make, read, monkeypatch):
     """No process can read its mem file from 0 on: a read fails as on a bad disk, and the link may lead elsewhere the next time."""
-    monkeypatch.setattr(storage, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(file_io, "PAUSES_S", (0.0, 0.0))
     os.symlink("/proc/self/mem", tmp_path / "a.txt")
     (tmp_path / "b.txt").write_text("good")
     with pytest.raises(
@@ -381,7 +381,7 @@ def test_a_read_error_that_passes_leaves_no_trace(tmp_path, make, monkeypatch):
     def sleep(_):
         (tmp_path / "away").rename(tmp_path / "a.jsonl")
 
-    real = tasks.read_piece
+    real = prepare_workers.read_piece
 
     def failing(piece, text_field):
         """The file server forgets the file in the middle, once."""
@@ -393,8 +393,8 @@ def test_a_read_error_that_passes_leaves_no_trace(tmp_path, make, monkeypatch):
                 raise InputError("a.jsonl", piece.source.path, os.strerror(errno.ESTALE), may_pass=True)
             yield record
 
-    monkeypatch.setattr(tasks, "read_piece", failing)
-    monkeypatch.setattr(tasks.time, "sleep", sleep)
+    monkeypatch.setattr(prepare_workers, "read_piece", failing)
+    monkeypatch.setattr(prepare_workers.time, "sleep", sleep)
     make("a.jsonl")
     for name in ("dataset.json", "train-000000.tar", "train-000000.index.npz"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()

@@ -11,7 +11,7 @@ from support.gone_rank import FAULTY, RANKS, TIMEOUT_S, one_rank
 from support.pool import processes
 
 from baton.parallel.errors import ExchangeError
-from baton.parallel.exchange import Watch, channels
+from baton.parallel.p2p import Watch, channels
 
 DEADLINE_S = 240.0
 """Far beyond what anything here takes on a busy machine. That a rank ends in time is tested with a Watch and a clock of its own."""

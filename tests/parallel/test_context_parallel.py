@@ -13,11 +13,11 @@ from baton.kernels.protocol import LinearRecurrence
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models.mixer import Mixer, Site, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
-from baton.parallel.carry import carry
 from baton.parallel.config import LayoutConfig
+from baton.parallel.context_parallel import SequenceLink, sequence_link
 from baton.parallel.errors import ExchangeError, LayoutError
-from baton.parallel.layout import initialize_parameters
-from baton.parallel.sequence import SequenceLink, sequence_link
+from baton.parallel.param_layout import initialize_parameters
+from baton.parallel.state_passing import carry
 from baton.parallel.tensor import megatron_config
 
 B, T = 2, 53  # spans of eight ranks are as long as the longest tail, and not all of one length

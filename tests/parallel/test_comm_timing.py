@@ -33,21 +33,21 @@ class Clock:
 
 def late(mesh, folder):
     """Rank 1 comes late to each kind of call; seconds waited, and seconds gone by."""
-    from baton.parallel import waiting
+    from baton.parallel import comm_timing
 
-    waiting.install()
+    comm_timing.install()
     clock, found = Clock(folder / "clock"), {}
     if mesh.rank == 0:
         clock.path.write_text("0.0")
     dist.barrier()
-    with patch.object(waiting, "time", SimpleNamespace(perf_counter=clock)):
+    with patch.object(comm_timing, "time", SimpleNamespace(perf_counter=clock)):
         for name, call in {
             "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
             "all_gather_object": lambda: dist.all_gather_object([None] * mesh.world_size, mesh.rank),
             "nothing": lambda: None,
         }.items():
             dist.barrier()
-            waiting.seconds()
+            comm_timing.seconds()
             began, inside = clock(), folder / f"{name}-inside"
             if mesh.rank == 0:
                 clock.mark = inside
@@ -57,9 +57,9 @@ def late(mesh, folder):
                 clock.advance(LATE_S)
             call()
             clock.mark = None
-            found[name] = waiting.seconds(), clock() - began
+            found[name] = comm_timing.seconds(), clock() - began
         work = dist.all_reduce(torch.ones(3), async_op=True)
-        found["asynchronous"] = waiting.seconds(), 1.0
+        found["asynchronous"] = comm_timing.seconds(), 1.0
         work.wait()
     return found
 
@@ -77,19 +77,19 @@ def test_the_rank_that_waits_is_the_one_that_is_early(pool, tmp_path):
 
 def reported(mesh):
     """What is reported of some calls of one rank."""
-    from baton.parallel import waiting
+    from baton.parallel import comm_timing
 
     told = []
-    waiting.install()
-    waiting.report_to(told.append)
+    comm_timing.install()
+    comm_timing.report_to(told.append)
     try:
         dist.all_reduce(torch.ones(3), group=mesh.tensor_group)
         dist.broadcast(torch.ones(3), 0)
-        with waiting.reporting(waiting.collective("all_reduce", mesh.tensor_group)):
+        with comm_timing.reporting(comm_timing.collective("all_reduce", mesh.tensor_group)):
             pass
         dist.all_reduce(torch.ones(3), async_op=True).wait()
     finally:
-        waiting.report_to(lambda what: None)
+        comm_timing.report_to(lambda what: None)
     return told
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from baton.data_pipeline.compressed import SUFFIXES
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.storage import may_pass, unreadable
+from baton.data_pipeline.file_io import may_pass, unreadable
 
 
 @dataclass(frozen=True)

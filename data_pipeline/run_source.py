@@ -10,12 +10,12 @@ from typing import Any
 from baton.data_pipeline.config import ShardsConfig, TaskConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.lanes import Cursor
+from baton.data_pipeline.lane_order import Cursor
 from baton.data_pipeline.reader import Corpus, Growth
 from baton.data_pipeline.remote import Cache
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.stream import BatchStream
-from baton.data_pipeline.task_stream import ExampleCursor, TaskStream, task_fingerprint
+from baton.data_pipeline.synthetic_stream import ExampleCursor, TaskStream, task_fingerprint
 from baton.data_pipeline.tokenizer import Tokenizer
 
 

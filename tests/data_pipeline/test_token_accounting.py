@@ -17,7 +17,7 @@ import pytest
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.lanes import permutation
+from baton.data_pipeline.lane_order import permutation
 from baton.data_pipeline.shards import token_payload
 from baton.data_pipeline.steps import StepPlan, Stretch
 from baton.data_pipeline.stream import BatchStream, Cursor

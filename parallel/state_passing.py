@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, Recurrence, State, StateFirstRecurrence, unwanted, zeros
-from baton.parallel.sequence import Carrier, Direction, SequenceLink
-from baton.parallel.spans import RECURRENCE, span
+from baton.parallel.context_parallel import Carrier, Direction, SequenceLink
+from baton.parallel.profiler_ranges import RECURRENCE, span
 
 
 def carry(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from baton.parallel.spans import EXCHANGE, span
+from baton.parallel.profiler_ranges import EXCHANGE, span
 
 _CALLS = (
     "all_reduce",

@@ -16,14 +16,14 @@ from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
-from baton.data_pipeline import storage
+from baton.data_pipeline import file_io
 from baton.data_pipeline.config import PrepareConfig
 from baton.data_pipeline.errors import DataError, InputError
 from baton.data_pipeline.files import read_json, sha256_file, write_json
+from baton.data_pipeline.input_files import Piece, Rejected, held_out
 from baton.data_pipeline.progress import Progress
 from baton.data_pipeline.records import read_piece
 from baton.data_pipeline.shards import ShardSummary, ShardWriter, file_size, index_name, token_payload
-from baton.data_pipeline.sources import Piece, Rejected, held_out
 from baton.data_pipeline.tokenizer import Tokenizer
 
 _REPORT_BYTES = 1 << 20
@@ -155,7 +155,7 @@ def _run(task: Task, moved: dict[str, str], add: Callable[[int], None]) -> TaskR
 
 def _patiently_written(task: Task, add: Callable[[int], None]) -> TaskRecord:
     """A task's shards. They are begun again after read errors that may pass."""
-    for pause in storage.PAUSES_S:
+    for pause in file_io.PAUSES_S:
         reported = 0
 
         def count(size: int) -> None:

@@ -14,8 +14,8 @@ from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.mixture import Mixture
 from baton.data_pipeline.prepare import prepare
+from baton.data_pipeline.run_source import ShardSource
 from baton.data_pipeline.shards import ShardWriter, token_payload
-from baton.data_pipeline.source import ShardSource
 from baton.data_pipeline.steps import StepPlan
 
 

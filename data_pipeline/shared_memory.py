@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from baton.data_pipeline.batches import Batch
-from baton.data_pipeline.lanes import Cursor
+from baton.data_pipeline.lane_order import Cursor
 from baton.data_pipeline.steps import StepPlan
 
 _LINE = 64  # bytes of a cache line: where arrays begin
