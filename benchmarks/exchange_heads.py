@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from baton.kernels.protocol import Inputs, Recurrence, State
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import mixer
-from baton.models.gated_scan import GatedScan
+from baton.models.ssm_block import SSMBlock
 from baton.parallel.context_parallel import SequenceLink
 
 _CONV = ShortConv("silu")
@@ -61,8 +61,8 @@ class HeadExchange:
         own = (*self.to_heads(*inputs[:along]), *map(self.share, inputs[along:]))
         return self.to_tokens(recurrence.outputs(own, self.pos, None)), {}
 
-    def gated_scan(self, of: GatedScan, x_BTM: Tensor) -> tuple[Tensor, State]:
-        """In the place of `GatedScan.forward`."""
+    def gated_scan(self, of: SSMBlock, x_BTM: Tensor) -> tuple[Tensor, State]:
+        """In the place of `SSMBlock.forward`."""
         channels, d_state = len(of.D), of.config.d_state
         x, z = self.to_heads(*of.in_proj(x_BTM, (channels, channels)))
         u, _ = _CONV.run((x, self.share(of.conv_weight), self.share(of.conv_bias)), self.pos, None)
@@ -113,15 +113,15 @@ class HeadExchange:
 def over_heads(exchange: HeadExchange) -> Iterator[None]:
     """Within it all that models carry is exchanged for heads."""
 
-    def forward(self: GatedScan, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(self: SSMBlock, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         return exchange.gated_scan(self, x_BTM)
 
-    before = mixer.carry, GatedScan.forward
-    mixer.carry, GatedScan.forward = exchange.carry, forward  # type: ignore[assignment, method-assign]
+    before = mixer.carry, SSMBlock.forward
+    mixer.carry, SSMBlock.forward = exchange.carry, forward  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        mixer.carry, GatedScan.forward = before  # type: ignore[method-assign]
+        mixer.carry, SSMBlock.forward = before  # type: ignore[method-assign]
 
 
 class _ToHeads(torch.autograd.Function):

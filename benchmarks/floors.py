@@ -17,10 +17,10 @@ import yaml
 
 from baton.models.config import ModelConfig
 from baton.models.settings.bmojo import BMojoConfig
-from baton.models.settings.footprint import SCAN_BORDER
-from baton.models.settings.gated_scan import GatedScanConfig
+from baton.models.settings.cost_model import SCAN_BORDER
 from baton.models.settings.gsa import GSAConfig
 from baton.models.settings.mamba import MambaConfig
+from baton.models.settings.ssm_block import SSMBlockConfig
 from baton.models.settings.swiglu import SwiGLUConfig
 
 PROFILES = {
@@ -100,7 +100,7 @@ def of_micro_batch(model: ModelConfig, tokens: int, context: int) -> dict[str, L
     multiplied, exponentials = 0.0, 0
     for kind in kinds:
         scan = kind.ssm if isinstance(kind, BMojoConfig) else kind
-        if isinstance(scan, GatedScanConfig):
+        if isinstance(scan, SSMBlockConfig):
             inner = scan.expand * d
             # x, steps, gates and outputs; those, their gradients and that of the output; states at borders, left and read
             moved["scan"] += (4 + 7) * LOW * inner + 2 * WIDE * inner * scan.d_state // SCAN_BORDER

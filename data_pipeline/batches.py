@@ -19,10 +19,14 @@ AnyIds = npt.NDArray[np.integer[Any]]
 _Row = npt.NDArray[np.int64]
 
 
+IGNORE_INDEX = -1
+"""The label of a position that has none and does not count in the loss; the loss takes any negative label for one."""
+
+
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. tokens int64[B, T]; labels int64[B, T], -1 where there is none; pos int32[B, T], place of the input in its
-    document, 0 at its mark; lanes: which lane each row belongs to (empty for evaluation)."""
+    """One micro-batch. tokens int64[B, T]; labels int64[B, T], IGNORE_INDEX where there is none; pos int32[B, T], place of the
+    input in its document, 0 at its mark; lanes: which lane each row belongs to (empty for evaluation)."""
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.data_pipeline.batches import AnyIds, Batch, OpenDocument, check_tokenizer, empty_batch
+from baton.data_pipeline.batches import IGNORE_INDEX, AnyIds, Batch, OpenDocument, check_tokenizer, empty_batch
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.shards import tokens_of
 from baton.data_pipeline.token_chunks import id_pieces
 from baton.data_pipeline.tokenizer import Tokenizer
-
-IGNORED = -1  # label of a place that is not scored
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def evaluation_batches(
     rounds = -(-tokens // (context * micro_batch * data_size))
     windows = empty_batch(rounds * micro_batch * data_size, context, ())
     windows.tokens[:] = tokenizer.doc
-    windows.labels[:] = IGNORED
+    windows.labels[:] = IGNORE_INDEX
     windows.pos[:] = np.arange(context)  # padding looks like a document, and is never one that goes on
     row = column = 0
     for pieces in chosen:

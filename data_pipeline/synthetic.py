@@ -13,13 +13,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from baton.data_pipeline.batches import IGNORE_INDEX
 from baton.data_pipeline.config import InductionConfig, MqarConfig, SelectiveCopyConfig, TaskConfig
 
 Int64 = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 VERSION = 1  # part of every key: raise it when the same words make other examples
-IGNORED = -1  # label of a place that is not scored
 PHILOX_BLOCK = 4  # words that one step of Philox's counter makes
 
 
@@ -30,8 +30,8 @@ class Task(Protocol):
     asked: int
 
     def make(self, words: Words) -> tuple[Int64, Int64]:
-        """uint64 [E, W], uniform on all 64 bits -> tokens and labels int64 [E, length], label IGNORED where nothing is asked. A
-        label is what the model must say at that very place."""
+        """uint64 [E, W], uniform on all 64 bits -> tokens and labels int64 [E, length], label IGNORE_INDEX where nothing is asked.
+        A label is what the model must say at that very place."""
 
 
 class Examples:
@@ -84,7 +84,7 @@ class Mqar:
             tokens = others(below(of_filler, config.vocab_size - pairs), keys, config.vocab_size)
         else:
             tokens = np.zeros((len(words), config.length), np.int64)
-        labels = np.full_like(tokens, IGNORED)
+        labels = np.full_like(tokens, IGNORE_INDEX)
         tokens[:, 0 : 2 * pairs : 2] = keys
         tokens[:, 1 : 2 * pairs : 2] = values
         # a race of exponential clocks: the order in which they ring is that of draws without replacement at these rates
@@ -111,7 +111,7 @@ class Induction:
         place = below(words[:, length:], length - 2)
         np.put_along_axis(tokens, place, special, axis=1)
         tokens[:, -1] = special
-        labels = np.full_like(tokens, IGNORED)
+        labels = np.full_like(tokens, IGNORE_INDEX)
         labels[:, -1] = np.take_along_axis(tokens, place + 1, axis=1)[:, 0]
         return tokens, labels
 
@@ -134,7 +134,7 @@ class SelectiveCopy:
         tokens = np.zeros((len(words), length), np.int64)
         np.put_along_axis(tokens, places, data, axis=1)
         tokens[:, -count:] = asking
-        labels = np.full_like(tokens, IGNORED)
+        labels = np.full_like(tokens, IGNORE_INDEX)
         labels[:, -count:] = data
         return tokens, labels
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from baton.data_pipeline.batches import Batch
+from baton.data_pipeline.batches import IGNORE_INDEX, Batch
 from baton.data_pipeline.config import TaskConfig
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint
 from baton.data_pipeline.steps import StepPlan, Steps
-from baton.data_pipeline.synthetic import IGNORED, VERSION, Examples
+from baton.data_pipeline.synthetic import VERSION, Examples
 
 PIECE_TOKENS = 1 << 18  # tokens made at once: enough to make calls cheap, few enough to bound what is in memory besides the batches
 
@@ -99,6 +99,6 @@ def task_set(config: TaskConfig, *, tokens: int, context: int, micro_batch: int,
     for number in range(rounds):
         first = (number * data_size + data_rank) * rows
         made, labels = examples.take([(("evaluation",), first, rows)])
-        labels[max(0, count - first) :] = IGNORED
+        labels[max(0, count - first) :] = IGNORE_INDEX
         batches.append(Batch(made, labels, np.broadcast_to(pos, made.shape), ()))
     return TaskSet(batches, count * examples.asked)

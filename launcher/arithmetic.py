@@ -14,7 +14,7 @@ from functools import cached_property
 
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
-from baton.models.settings.footprint import Footprint, Parameter, Work
+from baton.models.settings.cost_model import Footprint, Parameter, Work
 from baton.models.stages import VECTOR_COST, Stage, cut, whole
 from baton.training.config import TrainingConfig
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from baton.launcher.arithmetic import Arithmetic, of_stages
 from baton.launcher.config import RunConfig
+from baton.models.settings.cost_model import Footprint
 from baton.models.settings.eager import Eager
-from baton.models.settings.footprint import Footprint
 
 ASSUMED_TB_S = 2.0
 """Of a GPU's memory, where no cluster says it: an A100's. It matters where batches are large; else launches take longer."""

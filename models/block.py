@@ -16,7 +16,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from baton.kernels.protocol import Leaf, State
 from baton.models.config import ModelConfig
-from baton.models.mixer import Mixer, Site, build_mixer, leaving
+from baton.models.mixer import Mixer, MixerContext, build_mixer, leaving
 from baton.models.norm import RMSNorm, Stream, summed
 from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.tensor import gather_tokens
@@ -37,11 +37,11 @@ class SubBlock(nn.Module):
 
     mixer: Mixer
 
-    def __init__(self, name: str, config: ModelConfig, site: Site) -> None:
+    def __init__(self, name: str, config: ModelConfig, context: MixerContext) -> None:
         super().__init__()
-        self._split, self._compute_dtype = site.split_residual, site.compute_dtype
-        self.norm = RMSNorm(config.d_model, config.norm_eps, of_part=site.split_residual)
-        self.mixer = build_mixer(config.mixers[name], site)
+        self._split, self._compute_dtype = context.split_residual, context.compute_dtype
+        self.norm = RMSNorm(config.d_model, config.norm_eps, of_part=context.split_residual)
+        self.mixer = build_mixer(config.mixers[name], context)
 
     def forward(self, stream: Stream, pos: Tensor, state: State | None, state_wanted: bool = True) -> tuple[Stream, State]:
         # every projection would cast it anyway, each for itself
@@ -56,8 +56,8 @@ class SubBlock(nn.Module):
 class Layer(nn.ModuleDict):
     """Sub-blocks by name; the State's leaves are called NAME.LEAF."""
 
-    def __init__(self, names: tuple[str, ...], config: ModelConfig, site: Site) -> None:
-        super().__init__({name: SubBlock(name, config, site) for name in names})
+    def __init__(self, names: tuple[str, ...], config: ModelConfig, context: MixerContext) -> None:
+        super().__init__({name: SubBlock(name, config, context) for name in names})
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

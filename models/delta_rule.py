@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from baton.kernels.delta_rule.recurrence import DeltaRule
 from baton.kernels.protocol import Leaf, State
 from baton.kernels.short_conv.recurrence import ShortConv
-from baton.models import constants, init
-from baton.models.mixer import Mixer, Site
+from baton.models import cached_constants, init
+from baton.models.mixer import Mixer, MixerContext
 from baton.models.norm import HeadRMSNorm, unit
 from baton.models.settings.delta_rule import DeltaRuleConfig
 
@@ -31,19 +31,19 @@ class DeltaRuleMixer(Mixer):
     and `gate`.
     """
 
-    def __init__(self, config: DeltaRuleConfig, site: Site, *, extra: Sequence[tuple[str, int]] = ()) -> None:
+    def __init__(self, config: DeltaRuleConfig, context: MixerContext, *, extra: Sequence[tuple[str, int]] = ()) -> None:
         super().__init__()
-        self.config, self.compute_dtype = config, site.compute_dtype
-        self.heads = config.head_count(site.d_model)
+        self.config, self.compute_dtype = config, context.compute_dtype
+        self.heads = config.head_count(context.d_model)
         keys, values = self.heads * config.d_key, self.heads * config.d_value
         parts = (("q", keys), ("k", keys), ("v", values), ("beta", self.heads), *extra)
-        self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
-        self._widths = [width // site.tensor_size for _, width in parts]
+        self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
+        self._widths = [width // context.tensor_size for _, width in parts]
         self.conv_weights = nn.ParameterDict(
-            {name: site.split((width, config.d_conv), init.linear(config.d_conv), decay=True) for name, width in parts[:3]}
+            {name: context.split((width, config.d_conv), init.linear(config.d_conv), decay=True) for name, width in parts[:3]}
         )
-        self.norm = HeadRMSNorm(config.d_value, site.norm_eps)
-        self.out_proj = site.output(values)
+        self.norm = HeadRMSNorm(config.d_value, context.norm_eps)
+        self.out_proj = context.output(values)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -69,7 +69,7 @@ class DeltaRuleMixer(Mixer):
         def mixed(name: str, u_BTD: Tensor) -> Tensor:
             weight, leaf = self.conv_weights[name], f"conv_{name}"
             # the papers' convolutions have no bias
-            bias = constants.zeros(weight.shape[0], weight.dtype, weight.device)
+            bias = cached_constants.zeros(weight.shape[0], weight.dtype, weight.device)
             inputs, tail = (u_BTD, weight, bias), None if state is None else {"tail": state[leaf]}
             out_BTD, own = self.carry(_CONV, inputs, pos_BT, tail)
             leaving[leaf] = own["tail"]

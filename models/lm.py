@@ -18,7 +18,7 @@ from baton.models import init
 from baton.models.block import Layer, recomputation
 from baton.models.config import ModelConfig
 from baton.models.cross_entropy import linear_cross_entropy
-from baton.models.mixer import Mixer, Site
+from baton.models.mixer import Mixer, MixerContext
 from baton.models.norm import RMSNorm, Stream, summed
 from baton.models.stages import Stage, whole
 from baton.parallel.context_parallel import SequenceLink
@@ -29,9 +29,6 @@ from baton.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, gat
 
 States = dict[str, State]
 """State of each layer, by the layer's number in the whole model."""
-
-IGNORED = -1
-"""The label of a position that does not count; `linear_cross_entropy` takes any that is negative for one."""
 
 
 class LanguageModel(nn.Module):
@@ -84,7 +81,7 @@ class LanguageModel(nn.Module):
             if config.tie_embeddings and self.stage.count > 1:
                 layout = layout_of(self.embedding.weight)
                 declare(self.embedding.weight, replace(layout, lends=self.stage.first, lent=self.stage.last))
-        site = Site(
+        context = MixerContext(
             config.d_model,
             config.residual_adds,
             config.norm_eps,
@@ -95,7 +92,7 @@ class LanguageModel(nn.Module):
             # a layer that is run again keeps nothing anyway
             selective_recompute=selective_recompute and not recompute,
         )
-        self.layers = nn.ModuleDict({str(n): Layer(config.layers[n], config, site) for n in self.stage.layers})
+        self.layers = nn.ModuleDict({str(n): Layer(config.layers[n], config, context) for n in self.stage.layers})
         for name, module in self.named_modules():
             if isinstance(module, Mixer):
                 module.link, module.where = link, name.replace(".mixer", "")
@@ -184,7 +181,7 @@ class LanguageModel(nn.Module):
         return nullcontext() if self.link is None else self.link.alone()
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Summed negative log-likelihood (nats, fp32 scalar) of labels [B, T] int64; IGNORED ones count nothing.
+        """Summed negative log-likelihood (nats, fp32 scalar) of labels [B, T] int64; IGNORE_INDEX ones count nothing.
 
         Logits exist for `loss_chunk` tokens at a time, once: what gets a gradient has it made in the forward pass.
         """

@@ -5,7 +5,8 @@ written like single-device code over tensor-parallel projections; its file says 
 
 Where tensor ranks share the residual stream, x is gathered for the mixer and its output projection gives each rank its part of the
 tokens, y [part_of(B T), d_model]. Whoever reads x then finds only this rank's part of x's gradient, and gathering sums the parts:
-so the projections of a Site sum nothing, and what every rank computes alike must not sum either (models.replicated).
+so the projections of a MixerContext sum nothing, and what every rank computes alike must not sum either
+(models.replicated_linear).
 """
 
 import dataclasses
@@ -32,14 +33,14 @@ _CLASSES: dict[type[MixerConfig], type["Mixer"]] = {}
 
 
 @dataclass(frozen=True)
-class Site:
+class MixerContext:
     """Where a mixer is built in.
 
     residual_adds: how often the whole model adds to its residual stream; output projections' initial values are scaled by its
     -1/2 power. compute_dtype: of matmuls and activations between them. init_std: of normal initial values of the projections; None:
     uniform ones. split_residual: tensor ranks share the residual stream, each a part of the tokens; the mixer's input is gathered.
-    inner: the mixer is a part of another, which reads its output whole on every rank. selective_recompute: what costs little is
-    made again in the backward pass (models.remade).
+    is_nested: the mixer is a part of another, which reads its output whole on every rank. selective_recompute: cheap activations
+    are recomputed in the backward pass (models.selective_recompute).
     """
 
     d_model: int
@@ -49,29 +50,31 @@ class Site:
     compute_dtype: torch.dtype
     init_std: float | None = None
     split_residual: bool = False
-    inner: bool = False
+    is_nested: bool = False
     selective_recompute: bool = False
 
-    def inside(self) -> "Site":
+    def nested(self) -> "MixerContext":
         """Of a mixer within this one: what it gives is not added to the residual stream."""
-        return dataclasses.replace(self, residual_adds=1, inner=True)
+        return dataclasses.replace(self, residual_adds=1, is_nested=True)
 
     @property
     def tensor_size(self) -> int:
         """Ranks that share the mixer."""
         return int(self.megatron.tensor_model_parallel_size)
 
-    def fill(self, fan_in: int, scale: float = 1.0) -> Init:
+    def initializer(self, fan_in: int, scale: float = 1.0) -> Init:
         """Initial values of a projection's weight."""
         return init.linear(fan_in, scale) if self.init_std is None else init.normal(scale * self.init_std)
 
-    def column(self, out_features: int, *, parts: Iterable[tuple[str, int]] = (), fill: Init | None = None) -> ColumnParallelLinear:
+    def column(
+        self, out_features: int, *, parts: Iterable[tuple[str, int]] = (), initializer: Init | None = None
+    ) -> ColumnParallelLinear:
         """A projection from d_model to features that are split over the tensor group."""
-        fill = fill or self.fill(self.d_model)
+        initializer = initializer or self.initializer(self.d_model)
         return ColumnParallelLinear(
             self.d_model,
             out_features,
-            fill,
+            initializer,
             self.megatron,
             compute_dtype=self.compute_dtype,
             parts=tuple(parts),
@@ -84,22 +87,22 @@ class Site:
         return RowParallelLinear(
             in_features,
             self.d_model,
-            self.fill(in_features, scale=self.residual_adds**-0.5),
+            self.initializer(in_features, scale=self.residual_adds**-0.5),
             self.megatron,
             compute_dtype=self.compute_dtype,
-            scatter=self.split_residual and not self.inner,
+            scatter=self.split_residual and not self.is_nested,
         )
 
-    def split(self, shape: Iterable[int], fill: Init, *, decay: bool) -> nn.Parameter:
+    def split(self, shape: Iterable[int], initializer: Init, *, decay: bool) -> nn.Parameter:
         """A parameter with one row per channel or head, split over the tensor group; it stays fp32 in the computation."""
-        layout = ParameterLayout(tuple(shape), fill, split=0, decay=decay)
+        layout = ParameterLayout(tuple(shape), initializer, split=0, decay=decay)
         return declare(nn.Parameter(torch.empty(layout.local_shape(self.tensor_size))), layout)
 
 
 class Mixer(nn.Module, ABC):
     """Base of every mixer: `class Mamba(Mixer, settings=MambaConfig)` makes it the class of that kind.
 
-    A subclass's constructor takes (config, site).
+    A subclass's constructor takes (config, context).
 
     kept_operators: operators whose results recomputation of activations keeps instead of computing again, because a choice hangs on
     their last bit.
@@ -144,10 +147,10 @@ def import_mixer(config: MixerConfig) -> None:
     import_module(f"baton.models.mixers.{config.kind}")
 
 
-def build_mixer(config: MixerConfig, site: Site) -> Mixer:
+def build_mixer(config: MixerConfig, context: MixerContext) -> Mixer:
     """The mixer of config.kind."""
     import_mixer(config)
-    return _CLASSES[type(config)](config, site)
+    return _CLASSES[type(config)](config, context)
 
 
 @contextmanager
@@ -174,8 +177,8 @@ def noting() -> Iterator[set[Recurrence]]:
 def recurrences_of(model: nn.Module, d_model: int, dtype: torch.dtype) -> list[Recurrence]:
     """What the model's mixers carry, by name: found by running each kind on a few tokens, in the dtype and with the positions of a
     step, so that no kernel is needed that steps do not need. A tensor group calls it together."""
-    inner = {part for module in model.modules() if isinstance(module, Mixer) for part in module.modules() if part is not module}
-    outer = {type(module): module for module in model.modules() if isinstance(module, Mixer) and module not in inner}
+    nested = {part for module in model.modules() if isinstance(module, Mixer) for part in module.modules() if part is not module}
+    outer = {type(module): module for module in model.modules() if isinstance(module, Mixer) and module not in nested}
     with noting() as seen:
         for mixer in outer.values():
             device = next(mixer.parameters()).device

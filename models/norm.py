@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.kernels.rms_norm import rms_norm, rms_norm_beside
-from baton.models import constants, init
-from baton.models.mixer import Site
+from baton.kernels.rms_norm import fused_add_rms_norm, rms_norm
+from baton.models import cached_constants, init
+from baton.models.mixer import MixerContext
 from baton.parallel.megatron import tensor_parallel
 from baton.parallel.param_layout import ParameterLayout, declare
 
@@ -23,7 +23,7 @@ def summed(stream: Stream) -> Tensor:
 def unit(x: Tensor, eps: float, *, precise: torch.dtype, dtype: torch.dtype) -> Tensor:
     """x / sqrt(|x|^2 + eps) over the last dimension, computed in `precise` (fp32) and rounded once, to dtype."""
     width = x.shape[-1]
-    return rms_norm(x, constants.filled(width, width**-0.5, precise, x.device), eps / width, dtype=dtype)
+    return rms_norm(x, cached_constants.full(width, width**-0.5, precise, x.device), eps / width, dtype=dtype)
 
 
 class RMSNorm(nn.Module):
@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
     def forward(self, stream: Stream, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """x, the sum of the stream's parts, for what else reads it, and y in dtype."""
         x, added = stream
-        return rms_norm_beside(x, self.weight, self.eps, added=added, dtype=dtype)
+        return fused_add_rms_norm(x, self.weight, self.eps, added=added, dtype=dtype)
 
 
 class HeadRMSNorm(nn.Module):
@@ -62,10 +62,10 @@ class HeadRMSNorm(nn.Module):
 class SplitRMSNorm(nn.Module):
     """RMSNorm over a width that is split over the tensor group: x [.., width / tensor ranks], in fp32, a weight per feature."""
 
-    def __init__(self, width: int, site: Site) -> None:
+    def __init__(self, width: int, context: MixerContext) -> None:
         super().__init__()
-        self.width, self.eps, self._split = width, site.norm_eps, site.tensor_size > 1
-        self.weight = site.split((width,), init.constant(1.0), decay=False)
+        self.width, self.eps, self._split = width, context.norm_eps, context.tensor_size > 1
+        self.weight = context.split((width,), init.constant(1.0), decay=False)
 
     def forward(self, x: Tensor, dtype: torch.dtype, *, silu: bool = False) -> Tensor:
         """y in dtype. silu: of silu(x)."""

@@ -49,7 +49,7 @@ def linear(
     *,
     widths: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
-    beside: bool = False,
+    return_input: bool = False,
 ) -> tuple[Tensor, ...]:
     """Args:
         x: [.., in], in the weight's dtype.
@@ -57,13 +57,13 @@ def linear(
         weight: the parameter in the compute type, without a graph.
         widths: columns of the parts that y is given in, one after the other; None: y is one part.
         group: whose ranks' gradients of x are summed in the backward pass, behind the weight's; None: they are left as they are.
-        beside: whether x is given first, for what else reads it: its gradient from there is the product's starting value, where
-            autograd would make a sum of two.
+        return_input: whether x is given first, for what else reads it: its gradient from there is the product's starting value,
+            where autograd would make a sum of two.
 
     Returns:
         y [.., width] of each part, in x's dtype; parts are views of one tensor.
     """
-    found: tuple[Tensor, ...] = _Linear.apply(x, parameter, weight, tuple(widths or (len(weight),)), group, beside)
+    found: tuple[Tensor, ...] = _Linear.apply(x, parameter, weight, tuple(widths or (len(weight),)), group, return_input)
     return found
 
 
@@ -85,20 +85,20 @@ def add_product(into: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, parameter: Tensor, weight: Tensor, widths: tuple[int, ...], group: Any, beside: bool
+        ctx: Any, x: Tensor, parameter: Tensor, weight: Tensor, widths: tuple[int, ...], group: Any, return_input: bool
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.widths, ctx.group, ctx.beside = parameter, widths, group, beside
+        ctx.parameter, ctx.widths, ctx.group, ctx.return_input = parameter, widths, group, return_input
         y = F.linear(x, weight)
         parts = (y,) if len(widths) == 1 else y.split(widths, dim=-1)
-        return (x.view_as(x), *parts) if beside else parts
+        return (x.view_as(x), *parts) if return_input else parts
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx, grads = (grads[0], grads[1:]) if ctx.beside else (None, grads)
+        dx, grads = (grads[0], grads[1:]) if ctx.return_input else (None, grads)
         runs = _runs(ctx.widths, grads)
         for_x, for_weight = ctx.needs_input_grad[:2]
         work = None

@@ -156,11 +156,11 @@ class RowParallelLinear(ComputeCopy, tensor_parallel.RowParallelLinear):
         (y,) = linear(input, self.weight, self.plain_weight())
         return y
 
-    def forward(self, x: Tensor, beside: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """beside: x in the compute type, for what else reads it, and y: see `linear`. Not where y is scattered."""
+    def forward(self, x: Tensor, return_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """return_input: x in the compute type, for what else reads it, and y: see `linear`. Not where y is scattered."""
         x = x.to(self.compute_dtype)
-        if beside:
-            x, y = linear(x, self.weight, self.plain_weight(), beside=True)
+        if return_input:
+            x, y = linear(x, self.weight, self.plain_weight(), return_input=True)
             return x, tensor_parallel.reduce_from_tensor_model_parallel_region(y, group=self.tp_group)
         if self.sequence_parallel:
             x = _whole_parts(x.flatten(0, 1), self.config.tensor_model_parallel_size)

@@ -9,12 +9,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from baton.data_pipeline.batches import Batch
+from baton.data_pipeline.batches import IGNORE_INDEX, Batch
 from baton.data_pipeline.file_io import PAUSES_S
 from baton.data_pipeline.run_source import ShardSource, TaskSource
 from baton.data_pipeline.stream import EvaluationSet, evaluation_batches
 from baton.data_pipeline.synthetic_stream import task_set
-from baton.models.lm import IGNORED
 from baton.parallel.mesh import Mesh
 from baton.training import feed, heartbeat, replicas
 from baton.training.build import Built
@@ -211,7 +210,7 @@ class LongContext:
         if spans := list(next(groups, ())):
             tokens, labels, pos = (torch.cat([getattr(x, name) for x in spans], dim=1) for name in ("tokens", "labels", "pos"))
             # the last sequence rank, whose labels count, has the rows' last tokens
-            batch = TokenBatch(tokens, torch.where(pos[:, -1:] + 1 < segment * segments, IGNORED, labels), pos)
+            batch = TokenBatch(tokens, torch.where(pos[:, -1:] + 1 < segment * segments, IGNORE_INDEX, labels), pos)
         return credit(self._built.model, batch, segments, segment // mesh.layout.sequence, mesh)
 
 
@@ -339,7 +338,7 @@ def _padded(batch: Batch, tokens: int) -> Batch:
     """Rows of `tokens` tokens; the last ones are not asked."""
     more = ((0, 0), (0, tokens - batch.tokens.shape[1]))
     pos = np.broadcast_to(np.arange(tokens, dtype=np.int32), (len(batch.pos), tokens))
-    return Batch(np.pad(batch.tokens, more), np.pad(batch.labels, more, constant_values=IGNORED), pos, batch.lanes)
+    return Batch(np.pad(batch.tokens, more), np.pad(batch.labels, more, constant_values=IGNORE_INDEX), pos, batch.lanes)
 
 
 def _memory(device: torch.device) -> int:

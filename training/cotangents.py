@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from baton.data_pipeline.batches import IGNORE_INDEX
 from baton.kernels.protocol import State
-from baton.models.lm import IGNORED, LanguageModel
+from baton.models.lm import LanguageModel
 from baton.parallel.context_parallel import Carrier, Direction, SequenceLink
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import schedule
@@ -147,7 +148,7 @@ def credit(model: LanguageModel, batch: TokenBatch | None, segments: int, span: 
     last_rank = mesh.sequence_rank == mesh.layout.sequence - 1
     labels = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if batch is not None:
-        wanted = torch.full_like(batch.labels, IGNORED)
+        wanted = torch.full_like(batch.labels, IGNORE_INDEX)
         if last_rank:
             wanted[:, -span:] = batch.labels[:, -span:]
         batch = TokenBatch(batch.tokens, wanted, batch.pos)

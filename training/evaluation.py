@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from baton.data_pipeline.batches import IGNORE_INDEX
 from baton.models.cross_entropy import token_cross_entropy
-from baton.models.lm import IGNORED, LanguageModel, States
+from baton.models.lm import LanguageModel, States
 from baton.parallel.mesh import Mesh
 from baton.training.passes import TokenBatch
 
@@ -60,11 +61,11 @@ def score(model: LanguageModel, batches: Sequence[TokenBatch], labels: int, mesh
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batch in batches:
         # such a batch only completes a round over the ranks; but a span without a question may be needed by the next one
-        if mesh.layout.sequence == 1 and not bool((batch.labels != IGNORED).any()):
+        if mesh.layout.sequence == 1 and not bool((batch.labels != IGNORE_INDEX).any()):
             continue
         parts = (batch.segment(s, segments) for s in range(segments))
         for part, hidden, _ in through_segments(model, parts, segments, state_wanted=False):
-            asked = part.labels != IGNORED
+            asked = part.labels != IGNORE_INDEX
             if hidden is None or not bool(asked.any()):
                 continue
             # a task asks at few places: only those need logits
@@ -99,7 +100,7 @@ def through_segments(
 
 @torch.no_grad()
 def token_losses(model: LanguageModel, hidden: Tensor, labels: Tensor) -> Tensor:
-    """Negative log-likelihood (nats, fp32 [B, T]) of each label of [B, T] int64, 0 where it is IGNORED. On the last stage."""
+    """Negative log-likelihood (nats, fp32 [B, T]) of each label of [B, T] int64, 0 where it is IGNORE_INDEX. On the last stage."""
     flat, chunk = labels.flatten(), model.config.loss_chunk
     found = [
         token_cross_entropy(model.local_logits(h), y)

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from baton.data_pipeline.batches import Batch, OpenDocument, check_tokenizer, empty_batch
+from baton.data_pipeline.batches import IGNORE_INDEX, Batch, OpenDocument, check_tokenizer, empty_batch
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.token_chunks import id_pieces
 from baton.data_pipeline.tokenizer import Tokenizer
-from baton.models.lm import IGNORED, LanguageModel
+from baton.models.lm import LanguageModel
 from baton.models.mixer import Mixer
 from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.mesh import Mesh
@@ -56,8 +56,8 @@ class LongRows:
         self.tokens = min(tokens, max(int(most[row::rows].sum()) for row in range(rows)))
 
     def segments(self, rows: range, tokens: int) -> Iterator[Batch]:
-        """Endless segments of `tokens` tokens of these rows, as batches; label IGNORED where a row has nothing left. Memory is a
-        segment's, and a piece of each open document."""
+        """Endless segments of `tokens` tokens of these rows, as batches; label IGNORE_INDEX where a row has nothing left. Memory is
+        a segment's, and a piece of each open document."""
         documents = [self._documents(row) for row in rows]
         opened: list[OpenDocument | None] = [next(d, None) for d in documents]
         while True:
@@ -70,7 +70,7 @@ class LongRows:
                         opened[row] = next(documents[row], None)
                 # what is left looks like a document, and never like one that goes on
                 batch.tokens[row, column:] = self._tokenizer.doc
-                batch.labels[row, column:] = IGNORED
+                batch.labels[row, column:] = IGNORE_INDEX
                 batch.pos[row, column:] = np.arange(tokens - column)
             yield batch
 
@@ -135,7 +135,7 @@ def look(model: LanguageModel, groups: Iterable[Iterable[TokenBatch]], mesh: Mes
                 if hidden is not None:
                     losses += _in_buckets(token_losses(model, hidden, part.labels), part, firsts)
                 if (at := kept.get(number * ranks + mesh.sequence_rank + 1)) is not None:
-                    here = (part.labels[:, -1] != IGNORED).double()
+                    here = (part.labels[:, -1] != IGNORE_INDEX).double()
                     rows[at] += here.sum()
                     for (layer, name), squares in leaves.items():
                         norm = torch.linalg.vector_norm(leaving[layer][name].flatten(1), dim=1, dtype=torch.float64)
@@ -190,7 +190,7 @@ def sum_over_ranks(own: dict[Any, list[float]]) -> dict[Any, list[float]]:
 def _in_buckets(losses: Tensor, part: TokenBatch, firsts: Tensor) -> Tensor:
     """Sums of the losses and numbers of labels by bucket, float64 [2, buckets]. A sum per bucket: what adds to places has no fixed
     order on a GPU."""
-    counted = part.labels != IGNORED
+    counted = part.labels != IGNORE_INDEX
     bucket = torch.bucketize(part.pos + 1, firsts, right=True) - 1
     found = []
     for number in range(len(firsts)):

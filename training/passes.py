@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from baton.models.lm import IGNORED, LanguageModel, States
+from baton.data_pipeline.batches import IGNORE_INDEX
+from baton.models.lm import LanguageModel, States
 from baton.parallel.pipeline import Operation
 from baton.training.lane_states import LaneStates
 from baton.training.replicas import fingerprint
@@ -23,7 +24,7 @@ from baton.training.replicas import fingerprint
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """tokens, labels int64 [B, T] (label IGNORED counts nothing), pos int32 [B, T]; on the model's device.
+    """tokens, labels int64 [B, T] (label IGNORE_INDEX counts nothing), pos int32 [B, T]; on the model's device.
 
     Of a sequence in segments T is this rank's spans of them, one after the other. lanes: of each row, where lanes carry something.
     """
@@ -35,7 +36,7 @@ class TokenBatch:
 
     def count_labels(self) -> Tensor:
         """Labels that count, int64 []."""
-        return (self.labels != IGNORED).sum()
+        return (self.labels != IGNORE_INDEX).sum()
 
     def segment(self, number: int, of: int) -> "TokenBatch":
         """This rank's span of a segment."""

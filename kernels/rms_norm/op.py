@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, silu: bool = False, dtype
     return _plain(F.silu(x) if silu else x, weight, eps, dtype)
 
 
-def rms_norm_beside(
+def fused_add_rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, added: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """x + added, for what else reads it, and y as `rms_norm` of that: on a GPU the sum is made on the way into the norm, and the

@@ -27,8 +27,8 @@ def rms_norm_triton(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, added: Tensor | None = None, *, silu: bool = False,
     from_y: bool = False, blocks: int = _BLOCKS,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `op.rms_norm_beside`, which checks the arguments. silu: of silu(x), with nothing added. from_y: y is kept for the backward
-    pass, not what was normalised; not of silu(x). blocks: of rows, of a program backwards."""
+    """As `op.fused_add_rms_norm`, which checks the arguments. silu: of silu(x), with nothing added. from_y: y is kept for the
+    backward pass, not what was normalised; not of silu(x). blocks: of rows, of a program backwards."""
     # float16 ends where a small weight's share of y begins
     stream, y = _RMSNorm.apply(x, weight, added, eps, dtype, silu, from_y and dtype != torch.float16, blocks)
     return stream, y

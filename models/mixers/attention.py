@@ -10,21 +10,21 @@ from torch import Tensor
 from baton.kernels.protocol import Leaf, State
 from baton.kernels.rotary import rotary
 from baton.kernels.window_attention.recurrence import WindowAttention
-from baton.models.mixer import Mixer, Site
+from baton.models.mixer import Mixer, MixerContext
 from baton.models.settings.attention import AttentionConfig
 
 
 class Attention(Mixer, settings=AttentionConfig):
     """x [B, T, M], pos [B, T], State {k (turned), v [B, window - 1, key heads, dim], seen [B]} -> y [B, T, M], State."""
 
-    def __init__(self, config: AttentionConfig, site: Site) -> None:
+    def __init__(self, config: AttentionConfig, context: MixerContext) -> None:
         super().__init__()
-        self.config, self.compute_dtype = config, site.compute_dtype
-        heads, self.kv_heads = config.head_counts(site.d_model)
+        self.config, self.compute_dtype = config, context.compute_dtype
+        heads, self.kv_heads = config.head_counts(context.d_model)
         self.widths = [heads * config.head_dim, self.kv_heads * config.head_dim, self.kv_heads * config.head_dim]
-        self.in_proj = site.column(sum(self.widths), parts=zip(("q", "k", "v"), self.widths, strict=True))
-        self.out_proj = site.output(self.widths[0])
-        self._tensor_size = site.tensor_size
+        self.in_proj = context.column(sum(self.widths), parts=zip(("q", "k", "v"), self.widths, strict=True))
+        self.out_proj = context.output(self.widths[0])
+        self._tensor_size = context.tensor_size
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

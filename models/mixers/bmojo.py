@@ -45,8 +45,8 @@ from baton.kernels.eidetic_attention.op import leaves
 from baton.kernels.eidetic_attention.recurrence import EideticAttention, Innovation
 from baton.kernels.protocol import Leaf, State
 from baton.kernels.short_conv.recurrence import ShortConv
-from baton.models import constants, init
-from baton.models.mixer import Mixer, Site
+from baton.models import cached_constants, init
+from baton.models.mixer import Mixer, MixerContext
 from baton.models.mixers.mamba import Mamba
 from baton.models.settings.bmojo import BMojoConfig
 from baton.parallel.tensor import copy_to_tensor_group
@@ -61,21 +61,21 @@ class BMojo(Mixer, settings=BMojoConfig):
     # a score in another rounding would select other tokens, and gradients would be another function's
     kept_operators = (torch.ops.baton.innovation.default,)
 
-    def __init__(self, config: BMojoConfig, site: Site) -> None:
+    def __init__(self, config: BMojoConfig, context: MixerContext) -> None:
         super().__init__()
-        self.config, self.compute_dtype, self._split_residual = config, site.compute_dtype, site.split_residual
-        self.ssm = Mamba(config.ssm, site.inside())
-        heads, self.kv_heads = config.head_counts(site.d_model)
+        self.config, self.compute_dtype, self._split_residual = config, context.compute_dtype, context.split_residual
+        self.ssm = Mamba(config.ssm, context.nested())
+        heads, self.kv_heads = config.head_counts(context.d_model)
         width, kv_width = heads * config.head_dim, self.kv_heads * config.head_dim
-        self.d_model = site.d_model
-        self.q_proj = site.column(width)
+        self.d_model = context.d_model
+        self.q_proj = context.column(width)
         # keys and values of the window, the fading and the eidetic tokens come from the same projection
-        self.kv_proj = site.column(2 * kv_width, parts=(("k", kv_width), ("v", kv_width)))
+        self.kv_proj = context.column(2 * kv_width, parts=(("k", kv_width), ("v", kv_width)))
         self.conv_weights = nn.ParameterDict()
         if config.d_conv is not None:
             for name in "kv":
-                self.conv_weights[name] = site.split((kv_width, config.d_conv), init.linear(config.d_conv), decay=True)
-        self.out_proj = site.output(width)
+                self.conv_weights[name] = context.split((kv_width, config.d_conv), init.linear(config.d_conv), decay=True)
+        self.out_proj = context.output(width)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -118,8 +118,8 @@ class BMojo(Mixer, settings=BMojoConfig):
     def _predictor_weights(self, device: torch.device) -> Tensor:
         n = self.config.predictor
         if self.config.predictor_weights == "uniform":
-            return constants.filled(n, 1 / n, torch.float32, device)
-        return constants.halved(n, device)
+            return cached_constants.full(n, 1 / n, torch.float32, device)
+        return cached_constants.geometric_weights(n, device)
 
     def _keys_and_values(self, x_BTM: Tensor) -> Sequence[Tensor]:
         width = len(self.kv_proj.weight) // 2
@@ -131,7 +131,7 @@ class BMojo(Mixer, settings=BMojoConfig):
             return rows, {}
         found, leaving = [], {}
         for (name, weight), x_BTD in zip(self.conv_weights.items(), rows, strict=True):
-            leaf, bias = f"conv_{name}", constants.zeros(len(weight), weight.dtype, weight.device)
+            leaf, bias = f"conv_{name}", cached_constants.zeros(len(weight), weight.dtype, weight.device)
             y_BTD, own = self.carry(_CONV, (x_BTD, weight, bias), pos_BT, None if state is None else {"tail": state[leaf]})
             found.append(y_BTD)
             leaving[leaf] = own["tail"]

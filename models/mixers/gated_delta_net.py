@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.kernels.gate import gated
 from baton.models import init
 from baton.models.delta_rule import DeltaRuleMixer
-from baton.models.mixer import Site
+from baton.models.mixer import MixerContext
 from baton.models.settings.gated_delta_net import GatedDeltaNetConfig
 
 
@@ -20,12 +20,12 @@ class GatedDeltaNet(DeltaRuleMixer, settings=GatedDeltaNetConfig):
     """S = a (I - beta k k^T) S + beta k v^T, y = W (RMSNorm(S^T q / sqrt(d_key)) silu(W_g x)), a = exp(-exp(A_log) softplus(W_a x
     + dt_bias)); the rest as in DeltaNet."""
 
-    def __init__(self, config: GatedDeltaNetConfig, site: Site) -> None:
-        heads = config.head_count(site.d_model)
-        super().__init__(config, site, extra=(("dt", heads), ("gate", heads * config.d_value)))
-        self.A_log = site.split((heads,), init.log_uniform(config.rate_min, config.rate_max), decay=False)
+    def __init__(self, config: GatedDeltaNetConfig, context: MixerContext) -> None:
+        heads = config.head_count(context.d_model)
+        super().__init__(config, context, extra=(("dt", heads), ("gate", heads * config.d_value)))
+        self.A_log = context.split((heads,), init.log_uniform(config.rate_min, config.rate_max), decay=False)
         step = init.inverse_softplus_log_uniform(config.dt_min, config.dt_max, config.dt_floor)
-        self.dt_bias = site.split((heads,), step, decay=False)
+        self.dt_bias = context.split((heads,), step, decay=False)
 
     def log_decay(self, extra: Sequence[Tensor]) -> Tensor:
         # the bias is added in fp32: rounded to bf16 it would move the decays in jumps of 3 %

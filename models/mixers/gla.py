@@ -13,9 +13,9 @@ from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import Leaf, State
 from baton.models import init
 from baton.models.feature_map import FEATURE_MAPS
-from baton.models.mixer import Mixer, Site
+from baton.models.mixer import Mixer, MixerContext
 from baton.models.norm import HeadRMSNorm
-from baton.models.replicated import ReplicatedLinear
+from baton.models.replicated_linear import ReplicatedLinear
 from baton.models.settings.gla import GLAConfig
 from baton.parallel.tensor import ColumnParallelLinear
 
@@ -26,25 +26,25 @@ class GLA(Mixer, settings=GLAConfig):
     x [B, T, M], pos [B, T], State {S [B, heads, d_key, d_value]} -> y [B, T, M], State.
     """
 
-    def __init__(self, config: GLAConfig, site: Site) -> None:
+    def __init__(self, config: GLAConfig, context: MixerContext) -> None:
         super().__init__()
-        self.config, self.sizes = config, config.head_sizes(site.d_model)
+        self.config, self.sizes = config, config.head_sizes(context.d_model)
         heads, d_key, d_value = self.sizes
         parts = (("q", heads * d_key), ("k", heads * d_key), ("v", heads * d_value), ("gate", heads * d_value))
-        self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
-        self._widths = [width // site.tensor_size for _, width in parts]
-        self.code_proj = ReplicatedLinear(config.gate_rank, site)
+        self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
+        self._widths = [width // context.tensor_size for _, width in parts]
+        self.code_proj = ReplicatedLinear(config.gate_rank, context)
         self.decay_proj = ColumnParallelLinear(
             config.gate_rank,
             heads * d_key,
-            site.fill(config.gate_rank),
-            site.megatron,
-            compute_dtype=site.compute_dtype,
+            context.initializer(config.gate_rank),
+            context.megatron,
+            compute_dtype=context.compute_dtype,
             own_input=True,
         )
-        self.decay_bias = site.split((heads * d_key,), init.constant(0.0), decay=False)
-        self.norm = HeadRMSNorm(d_value, site.norm_eps)
-        self.out_proj = site.output(heads * d_value)
+        self.decay_bias = context.split((heads * d_key,), init.constant(0.0), decay=False)
+        self.norm = HeadRMSNorm(d_value, context.norm_eps)
+        self.out_proj = context.output(heads * d_value)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

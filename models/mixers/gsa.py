@@ -16,9 +16,9 @@ from torch import Tensor
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
 from baton.kernels.protocol import Leaf, State
-from baton.models.mixer import Mixer, Site
+from baton.models.mixer import Mixer, MixerContext
 from baton.models.norm import SplitRMSNorm
-from baton.models.remade import remaking
+from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings.gsa import GSAConfig
 
 
@@ -30,17 +30,17 @@ class GSA(Mixer, settings=GSAConfig):
     x [B, T, M], pos [B, T], State {k [B, key heads, head_dim, slots], v [B, key heads, slots, head_dim]} -> y [B, T, M], State.
     """
 
-    def __init__(self, config: GSAConfig, site: Site) -> None:
+    def __init__(self, config: GSAConfig, context: MixerContext) -> None:
         super().__init__()
         self.config = config
-        heads, self.kv_heads = config.head_counts(site.d_model)
+        heads, self.kv_heads = config.head_counts(context.d_model)
         width, kv_width = heads * config.head_dim, self.kv_heads * config.head_dim
         parts = (("q", width), ("k", kv_width), ("v", kv_width), ("alpha", self.kv_heads * config.slots))
-        self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
-        self._widths = tuple(width // site.tensor_size for _, width in parts)
-        self.norm = SplitRMSNorm(width, site)
-        self.out_proj = site.output(width)
-        self._selective, self._alone = site.selective_recompute, site.tensor_size == 1
+        self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
+        self._widths = tuple(width // context.tensor_size for _, width in parts)
+        self.norm = SplitRMSNorm(width, context)
+        self.out_proj = context.output(width)
+        self._selective, self._alone = context.selective_recompute, context.tensor_size == 1
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -60,7 +60,7 @@ class GSA(Mixer, settings=GSAConfig):
         o_BTHV, state = self.carry(recurrence, inputs, pos_BT, state)
         read = o_BTHV.flatten(2)
         # on a CPU the norm keeps copies of its own, and several ranks would have to sum again
-        with remaking(selective and self._alone and on_gpu(read)) as kept_not:
+        with recompute_in_backward(selective and self._alone and on_gpu(read)) as discard:
             normed = self.norm(read, read.dtype, silu=True)
-            kept_not(normed, lambda: self.norm(read, read.dtype, silu=True))
+            discard(normed, lambda: self.norm(read, read.dtype, silu=True))
             return self.out_proj(normed), state

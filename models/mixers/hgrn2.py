@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import Leaf, State
-from baton.models.mixer import Mixer, Site
+from baton.models.mixer import Mixer, MixerContext
 from baton.models.norm import SplitRMSNorm
 from baton.models.settings.hgrn2 import HGRN2Config
 
@@ -22,15 +22,15 @@ class HGRN2(Mixer, settings=HGRN2Config):
     x [B, T, M], pos [B, T], State {S [B, heads, d_key, d_value]} -> y [B, T, M], State.
     """
 
-    def __init__(self, config: HGRN2Config, site: Site) -> None:
+    def __init__(self, config: HGRN2Config, context: MixerContext) -> None:
         super().__init__()
-        self.config, self.sizes = config, config.head_sizes(site.d_model)
+        self.config, self.sizes = config, config.head_sizes(context.d_model)
         heads, d_key, d_value = self.sizes
         parts = (("q", heads * d_key), ("f", heads * d_key), ("v", heads * d_value))
-        self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
-        self._widths = [width // site.tensor_size for _, width in parts]
-        self.norm = SplitRMSNorm(heads * d_value, site)
-        self.out_proj = site.output(heads * d_value)
+        self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
+        self._widths = [width // context.tensor_size for _, width in parts]
+        self.norm = SplitRMSNorm(heads * d_value, context)
+        self.out_proj = context.output(heads * d_value)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

@@ -30,8 +30,8 @@ from baton.kernels.gate import gated
 from baton.kernels.lattice import recurrence
 from baton.kernels.protocol import Leaf, State
 from baton.kernels.short_conv.recurrence import ShortConv
-from baton.models import constants, init
-from baton.models.mixer import Mixer, Site
+from baton.models import cached_constants, init
+from baton.models.mixer import Mixer, MixerContext
 from baton.models.norm import SplitRMSNorm, unit
 from baton.models.settings.lattice import LatticeConfig
 
@@ -43,23 +43,23 @@ class Lattice(Mixer, settings=LatticeConfig):
     inputs and share a tail. A state of None is the initial slots, which are not zero.
     """
 
-    def __init__(self, config: LatticeConfig, site: Site) -> None:
+    def __init__(self, config: LatticeConfig, context: MixerContext) -> None:
         super().__init__()
-        self.config, self.compute_dtype, self.norm_eps = config, site.compute_dtype, site.norm_eps
-        self.heads = config.head_count(site.d_model)
+        self.config, self.compute_dtype, self.norm_eps = config, context.compute_dtype, context.norm_eps
+        self.heads = config.head_count(context.d_model)
         keys, values = self.heads * config.slots, self.heads * config.head_dim
         parts = [("qk", keys), ("v", values), ("gate", values), ("step", self.heads)]
-        self.step_bias = site.split((self.heads,), init.constant(config.step_bias), decay=False)
+        self.step_bias = context.split((self.heads,), init.constant(config.step_bias), decay=False)
         if config.forget:
             parts.append(("forget", self.heads))
-            self.forget_bias = site.split((self.heads,), init.constant(config.forget_bias), decay=False)
-        self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
-        self._widths = [width // site.tensor_size for _, width in parts]
-        self.conv_q, self.conv_k = (site.split((keys, config.d_conv), init.linear(config.d_conv), decay=True) for _ in "qk")
+            self.forget_bias = context.split((self.heads,), init.constant(config.forget_bias), decay=False)
+        self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
+        self._widths = [width // context.tensor_size for _, width in parts]
+        self.conv_q, self.conv_k = (context.split((keys, config.d_conv), init.linear(config.d_conv), decay=True) for _ in "qk")
         if config.initial_slots == "learned":
-            self.S0 = site.split((self.heads, config.head_dim, config.slots), _orthonormal, decay=False)
-        self.norm = SplitRMSNorm(values, site) if config.output_norm else None
-        self.out_proj = site.output(values)
+            self.S0 = context.split((self.heads, config.head_dim, config.slots), _orthonormal, decay=False)
+        self.norm = SplitRMSNorm(values, context) if config.output_norm else None
+        self.out_proj = context.output(values)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -96,7 +96,7 @@ class Lattice(Mixer, settings=LatticeConfig):
         return self.out_proj(y_BTD), {"conv": conv, **leaving}
 
     def _convolved(self, u_BTD: Tensor, weight: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, Tensor]:
-        bias = constants.zeros(weight.shape[0], weight.dtype, weight.device)
+        bias = cached_constants.zeros(weight.shape[0], weight.dtype, weight.device)
         inputs, tail = (u_BTD, weight, bias), None if state is None else {"tail": state["conv"]}
         out_BTD, tail = self.carry(ShortConv(self.config.conv_activation), inputs, pos_BT, tail)
         return out_BTD.unflatten(2, (-1, self.config.slots)), tail["tail"]
@@ -104,7 +104,7 @@ class Lattice(Mixer, settings=LatticeConfig):
     def _initial_slots(self, heads: int, device: torch.device) -> Tensor:
         if self.config.initial_slots == "learned":
             return self.S0
-        return constants.frame(self.config.head_dim, self.config.slots, self.step_bias.dtype, device).expand(heads, -1, -1)
+        return cached_constants.eye(self.config.head_dim, self.config.slots, self.step_bias.dtype, device).expand(heads, -1, -1)
 
     def _unit(self, x_BTHK: Tensor) -> Tensor:
         """x / sqrt(|x|^2 + norm_eps)."""

@@ -19,19 +19,19 @@ from torch import Tensor
 from baton.kernels.longhorn import recurrence
 from baton.kernels.protocol import Inputs
 from baton.models import init
-from baton.models.gated_scan import GatedScan
-from baton.models.mixer import Site
+from baton.models.mixer import MixerContext
 from baton.models.settings.longhorn import LonghornConfig
+from baton.models.ssm_block import SSMBlock
 
 
-class Longhorn(GatedScan, settings=LonghornConfig):
+class Longhorn(SSMBlock, settings=LonghornConfig):
     """S = (1 - eps k^2) S + eps u k, y = S q + D u, with eps = beta / (1 + beta |k|^2) and beta = sigmoid(low rank + bias)."""
 
     config: LonghornConfig
     recurrence = recurrence.Longhorn(gated=True)
 
-    def __init__(self, config: LonghornConfig, site: Site) -> None:
-        super().__init__(config, site, step="beta", step_bias=init.constant(0.0))
+    def __init__(self, config: LonghornConfig, context: MixerContext) -> None:
+        super().__init__(config, context, step="beta", step_bias=init.constant(0.0))
 
     def scanned(
         self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, z_BTD: Tensor, skip_D: Tensor, bias_D: Tensor

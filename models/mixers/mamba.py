@@ -18,21 +18,21 @@ from torch import Tensor
 from baton.kernels.protocol import Inputs
 from baton.kernels.selective_scan.recurrence import SelectiveScan
 from baton.models import init
-from baton.models.gated_scan import GatedScan
-from baton.models.mixer import Site
+from baton.models.mixer import MixerContext
 from baton.models.settings.mamba import MambaConfig
+from baton.models.ssm_block import SSMBlock
 
 
-class Mamba(GatedScan, settings=MambaConfig):
+class Mamba(SSMBlock, settings=MambaConfig):
     """h = exp(delta A) h + delta B u, y = <C, h> + D u, with delta = softplus(low rank + bias) and A = -exp(A_log)."""
 
     config: MambaConfig
 
-    def __init__(self, config: MambaConfig, site: Site) -> None:
+    def __init__(self, config: MambaConfig, context: MixerContext) -> None:
         drawn = init.inverse_softplus_uniform if config.dt_init == "uniform" else init.inverse_softplus_log_uniform
-        super().__init__(config, site, step="dt", step_bias=drawn(config.dt_min, config.dt_max, config.dt_floor))
+        super().__init__(config, context, step="dt", step_bias=drawn(config.dt_min, config.dt_max, config.dt_floor))
         self.recurrence = SelectiveScan(config.discretization, gated=True)
-        self.A_log = site.split((config.expand * site.d_model, config.d_state), init.log_arange, decay=False)
+        self.A_log = context.split((config.expand * context.d_model, config.d_state), init.log_arange, decay=False)
 
     def scanned(
         self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, z_BTD: Tensor, skip_D: Tensor, bias_D: Tensor

@@ -15,9 +15,9 @@ from baton.kernels.head_scale import head_scale
 from baton.kernels.protocol import Leaf, State
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import init
-from baton.models.mixer import Mixer, Site
+from baton.models.mixer import Mixer, MixerContext
 from baton.models.norm import SplitRMSNorm
-from baton.models.replicated import ReplicatedLinear, replicated
+from baton.models.replicated_linear import ReplicatedLinear, replicated_parameter
 from baton.models.settings.mamba2 import Mamba2Config
 
 _CONV = ShortConv("silu")
@@ -31,25 +31,25 @@ class Mamba2(Mixer, settings=Mamba2Config):
     -> y [B, T, M], State. Where tensor ranks share the residual stream, the cotangent of conv_bc is a part on each of them.
     """
 
-    def __init__(self, config: Mamba2Config, site: Site) -> None:
+    def __init__(self, config: Mamba2Config, context: MixerContext) -> None:
         super().__init__()
-        self.config, self.compute_dtype = config, site.compute_dtype
-        self.d_inner, self.heads = config.expand * site.d_model, config.head_count(site.d_model)
+        self.config, self.compute_dtype = config, context.compute_dtype
+        self.d_inner, self.heads = config.expand * context.d_model, config.head_count(context.d_model)
         parts = (("z", self.d_inner), ("u", self.d_inner), ("dt", self.heads))
-        self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
-        self._widths = [width // site.tensor_size for _, width in parts]
-        self.bc_proj = ReplicatedLinear(2 * config.d_state, site)
-        fill = init.linear(config.d_conv)
-        self.conv_weight = site.split((self.d_inner, config.d_conv), fill, decay=True)
-        self.conv_bias = site.split((self.d_inner,), fill, decay=False)
-        self.bc_conv_weight = replicated((2 * config.d_state, config.d_conv), fill, site, decay=True)
-        self.bc_conv_bias = replicated((2 * config.d_state,), fill, site, decay=False)
-        self.A_log = site.split((self.heads,), init.log_uniform(config.rate_min, config.rate_max), decay=False)
+        self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
+        self._widths = [width // context.tensor_size for _, width in parts]
+        self.bc_proj = ReplicatedLinear(2 * config.d_state, context)
+        initializer = init.linear(config.d_conv)
+        self.conv_weight = context.split((self.d_inner, config.d_conv), initializer, decay=True)
+        self.conv_bias = context.split((self.d_inner,), initializer, decay=False)
+        self.bc_conv_weight = replicated_parameter((2 * config.d_state, config.d_conv), initializer, context, decay=True)
+        self.bc_conv_bias = replicated_parameter((2 * config.d_state,), initializer, context, decay=False)
+        self.A_log = context.split((self.heads,), init.log_uniform(config.rate_min, config.rate_max), decay=False)
         step = init.inverse_softplus_log_uniform(config.dt_min, config.dt_max, config.dt_floor)
-        self.dt_bias = site.split((self.heads,), step, decay=False)
-        self.D = site.split((self.heads,), init.constant(1.0), decay=False)
-        self.norm = SplitRMSNorm(self.d_inner, site)
-        self.out_proj = site.output(self.d_inner)
+        self.dt_bias = context.split((self.heads,), step, decay=False)
+        self.D = context.split((self.heads,), init.constant(1.0), decay=False)
+        self.norm = SplitRMSNorm(self.d_inner, context)
+        self.out_proj = context.output(self.d_inner)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

@@ -12,7 +12,7 @@ from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import Leaf, State
 from baton.kernels.rotary import rotary
 from baton.models.feature_map import FEATURE_MAPS
-from baton.models.mixer import Mixer, Site
+from baton.models.mixer import Mixer, MixerContext
 from baton.models.norm import HeadRMSNorm
 from baton.models.settings.retnet import RetNetConfig
 
@@ -23,18 +23,18 @@ class RetNet(Mixer, settings=RetNetConfig):
     x [B, T, M], pos [B, T], State {S [B, heads, d_key, d_value]} -> y [B, T, M], State. Keys enter the state turned.
     """
 
-    def __init__(self, config: RetNetConfig, site: Site) -> None:
+    def __init__(self, config: RetNetConfig, context: MixerContext) -> None:
         super().__init__()
-        self.config, self.sizes = config, config.head_sizes(site.d_model)
+        self.config, self.sizes = config, config.head_sizes(context.d_model)
         heads, d_key, d_value = self.sizes
         parts = (("q", heads * d_key), ("k", heads * d_key), ("v", heads * d_value), ("gate", heads * d_value))
-        self.in_proj = site.column(sum(width for _, width in parts), parts=parts)
-        self._widths = [width // site.tensor_size for _, width in parts]
-        own = heads // site.tensor_size
-        first = own * self.in_proj.tp_group.rank() if site.tensor_size > 1 else 0
+        self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
+        self._widths = [width // context.tensor_size for _, width in parts]
+        own = heads // context.tensor_size
+        first = own * self.in_proj.tp_group.rank() if context.tensor_size > 1 else 0
         self._own_heads = range(first, first + own)
-        self.norm = HeadRMSNorm(d_value, site.norm_eps)
-        self.out_proj = site.output(heads * d_value)
+        self.norm = HeadRMSNorm(d_value, context.norm_eps)
+        self.out_proj = context.output(heads * d_value)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

@@ -8,21 +8,21 @@ from torch import Tensor
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gate import gated
 from baton.kernels.protocol import Leaf, State
-from baton.models.mixer import Mixer, Site
-from baton.models.remade import remaking
+from baton.models.mixer import Mixer, MixerContext
+from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings.swiglu import SwiGLUConfig
 
 
 class SwiGLU(Mixer, settings=SwiGLUConfig):
     """x [B, T, M] -> y [B, T, M]; the State is empty."""
 
-    def __init__(self, config: SwiGLUConfig, site: Site) -> None:
+    def __init__(self, config: SwiGLUConfig, context: MixerContext) -> None:
         super().__init__()
-        hidden = config.width(site.d_model)
-        self.in_proj = site.column(2 * hidden, parts=(("gate", hidden), ("up", hidden)))
-        self.out_proj = site.output(hidden)
-        self._selective = site.selective_recompute
-        self._widths = (hidden // site.tensor_size,) * 2
+        hidden = config.width(context.d_model)
+        self.in_proj = context.column(2 * hidden, parts=(("gate", hidden), ("up", hidden)))
+        self.out_proj = context.output(hidden)
+        self._selective = context.selective_recompute
+        self._widths = (hidden // context.tensor_size,) * 2
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -32,6 +32,6 @@ class SwiGLU(Mixer, settings=SwiGLUConfig):
         gate, up = self.in_proj(x_BTM, self._widths)
         product = gated(up, gate)
         # on a CPU the gate keeps copies of its own, not what would make it again
-        with remaking(self._selective and on_gpu(product)) as kept_not:
-            kept_not(product, lambda: gated(up, gate))
+        with recompute_in_backward(self._selective and on_gpu(product)) as discard:
+            discard(product, lambda: gated(up, gate))
             return self.out_proj(product), {}

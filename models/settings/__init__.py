@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from baton.models.settings.footprint import Footprint
+from baton.models.settings.cost_model import Footprint
 
 SMALL_WIDTH = 12
 """d_model that every mixer's `small` settings fit: four tensor ranks, heads of odd width."""

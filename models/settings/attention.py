@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
-from baton.models.settings.footprint import (
+from baton.models.settings.cost_model import (
     WINDOW_BLOCK,
     Carrier,
     Footprint,

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from baton.models.settings.attention import HeadsConfig
-from baton.models.settings.footprint import (
+from baton.models.settings.cost_model import (
     EIDETIC_BLOCK,
     Carrier,
     Footprint,

@@ -6,7 +6,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
-from baton.models.settings.footprint import (
+from baton.models.settings.cost_model import (
     DELTA_RULE_CHUNK,
     Carrier,
     Dtype,

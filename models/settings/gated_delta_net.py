@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from baton.models.settings.cost_model import Footprint, Kept, activated, split
 from baton.models.settings.delta_rule import DeltaRuleConfig
-from baton.models.settings.footprint import Footprint, Kept, activated, split
 
 
 class GatedDeltaNetConfig(DeltaRuleConfig):

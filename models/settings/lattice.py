@@ -5,8 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
-from baton.models.settings.eager import Eager
-from baton.models.settings.footprint import (
+from baton.models.settings.cost_model import (
     LATTICE_BORDER,
     LATTICE_SPAN_CHUNK,
     LATTICE_STEPS_CHUNK,
@@ -23,6 +22,7 @@ from baton.models.settings.footprint import (
     split,
     split_norm,
 )
+from baton.models.settings.eager import Eager
 
 
 class LatticeConfig(MixerConfig):

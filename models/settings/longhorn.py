@@ -4,11 +4,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from baton.models.settings.footprint import Footprint
-from baton.models.settings.gated_scan import GatedScanConfig
+from baton.models.settings.cost_model import Footprint
+from baton.models.settings.ssm_block import SSMBlockConfig
 
 
-class LonghornConfig(GatedScanConfig):
+class LonghornConfig(SSMBlockConfig):
     """The online learner of Longhorn (Liu et al.), in the diagonal form that the paper's models use.
 
     The exact update of theorem 3.1 cannot be chosen: no kernel computes it. The paper trains no model with it either.

@@ -5,11 +5,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from baton.models.settings.footprint import EXP_FLOPS, Footprint, Kept, split
-from baton.models.settings.gated_scan import GatedScanConfig
+from baton.models.settings.cost_model import EXP_FLOPS, Footprint, Kept, split
+from baton.models.settings.ssm_block import SSMBlockConfig
 
 
-class MambaConfig(GatedScanConfig):
+class MambaConfig(SSMBlockConfig):
     """The selective state space of Mamba (Gu & Dao)."""
 
     kind: Literal["mamba"] = "mamba"

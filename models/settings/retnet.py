@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from baton.models.settings.footprint import (
+from baton.models.settings.cost_model import (
     LINEAR_ATTENTION_CHUNK,
     Carrier,
     Footprint,

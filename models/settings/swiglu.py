@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
-from baton.models.settings.footprint import Footprint, Kept, column, column_gradient, row, row_sum
+from baton.models.settings.cost_model import Footprint, Kept, column, column_gradient, row, row_sum
 
 
 class SwiGLUConfig(MixerConfig):

@@ -9,7 +9,7 @@ from support.recurrences import positions, seeded
 from baton.kernels.common.kernel_check import check
 from baton.kernels.protocol import LinearRecurrence
 from baton.kernels.registry import recurrences
-from baton.models.mixer import Mixer, Site, build_mixer
+from baton.models.mixer import Mixer, MixerContext, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.config import LayoutConfig
 from baton.parallel.context_parallel import SequenceLink
@@ -187,9 +187,9 @@ def spans(mesh, pieces=None, exchange="relay"):
     for kind, settings in kinds().items():
         if settings.small().state_grows:
             continue
-        site = Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32)
+        context = MixerContext(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32)
         with mesh.device:
-            layer = build_mixer(settings.small(), site)
+            layer = build_mixer(settings.small(), context)
         initialize_parameters(layer, 1, 0, 1)
         layer.link = link
         for module in layer.modules():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support.compare import relative_error
 from support.models import micro_batches, model_of, training
 
-from baton.models.lm import IGNORED
+from baton.data_pipeline.batches import IGNORE_INDEX
 from baton.parallel.param_layout import gather_parameters, initialize_parameters, named_layouts
 from baton.training.build import build, build_model
 from baton.training.executor import StepExecutor
@@ -67,7 +67,7 @@ def megatron_steps(mesh, mixer):
     rows = []
     for step in range(STEPS):
         batches = own(mesh, step, config)
-        labels = torch.stack([(b.labels != IGNORED).sum() for b in batches]).sum()
+        labels = torch.stack([(b.labels != IGNORE_INDEX).sum() for b in batches]).sum()
         dist.all_reduce(labels, group=mesh.data_group)
         ddp.zero_grad_buffer()
         optimizer.zero_grad()

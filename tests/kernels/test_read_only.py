@@ -27,7 +27,7 @@ from baton.kernels.gate.triton import activate
 from baton.kernels.head_scale import head_scale
 from baton.kernels.lattice.recurrence import Lattice
 from baton.kernels.protocol import Inputs, LinearRecurrence, Recurrence, SequentialRecurrence, State, StateFirstRecurrence
-from baton.kernels.rms_norm import rms_norm, rms_norm_beside
+from baton.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from baton.kernels.rotary import rotary
 from baton.kernels.window_attention.triton import SHORT
 
@@ -233,11 +233,11 @@ def test_recurrences_only_read_on_a_gpu(recurrence: Recurrence):
 
 
 def _norm_and_what_it_adds(x: Tensor, added: Tensor, weight: Tensor) -> Sequence[Tensor]:
-    return rms_norm_beside(x, weight, 1e-5, added=added)
+    return fused_add_rms_norm(x, weight, 1e-5, added=added)
 
 
 def _norm_of_a_stream(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
-    return rms_norm_beside(x, weight, 1e-5)
+    return fused_add_rms_norm(x, weight, 1e-5)
 
 
 def _loss_gradient(logits: Tensor, labels: Tensor, largest: Tensor, total: Tensor) -> Sequence[Tensor]:

@@ -7,7 +7,7 @@ from support.compare import relative_error
 from support.recurrences import seeded
 
 from baton.kernels.errors import KernelError
-from baton.kernels.rms_norm import rms_norm, rms_norm_beside
+from baton.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from baton.kernels.rms_norm.triton import rms_norm_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -59,7 +59,7 @@ def test_a_norm_of_silu(run, dtype):
         assert relative_error(have.double().cpu(), want) <= LIMITS[dtype], name
 
 
-@pytest.mark.parametrize("run", [rms_norm_beside, rms_norm_triton], ids=["op", "kernel"])
+@pytest.mark.parametrize("run", [fused_add_rms_norm, rms_norm_triton], ids=["op", "kernel"])
 @pytest.mark.parametrize("read", [(True, True), (True, False), (False, True)], ids=["both", "stream", "norm"])
 def test_what_else_reads_a_stream_has_its_cotangent_added(read, run):
     g = seeded(0)
@@ -69,7 +69,7 @@ def test_what_else_reads_a_stream_has_its_cotangent_added(read, run):
         own, w = (t.to(place, cast).requires_grad_() for t in (x, weight))
         if cast == torch.float64:
             stream, y = own, F.rms_norm(own, (40,), w, EPS)
-        elif run is rms_norm_beside:
+        elif run is fused_add_rms_norm:
             stream, y = run(own, w, EPS)
         else:
             stream, y = run(own, w, EPS, cast)
@@ -81,7 +81,7 @@ def test_what_else_reads_a_stream_has_its_cotangent_added(read, run):
         assert relative_error(have, want) <= 1e-6
 
 
-@pytest.mark.parametrize("run", [rms_norm_beside, rms_norm_triton], ids=["op", "kernel"])
+@pytest.mark.parametrize("run", [fused_add_rms_norm, rms_norm_triton], ids=["op", "kernel"])
 @pytest.mark.parametrize("read", [(True, True), (True, False), (False, True)], ids=["both", "stream", "norm"])
 @pytest.mark.parametrize(("dtype", "of_stream"), [(torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2])
 def test_what_is_added_to_a_stream_is_added_before_its_norm(dtype, of_stream, read, run):
@@ -143,7 +143,7 @@ def test_the_sizes_of_runs(out):
     dy, added, found = dy.to(out), added.to(out), []
     for place, cast in (("cpu", torch.float64), (DEVICE, None), (DEVICE, None)):
         own, w, more = (t.to(place, cast or t.dtype).requires_grad_() for t in (x, weight, added))
-        stream, y = rms_norm_beside(own, w, EPS, added=more, dtype=cast or out)
+        stream, y = fused_add_rms_norm(own, w, EPS, added=more, dtype=cast or out)
         given = dstream.to(stream), dy.to(place, y.dtype)
         found.append([t.detach().cpu() for t in (stream, y, *torch.autograd.grad((stream, y), (own, w, more), given))])
     limits = LIMITS[torch.float32], LIMITS[out], *IN_ROUNDED[out]
@@ -156,6 +156,6 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(KernelError, match=r"rms_norm: weight has shape \(4,\), expected \(width,\) = \(5,\)"):
         rms_norm(torch.ones(2, 5), torch.ones(4), EPS)
     with pytest.raises(KernelError, match=r"rms_norm: added has shape \(5, 2\), expected \(..., width\) = \(2, 5\)"):
-        rms_norm_beside(torch.ones(2, 5), torch.ones(5), EPS, added=torch.ones(5, 2))
+        fused_add_rms_norm(torch.ones(2, 5), torch.ones(5), EPS, added=torch.ones(5, 2))
     with pytest.raises(KernelError, match="rms_norm: x is a float"):
         rms_norm(1.0, torch.ones(4), EPS)  # type: ignore[arg-type]

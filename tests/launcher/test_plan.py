@@ -33,7 +33,7 @@ from baton.launcher.arithmetic import REDUCE_BUCKET, Arithmetic, of_stages
 from baton.launcher.config import RunConfig, load
 from baton.launcher.exchange import exchanges, ring, tensor_volumes
 from baton.models.config import ModelConfig
-from baton.models.settings import SMALL_WIDTH, footprint
+from baton.models.settings import SMALL_WIDTH, cost_model
 
 RUN = Path(str(files("baton.configs"))) / "runs" / "papers" / "mamba-1.4b-pile.yaml"
 
@@ -135,22 +135,22 @@ def test_chunks_and_buckets_are_the_kernels():
     from baton.kernels.window_attention import chunked as window_attention
     from baton.parallel.zero import deepspeed_config
 
-    assert footprint.LINEAR_ATTENTION_CHUNK == linear_attention.CHUNK == slot_attention.CHUNK
-    assert delta_rule.CHUNK == footprint.DELTA_RULE_CHUNK
-    assert LinearAttentionTiles().chunk == footprint.LINEAR_ATTENTION_CHUNK
-    assert DeltaRuleTiles().chunk == footprint.DELTA_RULE_CHUNK
-    assert SCORES_SHARE == footprint.SCORES_SHARE
-    assert lattice._STEPS_LENGTH == footprint.LATTICE_STEPS_CHUNK
-    assert lattice._SPAN_LENGTH == footprint.LATTICE_SPAN_CHUNK
-    assert LatticeTiles().border == LatticeTiles().chunk == footprint.LATTICE_BORDER
-    assert window_attention._BLOCK == footprint.WINDOW_BLOCK
-    assert eidetic_attention._BLOCK == footprint.EIDETIC_BLOCK
-    assert protocol._ALIGNMENT_BYTES == footprint.MESSAGE_ALIGNMENT
+    assert cost_model.LINEAR_ATTENTION_CHUNK == linear_attention.CHUNK == slot_attention.CHUNK
+    assert delta_rule.CHUNK == cost_model.DELTA_RULE_CHUNK
+    assert LinearAttentionTiles().chunk == cost_model.LINEAR_ATTENTION_CHUNK
+    assert DeltaRuleTiles().chunk == cost_model.DELTA_RULE_CHUNK
+    assert SCORES_SHARE == cost_model.SCORES_SHARE
+    assert lattice._STEPS_LENGTH == cost_model.LATTICE_STEPS_CHUNK
+    assert lattice._SPAN_LENGTH == cost_model.LATTICE_SPAN_CHUNK
+    assert LatticeTiles().border == LatticeTiles().chunk == cost_model.LATTICE_BORDER
+    assert window_attention._BLOCK == cost_model.WINDOW_BLOCK
+    assert eidetic_attention._BLOCK == cost_model.EIDETIC_BLOCK
+    assert protocol._ALIGNMENT_BYTES == cost_model.MESSAGE_ALIGNMENT
     for batch, channels, d_state in ((1, 64, 16), (1, 1024, 16), (4, 4096, 16), (1, 2048, 5), (2, 1024, 4)):
-        carrier = footprint.Carrier("scan", (), chunk=1, elements=channels * d_state)
+        carrier = cost_model.Carrier("scan", (), chunk=1, elements=channels * d_state)
         expected = diagonal_scan.chunk_length(batch, channels // 2, d_state)
-        assert carrier.tokens_per_chunk(footprint.Work(batch, 1 << 20, tensor=2, gpu=False)) == expected
-        assert carrier.tokens_per_chunk(footprint.Work(batch, 1 << 20, tensor=2)) == Tiles().border
+        assert carrier.tokens_per_chunk(cost_model.Work(batch, 1 << 20, tensor=2, gpu=False)) == expected
+        assert carrier.tokens_per_chunk(cost_model.Work(batch, 1 << 20, tensor=2)) == Tiles().border
     assert all(deepspeed_config(1.0, stage)["zero_optimization"]["reduce_bucket_size"] == REDUCE_BUCKET for stage in ZERO)
 
 
@@ -201,7 +201,7 @@ from baton.kernels.gated_linear_attention.triton import gla_triton
 from baton.kernels.gated_slot_attention.triton import gsa_triton
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
-from baton.models.settings.footprint import Work
+from baton.models.settings.cost_model import Work
 
 JITFunction._do_compile = lambda self, key, *_: self  # nothing is compiled here
 B, T, WIDTH = 2, 192, 1024

@@ -10,7 +10,7 @@ from support.recurrences import positions, seeded
 from baton.kernels.eidetic_attention import recurrence
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
-from baton.models.mixer import Site, build_mixer
+from baton.models.mixer import MixerContext, build_mixer
 from baton.models.mixers import bmojo
 from baton.models.settings import SMALL_WIDTH
 from baton.models.settings.bmojo import BMojoConfig
@@ -21,7 +21,7 @@ SMALL = BMojoConfig.small()
 
 
 def mixer(config, dtype):
-    layer = build_mixer(config, Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1), dtype))
+    layer = build_mixer(config, MixerContext(SMALL_WIDTH, 1, 1e-5, megatron_config(1), dtype))
     initialize_parameters(layer, seed=0, tensor_rank=0, tensor_size=1)
     return layer.to(dtype)
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from support.compare import relative_error
 from support.fla import naive
 
-from baton.models.mixer import Site, build_mixer
+from baton.models.mixer import MixerContext, build_mixer
 from baton.models.mixers.gated_delta_net import GatedDeltaNet
 from baton.models.settings.delta_net import DeltaNetConfig
 from baton.models.settings.gated_delta_net import GatedDeltaNetConfig
@@ -18,7 +18,7 @@ D_MODEL, EPS = 24, 1e-9
 
 
 def _built(config, dtype=torch.float32, d_model=D_MODEL):
-    layer = build_mixer(config, Site(d_model, 3, EPS, megatron_config(1), dtype))
+    layer = build_mixer(config, MixerContext(d_model, 3, EPS, megatron_config(1), dtype))
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
     return layer
 
@@ -97,7 +97,7 @@ def test_the_released_sizes():
 
 
 def _meta(config):
-    return build_mixer(config, Site(2048, 48, EPS, megatron_config(1), torch.float32))
+    return build_mixer(config, MixerContext(2048, 48, EPS, megatron_config(1), torch.float32))
 
 
 def test_a_width_that_makes_no_whole_number_of_heads_is_refused():

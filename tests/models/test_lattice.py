@@ -7,7 +7,7 @@ from support.compare import relative_error
 
 from baton.kernels.lattice.reference import lattice_reference
 from baton.kernels.lattice.variant import Rule
-from baton.models.mixer import Site, build_mixer
+from baton.models.mixer import MixerContext, build_mixer
 from baton.models.settings.lattice import LatticeConfig
 from baton.parallel.param_layout import initialize_parameters, parameter_count
 from baton.parallel.tensor import megatron_config
@@ -28,7 +28,7 @@ every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
 def _built(options, dtype=torch.float64):
     config = LatticeConfig(**{"heads": HEADS, "head_dim": HEAD_DIM, "slots": SLOTS, **options})
-    layer = build_mixer(config, Site(D_MODEL, 3, EPS, megatron_config(1), dtype)).double()
+    layer = build_mixer(config, MixerContext(D_MODEL, 3, EPS, megatron_config(1), dtype)).double()
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
     with torch.no_grad():  # distinct values also where the initial ones are all equal
         for p in layer.parameters():
@@ -103,7 +103,7 @@ def test_pieces_are_the_whole_with_every_option(options, single_mesh):
 
 def test_learned_slots_begin_orthonormal_in_any_direction(single_mesh):
     config = LatticeConfig(heads=500, head_dim=3, slots=2, initial_slots="learned")
-    layer = build_mixer(config, Site(D_MODEL, 3, EPS, megatron_config(1), torch.float32))
+    layer = build_mixer(config, MixerContext(D_MODEL, 3, EPS, megatron_config(1), torch.float32))
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
     S0 = layer.S0.detach()
     assert relative_error(S0.mT @ S0, torch.eye(2).expand(500, 2, 2)) <= 1e-6
@@ -117,7 +117,9 @@ def test_parameters_are_the_blocks():
 
     def count(**options):
         with torch.device("meta"):
-            return parameter_count(build_mixer(LatticeConfig(**options), Site(d, 24, EPS, megatron_config(1), torch.float32)))
+            return parameter_count(
+                build_mixer(LatticeConfig(**options), MixerContext(d, 24, EPS, megatron_config(1), torch.float32))
+            )
 
     plain = 4 * d * d + 2 * 4 * d + 12 * d + 12 + d
     assert count() == plain

@@ -9,7 +9,7 @@ from support.fla import naive
 
 from baton.kernels.gated_slot_attention import op as gated_slot_attention
 from baton.models.config import ModelConfig
-from baton.models.mixer import Site, build_mixer
+from baton.models.mixer import MixerContext, build_mixer
 from baton.models.settings import kinds
 from baton.parallel import linear
 from baton.parallel.param_layout import initialize_parameters, parameter_count
@@ -23,7 +23,7 @@ B, T, M = 2, 29, 24
 
 def _built(kind, d_model=M, dtype=torch.float32, **settings):
     """A mixer with distinct values everywhere, also where the initial ones are all equal."""
-    mixer = build_mixer(kinds()[kind](**settings), Site(d_model, 3, 1e-5, megatron_config(1), dtype))
+    mixer = build_mixer(kinds()[kind](**settings), MixerContext(d_model, 3, 1e-5, megatron_config(1), dtype))
     initialize_parameters(mixer, seed=1, tensor_rank=0, tensor_size=1)
     with torch.no_grad():
         g = torch.Generator().manual_seed(2)
@@ -225,7 +225,7 @@ STATE = {"gsa": 2 * 64, "gla": 256, "retnet": 512, "hgrn2": 128, "mamba2": 2 * 1
 @pytest.mark.parametrize("kind", MIXERS)
 def test_sizes_are_the_papers(kind):
     with torch.device("meta"):
-        mixer = build_mixer(kinds()[kind](), Site(D, 24, 1e-5, megatron_config(1), torch.bfloat16))
+        mixer = build_mixer(kinds()[kind](), MixerContext(D, 24, 1e-5, megatron_config(1), torch.bfloat16))
     squares, rest = PARAMETERS[kind]
     assert parameter_count(mixer) == squares * D**2 + rest
     carried = sum(torch.Size(leaf.shape).numel() for leaf in mixer.leaves if not leaf.name.startswith("conv"))

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from support.compare import relative_error
 
+from baton.data_pipeline.batches import IGNORE_INDEX
 from baton.models.config import ModelConfig
-from baton.models.lm import IGNORED, LanguageModel
+from baton.models.lm import LanguageModel
 from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import ComputeCopy, drop_compute_copies
 
@@ -23,7 +24,7 @@ def batch(b=2, t=19):
     g = torch.Generator().manual_seed(0)
     tokens = torch.randint(37, (b, t), generator=g)
     labels = torch.randint(37, (b, t), generator=g)
-    labels[0, :3] = IGNORED
+    labels[0, :3] = IGNORE_INDEX
     pos = torch.arange(t, dtype=torch.int32).repeat(b, 1)
     pos[1, 8:] -= 8
     return tokens, labels, pos
@@ -42,7 +43,7 @@ def test_chunked_loss_equals_pytorch_cross_entropy(single_mesh):
     ours = gradients(model, loss)
     hidden = model(tokens, pos)[0]
     plain = F.cross_entropy(
-        (hidden @ model.embedding.weight.T).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        (hidden @ model.embedding.weight.T).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
     theirs = gradients(model, plain)
     assert relative_error(loss, plain) <= 1e-6

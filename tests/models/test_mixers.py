@@ -5,7 +5,7 @@ import torch
 from support.compare import relative_error
 
 from baton.kernels import protocol
-from baton.models.mixer import Site, build_mixer
+from baton.models.mixer import MixerContext, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
@@ -19,8 +19,8 @@ DOCUMENTS = {
 
 @pytest.fixture(scope="module", params=kinds())
 def layer(request, single_mesh):
-    site = Site(M, 3, 1e-5, megatron_config(1), torch.float64)
-    layer = build_mixer(kinds()[request.param].small(), site)
+    context = MixerContext(M, 3, 1e-5, megatron_config(1), torch.float64)
+    layer = build_mixer(kinds()[request.param].small(), context)
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
     with torch.no_grad():  # distinct, non-trivial values everywhere, also where the initial ones are all equal
         g = torch.Generator().manual_seed(2)

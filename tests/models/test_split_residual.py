@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.models.block import Layer
 from baton.models.lm import LanguageModel
-from baton.models.mixer import Site
+from baton.models.mixer import MixerContext
 from baton.models.settings import kinds
 from baton.parallel.param_layout import gather_parameters, initialize_parameters, named_layouts
 from baton.parallel.tensor import gather_tokens, megatron_config, part_of
@@ -27,8 +27,8 @@ MODELS = [*kinds(), "hybrid"]
 def layer_of(mixer, tensor_rank=0, tensor_size=1):
     """A layer in float64 with the values that (seed, name) give."""
     config = model_of(mixer)
-    site = Site(config.d_model, 3, 1e-5, megatron_config(tensor_size), torch.float64, split_residual=tensor_size > 1)
-    layer = Layer(config.layers[0], config, site)
+    context = MixerContext(config.d_model, 3, 1e-5, megatron_config(tensor_size), torch.float64, split_residual=tensor_size > 1)
+    layer = Layer(config.layers[0], config, context)
     initialize_parameters(layer, 7, tensor_rank, tensor_size)
     return layer.double()
 

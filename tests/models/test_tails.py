@@ -5,7 +5,7 @@ import torch
 from support.recurrences import piece, seeded
 
 from baton.kernels.eidetic_attention.recurrence import EideticAttention
-from baton.models.mixer import Mixer, Site, build_mixer
+from baton.models.mixer import Mixer, MixerContext, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.models.settings.mamba import MambaConfig
 from baton.parallel.param_layout import initialize_parameters
@@ -38,7 +38,7 @@ def carriers_of(settings, monkeypatch):
         return carry(self, recurrence, inputs, pos, state)
 
     monkeypatch.setattr(Mixer, "carry", watched)
-    mixer = build_mixer(settings, Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))
+    mixer = build_mixer(settings, MixerContext(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))
     initialize_parameters(mixer, seed=1, tensor_rank=0, tensor_size=1)
     mixer(torch.randn(2, T, SMALL_WIDTH, generator=seeded(2)), 100 + torch.arange(T).repeat(2, 1), None)
     return found

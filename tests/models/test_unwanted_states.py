@@ -17,7 +17,7 @@ from baton.kernels.window_attention.recurrence import WindowAttention
 from baton.models.block import SubBlock
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
-from baton.models.mixer import Mixer, Site, build_mixer, leaving
+from baton.models.mixer import Mixer, MixerContext, build_mixer, leaving
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
@@ -32,7 +32,7 @@ POS = torch.tensor([[5 + t for t in range(T)], [0, 1, 0, *range(T - 3)]], dtype=
 
 @pytest.fixture(scope="module", params=kinds())
 def mixer(request, single_mesh):
-    mixer = build_mixer(kinds()[request.param].small(), Site(M, 3, 1e-5, megatron_config(1), torch.float32))
+    mixer = build_mixer(kinds()[request.param].small(), MixerContext(M, 3, 1e-5, megatron_config(1), torch.float32))
     initialize_parameters(mixer, seed=1, tensor_rank=0, tensor_size=1)
     return mixer
 
@@ -121,7 +121,7 @@ def ran(kind, place, wanted):
     """Operators of a sub-block's forward and backward pass."""
     with place() as device, device:
         config = ModelConfig(d_model=M, n_layers=1, vocab_size=64, pattern=[kind], mixers={kind: kinds()[kind].small()})
-        block = SubBlock(kind, config, Site(M, 1, 1e-5, megatron_config(1), torch.float32))
+        block = SubBlock(kind, config, MixerContext(M, 1, 1e-5, megatron_config(1), torch.float32))
         x, pos = torch.zeros(B, 64, M, requires_grad=True), torch.zeros(B, 64, dtype=torch.int32)
         with torch.no_grad():
             for parameter in block.parameters():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from baton.kernels.protocol import LinearRecurrence
 from baton.kernels.short_conv.recurrence import ShortConv
-from baton.models.mixer import Mixer, Site, build_mixer
+from baton.models.mixer import Mixer, MixerContext, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.config import LayoutConfig
 from baton.parallel.context_parallel import SequenceLink, sequence_link
@@ -26,8 +26,8 @@ CPU = torch.device("cpu")
 
 
 def layer_of(kind, link, dtype):
-    site = Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1), dtype)
-    layer = build_mixer(kinds()[kind].small(), site)
+    context = MixerContext(SMALL_WIDTH, 1, 1e-5, megatron_config(1), dtype)
+    layer = build_mixer(kinds()[kind].small(), context)
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
     with torch.no_grad():
         g = seeded(2)

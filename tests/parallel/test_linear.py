@@ -26,18 +26,18 @@ def case(dtype, seed=0):
     return x.to(dtype).requires_grad_(), parameter, dy.to(dtype), dx.to(dtype)
 
 
-def expected(x, parameter, dy, dx, read, beside):
+def expected(x, parameter, dy, dx, read, return_input):
     """Gradients of x and of the weight, in float64."""
     x, weight = (of.detach().double().requires_grad_() for of in (x, parameter))
     mask = torch.cat([torch.full((width,), float(on)) for width, on in zip(WIDTHS, read, strict=True)])
-    total = (F.linear(x, weight) * dy.double() * mask).sum() + (x * dx.double()).sum() * beside
+    total = (F.linear(x, weight) * dy.double() * mask).sum() + (x * dx.double()).sum() * return_input
     return torch.autograd.grad(total, [x, weight])
 
 
-def run(x, parameter, dy, dx, read, beside):
+def run(x, parameter, dy, dx, read, return_input):
     """A backward pass through parts that are read, and through x where something else reads it; the parts."""
-    found = linear(x, parameter, parameter.detach().to(x.dtype), widths=WIDTHS, beside=beside)
-    first, parts = (found[0], found[1:]) if beside else (None, found)
+    found = linear(x, parameter, parameter.detach().to(x.dtype), widths=WIDTHS, return_input=return_input)
+    first, parts = (found[0], found[1:]) if return_input else (None, found)
     chosen = [(y, d) for y, d, on in zip(parts, dy.split(WIDTHS, dim=-1), read, strict=True) if on]
     chosen += [(first, dx)] if first is not None else []
     torch.autograd.backward([y for y, _ in chosen], [d for _, d in chosen])
@@ -48,16 +48,16 @@ def run(x, parameter, dy, dx, read, beside):
 @pytest.mark.parametrize("read", SOME_READ)
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_gradients_of_parts(monkeypatch, dtype, beside, read, narrow):
+def test_gradients_of_parts(monkeypatch, dtype, return_input, read, narrow):
     """Whatever parts are put together, and whichever of them are read."""
     monkeypatch.setattr(linears, "_NARROW", narrow)
     limit = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
     x, parameter, dy, dx = case(dtype)
-    parts = run(x, parameter, dy, dx, read, beside)
+    parts = run(x, parameter, dy, dx, read, return_input)
     whole = F.linear(x.detach().double(), parameter.detach().double())
     for y, of in zip(parts, whole.split(WIDTHS, dim=-1), strict=True):
         assert relative(y, of) <= limit
-    for found, exact in zip((x.grad, parameter.grad), expected(x, parameter, dy, dx, read, beside), strict=True):
+    for found, exact in zip((x.grad, parameter.grad), expected(x, parameter, dy, dx, read, return_input), strict=True):
         assert relative(found, exact) <= limit
 
 
@@ -81,12 +81,12 @@ def test_gradients_are_added_where_they_are(monkeypatch, dtype, read, narrow):
 
 
 @pytest.mark.parametrize("beside", [((1, 2),), ((0, 1, 2), (3, 4)), ((0, 1), (1, 2))])
-def test_gradients_that_lie_side_by_side(monkeypatch, beside):
+def test_gradients_that_lie_side_by_side(monkeypatch, return_input):
     """Columns of one tensor are taken as they lie, and only these: not those of another, nor what only overlaps."""
     monkeypatch.setattr(linears, "_NARROW", 1)
     x, parameter, dy, _ = case(torch.float64)
     dys = [part.clone() for part in dy.split(WIDTHS, dim=-1)]
-    for numbers in beside:
+    for numbers in return_input:
         parts = torch.cat([dys[n] for n in numbers], -1).split([WIDTHS[n] for n in numbers], dim=-1)
         for n, part in zip(numbers, parts, strict=True):
             dys[n] = part
@@ -98,7 +98,7 @@ def test_gradients_that_lie_side_by_side(monkeypatch, beside):
     monkeypatch.setattr(linears, "add_product", lambda into, a, b, *, first: calls.append(len(into)))
     parts = linear(x, parameter, parameter.detach(), widths=WIDTHS)
     torch.autograd.backward(parts, dys)
-    assert calls == {((1, 2),): [7, 5, 5, 1], ((0, 1, 2), (3, 4)): [12, 6], ((0, 1), (1, 2)): [7, 5, 5, 1]}[beside]
+    assert calls == {((1, 2),): [7, 5, 5, 1], ((0, 1, 2), (3, 4)): [12, 6], ((0, 1), (1, 2)): [7, 5, 5, 1]}[return_input]
 
 
 def test_outside_gradients_are_given_to_who_asks():

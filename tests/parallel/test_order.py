@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.kernels.registry import recurrences
-from baton.models.mixer import Mixer, Site, build_mixer
+from baton.models.mixer import Mixer, MixerContext, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.p2p import Channel
@@ -81,7 +81,7 @@ def events(mesh, names):
         settings = kinds()[kind].small()
         if settings.state_grows:
             settings = settings.model_copy(update={"window": 4})
-        layer = build_mixer(settings, Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))
+        layer = build_mixer(settings, MixerContext(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))
         initialize_parameters(layer, 1, 0, 1)
         for module in layer.modules():
             if isinstance(module, Mixer):
@@ -147,7 +147,7 @@ def messages(mesh):
 
         return call
 
-    layer = build_mixer(kinds()["mamba"].small(), Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))
+    layer = build_mixer(kinds()["mamba"].small(), MixerContext(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))
     initialize_parameters(layer, 1, 0, 1)
     for module in layer.modules():
         if isinstance(module, Mixer):

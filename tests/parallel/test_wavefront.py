@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from baton.models.mixer import Mixer, Site, build_mixer
+from baton.models.mixer import Mixer, MixerContext, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
@@ -140,7 +140,7 @@ def sleeping(method, slow):
 def stack_of(kind, link):
     layers = []
     for n in range(LAYERS):
-        layer = build_mixer(kinds()[kind].small(), Site(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))
+        layer = build_mixer(kinds()[kind].small(), MixerContext(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))
         initialize_parameters(layer, seed=n, tensor_rank=0, tensor_size=1)
         for name, module in layer.named_modules(prefix=f"layers.{n}.{kind}"):
             if isinstance(module, Mixer):

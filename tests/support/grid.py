@@ -17,8 +17,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from baton.data_pipeline.batches import IGNORE_INDEX
 from baton.models.config import ModelConfig
-from baton.models.lm import IGNORED, LanguageModel
+from baton.models.lm import LanguageModel
 from baton.models.mixers.bmojo import BMojo, Innovation
 from baton.models.settings import kinds
 from baton.parallel.param_layout import gather_parameters, initialize_parameters
@@ -159,7 +160,7 @@ def one_process(mixer: str, precision: str, scores_of: str | None = None) -> Tra
         if scores_of is not None:
             forced = {layer: [x] for (at, layer), x in one_process(mixer, scores_of).scores.items() if at == step}
         with recorded(forced) as scores:
-            loss = model.loss(model(batch.tokens, batch.pos)[0], batch.labels) / (batch.labels != IGNORED).sum()
+            loss = model.loss(model(batch.tokens, batch.pos)[0], batch.labels) / (batch.labels != IGNORE_INDEX).sum()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
         for group in optimizer.param_groups:

@@ -8,6 +8,7 @@ of `fnmatch` (`*` also matches `/`), and the retired names.
 Entry = tuple[tuple[str, ...], tuple[str, ...]]
 
 WORDS: dict[str, Entry] = {
+    "models": (("*",), ("rms_norm_beside", "kept_not", "GatedScan", "GatedScanConfig")),
     "tests": (("*",), ("test_house",)),
     "kernels' operators": (
         ("*",),
@@ -66,7 +67,10 @@ WORDS: dict[str, Entry] = {
 
 NAMES: dict[str, list[Entry]] = {
     "kernels": [],
-    "models": [],
+    "models": [
+        (("*.py",), ("Site", "IGNORED", "remaking")),
+        (("models/*",), ("site", "beside=", ".fill", ".inside", "remade")),
+    ],
     "parallel": [],
     "data_pipeline": [],
     "training": [],

@@ -5,11 +5,12 @@ import torch
 from support.compare import relative_error
 from support.models import MODEL, micro_batches, model_of, step_batch, training
 
+from baton.data_pipeline.batches import IGNORE_INDEX
 from baton.data_pipeline.config import MqarConfig
 from baton.data_pipeline.run_source import open_source
 from baton.data_pipeline.steps import StepPlan, Stretch
 from baton.models.config import ModelConfig
-from baton.models.lm import IGNORED, LanguageModel
+from baton.models.lm import LanguageModel
 from baton.parallel.errors import LayoutError
 from baton.parallel.param_layout import gather_parameters, initialize_parameters
 from baton.parallel.zero import parameter_groups
@@ -45,7 +46,7 @@ def oracle(precision="float32", mixer="mamba"):
     for step in range(STEPS):
         batch = step_batch(step)
         optimizer.zero_grad()
-        loss = model.loss(model(batch.tokens, batch.pos)[0], batch.labels) / (batch.labels != IGNORED).sum()
+        loss = model.loss(model(batch.tokens, batch.pos)[0], batch.labels) / (batch.labels != IGNORE_INDEX).sum()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
         for group in optimizer.param_groups:
@@ -95,7 +96,7 @@ def test_initial_values_and_labels_do_not_depend_on_the_layout(pool, single_mesh
     _, model, start = oracle(mixer=mixer)
     begun, seen = whole(model, start), set()
     for found, initial, _ in pool.run(steps_on_a_layout, mixer=mixer, **layout):
-        assert [r[2] for r in found] == [int((step_batch(s).labels != IGNORED).sum()) for s in range(STEPS)]
+        assert [r[2] for r in found] == [int((step_batch(s).labels != IGNORE_INDEX).sum()) for s in range(STEPS)]
         assert all(torch.equal(value, begun[name]) for name, value in initial.items())
         seen |= initial.keys()
     assert seen == begun.keys()

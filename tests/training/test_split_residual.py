@@ -8,7 +8,8 @@ import torch.distributed as dist
 from support.compare import relative_error
 from support.models import micro_batches, model_of, step_batch, training
 
-from baton.models.lm import IGNORED, LanguageModel
+from baton.data_pipeline.batches import IGNORE_INDEX
+from baton.models.lm import LanguageModel
 from baton.models.settings import kinds
 from baton.parallel.param_layout import gather_parameters, initialize_parameters, named_layouts
 from baton.parallel.zero import parameter_groups
@@ -33,7 +34,7 @@ def one_process(mixer):
     for step in range(STEPS):
         batch = step_batch(step)
         optimizer.zero_grad()
-        loss = model.loss(model(batch.tokens, batch.pos)[0], batch.labels) / (batch.labels != IGNORED).sum()
+        loss = model.loss(model(batch.tokens, batch.pos)[0], batch.labels) / (batch.labels != IGNORE_INDEX).sum()
         loss.backward()
         gradients.append(in_parts(model, lambda p: p.grad))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)

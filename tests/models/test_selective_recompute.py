@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.models import SMALL_WIDTH, model_of, step_batch
 
-from baton.models import remade
+from baton.models import selective_recompute
 from baton.models.lm import LanguageModel
-from baton.models.remade import remaking
+from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings import kinds
 from baton.parallel.param_layout import initialize_parameters
 
@@ -22,9 +22,9 @@ def test_what_is_named_is_not_kept_and_made_once():
         made.append(x * 2)
         return made[-1]
 
-    with remaking(True) as kept_not:
+    with recompute_in_backward(True) as discard:
         u = x * 2  # whose own backward pass needs no u
-        kept_not(u, make)
+        discard(u, make)
         y = (u * u).sum() + (u.view_as(u) * 3.0).square().sum()
     gone = weakref.ref(u.untyped_storage())
     del u
@@ -36,9 +36,9 @@ def test_what_is_named_is_not_kept_and_made_once():
 
 def test_off_everything_is_kept():
     x = torch.randn(3, requires_grad=True)
-    with remaking(False) as kept_not:
+    with recompute_in_backward(False) as discard:
         u = x.exp()
-        kept_not(u, lambda: pytest.fail("made again"))
+        discard(u, lambda: pytest.fail("made again"))
         y = (u * u).sum()
     y.backward()
 
@@ -67,12 +67,12 @@ ALSO_BFLOAT16 = {"bmojo", "gsa", "hybrid"}
 def test_losses_and_gradients_have_the_same_bits(mixer, dtype, monkeypatch, single_mesh):
     batch, found, notes = step_batch(0), [], []
 
-    class Note(remade._Note):
+    class Note(selective_recompute._Note):
         def __init__(self, make):
             super().__init__(make)
             notes.append(self)
 
-    monkeypatch.setattr(remade, "_Note", Note)
+    monkeypatch.setattr(selective_recompute, "_Note", Note)
     for selective in (False, True):
         model = LanguageModel(model_of(mixer), compute_dtype=dtype, selective_recompute=selective)
         initialize_parameters(model, 0, 0, 1)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
-from baton.models.settings.footprint import (
+from baton.models.settings.cost_model import (
     Carrier,
     Footprint,
     Kept,
@@ -20,7 +20,7 @@ from baton.models.settings.footprint import (
 )
 
 
-class GatedScanConfig(MixerConfig):
+class SSMBlockConfig(MixerConfig):
     """The skeleton: projection, short convolution, gated diagonal scan, projection."""
 
     expand: int = Field(2, ge=1, description="d_inner / d_model; 2 in both papers' language models")
@@ -94,5 +94,5 @@ class GatedScanConfig(MixerConfig):
         )
 
     @classmethod
-    def small(cls) -> "GatedScanConfig":
+    def small(cls) -> "SSMBlockConfig":
         return cls(expand=3, d_state=5, d_conv=4, dt_rank=2)  # type: ignore[call-arg]

@@ -10,7 +10,7 @@ from support.compare import relative_error
 from support.recurrences import seeded
 
 from baton.models import init
-from baton.models.mixer import Site, build_mixer
+from baton.models.mixer import MixerContext, build_mixer
 from baton.models.settings.longhorn import LonghornConfig
 from baton.models.settings.mamba import MambaConfig
 from baton.parallel.param_layout import initialize_parameters
@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 def mixer(settings, width=M):
-    layer = build_mixer(settings, Site(width, 3, 1e-5, megatron_config(1), torch.float64))
+    layer = build_mixer(settings, MixerContext(width, 3, 1e-5, megatron_config(1), torch.float64))
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
     with torch.no_grad():
         for number, p in enumerate(layer.parameters()):
@@ -89,7 +89,7 @@ def test_what_is_left_out_has_no_parameter(single_mesh):
 
 
 def steps_of(**settings):
-    layer = build_mixer(MambaConfig(**settings), Site(1024, 3, 1e-5, megatron_config(1), torch.float32))
+    layer = build_mixer(MambaConfig(**settings), MixerContext(1024, 3, 1e-5, megatron_config(1), torch.float32))
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
     return F.softplus(layer.dt_bias.detach().double())
 

@@ -9,7 +9,7 @@ the parameters, whose layouts say so.
 import torch
 from torch import Tensor, nn
 
-from baton.models.mixer import Site
+from baton.models.mixer import MixerContext
 from baton.parallel.linear import linear
 from baton.parallel.param_layout import Init, ParameterLayout, declare
 from baton.parallel.tensor import ComputeCopy, copy_to_tensor_group
@@ -18,10 +18,12 @@ from baton.parallel.tensor import ComputeCopy, copy_to_tensor_group
 class ReplicatedLinear(ComputeCopy, nn.Module):
     """y = x W^T: x [B, T, d_model] and y [B, T, out_features], the same on every rank of the tensor group."""
 
-    def __init__(self, out_features: int, site: Site) -> None:
+    def __init__(self, out_features: int, context: MixerContext) -> None:
         super().__init__()
-        self.compute_dtype, self._sum = site.compute_dtype, not site.split_residual
-        self.weight = replicated((out_features, site.d_model), site.fill(site.d_model), site, decay=True)
+        self.compute_dtype, self._sum = context.compute_dtype, not context.split_residual
+        self.weight = replicated_parameter(
+            (out_features, context.d_model), context.initializer(context.d_model), context, decay=True
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         (y,) = linear(x.to(self.compute_dtype), self.weight, self.plain_weight())
@@ -32,7 +34,7 @@ class ReplicatedLinear(ComputeCopy, nn.Module):
         return copy_to_tensor_group(y) if self._sum else y
 
 
-def replicated(shape: tuple[int, ...], fill: Init, site: Site, *, decay: bool) -> nn.Parameter:
+def replicated_parameter(shape: tuple[int, ...], initializer: Init, context: MixerContext, *, decay: bool) -> nn.Parameter:
     """A parameter that every tensor rank holds and uses alike, in front of `for_own_heads`; it stays fp32 in the computation."""
-    partial = frozenset({"tensor"} if site.split_residual else ())
-    return declare(nn.Parameter(torch.empty(shape)), ParameterLayout(shape, fill, partial_over=partial, decay=decay))
+    partial = frozenset({"tensor"} if context.split_residual else ())
+    return declare(nn.Parameter(torch.empty(shape)), ParameterLayout(shape, initializer, partial_over=partial, decay=decay))

@@ -18,19 +18,19 @@ def zeros(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @cache
-def filled(n: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def full(n: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[n], all of one value."""
     return torch.full((n,), value, dtype=dtype, device=device)
 
 
 @cache
-def frame(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def eye(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[rows, columns], 1 on the diagonal."""
     return torch.eye(rows, columns, dtype=dtype, device=device)
 
 
 @cache
-def halved(n: int, device: torch.device) -> Tensor:
+def geometric_weights(n: int, device: torch.device) -> Tensor:
     """[n] in fp32, of sum 1, each half of the one before."""
     weights = 0.5 ** torch.arange(1, n + 1, dtype=torch.float32, device=device)
     return weights / weights.sum()

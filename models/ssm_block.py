@@ -13,17 +13,17 @@ from torch import Tensor
 
 from baton.kernels.protocol import Inputs, Leaf, LinearRecurrence, State
 from baton.kernels.short_conv.recurrence import ShortConv
-from baton.models import constants, init
-from baton.models.mixer import Mixer, Site
-from baton.models.remade import remaking
-from baton.models.settings.gated_scan import GatedScanConfig
+from baton.models import cached_constants, init
+from baton.models.mixer import Mixer, MixerContext
+from baton.models.selective_recompute import recompute_in_backward
+from baton.models.settings.ssm_block import SSMBlockConfig
 from baton.parallel.param_layout import Init, layout_of
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_group
 
 _CONV = ShortConv("silu")
 
 
-class GatedScan(Mixer):
+class SSMBlock(Mixer):
     """x [B, T, M], pos [B, T], State {conv [B, W-1, D], scan [B, D, N]} -> y [B, T, M], State.
 
     A subclass says what the recurrence is: `recurrence`, and `scanned`, its inputs. step: name of its step sizes' projection and
@@ -33,30 +33,35 @@ class GatedScan(Mixer):
     recurrence: LinearRecurrence
     D: Tensor | None
 
-    def __init__(self, config: GatedScanConfig, site: Site, *, step: str, step_bias: Init) -> None:
+    def __init__(self, config: SSMBlockConfig, context: MixerContext, *, step: str, step_bias: Init) -> None:
         super().__init__()
-        d_inner = config.expand * site.d_model
-        self.config, self.compute_dtype, self._step, self._selective = config, site.compute_dtype, step, site.selective_recompute
-        self.dt_rank = config.dt_rank or -(-site.d_model // 16)
-        self.in_proj = site.column(2 * d_inner, parts=(("x", d_inner), ("z", d_inner)))
-        self.conv_weight = site.split((d_inner, config.d_conv), init.linear(config.d_conv), decay=True)
-        self.conv_bias = site.split((d_inner,), init.linear(config.d_conv), decay=False)
+        d_inner = config.expand * context.d_model
+        self.config, self.compute_dtype, self._step, self._selective = (
+            config,
+            context.compute_dtype,
+            step,
+            context.selective_recompute,
+        )
+        self.dt_rank = config.dt_rank or -(-context.d_model // 16)
+        self.in_proj = context.column(2 * d_inner, parts=(("x", d_inner), ("z", d_inner)))
+        self.conv_weight = context.split((d_inner, config.d_conv), init.linear(config.d_conv), decay=True)
+        self.conv_bias = context.split((d_inner,), init.linear(config.d_conv), decay=False)
         self.x_proj = RowParallelLinear(
             d_inner,
             self.dt_rank + 2 * config.d_state,
             init.linear(d_inner),
-            site.megatron,
-            compute_dtype=site.compute_dtype,
+            context.megatron,
+            compute_dtype=context.compute_dtype,
         )
         # every rank's channels use the same code and vectors: copy_to_tensor_group sums their gradient once for all three
         projection = ColumnParallelLinear(
-            self.dt_rank, d_inner, init.linear(self.dt_rank), site.megatron, compute_dtype=site.compute_dtype, own_input=True
+            self.dt_rank, d_inner, init.linear(self.dt_rank), context.megatron, compute_dtype=context.compute_dtype, own_input=True
         )
         self.add_module(f"{step}_proj", projection)
-        bias = site.split((d_inner,), step_bias, decay=False) if config.has_step_bias else None
+        bias = context.split((d_inner,), step_bias, decay=False) if config.has_step_bias else None
         self.register_parameter(f"{step}_bias", bias)
-        self.register_parameter("D", site.split((d_inner,), init.constant(1.0), decay=False) if config.skip else None)
-        self.out_proj = site.output(d_inner)
+        self.register_parameter("D", context.split((d_inner,), init.constant(1.0), decay=False) if config.skip else None)
+        self.out_proj = context.output(d_inner)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -77,7 +82,7 @@ class GatedScan(Mixer):
     def _or_zeros(self, per_channel: Tensor | None) -> Tensor:
         """A parameter [D], or zeros where the settings leave it out: the kernels read one in any case."""
         like = self.conv_bias
-        return constants.zeros(len(like), like.dtype, like.device) if per_channel is None else per_channel
+        return cached_constants.zeros(len(like), like.dtype, like.device) if per_channel is None else per_channel
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         channels = len(self.conv_bias)
@@ -87,9 +92,9 @@ class GatedScan(Mixer):
         convolved = (x_BTD, self.conv_weight, self.conv_bias)
         before = None if state is None else {"tail": state["conv"]}
         u_BTD, tail = self.carry(_CONV, convolved, pos_BT, before)
-        with remaking(selective) as kept_not:
-            kept_not(u_BTD, lambda: _CONV.outputs(convolved, pos_BT, before))
-            u_BTD, projected = self.x_proj(u_BTD, beside=True)
+        with recompute_in_backward(selective) as discard:
+            discard(u_BTD, lambda: _CONV.outputs(convolved, pos_BT, before))
+            u_BTD, projected = self.x_proj(u_BTD, return_input=True)
             projected = copy_to_tensor_group(projected)
             code_BTR, in_BTN, out_BTN = projected.split([self.dt_rank, self.config.d_state, self.config.d_state], dim=-1)
             step_proj = getattr(self, f"{self._step}_proj")
@@ -98,6 +103,6 @@ class GatedScan(Mixer):
             scanned = self.scanned(u_BTD, step_BTD, in_BTN, out_BTN, z_BTD, skip_D, bias_D)
             (leaf,) = self.recurrence.leaves(scanned)
             entering = None if state is None else {leaf.name: state["scan"]}
-            kept_not(step_BTD, lambda: step_proj(code_BTR))
+            discard(step_BTD, lambda: step_proj(code_BTR))
             y_BTD, scan = self.carry(self.recurrence, scanned, pos_BT, entering)
         return self.out_proj(y_BTD), {"conv": tail["tail"], "scan": scan[leaf.name]}
