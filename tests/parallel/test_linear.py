@@ -46,7 +46,7 @@ def run(x, parameter, dy, dx, read, return_input):
 
 @pytest.mark.parametrize("narrow", [1, 3, 100])
 @pytest.mark.parametrize("read", SOME_READ)
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("return_input", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradients_of_parts(monkeypatch, dtype, return_input, read, narrow):
     """Whatever parts are put together, and whichever of them are read."""
@@ -80,13 +80,13 @@ def test_gradients_are_added_where_they_are(monkeypatch, dtype, read, narrow):
     assert len(places) == 1
 
 
-@pytest.mark.parametrize("beside", [((1, 2),), ((0, 1, 2), (3, 4)), ((0, 1), (1, 2))])
-def test_gradients_that_lie_side_by_side(monkeypatch, return_input):
+@pytest.mark.parametrize("adjacent", [((1, 2),), ((0, 1, 2), (3, 4)), ((0, 1), (1, 2))])
+def test_gradients_that_lie_side_by_side(monkeypatch, adjacent):
     """Columns of one tensor are taken as they lie, and only these: not those of another, nor what only overlaps."""
     monkeypatch.setattr(linears, "_NARROW", 1)
     x, parameter, dy, _ = case(torch.float64)
     dys = [part.clone() for part in dy.split(WIDTHS, dim=-1)]
-    for numbers in return_input:
+    for numbers in adjacent:
         parts = torch.cat([dys[n] for n in numbers], -1).split([WIDTHS[n] for n in numbers], dim=-1)
         for n, part in zip(numbers, parts, strict=True):
             dys[n] = part
@@ -98,7 +98,7 @@ def test_gradients_that_lie_side_by_side(monkeypatch, return_input):
     monkeypatch.setattr(linears, "add_product", lambda into, a, b, *, first: calls.append(len(into)))
     parts = linear(x, parameter, parameter.detach(), widths=WIDTHS)
     torch.autograd.backward(parts, dys)
-    assert calls == {((1, 2),): [7, 5, 5, 1], ((0, 1, 2), (3, 4)): [12, 6], ((0, 1), (1, 2)): [7, 5, 5, 1]}[return_input]
+    assert calls == {((1, 2),): [7, 5, 5, 1], ((0, 1, 2), (3, 4)): [12, 6], ((0, 1), (1, 2)): [7, 5, 5, 1]}[adjacent]
 
 
 def test_outside_gradients_are_given_to_who_asks():
