@@ -69,7 +69,7 @@ NAMES: dict[str, list[Entry]] = {
     "kernels": [],
     "models": [
         (("*.py",), ("Site", "IGNORED", "remaking")),
-        (("models/*",), ("site", "beside=", ".fill", ".inside", "remade")),
+        (("models/*",), ("site", "beside=")),
     ],
     "parallel": [],
     "data_pipeline": [],
