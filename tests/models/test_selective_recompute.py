@@ -1,4 +1,4 @@
-"""Selective recomputation: the same bits, with less kept."""
+"""Selective recomputation: the same bits with fewer saved tensors."""
 
 import weakref
 
@@ -13,42 +13,42 @@ from baton.models.settings import kinds
 from baton.parallel.param_layout import initialize_parameters
 
 
-def test_what_is_named_is_not_kept_and_made_once():
-    """For two readers, one of them of a view; in between it is gone, and so it is afterwards."""
-    x, made = torch.randn(4, 3, requires_grad=True), []
+def test_discarded_tensors_are_freed_and_recomputed_once():
+    """With two readers, one of them through a view."""
+    x, values = torch.randn(4, 3, requires_grad=True), []
 
-    def make():
+    def recompute():
         assert not torch.is_grad_enabled()
-        made.append(x * 2)
-        return made[-1]
+        values.append(x * 2)
+        return values[-1]
 
     with recompute_in_backward(True) as discard:
-        u = x * 2  # whose own backward pass needs no u
-        discard(u, make)
+        u = x * 2  # its own backward pass does not read u
+        discard(u, recompute)
         y = (u * u).sum() + (u.view_as(u) * 3.0).square().sum()
     gone = weakref.ref(u.untyped_storage())
     del u
     assert gone() is None
     y.backward()
     torch.testing.assert_close(x.grad, (2 * (2 * x) + 18 * (2 * x)).detach() * 2)
-    assert len(made) == 1
+    assert len(values) == 1
 
 
-def test_off_everything_is_kept():
+def test_disabled_it_discards_nothing():
     x = torch.randn(3, requires_grad=True)
     with recompute_in_backward(False) as discard:
         u = x.exp()
-        discard(u, lambda: pytest.fail("made again"))
+        discard(u, lambda: pytest.fail("recomputed"))
         y = (u * u).sum()
     y.backward()
 
 
-MADE_AGAIN = {"hybrid"} | {
+RECOMPUTED = {"hybrid"} | {
     name
     for name, kind in kinds().items()
     if any(kept.cheap and kept.device != "gpu" for kept in kind.small().footprint(SMALL_WIDTH).kept)
 }
-"""On a CPU."""
+"""Models that recompute something on a CPU."""
 
 
 ALSO_BFLOAT16 = {"bmojo", "gsa", "hybrid"}
@@ -65,27 +65,27 @@ ALSO_BFLOAT16 = {"bmojo", "gsa", "hybrid"}
     ids=str,
 )
 def test_losses_and_gradients_have_the_same_bits(mixer, dtype, monkeypatch, single_mesh):
-    batch, found, notes = step_batch(0), [], []
+    batch, results, placeholders = step_batch(0), [], []
 
-    class Note(selective_recompute._Note):
-        def __init__(self, make):
-            super().__init__(make)
-            notes.append(self)
+    class Recorded(selective_recompute._Placeholder):
+        def __init__(self, recompute):
+            super().__init__(recompute)
+            placeholders.append(self)
 
-    monkeypatch.setattr(selective_recompute, "_Note", Note)
+    monkeypatch.setattr(selective_recompute, "_Placeholder", Recorded)
     for selective in (False, True):
         model = LanguageModel(model_of(mixer), compute_dtype=dtype, selective_recompute=selective)
         initialize_parameters(model, 0, 0, 1)
         hidden, _ = model(batch.tokens, batch.pos)
         loss = model.loss(hidden, batch.labels)
-        assert any(note.readers for note in notes) == (selective and mixer in MADE_AGAIN)
+        assert any(p.readers for p in placeholders) == (selective and mixer in RECOMPUTED)
         loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert all(note.readers == 0 and note.made is None for note in notes)
-    for plain, again in zip(*found, strict=True):
-        assert torch.equal(plain, again)
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(p.readers == 0 and p.value is None for p in placeholders)
+    for saved, recomputed in zip(*results, strict=True):
+        assert torch.equal(saved, recomputed)
 
 
-def test_a_layer_that_is_run_again_has_no_notes():
+def test_full_recomputation_turns_selective_recomputation_off():
     model = LanguageModel(model_of("mamba"), recompute=True, selective_recompute=True)
     assert not any(getattr(module, "_selective", False) for module in model.modules())
