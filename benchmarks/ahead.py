@@ -34,8 +34,8 @@ from baton.kernels.compile import aot
 from baton.kernels.compile.aot import META, Compiled, Target, compiling
 from baton.kernels.compile.autotune import _SETUPS, STEPS, _fits
 from baton.launcher.config import RunConfig, load
-from baton.training.compile import compile_for
-from baton.training.tune import requests_of
+from baton.training.kernel_tools.aot_compile import compile_for
+from baton.training.kernel_tools.autotune import requests_of
 
 H200 = {"max_shared_mem": 232448, "multiprocessor_count": 132}
 SEGMENT = 16384

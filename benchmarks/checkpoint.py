@@ -24,7 +24,7 @@ from baton.parallel.config import LayoutConfig
 from baton.parallel.param_layout import parameter_count
 from baton.training.build import build
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.checkpoint.rectangles import optimizer_rectangles
+from baton.training.checkpoint.shard_boxes import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.config import OptimizerConfig, TrainingConfig
 from baton.training.errors import CheckpointError

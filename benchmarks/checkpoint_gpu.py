@@ -28,11 +28,11 @@ from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.training.build import Built, build, make_deterministic
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.checkpoint.rectangles import optimizer_rectangles
+from baton.training.checkpoint.shard_boxes import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.config import OptimizerConfig, TrainingConfig
-from baton.training.executor import StepExecutor
-from baton.training.passes import TokenBatch
+from baton.training.step.executor import StepExecutor
+from baton.training.step.microbatch_runner import TokenBatch
 
 CONTEXT = 2048
 RANKS = 4  # of the two layouts

@@ -31,9 +31,9 @@ from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.training.build import build, make_deterministic
 from baton.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
-from baton.training.executor import StepExecutor
-from baton.training.passes import TokenBatch
-from baton.training.schedule import learning_rates
+from baton.training.lr_schedule import learning_rates
+from baton.training.step.executor import StepExecutor
+from baton.training.step.microbatch_runner import TokenBatch
 
 FIRST, DRIFT, FLOOR = 1e-3, 4.0, 1e-3  # of the first loss; times the control's distance, or this distance
 PARAMETERS, WIDTH, VOCABULARY, CONTEXT, SEQUENCES = 100e6, 1536, 8192, 256, 2

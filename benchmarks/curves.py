@@ -26,7 +26,7 @@ from report import Report
 from train_step_data import text_for
 
 from baton.launcher.config import load
-from baton.training.monitor import read_metrics
+from baton.training.monitoring.metrics import read_metrics
 
 VOCABULARY = 4096
 ROWS, CONTEXT = 8, 512

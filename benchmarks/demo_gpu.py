@@ -21,7 +21,7 @@ from report import Report
 from baton.data_pipeline.stream import Dataset, documents
 from baton.data_pipeline.tokenizer import train_tokenizer
 from baton.launcher.demo import VOCABULARY
-from baton.training.monitor import read_metrics
+from baton.training.monitoring.metrics import read_metrics
 
 ALLOWED = 1e-3  # relative, of losses; the norms of small early gradients get ten times as much
 BATON = [sys.executable, "-P", "-m", "baton.launcher.cli"]

@@ -50,7 +50,7 @@ from baton.parallel.config import LayoutConfig
 from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.linear import adding_gradients
 from baton.parallel.param_layout import named_layouts
-from baton.training.passes import TokenBatch
+from baton.training.step.microbatch_runner import TokenBatch
 
 FORMS = ("relay", "early", "gather", "all-to-all", "steps", "alone")
 EXCHANGING = FORMS[:4]

@@ -29,8 +29,8 @@ from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.training.build import Built, build, make_deterministic
 from baton.training.config import OptimizerConfig, TrainingConfig
-from baton.training.executor import StepExecutor
-from baton.training.passes import Segments, TokenBatch
+from baton.training.step.executor import StepExecutor
+from baton.training.step.microbatch_runner import Segments, TokenBatch
 
 NEAR = 1e-3  # relative difference of losses and norms, bfloat16
 TIMEOUT_S = 90  # of a message between ranks

@@ -38,8 +38,8 @@ def measure(mixer: str, tokens: int) -> dict[str, float]:
     from baton.parallel.config import LayoutConfig
     from baton.training.build import build
     from baton.training.config import OptimizerConfig, TrainingConfig
-    from baton.training.executor import StepExecutor
-    from baton.training.passes import Segments, TokenBatch
+    from baton.training.step.executor import StepExecutor
+    from baton.training.step.microbatch_runner import Segments, TokenBatch
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

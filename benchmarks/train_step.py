@@ -39,7 +39,7 @@ from train_step_sides import PEERS, peer_main, reference_main
 
 from baton.launcher.arithmetic import flops_per_token, of_stages
 from baton.launcher.config import RunConfig, load
-from baton.training.peaks import Utilisation, peak_of
+from baton.training.monitoring.peak_flops import Utilisation, peak_of
 
 NEAR = 3e-4  # relative, of losses that are means over 16k tokens and more: bfloat16's rounding averages out
 OTHER_TEXT = 0.02  # relative, of an untrained model's losses

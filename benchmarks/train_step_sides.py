@@ -25,12 +25,12 @@ from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.param_layout import initialize_parameters
-from baton.training import feed
 from baton.training.config import with_vocabulary
-from baton.training.evaluation import through_segments
+from baton.training.evaluation.evaluate import through_segments
 from baton.training.loop import open_stream
-from baton.training.passes import TokenBatch
 from baton.training.run import Progress, RunSettings
+from baton.training.step import batch_distribution
+from baton.training.step.microbatch_runner import TokenBatch
 
 
 def first_step(config: RunConfig, mesh: meshes.Mesh) -> tuple[ModelConfig, list[TokenBatch]]:
@@ -39,7 +39,7 @@ def first_step(config: RunConfig, mesh: meshes.Mesh) -> tuple[ModelConfig, list[
     source.fingerprint(seed=training.seed, lanes=training.lane_count)
     settings = RunSettings(config.folder, config.model, config.data, training, "")
     with open_stream(source, settings, mesh, Progress(0, 0, {})) as stream:
-        batches = next(feed.steps(stream, mesh, training)).batches
+        batches = next(batch_distribution.steps(stream, mesh, training)).batches
     return with_vocabulary(config.model, source.vocab_size, None), batches
 
 

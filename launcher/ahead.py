@@ -20,7 +20,7 @@ from typing import Any
 
 from baton.launcher.config import RunConfig
 from baton.launcher.devices import kind_here
-from baton.training import heartbeat
+from baton.training.monitoring import heartbeat
 
 PACKAGES = ("kernels", "models", "parallel", "training")
 """Whose sources decide what a run launches."""
@@ -65,7 +65,7 @@ def start(config: RunConfig) -> Ahead | None:
 def compile_run(config: RunConfig, say: Say) -> None:
     """Compile what the run launches on this machine's GPU, and list it."""
     from baton.launcher.inputs import with_known_vocabulary
-    from baton.training.compile import Target, compile_for
+    from baton.training.kernel_tools.aot_compile import Target, compile_for
 
     wanted = Target.asked()
     if wanted is None:

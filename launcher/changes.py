@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.launcher.config import RunConfig
-from baton.training.schedule import steps_alike
+from baton.training.lr_schedule import steps_alike
 
 MAY_CHANGE = (
     "device",

@@ -244,7 +244,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     from baton.launcher.errors import ConfigError
     from baton.launcher.inputs import with_known_vocabulary
     from baton.parallel.mesh import local_device
-    from baton.training.tune import PATH, tune_for
+    from baton.training.kernel_tools.autotune import PATH, tune_for
 
     config, device = with_known_vocabulary(load(arguments.config, arguments.overrides)), local_device(0, 1, "auto")
     if device.type != "cuda":
@@ -346,7 +346,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _plot(arguments: argparse.Namespace) -> None:
-    from baton.training.plot import draw
+    from baton.training.monitoring.plots import draw
 
     print(draw(arguments.folders, arguments.out))
 

@@ -23,7 +23,7 @@ from baton.models.stages import cut
 from baton.parallel.config import LayoutConfig, divisors
 from baton.slurm.config import JobsConfig
 from baton.training.config import Precision, ProfileConfig, TrainingConfig, check_long_rows, with_vocabulary
-from baton.training.fitting import with_fitting_micro_batch
+from baton.training.micro_batch_size import with_fitting_micro_batch
 
 
 class RunConfig(BaseModel):

@@ -21,7 +21,7 @@ import numpy as np
 
 from baton.data_pipeline.stream import Dataset, documents
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
-from baton.training.monitor import duration, read_metrics
+from baton.training.monitoring.metrics import duration, read_metrics
 
 FOLDER = Path("demo")
 VOCABULARY = 1024

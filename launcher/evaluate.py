@@ -20,13 +20,13 @@ from baton.parallel.config import LayoutConfig
 from baton.training.build import Built, build_model, make_deterministic, model_fingerprint
 from baton.training.callbacks import Evaluator, TaskEvaluator
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.checkpoint.rectangles import parameter_rectangles
+from baton.training.checkpoint.shard_boxes import parameter_rectangles
 from baton.training.checkpoint.store import CheckpointStore, newest
 from baton.training.config import with_vocabulary
 from baton.training.errors import CheckpointError
-from baton.training.executor import StepResult
-from baton.training.monitor import Monitor
+from baton.training.monitoring.metrics import Monitor
 from baton.training.run import Callback, Progress, RunSettings
+from baton.training.step.executor import StepResult
 
 NAME = "evaluations.jsonl"
 

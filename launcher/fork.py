@@ -49,9 +49,9 @@ def fork(run: Path, out: Path, overrides: Sequence[str], *, step: int | None = N
     from baton.launcher.changes import all_changes
     from baton.launcher.errors import ConfigError
     from baton.launcher.run_directory import forks_of, provenance, read_config, write_whole
+    from baton.training.checkpoint.fork import describe_fork, link_checkpoint
     from baton.training.checkpoint.manifest import Manifest
     from baton.training.errors import CheckpointError
-    from baton.training.fork import describe_fork, link_checkpoint
 
     old = read_config(run / "config.yaml")
     _check_place(run, out)

@@ -13,11 +13,11 @@ from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.training.build import build_model, model_fingerprint
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.checkpoint.rectangles import parameter_rectangles
+from baton.training.checkpoint.shard_boxes import parameter_rectangles
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.config import with_vocabulary
 from baton.training.errors import CheckpointError
-from baton.training.generation import generate
+from baton.training.evaluation.generation import generate
 
 
 def generate_text(

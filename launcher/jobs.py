@@ -109,7 +109,7 @@ def _readmit(arguments: argparse.Namespace) -> None:
 def _goodput(arguments: argparse.Namespace) -> None:
     import json
 
-    from baton.training.goodput import account, draw
+    from baton.training.monitoring.goodput import account, draw
 
     found = account(arguments.folder)
     if arguments.json:

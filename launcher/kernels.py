@@ -9,8 +9,8 @@ from baton.launcher.config import load
 from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
 from baton.parallel.mesh import local_device
-from baton.training.compile import Target, compile_for
 from baton.training.doctor import compile_checks, findings_on
+from baton.training.kernel_tools.aot_compile import Target, compile_for
 
 
 def check_machine(wanted: str) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.launcher.ranks import Process
-from baton.training.heartbeat import FOLDER, Beat, prepare, read_beat
+from baton.training.monitoring.heartbeat import FOLDER, Beat, prepare, read_beat
 
 LOOK_S = 0.25
 LAST_WORDS_S = 3.0

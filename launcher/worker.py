@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from baton.launcher import ranks
-from baton.training import heartbeat, stopping
-from baton.training.ledger import BEGAN, process_began
+from baton.training import preemption
+from baton.training.monitoring import heartbeat
+from baton.training.monitoring.time_ledger import BEGAN, process_began
 
 PATIENCE = 10
 """Times the longest silence of a rank that ranks wait for one another, where the process that started them reads their signs of
@@ -62,7 +63,7 @@ def main() -> int:
             _import_and_fork(path, json.loads(start))
         ranks.name_process(f"rank-{os.environ['RANK']}")
         _stacks_into(os.environ.get("BATON_STACKS"))
-        stopping.install()
+        preemption.install()
         heartbeat.own().beat(0, "imports")
         _run(path)
     except Exception as error:

@@ -4,7 +4,7 @@ The one thing to know: there is a communicator per direction, and nobody waits f
 its neighbour's would wait for each other, unless they are issued as a pair; and pairs would tie this rank to its neighbour's order
 of work, which here is free: a stage's ranks of a sequence follow one another, each at its own pace.
 
-Which operation comes when is `schedule`; who carries it out is training.executor.
+Which operation comes when is `schedule`; who carries it out is training.step.executor.
 """
 
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from baton.launcher.cluster import Cluster
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import read_text, write_whole
 from baton.slurm import policy
-from baton.training import ledger
+from baton.training.monitoring import time_ledger
 
 
 def cluster_of(run: Path) -> Cluster:
@@ -48,4 +48,4 @@ def write_excluded(run: Path) -> None:
     slurm = cluster_of(run).slurm
     options = () if slurm is None else slurm.options
     named = [found[1] for option in options if (found := re.fullmatch(r"(?:--exclude[= ]|-x ?)\s*(\S+)", option.strip()))]
-    write_whole(run / "excluded.txt", ",".join([*named, *policy.excluded(ledger.read(run))]))
+    write_whole(run / "excluded.txt", ",".join([*named, *policy.excluded(time_ledger.read(run))]))

@@ -7,7 +7,7 @@ from pathlib import Path
 from baton.launcher.errors import ConfigError
 from baton.launcher.processes import log_of
 from baton.launcher.run_directory import last_attempt
-from baton.training import ledger
+from baton.training.monitoring import time_ledger
 
 LOOK_S = 0.5
 
@@ -51,10 +51,10 @@ def _print(run: Path, log: Path, number: int, *, follow: bool) -> None:
 
 
 def _has_ended(run: Path, number: int) -> bool:
-    return last_attempt(run) > number or any(row["kind"] == "end" and row["attempt"] == number for row in ledger.read(run))
+    return last_attempt(run) > number or any(row["kind"] == "end" and row["attempt"] == number for row in time_ledger.read(run))
 
 
 def _is_over(run: Path) -> bool:
     """Whether nobody starts the run again by itself."""
-    rows = [row["kind"] for row in ledger.read(run)]
+    rows = [row["kind"] for row in time_ledger.read(run)]
     return not rows or rows[-1] in ("stopped", "end")

@@ -16,8 +16,8 @@ from baton.slurm import command, policy
 from baton.slurm.exits import MEANING, Exit
 from baton.slurm.files import cluster_of, write_excluded
 from baton.slurm.script import job_name
-from baton.training import ledger
-from baton.training.goodput import account
+from baton.training.monitoring import time_ledger
+from baton.training.monitoring.goodput import account
 
 RECENT = 50
 """Steps that the present speed is taken over."""
@@ -96,7 +96,7 @@ def _advice(job: dict[str, str]) -> str:
 
 def read_status(run: Path) -> Status:
     """Raises ConfigError for what is not a run."""
-    config, rows = read_config(run / "config.yaml"), ledger.read(run)
+    config, rows = read_config(run / "config.yaml"), time_ledger.read(run)
     train = [row for row in recent_metrics(run) if row.get("kind") == "train"]
     last = train[-1] if train else None
     speed = _speed(train)
@@ -146,11 +146,11 @@ def cancel(run: Path, *, now: bool) -> str:
 def readmit(run: Path, nodes: list[str]) -> str:
     """Use excluded nodes again, from the next attempt on; what was done. Raises ConfigError for nodes that are not excluded."""
     read_config(run / "config.yaml")
-    known = policy.excluded(ledger.read(run))
+    known = policy.excluded(time_ledger.read(run))
     if strangers := [node for node in nodes if node not in known]:
         raise ConfigError(f"{', '.join(strangers)}: not excluded from {run}; excluded are {', '.join(known) or 'none'}")
     for node in nodes:
-        ledger.append(run, "readmitted", node=node)
+        time_ledger.append(run, "readmitted", node=node)
     write_excluded(run)
     return f"{', '.join(nodes)}: used again from the next attempt on"
 

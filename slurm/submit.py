@@ -18,7 +18,7 @@ from baton.slurm import command, evaluation, policy
 from baton.slurm.elastic import fitted, nodes_for
 from baton.slurm.files import write_excluded
 from baton.slurm.script import NAME, Nodes, in_container, job_name, render
-from baton.training import ledger
+from baton.training.monitoring import time_ledger
 
 LOCAL_TYPES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "ramfs", "f2fs", "reiserfs"}
 """File systems that one machine has to itself."""
@@ -212,11 +212,11 @@ def submit(submission: Submission) -> str:
     if submission.evaluation is not None:
         (run / "evaluations").mkdir(exist_ok=True)
         write_whole(run / evaluation.NAME, submission.evaluation)
-    bad = policy.excluded(ledger.read(run))
+    bad = policy.excluded(time_ledger.read(run))
     write_excluded(run)
     (run / "stop").unlink(missing_ok=True)
     exclude = [f"--exclude={(run / 'excluded.txt').read_text(encoding='utf-8')}"] if bad else []
-    ledger.append(run, "submitted", by="user", nodes=[submission.nodes.least, submission.nodes.most])
+    time_ledger.append(run, "submitted", by="user", nodes=[submission.nodes.least, submission.nodes.most])
     job = _hand_in(submission, *exclude)
     write_whole(run / "submitted.json", json.dumps({"job": job, "host": os.uname().nodename, "user": getpass.getuser()}))
     return job

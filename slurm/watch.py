@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.training.heartbeat import Beat
+from baton.training.monitoring.heartbeat import Beat
 
 LOOK_S = 2.0
 

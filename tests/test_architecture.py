@@ -30,7 +30,13 @@ ARROWS = {
     "models": {"kernels", "parallel"},
     "training": {"kernels", "parallel", "models", "data_pipeline"},
     "launcher": {"parallel", "models", "training", "data_pipeline", "configs", "slurm"},
-    "slurm": {"launcher", "training.heartbeat", "training.ledger", "training.goodput", "parallel.config"},
+    "slurm": {
+        "launcher",
+        "training.monitoring.heartbeat",
+        "training.monitoring.time_ledger",
+        "training.monitoring.goodput",
+        "parallel.config",
+    },
 }
 
 

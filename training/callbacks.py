@@ -15,25 +15,26 @@ from baton.data_pipeline.run_source import ShardSource, TaskSource
 from baton.data_pipeline.stream import EvaluationSet, evaluation_batches
 from baton.data_pipeline.synthetic_stream import task_set
 from baton.parallel.mesh import Mesh
-from baton.training import feed, heartbeat, replicas
+from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import Built
 from baton.training.checkpoint.digest import joined
 from baton.training.checkpoint.interval import SaveSchedule
 from baton.training.checkpoint.manifest import Manifest, versions
-from baton.training.checkpoint.rectangles import optimizer_rectangles
+from baton.training.checkpoint.shard_boxes import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore, Saved
-from baton.training.clock import StepClock
 from baton.training.config import TrainingConfig, check_long_rows
-from baton.training.cotangents import Cotangents, Watch, credit
-from baton.training.evaluation import evaluate, score
-from baton.training.executor import StepResult
-from baton.training.generation import generate
-from baton.training.lane_states import LaneStates
-from baton.training.long_context import LongRows, groups_of, look
-from baton.training.monitor import Monitor
-from baton.training.passes import TokenBatch
+from baton.training.evaluation.evaluate import evaluate, score
+from baton.training.evaluation.generation import generate
+from baton.training.evaluation.long_context import LongRows, groups_of, look
+from baton.training.lr_schedule import learning_rate
+from baton.training.monitoring import heartbeat, replica_check
+from baton.training.monitoring.metrics import Monitor
+from baton.training.monitoring.state_gradients import Cotangents, Watch, credit
+from baton.training.monitoring.step_timer import StepClock
 from baton.training.run import Progress, RunSettings
-from baton.training.schedule import learning_rate
+from baton.training.step import batch_distribution
+from baton.training.step.executor import StepResult
+from baton.training.step.microbatch_runner import TokenBatch
 
 
 class Recorder:
@@ -74,12 +75,12 @@ class ReplicaCheck:
 
     def before_first_step(self, progress: Progress) -> None:
         if self._training.replica_check_every:
-            replicas.require_equal(self._built, progress.step)
+            replica_check.require_equal(self._built, progress.step)
 
     def after_step(self, progress: Progress, result: StepResult) -> None:
         every = self._training.replica_check_every
         if every and (progress.step % every == 0 or self._schedule.due(progress.step, ending=progress.ending)):
-            replicas.require_equal(self._built, progress.step)
+            replica_check.require_equal(self._built, progress.step)
 
 
 class Evaluator:
@@ -331,7 +332,12 @@ def _evaluation_is_due(progress: Progress, training: TrainingConfig) -> bool:
 
 def _shared(batches: list[Batch], mesh: Mesh, segments: int) -> list[TokenBatch]:
     """Batches of a reading rank on every rank that works on the same rows, on the device: its spans of the segments."""
-    return [feed.share(b if feed.reads(mesh) else None, mesh, (b.tokens.shape[0], b.tokens.shape[1]), segments) for b in batches]
+    return [
+        batch_distribution.share(
+            b if batch_distribution.reads(mesh) else None, mesh, (b.tokens.shape[0], b.tokens.shape[1]), segments
+        )
+        for b in batches
+    ]
 
 
 def _padded(batch: Batch, tokens: int) -> Batch:

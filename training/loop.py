@@ -12,29 +12,31 @@ from baton.models.mixer import Mixer
 from baton.parallel import comm_timing
 from baton.parallel.mesh import Mesh
 from baton.parallel.tensor import drop_compute_copies
-from baton.training import feed, heartbeat, stopping
+from baton.training import preemption
+from baton.training.bptt.lane_states import CARRIED, LaneStates
 from baton.training.build import Built, build, make_deterministic
 from baton.training.callbacks import CotangentNorms, Evaluator, LongContext, Recorder, ReplicaCheck, Saver, TaskEvaluator
 from baton.training.checkpoint.interval import SaveSchedule
 from baton.training.checkpoint.manifest import Manifest, versions
-from baton.training.checkpoint.rectangles import optimizer_rectangles
+from baton.training.checkpoint.shard_boxes import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore, newest
 from baton.training.checkpoint.tools import load_weights
-from baton.training.clock import StepClock
 from baton.training.config import with_vocabulary
 from baton.training.doctor import check_kernels
 from baton.training.errors import CheckpointError, RunError, StoppedError
-from baton.training.executor import StepExecutor
-from baton.training.graphs import Graphs
-from baton.training.guard import Events, Judge
-from baton.training.lane_states import CARRIED, LaneStates
-from baton.training.ledger import Account, process_began
-from baton.training.ledger_board import LedgerBoard
-from baton.training.monitor import Monitor
-from baton.training.profiler import Profiler
-from baton.training.recovery import Recovery, without
+from baton.training.lr_schedule import learning_rates
+from baton.training.monitoring import heartbeat
+from baton.training.monitoring.anomaly_detection import Events, Judge
+from baton.training.monitoring.anomaly_recovery import Recovery, without
+from baton.training.monitoring.goodput_tensorboard import LedgerBoard
+from baton.training.monitoring.metrics import Monitor
+from baton.training.monitoring.profiler import Profiler
+from baton.training.monitoring.step_timer import StepClock
+from baton.training.monitoring.time_ledger import Account, process_began
 from baton.training.run import Callback, Progress, RunSettings, fingerprints_of, stream_order
-from baton.training.schedule import learning_rates
+from baton.training.step import batch_distribution
+from baton.training.step.cuda_graphs import Graphs
+from baton.training.step.executor import StepExecutor
 
 
 def train(settings: RunSettings, mesh: Mesh) -> None:
@@ -132,7 +134,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
         saver.save_again(progress)
         account.spent("save")
         _require_saved(store, progress)
-    progress.ending, _ = stopping.agreed(mesh)
+    progress.ending, _ = preemption.agreed(mesh)
     profiler.before_first_step(progress)
     try:
         while _steps(progress, source, settings, mesh, executor, callbacks, recovery, times):
@@ -148,7 +150,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
             account.spent("start-up")
             account.flush()
             account.start(progress.step)  # what was done beyond was in vain
-            progress.ending, _ = stopping.agreed(mesh)
+            progress.ending, _ = preemption.agreed(mesh)
     except (RunError, StorageError):  # all ranks raise it alike; what is being written is of before, and sound
         saver.finish()
         raise
@@ -189,7 +191,7 @@ def _steps(
     training, clock, every = settings.training, executor.clock, settings.training.monitoring.update_norm_every
     account, signs, board, schedule = times
     with open_stream(source, settings, mesh, progress) as stream:
-        batches = feed.steps(stream, mesh, training, progress.step)
+        batches = batch_distribution.steps(stream, mesh, training, progress.step)
         new_shapes = {progress.step, *(first for first, _ in training.stretches)}
         account.spent("start-up")
         while progress.step < training.steps and not progress.ending:
@@ -208,7 +210,7 @@ def _steps(
                 account.spent("compute")
                 return True
             progress.advance(training.at(progress.step).global_batch_tokens, data.cursors)
-            progress.ending, progress.waited = stopping.agreed(mesh, data.waited)
+            progress.ending, progress.waited = preemption.agreed(mesh, data.waited)
             account.spent("compute")
             account.move("compute", "exchange", comm_timing.seconds())
             due = schedule.due(progress.step, ending=progress.ending)
@@ -281,10 +283,10 @@ def open_stream(
     source: ShardSource | TaskSource, settings: RunSettings, mesh: Mesh, progress: Progress
 ) -> AbstractContextManager[Steps[Any] | None]:
     """This rank's stream of batches from where the run stands; None on ranks that receive instead of reading."""
-    if not feed.reads(mesh):
+    if not batch_distribution.reads(mesh):
         return nullcontext()
     training = settings.training
-    plan = feed.plan(training, mesh, progress.step, settings.data.prefetch)
+    plan = batch_distribution.plan(training, mesh, progress.step, settings.data.prefetch)
     return source.stream(plan, seed=training.seed, cursors=progress.cursors or None)
 
 

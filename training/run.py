@@ -10,7 +10,7 @@ from baton.data_pipeline.run_source import ShardSource, TaskSource
 from baton.models.config import ModelConfig
 from baton.training.build import model_fingerprint
 from baton.training.config import ProfileConfig, TrainingConfig
-from baton.training.executor import StepResult
+from baton.training.step.executor import StepResult
 
 
 @dataclass(frozen=True)

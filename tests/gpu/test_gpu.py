@@ -16,10 +16,10 @@ from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.param_layout import gather_parameters, initialize_parameters
 from baton.parallel.tensor import megatron_config
 from baton.training.build import build, make_deterministic
-from baton.training.checkpoint.rectangles import optimizer_rectangles
-from baton.training.executor import StepExecutor
-from baton.training.passes import TokenBatch
-from baton.training.schedule import learning_rate
+from baton.training.checkpoint.shard_boxes import optimizer_rectangles
+from baton.training.lr_schedule import learning_rate
+from baton.training.step.executor import StepExecutor
+from baton.training.step.microbatch_runner import TokenBatch
 
 pytestmark = pytest.mark.gpu
 STEPS = 5

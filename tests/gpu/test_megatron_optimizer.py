@@ -1,7 +1,7 @@
 """megatron-core's DDP and distributed optimizer as an oracle: the same model, batches and layout, another library's update.
 
 The one thing to know: they reduce-scatter gradients into buffers of their own, shard the optimizer by those buffers, and compute
-norm and clip themselves; nothing of DeepSpeed or training.executor runs. They need GPUs.
+norm and clip themselves; nothing of DeepSpeed or training.step.executor runs. They need GPUs.
 """
 
 import pytest
@@ -13,9 +13,9 @@ from support.models import micro_batches, model_of, training
 from baton.data_pipeline.batches import IGNORE_INDEX
 from baton.parallel.param_layout import gather_parameters, initialize_parameters, named_layouts
 from baton.training.build import build, build_model
-from baton.training.executor import StepExecutor
-from baton.training.passes import TokenBatch
-from baton.training.schedule import learning_rate
+from baton.training.lr_schedule import learning_rate
+from baton.training.step.executor import StepExecutor
+from baton.training.step.microbatch_runner import TokenBatch
 
 pytestmark = pytest.mark.gpu
 STEPS = 3

@@ -19,7 +19,7 @@ import pytest
 from support.checkpoints import tensors
 from support.runs import SAME_PLACES, STEPS, flip, kill, published, wait_until
 
-from baton.training.monitor import read_metrics
+from baton.training.monitoring.metrics import read_metrics
 
 SHORT, LONG = 3, 100
 CLOCK = Path(__file__).resolve().parent.parent / "support" / "clock"

@@ -12,8 +12,8 @@ from baton.launcher.config import RunConfig, load
 from baton.launcher.errors import ConfigError
 from baton.training.config import TrainingConfig
 from baton.training.errors import RunError
-from baton.training.fitting import with_fitting_micro_batch
-from baton.training.schedule import learning_rate
+from baton.training.lr_schedule import learning_rate
+from baton.training.micro_batch_size import with_fitting_micro_batch
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from baton.launcher.cli import main
 from baton.launcher.config import load
 from baton.launcher.processes import REFUSED, report
 from baton.launcher.run_directory import end_attempt, open_attempt, read_config
-from baton.training import ledger
 from baton.training.errors import RunError
-from baton.training.monitor import read_metrics
+from baton.training.monitoring import time_ledger
+from baton.training.monitoring.metrics import read_metrics
 
 STEPS = 6
 FITS = 1 << 15
@@ -113,7 +113,7 @@ def begin(pool, tmp_path_factory):
 
 
 def last_end(folder):
-    return [row for row in ledger.read(folder) if row["kind"] == "end"][-1]["status"]
+    return [row for row in time_ledger.read(folder) if row["kind"] == "end"][-1]["status"]
 
 
 @pytest.fixture(scope="module")

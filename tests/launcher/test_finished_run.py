@@ -15,7 +15,7 @@ from support.runs import DEADLINE_S, SAME_PLACES, STEPS, Ended, Launch, flip, pu
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.lane_order import LaneOrder, Units
-from baton.training.monitor import read_metrics
+from baton.training.monitoring.metrics import read_metrics
 
 
 @pytest.fixture(scope="module")

@@ -23,11 +23,11 @@ from baton.launcher.cli import main
 from baton.launcher.config import RunConfig, load
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import changed_since_last_start, check_run, open_attempt, read_config
-from baton.training import ledger
 from baton.training.config import TrainingConfig
-from baton.training.guard import read_events
-from baton.training.monitor import read_metrics
-from baton.training.schedule import learning_rate, steps_alike
+from baton.training.lr_schedule import learning_rate, steps_alike
+from baton.training.monitoring import time_ledger
+from baton.training.monitoring.anomaly_detection import read_events
+from baton.training.monitoring.metrics import read_metrics
 
 STEPS, DECAY = 12, 3
 SETTINGS = {
@@ -370,7 +370,7 @@ def test_a_change_is_recorded_by_the_first_start_that_has_steps_to_do(configured
     for number, (config, step) in enumerate([(first, 0), (other, STEPS), (longer, STEPS), (longer, STEPS)], start=1):
         with open_attempt(config, change=True) as attempt:
             changed.append(changed_since_last_start(attempt, config))
-            ledger.append(folder, "start", attempt=number, step=step)
+            time_ledger.append(folder, "start", attempt=number, step=step)
     of_rate = {"training.optimizer.lr": (0.01, 0.005)}
     assert changed == [{}, of_rate, of_rate | {"training.steps": (STEPS, 20)}, {}]
 

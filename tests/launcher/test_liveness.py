@@ -14,7 +14,7 @@ from support.runs import wait_until
 from baton.launcher.liveness import Culprit, Watch, account, is_blocked, is_stopped
 from baton.launcher.processes import HUNG, end_ranks, rank_environment, start_of
 from baton.slurm.exits import Exit
-from baton.training.heartbeat import SIZE, Beat, Heartbeat, path_of, read_beat
+from baton.training.monitoring.heartbeat import SIZE, Beat, Heartbeat, path_of, read_beat
 
 LIMIT_S, STARTUP_S = 10, 100
 

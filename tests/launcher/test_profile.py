@@ -9,7 +9,7 @@ import yaml
 from baton.launcher.changes import changes
 from baton.launcher.cli import main
 from baton.launcher.config import load
-from baton.training.monitor import read_metrics
+from baton.training.monitoring.metrics import read_metrics
 
 RUN = {
     "name": "recall",

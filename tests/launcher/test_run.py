@@ -19,7 +19,7 @@ from support.checkpoints import tensors
 from support.runs import SAME_PLACES, STEPS, Ended, Launch, flip, gone, kill, published, wait_until
 from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
 
-from baton.training.monitor import read_metrics
+from baton.training.monitoring.metrics import read_metrics
 
 
 @dataclass

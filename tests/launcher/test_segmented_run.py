@@ -10,7 +10,7 @@ from support import checkpoints
 from support.compare import relative_error
 from support.runs import SAME_PLACES
 
-from baton.training.monitor import read_metrics
+from baton.training.monitoring.metrics import read_metrics
 
 COMMON = ("training.steps=8", "training.checkpoint.every=3", "training.evaluation.every=0", "training.replica_check_every=2")
 TRUNCATED = (
@@ -26,7 +26,7 @@ FATE = """
 import os, signal, sys
 
 if "BATON_START" in os.environ:
-    from baton.training.passes import Passes
+    from baton.training.step.microbatch_runner import Passes
 
     done, do = [], Passes.do
 

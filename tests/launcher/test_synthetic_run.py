@@ -24,7 +24,7 @@ from baton.launcher.config import RunConfig, load
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import open_attempt, read_config
 from baton.training.errors import CheckpointError, RunError
-from baton.training.monitor import read_metrics
+from baton.training.monitoring.metrics import read_metrics
 
 STEPS = 8
 CASES = ("length-16-pairs-2", "length-40-pairs-4")
@@ -247,7 +247,7 @@ def answers_of_ranks(mesh):
 
     from baton.models.config import ModelConfig
     from baton.training.build import build_model
-    from baton.training.evaluation import likeliest
+    from baton.training.evaluation.evaluate import likeliest
 
     config = ModelConfig(d_model=WIDTH, n_layers=1, vocab_size=VOCABULARY, pad_vocab_to=8, loss_chunk=64)
     model = build_model(config, training(), mesh.device, mesh)
@@ -280,8 +280,8 @@ def scores_of_ranks(mesh):
     from baton.models.config import ModelConfig
     from baton.parallel.param_layout import gather_parameters
     from baton.training.build import build
-    from baton.training.evaluation import score
-    from baton.training.feed import share
+    from baton.training.evaluation.evaluate import score
+    from baton.training.step.batch_distribution import share
 
     task = MqarConfig(length=16, pairs=2, vocab_size=12)
     built = build(ModelConfig(d_model=16, n_layers=1, vocab_size=12, loss_chunk=5), training(), mesh)

@@ -11,12 +11,12 @@ from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.synthetic_stream import TaskStream, task_set
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
-from baton.training import feed
 from baton.training.build import build
 from baton.training.config import TrainingConfig
-from baton.training.evaluation import score
-from baton.training.executor import StepExecutor
-from baton.training.schedule import learning_rate
+from baton.training.evaluation.evaluate import score
+from baton.training.lr_schedule import learning_rate
+from baton.training.step import batch_distribution
+from baton.training.step.executor import StepExecutor
 
 ROWS, HELD_OUT, LOOK_EVERY = 64, 256, 25
 
@@ -46,11 +46,11 @@ def learn(mesh, pattern, mixers, task, *, steps, enough=0.99, seed=0):
     executor = StepExecutor(built.model, built.engine, mesh)
     one_rank = {"context": task.length, "micro_batch": ROWS, "data_rank": 0, "data_size": 1}
     held_out = task_set(task, tokens=HELD_OUT * task.length, **one_rank)
-    batches = [feed.share(batch, mesh, batch.tokens.shape) for batch in held_out.batches]
+    batches = [batch_distribution.share(batch, mesh, batch.tokens.shape) for batch in held_out.batches]
     plan = StepPlan.constant(**one_rank, lanes=ROWS, lanes_per_step=ROWS, start_step=0, prefetch=2)
     accuracy = 0.0
     with TaskStream(task, plan, seed=seed) as stream:
-        for step, data in zip(range(steps), feed.steps(stream, mesh, training)):
+        for step, data in zip(range(steps), batch_distribution.steps(stream, mesh, training)):
             executor.step(data.batches, learning_rate(step, training))
             if (step + 1) % LOOK_EVERY == 0 or step + 1 == steps:
                 accuracy = score(built.model, batches, held_out.labels, mesh).accuracy

@@ -22,9 +22,9 @@ from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
 from baton.training.build import build
-from baton.training.evaluation import evaluate
-from baton.training.executor import StepExecutor
-from baton.training.graphs import Graphs
+from baton.training.evaluation.evaluate import evaluate
+from baton.training.step.cuda_graphs import Graphs
+from baton.training.step.executor import StepExecutor
 
 B, T, M = 2, 21, SMALL_WIDTH
 POS = torch.tensor([[5 + t for t in range(T)], [0, 1, 0, *range(T - 3)]], dtype=torch.int32)

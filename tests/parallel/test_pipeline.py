@@ -11,11 +11,11 @@ from support.models import MODEL, micro_batches, model_of, training
 from baton.models import stages
 from baton.parallel.pipeline import Operation, schedule
 from baton.training.build import build, build_model
-from baton.training.evaluation import evaluate, score
-from baton.training.executor import StepExecutor
-from baton.training.generation import generate
-from baton.training.passes import Passes, Segments
-from baton.training.schedule import learning_rates
+from baton.training.evaluation.evaluate import evaluate, score
+from baton.training.evaluation.generation import generate
+from baton.training.lr_schedule import learning_rates
+from baton.training.step.executor import StepExecutor
+from baton.training.step.microbatch_runner import Passes, Segments
 
 
 @settings(derandomize=True, deadline=None)

@@ -18,7 +18,7 @@ from baton.slurm import job
 from baton.slurm.agent import Agent
 from baton.slurm.exits import Exit
 from baton.slurm.script import NEXT_JOB, OTHER_NODES
-from baton.training import ledger
+from baton.training.monitoring import time_ledger
 
 
 @pytest.fixture
@@ -31,14 +31,14 @@ def run(tmp_path, monkeypatch):
     values["slurm"]["options"] = ["--exclude=n[8-9]"]
     (config.folder / "cluster.yaml").write_text(yaml.safe_dump(values))
     (config.folder / "job.sbatch").write_text("")
-    ledger.append(config.folder, "submitted", by="user", nodes=[1, 2])
+    time_ledger.append(config.folder, "submitted", by="user", nodes=[1, 2])
     for name, value in {"SLURM_JOB_ID": "7", "BATON_NODES": "n1,n2", "BATON_STATES": "n1 allocated,n2 allocated"}.items():
         monkeypatch.setenv(name, value)
     return config.folder
 
 
 def rows(run, kind):
-    return [row for row in ledger.read(run) if row["kind"] == kind]
+    return [row for row in time_ledger.read(run) if row["kind"] == kind]
 
 
 @pytest.mark.parametrize("state", ["drained", "draining", "draining@", "drained$"])
@@ -113,7 +113,7 @@ def held_by(run, monkeypatch):
     ],
 )
 def test_a_job_comes_again_unless_another_job_of_the_run_trains_it(run, held_by, capsys, holder, known, code):
-    ledger.append(run, "attempt", attempt=1, job=known, nodes=["n1"], layout={})
+    time_ledger.append(run, "attempt", attempt=1, job=known, nodes=["n1"], layout={})
     pid = held_by(holder)
     assert job.begin(run) == code
     said = capsys.readouterr().err

@@ -15,8 +15,8 @@ from support.runs import BATON, wait_until
 
 from baton.launcher.run_directory import last_step
 from baton.slurm.exits import Exit
-from baton.training.goodput import account
-from baton.training.monitor import read_metrics
+from baton.training.monitoring.goodput import account
+from baton.training.monitoring.metrics import read_metrics
 
 pytestmark = [pytest.mark.long_slurm, pytest.mark.timeout(600)]
 
@@ -32,7 +32,7 @@ SLOW = """
 import os, time
 
 if "BATON_START" in os.environ:
-    from baton.training.clock import StepClock
+    from baton.training.monitoring.step_timer import StepClock
 
     start = StepClock.start
 
@@ -98,7 +98,7 @@ BROKEN = """
 import os, sys
 
 if "BATON_START" in os.environ:
-    from baton.training.executor import StepExecutor
+    from baton.training.step.executor import StepExecutor
 
     step, done = StepExecutor.step, []
 

@@ -24,8 +24,8 @@ from support.runs import DEADLINE_S, published, wait_until
 from baton.launcher.config import load
 from baton.launcher.run_directory import last_step, new_attempt, open_run
 from baton.training.checkpoint.manifest import Manifest, check_file
-from baton.training.monitor import read_metrics
-from baton.training.stopping import SIGNALS
+from baton.training.monitoring.metrics import read_metrics
+from baton.training.preemption import SIGNALS
 
 STEPS, EVERY = 30, 10
 

@@ -17,7 +17,7 @@ from baton.data_pipeline.lane_order import permutation
 from baton.data_pipeline.shards import ShardWriter, token_payload
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from baton.launcher.config import RunConfig
-from baton.training.monitor import read_metrics
+from baton.training.monitoring.metrics import read_metrics
 
 UNIT_DOCUMENTS = 4
 SHARDS = (31, 22)

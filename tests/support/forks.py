@@ -31,7 +31,10 @@ NAMED = "rank-"
 
 IMPORTED = (
     *(f"baton.launcher.{name}" for name in ("cli", "inputs", "processes", "run_directory", "worker")),
-    *(f"baton.training.{name}" for name in ("build", "evaluation", "generation", "loop", "profiler")),
+    *(
+        f"baton.training.{name}"
+        for name in ("build", "evaluation.evaluate", "evaluation.generation", "loop", "monitoring.profiler")
+    ),
     "baton.models.mixers.mamba",
     # what DeepSpeed imports late
     "deepspeed.module_inject.auto_ep_layer",

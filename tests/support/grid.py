@@ -25,9 +25,9 @@ from baton.models.settings import kinds
 from baton.parallel.param_layout import gather_parameters, initialize_parameters
 from baton.parallel.zero import parameter_groups
 from baton.training.build import DTYPES, build
-from baton.training.checkpoint.rectangles import KINDS, optimizer_rectangles
-from baton.training.executor import StepExecutor
-from baton.training.schedule import learning_rates
+from baton.training.checkpoint.shard_boxes import KINDS, optimizer_rectangles
+from baton.training.lr_schedule import learning_rates
+from baton.training.step.executor import StepExecutor
 from support.compare import relative_error
 from support.models import CONTEXT, SEQUENCES, TokenBatch, model_of, step_batch, training
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from baton.launcher.run_directory import last_step
-from baton.training import ledger
-from baton.training.monitor import read_metrics
+from baton.training.monitoring import time_ledger
+from baton.training.monitoring.metrics import read_metrics
 from support.consumed import consumed
 from support.forks import NURSERY
 from support.runs import BATON, DEADLINE_S, published, wait_until
@@ -98,7 +98,7 @@ class Job:
         return sorted(set(out.split()), key=int)
 
     def rows(self, kind: str) -> list[dict]:
-        return [row for row in ledger.read(self.folder) if row["kind"] == kind]
+        return [row for row in time_ledger.read(self.folder) if row["kind"] == kind]
 
     def wait_for_step(self, step: int, attempt: int = 1) -> None:
         """Until this attempt has started and the run has done `step`."""

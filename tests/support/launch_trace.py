@@ -62,7 +62,7 @@ def real(model: Any, training: Any) -> None:
     from baton.training.build import build
     from baton.training.doctor import check_kernels
     from baton.training.errors import KernelCheckError
-    from baton.training.executor import StepExecutor
+    from baton.training.step.executor import StepExecutor
     from support.models import micro_batches
 
     mesh = meshes.initialize(LayoutConfig(), device=torch.device("cpu"), rank=0, store=torch.distributed.HashStore())
@@ -77,7 +77,7 @@ def real(model: Any, training: Any) -> None:
 
 def compiled(model: Any, training: Any) -> None:
     from baton.parallel.config import LayoutConfig
-    from baton.training import compile as ahead_of
+    from baton.training.kernel_tools import aot_compile as ahead_of
 
     @contextmanager
     def compiling(wanted: ahead.Target, processes: int | None = None, say: Any = None) -> Iterator[ahead.Compiled]:

@@ -5,7 +5,7 @@ import torch
 from baton.models import stages
 from baton.models.lm import LanguageModel
 from baton.parallel.param_layout import initialize_parameters
-from baton.training.passes import TokenBatch
+from baton.training.step.microbatch_runner import TokenBatch
 from support.recurrences import positions, seeded
 
 SEGMENTS, SEGMENT = 3, 12  # 6 tokens to one of two ranks: the longest tail of the small mixers

@@ -105,10 +105,10 @@ def measure():
     from baton.parallel.context_parallel import SequenceLink
     from baton.parallel.param_layout import initialize_parameters, named_layouts
     from baton.parallel.pipeline import PipelineLink, schedule
+    from baton.training.bptt.lane_states import LaneStates
     from baton.training.build import DTYPES, build, build_model
-    from baton.training.executor import StepExecutor
-    from baton.training.lane_states import LaneStates
-    from baton.training.passes import Passes, Segments, TokenBatch
+    from baton.training.step.executor import StepExecutor
+    from baton.training.step.microbatch_runner import Passes, Segments, TokenBatch
 
     torch.set_num_threads(1)
     gc.freeze()  # what is there already is not looked at again and again

@@ -5,7 +5,7 @@ import torch
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
-from baton.training.passes import TokenBatch
+from baton.training.step.microbatch_runner import TokenBatch
 
 MODEL = ModelConfig(
     d_model=32, n_layers=3, vocab_size=61, pad_vocab_to=4, loss_chunk=16, mixers={"mamba": kinds()["mamba"](d_state=4)}

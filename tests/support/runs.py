@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from baton.training.monitor import read_metrics
+from baton.training.monitoring.metrics import read_metrics
 from support.forks import NAMED, NURSERY
 
 BATON = [sys.executable, "-P", "-m", "baton.launcher.cli"]

@@ -22,17 +22,17 @@ from baton.training.build import build
 from baton.training.checkpoint import manifest as manifests
 from baton.training.checkpoint.files import CheckpointFiles, Staging, describe, write_file
 from baton.training.checkpoint.manifest import Manifest, check_file
-from baton.training.checkpoint.rectangles import (
+from baton.training.checkpoint.retention import Retention
+from baton.training.checkpoint.shard_boxes import (
     KINDS,
     Rectangle,
     flat_range_boxes,
     optimizer_rectangles,
 )
-from baton.training.checkpoint.retention import Retention
 from baton.training.checkpoint.store import CheckpointStore, published
 from baton.training.errors import CheckpointError
-from baton.training.executor import StepExecutor
 from baton.training.loop import resume
+from baton.training.step.executor import StepExecutor
 
 
 @settings(derandomize=True, max_examples=200, deadline=None)

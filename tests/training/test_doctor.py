@@ -13,7 +13,7 @@ from baton.models.settings import kinds
 from baton.training.build import build
 from baton.training.doctor import check_kernels
 from baton.training.errors import KernelCheckError
-from baton.training.executor import StepExecutor
+from baton.training.step.executor import StepExecutor
 
 
 def checked(mesh, mixer):

@@ -17,11 +17,11 @@ from baton.parallel.zero import parameter_groups
 from baton.training import loop
 from baton.training.build import build
 from baton.training.config import CheckpointConfig, EvaluationConfig, with_vocabulary
-from baton.training.executor import StepExecutor
-from baton.training.monitor import read_metrics
-from baton.training.passes import TokenBatch
+from baton.training.lr_schedule import learning_rates
+from baton.training.monitoring.metrics import read_metrics
 from baton.training.run import RunSettings
-from baton.training.schedule import learning_rates
+from baton.training.step.executor import StepExecutor
+from baton.training.step.microbatch_runner import TokenBatch
 
 STEPS = 3
 

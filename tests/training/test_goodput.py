@@ -8,16 +8,16 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from baton.data_pipeline import file_io
-from baton.training import ledger
 from baton.training.errors import RunError
-from baton.training.goodput import PARTS, account, draw
-from baton.training.ledger import Account
-from baton.training.ledger_board import LedgerBoard
+from baton.training.monitoring import time_ledger
+from baton.training.monitoring.goodput import PARTS, account, draw
+from baton.training.monitoring.goodput_tensorboard import LedgerBoard
+from baton.training.monitoring.time_ledger import Account
 
 
 def write(folder, *rows):
     for kind, time, values in rows:
-        ledger.append(folder, kind, **{"time": time, **values})
+        time_ledger.append(folder, kind, **{"time": time, **values})
 
 
 HISTORY = [
@@ -87,7 +87,7 @@ def told(folder, skews, *starts):
 
         def row(kind, true, skew=skew, up=up, number=number, machine=machine, **values):
             own = {"time": true + skew, "boot": machine, "up": true - up}
-            ledger.append(folder, kind, **own, attempt=number, **values)
+            time_ledger.append(folder, kind, **own, attempt=number, **values)
 
         row("attempt", began, layout={})
         row("start", began + 0.5, step=before)
@@ -123,13 +123,13 @@ def test_the_ledgers_order_decides_and_not_the_clocks_of_machines(tmp_path, case
 
 
 def test_a_clock_that_is_set_in_the_middle_of_a_start_changes_nothing(tmp_path, monkeypatch):
-    kept = Account(tmp_path, 1, on=True, since=ledger.steady() - 2.0)
+    kept = Account(tmp_path, 1, on=True, since=time_ledger.steady() - 2.0)
     kept.start(0)
     for clock in (0.0, 4e9):
-        monkeypatch.setattr(ledger.time, "time", lambda clock=clock: clock)
+        monkeypatch.setattr(time_ledger.time, "time", lambda clock=clock: clock)
         kept.spent("compute")
         kept.done(1, write=True)
-    start, *spans = ledger.read(tmp_path)
+    start, *spans = time_ledger.read(tmp_path)
     assert [row["time"] - row["up"] for row in spans] == pytest.approx([start["time"] - start["up"]] * 2)
     assert 2.0 <= sum(row["seconds"]["compute"] for row in spans) < 60.0
 
@@ -153,14 +153,14 @@ def test_a_folder_without_a_ledger_is_refused(tmp_path):
 
 def test_lines_that_were_cut_short_are_left_out(tmp_path):
     write(tmp_path, *HISTORY)
-    with (tmp_path / ledger.NAME).open("a") as f:
+    with (tmp_path / time_ledger.NAME).open("a") as f:
         f.write('{"kind": "end", "ti')
-    assert len(ledger.read(tmp_path)) == len(HISTORY)
+    assert len(time_ledger.read(tmp_path)) == len(HISTORY)
 
 
 def test_the_main_ranks_time_has_no_gaps(tmp_path, monkeypatch):
     clock = iter(range(1000, 2000))
-    monkeypatch.setattr(ledger, "steady", lambda: float(next(clock)))
+    monkeypatch.setattr(time_ledger, "steady", lambda: float(next(clock)))
     kept = Account(tmp_path, 1, on=True, since=990.0)
     kept.start(5)
     for step in range(6, 12):
@@ -169,7 +169,7 @@ def test_the_main_ranks_time_has_no_gaps(tmp_path, monkeypatch):
         kept.move("compute", "exchange", 0.25)
         kept.done(step, write=step % 3 == 0)
     kept.flush()
-    start, *spans = ledger.read(tmp_path)
+    start, *spans = time_ledger.read(tmp_path)
     assert (start["up"], start["step"]) == (990.0, 5)
     assert [row["step"] for row in spans] == [6, 9, 11]
     for row, before in zip(spans, [start, *spans]):
@@ -189,21 +189,21 @@ def test_a_full_disk_keeps_rows_waiting(small_disk, capsys):
     filler.unlink()
     kept.spent("compute")
     kept.done(1, write=True)
-    assert [row["kind"] for row in ledger.read(small_disk)] == ["start", "spans"]
+    assert [row["kind"] for row in time_ledger.read(small_disk)] == ["start", "spans"]
 
 
 def test_a_row_is_tried_again_where_nothing_else_has_to_be_done(tmp_path, monkeypatch):
-    path = tmp_path / ledger.NAME
+    path = tmp_path / time_ledger.NAME
     write(tmp_path, *HISTORY[:2])
     kept = path.rename(tmp_path / "kept")
     path.symlink_to("/dev/full")
     monkeypatch.setattr(file_io.time, "sleep", lambda seconds: kept.exists() and kept.replace(path))
-    ledger.append(tmp_path, "end", attempt=1, status=0)
-    assert [row["kind"] for row in ledger.read(tmp_path)] == ["submitted", "attempt", "end"]
+    time_ledger.append(tmp_path, "end", attempt=1, status=0)
+    assert [row["kind"] for row in time_ledger.read(tmp_path)] == ["submitted", "attempt", "end"]
     path.unlink()
     path.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
-        ledger.append(tmp_path, "end", attempt=1, status=0)
+        time_ledger.append(tmp_path, "end", attempt=1, status=0)
 
 
 def test_tensorboard_shows_the_account_at_every_save(tmp_path):

@@ -9,12 +9,12 @@ from support.models import MODEL, model_of, training
 
 from baton.data_pipeline.lane_order import Cursor
 from baton.models.settings import kinds
+from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import build
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.checkpoint.rectangles import optimizer_rectangles
+from baton.training.checkpoint.shard_boxes import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.errors import CheckpointError
-from baton.training.lane_states import LaneStates
 from baton.training.loop import resume
 
 TRUNCATED = {"mode": "truncated", "segment": 8}

@@ -34,10 +34,10 @@ from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.param_layout import initialize_parameters
 from baton.training.config import BpttConfig, EvaluationConfig, ScheduleConfig, check_long_rows
 from baton.training.errors import RunError
-from baton.training.evaluation import evaluate, score
-from baton.training.long_context import LongRows, borders, look
-from baton.training.monitor import read_metrics
-from baton.training.passes import TokenBatch
+from baton.training.evaluation.evaluate import evaluate, score
+from baton.training.evaluation.long_context import LongRows, borders, look
+from baton.training.monitoring.metrics import read_metrics
+from baton.training.step.microbatch_runner import TokenBatch
 
 MIXERS = (*(kind for kind, settings in kinds().items() if not settings.small().state_grows), "hybrid")
 STAGES = {"pipeline": 2, "sequence": 2}
@@ -370,7 +370,7 @@ def test_tensorboard_shows_it_as_scalars_and_pictures_also_after_a_restart(resum
 
 
 def test_the_picture_of_a_run_shows_the_last_that_was_seen(run, tmp_path):
-    from baton.training.plot import plot
+    from baton.training.monitoring.plots import plot
 
     with_all = matplotlib.image.imread(plot(run, tmp_path / "all.png"))
     bare = tmp_path / "bare"

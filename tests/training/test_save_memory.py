@@ -18,14 +18,14 @@ from baton.launcher.config import RunConfig
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
+from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import build
 from baton.training.callbacks import Saver
 from baton.training.checkpoint.interval import SaveSchedule
 from baton.training.checkpoint.store import CheckpointStore, published
-from baton.training.executor import StepExecutor
-from baton.training.lane_states import LaneStates
-from baton.training.passes import Segments, TokenBatch
 from baton.training.run import Progress, RunSettings
+from baton.training.step.executor import StepExecutor
+from baton.training.step.microbatch_runner import Segments, TokenBatch
 
 TRUNCATED = {"mode": "truncated", "segment": 8}
 

@@ -25,11 +25,11 @@ from baton.parallel import zero
 from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.param_layout import initialize_parameters, named_layouts
 from baton.parallel.pipeline import schedule
+from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import make_deterministic
 from baton.training.errors import RunError
-from baton.training.executor import StepExecutor
-from baton.training.lane_states import LaneStates
-from baton.training.passes import Passes, Segments, TokenBatch
+from baton.training.step.executor import StepExecutor
+from baton.training.step.microbatch_runner import Passes, Segments, TokenBatch
 
 MIXERS = (*(kind for kind, settings in kinds().items() if not settings.small().state_grows), "hybrid")
 SEGMENTS, RANKS, STAGES = (1, 2, 3, 7, 16), (1, 2, 4), (1, 2)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton.data_pipeline.file_io import may_pass, patiently, unreadable
 from baton.training.checkpoint.digest import part_digest
-from baton.training.checkpoint.rectangles import Rectangle
+from baton.training.checkpoint.shard_boxes import Rectangle
 from baton.training.errors import CheckpointError
 
 Rectangles = dict[str, list[Rectangle]]

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from baton.data_pipeline.errors import StorageError
 from baton.data_pipeline.file_io import may_pass, sync_folder, unreadable, why
 from baton.parallel.mesh import Mesh
-from baton.training import heartbeat
 from baton.training.checkpoint.digest import joined
 from baton.training.checkpoint.files import CheckpointFiles, Part, Rectangles, Staging, file_name, write_file
 from baton.training.checkpoint.manifest import NAME, Manifest, check_file
 from baton.training.checkpoint.retention import Retention
 from baton.training.errors import CheckpointError
+from baton.training.monitoring import heartbeat
 
 PREFIX = "step-"
 UNFINISHED = ".saving-"

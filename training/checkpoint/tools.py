@@ -18,8 +18,8 @@ from baton.data_pipeline.file_io import may_pass, patiently, unreadable, why
 from baton.training.checkpoint.digest import joined
 from baton.training.checkpoint.files import CheckpointFiles
 from baton.training.checkpoint.manifest import Manifest, check_file
-from baton.training.checkpoint.rectangles import Rectangle
 from baton.training.checkpoint.retention import Retention
+from baton.training.checkpoint.shard_boxes import Rectangle
 from baton.training.checkpoint.store import prune, published
 from baton.training.errors import CheckpointError
 

@@ -1,0 +1,312 @@
+"""A step that must not be made is not made, anywhere; what did it is named; and a run goes on as its policy says."""
+
+import json
+import math
+import random
+from collections import defaultdict
+from dataclasses import asdict
+from itertools import islice
+
+import pytest
+import torch
+from support.models import MODEL, micro_batches, training
+
+from baton.data_pipeline.config import ShardsConfig
+from baton.data_pipeline.prepare import prepare
+from baton.data_pipeline.steps import StepPlan
+from baton.data_pipeline.stream import BatchStream, Dataset, documents
+from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from baton.models.config import ModelConfig
+from baton.models.settings import kinds
+from baton.training import loop
+from baton.training.build import build
+from baton.training.checkpoint.manifest import Manifest
+from baton.training.config import CheckpointConfig, EvaluationConfig, GuardConfig, MonitoringConfig
+from baton.training.errors import RunError
+from baton.training.monitoring.anomaly_detection import Judge, read_events
+from baton.training.monitoring.metrics import read_metrics
+from baton.training.run import RunSettings
+from baton.training.step.executor import StepExecutor
+from baton.training.step.microbatch_runner import Segments
+
+
+class Refusing:
+    """A judge that refuses by its numbers; the calls count from 0."""
+
+    def __init__(self, loss=(), norm=()):
+        self._bad, self._calls = {"loss": loss, "norm": norm}, {"loss": 0, "norm": 0}
+
+    def _next(self, what):
+        self._calls[what] += 1
+        return f"{what} refused" if self._calls[what] - 1 in self._bad[what] else None
+
+    def loss(self, loss):
+        return self._next("loss")
+
+    def norm(self, norm):
+        assert math.isfinite(norm)
+        assert norm > 0
+        return self._next("norm")
+
+    def update(self, norm):
+        return None
+
+    def accept(self, loss, norm):
+        pass
+
+
+def state_of(built):
+    """Bits of everything that an update changes, on this rank."""
+    state = {name: p.detach().clone() for name, p in built.model.named_parameters()}
+    for n, fragment in enumerate(built.engine.fragments()):
+        state |= {f"{n}.{what}": getattr(fragment, what).clone() for what in ("master", "exp_avg", "exp_avg_sq")}
+    return state | {name: count.clone() for name, count in built.engine.update_counts().items()}
+
+
+def with_refusals(mesh):
+    """Steps of which the second and the fourth are refused, and the same without them: (results, states equal)."""
+    results, states = [], []
+    for judge, steps in ((Refusing(loss=(1,), norm=(2,)), (0, 5, 1, 6, 2)), (None, (0, 1, 2))):
+        built = build(MODEL, training(), mesh)
+        executor = StepExecutor(built.model, built.engine, mesh, judge=judge)
+        made = []
+        for step in steps:
+            before = state_of(built)
+            result = executor.step(micro_batches(step, mesh.data_rank, mesh.layout.data, 2), 3e-3)
+            made.append((result.loss, result.grad_norm, result.refused, result.made))
+            same = all(torch.equal(x, before[name]) for name, x in state_of(built).items())
+            assert same is not result.made
+        results.append([one for one in made if one[3]])
+        states.append(state_of(built))
+    return results, all(torch.equal(x, states[1][name]) for name, x in states[0].items())
+
+
+@pytest.mark.parametrize(
+    "layout", [{"data": 2, "zero": 0}, {"data": 2}, {"data": 2, "zero": 2}, {"tensor": 2}, {"pipeline": 2, "data": 2}], ids=str
+)
+def test_a_refused_step_changes_nothing_and_the_next_ones_are_as_without_it(pool, layout):
+    for (with_them, without_them), same in pool.run(with_refusals, **layout):
+        assert with_them == without_them
+        assert len(with_them) == 3
+        assert same
+
+
+def update_norms(mesh):
+    """The engine's norm of each update, and the norm of what parameters changed by, all tensor parts together."""
+    built, found = build(MODEL, training(), mesh), []
+    executor = StepExecutor(built.model, built.engine, mesh)
+    executor.watch_update = True
+    for step in range(3):
+        before = {name: p.detach().clone().double() for name, p in built.model.named_parameters()}
+        result = executor.step(micro_batches(step, mesh.data_rank, mesh.layout.data, 2), 3e-3)
+        after = {name: p.detach().double() for name, p in built.model.named_parameters()}
+        found.append((result.update_norm, sum(float((after[n] - before[n]).square().sum()) for n in after) ** 0.5))
+    return found
+
+
+@pytest.mark.parametrize("layout", [{"data": 2, "zero": 0}, {"data": 2}, {"data": 2, "zero": 2}], ids=str)
+def test_the_norm_of_an_update_is_that_of_the_change(pool, layout):
+    for norms in pool.run(update_norms, **layout):
+        assert all(ours == pytest.approx(true, rel=1e-4) for ours, true in norms)
+        assert len({round(ours, 9) for ours, _ in norms}) == 3
+
+
+def test_the_norm_of_an_update_is_the_same_on_any_layout(pool):
+    one = [ours for ours, _ in pool.run(update_norms, data=1)[0]]
+    for layout in ({"tensor": 2, "data": 2}, {"pipeline": 3}):
+        assert [ours for ours, _ in pool.run(update_norms, **layout)[0]] == pytest.approx(one, rel=1e-5)
+
+
+def planted(mesh, what, victim):
+    """A NaN planted on one rank; what the step says."""
+    built = build(MODEL, training(), mesh)
+    executor = StepExecutor(built.model, built.engine, mesh, segments=Segments())
+    executor.step(micro_batches(0, mesh.data_rank, mesh.layout.data, 2, mesh.sequence_rank, mesh.layout.sequence), 1e-3)
+    if mesh.rank == victim:
+        block = None if what == "tokens" else built.model.layers["1"]["mamba"]
+        if what == "weight":
+            with torch.no_grad():
+                block.mixer.D[3] = torch.nan
+        elif what == "tokens":
+
+            def poison(module, arguments, output):
+                if calls.append(1) or len(calls) % 2 == 0:  # the second micro-batch, also when it is run once more
+                    output = output.clone()
+                    output[1, 5, 3] = torch.nan
+                return output
+
+            calls = []
+            built.model.embedding.register_forward_hook(poison)
+        elif what == "gradient":
+            block.mixer.D.register_hook(lambda gradient: torch.where(gradient == gradient.max(), torch.nan, gradient))
+        else:
+            glitch = iter([True])
+            block.register_forward_hook(lambda m, a, o: ((o[0][0], o[0][1] * torch.nan), o[1]) if next(glitch, False) else o)
+    before = state_of(built)
+    result = executor.step(micro_batches(1, mesh.data_rank, mesh.layout.data, 2, mesh.sequence_rank, mesh.layout.sequence), 1e-3)
+    unchanged = all(x.isnan().any() or torch.equal(x, before[name]) for name, x in state_of(built).items())
+    return result.refused, None if result.where is None else asdict(result.where), unchanged
+
+
+LAYOUTS = [{"data": 2}, {"data": 2, "zero": 2}, {"tensor": 2}, {"pipeline": 3}, {"sequence": 2}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_nan_in_a_weight_is_named_with_its_rank(pool, layout):
+    for said, where, unchanged in pool.run(planted, "weight", 1, **layout):
+        assert (
+            said
+            == "the loss or a gradient is not finite: parameter layers.1.mamba.mixer.D holds values that are not finite (rank 1)"
+        )
+        assert where["rank"] == 1
+        assert unchanged
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_nan_in_one_documents_tokens_is_named_with_its_place(pool, layout):
+    victim = 0 if "pipeline" in layout else 1
+    for said, where, unchanged in pool.run(planted, "tokens", victim, **layout):
+        assert said.endswith(f"the first value that is not finite comes out of embedding (rank {victim}, micro-batch 1)")
+        assert (where["row"], where["data_rank"]) == (1, 1 if "data" in layout else 0)
+        assert where["column"] == (12 + 5 if "sequence" in layout else 5)
+        assert unchanged
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_nan_in_one_ranks_gradient_is_named_with_its_rank(pool, layout):
+    for said, _, unchanged in pool.run(planted, "gradient", 1, **layout):
+        assert (
+            "gradient of layers.1.mamba.mixer.D is not finite, and all gradients that lead to it are (rank 1, micro-batch 0)"
+            in said
+        )
+        assert unchanged
+
+
+def test_a_nan_that_does_not_come_back_is_said_to_be_none_of_the_steps(pool):
+    for said, where, unchanged in pool.run(planted, "glitch", 1, data=2):
+        assert said == "the loss or a gradient is not finite, and in a second run of the step all are"
+        assert where is None
+        assert unchanged
+
+
+def test_spikes_are_judged_against_the_median_of_accepted_steps():
+    judge = Judge(GuardConfig(loss_spike=2.0, norm_spike=5.0, update_spike=3.0, window=4))
+    assert judge.loss(1000.0) is None, "nothing is known yet"
+    for loss in (3.0, 4.0, 5.0):
+        judge.accept(loss, loss / 10)
+    assert judge.loss(7.9) is None
+    assert judge.loss(8.1) == "the loss 8.1 is more than 2 times 4, the median of the last 3 steps"
+    assert judge.norm(2.1).startswith("the gradient norm 2.1 is more than 5 times 0.4")
+    assert judge.norm(1.9) is None
+    assert [judge.update(x) is None for x in (1.0, 1.0, 1.0, 3.5, 2.5)] == [True, True, True, False, True]
+    off = Judge(GuardConfig())
+    for _ in range(99):
+        off.accept(1.0, 1.0)
+    assert off.loss(1e9) is off.norm(1e9) is None
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A dataset in which every document has a character of its own, and its tokenizer; the token of a document that is met in the
+    9th to 12th of 24 steps and never again, and that document's name."""
+    folder, rng = tmp_path_factory.mktemp("guard"), random.Random(0)
+    texts = ["".join(rng.choice("abcdefgh ") for _ in range(rng.randint(20, 90))) for _ in range(60)]
+    texts = [f"{text[:15]}{chr(0x4E00 + n)}{text[15:]}" for n, text in enumerate(texts)]
+    (folder / "all.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare([folder / "all.jsonl"], folder / "shards", validation_fraction=0.0, workers=1, progress=lambda done, total: None)
+    dataset, model = Dataset.open(folder / "shards"), folder / "t.model"
+    train_tokenizer(documents(dataset, "train"), model, 350, threads=1)
+    tokenizer = Tokenizer(model)
+    own = {int(tokenizer.encode(chr(0x4E00 + n))[-1]): chr(0x4E00 + n) for n in range(60)}
+    plan = {"lanes": 4, "lanes_per_step": 4, "micro_batch": 1, "data_rank": 0, "data_size": 1, "start_step": 0, "prefetch": 1}
+    met = defaultdict(list)
+    with BatchStream(dataset, tokenizer, StepPlan.constant(context=16, **plan), seed=0, unit_documents=4) as stream:
+        for data in islice(stream, 24):
+            for batch in data.micro_batches:
+                for token in own.keys() & set(batch.tokens.flat):
+                    met[token].append(data.step)
+    token = next(token for token, steps in sorted(met.items()) if len(steps) == 1 and 8 <= steps[0] < 12)
+    (shard,) = dataset.shards["train"]
+    payloads = dataset.read(shard, 0, 60)
+    (victim,) = [dataset.named(shard, i) for i, payload in enumerate(payloads) if own[token].encode() in payload]
+    return folder, token, victim
+
+
+def run(mesh, corpus, bad, folder, policy, bptt=None):
+    """A whole run of `train` in which the poisonous document makes NaN: what it raised."""
+    data = ShardsConfig(path=str(corpus / "shards"), tokenizer=str(corpus / "t.model"), unit_documents=4)
+    config = ModelConfig(d_model=16, n_layers=2, mixers={"mamba": kinds()["mamba"](d_state=4)}, pad_vocab_to=4)
+    settings = training(
+        steps=24,
+        context=16,
+        global_batch_tokens=64,
+        micro_batch=1,
+        bptt=bptt,
+        checkpoint=CheckpointConfig(every=5),
+        evaluation=EvaluationConfig(every=0),
+        monitoring=MonitoringConfig(update_norm_every=4),
+        guard=GuardConfig(policy=policy, most=2),
+    )
+    theirs = loop.build
+
+    def build_poisoned(*arguments):
+        built = theirs(*arguments)
+
+        def poison(module, arguments, output):
+            return torch.where((arguments[0] == bad)[..., None], torch.nan, output)
+
+        built.model.embedding.register_forward_hook(poison)
+        return built
+
+    loop.build = build_poisoned
+    try:
+        loop.train(RunSettings(folder, config, data, settings, ""), mesh)
+    except RunError as error:
+        return str(error)
+    finally:
+        loop.build = theirs
+    return None
+
+
+def skipped(folder):
+    manifest = Manifest.read(folder / "checkpoints" / "step-00000024")
+    return [place for cursor in manifest.cursors.values() for place in cursor["skipped"]]
+
+
+def test_rollback_leaves_out_the_one_document_and_the_run_ends(pool, corpus, tmp_path):
+    folder, token, victim = corpus
+    assert pool.run(run, folder, token, tmp_path, "rollback", data=2) == [None, None]
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == list(range(1, 25)), "no step is missing or there twice"
+    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert [row["step"] for row in rows if "update_norm" in row] == [4, 8, 12, 16, 20, 24]
+    (event,) = read_events(tmp_path)
+    assert event["kind"] == "rollback"
+    assert event["documents"] == [victim]
+    assert "comes out of embedding" in event["reason"]
+    assert len(skipped(tmp_path)) == 1
+
+
+def test_skip_makes_no_update_and_goes_on(pool, corpus, tmp_path):
+    """Also where lanes carry States: those of the step are forgotten."""
+    folder, token, victim = corpus
+    assert pool.run(run, folder, token, tmp_path, "skip", bptt={"mode": "truncated", "segment": 8}, data=2) == [None, None]
+    (event,) = read_events(tmp_path)
+    assert (event["kind"], event["documents"]) == ("skip", [victim])
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == [step for step in range(1, 25) if step != event["step"]]
+    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert skipped(tmp_path) == []
+    assert Manifest.read(tmp_path / "checkpoints" / "step-00000024").adam_steps == 23
+
+
+def test_stop_names_the_document_and_the_next_start_resumes(pool, corpus, tmp_path):
+    folder, token, victim = corpus
+    for message in pool.run(run, folder, token, tmp_path, "stop", data=2):
+        assert victim in message
+        assert "comes out of embedding (rank" in message
+        assert "it resumes from its last checkpoint" in message
+    (event,) = read_events(tmp_path)
+    assert event["kind"] == "stop"
+    assert pool.run(run, folder, token, tmp_path, "rollback", data=2) == [None, None]
+    assert [event["kind"] for event in read_events(tmp_path)] == ["stop", "rollback"]

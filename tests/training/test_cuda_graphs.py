@@ -1,0 +1,256 @@
+"""Passes that are recorded and repeated: the same steps to the bit; on a CPU what is recorded is run again as it is."""
+
+import pytest
+import torch
+from support.models import micro_batches, model_of, training
+
+from baton.launcher.config import load
+from baton.launcher.errors import ConfigError
+from baton.models.settings import kinds
+from baton.parallel import comm_timing
+from baton.parallel import mesh as meshes
+from baton.parallel.config import LayoutConfig
+from baton.parallel.tensor import drop_compute_copies
+from baton.training.build import build, make_deterministic
+from baton.training.step.cuda_graphs import CudaRecorder, Graphs
+from baton.training.step.executor import StepExecutor
+from baton.training.step.microbatch_runner import TokenBatch
+
+MIXERS = (*kinds(), "hybrid")
+
+
+class Again:
+    """Repeats by running again, which needs no GPU: memory is the same each time, as a graph's is."""
+
+    def __init__(self, device):
+        self.records = 0
+
+    def warm_up(self, run):
+        run()
+
+    def record(self, run):
+        self.records += 1
+        assert self.records <= 2
+        return run
+
+
+def cut(batch, tokens, device):
+    return TokenBatch(*(x[:, :tokens].to(device) for x in (batch.tokens, batch.labels, batch.pos)))
+
+
+def steps(mesh, mixer, recorder, precision="bfloat16"):
+    """Results of steps, and the parameters behind them: shorter sequences after two, then one that a NaN makes be refused."""
+    config = training(precision=precision)
+    built = build(model_of(mixer), config, mesh)
+    graphs = None if recorder is None else Graphs(built.model, recorder)
+    executor, found = StepExecutor(built.model, built.engine, mesh, graphs=graphs), []
+    victim = built.model.embedding.weight
+    for step in range(5):
+        planted, before = step == 3, victim.detach().clone()
+        if planted:
+            with torch.no_grad():
+                victim[:, 1] = torch.nan
+            drop_compute_copies(built.model)
+        own = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch)
+        result = executor.step([cut(b, 24 if step < 2 else 13, mesh.device) for b in own], 3e-3)
+        assert result.made is not planted, result
+        found.append((str(result.loss), str(result.grad_norm), result.labels, str(result.where)))
+        if planted:
+            with torch.no_grad():
+                victim.copy_(before)
+            drop_compute_copies(built.model)
+    return found, {name: p.detach().clone() for name, p in built.model.named_parameters()}
+
+
+def differences(mesh, mixers, recorder, precision="bfloat16"):
+    """What is not the same with recorded passes and without, by mixer. recorder: name of a class of this file, or the class."""
+    found, recorder = {}, globals()[recorder] if isinstance(recorder, str) else recorder
+    for mixer in mixers:
+        (plain, expected), (results, parameters) = (steps(mesh, mixer, made, precision) for made in (None, recorder))
+        found[mixer] = [(a, b) for a, b in zip(plain, results, strict=True) if a != b]
+        found[mixer] += [name for name, x in expected.items() if not torch.equal(x, parameters[name])]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "mixers"),
+    [
+        ({}, ("mamba", "lattice", "bmojo", "attention", "hybrid")),
+        *(({"data": 2, "zero": zero}, ("hybrid",)) for zero in (0, 2)),
+        ({"tensor": 2}, ("hybrid",)),
+        pytest.param({}, MIXERS, marks=pytest.mark.long),
+    ],
+    ids=lambda x: str(x) if isinstance(x, dict) else f"{len(x)} mixers",
+)
+def test_recorded_passes_are_plain_passes_to_the_bit(pool, layout, mixers):
+    for found in pool.run(differences, mixers, "Again", timeout_s=600, **layout):
+        assert found == {mixer: [] for mixer in mixers}
+
+
+def test_the_comparison_sees_another_micro_batch(pool):
+    assert pool.run(differences, ["mamba"], "Forgetful")[0]["mamba"]
+
+
+class Forgetful(Again):
+    """Its second forward pass and all behind it read the tokens of the first."""
+
+    def record(self, run):
+        if super().record(run) and self.records > 1:
+            return run
+        tokens, ran = next(c.cell_contents for c in run.__closure__ if isinstance(c.cell_contents, TokenBatch)).tokens, []
+
+        def again():
+            ran.append(tokens.clone())
+            tokens.copy_(ran[0])
+            run()
+
+        return again
+
+
+OF_THE_HOST = """
+import sys
+from itertools import product
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import JITFunction
+from baton.kernels.compile.aot import META, Target, compiling
+from baton.models.config import ModelConfig
+from baton.models.settings import SMALL_WIDTH, kinds
+from baton.parallel import mesh as meshes
+from baton.parallel import waiting
+from baton.parallel.config import LayoutConfig
+from baton.parallel.linear import adding_gradients
+from baton.training.build import build_model
+from baton.training.config import TrainingConfig
+from baton.training.step.cuda_graphs import Graphs
+from baton.training.step.microbatch_runner import TokenBatch
+
+JITFunction._do_compile = lambda self, key, *_: self  # nothing is compiled here
+
+
+class Watched(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        given = [x for x in torch.utils._pytree.tree_leaves((arguments, options or {})) if isinstance(x, torch.Tensor)]
+        made = function(*arguments, **(options or {}))
+        given += [x for x in torch.utils._pytree.tree_leaves(made) if isinstance(x, torch.Tensor)]
+        if any(x.device != META for x in given):
+            seen.append(f"{name}: {function} of {[(x.device.type, tuple(x.shape)) for x in given]}")
+        return made
+
+
+class Recorder:
+    def __init__(self, device):
+        pass
+
+    def warm_up(self, run):
+        run()
+
+    def record(self, run):
+        with Watched():
+            run()
+        return lambda: None
+
+
+seen = []
+FORMS = ({}, {"recompute": True}, {"selective_recompute": True}, {"precision": "float32"})
+for (name, settings), (changes, tensor) in product(kinds().items(), [*((form, 1) for form in FORMS), ({}, 2)]):
+    model = ModelConfig(d_model=SMALL_WIDTH, n_layers=2, vocab_size=64, pattern=[name], mixers={name: settings.small()})
+    values = {"steps": 1, "context": 64, "global_batch_tokens": 128, "micro_batch": 2, "precision": "bfloat16", **changes}
+    with compiling(Target(90)):
+        mesh = meshes.initialize(LayoutConfig(tensor=tensor), device=META, rank=0, store=FakeStore())
+        built = build_model(model, TrainingConfig(**values, optimizer={"lr": 1e-3}), META, mesh)
+        ids, pos = (torch.empty(2, 64, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
+        with adding_gradients():
+            Graphs(built, Recorder).passes([TokenBatch(ids, ids, pos)], 1.0)
+        meshes.shutdown()
+print("\\n".join(seen))
+seen.clear()
+with Watched():
+    torch.zeros(2).to(META)
+assert seen, "what is of the host is seen"
+"""
+
+
+@pytest.mark.timeout(600)
+def test_passes_ask_nothing_of_the_host(programs):
+    """A graph has no host: on tensors that have no values, so that asking for one fails, no operation meets a tensor of the CPU."""
+    assert programs.run(OF_THE_HOST).strip() == ""
+
+
+RUN = """
+name: graphs
+model: {d_model: 32, n_layers: 2, vocab_size: 64, pattern: [mamba], mixers: {mamba: {d_state: 4}}}
+data: {kind: mqar, length: 64, vocab_size: 64}
+training: {steps: 2, context: 64, global_batch_tokens: 256, micro_batch: 2, cuda_graphs: true, optimizer: {lr: 1.0e-3}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["layout.pipeline=2"], "layout.pipeline=2"),
+        (["layout.sequence=2"], "layout.sequence=2"),
+        (["training.bptt={mode: exact, segment: 32}"], "training.bptt"),
+        (["training.selective_recompute=true"], "training.selective_recompute=true"),
+        (["device=cpu", "profile=true", "training.steps=20"], "device=cpu and profile"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else None,
+)
+def test_what_cannot_be_recorded_is_refused(tmp_path, words, named):
+    (tmp_path / "run.yaml").write_text(RUN)
+    load(tmp_path / "run.yaml", ["layout.data=2", "layout.tensor=2"])
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path / "run.yaml", words)
+    assert str(refused.value).startswith(f"training.cuda_graphs=true does not go with {named}: ")
+
+
+@pytest.fixture
+def on_gpu():
+    make_deterministic(training())
+    yield meshes.initialize(LayoutConfig(), device=torch.device("cuda", 0), rank=0, store=torch.distributed.HashStore())
+    meshes.shutdown()
+    torch.set_deterministic_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_graphs_are_plain_passes_to_the_bit(mixer, on_gpu):
+    for precision in ("bfloat16", "float32"):
+        assert differences(on_gpu, [mixer], CudaRecorder, precision) == {mixer: []}
+
+
+@pytest.mark.gpu
+def test_a_graph_is_launched_and_not_its_kernels(on_gpu, monkeypatch):
+    from triton.runtime import JITFunction
+
+    launched, run = [], JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: (launched.append(self), run(self, *a, **k))[1])
+    built = build(model_of("hybrid"), training(), on_gpu)
+    executor = StepExecutor(built.model, built.engine, on_gpu, graphs=Graphs(built.model))
+    batches = [cut(b, 24, on_gpu.device) for b in micro_batches(0, 0, 1, 2)]
+    executor.step(batches, 1e-3)
+    assert launched
+    launched.clear()
+    executor.step(batches, 1e-3)
+    assert launched == []
+
+
+@pytest.mark.gpu
+def test_what_a_graph_waits_for_is_not_timed(on_gpu):
+    """Events that were recorded have no time."""
+    comm_timing.seconds()
+    x, recorder = torch.ones(3, device=on_gpu.device), CudaRecorder(on_gpu.device)
+    with comm_timing.waiting():
+        x += 1
+    assert comm_timing.seconds() > 0
+
+    def run():
+        with comm_timing.waiting():
+            x.add_(1)
+
+    recorder.warm_up(run)
+    comm_timing.seconds()
+    recorder.record(run)()
+    assert comm_timing.seconds() == 0
+    assert x.tolist() == [4.0] * 3

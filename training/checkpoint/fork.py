@@ -1,0 +1,162 @@
+"""A checkpoint of one run becomes the first checkpoint of another one: checked against its settings, linked, verified.
+
+Weights, moments and the number of steps are kept as they are, and with them the lanes' cursors and carried States, unless the new
+run begins its data anew. Tensors are not read by this process but for their checksums, and files are shared by hard links where the
+file system has them: a checkpoint is never written in place.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.data_pipeline.config import DataConfig
+from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.file_io import read_text
+from baton.data_pipeline.run_source import ShardSource, TaskSource, open_source
+from baton.kernels.compile.aot import META
+from baton.models.config import ModelConfig
+from baton.parallel import mesh as meshes
+from baton.parallel.config import LayoutConfig
+from baton.training.bptt.lane_states import CARRIED, LaneStates
+from baton.training.build import build_model
+from baton.training.checkpoint.manifest import NAME, Manifest, check_file
+from baton.training.checkpoint.shard_boxes import parameter_rectangles
+from baton.training.checkpoint.store import PREFIX, published
+from baton.training.config import TrainingConfig, with_vocabulary
+from baton.training.errors import CheckpointError
+from baton.training.run import fingerprints_of, stream_order
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a fork's first checkpoint came from. digest: SHA-256 of the manifest, as it names itself."""
+
+    step: int
+    tokens: int
+    digest: str
+
+
+def link_checkpoint(
+    run: Path, step: int | None, folder: Path, describe: Callable[[Manifest], Manifest], say: Callable[[str], None]
+) -> Origin:
+    """Put the checkpoint of `step`, or (None) the newest whole one, of the run in `run` into `folder`, with another manifest.
+
+    describe: makes the manifest, or raises. say: where a damaged newest checkpoint is named, before the one before it is taken.
+    Raises CheckpointError: there is no such checkpoint, or none is whole; StorageError or OSError: something cannot be read or
+    written.
+    """
+    there = published(run / "checkpoints")
+    if step is not None:
+        wanted = [path for path in there if int(path.name.removeprefix(PREFIX)) == step]
+        if not wanted:
+            steps = ", ".join(str(int(path.name.removeprefix(PREFIX))) for path in there) or "none"
+            raise CheckpointError(f"{run} has no checkpoint of step {step}; it has those of steps {steps}")
+    elif not there:
+        raise CheckpointError(f"{run}: no checkpoint yet; train first with `baton train`")
+    for path in [*reversed(there)] if step is None else wanted:
+        target = folder / path.name
+        manifest, problem = None, None
+        try:
+            manifest = Manifest.read(path)
+        except CheckpointError as error:
+            problem = str(error)
+        if manifest is not None:
+            mine = describe(manifest)
+            problem = _link(path, target, manifest)
+        if manifest is not None and problem is None:
+            mine.write(target)
+            digest = json.loads(read_text(path / NAME))["sha256"]
+            return Origin(manifest.step, manifest.tokens, digest)
+        shutil.rmtree(target, ignore_errors=True)
+        if step is not None:
+            raise CheckpointError(f"{path} is damaged: {problem}; give another --step, or none to take the newest whole one")
+        say(f"checkpoint {path.name} is damaged: {problem}; looking at the one before it")
+    raise CheckpointError(f"{run}: no checkpoint is whole; `baton checkpoint verify {run}` says what is wrong")
+
+
+def _link(path: Path, target: Path, manifest: Manifest) -> str | None:
+    """Link, or copy, a checkpoint's files; what is wrong with one of them, or None."""
+    target.mkdir(parents=True)
+    for name, expected in sorted(manifest.files.items()):
+        source = (path / name).resolve()
+        try:
+            os.link(source, target / name)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(source, target / name)
+            with open(target / name, "rb+") as f:
+                os.fsync(f.fileno())
+        if problem := check_file(target, name, expected):
+            return problem
+    return None
+
+
+def describe_fork(
+    manifest: Manifest, model: ModelConfig, data: DataConfig, training: TrainingConfig, *, restart_data: bool
+) -> Manifest:
+    """The manifest of a checkpoint, for a run with these settings. restart_data: all lanes stand at the beginning of their data
+    and carry nothing.
+
+    Raises CheckpointError: its tensors are not those of the model; DataError: the data is not what it has read.
+    """
+    source = open_source(data)
+    tokenizer = source.config.tokenizer if isinstance(source, ShardSource) else None
+    config = with_vocabulary(model, source.vocab_size, tokenizer)
+    tensors = manifest.tensors
+    if restart_data:
+        tensors = {key: of for key, of in tensors.items() if not key.startswith(CARRIED)}
+    problem = misfit(tensors, config, training, carried=training.carries and not restart_data)
+    if problem is not None:
+        raise CheckpointError(problem)
+    if not restart_data:
+        _require_same_data(manifest, source, training)
+        return dataclasses.replace(manifest, fingerprints=fingerprints_of(config, source, training))
+    return dataclasses.replace(
+        manifest,
+        cursors={str(lane): source.beginning.to_json() for lane in range(training.lane_count)},
+        fingerprints=fingerprints_of(config, source, training),
+        data=source.state(),
+        validation=None,
+        tensors=tensors,
+    )
+
+
+def _require_same_data(manifest: Manifest, source: ShardSource | TaskSource, training: TrainingConfig) -> None:
+    hint = "a fork with other data begins it anew (--restart-data)"
+    cursors: Any = {int(lane): source.cursor(cursor) for lane, cursor in manifest.cursors.items()}
+    try:
+        source.adopt(manifest.data, cursors, **stream_order(training))
+    except DataError as error:
+        raise DataError(f"{error}; {hint}") from error
+    if source.fingerprint(**stream_order(training)) != manifest.fingerprints.get("stream"):
+        raise DataError(f"the data, its settings or the tokenizer are not what the checkpoint of step {manifest.step} read; {hint}")
+
+
+def misfit(tensors: dict[str, dict[str, Any]], config: ModelConfig, training: TrainingConfig, *, carried: bool) -> str | None:
+    """How the tensors of a checkpoint differ in their names and shapes from what a run with these settings saves, or None.
+    carried: whether States of lanes are among them."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    mesh = meshes.initialize(LayoutConfig(), device=META, rank=0, store=FakeStore())
+    try:
+        model = build_model(config, training, META, mesh)
+        boxes = parameter_rectangles(model, mesh)
+        if carried:
+            boxes |= LaneStates(model, training, mesh).rectangles(for_save=True)
+    finally:
+        meshes.shutdown()
+    wanted = {key: box[0].whole for key, box in boxes.items()}
+    for key, shape in wanted.items():
+        if key not in tensors:
+            return f"the checkpoint has no tensor {key}"
+        there = tuple(tensors[key]["shape"])
+        if there != shape:
+            return f"{key} has shape {there} in the checkpoint, and {shape} with these settings"
+    more = next((key for key in tensors if key.startswith("master.") and key not in wanted), None)
+    return None if more is None else f"the checkpoint has a tensor {more}, and these settings none"

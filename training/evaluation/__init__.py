@@ -1,0 +1,1 @@
+"""Validation loss, accuracy, long-context evaluation and text generation."""

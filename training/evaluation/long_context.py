@@ -1,0 +1,199 @@
+"""Validation on rows far longer than training's: loss by position, and how large every layer's State becomes.
+
+The one thing to know: rows are the longest documents of the validation split, one after the other, and are read, scored and
+forgotten segment by segment; only States go on. So neither time per token nor memory grows with the row, and positions are compared
+on the same documents, not on those that happen to be long enough.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from baton.data_pipeline.batches import IGNORE_INDEX, Batch, OpenDocument, check_tokenizer, empty_batch
+from baton.data_pipeline.dataset import Dataset
+from baton.data_pipeline.token_chunks import id_pieces
+from baton.data_pipeline.tokenizer import Tokenizer
+from baton.models.lm import LanguageModel
+from baton.models.mixer import Mixer
+from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.mesh import Mesh
+from baton.training.evaluation.evaluate import add_up, through_segments, token_losses
+from baton.training.step import batch_distribution
+from baton.training.step.microbatch_runner import TokenBatch
+
+BORDERS_PER_OCTAVE = 16
+"""Of the borders between n and 2n spans into a row, so many are looked at: enough for a curve over the logarithm of the position,
+few enough for a line of the record."""
+
+
+class LongRows:
+    """The documents of a split by falling length, dealt to `rows` rows: row r has number r, then r + rows, and so on.
+
+    Longest first: what is far into a document is rare, so all that there is counts. Length is in UTF-8 bytes, which do not depend
+    on a tokenizer. tokens: asked of each row. `tokens`, the attribute: that, or less where the split has less; of a text whose
+    tokens nobody has counted, its bytes count. Raises DataError: no such split, another tokenizer's ids.
+    """
+
+    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, *, rows: int, tokens: int, split: str = "validation") -> None:
+        check_tokenizer(dataset, tokenizer)
+        self._dataset, self._tokenizer, self.rows = dataset, tokenizer, rows
+        self._shards = dataset.require(split)
+        indexes = [dataset.index(shard) for shard in self._shards]
+        lengths = np.concatenate([index.text_bytes for index in indexes])
+        counted = np.concatenate([index.tokens for index in indexes])
+        order = np.argsort(-lengths, kind="stable")
+        shard_of = np.repeat(np.arange(len(indexes)), [len(index) for index in indexes])[order]
+        sample_of = np.concatenate([np.arange(len(index)) for index in indexes])[order]
+        self._places = np.stack([shard_of, sample_of], axis=1)
+        most = np.where(counted < 0, lengths, counted)[order] + 1  # its mark
+        self.tokens = min(tokens, max(int(most[row::rows].sum()) for row in range(rows)))
+
+    def segments(self, rows: range, tokens: int) -> Iterator[Batch]:
+        """Endless segments of `tokens` tokens of these rows, as batches; label IGNORE_INDEX where a row has nothing left. Memory is
+        a segment's, and a piece of each open document."""
+        documents = [self._documents(row) for row in rows]
+        opened: list[OpenDocument | None] = [next(d, None) for d in documents]
+        while True:
+            batch = empty_batch(len(rows), tokens, ())
+            for row in range(len(rows)):
+                column = 0
+                while column < tokens and (document := opened[row]) is not None:
+                    column = document.fill(batch, row, column)
+                    if document.over:
+                        opened[row] = next(documents[row], None)
+                # what is left looks like a document, and never like one that goes on
+                batch.tokens[row, column:] = self._tokenizer.doc
+                batch.labels[row, column:] = IGNORE_INDEX
+                batch.pos[row, column:] = np.arange(tokens - column)
+            yield batch
+
+    def _documents(self, row: int) -> Iterator[OpenDocument]:
+        for number, sample in self._places[row :: self.rows].tolist():
+            shard = self._shards[number]
+            payload = self._dataset.read_short(shard, sample, 1)[0]
+            yield OpenDocument(id_pieces(self._dataset, self._tokenizer, shard, sample, payload), 0, self._tokenizer.doc)
+
+
+def groups_of(rows: LongRows, mesh: Mesh, *, micro_batch: int, segment: int, segments: int) -> Iterator[Iterator[TokenBatch]]:
+    """This data rank's rows, `micro_batch` at a time: of each group this rank's spans of the segments, read when asked for. Every
+    rank that works on the same rows takes all of them."""
+    for start in range(mesh.data_rank * micro_batch, rows.rows, mesh.layout.data * micro_batch):
+        group = range(start, min(start + micro_batch, rows.rows))
+        batches: Iterator[Batch | None] = rows.segments(group, segment) if batch_distribution.reads(mesh) else repeat(None)
+        yield (batch_distribution.share(next(batches), mesh, (len(group), segment)) for _ in range(segments))
+
+
+@dataclass(frozen=True)
+class LongLook:
+    """What a row's positions do to the loss and to the States.
+
+    losses: (first position, mean nats per label, labels) of each bucket of positions, first to 2 first - 1; a document's first
+    token is at position 1. positions: tokens of a row that were read at each border looked at. norms: by leaf, "mamba.scan", and
+    layer, of the State that leaves there: the root of the sum of its squares, and of that the root mean square over the rows that
+    have a document there; None where none has.
+    """
+
+    losses: list[tuple[int, float, int]]
+    positions: list[int]
+    norms: dict[str, dict[str, list[float | None]]]
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is recorded."""
+        losses = [{"from": first, "loss": loss, "labels": labels} for first, loss, labels in self.losses]
+        return {"losses": losses, "positions": self.positions, "states": self.norms}
+
+
+@torch.no_grad()
+def look(model: LanguageModel, groups: Iterable[Iterable[TokenBatch]], mesh: Mesh, *, segment: int, segments: int) -> LongLook:
+    """Score rows of `segments` segments of `segment` tokens, all sequence ranks together. groups: this data rank's batches, each as
+    this rank's spans of its segments. Every rank calls it; all have the result.
+
+    A model without a link, whose sequences are not cut in training, has one for as long as this takes.
+    """
+    ranks, span = mesh.layout.sequence, segment // mesh.layout.sequence
+    kept = {border: n for n, border in enumerate(borders(ranks * segments))}
+    losses = torch.zeros(2, (segment * segments).bit_length(), dtype=torch.float64, device=mesh.device)
+    firsts = 2 ** torch.arange(losses.shape[1], device=mesh.device)
+    # tensor ranks have parts of what is split, and all of what is not
+    leaves = {
+        (number, leaf.name): torch.zeros(len(kept), dtype=torch.float64, device=mesh.device)
+        for number, of_layer in model.leaves.items()
+        for leaf in of_layer
+        if leaf.grad and (leaf.tp is not None or mesh.tensor_rank == 0)
+    }
+    rows = torch.zeros(len(kept), dtype=torch.float64, device=mesh.device)
+    with linked(model, mesh):
+        for group in groups:
+            for number, (part, hidden, leaving) in enumerate(through_segments(model, group, segments)):
+                if hidden is not None:
+                    losses += _in_buckets(token_losses(model, hidden, part.labels), part, firsts)
+                if (at := kept.get(number * ranks + mesh.sequence_rank + 1)) is not None:
+                    here = (part.labels[:, -1] != IGNORE_INDEX).double()
+                    rows[at] += here.sum()
+                    for (layer, name), squares in leaves.items():
+                        norm = torch.linalg.vector_norm(leaving[layer][name].flatten(1), dim=1, dtype=torch.float64)
+                        squares[at] += (norm.square() * here).sum()
+    add_up(losses, mesh)
+    own = {key: squares.tolist() for key, squares in leaves.items()}
+    if mesh.tensor_rank == mesh.pipeline_rank == 0:
+        own["", "rows"] = rows.tolist()
+    sums = sum_over_ranks(own)
+    counts = sums.pop(("", "rows"))
+    norms: dict[str, dict[str, list[float | None]]] = {}
+    for (layer, name), of_rows in sorted(sums.items(), key=lambda item: int(item[0][0])):
+        norms.setdefault(name, {})[layer] = [(x / n) ** 0.5 if n else None for x, n in zip(of_rows, counts, strict=True)]
+    of_buckets = zip(firsts.tolist(), *losses.tolist(), strict=True)
+    return LongLook([(f, nats / n, int(n)) for f, nats, n in of_buckets if n], [span * border for border in kept], norms)
+
+
+def borders(count: int) -> list[int]:
+    """Of the borders 1 to count after as many spans, those to look at, the last among them: BORDERS_PER_OCTAVE from each power of
+    two to the next."""
+    return [n for n in range(1, count + 1) if n % max(1, (1 << (n.bit_length() - 1)) // BORDERS_PER_OCTAVE) == 0 or n == count]
+
+
+@contextmanager
+def linked(model: LanguageModel, mesh: Mesh) -> Iterator[SequenceLink]:
+    """Within it segments can follow one another, also where training does not cut sequences."""
+    if model.link is not None:
+        yield model.link
+        return
+    link = model.link = SequenceLink(0, [mesh.rank], mesh.device)
+    mixers = [module for module in model.modules() if isinstance(module, Mixer)]
+    for mixer in mixers:
+        mixer.link = link
+    try:
+        yield link
+    finally:
+        model.link = None
+        for mixer in mixers:
+            mixer.link = None
+
+
+def sum_over_ranks(own: dict[Any, list[float]]) -> dict[Any, list[float]]:
+    """Sums of the lists that ranks have under the same key. Every rank of the world calls it."""
+    of_ranks: list[dict[Any, list[float]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    found: dict[Any, list[float]] = {}
+    for key, values in (item for one in of_ranks for item in one.items()):
+        found[key] = [a + b for a, b in zip(found[key], values, strict=True)] if key in found else values
+    return found
+
+
+def _in_buckets(losses: Tensor, part: TokenBatch, firsts: Tensor) -> Tensor:
+    """Sums of the losses and numbers of labels by bucket, float64 [2, buckets]. A sum per bucket: what adds to places has no fixed
+    order on a GPU."""
+    counted = part.labels != IGNORE_INDEX
+    bucket = torch.bucketize(part.pos + 1, firsts, right=True) - 1
+    found = []
+    for number in range(len(firsts)):
+        mine = counted & (bucket == number)
+        found.append(torch.stack([torch.where(mine, losses, 0.0).sum(dtype=torch.float64), mine.sum().double()]))
+    return torch.stack(found, dim=1)

@@ -1,0 +1,1 @@
+"""A run's kernels: compiled ahead of time, autotuned, checked against their definitions."""

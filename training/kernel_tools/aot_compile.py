@@ -1,0 +1,98 @@
+"""A run's kernels compiled before it starts, for a GPU that need not be here: on a login node, once for all nodes.
+
+The one thing to know: a rank's model makes a step on the meta device, in every shape that the run's steps have, and what the check
+before the first step launches is launched too. Nothing is computed and no memory taken, so any size compiles anywhere.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from baton.kernels.common.kernel_check import launch
+from baton.kernels.compile.aot import META, Compiled, Target, compiling
+from baton.models.config import ModelConfig
+from baton.models.lm import LanguageModel
+from baton.models.mixer import noting
+from baton.parallel import mesh as meshes
+from baton.parallel.config import LayoutConfig
+from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.linear import adding_gradients
+from baton.parallel.pipeline import Operation, schedule
+from baton.parallel.tensor import drop_compute_copies
+from baton.training.bptt.lane_states import LaneStates
+from baton.training.build import DTYPES, build_model
+from baton.training.config import TrainingConfig
+from baton.training.step.microbatch_runner import Passes, Segments, TokenBatch
+
+__all__ = ["Target", "compile_for"]
+
+
+def compile_for(
+    model: ModelConfig,
+    training: TrainingConfig,
+    layout: LayoutConfig,
+    wanted: Target,
+    processes: int | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Compiled:
+    """Compile what a rank of the run launches in its steps, with one of each kind of layer.
+
+    processes: that compile (default: the usable cores). say: takes lines about the progress.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    # a first layer, to whose stream nothing is to be added yet, and one behind another
+    layers = model.model_copy(update={"n_layers": min(model.n_layers, max(2, len(model.period)))})
+    # stages have the same kinds of layers and data ranks the same everything; a link to itself takes the steps of a sequence rank
+    own = LayoutConfig(tensor=layout.tensor, split_residual=layout.split_residual)
+    with compiling(wanted, processes, say) as compiled:
+        mesh = meshes.initialize(own, device=META, rank=0, store=FakeStore())
+        if layout.sequence > 1:
+            # what is gathered is made as what is sent early
+            early = layout.state_exchange != "relay"
+            mesh = replace(mesh, link=SequenceLink(0, [0], META, exchange="early" if early else "relay"))
+        try:
+            built = build_model(layers, training, META, mesh)
+            with noting() as carried:
+                for at in {(at.micro_batch, at.context): at for _, at in training.stretches}.values():
+                    _step(built, at, layout.sequence, LaneStates(built, at, mesh) if at.carries else None)
+            for recurrence in sorted(carried, key=str):
+                launch(recurrence, META, DTYPES[training.precision_on(META.type)])
+        finally:
+            meshes.shutdown()
+    return compiled
+
+
+def _step(model: LanguageModel, training: TrainingConfig, sequence: int, lanes: LaneStates | None) -> None:
+    """Two micro-batches, of which the second adds to the gradients of the first, in segments if there are any; an evaluation."""
+    span = training.segment // sequence
+    # a first, a middle and a last one of those that a gradient goes through together, and what comes behind them
+    gradient = min(training.gradient_segments, 3)
+    segments = Segments(gradient if training.gradient_segments == training.segments else 2 * gradient, gradient)
+    order = schedule(0, 1, 2, segments.count, segments.gradient)
+    if sequence > 1 and training.segments == 1:
+        segments = Segments(2, 2)
+        order = []
+        for n in range(2):
+            order += [
+                Operation("forward", n, 0),
+                Operation("forward", n, 1),
+                Operation("backward", n, 1),
+                Operation("backward", n, 0),
+            ]
+    shape = training.micro_batch, span * segments.count
+    ids, pos = (torch.empty(shape, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
+    batch = TokenBatch(ids, ids, pos, tuple(range(training.micro_batch)))
+    if lanes is not None:
+        lanes.begin()
+    passes = Passes(model, [batch, batch], 1.0, segments, lanes)
+    with adding_gradients():
+        for operation in order:
+            passes.do(operation)
+        passes.finish()
+    with torch.no_grad():
+        y, _ = model(ids[:, :span], pos[:, :span], state_wanted=False)
+        model.loss(y, ids[:, :span])
+    drop_compute_copies(model)
+    model.zero_grad()

@@ -1,0 +1,106 @@
+"""What a run does about a step that was refused: the guard's policy, with the documents that did it.
+
+The one thing to know: documents belong to lanes and lanes to the ranks that read them, so each reading rank finds its own; what is
+skipped is written into their cursors, and goes wherever a lane goes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from baton.data_pipeline.lane_order import Cursor
+from baton.data_pipeline.steps import Place, Steps
+from baton.parallel.mesh import Mesh
+from baton.training.config import GuardConfig
+from baton.training.errors import RunError
+from baton.training.monitoring.anomaly_detection import Events
+from baton.training.step.batch_distribution import StepBatches
+from baton.training.step.executor import StepResult
+
+_SHOWN = 4
+
+
+class Recovery:
+    """Counts what one start of a run has skipped, and decides. Every rank has one and makes the same decisions.
+
+    `places`: after a rollback was decided, the documents to leave out, by lane, of this rank.
+    """
+
+    def __init__(self, config: GuardConfig, events: Events, mesh: Mesh) -> None:
+        self._config, self._events, self._mesh = config, events, mesh
+        self._count = 0
+        self.places: dict[int, list[Place]] = {}
+
+    def respond(
+        self, result: StepResult, step: int, before: Mapping[int, Any], data: StepBatches, stream: Steps[Any] | None
+    ) -> Literal["skip", "rollback"]:
+        """step: counted from 0. before: cursors of this rank's lanes before it. data: its batches. stream: on a reading rank.
+
+        Raises RunError, on all ranks, to stop the run.
+        """
+        assert result.refused is not None
+        self.places, exact = self._find(result, step, before, data, stream)
+        of_ranks: list[Any] = [None] * self._mesh.world_size
+        dist.all_gather_object(of_ranks, ([place.name for places in self.places.values() for place in places], exact))
+        exact = any(found for _, found in of_ranks)
+        names = [name for found, was_exact in of_ranks for name in found if was_exact or not exact]
+        if result.where is not None and result.where.is_parameter:  # no document has done it
+            self.places, names = {}, []
+        elif exact and not of_ranks[self._mesh.rank][1]:
+            self.places = {}
+        policy = self._config.policy
+        said = f"step {step + 1}: {result.refused}{_listed(names)}"
+        if policy == "skip" and result.made:
+            policy, said = "stop", f"{said}; the update is made, and cannot be skipped any more"
+        elif policy != "stop" and self._count >= self._config.most:
+            policy, said = "stop", f"{said}; this was tried {self._count} times (training.guard.most)"
+        self._count += 1
+        self._events.write(policy, step + 1, reason=result.refused, documents=names, count=self._count)
+        if policy == "stop":
+            raise RunError(
+                f"{said}. The checkpoints are of before; lower training.optimizer.lr, look at these documents, or set "
+                f"training.guard.policy to skip or rollback, then start the run again: it resumes from its last checkpoint"
+            )
+        if self._mesh.is_main:
+            done = (
+                "no update is made of this step"
+                if policy == "skip"
+                else "going back to the last checkpoint, without these documents"
+            )
+            print(f"{said}; {done} ({policy} {self._count} of {self._config.most})", flush=True)
+        return policy
+
+    def _find(
+        self, result: StepResult, step: int, before: Mapping[int, Any], data: StepBatches, stream: Steps[Any] | None
+    ) -> tuple[dict[int, list[Place]], bool]:
+        """Documents of the step that this rank has read, by lane; whether it is the one that did it alone."""
+        if stream is None or data.read is None:
+            return {}, False
+        lanes = [lane for batch in data.read for lane in batch.lanes]
+        touched = {lane: stream.touched(lane, before.get(lane), data.cursors[lane], step) for lane in lanes}
+        where = result.where
+        if where is None or where.row < 0 or where.data_rank != self._mesh.data_rank:
+            return touched, False
+        batch = data.read[where.micro_batch]
+        lane, pos = batch.lanes[where.row], batch.pos[where.row]
+        number = int((pos[: where.column + 1] == 0).sum()) - int(pos[0] == 0)
+        return {lane: touched[lane][number : number + 1]}, bool(touched[lane][number : number + 1])
+
+
+def without(cursors: Mapping[int, Any], places: Mapping[int, list[Place]]) -> dict[int, Any]:
+    """The cursors of a checkpoint, with documents to leave out."""
+    found = dict(cursors)
+    for lane, of_lane in places.items():
+        cursor = found.get(lane, Cursor())
+        more = tuple((place.source, place.unit, place.document) for place in of_lane)
+        found[lane] = replace(cursor, skipped=(*cursor.skipped, *(place for place in more if place not in cursor.skipped)))
+    return found
+
+
+def _listed(names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"; from {', '.join(names[:_SHOWN])}{more}"

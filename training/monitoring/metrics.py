@@ -1,0 +1,208 @@
+"""What a run shows: metrics.jsonl (the primary record), TensorBoard, and lines on the console.
+
+All three are continuous over restarts: on resuming at step s, what an earlier attempt wrote after s is cut off, because the run
+writes it again.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from baton.data_pipeline.errors import StorageError
+from baton.data_pipeline.file_io import PAUSES_S, may_pass, why
+from baton.training.errors import RunError
+from baton.training.monitoring.tensorboard import Board
+
+
+class Monitor:
+    """Writer of one run's record; only the main rank makes one.
+
+    folder: the run directory. step: steps already done when this attempt starts. A full disk is said aloud and does not end the
+    run: rows wait in memory until they fit. Only a start needs room, to cut off what an earlier attempt wrote: StorageError.
+    """
+
+    def __init__(self, folder: Path, *, step: int, total_steps: int, log_every: int, config_text: str) -> None:
+        self._path = folder / "metrics.jsonl"
+        self._folder, self._config_text = folder, config_text
+        self._total, self._log_every = total_steps, log_every
+        self._waiting: list[str] = []
+        try:
+            cut_metrics(self._path, step)
+            self._board = Board(folder / "tensorboard", step, config_text)
+        except OSError as error:  # what was recorded before is as it was
+            kind = StorageError if may_pass(error) else RunError
+            raise kind(f"{folder}: the record cannot be written ({error.strerror}); make room, then start the run again") from None
+        self._window: list[tuple[float, int]] = [(time.perf_counter(), 0)]
+        self._behind: set[str] = set()
+        self._problem = ""
+
+    def train(self, row: dict[str, Any]) -> None:
+        """A step's row: {step, tokens, loss, lr, grad_norm, step_tokens, consumed: checksum of its tokens, labels and positions in
+        their lanes (feed.checksum), seconds: {part: s}, data_wait_s (of the rank that waited longest for its batches),
+        memory_bytes}."""
+        now = time.perf_counter()
+        self._window = [*self._window[-50:], (now, self._window[-1][1] + row["step_tokens"])]
+        (then, before), (_, after) = self._window[0], self._window[-1]
+        rate = (after - before) / max(1e-9, now - then)
+        self._write({"kind": "train", **row, "tokens_per_s": rate, "time": time.time()})
+        step = row["step"]
+        if step % self._log_every == 0 or step == self._total:
+            eta = (self._total - step) * row["step_tokens"] / rate
+            print(
+                f"step {step}/{self._total}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  grad norm {row['grad_norm']:.3f}  "
+                f"{rate:,.0f} tokens/s  ETA {duration(eta)}",
+                flush=True,
+            )
+
+    def evaluation(self, step: int, tokens: int, loss: float, bits_per_byte: float, sample: str | None) -> None:
+        """A validation result: loss in nats per token, bits per byte of text, and the text that the model wrote."""
+        row = {"kind": "evaluation", "step": step, "tokens": tokens, "loss": loss, "bits_per_byte": bits_per_byte}
+        if sample is not None:
+            row["sample"] = sample
+        self._write(row)
+        print(f"step {step}  validation loss {loss:.4f} nats/token  {bits_per_byte:.4f} bits/byte", flush=True)
+        self._restart_window()
+
+    def accuracy(self, step: int, tokens: int, cases: dict[str, tuple[float, float]]) -> None:
+        """A result on a synthetic task: loss in nats per label and accuracy (0 to 1) of every case, and their means over the
+        cases."""
+        loss, accuracy = (sum(values) / len(cases) for values in zip(*cases.values()))
+        named = {name: {"loss": of_case[0], "accuracy": of_case[1]} for name, of_case in cases.items()}
+        self._write({"kind": "evaluation", "step": step, "tokens": tokens, "loss": loss, "accuracy": accuracy, "cases": named})
+        shown = "  ".join(f"{name} {of_case[1]:.2%}" for name, of_case in cases.items())
+        print(f"step {step}  validation loss {loss:.4f} nats/label  accuracy {accuracy:.2%}  ({shown})", flush=True)
+        self._restart_window()
+
+    def long_context(self, step: int, tokens: int, seen: dict[str, Any]) -> None:
+        """Loss and norms of States by position: {losses, positions, states}, see training.long_context.LongLook."""
+        self._write({"kind": "long_context", "step": step, "tokens": tokens, **seen})
+        shown = "  ".join(f"{bucket['from']:,}: {bucket['loss']:.4f}" for bucket in seen["losses"])
+        print(f"step {step}  validation loss from position  {shown}", flush=True)
+        self._restart_window()
+
+    def cotangents(self, step: int, tokens: int, seen: dict[str, Any]) -> None:
+        """Norms of a step's cotangents: {span, borders, norms}, see training.monitoring.state_gradients.Cotangents."""
+        self._write({"kind": "cotangents", "step": step, "tokens": tokens, **seen})
+
+    def credit(self, step: int, tokens: int, seen: dict[str, Any] | None) -> None:
+        """How far the credit of a few tokens' loss travels: {span, borders, norms, reach: tokens, by recurrence and layer}; None:
+        it could not be asked."""
+        if seen is None:
+            print(
+                f"step {step}  how far credit travels is not known: none of the long rows looked at is one document; make "
+                f"training.evaluation.credit_segment or credit_segments less",
+                flush=True,
+            )
+            return
+        self._write({"kind": "credit", "step": step, "tokens": tokens, **seen})
+        shown = "  ".join(f"{name} {min(of.values()):,} to {max(of.values()):,}" for name, of in seen["reach"].items())
+        whole = (seen["borders"][-1] - seen["borders"][0]) * seen["span"]
+        print(f"step {step}  tokens that credit travels, of {whole:,} looked at  {shown}", flush=True)
+        self._restart_window()
+
+    def profiled(self, text: str) -> None:
+        """The table of a few steps' time."""
+        print(text, flush=True)
+        self._restart_window()
+
+    def saved(self, name: str, seconds: float, size: int, stall: float) -> None:
+        """A published checkpoint: its name, seconds from its beginning to its end, bytes, seconds that training stood still."""
+        print(f"saved {name}: {size / 2**20:.1f} MiB in {seconds:.2f} s, of which training stood still {stall:.2f} s", flush=True)
+        self._restart_window()
+
+    def flush(self) -> None:
+        """Make everything so far durable: called before a checkpoint is published, so no record is behind one."""
+        self._guard("metrics.jsonl", lambda: self._append(sync=True))
+        self._guard("TensorBoard", self._board.flush)
+
+    def rewind(self, step: int) -> None:
+        """The run goes on from step `step` again: what was recorded after it is cut off, as on resuming."""
+        self.close()
+        self._waiting = [line for line in self._waiting if json.loads(line)["step"] <= step]
+        cut_metrics(self._path, step)
+        self._board = Board(self._folder / "tensorboard", step, self._config_text)
+        self._restart_window()
+
+    def close(self) -> str | None:
+        """Write what is waiting, if need be at several tries; why rows are missing in metrics.jsonl, or None."""
+        self.flush()
+        for pause in PAUSES_S:
+            if not self._waiting:
+                break
+            time.sleep(pause)
+            self.flush()
+        self._guard("TensorBoard", self._board.close)
+        if not self._waiting:
+            return None
+        return f"{self._path}: its last {len(self._waiting)} rows could not be written ({self._problem})"
+
+    def _restart_window(self) -> None:
+        """Tokens per second are of training steps alone."""
+        self._window = [(time.perf_counter(), 0)]
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._waiting.append(json.dumps(row) + "\n")
+        self._guard("metrics.jsonl", self._append)
+        self._guard("TensorBoard", lambda: self._board.add(row))
+
+    def _append(self, sync: bool = False) -> None:
+        """All waiting rows into the file, or none of them: a write that did not fit is cut off again."""
+        data = "".join(self._waiting).encode()
+        with open(self._path, "ab", buffering=0) as f:
+            whole = os.fstat(f.fileno()).st_size
+            try:
+                while data:
+                    data = data[f.write(data) :]
+                if sync:
+                    os.fsync(f.fileno())
+            except OSError:
+                f.truncate(whole)
+                raise
+        self._waiting = []
+
+    def _guard(self, what: str, work: Callable[[], None]) -> None:
+        """Do some writing; a disk that does not take it is mentioned once, until it does again."""
+        try:
+            work()
+        except OSError as error:
+            self._problem = why(error)
+            if what not in self._behind:
+                print(f"{what} is behind ({error}); it is completed once there is room, the run goes on", flush=True)
+            self._behind.add(what)
+        else:
+            self._behind.discard(what)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl; a last line that a kill cut short is left out."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+    return rows
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Keep the rows up to `step`, atomically."""
+    rows = [row for row in read_metrics(path) if row["step"] <= step]
+    aside = path.with_name(f".{path.name}.new")
+    with open(aside, "w", encoding="utf-8") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(aside, path)
+
+
+def duration(seconds: float) -> str:
+    """1h02m03s, 2m03s or 3s."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m{s:02d}s"
+    return f"{minutes}m{s:02d}s" if minutes else f"{s}s"

@@ -1,0 +1,189 @@
+"""How far credit travels: norms of the cotangents that reach the borders of segments and ranks.
+
+The one thing to know: in training a border's cotangent comes from all losses to its right, most of it from the nearest, so it says
+whether gradients grow or vanish, but not how far they come. `credit` asks that: the last few tokens alone have a loss, and what
+reaches a border has travelled all the way.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from baton.data_pipeline.batches import IGNORE_INDEX
+from baton.kernels.protocol import State
+from baton.models.lm import LanguageModel
+from baton.parallel.context_parallel import Carrier, Direction, SequenceLink
+from baton.parallel.mesh import Mesh
+from baton.parallel.pipeline import schedule
+from baton.training.evaluation.long_context import linked, sum_over_ranks
+from baton.training.step.microbatch_runner import Passes, Segments, TokenBatch
+
+FADED = 1e-3
+"""Credit has faded where its norm is less than this share of what it is at the border nearest to the loss."""
+
+Norms = dict[str, dict[str, list[float | None]]]
+"""By recurrence, "mamba selective_scan-euler-gated", and layer: one for each border; None where nothing passes."""
+
+
+@dataclass(frozen=True)
+class Cotangents:
+    """What went left.
+
+    span: tokens from one border to the next. borders: how many spans are before each. norms: of the cotangent that went left there,
+    of all sequences together: the gradient of the loss by the State that had passed to the right.
+    """
+
+    span: int
+    borders: list[int]
+    norms: Norms
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is recorded."""
+        return {"span": self.span, "borders": self.borders, "norms": self.norms}
+
+    def reach(self) -> dict[str, dict[str, int]]:
+        """Tokens that credit travels before it has faded, by recurrence and layer: from the nearest border, where the loss begins,
+        to the farthest at which the norm is at least FADED of what it is there; 0 where none comes to the nearest one."""
+        found: dict[str, dict[str, int]] = {}
+        for name, of_layer in self.norms.items():
+            for layer, norms in of_layer.items():
+                nearest = norms[-1] or 0.0
+                far = [border for border, norm in zip(self.borders, norms, strict=True) if norm and norm >= FADED * nearest]
+                found.setdefault(name, {})[layer] = (self.borders[-1] - far[0]) * self.span if nearest and far else 0
+        return found
+
+
+class Watch:
+    """Sees the cotangents that leave segments on this rank. Squares are added up on the device, and read by `read` alone.
+
+    Nothing is seen where States of sequence ranks are gathered (layout.state_exchange) and sequences are not cut. Of what all
+    tensor ranks hold whole, each has the whole cotangent, which counts once; with layout.split_residual each has a part of it, and
+    the parts' squares are added up.
+    """
+
+    def __init__(self, model: LanguageModel, link: SequenceLink, mesh: Mesh) -> None:
+        self._link, self._mesh = link, mesh
+        # an observer sees tensors alone: what is held whole is known by its shape
+        self._whole = {
+            number: {leaf.shape for leaf in leaves if leaf.grad and leaf.tp is None and not model.split_residual}
+            for number, leaves in model.leaves.items()
+        }
+        self._squares: defaultdict[tuple[str, str], dict[int, Tensor]] = defaultdict(dict)
+        self._count = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it cotangents are seen."""
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def start(self) -> None:
+        """Forget what was seen, and see what comes."""
+        self._squares.clear()
+        self._count = 0
+        self._link.observer = self._see
+
+    def stop(self) -> None:
+        self._link.observer = None
+
+    def read(self, span: int, *, cut: bool = False) -> Cotangents | None:
+        """What was seen on all ranks, which all call it; None where no border was passed. span: tokens from one border to the next.
+        cut: include border 0, what is left of the cotangent where it is cut off."""
+        seen = {key: list(of_border.items()) for key, of_border in self._squares.items()}
+        values = [square for of_border in seen.values() for _, square in of_border]
+        numbers = iter(torch.stack(values).tolist() if values else [])
+        first = 0 if cut else 1
+        counts: list[int] = [0] * self._mesh.world_size
+        dist.all_gather_object(counts, self._count)
+        count = max(counts)
+        own: dict[Any, list[float]] = {}
+        for key, of_border in seen.items():
+            squares, passes = [0.0] * count, [0.0] * count
+            for border, _ in of_border:
+                squares[border], passes[border] = next(numbers), 1.0
+            own[*key, "squares"], own[*key, "passes"] = squares, passes
+        sums = sum_over_ranks(own)
+        if count <= first:
+            return None
+        norms: Norms = {}
+        for layer, name in sorted({key[:2] for key in sums}, key=lambda key: (int(key[0]), key[1])):
+            found = zip(sums[layer, name, "squares"], sums[layer, name, "passes"], strict=True)
+            norms.setdefault(name, {})[layer] = [square**0.5 if passed else None for square, passed in found][first:]
+        return Cotangents(span, list(range(first, count)), norms)
+
+    def _see(self, direction: Direction, carrier: Carrier, state: State) -> None:
+        if direction == "right":
+            return
+        place = carrier.place
+        self._count = place.segments * place.size
+        _, layer, block = carrier.where.split(".", 2)
+        border = place.segment * place.size + place.rank
+        of_border = self._squares[layer, f"{block} {carrier.name}"]
+        for x in state.values():
+            if not x.is_floating_point():
+                continue
+            # float64: a norm of 1e-30 squared is nothing in float32
+            square = torch.linalg.vector_norm(x, dtype=torch.float64).square()
+            if self._mesh.tensor_rank and tuple(x.shape[1:]) in self._whole[layer]:
+                square = torch.zeros_like(square)
+            of_border[border] = of_border[border] + square if border in of_border else square
+
+
+def credit(model: LanguageModel, batch: TokenBatch | None, segments: int, span: int, mesh: Mesh) -> Cotangents | None:
+    """Norms at all borders of the gradient of the mean loss of the last span alone: what the tokens before that border are told
+    about it. Every rank calls it; all have the result.
+
+    batch: this rank's spans, of `span` tokens each, of `segments` segments of this data rank's rows, one after the other; None: it
+    has none. The model's parameters and their gradients stay as they are. Memory is a segment's, and a State for each.
+    """
+    last_rank = mesh.sequence_rank == mesh.layout.sequence - 1
+    labels = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    if batch is not None:
+        wanted = torch.full_like(batch.labels, IGNORE_INDEX)
+        if last_rank:
+            wanted[:, -span:] = batch.labels[:, -span:]
+        batch = TokenBatch(batch.tokens, wanted, batch.pos)
+        labels += batch.count_labels()
+    dist.all_reduce(labels, group=mesh.data_group)
+    with linked(model, mesh) as link, _constant(model):
+        watch = Watch(model, link, mesh)
+        if batch is not None and float(labels):
+            with watch.watching():
+                passes = Passes(model, [batch], 1.0 / float(labels), Segments(segments, segments), None)
+                for operation in schedule(model.stage.index, model.stage.count, 1, segments, segments):
+                    passes.do(operation)
+                passes.finish()
+            for sent in (link, mesh.pipeline):
+                if sent is not None:
+                    sent.wait()
+        return watch.read(span)
+
+
+@contextmanager
+def _constant(model: LanguageModel) -> Iterator[None]:
+    """Within it parameters have no gradient, and States do."""
+    moving = [p for p in model.parameters() if p.requires_grad]
+    # what enters a stage has a gradient anyway; the first one's embeddings are given one in the parameters' place
+    hook = model.embedding.register_forward_hook(_moving) if model.stage.first else None
+    for p in moving:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in moving:
+            p.requires_grad_(True)
+        if hook is not None:
+            hook.remove()
+
+
+def _moving(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_()

@@ -1,0 +1,132 @@
+"""TensorBoard as a view of metrics.jsonl: each row becomes its scalars, texts and pictures, and nothing else does.
+
+The writer of events works in a thread of its own and says late, or never, that the disk was full. So rows are kept until a flush
+has succeeded, and a writer that failed is replaced by one that writes them again.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+GIB = 2**30
+
+_EVENTS = "events.out.tfevents."
+
+
+def open_writer(folder: Path, step: int) -> "SummaryWriter":
+    """A writer that goes on after `step`; step 0 holds the configuration. Raises OSError."""
+    # only the main rank of a run writes any, and importing TensorBoard takes a fifth of a second
+    from torch.utils.tensorboard import SummaryWriter
+
+    _put_before(folder, int(time.time()))
+    # purge_step makes TensorBoard drop what was written from that step on
+    return SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
+
+
+def _put_before(folder: Path, now: int) -> None:
+    """Rename the event files that a new one would not follow. TensorBoard reads a folder's files in the order of their names, which
+    begin with the time: of a machine whose clock is behind, the new file would come first, and the old ones would replace it."""
+    named = [(file, *file.name[len(_EVENTS) :].partition(".")) for file in sorted(folder.glob(f"{_EVENTS}*"))]
+    late = [(file, rest) for file, when, _, rest in named if when.isdigit() and int(when) >= now - 1]
+    for number, (file, rest) in enumerate(late):
+        file.rename(file.with_name(f"{_EVENTS}{now - 1:010d}.{number:06d}.{rest}"))
+
+
+class Board:
+    """Events of one run. folder: where they go. step: steps done before; what an earlier attempt wrote after it is dropped."""
+
+    def __init__(self, folder: Path, step: int, config_text: str) -> None:
+        self._folder = str(folder)
+        self._config_text = config_text
+        self._safe_step = step
+        self._kept: list[dict[str, Any]] = []
+        self._writer: SummaryWriter | None = None
+        self._open()
+
+    def _open(self) -> "SummaryWriter":
+        writer = self._writer = open_writer(Path(self._folder), self._safe_step)
+        if self._safe_step == 0:
+            writer.add_text("config", f"```yaml\n{self._config_text}\n```", 0)
+        for row in self._kept:
+            _draw(writer, row)
+        return writer
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Show a row of metrics.jsonl. Raises OSError when the disk does not take it; the row is shown by a later flush."""
+        self._kept.append(row)
+        if self._writer is not None:
+            try:
+                _draw(self._writer, row)
+            except OSError:
+                self._writer = None
+                raise
+
+    def flush(self) -> None:
+        """Everything so far onto the disk. Raises OSError when it does not fit; nothing is lost, call again."""
+        try:
+            (self._writer or self._open()).flush()
+        except OSError:
+            self._writer = None
+            raise
+        if self._kept:
+            self._safe_step = self._kept[-1]["step"]
+            self._kept = []
+
+    def close(self) -> None:
+        """Flush and end the writer's thread."""
+        self.flush()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _draw(writer: "SummaryWriter", row: dict[str, Any]) -> None:
+    step = row["step"]
+    if row["kind"] == "evaluation":
+        for name in ("loss", "bits_per_byte", "accuracy"):
+            if name in row:
+                writer.add_scalar(f"validation/{name}", row[name], step)
+        for case, found in row.get("cases", {}).items():
+            for name, value in found.items():
+                writer.add_scalar(f"{name}/{case}", value, step)
+        if "sample" in row:
+            writer.add_text("sample", f"```\n{row['sample']}\n```", step)
+        return
+    if row["kind"] in ("long_context", "cotangents", "credit"):
+        for tag, value in _looked_at(row):
+            writer.add_scalar(tag, value, step)
+        # importing matplotlib takes a second that most runs need not wait
+        from baton.training.monitoring.long_context_plots import picture
+
+        writer.add_image(row["kind"], picture(row), step, dataformats="HWC")
+        return
+    for name in ("loss", "lr", "grad_norm"):
+        writer.add_scalar(f"train/{name}", row[name], step)
+    writer.add_scalar("speed/tokens_per_s", row["tokens_per_s"], step)
+    writer.add_scalar("memory/GiB", row["memory_bytes"] / GIB, step)
+    for part, seconds in row["seconds"].items():
+        writer.add_scalar(f"time/{part}_s", seconds, step)
+    if "data_wait_s" in row:  # a run that began before this was recorded has rows without it
+        writer.add_scalar("time/data_wait_share", row["data_wait_s"] / max(1e-9, sum(row["seconds"].values())), step)
+
+
+def _looked_at(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Tags and values of a row about long context: each bucket's loss, each layer's State where the rows end, the cotangent at the
+    first and the last border, the reach of credit."""
+    if row["kind"] == "long_context":
+        for bucket in row["losses"]:
+            yield f"loss_by_position/from_{bucket['from']:07d}", bucket["loss"]
+    tables = {"long_context": {"state_norm": ("states", -1)},
+              "cotangents": {"cotangent_at_first_border": ("norms", 0), "cotangent_at_last_border": ("norms", -1)},
+              "credit": {}}  # fmt: skip
+    for tag, (key, place) in tables[row["kind"]].items():
+        for name, of_layer in row[key].items():
+            for layer, norms in of_layer.items():
+                if measured := [norm for norm in norms if norm is not None]:
+                    yield f"{tag}/{name.replace(' ', '.')}/layer_{layer}", measured[place]
+    for name, of_layer in row.get("reach", {}).items():
+        for layer, tokens in of_layer.items():
+            yield f"credit_reach_tokens/{name.replace(' ', '.')}/layer_{layer}", tokens

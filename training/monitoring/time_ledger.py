@@ -1,0 +1,156 @@
+"""ledger.jsonl: where every second of every attempt went. Only ever appended to, by whoever knows: one line, one write.
+
+The one thing to know: the main rank's time is cut into spans without gaps, each of which belongs to one thing, so that the sums
+are the clock's. What was worked in vain is only known later: steps beyond the checkpoint that the next attempt started from are
+counted as lost by whoever reads (training.monitoring.goodput). Torch-free.
+
+Clocks differ between machines, and jump. So the order of the rows is that of the file, whatever their times say, and spans are
+measured by the machine's steady clock: each row also has `boot`, which start of which machine wrote it, and `up`, the steady clock
+at `time`. Differences of `up` within one `boot` are true; training.monitoring.goodput puts the rows of several machines together.
+
+Rows, all with `kind` and `time` (seconds of the clock):
+  submitted  {job}                                           a job was handed to SLURM, or goes back into its queue
+  attempt    {attempt, job, nodes, layout}                   an attempt begins: its folder is there
+  preflight  {attempt, seconds, bad}                         nodes were checked
+  start      {attempt, step}                                 the main rank goes on from `step`; its process began at `time`
+  spans      {attempt, since, step, seconds: {part: s}}      its time since `since`, up to having done `step`
+  end        {attempt, status, reason, nodes}                an attempt is over
+  excluded   {node, reason}                                  a node is not used any more
+  readmitted {node}                                          it is, again
+  stopped    {reason}                                        nobody starts the run again by itself
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from baton.data_pipeline.file_io import append_line, patiently
+
+NAME = "ledger.jsonl"
+
+EVERY_S = 10.0
+"""Seconds between rows of the main rank, at most: what a kill leaves unsaid."""
+
+
+def steady() -> float:
+    """Seconds since this machine was started; never set, and the same for all its processes."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+BEGAN = "BATON_BEGAN"
+"""The variable in which a forked rank finds when the process was started that imported for it."""
+
+
+def process_began() -> float:
+    """When this process was started, or the one that it was forked from, by the steady clock."""
+    if (began := os.environ.get(BEGAN)) is not None:
+        return float(began)
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+@lru_cache
+def boot() -> str:
+    """Which start of which machine this is; "" where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def append(folder: Path, kind: str, **values: Any) -> None:
+    """Add a row to a run directory's ledger; it is tried again for some seconds where the disk does not take it. Raises OSError."""
+    patiently(lambda: append_at_once(folder, kind, **values))
+
+
+def append_at_once(folder: Path, kind: str, **values: Any) -> None:
+    """Add a row to a run directory's ledger. Raises OSError."""
+    now, up = time.time(), steady()
+    row: dict[str, Any] = {"kind": kind, "time": now} | values
+    if boot() and "up" not in row:
+        row |= {"boot": boot(), "up": up - (now - row["time"])}
+    append_line(folder / NAME, json.dumps(row))
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """All rows; a line that a full disk or a kill cut short is left out."""
+    path = folder / NAME
+    rows = []
+    for line in patiently(lambda: path.read_text(encoding="utf-8")).splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and {"kind", "time"} <= row.keys():
+            rows.append(row)
+    return rows
+
+
+class Account:
+    """The main rank's time, from the start of its process on. Rows that the disk does not take wait, and the run goes on.
+
+    folder: the run directory. attempt: number of this start. on: whether this rank keeps it. since: when its process began, by the
+    steady clock."""
+
+    def __init__(self, folder: Path, attempt: int, *, on: bool, since: float) -> None:
+        self._folder, self._attempt, self._on = folder, attempt, on
+        self._since = self._mark = since
+        self._offset = time.time() - steady()  # a clock that is set meanwhile changes nothing
+        self._seconds: dict[str, float] = {}
+        self._step = 0
+        self._waiting: list[tuple[str, dict[str, Any]]] = []
+
+    def start(self, step: int) -> None:
+        """The run goes on from `step`."""
+        self._step = step
+        self._add("start", self._since, step=step)
+
+    def spent(self, part: str) -> None:
+        """The time since the last call belongs to `part`."""
+        now = steady()
+        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._mark
+        self._mark = now
+
+    def move(self, part: str, to: str, seconds: float) -> None:
+        """So much of what was counted as `part` was really `to`."""
+        seconds = min(max(0.0, seconds), self._seconds.get(part, 0.0))
+        self._seconds[part] = self._seconds.get(part, 0.0) - seconds
+        self._seconds[to] = self._seconds.get(to, 0.0) + seconds
+
+    @contextmanager
+    def spending(self, part: str) -> Iterator[None]:
+        """What happens inside belongs to `part`; what was before it, to other things."""
+        self.spent("other")
+        yield
+        self.spent(part)
+
+    def done(self, step: int, *, write: bool = False) -> None:
+        """`step` is done. write: put it down now, because a checkpoint holds it; else when it is time to."""
+        self._step = step
+        if write or self._mark - self._since >= EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Put down what has been spent so far."""
+        if self._seconds:
+            since = self._since + self._offset
+            self._add("spans", self._mark, since=since, step=self._step, seconds=self._seconds)
+        self._since, self._seconds = self._mark, {}
+
+    def _add(self, kind: str, up: float, **values: Any) -> None:
+        if not self._on:
+            return
+        when = {"time": up + self._offset, "boot": boot(), "up": up}
+        self._waiting.append((kind, {"attempt": self._attempt, **when, **values}))
+        try:
+            while self._waiting:
+                name, row = self._waiting[0]
+                append_at_once(self._folder, name, **row)
+                self._waiting.pop(0)
+        except OSError as error:
+            print(f"{NAME} is behind ({error}); it is completed once there is room, the run goes on", flush=True)

@@ -1,0 +1,98 @@
+"""Batches to the ranks that need them: one rank reads for all that work on the same sequences, and each takes its span of them."""
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from baton.data_pipeline.batches import Batch
+from baton.data_pipeline.steps import StepPlan, Steps, Stretch
+from baton.parallel.mesh import Mesh
+from baton.training.checkpoint.digest import rows_digest
+from baton.training.config import TrainingConfig
+from baton.training.step.microbatch_runner import Segments, TokenBatch
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """One optimizer step's micro-batches on this rank, how their sequences are cut, and cursors of its lanes after the step ({} on
+    ranks that do not read). read: the same whole, on ranks that do; consumed: their checksum, 0 on other ranks. waited: seconds
+    that this rank waited for them to be made."""
+
+    batches: list[TokenBatch]
+    segments: Segments
+    cursors: dict[int, Any]
+    read: list[Batch] | None = None
+    waited: float = 0.0
+    consumed: int = 0
+
+
+def plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: int) -> StepPlan:
+    """Which rows this data rank has in every step from start_step on."""
+    stretches = [(first, at.context, at.sequences_per_step, at.micro_batch) for first, at in training.stretches]
+    return StepPlan(
+        lanes=training.lane_count,
+        stretches=tuple(Stretch(*stretch) for stretch in stretches),
+        data_rank=mesh.data_rank,
+        data_size=mesh.layout.data,
+        start_step=start_step,
+        prefetch=prefetch,
+    )
+
+
+def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig, start_step: int = 0) -> Iterator[StepBatches]:
+    """Endless steps from start_step on. stream: on a reading rank, None elsewhere."""
+    source = iter(stream) if stream is not None else None
+    for step in itertools.count(start_step):
+        at = training.at(step)
+        shape, micro_batches = (at.micro_batch, at.context), at.sequences_per_step // (mesh.layout.data * at.micro_batch)
+        began = time.perf_counter()
+        data = next(source) if source is not None else None
+        waited = time.perf_counter() - began
+        arrays = data.micro_batches if data is not None else [None] * micro_batches
+        batches = [share(a, mesh, shape, at.segments) for a in arrays]
+        segments = Segments(at.segments, at.gradient_segments)
+        cursors, read = ({}, None) if data is None else (dict(data.cursors), data.micro_batches)
+        yield StepBatches(batches, segments, cursors, read, waited, checksum(read or []))
+
+
+def checksum(batches: Sequence[Batch]) -> int:
+    """Of the rows of some batches, tokens, labels and positions, each row at its lane: an int64. Sums over ranks wrap around to
+    the whole step's, however its rows were divided among ranks and micro-batches."""
+    found = 0
+    for batch in batches:
+        rows = torch.from_numpy(np.stack([batch.tokens, batch.labels, batch.pos], axis=1).astype(np.int64))
+        found += rows_digest(rows, batch.lanes)
+    return (found + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def reads(mesh: Mesh) -> bool:
+    """Whether this rank reads for the ranks that work on the same sequences."""
+    return mesh.tensor_rank == 0 and mesh.sequence_rank == 0 and mesh.pipeline_rank == 0
+
+
+def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int = 1) -> TokenBatch:
+    """This rank's span of each segment of a batch that a reading rank has, on the device. batch: None on the others; shape: of the
+    whole batch."""
+    rows, context = shape
+    lanes: tuple[int, ...] | None = None
+    if batch is not None:
+        lanes = batch.lanes or (-1,) * rows
+        packed = np.concatenate([x.ravel().astype(np.int64) for x in (batch.tokens, batch.labels, batch.pos, np.array(lanes))])
+        whole = torch.from_numpy(packed)
+        # from page-locked memory the copy does not stop the host
+        flat = whole.pin_memory().to(mesh.device, non_blocking=True) if mesh.device.type == "cuda" else whole
+    else:
+        flat = torch.empty(3 * rows * context + rows, dtype=torch.int64, device=mesh.device)
+    if dist.get_world_size(mesh.lane_group) > 1:
+        dist.broadcast(flat, src=dist.get_global_rank(mesh.lane_group, 0), group=mesh.lane_group)
+    spans = flat[: 3 * rows * context].view(3, rows, segments, mesh.layout.sequence, -1)[:, :, :, mesh.sequence_rank]
+    tokens, labels, pos = spans.reshape(3, rows, -1)
+    if lanes is None:  # reading them back from a GPU waits for it; who has read the batch knows them
+        lanes = tuple(flat[3 * rows * context :].tolist())
+    return TokenBatch(tokens, labels, pos.to(torch.int32), lanes)

@@ -1,0 +1,153 @@
+"""A micro-batch's forward and backward pass as two CUDA graphs, launched at once instead of kernel by kernel.
+
+The one thing to know: a graph repeats its kernels with the memory that they had, so all that changes from pass to pass (tokens, the
+losses' scale, the weights in the compute type) is copied to where they read it, and gradients add up where they did before. Python
+runs once, when the passes are recorded: for all layers and whole sequences, whose passes ask nothing of the host. What tensor ranks
+exchange is recorded with the rest; they record and repeat alike.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from baton.models.lm import LanguageModel
+from baton.parallel.pipeline import Operation
+from baton.parallel.tensor import ComputeCopy
+from baton.training.step.microbatch_runner import TokenBatch
+
+Run = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """What makes graphs of functions that launch kernels."""
+
+    def warm_up(self, run: Run) -> None:
+        """Run it, where graphs will be recorded: what is done only the first time must not be part of any."""
+
+    def record(self, run: Run) -> Run:
+        """What repeats it. Nothing has been computed when this returns. Recorded in the order in which they will be repeated."""
+
+
+class CudaRecorder:
+    """CUDA graphs that share their memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._first: torch.cuda.CUDAGraph | None = None
+
+    def warm_up(self, run: Run) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        gc.collect()  # what the run kept would stay beside what the graphs keep
+
+    def record(self, run: Run) -> Run:
+        graph = torch.cuda.CUDAGraph()
+        pool = None if self._first is None else self._first.pool()
+        # other threads may go on using the GPU: one copies a checkpoint to the host, one watches NCCL
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        self._first = self._first or graph
+        return graph.replay
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """The two passes, and the memory that they read and write."""
+
+    forward: Run
+    backward: Run
+    batch: TokenBatch
+    scale: Tensor
+    total: Tensor
+    copies: Sequence[tuple[ComputeCopy, Tensor]]
+    gradients: Sequence[tuple[nn.Parameter, Tensor]]
+    read: tuple[int, ...]
+
+
+class Graphs:
+    """The passes of one model. Gradients keep their memory from step to step; the graphs have that of all activations."""
+
+    def __init__(self, model: LanguageModel, recorder: Callable[[torch.device], Recorder] = CudaRecorder) -> None:
+        assert model.stage.count == 1
+        self._model, self._recorder = model, recorder
+        self._recorded: _Recorded | None = None
+
+    def passes(self, batches: Sequence[TokenBatch], scale: float) -> "GraphedPasses":
+        """Of a step's micro-batches, all of one shape, before which there are no gradients. The first call, and one with another
+        shape, record; no parameter may have moved to other memory since, or they are recorded again."""
+        found = self._recorded
+        if found is None or found.batch.tokens.shape != batches[0].tokens.shape or found.read != self._addresses():
+            found = self._recorded = None  # gives its memory back first
+            found = self._recorded = self._record(batches[0])
+        for module, copy in found.copies:
+            if module._compute_copy is not copy:  # dropped, since the weight has changed
+                copy.copy_(module.weight.detach())
+                module._compute_copy = copy
+        _clear(found)
+        found.scale.fill_(scale)
+        return GraphedPasses(found, batches)
+
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(p.data_ptr() for p in self._model.parameters())
+
+    def _record(self, like: TokenBatch) -> _Recorded:
+        model, recorder = self._model, self._recorder(like.tokens.device)
+        batch = TokenBatch(like.tokens.clone(), like.labels.clone(), like.pos.clone())
+        scale, total = torch.ones((), device=like.tokens.device), torch.zeros((), device=like.tokens.device)
+        gradients = [(p, torch.zeros_like(p)) for p in model.parameters() if p.requires_grad]
+        losses: list[Tensor] = []
+
+        def forward() -> None:
+            loss = model.loss(model(batch.tokens, batch.pos, state_wanted=False)[0], batch.labels) * scale
+            total.add_(loss.detach())
+            losses.append(loss)
+
+        def backward() -> None:
+            losses.pop().backward()
+
+        def both() -> None:
+            forward()
+            backward()
+
+        for p, gradient in gradients:
+            p.grad = gradient.detach()
+        recorder.warm_up(both)
+        copies = [(m, m._compute_copy) for m in model.modules() if isinstance(m, ComputeCopy) and m._compute_copy is not None]
+        passes = recorder.record(forward), recorder.record(backward)
+        return _Recorded(*passes, batch, scale, total, copies, gradients, self._addresses())
+
+
+def _clear(recorded: _Recorded) -> None:
+    recorded.total.zero_()
+    torch._foreach_zero_([gradient for _, gradient in recorded.gradients])
+    for p, gradient in recorded.gradients:
+        p.grad = gradient.detach()  # another tensor over the same memory: an optimizer may give its own other memory
+
+
+class GraphedPasses:
+    """Carries out a step's operations as Passes does, those of whole sequences. total: sum of the losses, scaled."""
+
+    def __init__(self, recorded: _Recorded, batches: Sequence[TokenBatch]) -> None:
+        self._recorded, self._batches, self.total = recorded, batches, recorded.total
+
+    def do(self, operation: Operation) -> None:
+        if operation.kind == "backward":
+            self._recorded.backward()
+            return
+        own, given = self._recorded.batch, self._batches[operation.micro_batch]
+        for into, x in ((own.tokens, given.tokens), (own.labels, given.labels), (own.pos, given.pos)):
+            into.copy_(x)
+        self._recorded.forward()
+
+    def finish(self) -> None:
+        """After the last operation."""
+
+    def differing(self) -> list[str]:
+        """No segment is computed twice."""
+        return []

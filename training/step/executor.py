@@ -1,0 +1,195 @@
+"""One optimizer step: forward and backward of every micro-batch, finalise, check, update.
+
+A step is an explicit list of operations (parallel.pipeline.schedule), carried out one after the other (microbatch_runner); with one
+stage and whole sequences it is forward, backward, forward, backward. Autograd is called directly and gradients add up in fp32
+`.grad`; the engine sees them only in `Engine.step`. The loss is divided by the number of labels in the whole global batch, which is
+known before the first backward; nothing else is divided anywhere.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from baton.models.lm import LanguageModel
+from baton.parallel import zero
+from baton.parallel.linear import adding_gradients
+from baton.parallel.mesh import Mesh
+from baton.parallel.pipeline import schedule
+from baton.parallel.tensor import drop_compute_copies
+from baton.training.bptt.lane_states import LaneStates
+from baton.training.errors import RunError
+from baton.training.monitoring.anomaly_detection import Judge
+from baton.training.monitoring.nonfinite_trace import Finding, Trace
+from baton.training.monitoring.step_timer import StepClock
+from baton.training.step.cuda_graphs import GraphedPasses, Graphs
+from baton.training.step.microbatch_runner import Passes, Segments, TokenBatch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """loss: nats per label over the global batch. grad_norm: global, before clipping. labels: counted labels. refused: why no
+    update was made, None where it was; where: what `Trace` found, if the reason was something that is not finite. update_norm: of
+    the parameters' change, where it was asked for; one that is refused for it is `made` all the same. consumed: checksum of the
+    step's rows, on ranks of the first stage that are first among those that share tensors."""
+
+    loss: float
+    grad_norm: float
+    labels: int
+    refused: str | None = None
+    where: Finding | None = None
+    update_norm: float | None = None
+    made: bool = True
+    consumed: int = 0
+
+
+class StepExecutor:
+    """Drives a model, or a stage of it, and its engine.
+
+    segments: how sequences are cut (None: not at all), may change between steps. lanes: what they carry from step to step. judge:
+    of losses and norms that are finite; None: all are good. graphs: launch passes as CUDA graphs, if they are of whole sequences.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        engine: zero.Engine,
+        mesh: Mesh,
+        clock: StepClock | None = None,
+        *,
+        segments: Segments | None = None,
+        lanes: LaneStates | None = None,
+        judge: Judge | None = None,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self.model = model
+        self.engine = engine
+        self.mesh = mesh
+        self.clock = clock or StepClock(mesh.device)
+        self.segments, self.lanes, self.judge, self._graphs = segments or Segments(), lanes, judge, graphs
+        self.watch_update = False  # whether to tell the norm of the parameters' change
+
+    def step(self, batches: Sequence[TokenBatch], lr: float | Mapping[str, float], consumed: int = 0) -> StepResult:
+        """One update from this data rank's micro-batches, or none: see StepResult.refused. After a refusal parameters, moments and
+        what lanes carry are as before, but for lanes that would carry what is not finite, or is not known: they carry nothing.
+
+        Every stage is given the same batches. lr: of all parameters, or of each of the optimizer's rates ("" is everybody else's).
+        consumed: StepBatches.consumed, summed with the labels because one exchange costs as much as two.
+        """
+        sums = torch.stack([b.count_labels() for b in batches]).sum().repeat(2)
+        sums[1] = consumed
+        dist.all_reduce(sums, group=self.mesh.data_group)
+        labels, consumed = sums.tolist()
+        scale = 1.0 / labels
+        if self.lanes is not None:
+            self.lanes.begin()
+        total, differing = self._run(batches, scale)
+        finite, loss = self._finite(total), float(total)
+        self._require_equal(differing)
+        why = None if self.judge is None or not finite else self.judge.loss(loss)
+        self._set_learning_rate(lr)
+        refused: list[str] = [] if why is None else [why]
+
+        def refuse(norm: float) -> bool:
+            if not refused and finite and self.judge is not None:
+                refused.extend(filter(None, [self.judge.norm(norm)]))
+            return bool(refused) or not finite or not math.isfinite(norm)
+
+        norm, where = self.engine.step(refuse), None
+        if finite and not refused and not math.isfinite(norm):  # too large together
+            refused.append("the gradients' norm is not finite, though each rank's gradients are")
+        if not finite:
+            where = self._trace(batches, scale)
+            happened = "the loss or a gradient is not finite"
+            refused = [f"{happened}: {where}" if where is not None else f"{happened}, and in a second run of the step all are"]
+            if self.lanes is not None:
+                self.lanes.forget()
+        elif not refused:
+            zero.lend(self.model, self.mesh)
+            drop_compute_copies(self.model)
+            if self.judge is not None:
+                self.judge.accept(loss, norm)
+        update, made = None, not refused
+        if made and self.watch_update:
+            update = self.engine.update_norm()
+            refused += filter(None, [None if self.judge is None else self.judge.update(update)])
+        self.clock.mark("optimizer")
+        return StepResult(loss, norm, labels, refused[0] if refused else None, where, update, made, consumed)
+
+    def _run(self, batches: Sequence[TokenBatch], scale: float, trace: Trace | None = None) -> tuple[Tensor, list[str]]:
+        """Forward and backward, up to whole gradients; the global loss, and the segments that differed when run twice."""
+        stage, segments = self.model.stage, self.segments
+        # what looks at gradients sees those that autograd hands to parameters
+        with self.engine.gradients(), adding_gradients() if trace is None else nullcontext():
+            passes: Passes | GraphedPasses
+            if self._graphs is not None and trace is None:
+                passes = self._graphs.passes(batches, scale)
+            else:
+                passes = Passes(self.model, batches, scale, segments, self.lanes)
+            for operation in schedule(stage.index, stage.count, len(batches), segments.count, segments.gradient):
+                if trace is not None:
+                    trace.at = operation
+                passes.do(operation)
+                self.clock.mark(operation.kind)
+            passes.finish()
+            self._wait_for_sends()
+            if trace is not None:
+                trace.loss(passes.total)
+            zero.finalise_gradients(self.model, self.mesh)
+            total = passes.total
+            dist.all_reduce(total, group=self.mesh.data_group)
+            if self.mesh.pipeline is not None:
+                self.mesh.pipeline.sum(total)
+            self._gradients_finite = self._norms_finite()
+        return total, passes.differing()
+
+    def _trace(self, batches: Sequence[TokenBatch], scale: float) -> Finding | None:
+        """The step once more, from the same States, looked at; its gradients are thrown away."""
+        if self.lanes is not None:
+            self.lanes.take_back()
+        trace = Trace(self.model, self.mesh, batches[0].tokens.shape[1] // self.segments.count)
+        with trace.watching():
+            self._run(batches, scale, trace)
+        self.engine.step(lambda norm: True)
+        return trace.first()
+
+    def _wait_for_sends(self) -> None:
+        for link in (self.mesh.pipeline, self.model.link):
+            if link is not None:
+                link.wait()
+
+    def _set_learning_rate(self, lr: float | Mapping[str, float]) -> None:
+        for group in self.engine.param_groups:
+            group["lr"] = lr if isinstance(lr, float) else lr[group["rate"]]
+
+    def _norms_finite(self) -> Tensor:
+        """Whether this rank's gradients are finite: before they are reduced, which would spread what is not."""
+        norms = torch._foreach_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        return torch.isfinite(torch.stack(norms)).all()
+
+    def _finite(self, loss: Tensor) -> bool:
+        """Whether loss and gradients of all ranks are. The decision is ours and every rank's at once."""
+        finite = (self._gradients_finite & torch.isfinite(loss.detach())).to(torch.int32)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return bool(finite)
+
+    def _require_equal(self, differing: list[str]) -> None:
+        """Segments that ran twice must have left the same States."""
+        if self.segments.gradient == 1:
+            return
+        count = torch.tensor(len(differing), device=self.mesh.device)
+        dist.all_reduce(count)
+        if not int(count):
+            return
+        of_ranks: list[list[str]] = [[]] * self.mesh.world_size
+        dist.all_gather_object(of_ranks, differing)
+        rank, names = next((rank, names) for rank, names in enumerate(of_ranks) if names)
+        raise RunError(
+            f"rank {rank}: a segment that was computed twice left another State the second time ({names[0]}; {int(count)} in all), "
+            f"and its gradient would be of another run. The parameters are as before this step. Set training.deterministic=true; "
+            f"where it is, suspect the rank's memory or its device"
+        )
