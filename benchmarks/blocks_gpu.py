@@ -6,7 +6,7 @@ compare outputs and gradients of the two, and ours with itself in float32; where
 bfloat16 leads float32 to other choices. Ours also takes document positions. A model that nobody else trains is held against our own
 Mamba's block of the same call. Where the time goes is printed by kernel.
 
-    python benchmarks/blocks_gpu.py [--models mamba-1.4b,gsa-1.3b,lattice-1.3b/sim] [--batch 8] [--tokens 2048] [--name blocks_gpu]
+    python benchmarks/blocks_gpu.py [--models mamba-1.4b,gsa-1.3b,lattice-1.3b/sim] [--batch 8] [--tokens 2048]
 """
 
 import argparse
@@ -286,11 +286,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repetitions", type=int, default=30)
-    parser.add_argument("--name", default="blocks_gpu", help="of the results' files")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     meshes.initialize(LayoutConfig(), device=torch.device("cuda", 0), rank=0, store=torch.distributed.HashStore())
-    report = Report(arguments.name, device=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    report = Report("blocks_gpu", device=torch.cuda.get_device_name())
     bench = Bench(report, arguments.batch, arguments.tokens, Clock(arguments.repetitions))
     for name in arguments.models.split(","):
         bench.one_model(name)

@@ -77,7 +77,7 @@ def rectangles(built: Built, *, for_save: bool) -> dict[str, Any]:
 
 
 def stall(model: str, folder: Path, rows: int, repeat: int) -> None:
-    report = Report(f"checkpoint_stall_{model.replace('.', '_')}", torch.cuda.get_device_name())
+    report = Report("checkpoint_gpu", torch.cuda.get_device_name())
     mesh = meshes.initialize(LayoutConfig(), device=torch.device("cuda", 0), rank=0, store=dist.HashStore())
     config, training = settings(model, rows, deterministic=False)
     built = build(config, training, mesh)
@@ -121,7 +121,7 @@ def layouts(model: str, folder: Path, rows: int) -> None:
         os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo")
     if not rank:
         here = f"{RANKS} ranks on {min(gpus, RANKS)} x {torch.cuda.get_device_name()}"
-        report = Report(f"checkpoint_layouts_{model.replace('.', '_')}", here)
+        report = Report("checkpoint_gpu", here)
     for number, layout in enumerate((LayoutConfig(tensor=2, pipeline=2), LayoutConfig(data=4))):
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
@@ -161,7 +161,7 @@ def layouts(model: str, folder: Path, rows: int) -> None:
 
 def deterministic(model: str, rows: int, repeat: int) -> None:
     """In one process, one after the other: cuBLAS reads its workspace once, so this measures everything but that."""
-    report = Report(f"deterministic_{model.replace('.', '_')}", torch.cuda.get_device_name())
+    report = Report("checkpoint_gpu", torch.cuda.get_device_name())
     mesh = meshes.initialize(LayoutConfig(), device=torch.device("cuda", 0), rank=0, store=dist.HashStore())
     seconds, losses = {}, {}
     for on in (True, False):

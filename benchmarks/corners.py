@@ -4,7 +4,7 @@ The one thing to know: rounding alone makes two runs drift apart, so a layout is
 only takes the batch in other micro-batches, shows how far: a layout passes if its first loss is the one GPU's to 1e-3 and its
 later losses stay within a few times the control's distance.
 
-    python benchmarks/corners.py [--mixers mamba,lattice] [--steps 20] [--name corners] [--ranks 4] [--folder FOLDER]
+    python benchmarks/corners.py [--mixers mamba,lattice] [--steps 20] [--ranks 4] [--folder FOLDER]
 
 With more ranks than GPUs the ranks share them in turns. NCCL then counts every rank as a host of its own and sends through sockets;
 the communicators, the collectives and their order are those of as many GPUs. A FOLDER keeps each run's losses: what is there
@@ -172,12 +172,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mixers", default=",".join(kinds()))
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--name", default="corners")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--folder", help="an existing one that keeps each run's losses")
     arguments = parser.parse_args()
     mixers, gpus, ranks = arguments.mixers.split(","), torch.cuda.device_count(), arguments.ranks
-    report = Report(arguments.name, device=f"{ranks} ranks on {gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    report = Report("corners", device=f"{ranks} ranks on {gpus} x {torch.cuda.get_device_name()}")
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or temporary

@@ -7,7 +7,7 @@ plain form, and our kernels around a residual stream in bfloat16, three times th
 `on_gpu` is false everywhere, and no Triton kernel is launched.
 All runs go at once, since nothing is timed here and most of each is waiting for the host; what is not done in --seconds is ended.
 
-    python benchmarks/curves.py [--models mamba,gsa,bmojo,longhorn,lattice] [--steps 200] [--seconds 500] [--name curves]
+    python benchmarks/curves.py [--models mamba,gsa,bmojo,longhorn,lattice] [--steps 200] [--seconds 500]
 """
 
 import argparse
@@ -166,7 +166,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--seconds", type=float, default=500, help="for all of it (default 500)")
-    parser.add_argument("--name", default="curves", help="of the results' files")
     parser.add_argument(
         "--tiny", action="store_true", help="on a CPU, where there are no kernels: to try the program; writes no results"
     )
@@ -177,8 +176,8 @@ def main() -> None:
         rank(arguments.rank, arguments.plain)
     if not arguments.tiny and not torch.cuda.is_available():
         parser.error("there is no GPU here; --tiny tries the program without one")
-    device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}" if torch.cuda.is_available() else None
-    report = Report(arguments.name, device=device, keep=not arguments.tiny)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    report = Report("curves", device=device, keep=not arguments.tiny)
     deadline, failed = time.monotonic() + arguments.seconds, False
     with tempfile.TemporaryDirectory() as folder:
         models = arguments.models.split(",")

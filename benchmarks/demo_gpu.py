@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=50)
     arguments = parser.parse_args()
-    report = Report("demo_gpu_losses", device=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    report = Report("demo_gpu", device=torch.cuda.get_device_name())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)

@@ -299,7 +299,6 @@ def main() -> None:
     parser.add_argument("--gate-tokens", type=int, help=f"of a rank in the gate (default: {GATE_TOKENS})")
     parser.add_argument("--ranks", type=int, default=2, help="with --tiny; else all GPUs")
     parser.add_argument("--tiny", action="store_true", help="on a CPU")
-    parser.add_argument("--name", default="exchange")
     arguments = parser.parse_args()
     tiny = arguments.tiny
     for key, small, large in (("tokens", 48, 16384), ("gate_tokens", 48, GATE_TOKENS), ("gate_dtype", "float32", "bfloat16")):
@@ -308,8 +307,8 @@ def main() -> None:
     if ranks < 2:
         parser.error(f"{ranks} GPU is visible, and an exchange takes 2; --tiny runs on a CPU")
     os.environ.setdefault("OMP_NUM_THREADS", "1" if tiny else "2")
-    device = None if tiny else f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
-    report = Report(arguments.name, device, keep=not tiny)
+    device = None if tiny else f"{ranks} x {torch.cuda.get_device_name()}"
+    report = Report("exchange", device, keep=not tiny)
     with tempfile.TemporaryDirectory() as folder:
         try:
             mp.spawn(rank_main, (ranks, folder, arguments), nprocs=ranks)

@@ -1,9 +1,7 @@
-"""Where a step's time went, from profiles among the results, beside the least that the work of each line could take.
+"""Where a step's time went, from profiles in train_step.py's log, beside the least time that the work of each line could take.
 
-The one thing to know: the least is what an H200's data sheet says, for each line by what it cannot do without: multiplications of
-matrix products, or bytes that have to be read and written once each way, whatever the kernels do, or exponentials.
-
-docs/floors.md is written by `make tables` (tables.py).
+The least time follows from an H200's data sheet and from what the line cannot do without: multiplications of matrix products,
+bytes that have to be read and written once each way, or exponentials. `make tables` (tables.py) writes docs/floors.md.
 """
 
 import re
@@ -23,14 +21,15 @@ from baton.models.settings.mamba import MambaConfig
 from baton.models.settings.ssm_block import SSMBlockConfig
 from baton.models.settings.swiglu import SwiGLUConfig
 
-PROFILES = {
-    "train_step_gsa_profile": "gsa-1.3b",
-    "train_step_mamba_8x2048": "mamba-1.4b",
-    "train_step_long_longhorn": "longhorn-1.3b",
-    "train_step_long_bmojo": "bmojo-1.4b",
-    "train_step_2_8b": "mamba-2.8b",
+LOG = "train_step.log"
+MODELS = {
+    "gsa-1.3b": "gsa-1.3b",
+    "mamba-1.4b": "mamba-1.4b",
+    "longhorn": "longhorn-1.3b",
+    "bmojo": "bmojo-1.4b",
+    "mamba-2.8b": "mamba-2.8b",
 }
-"""Logs of results that hold a profile, and their models in configs/models."""
+"""Cases of train_step.py whose profiles the page shows, and their models in configs/models."""
 FLOPS, BYTES = 989e12, 4.8e12
 """Of an H200 in a second: dense bfloat16, memory."""
 EXPONENTIALS = 132 * 16 * 1.755e9
@@ -40,10 +39,10 @@ OF_PARAMETER = 4 + (4 + 8 + 8 + 8) + 4 + 2
 """Bytes an update moves: the gradient for its norm; the gradient, master and moments for AdamW; the parameter and its copy."""
 INTRODUCTION = """# Where a step's time goes, and the least it could take
 
-From profiles among `benchmarks/results`, milliseconds of one optimizer step on one H200, every kernel launched by itself. The
-least is what the data sheet's 989 TFLOP/s and 4.8 TB/s, or 16 exponentials a cycle and processor, allow for what a line cannot do
-without; `benchmarks/floors.py` counts it. A line without one could take nothing. The scans are 4.5 times their least and more, so
-none of these bounds is what binds them. B'MOJO's scans include those of its Mamba. The optimizer's least is one pass over
+From profiles in `benchmarks/results/train_step.log`, milliseconds of one optimizer step on one H200, every kernel launched by
+itself. The least is what the data sheet's 989 TFLOP/s and 4.8 TB/s, or 16 exponentials a cycle and processor, allow for what a line
+cannot do without; `benchmarks/floors.py` counts it. A line without one could take nothing. The scans are 4.5 times their least and
+more, so none of these bounds is what binds them. B'MOJO's scans include those of its Mamba. The optimizer's least is one pass over
 everything; DeepSpeed makes several."""
 _ROW = re.compile(r"^  ([a-z][a-z ]*?) {2,}([\d,]+\.\d\d) +[\d.]+%")
 
@@ -65,15 +64,17 @@ class Profile(NamedTuple):
     context: int
 
 
-def read(log: Path) -> Profile:
-    """The first profile of a train_step.py's log. Raises ValueError where there is none."""
-    text = log.read_text(encoding="utf-8")
-    found = re.search(r"profile of \S+?-(\d+)x(\d+)-\d+, step", text)
-    if found is None:
-        raise ValueError(f"{log}: has no profile; change PROFILES in {Path(__file__).name}")
-    rows, context = int(found[1]), int(found[2])
+def read(log: str, case: str) -> Profile:
+    """The last profile of this case in train_step.py's log, of its first shape. Raises ValueError where there is none."""
+    begins = list(re.finditer(rf"profile of {re.escape(case)}-(\d+)x(\d+)-\d+, step", log))
+    runs = [log.rfind("\n$ ", 0, begin.start()) + 1 for begin in begins]
+    if not begins:
+        raise ValueError(f"{LOG}: has no profile of {case}; change MODELS in {Path(__file__).name}")
+    begin = begins[runs.index(runs[-1])]
+    text = log[runs[-1] :]
+    rows, context = int(begin[1]), int(begin[2])
     ms = dict[str, float]()
-    for line in text[found.start() :].splitlines()[2:]:
+    for line in log[begin.start() :].splitlines()[2:]:
         row = _ROW.match(line)
         if row is None:
             break
@@ -150,9 +151,10 @@ def rows(name: str, profile: Profile) -> Iterator[tuple[str, float, Least | None
 def page(results: Path) -> str:
     """docs/floors.md."""
     lines = [INTRODUCTION]
-    for log, name in PROFILES.items():
-        profile = read(results / f"{log}.log")
-        lines += ["", f"## {name}, {profile.case} micro-batches", "", f"`{log}.log`", ""]
+    log = (results / LOG).read_text(encoding="utf-8")
+    for case, name in MODELS.items():
+        profile = read(log, case)
+        lines += ["", f"## {name}, {profile.case} micro-batches", ""]
         lines += ["| | ms | least | times the least | which is |", "| --- | ---: | ---: | ---: | --- |"]
         for category, ms, one in rows(name, profile):
             cells = ("", "", "") if one is None else (f"{1e3 * one.seconds:,.1f}", f"{ms / 1e3 / one.seconds:.2f}", one.why)

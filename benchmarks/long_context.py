@@ -4,8 +4,8 @@ The one thing to know: the gates compare loss and gradient norm of the same step
 of memory, not left out. Times are of whole steps (forward, backward, update), the fastest of a few.
 
     python benchmarks/long_context.py [--model mamba-130m] [--contexts 32768,131072] [--segment 16384] [--ranks 4] [--steps 3]
-    python benchmarks/long_context.py --contexts 131072 --ranks 4 --ranks-context 4194304 --name long_context_4m
-    python benchmarks/long_context.py --model mamba-1.4b --contexts 32768,131072,524288,1048576 --steps 1 --name long_context_1b
+    python benchmarks/long_context.py --contexts 131072 --ranks 4 --ranks-context 4194304
+    python benchmarks/long_context.py --model mamba-1.4b --contexts 32768,131072,524288,1048576 --steps 1
 
 With more ranks than GPUs the ranks share them in turns and send through sockets: their losses count, their times are not shown.
 """
@@ -118,10 +118,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps timed, after one that warms up")
     parser.add_argument("--ranks", type=int, default=0, help="sequence ranks whose loss at the longest context is compared")
     parser.add_argument("--ranks-context", type=int, help="tokens of a sequence that the ranks then do by themselves")
-    parser.add_argument("--name", default="long_context")
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
-    report = Report(arguments.name, device=f"{gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    report = Report("long_context", device=f"{gpus} x {torch.cuda.get_device_name()}")
     model = ModelConfig(**yaml.safe_load((files("baton.configs") / "models" / f"{arguments.model}.yaml").read_text()))
     contexts = [int(n) for n in arguments.contexts.split(",")]
     exacts, too_long = run(1, model, [settings(context, arguments.segment) for context in contexts], arguments.steps), set()

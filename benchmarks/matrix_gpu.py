@@ -417,10 +417,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=30)
     arguments = parser.parse_args()
     parts = tuple(arguments.only.split(","))
-    suffix = "" if arguments.only == ",".join(kinds) else f"_{'_'.join(parts)}"
-    suffix += f"_{arguments.tokens}" if arguments.tokens else ""
     torch.backends.cuda.matmul.allow_tf32 = False
-    report = Report(f"matrix_gpu{suffix}", f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    report = Report("matrix_gpu", torch.cuda.get_device_name())
     clock, measure = Clock(arguments.repetitions), {}
     for case in CASES:
         if case.kind.startswith(parts) and arguments.tokens in (0, case.length):

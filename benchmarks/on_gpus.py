@@ -53,7 +53,7 @@ def benchmark(name: str, program: str, words: str, seconds: float, gpus: int = 1
 
 
 def train(name: str, words: str, seconds: float) -> Job:
-    fixed = f"--warm-up 1 --steps 3 --seconds {seconds:.0f} --reserve 20 --name train_step_{name}"
+    fixed = f"--warm-up 1 --steps 3 --seconds {seconds:.0f} --reserve 20"
     return benchmark(f"train_{name}", "train_step", f"{words} {fixed}", seconds)
 
 
@@ -77,7 +77,7 @@ JOBS = (
             ("loop", "loop", 90),
         )
     ),
-    benchmark("blocks", "blocks_gpu", "--repetitions 15 --name blocks_gpu_8x2048", 200),
+    benchmark("blocks", "blocks_gpu", "--repetitions 15", 200),
     benchmark("curves", "curves", "", 200),
     benchmark("exchange", "exchange", "--repetitions 6 --warm-up 2", 100, gpus=0),
     benchmark("scaling", "scaling", "--warm-up 1 --steps 2 --selective --reserve 30", 400, gpus=0),

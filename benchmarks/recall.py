@@ -6,7 +6,7 @@ batches is one on unseen examples. Each model is trained with every learning rat
 over the seeds with the best rate. A curve that falls to 0.00 is that of a training whose loss became NaN. On a GPU each training
 step is a CUDA graph and several models train at once; parts of the models are processes of their own.
 
-    python benchmarks/recall.py [--steps 2000] [--seconds 240] [--name recall] [--models mamba,bmojo] [--cells FILE]
+    python benchmarks/recall.py [--steps 2000] [--seconds 240] [--models mamba,bmojo] [--cells FILE]
 
 --cells writes no report but the trainings, one JSON object per line, and --report makes the report of such files.
 """
@@ -226,7 +226,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=7200.0, help="trainings that are not done by then are left out")
-    parser.add_argument("--name", default="recall")
     parser.add_argument("--models", help=f"some of {', '.join(MODELS)}")
     parser.add_argument("--cells", type=Path, metavar="FILE", help="add the trainings to FILE instead of making a report")
     parser.add_argument("--report", type=Path, metavar="FILE", help="make the report of such a file")
@@ -257,7 +256,7 @@ def main() -> None:
                     sys.exit(1)
         if arguments.cells is None:
             lines = cells.read_text(encoding="utf-8").splitlines()
-            write_report(Report(arguments.name, arguments.device or device), [json.loads(line) for line in lines])
+            write_report(Report("recall", arguments.device or device), [json.loads(line) for line in lines])
 
 
 if __name__ == "__main__":

@@ -163,8 +163,8 @@ def main() -> None:
     wide, long = (Shape(2, 32), Shape(1, 64)) if arguments.tiny else (Shape(8, 2048), Shape(1, 16384))
     of = functools.partial(case_of, ranks=ranks, count=arguments.micro_batches, wide=wide, long=long)
     cases = [of(model, layout) for model in arguments.model.split(",") for layout in arguments.layouts.split(",")]
-    device = f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}" if gpus else None
-    report = Report(arguments.name, device=device, keep=not arguments.tiny)
+    device = f"{ranks} x {torch.cuda.get_device_name()}" if gpus else None
+    report = Report("scaling", device=device, keep=not arguments.tiny)
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)

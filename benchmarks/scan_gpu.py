@@ -343,8 +343,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=50)
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
-    name = "scan_gpu" if len(parts) == 4 else f"scan_gpu_{'_'.join(parts)}"
-    report = Report(name, f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    report = Report("scan_gpu", torch.cuda.get_device_name())
     clock, scans, convs = Clock(arguments.repetitions), _imported("selective_scan_cuda"), _imported("causal_conv1d_cuda")
     if "conv" in parts:
         conv(report, clock, convs)

@@ -6,13 +6,12 @@ influence. Of several runs the least counts, since other programs only add to it
 kernels; `warm` runs are those after one run that has filled them.
 `--before FILE` compares with the rows of an earlier run of this program, such as one of an earlier commit on the same machine.
 
-    python benchmarks/startup.py [--ranks 1,2] [--repetitions 3] [--cold] [--before FILE] [--name startup_cpu]
+    python benchmarks/startup.py [--ranks 1,2] [--repetitions 3] [--cold] [--before FILE]
 """
 
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from report import Report
+from report import Report, load
 
 BATON = [sys.executable, "-P", "-m", "baton.launcher.cli"]
 HEAVY = ("deepspeed", "fla", "matplotlib", "megatron", "sympy", "tensorboard", "torch", "transformers", "triton")
@@ -129,13 +128,12 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--cold", action="store_true", help="time a run with empty caches too")
     parser.add_argument("--before", type=Path, help="results of an earlier run, to compare with")
-    parser.add_argument("--name", default="startup_cpu")
     parser.add_argument("words", nargs="*", help="settings of the run, as device=cpu")
     arguments = parser.parse_args()
-    before = json.loads(arguments.before.read_text()) if arguments.before else {"rows": [], "commit": "itself"}
-    earlier = {(row["case"], row["metric"]): row["ours"] for row in before["rows"]}
-    peer = f"before ({before['commit'][:7]})" if earlier else "itself"
-    report = Report(arguments.name)
+    before = load(arguments.before) if arguments.before else []
+    earlier = {(row["case"], row["metric"]): row["ours"] for row in before}
+    peer = f"before ({before[0]['commit'][:7]})" if before else "itself"
+    report = Report("startup")
     report.say(f"load of this machine: {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
 
     def rows(case: str, start: Start, gate: str) -> None:

@@ -4,103 +4,114 @@ Nothing in them is typed by hand. `make tables` writes them, and tests/test_arch
 they have not.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import floors
+import kernel_version
+import report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-KEYS = {"case", "metric", "ours", "peer_name", "peer", "ratio", "gate"}
 BEGIN, END = "<!-- figures: make tables -->", "<!-- end of figures -->"
-LATTICE = "matrix_gpu_delta_net_lattice-sim_lattice-enc_2048"
+OLD = "†"
+SHEET = "NVIDIA H200, dense bfloat16, data sheet"
 CHOSEN = (
-    ("train_step_mamba_8x2048", "mamba-1.4b 8x2048 x 16", "tokens/s", "mamba_ssm"),
-    ("train_step_gsa_8x2048", "gsa-1.3b 8x2048 x 16", "tokens/s", "fla"),
-    ("train_step_gsa_bfloat16", "gsa-1.3b 8x2048, bfloat16 residual x 16", "tokens/s", "fla"),
-    ("train_step_1x16384_more", "longhorn 1x16384 x 16", "tokens/s", "our mamba-1.4b"),
-    ("train_step_bmojo_8x2048", "bmojo 8x2048 x 16", "tokens/s", "our mamba-1.4b, the next run on the same GPU"),
-    ("train_step_bmojo_graphs", "bmojo 1x16384 x 16", "TFLOP/s as 6N", "NVIDIA H200, dense bfloat16, data sheet"),
-    ("train_step_transformer_keys64", "transformer 8x2048 x 16", "TFLOP/s as 6N", "NVIDIA H200, dense bfloat16, data sheet"),
-    ("scan_gpu_main_conv", "mamba B8 T2048 D4096 N16", "forward us", "mamba_ssm"),
-    ("scan_gpu_main_conv", "mamba B8 T2048 D4096 N16", "backward us", "mamba_ssm"),
-    ("scan_gpu_main_conv", "longhorn B8 T2048 D4096 N16", "backward us", "our mamba"),
-    ("matrix_gpu_mamba2_2048", "mamba2 B8 T2048 H64 K128 V64", "fwd+bwd us", "mamba_ssm"),
-    ("matrix_gpu_gla_2048", "gla B8 T2048 H4 K256 V512", "fwd+bwd us", "fla"),
-    ("matrix_gpu_gsa_2048", "gsa B8 T2048 H4 K512 V512 M64", "fwd+bwd as a graph us", "fla"),
-    ("matrix_gpu_gsa", "gsa B1 T131072 H4 K512 V512 M64", "fwd+bwd as a graph us", "fla"),
-    (LATTICE, "delta_net B8 T2048 H16 K128 V128", "fwd+bwd as a graph us", "fla"),
-    ("matrix_gpu_delta_net_16384", "delta_net B1 T16384 H16 K64 V64", "fwd+bwd as a graph us", "fla"),
-    (LATTICE, "lattice-sim B8 T2048 H32 K64 V64", "fwd+bwd as a graph us", "fla's DeltaNet"),
-    ("matrix_gpu_loop", "lattice-dec B8 T2048 H32 K64 V64", "fwd+bwd us", "compiled step, looped"),
-    ("matrix_gpu_bmojo", "bmojo B8 T2048 H32 D64", "fwd+bwd us", "FlexAttention"),
-    ("exchange", "gsa-1.3b 2 x 16384", "pass ms, relay", "the same without exchange"),
-    ("exchange", "mamba-1.4b 2 x 16384", "pass ms, relay", "the same without exchange"),
+    ("train_step", "mamba-1.4b 8x2048 x 16", "tokens/s", "mamba_ssm"),
+    ("train_step", "gsa-1.3b 8x2048 x 16", "tokens/s", "fla"),
+    ("train_step", "longhorn 1x16384 x 16", "tokens/s", "our mamba-1.4b"),
+    ("train_step", "bmojo 1x16384 x 16", "TFLOP/s as 6N", SHEET),
+    ("train_step", "transformer 8x2048 x 16", "TFLOP/s as 6N", SHEET),
+    ("scan_gpu", "mamba B8 T2048 D4096 N16", "forward us", "mamba_ssm"),
+    ("scan_gpu", "mamba B8 T2048 D4096 N16", "backward us", "mamba_ssm"),
+    ("matrix_gpu", "mamba2 B8 T2048 H64 K128 V64", "fwd+bwd us", "mamba_ssm"),
+    ("matrix_gpu", "gla B8 T2048 H4 K256 V512", "fwd+bwd us", "fla"),
+    ("matrix_gpu", "gsa B8 T2048 H4 K512 V512 M64", "fwd+bwd as a graph us", "fla"),
+    ("matrix_gpu", "delta_net B8 T2048 H16 K128 V128", "fwd+bwd as a graph us", "fla"),
+    ("matrix_gpu", "lattice-sim B8 T2048 H32 K64 V64", "fwd+bwd as a graph us", "fla's DeltaNet"),
+    ("matrix_gpu", "bmojo B8 T2048 H32 D64", "fwd+bwd us", "FlexAttention"),
     ("exchange", "mamba-1.4b 2 x 16384", "pass ms, relay", "all-to-all over heads"),
     ("scaling", "mamba-1.4b, data 2, 8x2048 x 4", "tokens/s", "2 times one GPU"),
-    ("scaling", "mamba-1.4b, sequence 2, 1x32768 x 4", "tokens/s", "2 times one GPU"),
-    ("scaling_tensor_pipeline", "mamba-1.4b, tensor 2, 8x2048 x 4", "tokens/s", "2 times one GPU"),
-    ("scaling_tensor_pipeline", "mamba-1.4b, pipeline 2, 8x2048 x 8", "tokens/s", "2 times one GPU"),
-    ("checkpoint_stall_mamba-1_4b", "a save's stall", "seconds", "the limit"),
 )
-"""File, case, metric and peer of README's rows."""
+"""Benchmark, case, metric and peer of README's rows, fifteen at most."""
+GROUPS = {
+    "corners": re.compile(r"(.*?), (.*)"),
+    "cpu_scan": re.compile(r"(.*), (T \d+)"),
+    "train_step": re.compile(r"(.*) (x \d+)"),
+    "long_context_cpu": re.compile(r"()(.*)"),
+}
+"""Benchmark -> the part of a case's name that is a line of docs/measured.md, and the part that is named within it."""
+INTRODUCTION = f"""# Measured
+
+All results of `benchmarks/`: our figure, a peer's from the same call in parentheses, and their ratio, above 1 where ours is
+better. A row is recorded only after its gate, a check that both sides compute the same, has passed. There is one result of a case,
+the latest; git keeps earlier ones. {OLD} marks figures of earlier kernels: the code of a Triton kernel of the case has changed.
+`benchmarks/results/NAME.json` has every row with its gate, command, commit, card, date and versions of torch and Triton, and
+`NAME.log` has what the runs printed. `make tables` writes this page.
+
+| benchmark | case | measured | at |
+| --- | --- | --- | --- |"""
 
 
-def results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """By name. Raises ValueError for a file that is no result."""
-    found = {}
-    for path in sorted(folder.glob("*.json")):
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-            if missing := {"command", "commit", "device", "rows"} - value.keys():
-                raise ValueError(f"it has no {min(missing)}")
-            if odd := [row for row in value["rows"] if row.keys() != KEYS]:
-                raise ValueError(f"the row {odd[0]} has other keys than {sorted(KEYS)}")
-        except ValueError as error:
-            raise ValueError(f"{path}: not a benchmark's result: {error}") from None
-        found[path.stem] = value
-    return found
+def results(folder: Path = RESULTS) -> dict[str, list[dict[str, Any]]]:
+    """Rows by benchmark. Raises ValueError for a file that is no result."""
+    return {path.stem: report.load(path) for path in sorted(folder.glob("*.json"))}
 
 
-def measured(found: dict[str, dict[str, Any]]) -> str:
+def measured(found: dict[str, list[dict[str, Any]]]) -> str:
     """docs/measured.md."""
-    lines = [
-        "# Measured",
-        "",
-        "Every row of `benchmarks/results`: ours beside a peer's, of the same call. A ratio above 1 says that ours is better.",
-        "No row is printed before its gate, a check that both sides compute the same, has passed; the gates are in the JSON",
-        "files, and what else a program said is in the `.log` beside them. This page is written by `make tables`.",
-    ]
-    for name, value in found.items():
-        commit = value["commit"] if " " in value["commit"] else value["commit"][:12]
-        lines += ["", f"## {name}", "", f"`{value['command']}`, commit {commit}, on {value['device']}.", ""]
-        if not value["rows"]:
-            lines += [f"Gates alone: `{name}.log`."]
-            continue
-        lines += table(value["rows"])
+    lines = [INTRODUCTION]
+    for name, rows in found.items():
+        groups = dict[tuple[str, str], list[tuple[str, dict[str, Any]]]]()
+        for row in rows:
+            match = GROUPS[name].fullmatch(row["case"]) if name in GROUPS else None
+            case, member = (match[1], match[2]) if match else (row["case"], "")
+            groups.setdefault((case, at(row)), []).append((member, row))
+        for (case, where), members in groups.items():
+            lines.append(f"| {name} | {case or '*'} | {cell(members)} | {where} |")
+        if not rows:
+            lines.append(f"| {name} | gates alone | `{name}.log` | |")
     return "\n".join(lines) + "\n"
 
 
-def chosen(found: dict[str, dict[str, Any]]) -> str:
+def at(row: dict[str, Any]) -> str:
+    """Commit, card and date of a row, marked if its kernels are others today."""
+    card = re.sub(r"NVIDIA |\(R\)| Processor| 80GB HBM3", "", row["device"])
+    return f"{row['commit'][:7]}, {card}, {row['date']}{f' {OLD}' if old(row) else ''}"
+
+
+def old(row: dict[str, Any]) -> bool:
+    """Whether one of the row's Triton kernels has changed since."""
+    return bool(row["kernels"]) and row["kernels"] != kernel_version.current(kernel_version.ops_of(row["case"]))
+
+
+def cell(members: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """The figures of one line: by member of the group, metric and peer; a metric's own figure once."""
+    parts = list[str]()
+    before = None
+    for member, row in members:
+        peer = f"({row['peer_name']} {short(row['peer'])}) {row['ratio']:.2f}"
+        if before == (member, row["metric"], row["ours"]):
+            parts[-1] += f", {peer}"
+            continue
+        before = (member, row["metric"], row["ours"])
+        parts.append(f"{f'{member}: ' if member else ''}{row['metric']} {short(row['ours'])} {peer}")
+    return "; ".join(parts)
+
+
+def chosen(found: dict[str, list[dict[str, Any]]]) -> str:
     """README's rows. Raises ValueError where one is not there."""
-    rows = []
+    lines = ["| case | metric | ours | peer | peer's | ratio | measured at |", "| --- | --- | ---: | --- | ---: | ---: | --- |"]
     for name, *key in CHOSEN:
-        own = [row for row in found[name]["rows"] if [row["case"], row["metric"], row["peer_name"]] == key]
+        own = [row for row in found[name] if [row["case"], row["metric"], row["peer_name"]] == key]
         if not own:
             raise ValueError(f"{name}: has no row {key}; change CHOSEN in {Path(__file__).name}")
-        rows += own[:1]
-    return "\n".join(table(rows))
-
-
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    lines = ["| case | metric | ours | peer | peer's | ratio |", "| --- | --- | ---: | --- | ---: | ---: |"]
-    for row in rows:
+        (row,) = own
         cells = (row["case"], row["metric"], short(row["ours"]), row["peer_name"], short(row["peer"]), f"{row['ratio']:.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append(f"| {' | '.join(cells)} | {at(row)} |")
+    return "\n".join(lines)
 
 
 def short(value: float) -> str:
@@ -108,8 +119,8 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def pages(found: dict[str, dict[str, Any]]) -> dict[Path, str]:
-    """What the files should say."""
+def pages(found: dict[str, list[dict[str, Any]]]) -> dict[Path, str]:
+    """Path of each page, and its text."""
     readme = ROOT / "README.md"
     between = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     figures = f"{BEGIN}\n{chosen(found)}\n{END}"

@@ -6,7 +6,7 @@ loss is compared with the reference form's of the same initial values and tokens
 weights and moments, fused AdamW, as many micro-batches, their batch on the GPU beforehand, and processes of their own.
 
     python benchmarks/train_step.py --model mamba-1.4b [--shapes 8x2048,1x16384,1x131072] [--micro-batches 1,16] [--steps 5]
-    python benchmarks/train_step.py --model lattice-sim,lattice-enc,lattice-dec --shapes 8x2048 --name train_step_lattice
+    python benchmarks/train_step.py --model lattice-sim,lattice-enc,lattice-dec --shapes 8x2048
     python benchmarks/train_step.py --model mamba-1.4b --shapes 8x2048 --micro-batches 16 --profile    # and where the time goes
 
 Sequences longer than a segment (16k) go in exact segments (but for full attention, whose keys fit in no State), one micro-batch a
@@ -211,6 +211,7 @@ class Bench:
 
     def case(self, model: str, shape: Shape, counts: Sequence[int]) -> None:
         stream = ", bfloat16 residual" if self.arguments.residual == "bfloat16" else ""
+        stream += ", selective recomputation" if self.arguments.selective else ""
         report, case = self.report, f"{model} {shape}{stream}"
         words: list[str] = ["training.recompute=true"] if self.arguments.recompute else []
         words += ["training.selective_recompute=true"] if self.arguments.selective else []
@@ -345,7 +346,6 @@ def bench_arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=570, help="after which no further case is begun (default 570)")
     parser.add_argument("--reserve", type=float, default=120, help="seconds that must be left to begin one (default 120)")
     parser.add_argument("--folder", type=Path, help="keeps data and runs (default: a temporary one)")
-    parser.add_argument("--name", default="train_step", help="of the results' files")
     parser.add_argument("--tiny", action="store_true", help="try the program on sizes that mean nothing; writes no results")
     return parser
 
@@ -378,8 +378,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     arguments = _arguments()
     gpu = torch.cuda.is_available()
-    device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}" if gpu else None
-    report = Report(arguments.name, device=device, keep=not arguments.tiny)
+    device = torch.cuda.get_device_name() if gpu else None
+    report = Report("train_step", device=device, keep=not arguments.tiny)
     if arguments.tiny:
         report.say("PLUMBING ONLY: tiny models, to see that the program runs; its numbers mean nothing and are not kept")
     shapes = [Shape(*map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]

@@ -157,12 +157,62 @@ def test_figures_are_those_of_the_results(tables):
 
 
 def test_a_result_that_is_none_is_named(tables, tmp_path):
-    (tmp_path / "torn.json").write_text('{"command": "python x.py')
+    (tmp_path / "torn.json").write_text('[{"case": "x"')
     with pytest.raises(ValueError, match=r"torn.json: not a benchmark's result: "):
         tables.results(tmp_path)
-    (tmp_path / "torn.json").write_text('{"command": "", "commit": "", "device": "", "rows": [{"case": "a"}]}')
+    (tmp_path / "torn.json").write_text('[{"case": "a"}]')
     with pytest.raises(ValueError, match=r"the row .* has other keys than"):
         tables.results(tmp_path)
+
+
+def test_a_run_replaces_what_it_measures_again(tables, tmp_path, monkeypatch, capsys):
+    """Other rows and their runs' logs stay; a run whose rows are all replaced leaves no log."""
+    report = importlib.import_module("report")
+    monkeypatch.setattr(report.signal, "signal", lambda *_: None)
+
+    def run(command, rows, name="bench"):
+        monkeypatch.setattr(sys, "argv", [command])
+        one = report.Report(name, "a card", folder=tmp_path)
+        one.gate("gate", True, "the same")
+        for case, ours in rows:
+            one.row(case, "us", ours, "peer", 2.0, gate="gate", higher_is_better=False)
+        one.save()
+
+    run("first.py", [("a", 1.0), ("b", 1.0)])
+    run("second.py", [("b", 3.0)])
+    path = tmp_path / "bench.json"
+    assert [(row["case"], row["ours"], row["ratio"], row["command"]) for row in report.load(path)] == [
+        ("a", 1.0, 2.0, "python first.py"),
+        ("b", 3.0, 2 / 3, "python second.py"),
+    ]
+    assert re.findall(r"^\$ (.*)$", path.with_suffix(".log").read_text(), re.MULTILINE) == ["python first.py", "python second.py"]
+    run("third.py", [("a", 2.0)])
+    run("third.py", [("a", 4.0)])
+    assert re.findall(r"^\$ (.*)$", path.with_suffix(".log").read_text(), re.MULTILINE) == ["python second.py", "python third.py"]
+    path.write_text(report.dump([*report.load(path), *report.load(path)]))
+    with pytest.raises(ValueError, match="is there twice"):
+        report.load(path)
+
+
+def test_a_kernels_version_is_that_of_its_code(tables):
+    """A rename leaves it as it is, a change of the code does not."""
+    version = importlib.import_module("kernel_version").version
+    code = '''
+@triton.jit
+def scale(x, out, FACTOR: tl.constexpr):
+    """A docstring."""
+    at = tl.program_id(0)
+    tl.store(out + at, FACTOR * tl.load(x + at), mask=at < 8)
+'''
+    renamed = code.replace("scale", "gate_scale").replace("out", "y").replace("at ", "offset ").replace("at,", "offset,")
+    renamed = renamed.replace("at)", "offset)").replace("A docstring", "Another")
+    assert renamed != code
+    assert version([renamed]) == version([code]) == version(["import triton", code])
+    assert version([code.replace("< 8", "< 9")]) != version([code])
+    assert version([code.replace("tl.load(", "tl.exp(")]) != version([code])
+    assert version(["def f(): pass"]) == ""
+    folders = {op for ops in importlib.import_module("kernel_version").OPS.values() for op in ops}
+    assert {op for op in folders if not (ROOT / "kernels" / op / "__init__.py").is_file()} == set(), "benchmarks/kernel_version.py"
 
 
 def test_faults_can_still_be_planted():
