@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from baton.launcher import bytecode
 from baton.launcher.fork import add_command as add_fork
 from baton.launcher.jobs import CHANGE, add_commands
 
@@ -22,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         _refuse_words(arguments.parser, rest)
     if rest:  # key=value words after an option, which argparse does not expect there
         arguments.overrides += rest
+    bytecode.keep()
     try:
         return int(arguments.run(arguments) or 0)
     except KeyboardInterrupt:

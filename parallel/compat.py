@@ -1,7 +1,8 @@
 """What megatron-core and DeepSpeed assume about the machine, undone in this one file.
 
 megatron-core 0.16.1 asks torch.cuda for the current device in its collectives, and DeepSpeed 0.19.8 compiles a C++ extension
-at start-up that only inference uses. Without a CUDA device the first fails and the second needs a compiler.
+at start-up that only inference uses. Without a CUDA device the first fails and the second needs a compiler. With one, DeepSpeed
+imports Inductor for a compiler of its own that training does not use.
 """
 
 import functools
@@ -45,6 +46,8 @@ def import_deepspeed(device_type: str) -> ModuleType:
 
     # A C++ extension for inference_all_reduce, compiled (28 s) or fatal at every fresh engine; training never calls it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # On a GPU every engine registers the passes of DeepSpeed's compiler, which imports Inductor (9 s). Training never uses them.
+    deepspeed.runtime.engine.is_deepcompile_supported = lambda: False
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.utils.logger.addFilter(_not_of_the_optimizer)
     module: ModuleType = deepspeed

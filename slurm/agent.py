@@ -19,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 
+from baton.launcher import bytecode
 from baton.launcher.errors import BusyError, ConfigError, explained
 from baton.launcher.liveness import LAST_WORDS_S, LOOK_S, Culprit, Watch, account, ask_stacks, is_stopped
 from baton.launcher.processes import STOPPED, end_ranks, listen, log_of, misses_others, rank_environment, report, start_of, tell
@@ -240,6 +241,7 @@ def _address(interface: str | None) -> str | None:
 
 
 def main() -> int:
+    bytecode.keep()
     try:
         return Agent(Path(sys.argv[1])).work()
     except Exception as error:

@@ -10,9 +10,9 @@ import itertools
 import multiprocessing as mp
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -181,13 +181,24 @@ class _Collected(Executor):
             found.files.append(f"{folder}/{file}")
             if not there:
                 found.new.append(short)
-                jobs.append(Job(name, fn))
+                jobs.append(Job(name, partial(_compile_and_link, fn)))
         found.outcomes = compile_all(jobs, what, processes, say)
 
     def settle(self) -> None:
         """Nobody waits for a kernel: those of a real device are loaded from the cache."""
         for _, _, future in self._given:
             future.set_result(None)
+
+
+def _compile_and_link(compile: Callable[[], Any]) -> None:
+    """Compile a kernel, and build the C extension that launches it, which Triton would build at its first launch (0.4 s each, one
+    after the other). Without a driver here there is nothing to link it with, and the first launch builds it."""
+    from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+
+    kernel = compile()
+    with suppress(Exception):  # the kernel itself is there
+        CudaUtils()
+        CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _place(key: str, name: str) -> tuple[str, str, bool]:
