@@ -70,7 +70,7 @@ def train(target: Target, model: str, shape: str, *settings: str) -> Compiled:
 
 
 def tune(target: Target, model: str) -> Compiled:
-    """Candidates of each step beside the tiles in use: the next step's are others where one of them is taken."""
+    """Candidates of each step beside the configuration in use: the next step's are others where one of them is taken."""
     from train_step import MODELS
 
     config, found = run_of(*MODELS.get(model, (model, [])), 8, 2048), Compiled("")
@@ -79,9 +79,9 @@ def tune(target: Target, model: str) -> Compiled:
             with compiling(target) as compiled:
                 call, _, used = _SETUPS[request.kernel](request, META, torch.bfloat16)
                 for values in itertools.product(*step.values()):
-                    tiles = replace(used, **dict(zip(step, values, strict=True)))
-                    if _fits(tiles):
-                        call(tiles)
+                    config = replace(used, **dict(zip(step, values, strict=True)))
+                    if _fits(config):
+                        call(config)
             found.kernels.extend(compiled.kernels)
             found.new.extend(compiled.new)
     return found
@@ -239,7 +239,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     kinds = "train:MODEL:SHAPE[:SETTING...], tune:MODEL, exchange:MODEL[:RANKS:TOKENS], op:KIND, peer:KIND[:SHAPE] or peer:model"
     parser.add_argument("what", nargs="+", help=kinds)
-    parser.add_argument("--device", default="NVIDIA H200", help="as CUDA names it, for the table of tiles (default NVIDIA H200)")
+    parser.add_argument(
+        "--device", default="NVIDIA H200", help="as CUDA names it, for the table of launch configurations (default NVIDIA H200)"
+    )
     parser.add_argument("--archive", type=Path, help="also pack all of it for another installation: see archive.py")
     arguments = parser.parse_args()
     with noting() as keys:

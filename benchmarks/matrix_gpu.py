@@ -38,7 +38,7 @@ from baton.kernels.delta_rule.reference import delta_rule_reference
 from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked
 from baton.kernels.eidetic_attention.recurrence import EideticAttention
 from baton.kernels.eidetic_attention.topk_memory_launch import publish
-from baton.kernels.eidetic_attention.triton import eidetic_attention_triton
+from baton.kernels.eidetic_attention.triton_launch import eidetic_attention_triton
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_slot_attention.op import gated_slot_attention

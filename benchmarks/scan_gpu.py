@@ -24,7 +24,7 @@ import torch
 from report import Report
 from torch import Tensor
 
-from baton.kernels.diagonal_scan.triton import Inputs, Tiles, default_tiles, effect, scan
+from baton.kernels.diagonal_scan.triton_launch import Inputs, LaunchConfig, default_launch_config, effect, scan
 from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
 from baton.kernels.short_conv.op import short_conv
@@ -148,9 +148,9 @@ def definition(inputs: Inputs, pos: Tensor | None, state: Tensor | None) -> tupl
     return y * torch.nn.functional.silu(z), final
 
 
-def with_tiles(tiles: Tiles) -> Callable[..., tuple[Tensor, Tensor]]:
+def with_launch_config(config: LaunchConfig) -> Callable[..., tuple[Tensor, Tensor]]:
     def run(inputs: Inputs, pos: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return scan(inputs, pos=pos, initial_state=state, activate=True, tiles=tiles)
+        return scan(inputs, pos=pos, initial_state=state, activate=True, config=config)
 
     return run
 
@@ -162,11 +162,11 @@ def gate(report: Report, case: Case) -> None:
     expected = gradients(definition, inputs, pos, state, torch.float64)
     worst, name, passed, equal = 0.0, "", True, True
     torch.use_deterministic_algorithms(True)  # fills what is not written with NaN
-    for tiles in (
-        replace(default_tiles(case.d_state), full=1),
-        replace(default_tiles(case.d_state), full=1 << 20, programs=1 << 20),
+    for config in (
+        replace(default_launch_config(case.d_state), full=1),
+        replace(default_launch_config(case.d_state), full=1 << 20, programs=1 << 20),
     ):
-        run = with_tiles(tiles)
+        run = with_launch_config(config)
         found, again = (gradients(run, inputs, pos, state, None) for _ in range(2))
         equal = equal and all(torch.equal(again[key], x) for key, x in found.items())
         for key, want in expected.items():

@@ -18,8 +18,8 @@ class KernelError(ValueError):
     """An argument of a kernel is unusable. The message names the kernel, the argument, what it is and what was expected."""
 
 
-class TilesError(Exception):
-    """The table of tiles cannot be used or written."""
+class LaunchConfigError(Exception):
+    """The table of launch configurations cannot be used or written."""
 
     exit_status = 2
 

@@ -61,7 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
     tune = _command(
-        commands, "tune", _tune, "find the quickest tiles of a run's kernels on this GPU, for the table that all runs use"
+        commands,
+        "tune",
+        _tune,
+        "find the fastest launch configurations of a run's kernels on this GPU, for the table that all runs use",
     )
     tune.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
     tune.add_argument("overrides", metavar="key=value", nargs="*", help="settings over the file's, e.g. training.micro_batch=8")
@@ -76,7 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     ahead.add_argument(
         "--capability", type=_capability, metavar="N.N", help="of the GPU, e.g. 9.0 of an H200 (default: the one here)"
     )
-    ahead.add_argument("--gpu", metavar="NAME", default="", help="CUDA's name of it, for rows of the table of tiles that have one")
+    ahead.add_argument(
+        "--gpu", metavar="NAME", default="", help="CUDA's name of it, for rows of the table of launch configurations that have one"
+    )
     ahead.add_argument("--processes", type=_positive, metavar="N", help="that compile at once (default: the usable cores)")
     ahead.add_argument("--dearest", type=_positive, default=0, metavar="N", help="also print what the N dearest took to compile")
 

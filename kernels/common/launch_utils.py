@@ -37,3 +37,8 @@ def aligned(x: Tensor) -> Tensor:
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Within it the types are those that were asked for, on x's device. The meta device knows no autocast."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n (1 for n <= 1)."""
+    return 1 << max(0, n - 1).bit_length()

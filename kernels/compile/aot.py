@@ -26,14 +26,15 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Target:
-    """An NVIDIA GPU. capability: ten times major, and minor: 90; name: as CUDA gives it, for the table of tiles; "": not known."""
+    """An NVIDIA GPU. capability: ten times major, and minor: 90; name: as CUDA gives it, for the table of launch configurations;
+    "": not known."""
 
     capability: int
     name: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As `tiles.names_of`."""
+        """As `launch_configs.names_of`."""
         return (f"sm_{self.capability}", self.name) if self.name else (f"sm_{self.capability}",)
 
     @classmethod

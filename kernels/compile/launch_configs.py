@@ -1,7 +1,8 @@
-"""Which tiles a kernel takes, by device and class of shapes: a table, launch_configs.json, that `baton tune` writes.
+"""The launch configuration of a kernel by device and class of shapes: the table launch_configs.json, which `baton tune` writes.
 
-The one thing to know: nothing is timed in a run. Tiles decide the order in which numbers are added, so they are the same on every
-rank and from start to start: a function of the table, of which a run's checkpoints keep the digest, and of shapes.
+A launch configuration is the tile sizes, warps and pipeline stages of a kernel. It decides the order in which numbers are added, so
+it has to be the same on every rank and in every start of a run. It is therefore a function of this table and of shapes: nothing is
+timed during a run, and checkpoints store the table's digest.
 """
 
 import functools
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from baton.kernels.compile.aot import target
-from baton.kernels.errors import TilesError
+from baton.kernels.errors import LaunchConfigError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -24,27 +25,32 @@ if TYPE_CHECKING:
 PATH = Path(__file__).with_name("launch_configs.json")
 
 Shape = dict[str, int | str]
-"""What tiles depend on, by name."""
+"""What the launch configuration depends on, by name."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """A row of the table.
 
-    device: a GPU's name as CUDA gives it, or its architecture ("sm_90"), which a name goes before. shape: what must be so for the
-    row to hold; of several that hold, later ones and those of a device's name go before. why: what was measured, or the reason.
+    Attributes:
+        kernel: the kernel's name, `KERNEL` in its op's triton_launch.py.
+        device: a GPU's name as CUDA reports it, or an architecture such as "sm_90".
+        shape: the row applies where these items are a subset of the call's shape. Where several rows apply, later rows override
+            earlier ones, and rows of a GPU's name override those of its architecture.
+        config: the fields that differ from the kernel's default.
+        why: what was measured, or the reason.
     """
 
     kernel: str
     device: str
     shape: Shape
-    tiles: dict[str, int]
+    config: dict[str, int]
     why: str
 
 
 @dataclass
 class Request:
-    """Tiles that were asked for: for which kernel, shape and sizes. times: how often."""
+    """A lookup in the table. shape: what the table is searched for; sizes: those of the call; times: number of such lookups."""
 
     kernel: str
     shape: Shape
@@ -53,69 +59,71 @@ class Request:
 
 
 _requests: list[Request] | None = None
-_chosen: tuple[tuple[Entry, ...], dict[tuple[Any, ...], Any]] = ((), {})  # of which table, and what it gave
+_chosen: tuple[tuple[Entry, ...], dict[tuple[Any, ...], Any]] = ((), {})  # a table, and the configurations looked up in it
 
-Tiles = TypeVar("Tiles", bound="DataclassInstance")
+Config = TypeVar("Config", bound="DataclassInstance")
 
 
 def read(path: Path = PATH) -> tuple[Entry, ...]:
-    """Raises TilesError for a file that is not a table."""
+    """The rows of a table's file. Raises LaunchConfigError if it is not a table."""
     try:
         return tuple(Entry(**row) for row in json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise TilesError(f"{path}: not a table of tiles ({error}); restore it, or write a new one with `baton tune`") from None
+        raise LaunchConfigError(
+            f"{path}: not a table of launch configurations ({error}); restore it, or write a new one with `baton tune`"
+        ) from None
 
 
 def write(entries: tuple[Entry, ...], path: Path = PATH) -> None:
-    """In the order of reading; whole or not at all. Raises TilesError where it cannot."""
+    """Replace the table's file atomically. Raises LaunchConfigError if it cannot be written."""
     try:
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text(json.dumps([asdict(entry) for entry in entries], indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        raise TilesError(f"{path}: cannot be written ({error.strerror}); name another with --table") from None
+        raise LaunchConfigError(f"{path}: cannot be written ({error.strerror}); name another with --table") from None
     table.cache_clear()
 
 
 @functools.cache
 def table() -> tuple[Entry, ...]:
-    """The table that this process uses."""
+    """The table that this process uses, read once."""
     return read()
 
 
 def digest() -> str:
-    """Of what the table says, whatever it looks like."""
+    """A hash of the table's contents without the reasons: 16 hexadecimal digits."""
     rows = [{**asdict(entry), "why": ""} for entry in table()]
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def find(kernel: str, device: torch.device, shape: Shape, sizes: dict[str, int]) -> dict[str, int]:
-    """The tiles that differ from a kernel's own defaults. sizes: of the call, for `requests`; the table does not look at them."""
+    """The fields that differ from the kernel's default. sizes: those of the call, for `record_requests`; not searched for."""
     if _requests is not None:
         request = Request(kernel, shape, sizes)
         if request in _requests:
             _requests[_requests.index(request)].times += 1
         else:
             _requests.append(request)
-    return of_device(kernel, names_of(device), shape)
+    return for_device_names(kernel, table_names(device), shape)
 
 
-def choose(kernel: str, default: Tiles, device: torch.device, shape: Shape, sizes: dict[str, int]) -> Tiles:
-    """default with the tiles that `find` finds; default: a frozen dataclass. Looked up once for each table, device and shape."""
+def choose(kernel: str, default: Config, device: torch.device, shape: Shape, sizes: dict[str, int]) -> Config:
+    """`default`, a frozen dataclass, with the fields that `find` returns. Cached by table, device and shape."""
     global _chosen
     if _requests is not None or _chosen[0] is not table():
         _chosen = table(), {}
     _, known = _chosen
     key = (kernel, default, device, target(), *shape.items())
-    tiles: Tiles | None = known.get(key)
-    if tiles is None:
-        tiles = known[key] = replace(default, **find(kernel, device, shape, sizes))
-    return tiles
+    config: Config | None = known.get(key)
+    if config is None:
+        config = known[key] = replace(default, **find(kernel, device, shape, sizes))
+    return config
 
 
 @contextmanager
-def requests() -> Iterator[list[Request]]:
-    """Within it, what tiles are asked for."""
+def record_requests() -> Iterator[list[Request]]:
+    """Collects the lookups made inside the context."""
     global _requests
     before, _requests = _requests, []
     try:
@@ -124,30 +132,25 @@ def requests() -> Iterator[list[Request]]:
         _requests = before
 
 
-def of_device(kernel: str, names: tuple[str, ...], shape: Shape) -> dict[str, int]:
-    """As `find`, of a device that is called names."""
-    tiles: dict[str, int] = {}
+def for_device_names(kernel: str, names: tuple[str, ...], shape: Shape) -> dict[str, int]:
+    """As `find`, for a device with these table names."""
+    config: dict[str, int] = {}
     for name in names:
         for entry in table():
             if (entry.kernel, entry.device) == (kernel, name) and entry.shape.items() <= shape.items():
-                tiles |= entry.tiles
-    return tiles
+                config |= entry.config
+    return config
 
 
-def names_of(device: torch.device) -> tuple[str, ...]:
-    """What the table may call a device, the most particular last; nothing for a CPU."""
+def table_names(device: torch.device) -> tuple[str, ...]:
+    """The names by which the table may refer to a device, the most specific last; () for a CPU."""
     wanted = target()
-    return wanted.names if device.type == "meta" and wanted is not None else _names_of(device)
+    return wanted.names if device.type == "meta" and wanted is not None else _cuda_table_names(device)
 
 
 @functools.cache
-def _names_of(device: torch.device) -> tuple[str, ...]:
+def _cuda_table_names(device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda":
         return ()
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}", torch.cuda.get_device_name(device)
-
-
-def power_of_two(n: int) -> int:
-    """The least that is not below n: sizes in classes."""
-    return 1 << max(0, n - 1).bit_length()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.kernels.cross_entropy.triton import gradient_triton, in_triton, partial_sums_triton
+from baton.kernels.cross_entropy.triton_launch import gradient_triton, in_triton, partial_sums_triton
 from baton.kernels.errors import expect_tensor
 
 _KERNEL = "cross_entropy"

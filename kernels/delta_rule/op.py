@@ -8,9 +8,9 @@ grow, so whoever calls this normalises them.
 from torch import Tensor
 
 from baton.kernels.delta_rule.chunked import delta_rule_chunked
-from baton.kernels.delta_rule.triton import delta_rule_triton
+from baton.kernels.delta_rule.triton_launch import delta_rule_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
-from baton.kernels.gated_linear_attention.triton import in_triton
+from baton.kernels.gated_linear_attention.triton_launch import in_triton
 
 _KERNEL = "delta_rule"
 

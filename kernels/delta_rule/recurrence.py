@@ -13,8 +13,8 @@ from baton.kernels.common.launch_utils import without_autocast
 from baton.kernels.delta_rule.chunked import delta_rule_effect
 from baton.kernels.delta_rule.op import delta_rule
 from baton.kernels.delta_rule.reference import delta_rule_reference
-from baton.kernels.delta_rule.triton import delta_rule_effect_triton
-from baton.kernels.gated_linear_attention.triton import in_triton
+from baton.kernels.delta_rule.triton_launch import delta_rule_effect_triton
+from baton.kernels.gated_linear_attention.triton_launch import in_triton
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, MatrixAffine, State
 
 

@@ -1,1 +1,1 @@
-"""What recurrences with a diagonal transition share: `chunked` on any device, `triton` and its kernels on a GPU."""
+"""What recurrences with a diagonal transition share: `chunked` on any device, `triton_launch` and its kernels on a GPU."""

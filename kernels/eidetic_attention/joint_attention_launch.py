@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels.compile import launch_configs as table
+from baton.kernels.common import launch_utils
+from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
 
 KERNEL = "eidetic_attention"
@@ -24,7 +25,7 @@ _COPIED, _CHANNELS = 16, 512  # of a memory, in a program that copies
 
 
 @dataclass(frozen=True)
-class Tiles:
+class LaunchConfig:
     """How the kernels are cut; powers of two, at least 16.
 
     Attributes:
@@ -46,7 +47,7 @@ class Tiles:
     stages: int = 2
     registers: int = 255
 
-    def for_float32(self) -> "Tiles":
+    def for_float32(self) -> "LaunchConfig":
         """None larger than these: products of float32 use no tensor cores, and larger ones have no room in registers."""
         return replace(self, queries=32, keys=32, queries_back=32, keys_back=32, memory=32, stages=1, registers=255)
 
@@ -99,14 +100,14 @@ def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
     return on_gpu(x) and compute_dtype == torch.float32
 
 
-def shape_of(dim: int) -> table.Shape:
-    """What tiles depend on, in classes."""
-    return {"dim": table.power_of_two(dim)}
+def shape_of(dim: int) -> launch_configs.Shape:
+    """What the launch configuration depends on, in classes."""
+    return {"dim": launch_utils.next_power_of_2(dim)}
 
 
 def joint_attention(
     q: Tensor, k: Tensor, v: Tensor, seen: Seen, *, far: _Pair = (None, None), sources: Sources = _NOTHING, fading: int = 0,
-    window: int | None, scale: float, tiles: Tiles,
+    window: int | None, scale: float, config: LaunchConfig,
 ) -> Tensor:  # fmt: skip
     """Softmax attention of tokens q [B, T, H, K] to all that each of them sees: y [B, T, H, K]. All of q's dtype.
 
@@ -120,22 +121,22 @@ def joint_attention(
     """
     if scale <= 0:  # the kernels know the largest score before it is scaled
         q, scale = q * (-1 if scale < 0 else 0), abs(scale) or 1.0
-    y: Tensor = _Joint.apply(q, k, v, *far, *sources, seen, fading, window, scale, tiles)
+    y: Tensor = _Joint.apply(q, k, v, *far, *sources, seen, fading, window, scale, config)
     return y
 
 
 class _Joint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, far_k: Tensor | None, far_v: Tensor | None, *given: Any) -> Tensor:
-        *of_memories, seen, fading, window, scale, tiles = given
+        *of_memories, seen, fading, window, scale, config = given
         k, v = _alike(k, v)
         tensors = [q.contiguous(), k, v, *(None if x is None else x.contiguous() for x in (far_k, far_v))]
-        run = _Run(tensors, seen, window, scale, tiles)
+        run = _Run(tensors, seen, window, scale, config)
         sources = Sources(*of_memories)
         copies = run.collect(sources, fading)
         y, lse = run.forward()
         ctx.save_for_backward(*tensors, *copies, y, lse, *seen)
-        ctx.window, ctx.scale, ctx.tiles, ctx.beside = window, scale, tiles, _beside(sources.fading_k, sources.fading_v)
+        ctx.window, ctx.scale, ctx.config, ctx.beside = window, scale, config, _beside(sources.fading_k, sources.fading_v)
         return y
 
     @staticmethod
@@ -143,7 +144,7 @@ class _Joint(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: a layer that is run again gives them once
         tensors, copies, (y, lse), seen = saved[:5], saved[5:8], saved[8:10], Seen(*saved[10:])
-        run = _Run(tensors, seen, ctx.window, ctx.scale, ctx.tiles, copies)
+        run = _Run(tensors, seen, ctx.window, ctx.scale, ctx.config, copies)
         return (*run.backward(y, lse, dy.contiguous(), ctx.beside), *(None,) * 5)
 
 
@@ -169,7 +170,7 @@ class _Run:
     there are, and nothing but the first keys and values. copies: what `collect` returned."""
 
     def __init__(
-        self, tensors: Sequence[Tensor | None], seen: Seen, window: int | None, scale: float, tiles: Tiles,
+        self, tensors: Sequence[Tensor | None], seen: Seen, window: int | None, scale: float, config: LaunchConfig,
         copies: Sequence[Tensor | None] = (None, None, None),
     ) -> None:  # fmt: skip
         q, k, v, *self.far = tensors
@@ -180,25 +181,25 @@ class _Run:
         self.batch, self.length, self.heads, self.dim = q.shape
         self.groups, self.before = k.shape[2], k.shape[1] - self.length
         low = on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16)
-        self.tiles = tiles if low else tiles.for_float32()
+        self.config = config if low else config.for_float32()
         _, self.memories, self.rows = (self.batch, 0, 0) if seen.row is None else seen.row.shape
         # of a State; none where nothing has been read
         self.entries, self.tail = (0 if x is None else x.shape[1] - self.length for x in (seen.first, seen.fading_first))
         self.kernels, self.of_copying = _kernels()
-        self.wide = max(16, table.power_of_two(self.dim))
+        self.wide = max(16, launch_utils.next_power_of_2(self.dim))
         self.common = {
             "H": self.heads, "G": self.groups, "K": self.dim, "M": self.rows, "LOW": _low() if low else None, "BD": self.wide,
-            "num_stages": self.tiles.stages,
+            "num_stages": self.config.stages,
         }  # fmt: skip
         self.of_queries = {
             **self.common, "N": self.before, "FAR": 0 if self.far[0] is None else window,
-            "BQ": self.tiles.queries, "BK": self.tiles.keys, "BM": self.memory_block, "num_warps": self.tiles.warps,
+            "BQ": self.config.queries, "BK": self.config.keys, "BM": self.memory_block, "num_warps": self.config.warps,
             "ROW": k.stride(1),
         }  # fmt: skip
 
     @property
     def memory_block(self) -> int:
-        return max(16, min(self.tiles.memory, table.power_of_two(max(1, self.rows))))
+        return max(16, min(self.config.memory, launch_utils.next_power_of_2(max(1, self.rows))))
 
     def or_q(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """Pointers; for what is not there and is not read, q's."""
@@ -227,21 +228,21 @@ class _Run:
         memory_k, memory_v = (self.q.new_empty(*self.seen.row.shape, self.groups, self.dim) for _ in range(2))
         self.copies = memory_k, memory_v, torch.empty_like(self.seen.row)
         channels, eidetic = self.groups * self.dim, self.rows - fading
-        size, programs = min(_CHANNELS, table.power_of_two(channels)), self.memories * -(-self.rows // _COPIED)
+        size, programs = min(_CHANNELS, launch_utils.next_power_of_2(channels)), self.memories * -(-self.rows // _COPIED)
         self.of_copying.memory_copy_kernel[(programs, -(-channels // size), self.batch)](
             *self.or_q(self.k, self.v, fading_k, fading_v, *of_state, self.seen.row, self.seen.begin, memory_k, memory_v),
             *self.or_q(self.seen.first, self.seen.fading_first, self.copies[2]), self.length, self.memories, C=channels,
             ROW=self.k.stride(1), FADING_ROW=0 if fading_k is None else fading_k.stride(1), N=self.before, WINDOW=self.window,
             EIDETIC=eidetic, FADING=fading, OLD=int(of_state[-1] is not None), BM=_COPIED,
-            BE=max(16, table.power_of_two(eidetic)), BC=size, num_warps=4,
+            BE=max(16, launch_utils.next_power_of_2(eidetic)), BC=size, num_warps=4,
         )  # fmt: skip
         return self.copies
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The output, [B, T, H, K], and the logarithms of sums of weights, [B, H, T]."""
         y, lse = torch.empty_like(self.q), self.of_tokens()
-        self.kernels.joint_attention_forward_kernel[self.grid(self.length, self.tiles.queries, self.heads)](
-            *self.read, y, lse, self.length, self.memories, self.scale, maxnreg=self.tiles.registers, **self.of_queries
+        self.kernels.joint_attention_forward_kernel[self.grid(self.length, self.config.queries, self.heads)](
+            *self.read, y, lse, self.length, self.memories, self.scale, maxnreg=self.config.registers, **self.of_queries
         )
         return y, lse
 
@@ -256,7 +257,7 @@ class _Run:
     def backward(self, y: Tensor, lse: Tensor, dy: Tensor, beside: bool) -> list[Tensor | None]:
         """Gradients of q, the keys and values, and the sources of memories. beside: those of fading tokens lie so."""
         dq, delta = torch.empty_like(self.q), self.of_tokens()
-        self.kernels.joint_attention_backward_dq_kernel[self.grid(self.length, self.tiles.queries, self.heads)](
+        self.kernels.joint_attention_backward_dq_kernel[self.grid(self.length, self.config.queries, self.heads)](
             *self.read, y, lse, dy, dq, delta, self.length, self.memories, self.scale, **self.of_queries
         )
         given = (lse, dy, delta)
@@ -276,13 +277,13 @@ class _Run:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Gradients of a history, whose rows are seen from the nearest distance on, by so many tokens behind them (-1: by any), and
         of their copies in memories, where dmemory is given."""
-        (dk, dv), size, before = self.of_pair(k.shape[1], _beside(k, v)), self.tiles.keys_back, k.shape[1] - self.length
+        (dk, dv), size, before = self.of_pair(k.shape[1], _beside(k, v)), self.config.keys_back, k.shape[1] - self.length
         copied = self.seen.first is not None and dmemory[0] is not None
         copies = self.or_q(self.seen.first, self.copies[2], *dmemory)
         self.kernels.joint_attention_backward_dkv_kernel[self.grid(k.shape[1] + max(0, reach), size, self.groups)](
             self.q, k, v, limit, lse, dy, delta, *copies, dk, dv, self.length, self.memories, self.scale, N=before, NEAR=nearest,
-            REACH=reach, ROW=k.stride(1), INTO=dk.stride(1), E=self.entries, BQ=self.tiles.queries_back, BK=size,
-            num_warps=self.tiles.warps_back, **{**self.common, "M": self.rows if copied else 0},
+            REACH=reach, ROW=k.stride(1), INTO=dk.stride(1), E=self.entries, BQ=self.config.queries_back, BK=size,
+            num_warps=self.config.warps_back, **{**self.common, "M": self.rows if copied else 0},
         )  # fmt: skip
         return dk, dv
 
@@ -296,8 +297,8 @@ class _Run:
         grid = self.grid(self.memories * -(-self.rows // size) * size, size, self.groups)
         self.kernels.joint_attention_backward_dmemory_kernel[grid](
             self.q, k, v, *self.or_q(self.seen.row, self.seen.slot, self.seen.begin), lse, dy, delta, dk, dv,
-            self.length, self.memories, self.scale, WINDOW=self.window, BQ=self.tiles.queries_back, BM=size,
-            num_warps=self.tiles.warps_back, **self.common,
+            self.length, self.memories, self.scale, WINDOW=self.window, BQ=self.config.queries_back, BM=size,
+            num_warps=self.config.warps_back, **self.common,
         )  # fmt: skip
         return dk, dv
 
@@ -322,9 +323,9 @@ class _Run:
         if first is None or rows == 0:
             return None, None
         dk, dv = self.of_pair(rows, beside)
-        self.of_copying.memory_copy_backward_kernel[self.grid(rows, self.tiles.keys_back, self.groups)](
+        self.of_copying.memory_copy_backward_kernel[self.grid(rows, self.config.keys_back, self.groups)](
             first, self.copies[2], dmemory_k, dmemory_v, dk, dv, rows, first.shape[1], skipped, self.memories * self.rows,
-            G=self.groups, K=self.dim, BK=self.tiles.keys_back, BD=self.wide, INTO=dk.stride(1), num_warps=4,
+            G=self.groups, K=self.dim, BK=self.config.keys_back, BD=self.wide, INTO=dk.stride(1), num_warps=4,
         )  # fmt: skip
         return dk, dv
 

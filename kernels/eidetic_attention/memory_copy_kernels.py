@@ -47,9 +47,9 @@ def memory_copy_kernel(
     M: tl.constexpr = EIDETIC + FADING
     E: tl.constexpr = EIDETIC * OLD
     TAIL: tl.constexpr = FADING * OLD
-    tiles: tl.constexpr = (M + BM - 1) // BM
-    s, b = tl.program_id(0) // tiles, tl.program_id(2).to(tl.int64)
-    m, c = tl.program_id(0) % tiles * BM + tl.arange(0, BM), tl.program_id(1) * BC + tl.arange(0, BC)
+    config: tl.constexpr = (M + BM - 1) // BM
+    s, b = tl.program_id(0) // config, tl.program_id(2).to(tl.int64)
+    m, c = tl.program_id(0) % config * BM + tl.arange(0, BM), tl.program_id(1) * BC + tl.arange(0, BC)
     of_memory = (b * memories + s) * M
     r = tl.load(row + of_memory + m, mask=m < M, other=-1)
     chosen, fades = (r >= 0) & (s >= OLD) & (m < EIDETIC), (r >= 0) & (s >= OLD) & (m >= EIDETIC)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked, leave
 from baton.kernels.eidetic_attention.joint_attention_launch import in_triton
-from baton.kernels.eidetic_attention.triton import eidetic_attention_triton, innovation_triton
+from baton.kernels.eidetic_attention.triton_launch import eidetic_attention_triton, innovation_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_leaves, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.protocol import Inputs, Leaf, State
 

@@ -7,8 +7,8 @@ chosen are rows, as numbers; `joint_attention` copies them, and knows where the 
 import torch
 from torch import Tensor
 
+from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import positions
-from baton.kernels.compile import launch_configs as table
 from baton.kernels.eidetic_attention.chunked import Options
 from baton.kernels.eidetic_attention.joint_attention_launch import Seen
 from baton.kernels.protocol import State
@@ -52,6 +52,7 @@ def publish(
     topk_memory_kernels.topk_memory_kernel[(blocks + (last is not None), batch)](
         positions(pos), *(limit if x is None else x for x in (*read, *seen, last)), length, blocks,
         WINDOW=options.window, EIDETIC=eidetic, FADING=fading, FAR=int(options.sliding), OLD=int(old),
-        BM=table.power_of_two(max(eidetic, 16)), BF=table.power_of_two(max(fading, 16)), BT=_TOKENS, num_warps=1,
+        BM=launch_utils.next_power_of_2(max(eidetic, 16)), BF=launch_utils.next_power_of_2(max(fading, 16)), BT=_TOKENS,
+        num_warps=1,
     )  # fmt: skip
     return seen, last

@@ -7,7 +7,7 @@ equal ids are summed in float32 in an order that hangs on nothing but the ids: e
 import torch
 from torch import Tensor
 
-from baton.kernels.embedding.triton import add_rows_triton, in_triton
+from baton.kernels.embedding.triton_launch import add_rows_triton, in_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_tensor
 
 _KERNEL = "add_rows"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_tensor
-from baton.kernels.gate.triton import gated_triton, in_triton
+from baton.kernels.gate.triton_launch import gated_triton, in_triton
 
 Activation = Literal["silu", "gelu"]
 

@@ -1,4 +1,4 @@
-"""What the launches in `triton` are given: how the kernels are cut, and tensors as the kernels read them.
+"""What the launches in `triton_launch` are given: how the kernels are cut, and tensors as the kernels read them.
 
 The one thing to know: a "side" is what lies along x, where decays are, or along y; see `sides`.
 """
@@ -15,7 +15,7 @@ from baton.kernels.errors import REDUCED_DTYPES
 
 
 @dataclass(frozen=True)
-class Tiles:
+class LaunchConfig:
     """How the kernels are cut; powers of two, at least 16.
 
     Attributes:

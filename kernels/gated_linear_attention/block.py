@@ -191,11 +191,6 @@ def ungrouped(y_BHLGV: Tensor, dtype: torch.dtype) -> Tensor:
     return y_BHLGV.transpose(1, 2).flatten(2, 3).to(dtype)
 
 
-def power_of_two(length: int) -> int:
-    """The smallest one that is not below `length`: what `ChannelDecay` takes."""
-    return 1 << (length - 1).bit_length()
-
-
 def extended(x_BLX: Tensor, length: int) -> Tensor:
     """[batch, L, ...] with zeros behind, up to `length`: tokens that neither decay nor add, so that no state sees them."""
     more = length - x_BLX.shape[1]

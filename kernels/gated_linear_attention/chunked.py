@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import compute_dtype, in_chunks
-from baton.kernels.common.launch_utils import without_autocast
+from baton.kernels.common.launch_utils import next_power_of_2, without_autocast
 from baton.kernels.gated_linear_attention.block import (
     ChannelDecay,
     ScalarDecay,
@@ -18,7 +18,6 @@ from baton.kernels.gated_linear_attention.block import (
     extended_positions,
     grouped,
     heads_first,
-    power_of_two,
     ungrouped,
 )
 from baton.kernels.gated_linear_attention.reference import Gate
@@ -84,7 +83,7 @@ class _Block:
     def __init__(self, inputs: Inputs, pos: Tensor | None, gate: Gate, dtype: torch.dtype) -> None:
         self.dtype, self.by_channel = dtype, gate in ("key", "value")
         if self.by_channel:
-            length = power_of_two(inputs[0].shape[1])
+            length = next_power_of_2(inputs[0].shape[1])
             inputs, pos = tuple(extended(x, length) for x in inputs), extended_positions(pos, length)
         k, self.v, *gates = (heads_first(x, dtype) for x in inputs)
         self.k = self._own(k)

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.gated_linear_attention.chunked import gla_chunked
 from baton.kernels.gated_linear_attention.reference import Gate
-from baton.kernels.gated_linear_attention.triton import gla_triton, in_triton
+from baton.kernels.gated_linear_attention.triton_launch import gla_triton, in_triton
 
 _GATES = get_args(Gate)
 _KERNEL = "gated_linear_attention"

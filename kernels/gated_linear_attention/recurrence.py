@@ -11,7 +11,7 @@ from baton.kernels.common.example_inputs import extreme_log_gates, randn
 from baton.kernels.gated_linear_attention.chunked import gla_state
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate, along_state, gla_reference
-from baton.kernels.gated_linear_attention.triton import gla_effect, in_triton
+from baton.kernels.gated_linear_attention.triton_launch import gla_effect, in_triton
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
 
 

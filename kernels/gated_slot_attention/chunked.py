@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import compute_dtype, in_chunks
-from baton.kernels.common.launch_utils import without_autocast
+from baton.kernels.common.launch_utils import next_power_of_2, without_autocast
 from baton.kernels.gated_linear_attention.block import (
     ChannelDecay,
     extended,
     extended_positions,
     grouped,
     heads_first,
-    power_of_two,
     ungrouped,
 )
 from baton.kernels.gated_linear_attention.chunked import CHUNK
@@ -88,7 +87,7 @@ class _Block:
     """A chunk's k, v and write strength, heads first, and the decay that both states share."""
 
     def __init__(self, inputs: Inputs, pos: Tensor | None, dtype: torch.dtype) -> None:
-        length = power_of_two(inputs[0].shape[1])
+        length = next_power_of_2(inputs[0].shape[1])
         self.k, self.v, log_alpha = (heads_first(extended(x, length), dtype) for x in inputs)
         self.decay = ChannelDecay(log_alpha, extended_positions(pos, length))
         # 1 - alpha itself would lose the gates that matter most, those that keep nearly all

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_leaves, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.gated_linear_attention.op import expect_attention
-from baton.kernels.gated_linear_attention.triton import in_triton
+from baton.kernels.gated_linear_attention.triton_launch import in_triton
 from baton.kernels.gated_slot_attention.chunked import gsa_chunked
 from baton.kernels.gated_slot_attention.reference import Link
-from baton.kernels.gated_slot_attention.triton import gsa_triton
+from baton.kernels.gated_slot_attention.triton_launch import gsa_triton
 from baton.kernels.protocol import State
 
 _LINKS = get_args(Link)

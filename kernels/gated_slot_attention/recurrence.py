@@ -9,11 +9,11 @@ from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_log_gates, randn
-from baton.kernels.gated_linear_attention.triton import in_triton
+from baton.kernels.gated_linear_attention.triton_launch import in_triton
 from baton.kernels.gated_slot_attention.chunked import gsa_state
 from baton.kernels.gated_slot_attention.op import gated_slot_attention
 from baton.kernels.gated_slot_attention.reference import Link, activated, gsa_reference
-from baton.kernels.gated_slot_attention.triton import gsa_effect
+from baton.kernels.gated_slot_attention.triton_launch import gsa_effect
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
 
 

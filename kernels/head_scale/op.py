@@ -7,7 +7,7 @@ GPU one launch each way does it, and nothing wider than x is in memory.
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_tensor
-from baton.kernels.head_scale.triton import head_scale_triton, in_triton
+from baton.kernels.head_scale.triton_launch import head_scale_triton, in_triton
 
 _KERNEL = "head_scale"
 

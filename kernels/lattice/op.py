@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.lattice.chunked import Options, entering, lattice_chunked, within_limits
-from baton.kernels.lattice.triton import in_triton, lattice_triton
+from baton.kernels.lattice.triton_launch import in_triton, lattice_triton
 from baton.kernels.lattice.variant import VARIANTS, Rule, Variant, norms
 
 _KERNEL = "lattice"

@@ -13,7 +13,7 @@ from baton.kernels.common.launch_utils import without_autocast
 from baton.kernels.lattice.chunked import Options, Prepared, advance, chunk_length, entering, prepare, within_limits
 from baton.kernels.lattice.op import lattice
 from baton.kernels.lattice.reference import lattice_reference
-from baton.kernels.lattice.triton import in_triton, lattice_triton, no_kernel
+from baton.kernels.lattice.triton_launch import in_triton, lattice_triton, no_kernel
 from baton.kernels.lattice.variant import Rule, Variant
 from baton.kernels.protocol import Inputs, Leaf, SequentialRecurrence, State, check
 

@@ -255,7 +255,7 @@ def lattice_backward_kernel(
 ):  # fmt: skip
     """Gradients: dq, dk [B, T, H, M]; of each part of the slots dv [P, B, T, H, D], dgamma and dmu [P, B, T, H]; of the slots that
     entered, [B, H, M, D], and, added to zeros, of those that documents started with. states: memory of the programs' own,
-    [programs, OWN], see `own` in `triton`."""
+    [programs, OWN], see `own` in `triton_launch`."""
     p, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     batch = tl.num_programs(1) // H

@@ -7,7 +7,7 @@ itself, and all gradients are equal to rounding.
 
 from torch import Tensor
 
-from baton.kernels.diagonal_scan.triton import Inputs, in_triton, scan
+from baton.kernels.diagonal_scan.triton_launch import Inputs, in_triton, scan
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.gate import gated
 from baton.kernels.longhorn.chunked import longhorn_chunked

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_keys, randn
-from baton.kernels.diagonal_scan.triton import Inputs as ScanInputs
-from baton.kernels.diagonal_scan.triton import effect, effect_backward, in_triton
+from baton.kernels.diagonal_scan.triton_launch import Inputs as ScanInputs
+from baton.kernels.diagonal_scan.triton_launch import effect, effect_backward, in_triton
 from baton.kernels.longhorn.op import longhorn
 from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State

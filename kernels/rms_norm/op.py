@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_tensor
-from baton.kernels.rms_norm.triton import in_triton, rms_norm_triton
+from baton.kernels.rms_norm.triton_launch import in_triton, rms_norm_triton
 
 _KERNEL = "rms_norm"
 

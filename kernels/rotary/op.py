@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.errors import FLOAT_DTYPES, KernelError, expect_dtype, expect_positions, expect_tensor
-from baton.kernels.rotary.triton import in_triton, rotary_triton
+from baton.kernels.rotary.triton_launch import in_triton, rotary_triton
 
 _KERNEL = "rotary"
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.diagonal_scan.triton import Inputs, in_triton, scan
+from baton.kernels.diagonal_scan.triton_launch import Inputs, in_triton, scan
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.gate import gated
 from baton.kernels.selective_scan.chunked import selective_scan_chunked

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_steps, randn
-from baton.kernels.diagonal_scan.triton import Inputs as ScanInputs
-from baton.kernels.diagonal_scan.triton import effect, effect_backward, in_triton
+from baton.kernels.diagonal_scan.triton_launch import Inputs as ScanInputs
+from baton.kernels.diagonal_scan.triton_launch import effect, effect_backward, in_triton
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
 from baton.kernels.selective_scan.op import Discretization, selective_scan
 from baton.kernels.selective_scan.reference import selective_scan_reference

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.short_conv.torch_impl import short_conv_torch
-from baton.kernels.short_conv.triton import in_triton, short_conv_triton
+from baton.kernels.short_conv.triton_launch import in_triton, short_conv_triton
 
 Activation = Literal["silu"]
 

@@ -12,7 +12,7 @@ from baton.kernels.eidetic_attention.joint_attention_launch import in_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_leaves, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.protocol import State
 from baton.kernels.window_attention.chunked import window_attention_chunked
-from baton.kernels.window_attention.triton import SHORT, window_attention_triton
+from baton.kernels.window_attention.triton_launch import SHORT, window_attention_triton
 
 _KERNEL = "window_attention"
 

@@ -1,4 +1,4 @@
-"""The table of tiles: what it holds, which row counts, and what finds its rows."""
+"""The table of launch configurations: what it holds, which row counts, and what finds its rows."""
 
 import dataclasses
 import json
@@ -9,22 +9,22 @@ import torch
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.autotune import tune
 from baton.kernels.compile.launch_configs import Entry, Request
-from baton.kernels.delta_rule import triton as delta_rule
-from baton.kernels.diagonal_scan import triton as diagonal_scan
-from baton.kernels.eidetic_attention import triton as eidetic_attention
-from baton.kernels.errors import TilesError
-from baton.kernels.gated_linear_attention import triton as gated_linear_attention
-from baton.kernels.lattice import triton as lattice
+from baton.kernels.delta_rule import triton_launch as delta_rule
+from baton.kernels.diagonal_scan import triton_launch as diagonal_scan
+from baton.kernels.eidetic_attention import triton_launch as eidetic_attention
+from baton.kernels.errors import LaunchConfigError
+from baton.kernels.gated_linear_attention import triton_launch as gated_linear_attention
+from baton.kernels.lattice import triton_launch as lattice
 from baton.kernels.lattice.variant import Rule
-from baton.kernels.short_conv import triton as short_conv
+from baton.kernels.short_conv import triton_launch as short_conv
 
 KERNELS = (diagonal_scan, short_conv, gated_linear_attention, delta_rule, lattice, eidetic_attention)
-TILES = {kernel.KERNEL: kernel.Tiles for kernel in KERNELS}
+LAUNCH_CONFIGS = {kernel.KERNEL: kernel.LaunchConfig for kernel in KERNELS}
 
 
 def test_the_tables_rows_are_of_kernels_and_fields_that_there_are():
     for entry in launch_configs.table():
-        assert entry.tiles.keys() <= {field.name for field in dataclasses.fields(TILES[entry.kernel])}, entry
+        assert entry.config.keys() <= {field.name for field in dataclasses.fields(LAUNCH_CONFIGS[entry.kernel])}, entry
         assert entry.why
 
 
@@ -39,16 +39,16 @@ def test_a_name_goes_before_an_architecture_and_a_later_row_before_an_earlier(tm
     assert launch_configs.read(tmp_path / "launch_configs.json") == rows
     monkeypatch.setattr(launch_configs, "table", lambda: rows)
     names = ("sm_90", "NVIDIA H200")
-    assert launch_configs.of_device("scan", names, {"d_state": 16, "warps": 8}) == {"steps": 1, "ahead": 2, "programs": 3}
-    assert launch_configs.of_device("scan", names, {"d_state": 16, "warps": 4}) == {"steps": 1, "ahead": 2}
-    assert launch_configs.of_device("scan", names, {"d_state": 8}) == {"steps": 2, "ahead": 2}
-    assert launch_configs.of_device("scan", ("sm_80",), {"d_state": 16}) == {}
+    assert launch_configs.for_device_names("scan", names, {"d_state": 16, "warps": 8}) == {"steps": 1, "ahead": 2, "programs": 3}
+    assert launch_configs.for_device_names("scan", names, {"d_state": 16, "warps": 4}) == {"steps": 1, "ahead": 2}
+    assert launch_configs.for_device_names("scan", names, {"d_state": 8}) == {"steps": 2, "ahead": 2}
+    assert launch_configs.for_device_names("scan", ("sm_80",), {"d_state": 16}) == {}
 
 
 def test_a_choice_is_made_once_for_each_table_and_shape(monkeypatch):
-    table, default = (Entry("scan", "cpu", {"d_state": 16}, {"steps": 1}, "measured"),), diagonal_scan.Tiles()
+    table, default = (Entry("scan", "cpu", {"d_state": 16}, {"steps": 1}, "measured"),), diagonal_scan.LaunchConfig()
     monkeypatch.setattr(launch_configs, "table", lambda: table)
-    monkeypatch.setattr(launch_configs, "names_of", lambda device: (device.type,))
+    monkeypatch.setattr(launch_configs, "table_names", lambda device: (device.type,))
 
     def choose(d_state):
         return launch_configs.choose("scan", default, torch.device("cpu"), {"d_state": d_state}, {"tokens": 3})
@@ -57,7 +57,7 @@ def test_a_choice_is_made_once_for_each_table_and_shape(monkeypatch):
     assert chosen == dataclasses.replace(default, steps=1)
     assert choose(16) is chosen
     assert choose(8) == default
-    with launch_configs.requests() as asked:
+    with launch_configs.record_requests() as asked:
         assert [choose(16), choose(16)] == [chosen, chosen]
     assert asked == [Request("scan", {"d_state": 16}, {"tokens": 3})]
     assert asked[0].times == 2
@@ -65,7 +65,7 @@ def test_a_choice_is_made_once_for_each_table_and_shape(monkeypatch):
     assert choose(16) == default
 
 
-def test_the_digest_is_of_the_tiles_and_not_of_the_reasons(monkeypatch):
+def test_the_digest_covers_the_configurations_and_not_the_reasons(monkeypatch):
     def digest(steps, why):
         monkeypatch.setattr(launch_configs, "table", lambda: (Entry("scan", "sm_90", {}, {"steps": steps}, why),))
         return launch_configs.digest()
@@ -76,17 +76,17 @@ def test_the_digest_is_of_the_tiles_and_not_of_the_reasons(monkeypatch):
 @pytest.mark.parametrize("text", ["", "{}x", '[{"kernel": "scan"}]'])
 def test_what_is_no_table_is_refused(tmp_path, text):
     (tmp_path / "launch_configs.json").write_text(text)
-    with pytest.raises(TilesError, match=r"launch_configs\.json: not a table of tiles .*`baton tune`"):
+    with pytest.raises(LaunchConfigError, match=r"launch_configs\.json: not a table of launch configurations .*`baton tune`"):
         launch_configs.read(tmp_path / "launch_configs.json")
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(TilesError, match=r"cannot be written \(No such file or directory\); name another with --table"):
+    with pytest.raises(LaunchConfigError, match=r"cannot be written \(No such file or directory\); name another with --table"):
         launch_configs.write((), tmp_path / "nowhere" / "launch_configs.json")
 
 
-@pytest.mark.parametrize("kernel", TILES)
-def test_tuning_returns_tiles_that_compute_the_same(kernel, monkeypatch):
+@pytest.mark.parametrize("kernel", LAUNCH_CONFIGS)
+def test_tuning_returns_a_configuration_that_computes_the_same(kernel, monkeypatch):
     """By the same kernels, interpreted; what is quickest there means nothing, that it computes the same does."""
     monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {
         diagonal_scan.KERNEL: ({"full": (1, 2048)}, {"steps": (8, 7), "ahead": (1,)}), short_conv.KERNEL: ({"steps": (4, 8)},),
@@ -111,26 +111,26 @@ def test_tuning_returns_tiles_that_compute_the_same(kernel, monkeypatch):
         request = Request(kernel, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
     (found,) = tune([request], torch.device("cpu"), torch.float32)
     assert found.after_ms <= found.before_ms
-    assert found.tiles.keys() <= {field.name for field in dataclasses.fields(TILES[kernel])}
-    assert found.tiles.get("steps") != 7  # does not divide border
+    assert found.config.keys() <= {field.name for field in dataclasses.fields(LAUNCH_CONFIGS[kernel])}
+    assert found.config.get("steps") != 7  # does not divide border
     assert "->" in str(found)
 
 
-def test_tiles_that_compute_something_else_are_not_taken(monkeypatch):
+def test_a_configuration_that_computes_something_else_is_not_taken(monkeypatch):
     """However quick they are."""
     request = Request(short_conv.KERNEL, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
     run, quick = short_conv.short_conv_triton, iter((2.0, 1.0, 1.0, 1.0))
     monkeypatch.setattr("baton.kernels.compile.autotune._milliseconds", lambda *_: next(quick))
     monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {short_conv.KERNEL: ({"steps": (8,)},)})
 
-    def wrong(*args, tiles, **options):
-        y, tail = run(*args, tiles=tiles, **options)
-        return (y + 1e-3 if tiles.steps == 8 else y), tail
+    def wrong(*args, config, **options):
+        y, tail = run(*args, config=config, **options)
+        return (y + 1e-3 if config.steps == 8 else y), tail
 
-    assert next(tune([request], torch.device("cpu"), torch.float32)).tiles == {"steps": 8}
+    assert next(tune([request], torch.device("cpu"), torch.float32)).config == {"steps": 8}
     monkeypatch.setattr(short_conv, "short_conv_triton", wrong)
     quick = iter((2.0, 1.0))
-    assert next(tune([request], torch.device("cpu"), torch.float32)).tiles == {}
+    assert next(tune([request], torch.device("cpu"), torch.float32)).config == {}
 
 
 def test_a_candidate_that_the_gpu_fails_on_is_named(monkeypatch):
@@ -140,13 +140,13 @@ def test_a_candidate_that_the_gpu_fails_on_is_named(monkeypatch):
     monkeypatch.setattr("baton.kernels.compile.autotune._milliseconds", lambda *_: 1.0)
     monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {short_conv.KERNEL: ({"steps": (8, 16)},)})
 
-    def fails(*args, tiles, **options):
-        if tiles.steps == 16:
+    def fails(*args, config, **options):
+        if config.steps == 16:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
-        return run(*args, tiles=tiles, **options)
+        return run(*args, config=config, **options)
 
     monkeypatch.setattr(short_conv, "short_conv_triton", fails)
-    with pytest.raises(TilesError) as refused:
+    with pytest.raises(LaunchConfigError) as refused:
         list(tune([request], torch.device("cpu"), torch.float32))
     said = str(refused.value)
     assert said.startswith("short_conv (")

@@ -23,13 +23,13 @@ from baton.kernels.cross_entropy import gradient, partial_sums
 from baton.kernels.eidetic_attention.recurrence import Innovation
 from baton.kernels.embedding import add_rows
 from baton.kernels.gate import gated
-from baton.kernels.gate.triton import activate
+from baton.kernels.gate.triton_launch import activate
 from baton.kernels.head_scale import head_scale
 from baton.kernels.lattice.recurrence import Lattice
 from baton.kernels.protocol import Inputs, LinearRecurrence, Recurrence, SequentialRecurrence, State, StateFirstRecurrence
 from baton.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from baton.kernels.rotary import rotary
-from baton.kernels.window_attention.triton import SHORT
+from baton.kernels.window_attention.triton_launch import SHORT
 
 BATCH, ROWS = 2, 6
 GPU = torch.device("cuda")

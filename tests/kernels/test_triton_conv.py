@@ -9,10 +9,10 @@ from support.prefetch_trace import asking_watched
 from support.recurrences import positions, seeded
 
 from baton.kernels.short_conv.reference import short_conv_reference
-from baton.kernels.short_conv.triton import Tiles, short_conv_triton
+from baton.kernels.short_conv.triton_launch import LaunchConfig, short_conv_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TILES = Tiles(channels=8, steps=4, span=8)
+LAUNCH_CONFIG = LaunchConfig(channels=8, steps=4, span=8)
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}  # bfloat16: what comes out is rounded to it
 
 
@@ -46,12 +46,12 @@ def with_gradients(function, given, pos, cotangents, **options):
     return {"y": y, "leaving": leaving, **dict(zip(leaves, grads))}
 
 
-def compare(length, width, *, tail, starts, silu, dtype=torch.float32, tiles=TILES):
+def compare(length, width, *, tail, starts, silu, dtype=torch.float32, config=LAUNCH_CONFIG):
     given, pos, cotangents = example(length, width, tail=tail, starts=starts, dtype=dtype)
     expected = with_gradients(short_conv_reference, given, pos, cotangents, activation="silu" if silu else None)
     rounded = {name: None if x is None else x.to(DEVICE, dtype) for name, x in given.items()}
     own_pos = None if pos is None else pos.to(DEVICE)
-    found = with_gradients(short_conv_triton, rounded, own_pos, cotangents, silu=silu, tiles=tiles)
+    found = with_gradients(short_conv_triton, rounded, own_pos, cotangents, silu=silu, config=config)
     for name, value in expected.items():
         assert relative_error(found[name].double().cpu(), value) <= LIMITS[dtype], (name, length, width)
 
@@ -67,7 +67,7 @@ def test_outputs_and_gradients_are_the_definitions(tail, starts, silu):
 
 
 def test_a_block_has_lines_of_channels_that_are_not():
-    compare(9, 4, tail=True, starts=True, silu=True, tiles=Tiles(channels=64, steps=4, span=8))
+    compare(9, 4, tail=True, starts=True, silu=True, config=LaunchConfig(channels=64, steps=4, span=8))
 
 
 def test_bfloat16_is_rounded_once():
@@ -82,7 +82,7 @@ def test_a_tail_that_is_not_wanted_or_not_taken_changes_nothing(tail):
         given = {name: None if x is None else x.float().to(DEVICE).requires_grad_() for name, x in given.items()}
         leaves, found = [x for x in given.values() if x is not None], []
         for wanted, used in ((True, True), (True, False), (False, False)):
-            y, leaving = short_conv_triton(**given, pos=pos.to(DEVICE), silu=True, tiles=TILES, tail_wanted=wanted)
+            y, leaving = short_conv_triton(**given, pos=pos.to(DEVICE), silu=True, config=LAUNCH_CONFIG, tail_wanted=wanted)
             assert leaving.shape[1] == 3 * wanted
             outputs = [(y, dy), (leaving, 0 * dleaving)][: 1 + used]
             cotangents = [dx.to(x.device, x.dtype) for x, dx in outputs]
@@ -94,7 +94,10 @@ def test_a_tail_that_is_not_wanted_or_not_taken_changes_nothing(tail):
 def test_a_tail_alone_has_gradients():
     given, pos, (_, dleaving) = example(9, 4, tail=True, starts=True, dtype=torch.float32)
     found = {}
-    for run, options in ((short_conv_triton, {"silu": True, "tiles": TILES}), (short_conv_reference, {"activation": "silu"})):
+    for run, options in (
+        (short_conv_triton, {"silu": True, "config": LAUNCH_CONFIG}),
+        (short_conv_reference, {"activation": "silu"}),
+    ):
         leaves = {name: x.float().to(DEVICE).requires_grad_() for name, x in given.items()}
         _, leaving = run(*(leaves[n] for n in ("x", "weight", "bias")), pos=pos.to(DEVICE), tail=leaves["tail"], **options)
         own = [leaves["x"], leaves["tail"]]
@@ -108,11 +111,13 @@ def test_cut_anywhere_the_bits_are_the_same():
     """Also where spans of the pieces are others."""
     given, pos, _ = example(21, 4, tail=True, starts=True, dtype=torch.float32)
     x, weight, bias, tail = (given[name].to(DEVICE, torch.float32) for name in ("x", "weight", "bias", "tail"))
-    whole, last = short_conv_triton(x, weight, bias, pos=pos.to(DEVICE), tail=tail, silu=True, tiles=TILES)
+    whole, last = short_conv_triton(x, weight, bias, pos=pos.to(DEVICE), tail=tail, silu=True, config=LAUNCH_CONFIG)
     for cut in (1, 2, 7, 19):
-        first, between = short_conv_triton(x[:, :cut], weight, bias, pos=pos[:, :cut].to(DEVICE), tail=tail, silu=True, tiles=TILES)
+        first, between = short_conv_triton(
+            x[:, :cut], weight, bias, pos=pos[:, :cut].to(DEVICE), tail=tail, silu=True, config=LAUNCH_CONFIG
+        )
         second, leaving = short_conv_triton(
-            x[:, cut:], weight, bias, pos=pos[:, cut:].to(DEVICE), tail=between, silu=True, tiles=TILES
+            x[:, cut:], weight, bias, pos=pos[:, cut:].to(DEVICE), tail=between, silu=True, config=LAUNCH_CONFIG
         )
         assert torch.equal(torch.cat((first, second), dim=1), whole)
         assert torch.equal(leaving, last)
@@ -126,7 +131,7 @@ def test_views_are_taken_and_equal_calls_give_equal_bits():
     of_longer = torch.cat((pos, torch.zeros_like(pos)), dim=1)[:, : pos.shape[1]]
     assert not any(x.is_contiguous() for x in (wide["x"], of_longer))
     found = [
-        with_gradients(short_conv_triton, each, positions, cotangents, silu=True, tiles=TILES)
+        with_gradients(short_conv_triton, each, positions, cotangents, silu=True, config=LAUNCH_CONFIG)
         for each, positions in ((given, pos), (given, pos), (wide, of_longer))
     ]
     for other in found[1:]:
@@ -137,10 +142,10 @@ def test_views_are_taken_and_equal_calls_give_equal_bits():
 @pytest.mark.parametrize("length", [64, 61])
 def test_what_is_loaded_was_asked_for(length, unasked):
     """Backwards, all but what a program begins with: a span's first block, and the inputs that its taps reach before it."""
-    tiles = Tiles(channels=64, steps=4, span=32)
+    config = LaunchConfig(channels=64, steps=4, span=32)
     given, _, cotangents = example(length, 4, tail=False, starts=False, dtype=torch.float32, channels=64, batch=1)
     given = {name: None if x is None else x.float() for name, x in given.items()}
-    with_gradients(short_conv_triton, given, None, cotangents, silu=True, tiles=tiles)
+    with_gradients(short_conv_triton, given, None, cotangents, silu=True, config=config)
     first, window = {*range(4), *range(32, 36)}, {*range(29, 32)}
     for name, tokens in (("x", first | window), ("dy", first)):
         # a row is two lines

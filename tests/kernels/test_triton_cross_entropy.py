@@ -9,7 +9,7 @@ from support.compare import relative_error
 from support.recurrences import seeded
 
 from baton.kernels.cross_entropy import gradient, partial_sums
-from baton.kernels.cross_entropy.triton import gradient_triton, partial_sums_triton
+from baton.kernels.cross_entropy.triton_launch import gradient_triton, partial_sums_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORMS = {
@@ -60,7 +60,7 @@ def test_views_are_taken_as_what_they_show(form):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_tiles_of_runs(dtype):
+def test_the_launch_configs_of_runs(dtype):
     """A vocabulary of the usual size."""
     logits, labels = 5 * torch.randn(300, 50280, generator=seeded(0)), torch.randint(-1, 50280, (300,), generator=seeded(1))
     logits = logits.to(dtype)

@@ -11,14 +11,14 @@ from support.recurrences import positions, seeded
 
 from baton.kernels.delta_rule.chunked import delta_rule_effect
 from baton.kernels.delta_rule.reference import delta_rule_reference
-from baton.kernels.delta_rule.triton import Tiles, _Run, delta_rule_effect_triton, delta_rule_triton
+from baton.kernels.delta_rule.triton_launch import LaunchConfig, _Run, delta_rule_effect_triton, delta_rule_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = Tiles(chunk=16, x=16, y=16, values=16, values_back=16, x_chunk=16, y_chunk=16)
+SMALL = LaunchConfig(chunk=16, x=16, y=16, values=16, values_back=16, x_chunk=16, y_chunk=16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 
-def compare(sizes, tiles, *, gated, starts, dtype=torch.float32, limit=None):
+def compare(sizes, config, *, gated, starts, dtype=torch.float32, limit=None):
     """Keys that are much alike, strengths from 0 to 2, and gates some of which forget everything."""
     batch, tokens, heads, d_key, d_value = sizes
     g = seeded(0)
@@ -51,7 +51,7 @@ def compare(sizes, tiles, *, gated, starts, dtype=torch.float32, limit=None):
         return {"y": y, "leaving": leaving, **dict(zip(leaves, grads, strict=True))}
 
     expected = run(delta_rule_reference, "cpu", torch.float64)
-    for name, x in run(delta_rule_triton, DEVICE, dtype, tiles=tiles).items():
+    for name, x in run(delta_rule_triton, DEVICE, dtype, config=config).items():
         assert relative_error(x.double().cpu(), expected[name]) <= (limit or LIMITS[dtype]), name
 
 
@@ -61,7 +61,7 @@ def test_outputs_and_gradients_are_the_definitions(gated, starts):
     compare((1, 21, 2, 19, 20) if gated else (2, 18, 1, 12, 9), SMALL, gated=gated, starts=starts)
 
 
-class AsTheyAre(Tiles):
+class AsTheyAre(LaunchConfig):
     """In float32 too, which takes smaller ones on a GPU."""
 
     @property
@@ -71,17 +71,17 @@ class AsTheyAre(Tiles):
 
 @pytest.mark.parametrize("chunk", [32, 64])
 def test_inverses_are_made_block_by_block(chunk):
-    tiles = AsTheyAre(**{**asdict(SMALL), "chunk": chunk})
-    compare((1, 70, 1, 9, 5), tiles, gated=chunk == 64, starts=chunk == 64)
+    config = AsTheyAre(**{**asdict(SMALL), "chunk": chunk})
+    compare((1, 70, 1, 9, 5), config, gated=chunk == 64, starts=chunk == 64)
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_sequence_is_walked_in_pieces(gated):
     """Three pieces of five chunks and one of three, of what is written in columns of two programs; documents start in some."""
-    tiles = replace(SMALL, programs=8)
+    config = replace(SMALL, programs=8)
     sizes = (1, 276, 1, 18, 19)
-    assert _Run(*(torch.empty(*sizes[:3], n) for n in (18, 18, 19)), torch.empty(sizes[:3]), None, 1.0, None, tiles).pieces(2) == 5
-    compare(sizes, tiles, gated=gated, starts=gated)
+    assert _Run(*(torch.empty(*sizes[:3], n) for n in (18, 18, 19)), torch.empty(sizes[:3]), None, 1.0, None, config).pieces(2) == 5
+    compare(sizes, config, gated=gated, starts=gated)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -96,7 +96,7 @@ def test_what_a_span_does_to_the_state_is_the_chunked_forms(gated, programs):
     beta, gates = 2 * torch.rand(2, 200, 2, generator=g), 0.1 * F.logsigmoid(randn(2, 200, 2)) if gated else None
     pos = positions(seeded(3), 2, 200, 0.002)
     given = [x if x is None else x.to(DEVICE) for x in (k, v, beta, gates)]
-    found = delta_rule_effect_triton(*given, pos=pos.to(DEVICE), tiles=replace(SMALL, programs=programs))
+    found = delta_rule_effect_triton(*given, pos=pos.to(DEVICE), config=replace(SMALL, programs=programs))
     exact = delta_rule_effect(*(x if x is None else x.double() for x in (k, v, beta, gates)), pos=pos)
     for ours, expected in zip(found, exact, strict=True):
         assert relative_error(ours.double().cpu(), expected) <= 1e-5
@@ -114,14 +114,14 @@ def test_products_of_bfloat16(gated, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(2, 1500, 3, 96, 160), (1, 4100, 2, 64, 64), (1, 3000, 1, 200, 40)])
 def test_long_sequences_of_few_heads(gated, dtype, sizes):
-    compare(sizes, Tiles(), gated=gated, starts=True, dtype=dtype)
+    compare(sizes, LaunchConfig(), gated=gated, starts=True, dtype=dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_tiles_of_runs(gated, dtype):
-    compare((2, 300, 3, 96, 160), Tiles(), gated=gated, starts=True, dtype=dtype)
+def test_the_launch_configs_of_runs(gated, dtype):
+    compare((2, 300, 3, 96, 160), LaunchConfig(), gated=gated, starts=True, dtype=dtype)
 
 
 @pytest.mark.gpu
@@ -130,4 +130,4 @@ def test_the_tiles_of_runs(gated, dtype):
 def test_rows_that_begin_anywhere(gated, heads):
     """Sizes of which ptxas 12.8 made kernels that ended the process, see `triton.ODD_WARPS`. So few values leave more of bfloat16's
     rounding in dbeta: 5.7e-3 where the same kernels are interpreted."""
-    compare((2, 90, 4, *heads), Tiles(), gated=gated, starts=True, dtype=torch.bfloat16, limit=8e-3)
+    compare((2, 90, 4, *heads), LaunchConfig(), gated=gated, starts=True, dtype=torch.bfloat16, limit=8e-3)

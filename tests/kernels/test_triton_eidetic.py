@@ -11,18 +11,20 @@ from support.recurrences import positions, seeded
 from baton.kernels.common.kernel_check import gradients, moving
 from baton.kernels.eidetic_attention import innovation
 from baton.kernels.eidetic_attention.chunked import Options, leave
-from baton.kernels.eidetic_attention.joint_attention_launch import Sources, Tiles, _Run
+from baton.kernels.eidetic_attention.joint_attention_launch import LaunchConfig, Sources, _Run
 from baton.kernels.eidetic_attention.recurrence import RECURRENCES, EideticAttention
 from baton.kernels.eidetic_attention.topk_memory_launch import publish
-from baton.kernels.eidetic_attention.triton import eidetic_attention_triton, innovation_triton
+from baton.kernels.eidetic_attention.triton_launch import eidetic_attention_triton, innovation_triton
 from baton.parallel.linear import _side_by_side
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = Tiles(queries=16, keys=16, queries_back=16, keys_back=16, memory=16)
+SMALL = LaunchConfig(queries=16, keys=16, queries_back=16, keys_back=16, memory=16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def compare(recurrence: EideticAttention, length: int, tiles: Tiles, *, wide: bool, dtype=torch.float32, starts=0.15, score=None):
+def compare(
+    recurrence: EideticAttention, length: int, config: LaunchConfig, *, wide: bool, dtype=torch.float32, starts=0.15, score=None
+):
     """Output, State that leaves and every gradient, the same bits twice; a State that a document before has left enters, documents
     start within. score: instead of the example's."""
     inputs, state = recurrence.example(seeded(0), 2, length, torch.float32, wide=wide)
@@ -48,7 +50,7 @@ def compare(recurrence: EideticAttention, length: int, tiles: Tiles, *, wide: bo
         if defined:
             y, leaving = recurrence.reference(tuple(own), pos, entering)
         else:
-            y, leaving = eidetic_attention_triton(tuple(own), options, pos=pos.to(place), state=entering, tiles=tiles)
+            y, leaving = eidetic_attention_triton(tuple(own), options, pos=pos.to(place), state=entering, config=config)
         leaves = [*own[:5], *(x for name, x in moving(entering).items() if name != "score")]
         outputs = [y, *(x for name, x in moving(leaving).items() if name != "score")]
         grads = gradients(outputs, leaves, seeded(2))
@@ -70,7 +72,7 @@ def test_bfloat16(sliding):
     compare(EideticAttention(6, 0 if sliding else 2, 5, sliding), 29, SMALL, wide=False, dtype=torch.bfloat16)
 
 
-def test_longer_than_tiles():
+def test_longer_than_a_tile():
     """A window of several tiles, memories of more rows than one, many publications of a document."""
     compare(EideticAttention(20, 3, 18), 95, SMALL, wide=False, starts=0.02)
 
@@ -161,7 +163,7 @@ def test_gradients_of_what_lies_side_by_side_do_too(sliding):
     found = []
     for inputs in ([q.to(DEVICE), *(x for kv in both for x in kv.split(groups, dim=2))], [x.to(DEVICE) for x in (q, *keyed)]):
         leaves = [x.detach().requires_grad_() for x in inputs]
-        y, _ = eidetic_attention_triton((*leaves, score), options, pos=pos, state={}, fresh=True, tiles=SMALL, state_wanted=False)
+        y, _ = eidetic_attention_triton((*leaves, score), options, pos=pos, state={}, fresh=True, config=SMALL, state_wanted=False)
         found.append(gradients([y], leaves, seeded(2)))
     for beside, alone in zip(*found, strict=True):
         assert torch.equal(beside, alone)
@@ -182,7 +184,7 @@ def test_rows_that_nothing_was_read_into_need_not_be_there(sliding):
     state = recurrence.initial((*inputs, score))
 
     def run(fresh):
-        y, leaving = eidetic_attention_triton((*inputs, score), options, pos=pos, state=state, fresh=fresh, tiles=SMALL)
+        y, leaving = eidetic_attention_triton((*inputs, score), options, pos=pos, state=state, fresh=fresh, config=SMALL)
         return [y, *leaving.values(), *gradients([y, leaving["k"], leaving["v"]], inputs, seeded(2))]
 
     for found, expected in zip(run(True), run(False), strict=True):
@@ -216,7 +218,7 @@ def test_a_state_that_is_not_wanted_changes_nothing(sizes, entered):
     def run(state_wanted):
         empty = recurrence.initial((*inputs, score)) if state_wanted else {}
         given = {"state": state} if entered else {"state": empty, "fresh": True}
-        y, leaving = eidetic_attention_triton((*inputs, score), options, pos=pos, tiles=SMALL, state_wanted=state_wanted, **given)
+        y, leaving = eidetic_attention_triton((*inputs, score), options, pos=pos, config=SMALL, state_wanted=state_wanted, **given)
         assert bool(leaving) == state_wanted
         return [y, *gradients([y], wanted, seeded(2))]
 
@@ -227,10 +229,10 @@ def test_a_state_that_is_not_wanted_changes_nothing(sizes, entered):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sliding", [False, True])
-def test_the_tiles_of_runs(sliding, dtype):
+def test_the_launch_configs_of_runs(sliding, dtype):
     recurrence = EideticAttention(150, 0 if sliding else 16, 64, sliding)
-    compare(recurrence, 700, Tiles(), wide=True, dtype=dtype, starts=0.004)
-    compare(recurrence, 700, replace(Tiles(), queries=64, warps=4), wide=True, dtype=dtype, starts=0.004)
+    compare(recurrence, 700, LaunchConfig(), wide=True, dtype=dtype, starts=0.004)
+    compare(recurrence, 700, replace(LaunchConfig(), queries=64, warps=4), wide=True, dtype=dtype, starts=0.004)
 
 
 @pytest.mark.parametrize("lengths", [(1, 9, 70), pytest.param((8, 31, 54), marks=pytest.mark.long)], ids=str)
@@ -248,7 +250,7 @@ def test_what_is_chosen_is_what_the_definition_keeps(lengths):
     options = Options(8, 3, 24, sliding=False, scale=1.0)
     for n in lengths:
         begun, given = tuple(x[:, :n] for x in inputs), {"pos": pos[:, :n], "state": state}
-        _, found = eidetic_attention_triton(begun, options, tiles=SMALL, **given)
+        _, found = eidetic_attention_triton(begun, options, config=SMALL, **given)
         for name, leaf in leave(begun, options, **given).items():
             assert torch.equal(found[name], leaf), name
             assert found[name].dtype == leaf.dtype

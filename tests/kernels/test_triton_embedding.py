@@ -6,7 +6,7 @@ from support.compare import relative_error
 from support.recurrences import seeded
 
 from baton.kernels.embedding import add_rows
-from baton.kernels.embedding.triton import add_rows_triton
+from baton.kernels.embedding.triton_launch import add_rows_triton
 from baton.kernels.errors import KernelError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,7 +9,7 @@ from support.recurrences import seeded
 from baton.kernels.common.adjacent_views import like, runs
 from baton.kernels.errors import KernelError
 from baton.kernels.gate import gated
-from baton.kernels.gate.triton import activate, gated_triton
+from baton.kernels.gate.triton_launch import activate, gated_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}

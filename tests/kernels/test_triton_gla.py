@@ -11,17 +11,17 @@ from support.recurrences import positions, seeded
 from support.rounding import products_are_rounded
 
 from baton.kernels.common.adjacent_views import runs
-from baton.kernels.gated_linear_attention import triton
-from baton.kernels.gated_linear_attention.arguments import Tiles
+from baton.kernels.gated_linear_attention import triton_launch
+from baton.kernels.gated_linear_attention.arguments import LaunchConfig
 from baton.kernels.gated_linear_attention.reference import gla_reference
-from baton.kernels.gated_linear_attention.triton import gla_effect, gla_triton
-from baton.kernels.gated_slot_attention import triton as gated_slot_attention
+from baton.kernels.gated_linear_attention.triton_launch import gla_effect, gla_triton
+from baton.kernels.gated_slot_attention import triton_launch as gated_slot_attention
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
 from baton.kernels.gated_slot_attention.reference import LINKS, gsa_reference
-from baton.kernels.gated_slot_attention.triton import gsa_effect, gsa_triton, strength, weights_backward, weights_of
+from baton.kernels.gated_slot_attention.triton_launch import gsa_effect, gsa_triton, strength, weights_backward, weights_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = Tiles(chunk=16, x=16, x_gated=16, x_read=16, x_prepared=16, y=16, y_gated=16, programs=1)
+SMALL = LaunchConfig(chunk=16, x=16, x_gated=16, x_read=16, x_prepared=16, y=16, y_gated=16, programs=1)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 # batch, tokens, heads of q, of k and of v, d_key, d_value: less than a chunk, odd ones, groups, a head for all
 SIZES = {
@@ -68,13 +68,13 @@ def rounded(given, dtype):
     }
 
 
-def compare(gate, sizes, tiles, *, starts, dtype=torch.float32, strength=1.0):
+def compare(gate, sizes, config, *, starts, dtype=torch.float32, strength=1.0):
     given, cotangents = example(gate, sizes, dtype, strength)
     pos = positions(seeded(1), *sizes[:2], 0.1) if starts else None
     options = {"gate": gate, "scale": 0.3}
     expected = with_gradients(gla_reference, given, cotangents, pos=pos, **options)
     own_pos = None if pos is None else pos.to(DEVICE)
-    found = with_gradients(gla_triton, rounded(given, dtype), cotangents, pos=own_pos, tiles=tiles, **options)
+    found = with_gradients(gla_triton, rounded(given, dtype), cotangents, pos=own_pos, config=config, **options)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].shape == value.shape
@@ -96,10 +96,10 @@ def test_a_sequence_may_be_cut_into_pieces(gate):
 
 @pytest.mark.parametrize("gate", ["scalar", "value", *(pytest.param(gate, marks=pytest.mark.long) for gate in ("none", "key"))])
 def test_few_scores_are_kept_and_many_are_made_again(gate, monkeypatch):
-    made, scores = [], triton.Sum.scores
-    monkeypatch.setattr(triton.Sum, "scores", lambda self, *a, **k: (made.append(self), scores(self, *a, **k))[1])
-    for share, expected in ((triton.SCORES_SHARE, 2), (1000, 3)):
-        monkeypatch.setattr(triton, "SCORES_SHARE", share)
+    made, scores = [], triton_launch.Sum.scores
+    monkeypatch.setattr(triton_launch.Sum, "scores", lambda self, *a, **k: (made.append(self), scores(self, *a, **k))[1])
+    for share, expected in ((triton_launch.SCORES_SHARE, 2), (1000, 3)):
+        monkeypatch.setattr(triton_launch, "SCORES_SHARE", share)
         compare(gate, (1, 37, 2, 2, 2, 40, 50), SMALL, starts=True)
         assert len(made) == expected
         made.clear()
@@ -128,7 +128,7 @@ def test_pieces_with_the_state_handed_on_are_the_whole(gate):
     sizes = SIZES[gate]
     given, cotangents = example(gate, sizes)
     given, pos = rounded(given, torch.float32), positions(seeded(2), *sizes[:2], 0.1).to(DEVICE)
-    options = {"gate": gate, "scale": 0.3, "tiles": SMALL}
+    options = {"gate": gate, "scale": 0.3, "config": SMALL}
 
     def in_two(pos, initial_state, **given):
         outputs, state = [], initial_state
@@ -142,7 +142,7 @@ def test_pieces_with_the_state_handed_on_are_the_whole(gate):
     cut = with_gradients(in_two, given, cotangents, pos=pos)
     for name, value in whole.items():
         assert relative_error(cut[name], value) <= 1e-5, name
-    effect = gla_effect(given["k"], given["v"], given["g"], gate=gate, pos=pos, tiles=SMALL)
+    effect = gla_effect(given["k"], given["v"], given["g"], gate=gate, pos=pos, config=SMALL)
     _, leaving = gla_triton(**{**given, "initial_state": None}, pos=pos, **options)
     torch.testing.assert_close(effect, leaving, rtol=1e-6, atol=1e-6)
 
@@ -150,9 +150,9 @@ def test_pieces_with_the_state_handed_on_are_the_whole(gate):
 def test_equal_calls_give_equal_bits_and_views_are_taken():
     given, cotangents = example("key", SIZES["key"])
     given = rounded(given, torch.float32)
-    once, again = (with_gradients(gla_triton, given, cotangents, gate="key", scale=0.3, pos=None, tiles=SMALL) for _ in range(2))
+    once, again = (with_gradients(gla_triton, given, cotangents, gate="key", scale=0.3, pos=None, config=SMALL) for _ in range(2))
     views = {name: None if x is None else torch.stack((x, x), -1)[..., 0] for name, x in given.items()}
-    viewed = with_gradients(gla_triton, views, cotangents, gate="key", scale=0.3, pos=None, tiles=SMALL)
+    viewed = with_gradients(gla_triton, views, cotangents, gate="key", scale=0.3, pos=None, config=SMALL)
     for name, x in once.items():
         assert torch.equal(x, again[name])
         assert torch.equal(x, viewed[name])
@@ -161,12 +161,12 @@ def test_equal_calls_give_equal_bits_and_views_are_taken():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gate", SIZES)
-def test_the_tiles_of_runs(gate, dtype):
+def test_the_launch_configs_of_runs(gate, dtype):
     batch, tokens, queries, keys, heads = SIZES[gate][:5]
-    for tiles in (Tiles(), Tiles(chunk=32)):
-        compare(gate, (batch, 10 * tokens, queries, keys, heads, 96, 160), tiles, starts=True, dtype=dtype)
+    for config in (LaunchConfig(), LaunchConfig(chunk=32)):
+        compare(gate, (batch, 10 * tokens, queries, keys, heads, 96, 160), config, starts=True, dtype=dtype)
     if gate == "scalar":
-        compare(gate, (batch, 10 * tokens, 1, 1, 16, 96, 64), Tiles(), starts=True, dtype=dtype)
+        compare(gate, (batch, 10 * tokens, 1, 1, 16, 96, 64), LaunchConfig(), starts=True, dtype=dtype)
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -205,10 +205,10 @@ def test_slots_are_two_passes():
         return [*outputs, *torch.autograd.grad(outputs, leaves, [d.to(device, dtype) for d in cotangents])]
 
     expected = run(gsa_reference, "cpu", torch.float64)
-    for found, value in zip(run(gsa_triton, DEVICE, torch.float32, tiles=SMALL), expected, strict=True):
+    for found, value in zip(run(gsa_triton, DEVICE, torch.float32, config=SMALL), expected, strict=True):
         assert relative_error(found.double().cpu(), value) <= 1e-5
     k, v, log_alpha = (x.to(DEVICE) for x in given[1:])
-    effect = gsa_effect(k, v, log_alpha, pos=pos.to(DEVICE), tiles=SMALL)
+    effect = gsa_effect(k, v, log_alpha, pos=pos.to(DEVICE), config=SMALL)
     _, whole = gsa_reference(*(x.double() for x in given), pos=pos)
     for name, x in whole.items():
         assert relative_error(effect[name].double().cpu(), x) <= 1e-5
@@ -252,7 +252,7 @@ def test_slots_of_what_is_projected(dtype, lies, monkeypatch):
         return [*outputs, *torch.autograd.grad(outputs, [*leaves, *arriving], ds)]
 
     expected = run(gsa_reference, "cpu", torch.float64)
-    found, again = (run(gsa_triton, DEVICE, None, tiles=SMALL, remake=on) for on in (False, True))
+    found, again = (run(gsa_triton, DEVICE, None, config=SMALL, remake=on) for on in (False, True))
     limit = GatedSlotAttention.bfloat16_limit if dtype == torch.bfloat16 else LIMITS[dtype]
     for name, have, same, want in zip(("y", "k", "v", *sizes, "first k", "first v"), found, again, expected, strict=True):
         assert relative_error(have.double().cpu(), want) <= limit, (name, relative_error(have.double().cpu(), want))
@@ -260,7 +260,7 @@ def test_slots_of_what_is_projected(dtype, lies, monkeypatch):
     grads = [x.flatten(2) for x in found[3:7]]
     assert [x.dtype for x in grads] == [dtype] * 4
     assert [whole.shape[2] for whole, _ in runs(grads)] == (widths if lies == "apart" else [sum(widths)])
-    effect = gsa_effect(*given[1:], damping=2.0, pos=pos.to(DEVICE), tiles=SMALL)
+    effect = gsa_effect(*given[1:], damping=2.0, pos=pos.to(DEVICE), config=SMALL)
     _, whole = gsa_reference(*(x.double().cpu() for x in given), damping=2.0, pos=pos)
     for name, x in whole.items():
         assert relative_error(effect[name].double().cpu(), x) <= limit

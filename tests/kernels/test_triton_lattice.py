@@ -12,16 +12,16 @@ from support.recurrences import positions, seeded
 
 from baton.kernels.lattice.chunk_kernel_utils import sectors_of
 from baton.kernels.lattice.reference import lattice_reference
-from baton.kernels.lattice.triton import Tiles, _Run, lattice_triton
+from baton.kernels.lattice.triton_launch import LaunchConfig, _Run, lattice_triton
 from baton.kernels.lattice.variant import VARIANTS, Rule, norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = Tiles(slots=4, slots_back=4, warps=1, warps_back=1, steps=2, steps_back=2, border=8, chunk=0)
-CHUNKS = Tiles(chunk=16, slots_chunk=16, warps_chunk=1, warps_chunk_back=1)
+SMALL = LaunchConfig(slots=4, slots_back=4, warps=1, warps_back=1, steps=2, steps_back=2, border=8, chunk=0)
+CHUNKS = LaunchConfig(chunk=16, slots_chunk=16, warps_chunk=1, warps_chunk_back=1)
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 5e-3}
 
 
-def compare(variant, sizes, tiles, *, starts, forgets, project=True, dtype=torch.float32, far=(), short=True):
+def compare(variant, sizes, config, *, starts, forgets, project=True, dtype=torch.float32, far=(), short=True):
     """Outputs, slots that leave and all gradients, with projection to the slots' the part across them. Steps turn slots by up to a
     radian or so, those of the tokens `far` by all that they can. Without projection slots enter with lengths from below
     SMALLEST_NORM to 3, and one is all zeros.
@@ -77,7 +77,7 @@ def compare(variant, sizes, tiles, *, starts, forgets, project=True, dtype=torch
         return lattice_reference(**options, rule=Rule(variant, project), pos=pos, initial_state=leaves["S"])
 
     def fused(leaves, pos):
-        return lattice_triton(**{"mu": None, **leaves}, rule=Rule(variant, project), pos=pos, tiles=tiles)
+        return lattice_triton(**{"mu": None, **leaves}, rule=Rule(variant, project), pos=pos, config=config)
 
     expected = run(defined, "cpu", torch.float64)
     for name, x in run(fused, DEVICE, dtype).items():
@@ -95,7 +95,13 @@ def test_outputs_and_gradients_are_the_definitions(variant, starts):
 def test_however_a_program_is_cut(variant, warps, parts, steps):
     """With all slots of a head, and of whole chunks of whole slots."""
     cut = {f"{name}{which}": n for name, n in (("warps", warps), ("parts", parts)) for which in ("", "_back", "_all", "_all_back")}
-    compare(variant, (1, 16, 1, 16, 8), Tiles(**cut, steps=steps, steps_back=steps, border=8, chunk=0), starts=False, forgets=True)
+    compare(
+        variant,
+        (1, 16, 1, 16, 8),
+        LaunchConfig(**cut, steps=steps, steps_back=steps, border=8, chunk=0),
+        starts=False,
+        forgets=True,
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -107,8 +113,8 @@ def test_without_projection_outputs_and_gradients_are_the_definitions(variant):
 def test_without_projection_however_a_program_is_cut(variant):
     """All slots in one program of two warps."""
     cut = {f"{name}{which}": n for name, n in (("warps", 2), ("parts", 1)) for which in ("", "_back", "_all", "_all_back")}
-    tiles = Tiles(**cut, steps=4, steps_back=4, border=8)
-    compare(variant, (1, 16, 1, 16, 8), tiles, starts=False, forgets=False, project=False)
+    config = LaunchConfig(**cut, steps=4, steps_back=4, border=8)
+    compare(variant, (1, 16, 1, 16, 8), config, starts=False, forgets=False, project=False)
 
 
 def test_without_projection_a_token_alone():
@@ -170,9 +176,9 @@ def test_a_number_of_every_sector_that_a_group_reads_is_loaded(chunk, first, ste
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_tiles_of_runs_without_projection(variant, dtype):
+def test_the_launch_configs_of_runs_without_projection(variant, dtype):
     """Those of a token alone, and of the table for this GPU, too."""
-    compare(variant, (2, 150, 3, 64, 64), Tiles(), starts=True, forgets=True, project=False, dtype=dtype, short=False)
+    compare(variant, (2, 150, 3, 64, 64), LaunchConfig(), starts=True, forgets=True, project=False, dtype=dtype, short=False)
     compare(variant, (1, 128, 2, 64, 64), None, starts=False, forgets=False, project=False, dtype=dtype)
     compare(variant, (2, 1, 3, 64, 64), None, starts=False, forgets=True, project=False, dtype=dtype)
 
@@ -180,7 +186,7 @@ def test_the_tiles_of_runs_without_projection(variant, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk", [0, Tiles().chunk])
-def test_the_tiles_of_runs(variant, dtype, chunk):
-    compare(variant, (2, 150, 3, 64, 64), Tiles(chunk=chunk), starts=True, forgets=True, dtype=dtype)
-    compare(variant, (1, 128, 2, 64, 64), Tiles(chunk=chunk), starts=False, forgets=False, dtype=dtype, far=(40,))
+@pytest.mark.parametrize("chunk", [0, LaunchConfig().chunk])
+def test_the_launch_configs_of_runs(variant, dtype, chunk):
+    compare(variant, (2, 150, 3, 64, 64), LaunchConfig(chunk=chunk), starts=True, forgets=True, dtype=dtype)
+    compare(variant, (1, 128, 2, 64, 64), LaunchConfig(chunk=chunk), starts=False, forgets=False, dtype=dtype, far=(40,))

@@ -8,7 +8,7 @@ from support.recurrences import seeded
 
 from baton.kernels.errors import KernelError
 from baton.kernels.rms_norm import fused_add_rms_norm, rms_norm
-from baton.kernels.rms_norm.triton import rms_norm_triton
+from baton.kernels.rms_norm.triton_launch import rms_norm_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}

@@ -11,7 +11,7 @@ from support.recurrences import positions, seeded
 from baton.kernels.compile.aot import META, Target, launching_nothing
 from baton.kernels.errors import KernelError
 from baton.kernels.rotary import op, rotary
-from baton.kernels.rotary import triton as on_gpus
+from baton.kernels.rotary import triton_launch as on_gpus
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # of what is rounded once

@@ -7,7 +7,7 @@ from support.recurrences import seeded
 
 from baton.kernels.errors import KernelError
 from baton.kernels.head_scale import head_scale
-from baton.kernels.head_scale.triton import head_scale_triton
+from baton.kernels.head_scale.triton_launch import head_scale_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}

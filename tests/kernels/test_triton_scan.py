@@ -13,13 +13,13 @@ from support.prefetch_trace import LINE, asking_watched
 from support.recurrences import positions, seeded
 
 from baton.kernels.common.example_inputs import extreme_gates, extreme_keys, extreme_steps
-from baton.kernels.diagonal_scan.triton import Inputs, Tiles, _pieces, effect, effect_backward, scan
+from baton.kernels.diagonal_scan.triton_launch import Inputs, LaunchConfig, _pieces, effect, effect_backward, scan
 from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # two lanes share their channels, or none do
-WHOLE = Tiles(steps=4, steps_summary=4, ahead=3, ahead_summary=2, border=8, full=1)
+WHOLE = LaunchConfig(steps=4, steps_summary=4, ahead=3, ahead_summary=2, border=8, full=1)
 # a piece has four chunks of `border` tokens or more: 29 tokens and more are two
 CUT = replace(WHOLE, channels=8, channels_back=8, unroll=2, border=4, full=100, programs=100)
 NAMES = ("initial", *Inputs._fields)
@@ -72,9 +72,9 @@ def definition(given, pos, *, activate, zoh=False):
     return (y if z is None else y * F.silu(z)), final
 
 
-def kernels(given, pos, *, activate, tiles, zoh=False):
+def kernels(given, pos, *, activate, config, zoh=False):
     inputs = Inputs(*(given[name] for name in Inputs._fields))
-    return scan(inputs, activate=activate, zoh=zoh, pos=pos, initial_state=given["initial"], tiles=tiles)
+    return scan(inputs, activate=activate, zoh=zoh, pos=pos, initial_state=given["initial"], config=config)
 
 
 def with_gradients(run, given, cotangents, **options):
@@ -93,13 +93,13 @@ def rounded(given, dtype):
     return {name: None if x is None else x.to(DEVICE, torch.float32 if name in whole else dtype) for name, x in given.items()}
 
 
-def compare(kind, sizes, tiles, *, starts, activate, gated, dtype=torch.float32):
+def compare(kind, sizes, config, *, starts, activate, gated, dtype=torch.float32):
     given, cotangents = example(kind, *sizes, activate=activate, gated=gated, dtype=dtype)
     pos = positions(seeded(1), *sizes[:2], 0.15) if starts else None
     options = {"activate": activate, "zoh": kind == "zoh"}
     expected = with_gradients(definition, given, cotangents, pos=pos, **options)
     own_pos = None if pos is None else pos.to(DEVICE)
-    found = with_gradients(kernels, rounded(given, dtype), cotangents, pos=own_pos, tiles=tiles, **options)
+    found = with_gradients(kernels, rounded(given, dtype), cotangents, pos=own_pos, config=config, **options)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         # the gate's gradient is made of the output as it was rounded
@@ -117,8 +117,8 @@ SIZES = ((2, 16, 32, 8), (1, 37, 11, 5))
 @pytest.mark.parametrize("starts", [False, True])
 def test_outputs_and_gradients_are_the_definitions(kind, starts, fused):
     """Whole and in pieces, even sizes and odd ones, documents packed or not, with and without step function and gate."""
-    for tiles, sizes in zip((WHOLE, CUT) if starts == fused else (CUT, WHOLE), SIZES):
-        compare(kind, sizes, tiles, starts=starts, activate=fused, gated=fused)
+    for config, sizes in zip((WHOLE, CUT) if starts == fused else (CUT, WHOLE), SIZES):
+        compare(kind, sizes, config, starts=starts, activate=fused, gated=fused)
 
 
 def test_sizes_are_cut_into_pieces():
@@ -158,21 +158,21 @@ def test_pieces_with_the_state_handed_on_are_the_whole(kind):
         state, outputs = given["initial"], []
         for span in (slice(0, cut), slice(cut, None)):
             part = {**given, **{name: given[name][:, span] for name in along}, "initial": state}
-            y, state = kernels(part, pos[:, span], tiles=WHOLE, **options)
+            y, state = kernels(part, pos[:, span], config=WHOLE, **options)
             outputs.append(y)
         return torch.cat(outputs, dim=1), state
 
-    whole = with_gradients(kernels, given, cotangents, pos=pos, tiles=WHOLE, **options)
+    whole = with_gradients(kernels, given, cotangents, pos=pos, config=WHOLE, **options)
     for cut in (9,):
         for name, value in with_gradients(in_two, given, cotangents, pos=pos, cut=cut).items():
             assert relative_error(value, whole[name]) <= 2e-6, (cut, name)
-    for tiles in (WHOLE, CUT):
+    for config in (WHOLE, CUT):
         inputs = Inputs(*(given[name] for name in Inputs._fields))
-        decay, add = effect(inputs, pos=None, tiles=tiles, **options)
-        _, final = kernels(given, None, tiles=WHOLE, **options)
+        decay, add = effect(inputs, pos=None, config=config, **options)
+        _, final = kernels(given, None, config=WHOLE, **options)
         assert relative_error(decay * given["initial"] + add, final) <= 1e-6
-        found = with_gradients(kernels, given, [cotangents[0], torch.zeros_like(cotangents[1])], pos=None, tiles=WHOLE, **options)
-        early = effect_backward(inputs, cotangents[0].to(final), pos=None, tiles=tiles, **options)
+        found = with_gradients(kernels, given, [cotangents[0], torch.zeros_like(cotangents[1])], pos=None, config=WHOLE, **options)
+        early = effect_backward(inputs, cotangents[0].to(final), pos=None, config=config, **options)
         assert relative_error(early, found["initial"]) <= 1e-6
 
 
@@ -194,7 +194,7 @@ def test_a_zero_order_hold_loses_no_digits_at_any_step():
     A = torch.tensor(rates).repeat(len(steps), 1).to(DEVICE).requires_grad_()
     step = torch.tensor(steps).to(DEVICE)[None, None].requires_grad_()
     x, one = torch.ones(1, 1, len(steps), device=DEVICE), torch.ones(1, 1, len(rates), device=DEVICE)
-    _, final = scan(Inputs(x, step, one, one, x[0, 0], A), pos=None, initial_state=None, zoh=True, tiles=CUT)
+    _, final = scan(Inputs(x, step, one, one, x[0, 0], A), pos=None, initial_state=None, zoh=True, config=CUT)
     dA, dstep = torch.autograd.grad(final.sum(), (A, step))
     for d, size in enumerate(steps):
         expected = [exact_hold(*torch.tensor([size, rate]).double().tolist()) for rate in rates]
@@ -207,16 +207,16 @@ def test_a_zero_order_hold_loses_no_digits_at_any_step():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("d_state", [16, 64])
-def test_a_zero_order_hold_with_the_tiles_of_runs(dtype, d_state):
+def test_a_zero_order_hold_with_the_launch_configs_of_runs(dtype, d_state):
     """Whole, and token by token as text is generated."""
     compare("zoh", (2, 300, 96, d_state), None, starts=True, activate=True, gated=True, dtype=dtype)
     given, _ = example("zoh", 2, 20, 96, d_state, activate=True, gated=True, dtype=dtype)
     own = rounded(given, dtype)
-    y, final = kernels(own, None, activate=True, tiles=None, zoh=True)
+    y, final = kernels(own, None, activate=True, config=None, zoh=True)
     outputs, along = [], ("x", "step", "into", "query", "z")
     for t in range(20):
         one = {**own, **{name: own[name][:, t : t + 1] for name in along}}
-        output, own["initial"] = kernels(one, None, activate=True, tiles=None, zoh=True)
+        output, own["initial"] = kernels(one, None, activate=True, config=None, zoh=True)
         outputs.append(output)
     assert relative_error(torch.cat(outputs, dim=1).double(), y.double()) <= LIMITS[dtype]
     assert relative_error(own["initial"], final) <= LIMITS[torch.float32]
@@ -230,7 +230,7 @@ def test_equal_calls_give_equal_bits_and_views_are_taken():
     of_longer = torch.cat((pos, torch.zeros_like(pos)), dim=1)[:, :19]
     assert not any(x.is_contiguous() for x in (*wide.values(), of_longer))
     runs = [
-        with_gradients(kernels, {**given, **other}, cotangents, pos=where, activate=True, tiles=CUT)
+        with_gradients(kernels, {**given, **other}, cotangents, pos=where, activate=True, config=CUT)
         for other, where in (({}, pos), ({}, pos), (wide, of_longer))
     ]
     for one, other in itertools.pairwise(runs):
@@ -240,8 +240,8 @@ def test_equal_calls_give_equal_bits_and_views_are_taken():
 def test_without_gradients_the_bits_are_the_same():
     given, cotangents = example("longhorn", 1, 13, 8, 4, activate=True, gated=False)
     given = rounded(given, torch.float32)
-    tracked = with_gradients(kernels, given, cotangents, pos=None, activate=True, tiles=CUT)
-    y, final = kernels(given, None, activate=True, tiles=CUT)
+    tracked = with_gradients(kernels, given, cotangents, pos=None, activate=True, config=CUT)
+    y, final = kernels(given, None, activate=True, config=CUT)
     assert torch.equal(y, tracked["y"])
     assert torch.equal(final, tracked["final"])
 
@@ -252,16 +252,16 @@ def test_without_gradients_the_bits_are_the_same():
 def test_what_is_loaded_was_asked_for(kind, length, unasked):
     """All but what a program begins with: of a piece, or of a piece's last tokens backwards."""
     channels, d_state = 32, 16
-    tiles = replace(WHOLE, full=100, programs=100)  # two pieces
+    config = replace(WHOLE, full=100, programs=100)  # two pieces
     sizes, row = (1, length, channels, d_state), {"mamba": 32, "longhorn": 36}[kind]
     given, cotangents = example(kind, *sizes, activate=True, gated=True)
-    with_gradients(kernels, rounded(given, torch.float32), cotangents, pos=None, activate=True, tiles=tiles)
+    with_gradients(kernels, rounded(given, torch.float32), cotangents, pos=None, activate=True, config=config)
 
     def lines(spans, row):
         """That tokens' rows lie in, of so many float32."""
         return {at // LINE for begin, end in spans for at in range(4 * row * begin, 4 * row * end, 4)}
 
-    piece, steps, border = 32, tiles.steps, tiles.border
+    piece, steps, border = 32, config.steps, config.border
     # two blocks, of which the second is loaded while the first is computed
     ahead = [(0, 2 * steps), (piece, piece + 2 * steps)]
     last = (length - 1) // steps * steps

@@ -6,18 +6,18 @@ from support.compare import relative_error
 from support.recurrences import positions, seeded
 
 from baton.kernels.common.kernel_check import gradients, moving
-from baton.kernels.eidetic_attention.joint_attention_launch import Tiles
+from baton.kernels.eidetic_attention.joint_attention_launch import LaunchConfig
 from baton.kernels.window_attention.chunked import window_attention_chunked
 from baton.kernels.window_attention.op import empty
 from baton.kernels.window_attention.recurrence import RECURRENCES, WindowAttention
-from baton.kernels.window_attention.triton import window_attention_triton
+from baton.kernels.window_attention.triton_launch import window_attention_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = Tiles(queries=16, keys=16, queries_back=16, keys_back=16, memory=16)
+SMALL = LaunchConfig(queries=16, keys=16, queries_back=16, keys_back=16, memory=16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
-def compare(recurrence, length, tiles, *, wide, dtype=torch.float32, starts=0.1, carried=True):
+def compare(recurrence, length, config, *, wide, dtype=torch.float32, starts=0.1, carried=True):
     """Output, State that leaves and every gradient; documents start within. carried: what a document before has left enters."""
     inputs, state = recurrence.example(seeded(0), 2, length, torch.float32, wide=wide)
     pos = positions(seeded(1), 2, length, starts)
@@ -39,7 +39,7 @@ def compare(recurrence, length, tiles, *, wide, dtype=torch.float32, starts=0.1,
         if defined:
             y, leaving = recurrence.reference(tuple(own), pos, entering)
         else:
-            given = {"pos": pos.to(place), "state": entering, "scale": scale, "tiles": tiles}
+            given = {"pos": pos.to(place), "state": entering, "scale": scale, "config": config}
             y, leaving = window_attention_triton(*own, window=recurrence.window, **given)
         grads = gradients([y, *moving(leaving).values()], [*own, *moving(entering).values()], seeded(2))
         return {"y": y, **leaving, **{f"gradient {n}": x for n, x in enumerate(grads)}}
@@ -62,7 +62,7 @@ def test_bfloat16(window):
 
 
 @pytest.mark.parametrize("window", [37, None])
-def test_longer_than_tiles(window):
+def test_longer_than_a_tile(window):
     """Rows that tokens several tiles on see, and a window that is no multiple of a tile."""
     compare(WindowAttention(window, grouped=True), 75, SMALL, wide=False, starts=0.02)
 
@@ -77,7 +77,7 @@ def test_rows_that_nothing_was_read_into_need_not_be_there(window, length):
     pos = positions(seeded(1), 2, length, 0.05).to(DEVICE)
 
     def run(fresh):
-        y, leaving = window_attention_triton(*inputs, window=window, pos=pos, state=state, scale=0.4, fresh=fresh, tiles=SMALL)
+        y, leaving = window_attention_triton(*inputs, window=window, pos=pos, state=state, scale=0.4, fresh=fresh, config=SMALL)
         return [y, *leaving.values(), *gradients([y, leaving["k"], leaving["v"]], inputs, seeded(2))]
 
     for found, expected in zip(run(True), run(False), strict=True):
@@ -94,7 +94,7 @@ def test_a_state_that_is_not_wanted_changes_nothing(window, entered):
     state = {name: x.to(DEVICE).requires_grad_(name != "seen") for name, x in state.items()}
     wanted = [*inputs, *(x for x in state.values() if entered and x.requires_grad)]
     state = state if entered else empty(*inputs[1:], 0 if window is None else window - 1)
-    given = {"window": window, "pos": positions(seeded(1), 2, 45, 0.05).to(DEVICE), "state": state, "scale": 0.4, "tiles": SMALL}
+    given = {"window": window, "pos": positions(seeded(1), 2, 45, 0.05).to(DEVICE), "state": state, "scale": 0.4, "config": SMALL}
 
     def run(state_wanted):
         y, leaving = window_attention_triton(*inputs, fresh=not entered, state_wanted=state_wanted, **given)
@@ -113,7 +113,7 @@ def test_scales_that_are_not_positive(scale):
     for results, place, run in ((found, DEVICE, window_attention_triton), (expected, "cpu", window_attention_chunked)):
         own = [x.to(place).requires_grad_() for x in inputs]
         given = {"pos": None, "state": {name: x.to(place) for name, x in state.items()}, "scale": scale}
-        y, _ = run(*own, window=6, **given, **({"tiles": SMALL} if run is window_attention_triton else {}))
+        y, _ = run(*own, window=6, **given, **({"config": SMALL} if run is window_attention_triton else {}))
         results += [y, *gradients([y], own, seeded(1))]
     for a, b in zip(found, expected, strict=True):
         assert relative_error(a.cpu(), b) <= 1e-5
@@ -127,7 +127,7 @@ def test_the_leaving_state_is_the_chunked_forms(window):
     given = {"pos": positions(seeded(1), 3, 30, 0.1).to(DEVICE), "state": {name: x.to(DEVICE) for name, x in state.items()}}
     inputs = [x.to(DEVICE) for x in inputs]
     _, expected = window_attention_chunked(*inputs, window=window, scale=1.0, **given)
-    _, found = window_attention_triton(*inputs, window=window, scale=1.0, tiles=SMALL, **given)
+    _, found = window_attention_triton(*inputs, window=window, scale=1.0, config=SMALL, **given)
     for name, leaf in expected.items():
         assert torch.equal(found[name], leaf), name
         assert found[name].dtype == leaf.dtype
@@ -136,6 +136,6 @@ def test_the_leaving_state_is_the_chunked_forms(window):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [150, None])
-def test_the_tiles_of_runs(window, dtype):
-    compare(WindowAttention(window, grouped=True), 700, Tiles(), wide=True, dtype=dtype, starts=0.004)
-    compare(WindowAttention(window), 700, Tiles(), wide=True, dtype=dtype, starts=0.004, carried=False)
+def test_the_launch_configs_of_runs(window, dtype):
+    compare(WindowAttention(window, grouped=True), 700, LaunchConfig(), wide=True, dtype=dtype, starts=0.004)
+    compare(WindowAttention(window), 700, LaunchConfig(), wide=True, dtype=dtype, starts=0.004, carried=False)

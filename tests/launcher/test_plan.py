@@ -122,27 +122,27 @@ def test_states_are_the_modules(variant):
 def test_chunks_and_buckets_are_the_kernels():
     from baton.kernels import protocol
     from baton.kernels.delta_rule import chunked as delta_rule
-    from baton.kernels.delta_rule.triton import Tiles as DeltaRuleTiles
+    from baton.kernels.delta_rule.triton_launch import LaunchConfig as DeltaRuleLaunchConfig
     from baton.kernels.diagonal_scan import chunked as diagonal_scan
-    from baton.kernels.diagonal_scan.triton import Tiles
+    from baton.kernels.diagonal_scan.triton_launch import LaunchConfig
     from baton.kernels.eidetic_attention import chunked as eidetic_attention
     from baton.kernels.gated_linear_attention import chunked as linear_attention
-    from baton.kernels.gated_linear_attention.arguments import Tiles as LinearAttentionTiles
-    from baton.kernels.gated_linear_attention.triton import SCORES_SHARE
+    from baton.kernels.gated_linear_attention.arguments import LaunchConfig as GLALaunchConfig
+    from baton.kernels.gated_linear_attention.triton_launch import SCORES_SHARE
     from baton.kernels.gated_slot_attention import chunked as slot_attention
     from baton.kernels.lattice import chunked as lattice
-    from baton.kernels.lattice.triton import Tiles as LatticeTiles
+    from baton.kernels.lattice.triton_launch import LaunchConfig as LatticeLaunchConfig
     from baton.kernels.window_attention import chunked as window_attention
     from baton.parallel.zero import deepspeed_config
 
     assert cost_model.LINEAR_ATTENTION_CHUNK == linear_attention.CHUNK == slot_attention.CHUNK
     assert delta_rule.CHUNK == cost_model.DELTA_RULE_CHUNK
-    assert LinearAttentionTiles().chunk == cost_model.LINEAR_ATTENTION_CHUNK
-    assert DeltaRuleTiles().chunk == cost_model.DELTA_RULE_CHUNK
+    assert GLALaunchConfig().chunk == cost_model.LINEAR_ATTENTION_CHUNK
+    assert DeltaRuleLaunchConfig().chunk == cost_model.DELTA_RULE_CHUNK
     assert SCORES_SHARE == cost_model.SCORES_SHARE
     assert lattice._STEPS_LENGTH == cost_model.LATTICE_STEPS_CHUNK
     assert lattice._SPAN_LENGTH == cost_model.LATTICE_SPAN_CHUNK
-    assert LatticeTiles().border == LatticeTiles().chunk == cost_model.LATTICE_BORDER
+    assert LatticeLaunchConfig().border == LatticeLaunchConfig().chunk == cost_model.LATTICE_BORDER
     assert window_attention._BLOCK == cost_model.WINDOW_BLOCK
     assert eidetic_attention._BLOCK == cost_model.EIDETIC_BLOCK
     assert protocol._ALIGNMENT_BYTES == cost_model.MESSAGE_ALIGNMENT
@@ -150,7 +150,7 @@ def test_chunks_and_buckets_are_the_kernels():
         carrier = cost_model.Carrier("scan", (), chunk=1, elements=channels * d_state)
         expected = diagonal_scan.chunk_length(batch, channels // 2, d_state)
         assert carrier.tokens_per_chunk(cost_model.Work(batch, 1 << 20, tensor=2, gpu=False)) == expected
-        assert carrier.tokens_per_chunk(cost_model.Work(batch, 1 << 20, tensor=2)) == Tiles().border
+        assert carrier.tokens_per_chunk(cost_model.Work(batch, 1 << 20, tensor=2)) == LaunchConfig().border
     assert all(deepspeed_config(1.0, stage)["zero_optimization"]["reduce_bucket_size"] == REDUCE_BUCKET for stage in ZERO)
 
 
@@ -196,9 +196,9 @@ BY_KERNELS = """
 import torch
 from triton.runtime import JITFunction
 from baton.kernels.compile.aot import META, Target, compiling
-from baton.kernels.delta_rule.triton import delta_rule_triton
-from baton.kernels.gated_linear_attention.triton import gla_triton
-from baton.kernels.gated_slot_attention.triton import gsa_triton
+from baton.kernels.delta_rule.triton_launch import delta_rule_triton
+from baton.kernels.gated_linear_attention.triton_launch import gla_triton
+from baton.kernels.gated_slot_attention.triton_launch import gsa_triton
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
 from baton.models.settings.cost_model import Work

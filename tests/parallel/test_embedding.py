@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from baton.kernels.embedding import triton as kernels
+from baton.kernels.embedding import triton_launch as kernels
 from baton.parallel import embedding as embeddings
 from baton.parallel.embedding import embedding
 from baton.parallel.linear import adding_gradients

@@ -1,6 +1,7 @@
 """Registers, stack and shared memory of the Triton kernels, compiled for GPUs that are not here: printed as JSON by this program.
 
-The tiles are those that runs use. A process of its own, because Triton decides when a kernel is imported whether it interprets it.
+The launch configurations are those that runs use. A process of its own, because Triton decides when a kernel is imported whether
+it interprets it.
 """
 
 import itertools
@@ -16,7 +17,7 @@ from pathlib import Path
 
 CHANNELS = 4096
 ARCHITECTURES = (80, 90, 100)
-# as the table of tiles may call them
+# as the table of launch configurations may call them
 NAMES = {80: ("sm_80",), 90: ("sm_90", "NVIDIA H200"), 100: ("sm_100",)}
 MAIN = 90  # the only one for what is a variant of another kernel, "NAME, VARIANT"
 # which of a kernel's configurations is compiled where one is enough; else its first
@@ -107,11 +108,11 @@ def _matrix_kernels(arch):
     walk back over chunks: two programs share a processor and keep the rest of its registers in memory."""
     import triton.language as tl
 
-    from baton.kernels.compile import launch_configs as table
+    from baton.kernels.compile import launch_configs
     from baton.kernels.delta_rule import gradients, solve
-    from baton.kernels.delta_rule import triton as delta_rule
+    from baton.kernels.delta_rule import triton_launch as delta_rule
     from baton.kernels.gated_linear_attention import sides
-    from baton.kernels.gated_linear_attention import triton as gated_linear_attention
+    from baton.kernels.gated_linear_attention import triton_launch as gated_linear_attention
     from baton.kernels.gated_linear_attention.decays import CHANNEL, NONE, SCALAR
 
     float32 = (
@@ -135,85 +136,85 @@ def _matrix_kernels(arch):
     types = dict.fromkeys(float32, "fp32")
     low = {"LOW": tl.bfloat16}
 
-    def of_sum(name, gate, X, Y, tiles):
-        common = {"X": X, "G": 1, "GATE": gate.value, "HAS_POS": True, "C": tiles.chunk}
+    def of_sum(name, gate, X, Y, config):
+        common = {"X": X, "G": 1, "GATE": gate.value, "HAS_POS": True, "C": config.chunk}
         headed = {**common, "H": 64 if name == "mamba2" else 4}
-        levels, stages = {"LEVELS": tiles.chunk.bit_length() - 1}, {"num_stages": tiles.stages}
-        BX, BY = {"BX": min(X, tiles.x)}, {"BY": min(Y, tiles.y)}
+        levels, stages = {"LEVELS": config.chunk.bit_length() - 1}, {"num_stages": config.stages}
+        BX, BY = {"BX": min(X, config.x)}, {"BY": min(Y, config.y)}
         per_channel = gate.value == CHANNEL.value
         # strengths and what is made of scores
         of_slots = {**types, "w": "fp32", "wx": "fp32", "out_r": "fp32"} if name == "gsa" else types
         if gate.value != NONE.value:
-            prepare = {**headed, "READ": per_channel, "WRITE": per_channel, "BX": min(X, tiles.x_prepared)}
+            prepare = {**headed, "READ": per_channel, "WRITE": per_channel, "BX": min(X, config.x_prepared)}
             yield f"{name} prepare", sides.prepare_kernel, prepare, 4 if per_channel else 1, of_slots
-        scores = {"BX": min(X, tiles.x_scores), "num_stages": 1} if per_channel else {**BX, **stages}
-        warps = tiles.warps_scores if per_channel else tiles.warps
+        scores = {"BX": min(X, config.x_scores), "num_stages": 1} if per_channel else {**BX, **stages}
+        warps = config.warps_scores if per_channel else config.warps
         yield f"{name} scores", sides.scores_kernel, {**headed, **low, **levels, **scores}, warps, of_slots
         for backwards in (False, True):
             states = {**common, **low, **stages, **BX, **BY, "Y": Y, "HAS_FIRST": True, "KEEP": True, "BACKWARDS": backwards}
             states |= {"DECAY": False}
-            yield f"{name} states{' backward' * backwards}", sides.states_kernel, states, tiles.warps, types
+            yield f"{name} states{' backward' * backwards}", sides.states_kernel, states, config.warps, types
         states |= {"HAS_FIRST": False, "KEEP": False, "DECAY": True}
-        yield f"{name} states of pieces", sides.states_kernel, states, tiles.warps, types
+        yield f"{name} states of pieces", sides.states_kernel, states, config.warps, types
         for read in (False, True):
             plain = {**headed, **low, **stages, **BX, **BY, "Y": Y, "READ": read, "WRITE": not read, "SILU": False}
-            yield f"{name} plain {'read' if read else 'write'}", sides.plain_kernel, plain, tiles.warps, types
+            yield f"{name} plain {'read' if read else 'write'}", sides.plain_kernel, plain, config.warps, types
             if name == "gsa":
                 # of values, and of queries and keys
                 silu = {**plain, "READ": read, "WRITE": True, "SILU": True}
-                yield f"gsa plain, silu of {'two' if read else 'one'}", sides.plain_kernel, silu, tiles.warps, types
+                yield f"gsa plain, silu of {'two' if read else 'one'}", sides.plain_kernel, silu, config.warps, types
         for write in (False, True):
-            size, warps = (tiles.x_gated, tiles.warps_gated) if write else (tiles.x_read, tiles.warps_read)
-            sizes = {"BX": min(X, size), "BY": min(Y, tiles.y_gated if size > 32 else 32), "Y": Y}
-            share = tiles.heads if write and name == "mamba2" else 1
+            size, warps = (config.x_gated, config.warps_gated) if write else (config.x_read, config.warps_read)
+            sizes = {"BX": min(X, size), "BY": min(Y, config.y_gated if size > 32 else 32), "Y": Y}
+            share = config.heads if write and name == "mamba2" else 1
             gated = {**headed, **low, **levels, **stages, **sizes, "READ": True, "WRITE": write, "SHARE": share}
             gated["PRECISE"] = name == "gsa"
             if share > 1:
                 gated["BY"] = 32
             yield f"{name} gated{' backward' * write}", sides.gated_kernel, gated, warps, of_slots
 
-    def tiles_of(kernel, shape):
-        return replace(kernel.Tiles(), **table.of_device(kernel.KERNEL, NAMES[arch], shape))
+    def launch_config_of(kernel, shape):
+        return replace(kernel.LaunchConfig(), **launch_configs.for_device_names(kernel.KERNEL, NAMES[arch], shape))
 
     for name, decay, gate, X, Y in (
         ("gla", CHANNEL, "key", 256, 512),
         ("gsa", CHANNEL, "key", 64, 512),
         ("mamba2", SCALAR, "scalar", 128, 64),
     ):
-        yield from of_sum(name, decay, X, Y, tiles_of(gated_linear_attention, gated_linear_attention.shape_of(gate, X, Y)))
+        yield from of_sum(name, decay, X, Y, launch_config_of(gated_linear_attention, gated_linear_attention.shape_of(gate, X, Y)))
     X = 128
-    tiles = tiles_of(delta_rule, delta_rule.shape_of(False, X, X))
+    config = launch_config_of(delta_rule, delta_rule.shape_of(False, X, X))
     read = ("delta scores", "delta plain read")
-    yield from (kernel for kernel in of_sum("delta", NONE, X, X, tiles) if kernel[0] in read)
+    yield from (kernel for kernel in of_sum("delta", NONE, X, X, config) if kernel[0] in read)
     strides = {f"{name}_row": 16 * X for name in ("q", "k", "v", "dy")} | {"beta_row": 16}
 
-    def of_rule(name, kernel, tiles, warps, gate=SCALAR, **own):
-        common = {"X": X, "H": 16, "GATE": gate.value, "HAS_POS": True, "C": tiles.chunk, "num_stages": tiles.stages, **low}
+    def of_rule(name, kernel, config, warps, gate=SCALAR, **own):
+        common = {"X": X, "H": 16, "GATE": gate.value, "HAS_POS": True, "C": config.chunk, "num_stages": config.stages, **low}
         taken = (*kernel.arg_names, "num_stages")
         constants = {name: n for name, n in {**common, **strides, "Y": X, **own}.items() if name in taken}
         return name, kernel, constants, warps, {**types, "inverse": "bf16", "out": "bf16"}
 
-    blocks = {"BX": tiles.x_chunk, "BY": tiles.y_chunk}
-    yield of_rule("delta, gradients", gradients.gradients_kernel, tiles, tiles.warps_chunk, NONE, **blocks)
-    tiles, small = tiles_of(delta_rule, delta_rule.shape_of(True, X, X)), delta_rule.SMALL
-    blocks = {"BX": tiles.x_chunk, "BY": tiles.y_chunk}
-    yield of_rule("gated delta, gradients", gradients.gradients_kernel, tiles, tiles.warps_chunk, **blocks)
-    yield of_rule("gated delta, inverse", solve.inverse_kernel, tiles, tiles.warps_inverse, BX=small)
-    yield of_rule("gated delta, strengths of 0", gradients.dbeta_of_zeros_kernel, tiles, 4, BX=small, BY=small)
+    blocks = {"BX": config.x_chunk, "BY": config.y_chunk}
+    yield of_rule("delta, gradients", gradients.gradients_kernel, config, config.warps_chunk, NONE, **blocks)
+    config, small = launch_config_of(delta_rule, delta_rule.shape_of(True, X, X)), delta_rule.SMALL
+    blocks = {"BX": config.x_chunk, "BY": config.y_chunk}
+    yield of_rule("gated delta, gradients", gradients.gradients_kernel, config, config.warps_chunk, **blocks)
+    yield of_rule("gated delta, inverse", solve.inverse_kernel, config, config.warps_inverse, BX=small)
+    yield of_rule("gated delta, strengths of 0", gradients.dbeta_of_zeros_kernel, config, 4, BX=small, BY=small)
     for name, first, keep in (("writes", True, True), ("what pieces do", False, False)):
-        walk = {"BX": X, "BY": tiles.values, "HAS_FIRST": first, "KEEP": keep}
-        yield of_rule(f"gated delta, {name}", solve.writes_kernel, tiles, tiles.warps_walk, **walk)
+        walk = {"BX": X, "BY": config.values, "HAS_FIRST": first, "KEEP": keep}
+        yield of_rule(f"gated delta, {name}", solve.writes_kernel, config, config.warps_walk, **walk)
     for backwards in (False, True):
         name, fold = f"gated delta, fold{' backward' * backwards}", {"WIDTH": X if backwards else 2 * X, "HAS_FIRST": True}
-        yield of_rule(name, solve.fold_kernel, tiles, 4, BX=64, BY=16, BACKWARDS=backwards, **fold)
+        yield of_rule(name, solve.fold_kernel, config, 4, BX=64, BY=16, BACKWARDS=backwards, **fold)
 
 
 def _lattice_kernels():
     """With the sizes of 340M and 1.3B."""
     from baton.kernels.lattice import triton_backward, triton_forward
-    from baton.kernels.lattice.triton import Tiles, own
+    from baton.kernels.lattice.triton_launch import LaunchConfig, own
 
-    tiles, d, m = Tiles(), 64, 64
+    config, d, m = LaunchConfig(), 64, 64
     float32 = ("gamma", "mu", "first", "loaded", "borders", "last", "arriving", "states", "dgamma", "dmu", "dfirst", "dloaded")
     types = dict.fromkeys(float32, "fp32")
     for variant, project in itertools.product(("dec", "enc", "sim"), (True, False)):
@@ -226,14 +227,21 @@ def _lattice_kernels():
             "FORGET": False,
             "HAS_POS": True,
         }
-        common |= {"EVEN": True, "BORDER": tiles.border, "BD": d}
-        slots, slots_back = (m, m) if decoding else (tiles.slots, tiles.slots_back)
-        parts, parts_back = (tiles.parts_all, tiles.parts_all_back) if decoding else (tiles.parts, tiles.parts_back)
-        warps, warps_back = (tiles.warps_all, tiles.warps_all_back) if decoding else (tiles.warps, tiles.warps_back)
-        ahead = {**common, "KEEP": True, "STEPS": tiles.steps, "BM": slots, "PARTS": parts, "WARPS": warps, "PROJECT": project}
+        common |= {"EVEN": True, "BORDER": config.border, "BD": d}
+        slots, slots_back = (m, m) if decoding else (config.slots, config.slots_back)
+        parts, parts_back = (config.parts_all, config.parts_all_back) if decoding else (config.parts, config.parts_back)
+        warps, warps_back = (config.warps_all, config.warps_all_back) if decoding else (config.warps, config.warps_back)
+        ahead = {**common, "KEEP": True, "STEPS": config.steps, "BM": slots, "PARTS": parts, "WARPS": warps, "PROJECT": project}
         yield name, triton_forward.lattice_forward_kernel, ahead, warps, types | ({"y": "fp32"} if slots < m else {})
-        back = {**common, "STEPS": tiles.steps_back, "BM": slots_back, "PARTS": parts_back, "WARPS": warps_back, "PROJECT": project}
-        back["OWN"] = own(tiles.border, tiles.steps_back, slots_back, d, variant)
+        back = {
+            **common,
+            "STEPS": config.steps_back,
+            "BM": slots_back,
+            "PARTS": parts_back,
+            "WARPS": warps_back,
+            "PROJECT": project,
+        }
+        back["OWN"] = own(config.border, config.steps_back, slots_back, d, variant)
         yield (
             f"{name} backward",
             triton_backward.lattice_backward_kernel,
@@ -241,29 +249,29 @@ def _lattice_kernels():
             warps_back,
             types | ({"dv": "fp32"} if slots_back < m else {}),
         )
-        if not decoding and project and tiles.chunk:
-            yield from _lattice_chunks(variant, tiles, common, types)
+        if not decoding and project and config.chunk:
+            yield from _lattice_chunks(variant, config, common, types)
 
 
-def _lattice_chunks(variant, tiles, common, types):
+def _lattice_chunks(variant, config, common, types):
     """Not the walk back over chunks, where some of what says where tiles lie is not kept in registers."""
     from baton.kernels.lattice import triton_chunk_backward, triton_chunk_forward
-    from baton.kernels.lattice.triton import own_of_chunks
+    from baton.kernels.lattice.triton_launch import own_of_chunks
 
-    common = {**common, "BORDER": tiles.chunk}
+    common = {**common, "BORDER": config.chunk}
     types |= dict.fromkeys(("own", "numbers", "rows", "scales", "dlasts"), "fp32") | {"unsafe": "i32"}
-    beside, walk = {**common, "BM": tiles.slots_chunk}, {"GROUP": tiles.steps_chunk}
-    ahead = {**beside, **walk, "WARPS": tiles.warps_chunk, "PARTS": tiles.parts, "STEPS": tiles.steps}
-    ahead["OWN"] = own_of_chunks(tiles.chunk, tiles.slots_chunk, common["D"])
+    beside, walk = {**common, "BM": config.slots_chunk}, {"GROUP": config.steps_chunk}
+    ahead = {**beside, **walk, "WARPS": config.warps_chunk, "PARTS": config.parts, "STEPS": config.steps}
+    ahead["OWN"] = own_of_chunks(config.chunk, config.slots_chunk, common["D"])
     name = f"lattice, {variant} chunks"
-    yield name, triton_chunk_forward.lattice_chunk_forward_kernel, ahead, tiles.warps_chunk, types
+    yield name, triton_chunk_forward.lattice_chunk_forward_kernel, ahead, config.warps_chunk, types
     before = {n: x for n, x in (beside | walk).items() if n in triton_chunk_backward.lattice_backward_pre_kernel.arg_names}
-    yield f"{name} before", triton_chunk_backward.lattice_backward_pre_kernel, before, tiles.warps_beside, types
+    yield f"{name} before", triton_chunk_backward.lattice_backward_pre_kernel, before, config.warps_beside, types
     if variant == "sim":  # the others are the same in both
         for of, kernel, warps in (
             ("numbers of", triton_chunk_forward.lattice_chunk_gram_kernel, 1),
-            ("outputs of", triton_chunk_forward.lattice_chunk_output_kernel, tiles.warps_beside),
-            ("behind", triton_chunk_backward.lattice_backward_post_kernel, tiles.warps_beside),
+            ("outputs of", triton_chunk_forward.lattice_chunk_output_kernel, config.warps_beside),
+            ("behind", triton_chunk_backward.lattice_backward_post_kernel, config.warps_beside),
         ):
             yield f"lattice, {of} chunks", kernel, {n: x for n, x in beside.items() if n in kernel.arg_names}, warps, types
 
@@ -272,66 +280,66 @@ def _eidetic_kernels(arch):
     """With B'MOJO's sizes at 1.3B, and heads twice as wide."""
     import triton.language as tl
 
-    from baton.kernels.compile import launch_configs as table
+    from baton.kernels.compile import launch_configs
     from baton.kernels.eidetic_attention import (
         innovation_kernels,
         joint_attention_kernels,
         memory_copy_kernels,
         topk_memory_kernels,
     )
-    from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, Tiles, shape_of
+    from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, LaunchConfig, shape_of
 
     integers = dict.fromkeys(("slot", "limit", "far_limit", "row", "first", "fading_first", "later", "last"), "i32")
     float32 = dict.fromkeys(("lse", "delta", "dmemory_k", "dmemory_v"), "fp32")
     types = {**integers, **float32, "begin": "i32"}
     for dim in (64, 128):
-        tiles = replace(Tiles(), **table.of_device(KERNEL, NAMES[arch], shape_of(dim)))
-        common = {"H": 2048 // dim, "G": 2048 // dim, "K": dim, "BD": dim, "M": 80, "LOW": tl.bfloat16, "num_stages": tiles.stages}
-        queries = {**common, "N": 511, "FAR": 0, "BQ": tiles.queries, "BK": tiles.keys, "BM": tiles.memory, "ROW": 2048}
-        back = {**common, "BQ": tiles.queries_back}
+        config = replace(LaunchConfig(), **launch_configs.for_device_names(KERNEL, NAMES[arch], shape_of(dim)))
+        common = {"H": 2048 // dim, "G": 2048 // dim, "K": dim, "BD": dim, "M": 80, "LOW": tl.bfloat16, "num_stages": config.stages}
+        queries = {**common, "N": 511, "FAR": 0, "BQ": config.queries, "BK": config.keys, "BM": config.memory, "ROW": 2048}
+        back = {**common, "BQ": config.queries_back}
         name = "eidetic" if dim == 64 else f"eidetic, {dim}"
         yield (
             f"{name} forward",
             joint_attention_kernels.joint_attention_forward_kernel,
-            {**queries, "maxnreg": tiles.registers},
-            tiles.warps,
+            {**queries, "maxnreg": config.registers},
+            config.warps,
             types,
         )
-        yield f"{name} queries backward", joint_attention_kernels.joint_attention_backward_dq_kernel, queries, tiles.warps, types
-        rows = {**back, "N": 511, "NEAR": 0, "BK": tiles.keys_back, "REACH": 0, "ROW": 4096, "INTO": 4096, "E": 64}
-        yield f"{name} rows backward", joint_attention_kernels.joint_attention_backward_dkv_kernel, rows, tiles.warps_back, types
+        yield f"{name} queries backward", joint_attention_kernels.joint_attention_backward_dq_kernel, queries, config.warps, types
+        rows = {**back, "N": 511, "NEAR": 0, "BK": config.keys_back, "REACH": 0, "ROW": 4096, "INTO": 4096, "E": 64}
+        yield f"{name} rows backward", joint_attention_kernels.joint_attention_backward_dkv_kernel, rows, config.warps_back, types
         # all of a document, and no memories
         alone = {**queries, "N": 0, "M": 0, "BM": 16}
         yield (
             f"attention, {dim} forward",
             joint_attention_kernels.joint_attention_forward_kernel,
-            {**alone, "maxnreg": tiles.registers},
-            tiles.warps,
+            {**alone, "maxnreg": config.registers},
+            config.warps,
             types,
         )
         yield (
             f"attention, {dim} queries backward",
             joint_attention_kernels.joint_attention_backward_dq_kernel,
             alone,
-            tiles.warps,
+            config.warps,
             types,
         )
         yield (
             f"attention, {dim} rows backward",
             joint_attention_kernels.joint_attention_backward_dkv_kernel,
             {**rows, "N": 0, "REACH": -1, "M": 0, "E": 0},
-            tiles.warps_back,
+            config.warps_back,
             types,
         )
-        memories = {**back, "WINDOW": 512, "BM": tiles.memory}
+        memories = {**back, "WINDOW": 512, "BM": config.memory}
         yield (
             f"{name} memories backward",
             joint_attention_kernels.joint_attention_backward_dmemory_kernel,
             memories,
-            tiles.warps_back,
+            config.warps_back,
             types,
         )
-        spread = {"G": 2048 // dim, "K": dim, "BD": dim, "BK": tiles.keys_back, "INTO": 4096}
+        spread = {"G": 2048 // dim, "K": dim, "BD": dim, "BK": config.keys_back, "INTO": 4096}
         yield f"{name} copies backward", memory_copy_kernels.memory_copy_backward_kernel, spread, 4, types
     sizes = {"WINDOW": 512, "EIDETIC": 64, "FADING": 16, "OLD": 1}
     gathered = {**sizes, "C": 2048, "ROW": 4096, "FADING_ROW": 4096, "N": 511, "BM": 16, "BE": 64, "BC": 512}
@@ -352,7 +360,7 @@ def _without_warps(sizes):
 def _norm_kernels():
     """Of the residual stream, and of heads."""
     from baton.kernels.rms_norm import per_row
-    from baton.kernels.rms_norm.triton import sizes_back, sizes_of
+    from baton.kernels.rms_norm.triton_launch import sizes_back, sizes_of
 
     for name, width in (("norm", 2048), ("norm, of heads", 128)):
         sizes = {**sizes_of(width)}
@@ -373,7 +381,7 @@ def _norm_kernels():
 def _gate_kernels():
     """With an MLP's width at 1.3B, whose two halves lie in one tensor."""
     from baton.kernels.gate import per_block
-    from baton.kernels.gate.triton import sizes_of
+    from baton.kernels.gate.triton_launch import sizes_of
 
     for name, gelu in (("silu", False), ("gelu", True)):
         sizes = {**sizes_of(5632), "GELU": gelu}
@@ -389,7 +397,7 @@ def _gate_kernels():
 def _scale_kernels():
     """With heads as in Mamba-2."""
     from baton.kernels.head_scale import per_row
-    from baton.kernels.head_scale.triton import sizes_of
+    from baton.kernels.head_scale.triton_launch import sizes_of
 
     sizes = {**sizes_of(64)}
     warps, types = sizes.pop("num_warps"), dict.fromkeys(("scale", "dscale"), "fp32")
@@ -400,7 +408,7 @@ def _scale_kernels():
 def _rotary_kernels():
     """With heads as in Transformer++, and one alone, wider and of no power of two."""
     from baton.kernels.rotary import turns
-    from baton.kernels.rotary.triton import sizes_of
+    from baton.kernels.rotary.triton_launch import sizes_of
 
     for name, heads, dim in (("rotary", 32, 64), ("rotary, one head", 1, 160)):
         sizes = {**sizes_of(heads, dim)}
@@ -412,7 +420,7 @@ def _rotary_kernels():
 def _loss_kernels():
     """With a vocabulary of the usual size."""
     from baton.kernels.cross_entropy import per_row
-    from baton.kernels.cross_entropy.triton import COLUMNS
+    from baton.kernels.cross_entropy.triton_launch import COLUMNS
 
     types = {"logits": "bf16", "labels": "i64", **dict.fromkeys(("largest", "total", "own"), "fp32")}
     yield "loss, sums", per_row.sums_kernel, {"V": 50280, "BV": COLUMNS}, 8, types
@@ -422,7 +430,7 @@ def _loss_kernels():
 def _embedding_kernels():
     """With gradients in either type."""
     from baton.kernels.embedding import per_run
-    from baton.kernels.embedding import triton as embedding
+    from baton.kernels.embedding import triton_launch as embedding
 
     common = {"C": embedding._CHUNK}
     types = {"ids": "i32", "order": "i64", "into": "fp32", "parts": "fp32"}
@@ -435,15 +443,15 @@ def _embedding_kernels():
 
 def _kernels(arch):
     """As `kernels`, without the lengths of rows and the matrix states'."""
-    from baton.kernels.compile import launch_configs as table
+    from baton.kernels.compile import launch_configs
     from baton.kernels.diagonal_scan import triton_backward, triton_forward
     from baton.kernels.diagonal_scan.channel_reduce import LANES_HAVE_CHANNELS
-    from baton.kernels.diagonal_scan.triton import KERNEL, default_tiles, shape_of
     from baton.kernels.diagonal_scan.triton_common import LONGHORN, MAMBA, MAMBA_ZOH
+    from baton.kernels.diagonal_scan.triton_launch import KERNEL, default_launch_config, shape_of
     from baton.kernels.short_conv import triton_kernels
-    from baton.kernels.short_conv.triton import Tiles as ConvTiles
+    from baton.kernels.short_conv.triton_launch import LaunchConfig as ConvLaunchConfig
 
-    conv_tiles = ConvTiles()
+    conv_config = ConvLaunchConfig()
     # every kind with the usual d_state, Mamba with the largest
     for label, kind, d_state in (
         ("mamba", MAMBA.value, 16),
@@ -452,20 +460,20 @@ def _kernels(arch):
         ("mamba, d_state 64,", MAMBA.value, 64),
         ("mamba zoh, d_state 64,", MAMBA_ZOH.value, 64),
     ):
-        own = table.of_device(KERNEL, NAMES[arch], shape_of(label.split(",")[0], d_state, 8, CHANNELS))
-        tiles = replace(default_tiles(d_state, kind == MAMBA_ZOH.value), **own)
+        own = launch_configs.for_device_names(KERNEL, NAMES[arch], shape_of(label.split(",")[0], d_state, 8, CHANNELS))
+        config = replace(default_launch_config(d_state, kind == MAMBA_ZOH.value), **own)
         common = {"KIND": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "FULL": True}
-        common |= {"D": CHANNELS, "N": d_state, "BD": tiles.channels, "BN": d_state}
-        ahead, summary, back = ({**common, "STEPS": n} for n in (tiles.steps, tiles.steps_summary, tiles.steps_back))
-        ahead, summary = {**ahead, "AHEAD": tiles.ahead}, {**summary, "AHEAD": tiles.ahead_summary}
-        whole = {"GATED": True, "HAS_ENTERING": True, "KEEP_BORDERS": True, "BORDER": tiles.border, "UNROLL": tiles.unroll}
-        yield f"{label} summarize", triton_forward.summarize_kernel, summary, tiles.warps, "bf16"
-        yield f"{label} scan", triton_forward.scan_kernel, {**ahead, **whole}, tiles.warps, "bf16"
+        common |= {"D": CHANNELS, "N": d_state, "BD": config.channels, "BN": d_state}
+        ahead, summary, back = ({**common, "STEPS": n} for n in (config.steps, config.steps_summary, config.steps_back))
+        ahead, summary = {**ahead, "AHEAD": config.ahead}, {**summary, "AHEAD": config.ahead_summary}
+        whole = {"GATED": True, "HAS_ENTERING": True, "KEEP_BORDERS": True, "BORDER": config.border, "UNROLL": config.unroll}
+        yield f"{label} summarize", triton_forward.summarize_kernel, summary, config.warps, "bf16"
+        yield f"{label} scan", triton_forward.scan_kernel, {**ahead, **whole}, config.warps, "bf16"
         yield (
             f"{label} summarize backward",
             triton_backward.summarize_backward_kernel,
             {**summary, "GATED": True},
-            tiles.warps,
+            config.warps,
             "bf16",
         )
         yield (
@@ -474,15 +482,15 @@ def _kernels(arch):
             {
                 **back,
                 "GATED": True,
-                "BORDER": tiles.border,
-                "BD": tiles.channels_back,
-                "WARP_SUMS": LANES_HAVE_CHANNELS and d_state == 16 and tiles.channels_back == 32,
+                "BORDER": config.border,
+                "BD": config.channels_back,
+                "WARP_SUMS": LANES_HAVE_CHANNELS and d_state == 16 and config.channels_back == 32,
             },
-            tiles.warps,
+            config.warps,
             "bf16",
         )
     conv = {"HAS_TAIL": True, "HAS_POS": True, "SILU": True, "FULL": True, "D": CHANNELS, "W": 4}
-    conv |= {"BD": conv_tiles.channels, "STEPS": conv_tiles.steps}
+    conv |= {"BD": conv_config.channels, "STEPS": conv_config.steps}
     yield "conv", triton_kernels.conv_kernel, {**conv, "EVEN": True}, 1, "bf16"
     yield "conv backward", triton_kernels.conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": False}, 1, "bf16"
     yield "conv backward, tail taken", triton_kernels.conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": True}, 1, "bf16"

@@ -98,10 +98,10 @@ def main() -> None:
         ahead.on_gpu, ahead._target = lambda x: True, GPU
         # what nothing was written to is the same each time, and a number
         torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
-    import baton.kernels.compile.launch_configs as tiles
+    import baton.kernels.compile.launch_configs as launch_configs
     from support.models import model_of, training
 
-    tiles.names_of = lambda device: GPU.names
+    launch_configs.table_names = lambda device: GPU.names
     results = {}
     with noting() as found:
         for mixer in mixers:

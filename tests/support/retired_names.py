@@ -8,6 +8,18 @@ of `fnmatch` (`*` also matches `/`), and the retired names.
 Entry = tuple[tuple[str, ...], tuple[str, ...]]
 
 WORDS: dict[str, Entry] = {
+    "kernels": (
+        ("*",),
+        (
+            "compile_pool.py",
+            "in_chunks.py",
+            "first_calls",
+            "tiles.json",
+            "TilesError",
+            "power_of_two",
+            "_tiles_for",
+        ),
+    ),
     "models": (("*",), ("rms_norm_beside", "kept_not", "GatedScan", "GatedScanConfig")),
     "tests": (("*",), ("test_house",)),
     "kernels' operators": (
@@ -66,7 +78,23 @@ WORDS: dict[str, Entry] = {
 """Part of the repository -> (files, names)."""
 
 NAMES: dict[str, list[Entry]] = {
-    "kernels": [],
+    "kernels": [
+        (
+            (
+                "kernels/*",
+                "tests/kernels/*",
+                "training/*",
+            ),
+            (
+                "Tiles",
+                "SumTiles",
+                "tiles=",
+                ".tiles",
+                "tiles_for",
+                "default_tiles",
+            ),
+        ),
+    ],
     "models": [
         (("*.py",), ("Site", "IGNORED", "remaking")),
         (("models/*",), ("site", "beside=")),

@@ -2,7 +2,7 @@
 multiplied. With all of bfloat16's rounding kernels run as `support.bfloat16` has it.
 
 The one thing to know: within `products_are_rounded` the kernels of gated linear attention multiply as on a GPU where products are
-of bfloat16, with its tiles.
+of bfloat16, with its launch configurations.
 """
 
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.gated_linear_attention import decays, sides
-from baton.kernels.gated_linear_attention.triton import Sum
+from baton.kernels.gated_linear_attention.triton_launch import Sum
 
 
 @triton.jit
@@ -48,10 +48,10 @@ def products_are_rounded(monkeypatch, *, twice=True):
     begin = Sum.__init__
 
     def as_of_bfloat16(self, *arguments, low):
-        tiles = arguments[-1]
+        config = arguments[-1]
         begin(self, *arguments, low=False)
-        self.tiles, self.chunks = tiles, -(-self.length // tiles.chunk)
-        self.common["C"] = tiles.chunk
+        self.config, self.chunks = config, -(-self.length // config.chunk)
+        self.common["C"] = config.chunk
         self.low = {"LOW": 1}  # any but None
 
     with monkeypatch.context() as patched:

@@ -6,7 +6,7 @@ import torch
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import META, Target, launching_nothing
 from baton.kernels.compile.autotune import _SETUPS, STEPS
-from baton.kernels.errors import TilesError
+from baton.kernels.errors import LaunchConfigError
 from baton.launcher import cli
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
@@ -75,7 +75,7 @@ def test_some_kernels_alone():
     requests = requests_of(*settings(), Target(90))
     assert {request.kernel for request in chosen(requests, ["short_conv"])} == {"short_conv"}
     assert chosen(requests, []) == requests
-    with pytest.raises(TilesError, match="the run has no kernel called 'delta_rule'; it has diagonal_scan, short_conv"):
+    with pytest.raises(LaunchConfigError, match="the run has no kernel called 'delta_rule'; it has diagonal_scan, short_conv"):
         chosen(requests, ["short_conv", "delta_rule"])
 
 
@@ -90,16 +90,16 @@ def test_what_was_tuned_is_in_the_table(tmp_path, monkeypatch):
     rows = {
         (row.kernel, *sorted(row.shape.items())): row
         for row in launch_configs.read(path)
-        if row.device == launch_configs.names_of(device)[-1]
+        if row.device == launch_configs.table_names(device)[-1]
     }
     for tuned in found:
-        assert rows[(tuned.request.kernel, *sorted(tuned.request.shape.items()))].tiles == tuned.tiles
+        assert rows[(tuned.request.kernel, *sorted(tuned.request.shape.items()))].config == tuned.config
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bmojo", "delta_net", "gla", "gsa", "lattice"])
 def test_every_kernel_is_tuned(kind, tmp_path, monkeypatch):
-    """That of small shapes the tiles in use are measured at all, and another choice beside them."""
+    """That of small shapes the configuration in use are measured at all, and another choice beside them."""
     few = {
         name: tuple({key: values[:2] for key, values in list(step.items())[:1]} for step in steps[:1])
         for name, steps in STEPS.items()

@@ -118,6 +118,6 @@ def _look_at(path: Path, expected: dict[str, Any]) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes here: packages, and the table of the kernels' tiles."""
+    """Of what computes here: packages, and the table of the kernels' launch configurations."""
     packages = ("baton-lm", "torch", "deepspeed", "megatron-core")
-    return {**{name: version(name) for name in packages}, "kernel tiles": launch_configs.digest()}
+    return {**{name: version(name) for name in packages}, "kernel launch configurations": launch_configs.digest()}

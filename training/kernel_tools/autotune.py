@@ -1,15 +1,16 @@
-"""The shapes that a run's kernels have on a rank, and the table of tiles that is quickest for them on the GPU at hand."""
+"""The shapes that a run's kernels have on a rank, and the table of launch configurations that is quickest for them on the GPU at
+hand."""
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import META, Target, launching_nothing
 from baton.kernels.compile.autotune import Tuned, tune
 from baton.kernels.compile.launch_configs import PATH
-from baton.kernels.errors import TilesError
+from baton.kernels.errors import LaunchConfigError
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
@@ -19,7 +20,7 @@ from baton.training.config import TrainingConfig
 __all__ = ["PATH", "chosen", "requests_of", "tune_for"]
 
 
-def requests_of(model: ModelConfig, training: TrainingConfig, layout: LayoutConfig, wanted: Target) -> list[table.Request]:
+def requests_of(model: ModelConfig, training: TrainingConfig, layout: LayoutConfig, wanted: Target) -> list[launch_configs.Request]:
     """What a rank's forward pass over a micro-batch asks the table for, found with one of each kind of layer on the meta device.
 
     Tensor parallelism divides channels and heads; sequence parallelism and segments divide tokens.
@@ -36,18 +37,19 @@ def requests_of(model: ModelConfig, training: TrainingConfig, layout: LayoutConf
         mesh = meshes.initialize(own, device=META, rank=0, store=FakeStore())
         try:
             one = build_model(layers, training, META, mesh)
-            with torch.no_grad(), table.requests() as found:
+            with torch.no_grad(), launch_configs.record_requests() as found:
                 one(ids, pos)
         finally:
             meshes.shutdown()
     return found
 
 
-def chosen(requests: Sequence[table.Request], kernels: Collection[str]) -> list[table.Request]:
-    """Those of the kernels of these names; of all if there are none. Raises TilesError for a kernel that no request is of."""
+def chosen(requests: Sequence[launch_configs.Request], kernels: Collection[str]) -> list[launch_configs.Request]:
+    """Those of the kernels of these names; of all if there are none. Raises LaunchConfigError for a kernel that no request is
+    of."""
     known = sorted({request.kernel for request in requests})
     if unknown := set(kernels) - set(known):
-        raise TilesError(f"the run has no kernel called {min(unknown)!r}; it has {', '.join(known)}")
+        raise LaunchConfigError(f"the run has no kernel called {min(unknown)!r}; it has {', '.join(known)}")
     return [request for request in requests if not kernels or request.kernel in kernels]
 
 
@@ -59,24 +61,25 @@ def tune_for(
     path: Path,
     kernels: Collection[str] = (),
 ) -> Iterator[Tuned]:
-    """The quickest tiles of everything that the run asks for, one after the other; each is in the table at `path` when it comes.
+    """The fastest launch configurations of everything that the run asks for, one after the other; each is in the table at `path`
+    when it comes.
 
     Args:
         kernels: names of those that are tuned; none: all.
 
     Raises:
-        TilesError: the table cannot be read or written, or the run has none of the kernels, before anything is timed.
+        LaunchConfigError: the table cannot be read or written, or the run has none of the kernels, before anything is timed.
     """
-    table.write(table.read(path), path)
+    launch_configs.write(launch_configs.read(path), path)
     dtype, here = DTYPES[training.precision_on(device.type)], Target.here()
     assert here is not None
     for tuned in tune(chosen(requests_of(model, training, layout, here), kernels), device, dtype):
-        table.write(_with_row(table.read(path), tuned.entry(device, dtype)), path)
+        launch_configs.write(_with_row(launch_configs.read(path), tuned.entry(device, dtype)), path)
         yield tuned
 
 
-def _with_row(entries: tuple[table.Entry, ...], row: table.Entry) -> tuple[table.Entry, ...]:
-    """A table with a row in place of the one of its kernel, device and shape. One without tiles stays: it says that the defaults
-    are the quickest."""
+def _with_row(entries: tuple[launch_configs.Entry, ...], row: launch_configs.Entry) -> tuple[launch_configs.Entry, ...]:
+    """A table with a row in place of the one of its kernel, device and shape. One without a configuration stays: it says that the
+    defaults are the quickest."""
     key = row.kernel, row.device, row.shape
     return (*(entry for entry in entries if (entry.kernel, entry.device, entry.shape) != key), row)

@@ -1,7 +1,7 @@
 """The short convolution on a GPU: launches the Triton kernels of `triton_kernels` and gives them a gradient.
 
-The one thing to know: spans are a function of shapes and of the `Tiles` alone, so equal calls give equal bits. The input may be a
-view: only its last dimension has to be contiguous.
+The one thing to know: spans are a function of shapes and of the `LaunchConfig` alone, so equal calls give equal bits. The input
+may be a view: only its last dimension has to be contiguous.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
-from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.short_conv.torch_impl import new_tail
 
@@ -22,7 +22,7 @@ KERNEL = "short_conv"
 
 
 @dataclass(frozen=True)
-class Tiles:
+class LaunchConfig:
     """How the kernels are cut.
 
     Attributes:
@@ -36,7 +36,7 @@ class Tiles:
     span: int = 128
 
 
-_DEFAULT = Tiles()
+_DEFAULT = LaunchConfig()
 
 
 def in_triton(x: Tensor) -> bool:
@@ -45,34 +45,34 @@ def in_triton(x: Tensor) -> bool:
 
 
 def short_conv_triton(
-    x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor | None, silu: bool, tiles: Tiles | None = None,
-    tail_wanted: bool = True,
+    x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor | None, silu: bool,
+    config: LaunchConfig | None = None, tail_wanted: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `op.short_conv`, which checks the arguments."""
-    tiles, pos = _with_room(tiles or _tiles_for(x, weight), weight.shape[1]), launch_utils.positions(pos)
+    config, pos = _with_room(config or _launch_config_for(x, weight), weight.shape[1]), launch_utils.positions(pos)
     inputs = (x, weight, bias, tail)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
-        y, leaving = _ShortConv.apply(*inputs, pos, silu, tiles, tail_wanted)
+        y, leaving = _ShortConv.apply(*inputs, pos, silu, config, tail_wanted)
         return y, leaving
-    return _forward(x, weight, bias, tail, pos, silu, tiles, tail_wanted)
+    return _forward(x, weight, bias, tail, pos, silu, config, tail_wanted)
 
 
-def shape_of(width: int, element_bytes: int) -> table.Shape:
-    """What tiles depend on."""
+def shape_of(width: int, element_bytes: int) -> launch_configs.Shape:
+    """What the launch configuration depends on."""
     return {"width": width, "element_bytes": element_bytes}
 
 
-def _tiles_for(x: Tensor, weight: Tensor) -> Tiles:
+def _launch_config_for(x: Tensor, weight: Tensor) -> LaunchConfig:
     batch, length, channels = x.shape
     sizes = {"batch": batch, "tokens": length, "channels": channels}
-    return table.choose(KERNEL, _DEFAULT, x.device, shape_of(weight.shape[1], x.element_size()), sizes)
+    return launch_configs.choose(KERNEL, _DEFAULT, x.device, shape_of(weight.shape[1], x.element_size()), sizes)
 
 
 @cache
-def _with_room(tiles: Tiles, width: int) -> Tiles:
+def _with_room(config: LaunchConfig, width: int) -> LaunchConfig:
     """A block of tokens is as long as what a token's gradient reaches back."""
-    steps = max(tiles.steps, table.power_of_two(width - 1))
-    return replace(tiles, steps=steps, span=-(-tiles.span // steps) * steps)
+    steps = max(config.steps, launch_utils.next_power_of_2(width - 1))
+    return replace(config, steps=steps, span=-(-config.span // steps) * steps)
 
 
 @cache
@@ -83,15 +83,15 @@ def _kernels() -> ModuleType:
     return triton_kernels
 
 
-def _grid(x: Tensor, tiles: Tiles) -> tuple[int, int, int]:
+def _grid(x: Tensor, config: LaunchConfig) -> tuple[int, int, int]:
     batch, length, channels = x.shape
-    return -(-channels // tiles.channels), batch, -(-length // tiles.span)
+    return -(-channels // config.channels), batch, -(-length // config.span)
 
 
-def _options(x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, silu: bool, tiles: Tiles) -> dict[str, Any]:
+def _options(x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, silu: bool, config: LaunchConfig) -> dict[str, Any]:
     return {
         "T": x.shape[1],
-        "span": tiles.span,
+        "span": config.span,
         "x_batch": x.stride(0),
         "D": x.shape[2],
         "x_row": x.stride(1),
@@ -99,22 +99,29 @@ def _options(x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, sil
         "HAS_TAIL": tail is not None,
         "HAS_POS": pos is not None,
         "SILU": silu,
-        "FULL": x.shape[2] % tiles.channels == 0,
-        "BD": tiles.channels,
-        "STEPS": tiles.steps,
+        "FULL": x.shape[2] % config.channels == 0,
+        "BD": config.channels,
+        "STEPS": config.steps,
         "num_warps": 1,
         "num_stages": 1,
     }
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool, tiles: Tiles, tail_wanted: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    tail: Tensor | None,
+    pos: Tensor | None,
+    silu: bool,
+    config: LaunchConfig,
+    tail_wanted: bool,
 ) -> tuple[Tensor, Tensor]:
     rows, width = launch_utils.in_rows(x), weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _kernels().conv_kernel[_grid(x, tiles)](
+    _kernels().conv_kernel[_grid(x, config)](
         rows, launch_utils.aligned(weight), launch_utils.aligned(bias), x if tail is None else tail.contiguous(),
-        x if pos is None else pos, y, EVEN=x.shape[1] % tiles.steps == 0, **_options(rows, width, tail, pos, silu, tiles),
+        x if pos is None else pos, y, EVEN=x.shape[1] % config.steps == 0, **_options(rows, width, tail, pos, silu, config),
     )  # fmt: skip
     return y, new_tail(x, tail, width - 1) if tail_wanted else x.new_empty(x.shape[0], 0, x.shape[2])
 
@@ -122,22 +129,22 @@ def _forward(
 class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool, tiles: Tiles,
-        tail_wanted: bool,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool,
+        config: LaunchConfig, tail_wanted: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)  # zeros would be made, and added, for a tail that nobody has taken
         ctx.save_for_backward(x, weight, bias, tail, pos)
-        ctx.silu, ctx.tiles = silu, tiles
-        return _forward(x, weight, bias, tail, pos, silu, tiles, tail_wanted)
+        ctx.silu, ctx.config = silu, config
+        return _forward(x, weight, bias, tail, pos, silu, config, tail_wanted)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dleaving: Tensor | None) -> tuple[Any, ...]:
         x, weight, bias, tail, pos = ctx.saved_tensors
         dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if dy is None else dy
-        rows, dy, tiles, width = launch_utils.in_rows(x), launch_utils.in_rows(dy), ctx.tiles, weight.shape[1]
+        rows, dy, config, width = launch_utils.in_rows(x), launch_utils.in_rows(dy), ctx.config, weight.shape[1]
         batch, length, channels = x.shape
-        grid, even = _grid(x, tiles), length % tiles.steps == 0
+        grid, even = _grid(x, config), length % config.steps == 0
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dtail = x if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
         sums = torch.empty(batch * grid[2], width + 1, channels, dtype=torch.float32, device=x.device)
@@ -145,7 +152,7 @@ class _ShortConv(torch.autograd.Function):
             rows, launch_utils.aligned(weight), launch_utils.aligned(bias), x if tail is None else tail.contiguous(),
             x if pos is None else pos, dy, x if dleaving is None else dleaving.contiguous(), dx, dtail, sums,
             dy_batch=dy.stride(0), dy_row=dy.stride(1), EVEN=even, TAKEN=dleaving is not None, **_options(rows, width, tail, pos,
-            ctx.silu, tiles),
+            ctx.silu, config),
         )  # fmt: skip
         whole = sums.sum(0)
         grads = (dx, whole[:width].t().to(weight.dtype), whole[width].to(bias.dtype), None if tail is None else dtail)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
-from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile import launch_configs
 from baton.kernels.gated_linear_attention.arguments import Given, Prepared, Side
-from baton.kernels.gated_linear_attention.arguments import Tiles as SumTiles
-from baton.kernels.gated_linear_attention.triton import Sum
+from baton.kernels.gated_linear_attention.arguments import LaunchConfig as GLALaunchConfig
+from baton.kernels.gated_linear_attention.triton_launch import Sum
 
 KERNEL = "delta_rule"
 SMALL = 32
@@ -29,7 +29,7 @@ ends the process with an illegal address (d_key 33, d_value 5, bfloat16, with de
 
 
 @dataclass(frozen=True)
-class Tiles(SumTiles):
+class LaunchConfig(GLALaunchConfig):
     """How the kernels are cut, gated linear attention's among them.
 
     Attributes:
@@ -59,7 +59,7 @@ class Tiles(SumTiles):
         return replace(super().for_float32, **{name: min(size, getattr(self, name)) for name, size in largest.items()})
 
 
-_DEFAULT = Tiles()
+_DEFAULT = LaunchConfig()
 
 
 def delta_rule_triton(
@@ -72,21 +72,21 @@ def delta_rule_triton(
     scale: float,
     pos: Tensor | None,
     initial_state: Tensor | None,
-    tiles: Tiles | None = None,
+    config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `op.delta_rule`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits, the inverse's not."""
-    tiles = tiles or _tiles_for(k, v, g)
-    y, leaving = _DeltaRule.apply(q, k, v, beta, g, initial_state, scale, launch_utils.positions(pos), tiles)
+    config = config or _launch_config_for(k, v, g)
+    y, leaving = _DeltaRule.apply(q, k, v, beta, g, initial_state, scale, launch_utils.positions(pos), config)
     return y, leaving
 
 
 def delta_rule_effect_triton(
-    k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, pos: Tensor | None, tiles: Tiles | None = None
+    k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, pos: Tensor | None, config: LaunchConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `chunked.delta_rule_effect`, of arguments that `delta_rule_triton` takes."""
-    run = _Run(k, k, v, beta, g, 1.0, launch_utils.positions(pos), tiles or _tiles_for(k, v, g))
+    run = _Run(k, k, v, beta, g, 1.0, launch_utils.positions(pos), config or _launch_config_for(k, v, g))
     X, Y = run.sum.sizes
-    effects = run.effects(run.inverses(), run.pieces(-(-(Y + X) // run.walk(run.tiles.values)["BY"])))
+    effects = run.effects(run.inverses(), run.pieces(-(-(Y + X) // run.walk(run.config.values)["BY"])))
     total, *others = effects.unbind(2)
     for effect in others:
         total = effect[..., Y:] @ total
@@ -95,57 +95,69 @@ def delta_rule_effect_triton(
     return M.contiguous(), add.contiguous()
 
 
-def shape_of(gated: bool, d_key: int, d_value: int) -> table.Shape:
-    """What tiles depend on, in classes."""
-    return {"gate": "scalar" if gated else "none", "d_key": table.power_of_two(d_key), "d_value": table.power_of_two(d_value)}
+def shape_of(gated: bool, d_key: int, d_value: int) -> launch_configs.Shape:
+    """What the launch configuration depends on, in classes."""
+    return {
+        "gate": "scalar" if gated else "none",
+        "d_key": launch_utils.next_power_of_2(d_key),
+        "d_value": launch_utils.next_power_of_2(d_value),
+    }
 
 
-def _tiles_for(k: Tensor, v: Tensor, g: Tensor | None) -> Tiles:
+def _launch_config_for(k: Tensor, v: Tensor, g: Tensor | None) -> LaunchConfig:
     batch, length, heads, d_value = v.shape
     sizes = {"batch": batch, "tokens": length, "heads": heads, "d_key": k.shape[3], "d_value": d_value}
-    return table.choose(KERNEL, _DEFAULT, v.device, shape_of(g is not None, k.shape[3], d_value), sizes)
+    return launch_configs.choose(KERNEL, _DEFAULT, v.device, shape_of(g is not None, k.shape[3], d_value), sizes)
 
 
 class _Run:
     """One call's launches."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, scale: float, pos: Tensor | None, tiles: Tiles
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        g: Tensor | None,
+        scale: float,
+        pos: Tensor | None,
+        config: LaunchConfig,
     ) -> None:
         given = Given.of(q, k, v)
-        self.sum = Sum("none" if g is None else "scalar", scale, pos, g, given, tiles, low=given.low)
-        self.tiles = tiles if given.low else tiles.for_float32
+        self.sum = Sum("none" if g is None else "scalar", scale, pos, g, given, config, low=given.low)
+        self.config = config if given.low else config.for_float32
         self.beta, self.scale, (self.kernels, self.gradients) = launch_utils.in_rows(beta), scale, _kernels()
         self.sums = self.sum.prepare(None, None).sums
 
     def options(self, **own: int) -> dict[str, Any]:
         """Of a program that computes a chunk's gradients, but for what is its own."""
-        run, tiles = self.sum, self.tiles
+        run, config = self.sum, self.config
         X, Y = run.sizes
-        sizes = {"X": X, "Y": Y, "BX": run.block(X, tiles.x_chunk), "BY": run.block(Y, tiles.y_chunk)}
-        options = {**run.low, **run.common, **sizes, "num_warps": tiles.warps_chunk, **own}
+        sizes = {"X": X, "Y": Y, "BX": run.block(X, config.x_chunk), "BY": run.block(Y, config.y_chunk)}
+        options = {**run.low, **run.common, **sizes, "num_warps": config.warps_chunk, **own}
         del options["G"]
         return options
 
     def walk(self, values: int, **own: int) -> dict[str, Any]:
         """As `options`, of a program that walks over chunks with so much of d_value."""
         X, Y = self.sum.sizes
-        return self.options(BX=max(16, table.power_of_two(X)), BY=self.sum.block(Y, values), **own)
+        return self.options(BX=max(16, launch_utils.next_power_of_2(X)), BY=self.sum.block(Y, values), **own)
 
     def pieces(self, blocks: int) -> int:
         """Chunks of each piece of the sequence, of so many programs a head."""
         run = self.sum
         # pieces are walked twice, with more columns the first time: two do not pay
-        wanted = min(self.tiles.programs // (blocks * run.batch * run.heads), run.chunks // 4)
+        wanted = min(self.config.programs // (blocks * run.batch * run.heads), run.chunks // 4)
         return run.chunks if wanted < 3 else -(-run.chunks // wanted)
 
     def inverses(self) -> Tensor:
         """The chunks' inverses, see `solve.inverse_kernel`."""
         run = self.sum
-        k, chunk, heads, rows = run.given.k, self.tiles.chunk, run.heads, run.batch * run.heads
+        k, chunk, heads, rows = run.given.k, self.config.chunk, run.heads, run.batch * run.heads
         planes = 1 if run.kept == torch.float32 else 2
         inverse = run.new(run.batch, heads, run.chunks, planes, chunk, chunk, dtype=run.kept)
-        options = self.options(BX=run.block(run.sizes[0], SMALL), num_warps=self.tiles.warps_inverse)
+        options = self.options(BX=run.block(run.sizes[0], SMALL), num_warps=self.config.warps_inverse)
         del options["Y"], options["BY"]
         self.kernels.inverse_kernel[(run.chunks, rows)](
             k, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.length, run.chunks,
@@ -159,7 +171,7 @@ class _Run:
         """A launch of `solve.writes_kernel`; without u and states of what each piece does to the state."""
         run, (_, k, v) = self.sum, self.sum.given
         X, Y = run.sizes
-        options = self.walk(self.tiles.values, num_warps=self.tiles.warps_walk)
+        options = self.walk(self.config.values, num_warps=self.config.warps_walk)
         columns = Y if u is not None else Y + X
         self.kernels.writes_kernel[(-(-columns // options["BY"]), run.batch * run.heads, -(-run.chunks // piece))](
             k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.or_v(first), run.or_v(u), run.or_v(states), last,
@@ -188,7 +200,7 @@ class _Run:
         """What tokens write [B, T, H, d_value], the states before each chunk, the last, and the pieces' effects if there are
         pieces."""
         run, (X, Y), effects = self.sum, self.sum.sizes, None
-        piece = self.pieces(-(-Y // self.walk(self.tiles.values)["BY"]))
+        piece = self.pieces(-(-Y // self.walk(self.config.values)["BY"]))
         if piece < run.chunks:
             effects = self.effects(inverse, piece)
             first = self.folded(effects, effects, first, backwards=False)
@@ -218,8 +230,8 @@ class _Run:
         whole_rows = all(x.stride(1) * x.element_size() % 16 == 0 for x in (q, k, dy))
 
         def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
-            warps = self.tiles.warps_back if whole_rows else min(self.tiles.warps_back, ODD_WARPS)
-            options = self.walk(self.tiles.values_back, num_warps=warps, num_stages=self.tiles.stages_back)
+            warps = self.config.warps_back if whole_rows else min(self.config.warps_back, ODD_WARPS)
+            options = self.walk(self.config.values_back, num_warps=warps, num_stages=self.config.stages_back)
             self.gradients.writes_backward_kernel[(-(-shape[3] // options["BY"]), rows, pieces)](
                 q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), scores, inverse, run.or_v(arriving), dr, cotangents,
                 dfirst, run.length, run.chunks, -(-run.chunks // pieces), self.scale, *launch_utils.strides(q, k, self.beta, dy),
@@ -252,18 +264,18 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, initial_state: Tensor | None, scale: float,
-        pos: Tensor | None, tiles: Tiles,
+        pos: Tensor | None, config: LaunchConfig,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, last, inverse = _Run(q, k, v, beta, g, scale, pos, tiles).forward(_contiguous(initial_state))
+        y, last, inverse = _Run(q, k, v, beta, g, scale, pos, config).forward(_contiguous(initial_state))
         ctx.save_for_backward(q, k, v, beta, g, initial_state, inverse, pos)
-        ctx.scale, ctx.tiles = scale, tiles
+        ctx.scale, ctx.config = scale, config
         return y, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
         q, k, v, beta, g, initial_state, inverse, pos = ctx.saved_tensors
-        run = _Run(q, k, v, beta, g, ctx.scale, pos, ctx.tiles)
+        run = _Run(q, k, v, beta, g, ctx.scale, pos, ctx.config)
         dq, dk, dv, dbeta, dg, dfirst = run.backward(
             _contiguous(initial_state), inverse, launch_utils.in_rows(dy), dlast.contiguous()
         )

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
-from baton.kernels.compile import launch_configs as table
 from baton.kernels.compile.aot import on_gpu
 
 _ENTRIES = 4096  # of a program
@@ -34,9 +33,9 @@ def rotary_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 @cache
 def sizes_of(heads: int, dim: int) -> Mapping[str, int]:
     """A launch's, for so many heads of so many numbers: all heads of a few tokens where there is room."""
-    pairs = table.power_of_two(dim // 2)
+    pairs = launch_utils.next_power_of_2(dim // 2)
     rows = max(1, _ENTRIES // (2 * pairs))
-    block = min(rows, table.power_of_two(heads))
+    block = min(rows, launch_utils.next_power_of_2(heads))
     return MappingProxyType({"H": heads, "K": dim, "BT": rows // block, "BH": block, "BP": pairs, "num_warps": 4})
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
-from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
-from baton.kernels.gated_linear_attention.arguments import Given, Prepared, Projected, Side, Tiles
+from baton.kernels.gated_linear_attention.arguments import Given, LaunchConfig, Prepared, Projected, Side
 from baton.kernels.gated_linear_attention.reference import Gate
 
 KERNEL = "gated_linear_attention"
-_DEFAULT = Tiles()
+_DEFAULT = LaunchConfig()
 SCORES_SHARE = 8
 """Scores are kept for the backward pass where they are at most this part of what is kept of q, k and v."""
 
@@ -31,16 +31,16 @@ def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
     return on_gpu(x) and compute_dtype == torch.float32
 
 
-def shape_of(gate: Gate, d_key: int, d_value: int) -> table.Shape:
-    """What tiles depend on, in classes."""
-    return {"gate": gate, "d_key": table.power_of_two(d_key), "d_value": table.power_of_two(d_value)}
+def shape_of(gate: Gate, d_key: int, d_value: int) -> launch_configs.Shape:
+    """What the launch configuration depends on, in classes."""
+    return {"gate": gate, "d_key": launch_utils.next_power_of_2(d_key), "d_value": launch_utils.next_power_of_2(d_value)}
 
 
-def tiles_for(gate: Gate, given: Given) -> Tiles:
+def launch_config_for(gate: Gate, given: Given) -> LaunchConfig:
     batch, length, heads, d_value = given.v.shape
     d_key, query_heads = given.k.shape[3], given.q.shape[2]
     sizes = {"batch": batch, "tokens": length, "heads": heads, "query_heads": query_heads, "d_key": d_key, "d_value": d_value}
-    return table.choose(KERNEL, _DEFAULT, given.v.device, shape_of(gate, d_key, d_value), sizes)
+    return launch_configs.choose(KERNEL, _DEFAULT, given.v.device, shape_of(gate, d_key, d_value), sizes)
 
 
 def gla_triton(
@@ -53,22 +53,29 @@ def gla_triton(
     scale: float,
     pos: Tensor | None,
     initial_state: Tensor | None,
-    tiles: Tiles | None = None,
+    config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `op.gated_linear_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits."""
-    tiles = tiles or tiles_for(gate, Given(q, k, v))
-    y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch_utils.positions(pos), tiles)
+    config = config or launch_config_for(gate, Given(q, k, v))
+    y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch_utils.positions(pos), config)
     return y, leaving
 
 
 def gla_effect(
-    k: Tensor, v: Tensor, g: Tensor | None, *, gate: Gate, pos: Tensor | None, tiles: Tiles | None = None, low: bool | None = None
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    *,
+    gate: Gate,
+    pos: Tensor | None,
+    config: LaunchConfig | None = None,
+    low: bool | None = None,
 ) -> Tensor:
     """What a span adds to a state of zeros, [batch, heads, d_key, d_value], without queries, outputs and gradients. low: whether
     products are of bfloat16 (default: where k and v have 16 bits)."""
     given = Given.of(k, k, v)
     low = given.low if low is None else low
-    run = Sum(gate, 1.0, launch_utils.positions(pos), g, given, tiles or tiles_for(gate, Given(k, k, v)), low=low)
+    run = Sum(gate, 1.0, launch_utils.positions(pos), g, given, config or launch_config_for(gate, Given(k, k, v)), low=low)
     wx, wy = run.writes
     prepared = run.prepare(None, wx)
     assert prepared.written is not None
@@ -79,7 +86,7 @@ class Sum:
     """One call's shapes and launches: scale sum_i rx_i^T S_i ry_i, see `sides`. low: whether products are of bfloat16."""
 
     def __init__(
-        self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: Given, tiles: Tiles, *, low: bool
+        self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: Given, config: LaunchConfig, *, low: bool
     ) -> None:
         self.swapped = gate == "value"
         # one query and one key for all heads, which see them by a stride of 0
@@ -87,16 +94,16 @@ class Sum:
         self.batch, self.length, self.heads, d_value = given.v.shape
         self.query_heads, d_key = given.q.shape[2], given.k.shape[3]
         self.given, self.device, self.g, self.pos = given, given.v.device, None if g is None else launch_utils.in_rows(g), pos
-        self.tiles = tiles if low else tiles.for_float32
+        self.config = config if low else config.for_float32
         self.sizes = (d_value, d_key) if self.swapped else (d_key, d_value)
         self.scale = scale
-        self.chunks = -(-self.length // self.tiles.chunk)
+        self.chunks = -(-self.length // self.config.chunk)
         self.kernels = _kernels()
         self.kept = torch.bfloat16 if low else torch.float32
         self.gate, self.per_channel = _kind(gate), gate in ("key", "value")
         self.common = {
             "H": self.heads, "G": self.query_heads // self.heads, "GATE": self.gate, "HAS_POS": pos is not None,
-            "C": self.tiles.chunk, "num_stages": self.tiles.stages,
+            "C": self.config.chunk, "num_stages": self.config.stages,
         }  # fmt: skip
         self.low = {"LOW": _low() if low else None}
 
@@ -104,7 +111,7 @@ class Sum:
     def keeps_scores(self) -> bool:
         """Whether the output's scores are kept."""
         widths = (x.shape[3] * (1 if x.stride(2) == 0 else x.shape[2]) for x in self.given)
-        return SCORES_SHARE * self.query_heads * self.tiles.chunk <= sum(widths)
+        return SCORES_SHARE * self.query_heads * self.config.chunk <= sum(widths)
 
     @property
     def queries(self) -> Side:
@@ -128,7 +135,7 @@ class Sum:
         return self.given.v if x is None else x
 
     def block(self, size: int, wanted: int) -> int:
-        return max(16, min(wanted, table.power_of_two(size)))
+        return max(16, min(wanted, launch_utils.next_power_of_2(size)))
 
     def prepare(self, r: Tensor | None, w: Tensor | None) -> Prepared:
         """Of what is read with and what is written along x."""
@@ -143,7 +150,7 @@ class Sum:
             sums = self.new(*shape, X, dtype=precise)
             read = None if r is None else self.new(*shape[:2], self.query_heads, X, dtype=self.kept)
             written = None if w is None else self.new(*shape, X, dtype=self.kept)
-            whole, BX = self.new(self.batch, self.heads, self.chunks, X), self.block(X, self.tiles.x_prepared)
+            whole, BX = self.new(self.batch, self.heads, self.chunks, X), self.block(X, self.config.x_prepared)
         self.kernels.prepare_kernel[(self.chunks, -(-X // BX) if self.per_channel else 1, self.batch * self.heads)](
             self.or_v(r), self.or_v(w), self.g, self.or_v(self.pos), sums, self.or_v(read), self.or_v(written),
             self.or_v(whole), self.length, self.scale, *launch_utils.strides(r, w, self.g), X=X, READ=r is not None,
@@ -153,14 +160,14 @@ class Sum:
 
     def scores(self, r: Tensor, w: Tensor, sums: Tensor | None, *, gated: bool) -> Tensor:
         """What is read of what is written, but for the scale, [B, Q, N, C, C]; over what lies along x if gated, along y if not."""
-        chunk, size = self.tiles.chunk, r.shape[3]
+        chunk, size = self.config.chunk, r.shape[3]
         found = self.new(self.batch, self.query_heads, self.chunks, chunk, chunk, dtype=self.kept)
         options: dict[str, Any] = {**self.common, **self.low}
         if gated and self.per_channel:
             # more of them on a processor hide more than loads ahead would
-            options |= {"BX": self.block(size, self.tiles.x_scores), "num_warps": self.tiles.warps_scores, "num_stages": 1}
+            options |= {"BX": self.block(size, self.config.x_scores), "num_warps": self.config.warps_scores, "num_stages": 1}
         else:
-            options |= {"BX": self.block(size, self.tiles.x_products), "num_warps": self.tiles.warps}
+            options |= {"BX": self.block(size, self.config.x_products), "num_warps": self.config.warps}
         if not gated:
             options["GATE"] = _kind("none")
         self.kernels.scores_kernel[(self.chunks, self.query_heads, self.batch)](
@@ -183,7 +190,7 @@ class Sum:
         those that leave each chunk, and enter the first. Each is the other's beginning."""
         (X, Y), heads, chunks = self.sizes, self.heads, self.chunks
         kept = self.new(self.batch, heads, chunks, X, Y, dtype=self.kept) if keep else None
-        BX, BY = self.block(X, self.tiles.x), self.block(Y, self.tiles.y)
+        BX, BY = self.block(X, self.config.x), self.block(Y, self.config.y)
         blocks = -(-X // BX) * -(-Y // BY)
         options = {**self.common, "X": X, "Y": Y, "BX": BX, "BY": BY}
         del options["H"]
@@ -195,12 +202,12 @@ class Sum:
                 along_x, along_y, self.or_v(prepared.sums), self.or_v(prepared.whole), self.or_v(self.pos), self.or_v(first),
                 self.or_v(kept), last, self.or_v(decay), self.length, chunks, piece, self.scale,
                 *launch_utils.strides(along_x, along_y), HAS_FIRST=first is not None, BACKWARDS=backwards, KEEP=kept is not None,
-                DECAY=decay is not None, num_warps=self.tiles.warps, **options, **self.low,
+                DECAY=decay is not None, num_warps=self.config.warps, **options, **self.low,
             )  # fmt: skip
             return last
 
         # a sequence is cut where heads and states give too few programs; then all but the decays is computed twice
-        wanted = min(-(-self.tiles.programs // (blocks * heads * self.batch)), max(1, chunks // 4))
+        wanted = min(-(-self.config.programs // (blocks * heads * self.batch)), max(1, chunks // 4))
         piece = -(-chunks // wanted)
         if piece == chunks:
             last = walk(chunks, first, kept)[:, 0]
@@ -228,12 +235,12 @@ class Sum:
             raw = Side(None, None)
         else:
             (r, w), raw = projected.gradients, Side(*(None if of is None else launch_utils.in_rows(of) for of in projected.given))
-        BX, BY = self.block(X, self.tiles.x), self.block(Y, self.tiles.y)
+        BX, BY = self.block(X, self.config.x), self.block(Y, self.config.y)
         self.kernels.plain_kernel[(-(-Y // BY), self.chunks, self.batch * self.heads)](
             self.or_v(x.read), self.or_v(y.r), self.or_v(x.written), self.or_v(y.w), self.or_v(x.sums), self.or_v(self.pos), scores,
             states, self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(raw.r), self.or_v(raw.w), self.length, self.chunks,
             self.scale, *launch_utils.strides(x.read, y.r, x.written, y.w, r, w, *raw), X=X, Y=Y, READ=read is not None,
-            WRITE=write is not None, SILU=projected is not None, BX=BX, BY=BY, num_warps=self.tiles.warps, **self.common,
+            WRITE=write is not None, SILU=projected is not None, BX=BX, BY=BY, num_warps=self.config.warps, **self.common,
             **self.low,
         )  # fmt: skip
         return r, w
@@ -247,14 +254,16 @@ class Sum:
         as precisely. Where all heads share what is read and written with, parts of those sums, [B, T, parts, X]."""
         (X, Y), heads, shape = self.sizes, self.heads, (self.batch, self.length)
         shared = self.shared and read is not None and write is not None
-        share = math.gcd(heads, self.tiles.heads) if shared else 1
+        share = math.gcd(heads, self.config.heads) if shared else 1
         r = None if read is None else self.new(*shape, self.query_heads // share, X, dtype=read)
         w = None if write is None else self.new(*shape, heads // share, X, dtype=write)
-        size, warps = (self.tiles.x_read, self.tiles.warps_read) if write is None else (self.tiles.x_gated, self.tiles.warps_gated)
+        size, warps = (
+            (self.config.x_read, self.config.warps_read) if write is None else (self.config.x_gated, self.config.warps_gated)
+        )
         BX = self.block(X, size)
         # with tiles of 32 by 64 or 16 by 64 Triton 3.6 makes a kernel for sm_90 whose gates' gradients are wrong; sums over heads
         # take the registers
-        BY, g = self.block(Y, self.tiles.y_gated if BX > 32 and share == 1 else 32), None
+        BY, g = self.block(Y, self.config.y_gated if BX > 32 and share == 1 else 32), None
         blocks = -(-X // BX)
         if write is not None and self.g is not None:
             g = self.new(*shape, heads, X) if self.per_channel else self.new(blocks, *shape, heads)
@@ -263,7 +272,7 @@ class Sum:
             self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
             *launch_utils.strides(x.r, y.r, x.w, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
             PRECISE=self.low["LOW"] is not None and self.per_channel and read == torch.float32,
-            LEVELS=self.tiles.chunk.bit_length() - 1, SHARE=share, BX=BX, BY=BY, num_warps=warps, **self.common, **self.low,
+            LEVELS=self.config.chunk.bit_length() - 1, SHARE=share, BX=BX, BY=BY, num_warps=warps, **self.common, **self.low,
         )  # fmt: skip
         return r, w, g if g is None or self.per_channel else g.sum(0)
 
@@ -313,12 +322,12 @@ class _Gla(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial_state: Tensor | None, gate: Gate, scale: float,
-        pos: Tensor | None, tiles: Tiles,
+        pos: Tensor | None, config: LaunchConfig,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         given = Given.of(q, k, v)
-        y, last, scores = Sum(gate, scale, pos, g, given, tiles, low=given.low).forward(initial_state, q.dtype)
+        y, last, scores = Sum(gate, scale, pos, g, given, config, low=given.low).forward(initial_state, q.dtype)
         ctx.save_for_backward(q, k, v, g, initial_state, scores, pos)
-        ctx.gate, ctx.scale, ctx.tiles = gate, scale, tiles
+        ctx.gate, ctx.scale, ctx.config = gate, scale, config
         ctx.set_materialize_grads(False)
         return y, last
 
@@ -329,7 +338,7 @@ class _Gla(torch.autograd.Function):
         if dy is None:
             dy = q.new_zeros(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
         given = Given.of(q, k, v)
-        run = Sum(ctx.gate, ctx.scale, pos, g, given, ctx.tiles, low=given.low)
+        run = Sum(ctx.gate, ctx.scale, pos, g, given, ctx.config, low=given.low)
         dq, dk, dv, dg, dfirst = run.backward(initial_state, scores, launch_utils.in_rows(dy), dlast)
         # a head that all share was given to each, or to several at a time
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))

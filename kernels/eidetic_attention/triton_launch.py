@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.compile import launch_configs as table
+from baton.kernels.common import launch_utils
+from baton.kernels.compile import launch_configs
 from baton.kernels.eidetic_attention.chunked import TAILS, Options
-from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, Seen, Sources, Tiles, joint_attention, shape_of
+from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, LaunchConfig, Seen, Sources, joint_attention, shape_of
 from baton.kernels.eidetic_attention.topk_memory import take
 from baton.kernels.eidetic_attention.topk_memory_launch import publish
 from baton.kernels.protocol import Inputs, State
@@ -17,16 +18,16 @@ _ROWS, _CHANNELS = 16, 256  # of a block that a score is summed over
 
 
 def eidetic_attention_triton(
-    inputs: Inputs, options: Options, *, pos: Tensor, state: State, fresh: bool = False, tiles: Tiles | None = None,
+    inputs: Inputs, options: Options, *, pos: Tensor, state: State, fresh: bool = False, config: LaunchConfig | None = None,
     state_wanted: bool = True,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """As `op.eidetic_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. fresh: nothing
     has been read, so nothing is put before keys and values, and of the State only what leaves is made, in its shapes."""
     q, k, v, fading_k, fading_v, score = inputs
-    if tiles is None:
+    if config is None:
         batch, length, heads, dim = q.shape
         sizes = {"batch": batch, "tokens": length, "heads": heads, "groups": k.shape[2], "dim": dim, "window": options.window}
-        tiles = table.choose(KERNEL, Tiles(), q.device, shape_of(dim), sizes)
+        config = launch_configs.choose(KERNEL, LaunchConfig(), q.device, shape_of(dim), sizes)
     read = {} if fresh else state
     seen, last = publish(score, options, pos=pos, state=None if fresh else state, last_wanted=state_wanted)
     keys, values = ((history(read[name], x) if read else x).to(q.dtype) for name, x in (("k", k), ("v", v)))
@@ -52,7 +53,7 @@ def eidetic_attention_triton(
         fading=options.n_fading,
         window=options.window,
         scale=options.scale,
-        tiles=tiles,
+        config=config,
     )
     if not state_wanted:
         return y, {}
@@ -110,6 +111,6 @@ def innovation_triton(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, nor
     score = torch.empty(batch, length, dtype=torch.float32, device=y.device)
     innovation_kernels.innovation_kernel[(-(-length // _ROWS), batch)](
         y.contiguous(), tail.contiguous(), weights.contiguous(), pos.contiguous(), score, length, C=channels, N=weights.shape[0],
-        NORM=norm, BT=_ROWS, BC=min(_CHANNELS, table.power_of_two(channels)), num_warps=4,
+        NORM=norm, BT=_ROWS, BC=min(_CHANNELS, launch_utils.next_power_of_2(channels)), num_warps=4,
     )  # fmt: skip
     return score

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
-from baton.kernels.compile import launch_configs as table
 from baton.kernels.compile.aot import on_gpu
 
 _ENTRIES = 4096  # of a block of rows
@@ -37,7 +36,7 @@ def rms_norm_triton(
 @cache
 def sizes_of(width: int) -> Mapping[str, int]:
     """A launch's, for rows of so many numbers."""
-    block = table.power_of_two(width)
+    block = launch_utils.next_power_of_2(width)
     # forwards two long rows are no faster than one, which more programs can have
     rows = 1 if block >= _ENTRIES // 2 else _ENTRIES // block
     return MappingProxyType({"D": width, "BR": rows, "BD": block, "num_warps": min(16, max(4, block // 512))})

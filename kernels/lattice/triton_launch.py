@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
-from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.lattice.variant import Rule, Variant
 
@@ -23,7 +23,7 @@ KERNEL = "lattice"
 
 
 @dataclass(frozen=True)
-class Tiles:
+class LaunchConfig:
     """How the kernels are cut; powers of two.
 
     Attributes:
@@ -65,18 +65,18 @@ class Tiles:
     warps_beside: int = 4
 
 
-_DEFAULT = Tiles()
+_DEFAULT = LaunchConfig()
 _Kept = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """Slots at borders [B, H, C, m, d]; of chunks also those that leave, as the kernels have them, which chunks are not safe, and their
 slots' scales."""
 
 
-def shape_of(rule: Rule, d: int, m: int) -> table.Shape:
-    """What tiles depend on, in classes. Rules without projection (the paper's OSR) are tuned apart."""
+def shape_of(rule: Rule, d: int, m: int) -> launch_configs.Shape:
+    """What the launch configuration depends on, in classes. Rules without projection (the paper's OSR) are tuned apart."""
     return {
         "variant": rule.variant if rule.project else f"osr-{rule.variant}",
-        "d": table.power_of_two(d),
-        "m": table.power_of_two(m),
+        "d": launch_utils.next_power_of_2(d),
+        "m": launch_utils.next_power_of_2(m),
     }
 
 
@@ -101,18 +101,18 @@ def lattice_triton(
     rule: Rule,
     pos: Tensor | None,
     S: Tensor,
-    tiles: Tiles | None = None,
+    config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `op.lattice` without thresholds.
 
     S0, S: slots that documents start with, [heads, d, m], and that enter, [batch, heads, d, m], with gradients to both. With
     projection they have norm 1, the parts of their gradients along the slots mean nothing, and mu is at least SMALLEST_GATE.
     """
-    if tiles is None:
+    if config is None:
         batch, length, heads, m = q.shape
         sizes = {"batch": batch, "tokens": length, "heads": heads, "d": v.shape[3], "m": m}
-        tiles = table.choose(KERNEL, _DEFAULT, q.device, shape_of(rule, v.shape[3], m), sizes)
-    y, leaving = _Lattice.apply(q, k, v, gamma, mu, S0, S, rule, launch_utils.positions(pos), tiles)
+        config = launch_configs.choose(KERNEL, _DEFAULT, q.device, shape_of(rule, v.shape[3], m), sizes)
+    y, leaving = _Lattice.apply(q, k, v, gamma, mu, S0, S, rule, launch_utils.positions(pos), config)
     return y, leaving
 
 
@@ -131,23 +131,23 @@ class _Run:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, mu: Tensor | None, S0: Tensor, rule: Rule, pos: Tensor | None,
-        tiles: Tiles,
+        config: LaunchConfig,
     ) -> None:  # fmt: skip
         self.q, self.k, self.v = (launch_utils.in_rows(x) for x in (q, k, v))
-        self.gamma, self.mu, self.S0, self.pos, self.tiles = gamma, mu, S0.mT.contiguous(), pos, tiles
+        self.gamma, self.mu, self.S0, self.pos, self.config = gamma, mu, S0.mT.contiguous(), pos, config
         self.kernels, self.variant, self.all = _kernels(), rule.variant, rule.variant == "dec"
         self.project = rule.project
         self.batch, self.length, self.heads, self.m = q.shape
         self.d = v.shape[3]
-        self.chunked = tiles.chunk > 0 and not self.all and rule.project
-        self.border = tiles.chunk if self.chunked else tiles.border
+        self.chunked = config.chunk > 0 and not self.all and rule.project
+        self.border = config.chunk if self.chunked else config.border
         self.borders = -(-self.length // self.border)
         self.strides = launch_utils.strides(self.q, self.k, self.v, gamma, mu)
         kinds = {"dec": self.kernels.DEC, "enc": self.kernels.ENC, "sim": self.kernels.SIM}
         self.options = {
             "D": self.d, "M": self.m, "H": self.heads, "VARIANT": kinds[rule.variant].value,
             "FORGET": mu is not None, "HAS_POS": pos is not None, "BORDER": self.border,
-            "BD": max(16 if self.chunked else 4, table.power_of_two(self.d)),
+            "BD": max(16 if self.chunked else 4, launch_utils.next_power_of_2(self.d)),
             "EVEN": self.length % self.border == 0, "num_stages": 1,
         }  # fmt: skip
 
@@ -160,7 +160,7 @@ class _Run:
 
     def programs(self, slots: int) -> tuple[int, int]:
         """Slots of a program, and programs of a head."""
-        wanted = max(16 if self.chunked else 4, table.power_of_two(self.m))
+        wanted = max(16 if self.chunked else 4, launch_utils.next_power_of_2(self.m))
         slots = wanted if self.all else min(slots, wanted)
         return slots, -(-self.m // slots)
 
@@ -171,16 +171,16 @@ class _Run:
 
     def forward(self, S: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, "_Kept"]:
         """The output, the slots that leave and, if kept, those at borders."""
-        tiles = self.tiles
+        config = self.config
         if self.chunked:
             return self._forward_in_chunks(S)
-        slots, parts = self.programs(tiles.slots)
-        cut = self.cut(slots, *((tiles.warps_all, tiles.parts_all) if self.all else (tiles.warps, tiles.parts)))
+        slots, parts = self.programs(config.slots)
+        cut = self.cut(slots, *((config.warps_all, config.parts_all) if self.all else (config.warps, config.parts)))
         y, last = self._outputs(parts), self.new(self.batch, self.heads, self.m, self.d)
         borders = self.new(self.batch, self.heads, self.borders, self.m, self.d) if keep else None
         self.kernels.lattice_forward_kernel[(parts, self.batch * self.heads)](
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), S.mT.contiguous(), self.S0, y,
-            self.or_q(borders), last, self.length, *self.strides, KEEP=keep, STEPS=tiles.steps, PROJECT=self.project, **cut,
+            self.or_q(borders), last, self.length, *self.strides, KEEP=keep, STEPS=config.steps, PROJECT=self.project, **cut,
             **self.options,
         )  # fmt: skip
         return self._summed(y), last.mT.contiguous(), (borders, None, None, None)
@@ -206,9 +206,9 @@ class _Run:
         return {name: self.options[name] for name in names}
 
     def _forward_in_chunks(self, S: Tensor) -> tuple[Tensor, Tensor, "_Kept"]:
-        tiles, chunks, numbers = self.tiles, self.borders, self._numbers()
-        slots, parts = self.programs(tiles.slots_chunk)
-        cut = self.cut(slots, tiles.warps_chunk, tiles.parts)
+        config, chunks, numbers = self.config, self.borders, self._numbers()
+        slots, parts = self.programs(config.slots_chunk)
+        cut = self.cut(slots, config.warps_chunk, config.parts)
         y, last = self._outputs(parts), self.new(self.batch, self.heads, self.m, self.d)
         borders = self.new(self.batch, self.heads, chunks, self.m, self.d)
         unsafe = self.new(parts, self.batch, self.heads, chunks, dtype=torch.int32)
@@ -218,27 +218,27 @@ class _Run:
         _chunks()[0].lattice_chunk_forward_kernel[(parts, self.batch * self.heads)](
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), numbers, S.mT.contiguous(), self.S0, y,
             borders, last, unsafe, rows, scales, self.new(parts * self.batch * self.heads, memory), self.length, *self.strides,
-            OWN=memory, STEPS=tiles.steps, GROUP=tiles.steps_chunk, **cut, **self.options,
+            OWN=memory, STEPS=config.steps, GROUP=config.steps_chunk, **cut, **self.options,
         )  # fmt: skip
         options = self._options("D", "M", "H", "HAS_POS", "EVEN", "BORDER", "BD", "num_stages")
         _chunks()[0].lattice_chunk_output_kernel[(chunks, self.batch * self.heads, parts)](
             self.q, self.v, numbers, self.S0, borders, unsafe, rows, y, self.length, *self.strides[:3], *self.strides[6:9],
-            BM=slots, num_warps=tiles.warps_beside, **options,
+            BM=slots, num_warps=config.warps_beside, **options,
         )  # fmt: skip
         leaving = last.mT.contiguous()
         return self._summed(y), leaving, (borders, last, unsafe, scales)
 
     def backward(self, kept: "_Kept", dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, gamma, mu, what is loaded and what entered."""
-        tiles, (borders, last, unsafe, scales) = self.tiles, kept
-        slots, parts = self.programs(tiles.slots_chunk if self.chunked else tiles.slots_back)
+        config, (borders, last, unsafe, scales) = self.config, kept
+        slots, parts = self.programs(config.slots_chunk if self.chunked else config.slots_back)
         if self.chunked:
-            cut = self.cut(slots, tiles.warps_chunk_back, tiles.parts_back)
+            cut = self.cut(slots, config.warps_chunk_back, config.parts_back)
         else:
             cut = self.cut(
-                slots, *((tiles.warps_all_back, tiles.parts_all_back) if self.all else (tiles.warps_back, tiles.parts_back))
+                slots, *((config.warps_all_back, config.parts_all_back) if self.all else (config.warps_back, config.parts_back))
             )
-        shape, steps, dy = (self.batch, self.length, self.heads), tiles.steps_back, launch_utils.in_rows(dy)
+        shape, steps, dy = (self.batch, self.length, self.heads), config.steps_back, launch_utils.in_rows(dy)
         dq, dk = (self.new(*shape, self.m, dtype=x.dtype) for x in (self.q, self.k))
         dv = self.new(parts, *shape, self.d, dtype=self.v.dtype if parts == 1 else torch.float32)
         dgamma, dmu = self.new(parts, *shape), None if self.mu is None else self.new(parts, *shape)
@@ -255,15 +255,15 @@ class _Run:
             numbers, chunks = self._numbers(), self.borders
             rows = self.new(self.batch * self.heads, parts, chunks, _chunks()[1].ROWS.value, self.border, slots)
             dlasts = self.new(self.batch, self.heads, chunks, self.m, self.d)
-            each, beside = (chunks, self.batch * self.heads, parts), {"BM": slots, "num_warps": tiles.warps_beside}
+            each, beside = (chunks, self.batch * self.heads, parts), {"BM": slots, "num_warps": config.warps_beside}
             common = self._options("D", "M", "H", "HAS_POS", "EVEN", "BORDER", "BD", "num_stages") | beside
             _chunks()[1].lattice_backward_pre_kernel[each](
                 self.q, self.k, self.v, numbers, self.S0, borders, unsafe, rows, dy, dq, self.length, *self.strides[:9],
-                *launch_utils.strides(dy), VARIANT=self.options["VARIANT"], GROUP=tiles.steps_chunk, **common,
+                *launch_utils.strides(dy), VARIANT=self.options["VARIANT"], GROUP=config.steps_chunk, **common,
             )  # fmt: skip
             _chunks()[1].lattice_chunk_backward_kernel[grid](
                 self.q, self.k, self.v, *gates, numbers, self.S0, borders, last, unsafe, rows, scales, dy, arriving, states, dlasts,
-                *found, GROUP=tiles.steps_chunk, **options,
+                *found, GROUP=config.steps_chunk, **options,
             )  # fmt: skip
             _chunks()[1].lattice_backward_post_kernel[each](
                 self.v, numbers, self.S0, borders, unsafe, rows, dlasts, dy, dv, dgamma, self.or_q(dmu), self.length,
@@ -288,18 +288,18 @@ class _Lattice(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, mu: Tensor | None, S0: Tensor, S: Tensor, rule: Rule,
-        pos: Tensor | None, tiles: Tiles,
+        pos: Tensor | None, config: LaunchConfig,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, last, kept = _Run(q, k, v, gamma, mu, S0, rule, pos, tiles).forward(S, keep=any(ctx.needs_input_grad))
+        y, last, kept = _Run(q, k, v, gamma, mu, S0, rule, pos, config).forward(S, keep=any(ctx.needs_input_grad))
         ctx.save_for_backward(q, k, v, gamma, mu, S0, pos, *kept)
-        ctx.rule, ctx.tiles = rule, tiles
+        ctx.rule, ctx.config = rule, config
         return y, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
         q, k, v, gamma, mu, S0, pos, *kept = ctx.saved_tensors
-        run = _Run(q, k, v, gamma, mu, S0, ctx.rule, pos, ctx.tiles)
+        run = _Run(q, k, v, gamma, mu, S0, ctx.rule, pos, ctx.config)
         grads = run.backward(kept, dy, dlast)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:7], grads, strict=True)), *(None,) * 3)
 

@@ -18,10 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.adjacent_views import like
-from baton.kernels.compile import launch_configs as table
-from baton.kernels.gate.triton import activate
-from baton.kernels.gated_linear_attention.arguments import Given, Projected, Side, Tiles
-from baton.kernels.gated_linear_attention.triton import Sum, gla_effect, tiles_for
+from baton.kernels.gate.triton_launch import activate
+from baton.kernels.gated_linear_attention.arguments import Given, LaunchConfig, Projected, Side
+from baton.kernels.gated_linear_attention.triton_launch import Sum, gla_effect, launch_config_for
 from baton.kernels.gated_slot_attention.reference import Link
 from baton.kernels.protocol import State
 
@@ -40,26 +39,26 @@ def gsa_triton(
     remake: bool = False,
     pos: Tensor | None,
     initial_state: State | None,
-    tiles: Tiles | None = None,
+    config: LaunchConfig | None = None,
 ) -> tuple[Tensor, State]:
-    """As `op.gated_slot_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. tiles: of
+    """As `op.gated_slot_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. config: of
     both passes."""
     first = {"k": None, "v": None} if initial_state is None else initial_state
-    options = scale, link, damping, remake, launch_utils.positions(pos), tiles
+    options = scale, link, damping, remake, launch_utils.positions(pos), config
     y, keys, values = _Gsa.apply(q, k, v, log_alpha, first["k"], first["v"], *options)
     return y, {"k": keys, "v": values}
 
 
 def gsa_effect(
-    k: Tensor, v: Tensor, log_alpha: Tensor, *, damping: float | None = None, pos: Tensor | None, tiles: Tiles | None = None
+    k: Tensor, v: Tensor, log_alpha: Tensor, *, damping: float | None = None, pos: Tensor | None, config: LaunchConfig | None = None
 ) -> State:
     """What a span adds to slots of zeros: neither queries nor link nor outputs, and without gradients."""
     if damping is not None:
         (k, v), (log_alpha,) = _activated(k, v), _activated(log_alpha, damping=damping)
     write, low = strength(log_alpha), Given(k, k, v).low
     return {
-        "k": gla_effect(k, write, log_alpha, gate="value", pos=pos, tiles=tiles, low=low),
-        "v": gla_effect(write, v, log_alpha, gate="key", pos=pos, tiles=tiles, low=low),
+        "k": gla_effect(k, write, log_alpha, gate="value", pos=pos, config=config, low=low),
+        "v": gla_effect(write, v, log_alpha, gate="key", pos=pos, config=config, low=low),
     }
 
 
@@ -67,7 +66,7 @@ class _Gsa(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, first_k: Tensor | None, first_v: Tensor | None,
-        scale: float, link: Link, damping: float | None, remake: bool, pos: Tensor | None, tiles: Tiles | None,
+        scale: float, link: Link, damping: float | None, remake: bool, pos: Tensor | None, config: LaunchConfig | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         given = (q, k, v, log_alpha)
         made: tuple[Tensor | None, ...] = (None,) * 4
@@ -75,11 +74,11 @@ class _Gsa(torch.autograd.Function):
             (q, k, v), (log_alpha,) = _activated(q, k, v), _activated(log_alpha, damping=damping)
             made = (None, None, None, log_alpha) if remake else (q, k, v, log_alpha)
         write, low = strength(log_alpha), Given(q, k, v).low
-        scores, keys, among_k = _keys(q, k, write, log_alpha, scale, pos, tiles, low).forward(first_k, torch.float32)
+        scores, keys, among_k = _keys(q, k, write, log_alpha, scale, pos, config, low).forward(first_k, torch.float32)
         weights = weights_of(scores, link, q.dtype)
-        y, values, among_v = _values(weights, write, v, log_alpha, pos, tiles, low).forward(first_v, q.dtype)
+        y, values, among_v = _values(weights, write, v, log_alpha, pos, config, low).forward(first_v, q.dtype)
         ctx.save_for_backward(*given, *made, first_k, first_v, scores, among_k, among_v, pos)
-        ctx.scale, ctx.link, ctx.damping, ctx.tiles = scale, link, damping, tiles
+        ctx.scale, ctx.link, ctx.damping, ctx.config = scale, link, damping, config
         ctx.set_materialize_grads(False)
         return y, keys, values
 
@@ -98,13 +97,13 @@ class _Gsa(torch.autograd.Function):
         if dy is None:
             dy = q.new_zeros(*q.shape[:3], v.shape[3])
         write, low = strength(log_alpha), Given(q, k, v).low
-        of_values = _values(weights_of(scores, ctx.link, q.dtype), write, v, log_alpha, pos, ctx.tiles, low)
+        of_values = _values(weights_of(scores, ctx.link, q.dtype), write, v, log_alpha, pos, ctx.config, low)
         # of weights and strengths only differences reach what they are made of
         dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(
             first_v, among_v, launch_utils.in_rows(dy), dvalues, wide="q", projected=values
         )
         dscores = weights_backward(scores, dweights, ctx.link)
-        of_keys = _keys(q, k, write, log_alpha, ctx.scale, pos, ctx.tiles, low)
+        of_keys = _keys(q, k, write, log_alpha, ctx.scale, pos, ctx.config, low)
         dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, among_k, dscores, dkeys, projected=keys)
         dgates = _gates_backward(log_alpha, dg_k, dg_v, dwrite_k, dwrite_v, given[3], into, ctx.damping)
         grads = (dq, dk, dv, dgates, dfirst_k, dfirst_v)
@@ -124,25 +123,25 @@ def _like(projected: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _keys(
-    q: Tensor, k: Tensor, write: Tensor, log_alpha: Tensor, scale: float, pos: Tensor | None, tiles: Tiles | None, low: bool
+    q: Tensor, k: Tensor, write: Tensor, log_alpha: Tensor, scale: float, pos: Tensor | None, config: LaunchConfig | None, low: bool
 ) -> Sum:
     """The pass that writes keys to slots and reads a query's scores of them."""
     given = Given.of(q, k, write)
-    return Sum("value", scale, pos, log_alpha, given, tiles or tiles_for("value", given), low=low)
+    return Sum("value", scale, pos, log_alpha, given, config or launch_config_for("value", given), low=low)
 
 
 def _values(
-    weights: Tensor, write: Tensor, v: Tensor, log_alpha: Tensor, pos: Tensor | None, tiles: Tiles | None, low: bool
+    weights: Tensor, write: Tensor, v: Tensor, log_alpha: Tensor, pos: Tensor | None, config: LaunchConfig | None, low: bool
 ) -> Sum:
     """The pass that writes values to slots and reads them by weights."""
     given = Given.of(weights, write, v)
-    return Sum("key", 1.0, pos, log_alpha, given, tiles or tiles_for("key", given), low=low)
+    return Sum("key", 1.0, pos, log_alpha, given, config or launch_config_for("key", given), low=low)
 
 
 @cache
 def _sizes(slots: int) -> Mapping[str, int]:
     """A launch's over [..., slots]."""
-    width = table.power_of_two(slots)
+    width = launch_utils.next_power_of_2(slots)
     return MappingProxyType({"M": slots, "BR": max(1, _ENTRIES // width), "BM": width, "num_warps": 4})
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from baton.kernels.common import launch_utils
 from baton.kernels.common.adjacent_views import like, runs
-from baton.kernels.compile import launch_configs as table
 from baton.kernels.compile.aot import on_gpu
 
 _COLUMNS = 1024  # of a program
@@ -48,7 +48,7 @@ def activate(*xs: Tensor, logs: float | None = None) -> tuple[Tensor, ...]:
 
 def sizes_of(width: int) -> dict[str, int]:
     """A launch's, for rows of so many numbers."""
-    columns = min(_COLUMNS, table.power_of_two(width))
+    columns = min(_COLUMNS, launch_utils.next_power_of_2(width))
     return {"D": width, "BR": max(1, _ENTRIES // columns), "BD": columns, "num_warps": 4}
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType, ModuleType
 import torch
 from torch import Tensor
 
-from baton.kernels.compile import launch_configs as table
+from baton.kernels.common import launch_utils
 from baton.kernels.compile.aot import on_gpu
 
 _CHUNK = 32  # sorted tokens, of a program
@@ -42,7 +42,7 @@ def add_rows_triton(into: Tensor, ids: Tensor, rows: Tensor, *, chunk: int = _CH
 @cache
 def sizes_of(width: int, columns: int) -> Mapping[str, int]:
     """A launch's, for rows of so many numbers, of which a program has so many columns."""
-    block = min(columns, table.power_of_two(width))
+    block = min(columns, launch_utils.next_power_of_2(width))
     return MappingProxyType({"D": width, "BD": block, "num_warps": min(4, max(1, block // 64))})
 
 

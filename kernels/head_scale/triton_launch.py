@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels.compile import launch_configs as table
+from baton.kernels.common import launch_utils
 from baton.kernels.compile.aot import on_gpu
 
 _ENTRIES = 4096  # of a program
@@ -29,7 +29,7 @@ def head_scale_triton(x: Tensor, scale: Tensor) -> Tensor:
 @cache
 def sizes_of(width: int) -> Mapping[str, int]:
     """A launch's, for heads of so many numbers."""
-    block = table.power_of_two(width)
+    block = launch_utils.next_power_of_2(width)
     return MappingProxyType({"D": width, "BR": max(1, _ENTRIES // block), "BD": block, "num_warps": 4})
 
 

@@ -7,8 +7,8 @@ is not read.
 import torch
 from torch import Tensor
 
-from baton.kernels.compile import launch_configs as table
-from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, Seen, Tiles, joint_attention, shape_of
+from baton.kernels.compile import launch_configs
+from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, LaunchConfig, Seen, joint_attention, shape_of
 from baton.kernels.protocol import State
 from baton.kernels.window_attention.chunked import history, new_tails, read_so_far
 
@@ -18,13 +18,13 @@ SHORT = 16
 
 def window_attention_triton(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None, pos: Tensor | None, state: State, scale: float, fresh: bool = False,
-    tiles: Tiles | None = None, state_wanted: bool = True,
+    config: LaunchConfig | None = None, state_wanted: bool = True,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """As `op.window_attention`, which checks the arguments. fresh: nothing has been read, and nothing is put before keys."""
     (batch, length, heads, dim), before, seen = q.shape, state["k"].shape[1], state["seen"]
-    if tiles is None:
+    if config is None:
         sizes = {"batch": batch, "tokens": length, "heads": heads, "groups": k.shape[2], "dim": dim, "window": window or length}
-        tiles = table.choose(KERNEL, Tiles(), q.device, shape_of(dim), sizes)
+        config = launch_configs.choose(KERNEL, LaunchConfig(), q.device, shape_of(dim), sizes)
     # rows that the tail does not hold cannot be seen
     limit = torch.arange(length, dtype=torch.int32, device=q.device)
     limit = limit.expand(batch, -1) if fresh else limit + seen.clamp(max=before)[:, None].to(torch.int32)
@@ -34,7 +34,7 @@ def window_attention_triton(
         limit = limit.clamp(max=window - 1)
     keys, values = (k, v) if fresh else (history(state[name], x) for name, x in (("k", k), ("v", v)))
     near = Seen(limit.contiguous())
-    y = joint_attention(q, keys.to(q.dtype), values.to(q.dtype), near, window=window, scale=scale, tiles=tiles)
+    y = joint_attention(q, keys.to(q.dtype), values.to(q.dtype), near, window=window, scale=scale, config=config)
     if not state_wanted:
         return y, {}
     rows, seen = before + length if window is None else before, read_so_far(length, pos, seen)

@@ -1,7 +1,7 @@
 """The diagonal scans on a GPU: launches the Triton kernels of `triton_forward` and `triton_backward` and gives them a gradient.
 
-The one thing to know: how a sequence is cut into pieces, and every tile, is a function of shapes and of the `Tiles` alone, so equal
-calls give equal bits on every rank. Inputs may be views: only their last dimension has to be contiguous.
+The one thing to know: how a sequence is cut into pieces, and every tile, is a function of shapes and of the `LaunchConfig` alone,
+so equal calls give equal bits on every rank. Inputs may be views: only their last dimension has to be contiguous.
 """
 
 from dataclasses import dataclass, replace
@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
-from baton.kernels.compile import launch_configs as table
+from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu, target
 
 KERNEL = "diagonal_scan"
 
 
 @dataclass(frozen=True)
-class Tiles:
+class LaunchConfig:
     """How the kernels are cut.
 
     Attributes:
@@ -69,30 +69,30 @@ class Inputs(NamedTuple):
     z: Tensor | None = None
 
 
-def shape_of(kind: str, d_state: int, batch: int, channels: int) -> table.Shape:
-    """What tiles depend on. warps: that a GPU would have without pieces, in classes."""
-    return {"kind": kind, "d_state": d_state, "warps": table.power_of_two(batch * -(-channels // 32))}
+def shape_of(kind: str, d_state: int, batch: int, channels: int) -> launch_configs.Shape:
+    """What the launch configuration depends on. warps: that a GPU would have without pieces, in classes."""
+    return {"kind": kind, "d_state": d_state, "warps": launch_utils.next_power_of_2(batch * -(-channels // 32))}
 
 
 @cache
-def default_tiles(d_state: int, zoh: bool = False) -> Tiles:
+def default_launch_config(d_state: int, zoh: bool = False) -> LaunchConfig:
     """What a program has room for in its registers."""
     if zoh:  # phi and its slope are blocks of states too
-        euler = default_tiles(d_state)
+        euler = default_launch_config(d_state)
         smaller = replace(euler, channels_back=euler.channels_back // 2, ahead=min(euler.ahead, 4))
         return smaller if d_state <= 16 else replace(smaller, channels=euler.channels // 2, steps=4)
     if d_state <= 16:
-        return Tiles()
-    fewer = Tiles(steps_summary=4, ahead=2, ahead_summary=2)
+        return LaunchConfig()
+    fewer = LaunchConfig(steps_summary=4, ahead=2, ahead_summary=2)
     return replace(fewer, channels=16, channels_back=8) if d_state <= 32 else replace(fewer, channels=8, channels_back=4)
 
 
-def _tiles_for(inputs: Inputs, activate: bool, zoh: bool) -> Tiles:
+def _launch_config_for(inputs: Inputs, activate: bool, zoh: bool) -> LaunchConfig:
     batch, length, channels = inputs.x.shape
     d_state, kind = inputs.into.shape[2], "longhorn" if inputs.A is None else "mamba zoh" if zoh else "mamba"
     sizes = {"batch": batch, "tokens": length, "channels": channels, "activate": activate, "gated": inputs.z is not None}
     shape = shape_of(kind, d_state, batch, channels)
-    return table.choose(KERNEL, default_tiles(d_state, zoh), inputs.x.device, shape, sizes)
+    return launch_configs.choose(KERNEL, default_launch_config(d_state, zoh), inputs.x.device, shape, sizes)
 
 
 def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
@@ -107,14 +107,14 @@ def scan(
     initial_state: Tensor | None,
     activate: bool = False,
     zoh: bool = False,
-    tiles: Tiles | None = None,
+    config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, D] in x's dtype and the final state [B, D, N] in float32, with exact gradients to all inputs and the state.
 
     With A it is Mamba's (step sizes, `activate`: softplus of step + bias), without it is Longhorn's (beta, sigmoid). zoh: Mamba's
     input is discretized by a zero-order hold, not by Euler's rule. Arguments are checked by the caller; T >= 1, nothing is float64.
     """
-    run = _Run(inputs, activate, zoh, launch_utils.positions(pos), tiles or _tiles_for(inputs, activate, zoh))
+    run = _Run(inputs, activate, zoh, launch_utils.positions(pos), config or _launch_config_for(inputs, activate, zoh))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state)):
         y, final = _Scan.apply(run, initial_state, *inputs)
         return y, final
@@ -123,10 +123,10 @@ def scan(
 
 
 def effect(
-    inputs: Inputs, *, pos: Tensor | None, activate: bool = False, zoh: bool = False, tiles: Tiles | None = None
+    inputs: Inputs, *, pos: Tensor | None, activate: bool = False, zoh: bool = False, config: LaunchConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """What the tokens do to a state, without outputs: decay and add, [B, D, N] in float32 each."""
-    run = _Run(inputs, activate, zoh, launch_utils.positions(pos), tiles or _tiles_for(inputs, activate, zoh))
+    run = _Run(inputs, activate, zoh, launch_utils.positions(pos), config or _launch_config_for(inputs, activate, zoh))
     decay, add = run.summarize()
     if run.pieces > 1:
         decay, add = decay.prod(1), run.fold(decay, add, None)[1]
@@ -134,10 +134,10 @@ def effect(
 
 
 def effect_backward(
-    inputs: Inputs, dy: Tensor, *, pos: Tensor | None, activate: bool = False, zoh: bool = False, tiles: Tiles | None = None
+    inputs: Inputs, dy: Tensor, *, pos: Tensor | None, activate: bool = False, zoh: bool = False, config: LaunchConfig | None = None
 ) -> Tensor:
     """What dy [B, T, D] alone adds to the cotangent of the state that entered, [B, D, N] in float32."""
-    run = _Run(inputs, activate, zoh, launch_utils.positions(pos), tiles or _tiles_for(inputs, activate, zoh))
+    run = _Run(inputs, activate, zoh, launch_utils.positions(pos), config or _launch_config_for(inputs, activate, zoh))
     add = run.summarize_backward(dy)
     return add[:, 0] if run.pieces == 1 else run.fold(run.summarize()[0], add, None, backwards=True)[1]
 
@@ -145,13 +145,13 @@ def effect_backward(
 class _Run:
     """One call's shapes, options and launches."""
 
-    def __init__(self, inputs: Inputs, activate: bool, zoh: bool, pos: Tensor | None, tiles: Tiles) -> None:
+    def __init__(self, inputs: Inputs, activate: bool, zoh: bool, pos: Tensor | None, config: LaunchConfig) -> None:
         self.inputs = Inputs(*(None if x is None else launch_utils.in_rows(x) for x in inputs))  # type: ignore[arg-type]
-        self.pos, self.tiles = pos, tiles
+        self.pos, self.config = pos, config
         self.forwards, self.backwards = _kernels()
         self.batch, self.length, self.channels = inputs.x.shape
         self.d_state = inputs.into.shape[2]
-        self.pieces, self.piece = _pieces(self.batch * -(-self.channels // tiles.channels), self.length, tiles)
+        self.pieces, self.piece = _pieces(self.batch * -(-self.channels // config.channels), self.length, config)
         self.zoh, self.kind = zoh, _kind(inputs.A is not None, zoh)
         # Longhorn's are zeros: see `rates_at`
         self.A = (
@@ -170,7 +170,7 @@ class _Run:
             "ACTIVATE": activate,
             "HAS_POS": pos is not None,
             "BN": width,
-            "num_warps": tiles.warps,
+            "num_warps": config.warps,
             "num_stages": 1,
         }
 
@@ -180,7 +180,7 @@ class _Run:
 
     def launch(self, kernel: Any, steps: int, *arguments: Any, **options: Any) -> None:
         even = self.length % options.get("BORDER", steps) == 0
-        channels = options.setdefault("BD", self.tiles.channels)
+        channels = options.setdefault("BD", self.config.channels)
         full = self.channels % channels == 0 and self.d_state == self.options["BN"]
         if "UNROLL" in options and not (even and full):
             options["UNROLL"] = 1  # of odd sizes, as checks have: a loop twice as long takes the compiler six times as long
@@ -214,7 +214,10 @@ class _Run:
 
         x = self.inputs.x
         fits = (
-            self.d_state == self.options["BN"] == 16 and self.tiles.channels_back == 32 and self.tiles.warps == 1 and steps % 2 == 0
+            self.d_state == self.options["BN"] == 16
+            and self.config.channels_back == 32
+            and self.config.warps == 1
+            and steps % 2 == 0
         )
         cuda = torch.version.cuda is not None or target() is not None
         return on_gpu(x) and cuda and LANES_HAVE_CHANNELS and x.dtype != torch.float32 and fits
@@ -224,8 +227,8 @@ class _Run:
         x, step, _, _, _, _, bias, _ = self.inputs
         decay, add = (self.empty(self.batch, self.pieces, self.channels, self.d_state) for _ in range(2))
         self.launch(
-            self.forwards.summarize_kernel, self.tiles.steps_summary, x, step, self.or_x(bias), self.A, self.rows,
-            self.or_x(self.pos), decay, add, **self.strides(x=x, step=step), AHEAD=self.tiles.ahead_summary,
+            self.forwards.summarize_kernel, self.config.steps_summary, x, step, self.or_x(bias), self.A, self.rows,
+            self.or_x(self.pos), decay, add, **self.strides(x=x, step=step), AHEAD=self.config.ahead_summary,
         )  # fmt: skip
         return decay, add
 
@@ -234,9 +237,9 @@ class _Run:
         _, step, _, _, _, _, bias, z = self.inputs
         dy, add = launch_utils.in_rows(dy), self.empty(self.batch, self.pieces, self.channels, self.d_state)
         self.launch(
-            self.backwards.summarize_backward_kernel, self.tiles.steps_summary, step, self.or_x(bias), self.A, self.rows,
+            self.backwards.summarize_backward_kernel, self.config.steps_summary, step, self.or_x(bias), self.A, self.rows,
             self.or_x(z), dy, self.or_x(self.pos), add, **self.strides(step=step, z=z, dy=dy), GATED=z is not None,
-            AHEAD=self.tiles.ahead_summary,
+            AHEAD=self.config.ahead_summary,
         )  # fmt: skip
         return add
 
@@ -260,38 +263,40 @@ class _Run:
             entering, _ = self.fold(decay, add, entering)
         output = self.empty(self.batch, self.length, self.channels, like=x)
         final = self.empty(self.batch, self.channels, self.d_state)
-        chunks, borders = -(-self.length // self.tiles.border), None
+        chunks, borders = -(-self.length // self.config.border), None
         if keep:
             borders = self.empty(self.batch, chunks, self.channels, self.d_state)
         self.launch(
-            self.forwards.scan_kernel, self.tiles.steps, x, step, self.or_x(bias), self.A, self.rows, skip, self.or_x(z),
+            self.forwards.scan_kernel, self.config.steps, x, step, self.or_x(bias), self.A, self.rows, skip, self.or_x(z),
             self.or_x(self.pos), self.or_x(entering), output, final, self.or_x(borders),
             **self.strides(x=x, step=step, z=z),
-            GATED=z is not None, HAS_ENTERING=entering is not None, KEEP_BORDERS=keep, BORDER=self.tiles.border,
-            AHEAD=self.tiles.ahead, UNROLL=self.tiles.unroll,
+            GATED=z is not None, HAS_ENTERING=entering is not None, KEEP_BORDERS=keep, BORDER=self.config.border,
+            AHEAD=self.config.ahead, UNROLL=self.config.unroll,
         )  # fmt: skip
         return output, final, borders, decay
 
     def backward(self, borders: Tensor, decay: Tensor | None, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the entering state and of all inputs."""
         x, step, into, query, skip, A, bias, z = self.inputs
-        dy, arriving, steps = launch_utils.in_rows(dy), launch_utils.aligned(dfinal), self.tiles.steps_back
+        dy, arriving, steps = launch_utils.in_rows(dy), launch_utils.aligned(dfinal), self.config.steps_back
         batch, length, channels, d_state = self.batch, self.length, self.channels, self.d_state
         if decay is not None:
             arriving = self.fold(decay, self.summarize_backward(dy), arriving, backwards=True)[0]
         dx, dstep, dz = (None if like is None else self.empty(batch, length, channels, like=like) for like in (x, step, z))
         dA = None if A is None else self.empty(batch * self.pieces, channels, d_state)
         dskip, dbias = (self.empty(batch * self.pieces, channels) for _ in range(2))
-        blocks = -(-channels // self.tiles.channels_back)
-        states = self.empty(batch * self.pieces * blocks, self.tiles.border // steps, self.tiles.channels_back, self.options["BN"])
+        blocks = -(-channels // self.config.channels_back)
+        states = self.empty(
+            batch * self.pieces * blocks, self.config.border // steps, self.config.channels_back, self.options["BN"]
+        )
         parts = self.empty(blocks, batch, length, 2, d_state, like=x)
         dentering = self.empty(batch, channels, d_state)
         self.launch(
             self.backwards.scan_backward_kernel, steps, x, step, self.or_x(bias), self.A, self.rows, skip, self.or_x(z),
             self.or_x(self.pos), borders, arriving, dy, states,
             dx, dstep, self.or_x(dz), self.or_x(dA), dskip, dbias, parts, dentering,
-            **self.strides(x=x, step=step, z=z, dy=dy), GATED=z is not None, BORDER=self.tiles.border,
-            BD=self.tiles.channels_back, WARP_SUMS=self.warp_sums(steps),
+            **self.strides(x=x, step=step, z=z, dy=dy), GATED=z is not None, BORDER=self.config.border,
+            BD=self.config.channels_back, WARP_SUMS=self.warp_sums(steps),
         )  # fmt: skip
         dinto, dquery = parts.sum(0, dtype=torch.float32).unbind(2)
         return (
@@ -311,7 +316,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: _Run, initial_state: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         output, final, *kept = run.forward(initial_state, keep=True)
-        ctx.activate, ctx.zoh, ctx.tiles = run.options["ACTIVATE"], run.zoh, run.tiles
+        ctx.activate, ctx.zoh, ctx.config = run.options["ACTIVATE"], run.zoh, run.config
         ctx.save_for_backward(run.pos, *kept, *inputs)
         return output, final
 
@@ -319,7 +324,7 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
         pos, borders, decay, *inputs = ctx.saved_tensors
-        run = _Run(Inputs(*inputs), ctx.activate, ctx.zoh, pos, ctx.tiles)
+        run = _Run(Inputs(*inputs), ctx.activate, ctx.zoh, pos, ctx.config)
         grads = run.backward(borders, decay, dy, dfinal)
         return (None, *(grad if want else None for want, grad in zip(ctx.needs_input_grad[1:], grads, strict=True)))
 
@@ -339,9 +344,9 @@ def _kind(mamba: bool, zoh: bool) -> int:
     return ((MAMBA_ZOH if zoh else MAMBA) if mamba else LONGHORN).value
 
 
-def _pieces(programs: int, length: int, tiles: Tiles) -> tuple[int, int]:
+def _pieces(programs: int, length: int, config: LaunchConfig) -> tuple[int, int]:
     """How many pieces a sequence is cut into, and tokens of each, a multiple of border."""
-    chunks = -(-length // tiles.border)
-    wanted = 1 if programs >= tiles.full else min(-(-tiles.programs // programs), max(1, chunks // 4))
-    piece = -(-chunks // wanted) * tiles.border
+    chunks = -(-length // config.border)
+    wanted = 1 if programs >= config.full else min(-(-config.programs // programs), max(1, chunks // 4))
+    piece = -(-chunks // wanted) * config.border
     return -(-length // piece), piece
