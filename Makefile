@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 # -P: the checkout's folders must not become importable under their bare names; transformers, for one, looks for a `kernels`
 PYTEST := .venv/bin/python -P -m pytest
-.PHONY: demo test test-long test-versions chaos grid faults test-gpu test-slurm signals soak lint typing-tree bench bench-gpu tables clean
+.PHONY: demo test test-long test-versions chaos grid faults test-gpu test-slurm signals soak lint docs typing-tree bench bench-gpu tables clean
 
 demo:  ## five minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
@@ -56,6 +56,11 @@ lint: typing-tree
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	@$(MAKE) --no-print-directory docs
+
+docs: typing-tree  ## the documentation's site, with an API reference from the docstrings, in build/site
+	@scripts/setup.sh test lint
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -P -m mkdocs build --strict
 
 # mypy does not follow an editable install: show it the packages under their names
 typing-tree:

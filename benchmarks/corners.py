@@ -102,7 +102,7 @@ def batches(step: int, run: RunConfig, mesh: meshes.Mesh) -> list[TokenBatch]:
     at = torch.arange(CONTEXT).expand(SEQUENCES, -1)
     pos = at - torch.where(starts, at, 0).cummax(dim=1).values
     size = CONTEXT // mesh.layout.sequence
-    span = slice(mesh.context_rank * size, (mesh.context_rank + 1) * size)
+    span = slice(mesh.sequence_rank * size, (mesh.sequence_rank + 1) * size)
     parts = (tokens[:, :-1][:, span], tokens[:, 1:][:, span], pos.to(torch.int32)[:, span])
     rows = torch.arange(SEQUENCES).split(run.training.micro_batch)
     return [TokenBatch(*(x[r].contiguous().to(mesh.device) for x in parts)) for r in rows]

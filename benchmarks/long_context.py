@@ -55,7 +55,7 @@ def batch_of(model: ModelConfig, training: TrainingConfig, mesh: meshes.Mesh) ->
     tokens = torch.randint(model.vocab_size or 0, (1, training.context + 1), generator=generator)
     pos = torch.arange(training.context)[None] % (training.context // 2 + 1)
     parts = [tokens[:, :-1], tokens[:, 1:], pos]
-    spans = [x.view(1, training.segments, mesh.layout.sequence, -1)[:, :, mesh.context_rank].reshape(1, -1) for x in parts]
+    spans = [x.view(1, training.segments, mesh.layout.sequence, -1)[:, :, mesh.sequence_rank].reshape(1, -1) for x in parts]
     tokens, labels, pos = (x.contiguous().to(mesh.device) for x in spans)
     return TokenBatch(tokens, labels, pos.to(torch.int32))
 

@@ -21,11 +21,11 @@ from baton.models.cross_entropy import linear_cross_entropy
 from baton.models.mixer import Mixer, MixerContext
 from baton.models.norm import RMSNorm, Stream, summed
 from baton.models.stages import Stage, whole
-from baton.parallel.context_parallel import ContextLink
+from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.megatron import tensor_parallel
 from baton.parallel.param_layout import declare, layout_of
 from baton.parallel.pipeline import PipelineLink
-from baton.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, gather_tokens, megatron_config, tokens_per_rank
+from baton.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, gather_tokens, megatron_config, part_of
 
 States = dict[str, State]
 """State of each layer, by the layer's number in the whole model."""
@@ -42,8 +42,8 @@ class LanguageModel(nn.Module):
     recompute: keep only each layer's input for backward and run the layer again there; selective_recompute: only what costs little
     is not kept. link: the neighbours that have the tokens before and after this rank's, or None. stage: which layers this rank has
     (None: all); pipeline: the stages before and after it, or None. split_residual: the tensor ranks share the residual stream and
-    the norms, each a part of the tokens, [tokens_per_rank(B T), d_model]: such a part goes from stage to stage. The last stage's
-    hidden vectors are gathered.
+    the norms, each a part of the tokens, [part_of(B T), d_model]: such a part goes from stage to stage. The last stage's hidden
+    vectors are gathered.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LanguageModel(nn.Module):
         residual_dtype: torch.dtype = torch.float32,
         recompute: bool = False,
         selective_recompute: bool = False,
-        link: ContextLink | None = None,
+        link: SequenceLink | None = None,
         stage: Stage | None = None,
         pipeline: PipelineLink | None = None,
         split_residual: bool = False,
@@ -80,7 +80,7 @@ class LanguageModel(nn.Module):
             )
             if config.tie_embeddings and self.stage.count > 1:
                 layout = layout_of(self.embedding.weight)
-                declare(self.embedding.weight, replace(layout, tied_owner=self.stage.first, tied_replica=self.stage.last))
+                declare(self.embedding.weight, replace(layout, lends=self.stage.first, lent=self.stage.last))
         context = MixerContext(
             config.d_model,
             config.residual_adds,
@@ -107,7 +107,7 @@ class LanguageModel(nn.Module):
                 megatron,
                 compute_dtype=compute_dtype,
                 decay=config.decay_embedding,
-                disable_grad_reduce=self.split_residual,
+                own_input=self.split_residual,
             )
 
     def forward(
@@ -159,7 +159,7 @@ class LanguageModel(nn.Module):
         pipeline = self.pipeline
         if pipeline is None:
             return self(tokens, pos, states, state_wanted)
-        x = tokens if pipeline.first else pipeline.irecv("forward", self.hidden_shape(tokens), self.hidden_dtype).wait()
+        x = tokens if pipeline.first else pipeline.expect("forward", self.hidden_shape(tokens), self.hidden_dtype).wait()
         hidden, leaving = self(x, pos, states, state_wanted)
         if pipeline.last:
             return hidden, leaving
@@ -168,7 +168,7 @@ class LanguageModel(nn.Module):
 
     def hidden_shape(self, tokens: Tensor) -> tuple[int, ...]:
         """Of what goes from stage to stage for tokens [B, T]."""
-        rows = (tokens_per_rank(tokens.numel(), self.tensor_size),) if self.split_residual else tokens.shape
+        rows = (part_of(tokens.numel(), self.tensor_size),) if self.split_residual else tokens.shape
         return (*rows, self.config.d_model)
 
     @property
@@ -189,7 +189,7 @@ class LanguageModel(nn.Module):
         return linear_cross_entropy(
             hidden.flatten(0, 1).to(self.compute_dtype),
             head.weight,
-            head.cast_weight(),
+            head.plain_weight(),
             labels.flatten(),
             chunk=self.config.loss_chunk,
             sum_gradient=not self.split_residual,

@@ -12,7 +12,7 @@ from baton.kernels.registry import recurrences
 from baton.models.mixer import Mixer, MixerContext, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.config import LayoutConfig
-from baton.parallel.context_parallel import ContextLink
+from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.param_layout import gather_parameters, initialize_parameters
 from baton.parallel.tensor import megatron_config
 from baton.training.build import build, make_deterministic
@@ -84,7 +84,7 @@ def steps(mesh, precision="float32", save_at=None, mixer="mamba"):
     built = build(model_of(mixer), config, mesh)
     executor, rows, saved = StepExecutor(built.model, built.engine, mesh), [], None
     for step in range(STEPS):
-        spans = (mesh.context_rank, mesh.layout.sequence)
+        spans = (mesh.sequence_rank, mesh.layout.sequence)
         own = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch, *spans)
         batches = [to(b, mesh.device) for b in own]
         result = executor.step(batches, learning_rate(step, config))
@@ -182,7 +182,7 @@ def held_to(alone, layouts):
 def spans(mesh, pieces=None, exchange="relay"):
     """Of a mixer of each kind with a State: outputs of this rank's span (or of all pieces), leaving State, entering cotangent."""
     torch.use_deterministic_algorithms(True)
-    link = mesh.link or ContextLink(0, [0], mesh.device, exchange=exchange)
+    link = mesh.link or SequenceLink(0, [0], mesh.device, exchange=exchange)
     count, results = pieces or mesh.layout.sequence, {}
     for kind, settings in kinds().items():
         if settings.small().state_grows:
@@ -205,7 +205,7 @@ def spans(mesh, pieces=None, exchange="relay"):
                 _, entering = layer(x[:, :12].flip(1), torch.arange(12, device=mesh.device).repeat(2, 1), None)
             entering = {name: s.clone().requires_grad_(s.is_floating_point()) for name, s in entering.items()}
         state = entering
-        for n in range(count) if pieces else [mesh.context_rank]:
+        for n in range(count) if pieces else [mesh.sequence_rank]:
             span = slice(16 * n, 16 * (n + 1))
             y, state = layer(x[:, span], pos[:, span], state)
             outputs.append(y)

@@ -9,7 +9,7 @@ import torch
 from baton.kernels.registry import recurrences
 from baton.models.mixer import Mixer, MixerContext, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
-from baton.parallel.context_parallel import ContextLink
+from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.p2p import Channel
 from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
@@ -49,7 +49,7 @@ def logged(log):
 
         return call
 
-    send, receive = ContextLink.send, ContextLink.irecv
+    send, receive = SequenceLink.send, SequenceLink.receive
 
     def sent(self, direction, carrier, *args):
         log.append((carrier.name, f"sent {direction}"))
@@ -69,8 +69,8 @@ def logged(log):
             for name in PHASES:
                 if hasattr(cls, name):
                     stack.enter_context(patch.object(cls, name, watch(name, getattr(cls, name))))
-        stack.enter_context(patch.object(ContextLink, "send", sent))
-        stack.enter_context(patch.object(ContextLink, "irecv", received))
+        stack.enter_context(patch.object(SequenceLink, "send", sent))
+        stack.enter_context(patch.object(SequenceLink, "receive", received))
         yield
 
 
@@ -154,12 +154,12 @@ def messages(mesh):
             module.link = link
     with (
         patch.object(Channel, "send", noted("send", Channel.send)),
-        patch.object(Channel, "irecv", noted("irecv", Channel.irecv)),
+        patch.object(Channel, "expect", noted("expect", Channel.expect)),
     ):
         total = 0.0
         for s in range(3):
             with link.segment(s, of=3):
-                pos = torch.arange(12)[None] + 12 * (s * mesh.layout.sequence + mesh.context_rank)
+                pos = torch.arange(12)[None] + 12 * (s * mesh.layout.sequence + mesh.sequence_rank)
                 total = total + layer(torch.randn(1, 12, SMALL_WIDTH, requires_grad=True), pos, None)[0].sum()
         total.backward()
         link.wait()
@@ -168,11 +168,11 @@ def messages(mesh):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_goes_around_waits_until_the_segment_is_done(pool, ranks):
-    """Else, on a GPU, all ranks may wait for each other: see ContextLink."""
+    """Else, on a GPU, all ranks may wait for each other: see SequenceLink."""
     logs = pool.run(messages, sequence=ranks)
     for direction, noun, log in (("right", "the State", logs[-1]), ("left", "the cotangent", logs[0])):
         own = [(channel, act, what) for channel, act, what in log if what.startswith(noun)]
-        sent = [n for n, (channel, act, _) in enumerate(own) if (channel, act) == (f"wraparound {direction}", "send")]
+        sent = [n for n, (channel, act, _) in enumerate(own) if (channel, act) == (f"around {direction}", "send")]
         assert len(sent) == 2 * 2  # two carriers, two borders between segments
         for n in sent:
             segment = own[n][2].rpartition(", ")[2]

@@ -137,7 +137,7 @@ def without_gradients(mesh):
     from baton.parallel.param_layout import initialize_parameters
 
     initialize_parameters(model, 3, mesh.tensor_rank, mesh.layout.tensor)
-    spans = (mesh.context_rank, mesh.layout.sequence)
+    spans = (mesh.sequence_rank, mesh.layout.sequence)
     batches = micro_batches(0, mesh.data_rank, mesh.layout.data, 2, *spans)
     found = evaluate(model, batches, 1000, 180, mesh)
     scored = score(model, batches, 180, mesh)
@@ -161,5 +161,5 @@ def test_the_parts_of_a_model_are_the_model(single_mesh):
     whole = {name: p.shape for name, p in LanguageModel(MODEL).named_parameters()}
     for count in (1, 2, 3):
         parts = [LanguageModel(MODEL, stage=stage) for stage in stages.cut(MODEL, count, 24)]
-        names = [name for part in parts for name, p in part.named_parameters() if not p.baton_layout.tied_replica]
+        names = [name for part in parts for name, p in part.named_parameters() if not p.baton_layout.lent]
         assert sorted(names) == sorted(whole)

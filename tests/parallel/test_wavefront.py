@@ -53,8 +53,8 @@ class Late:
         now = torch.tensor([CLOCK.now], dtype=torch.float64)
         self.channel.send(torch.cat((message, now.view(torch.uint8))), to, what)
 
-    def irecv(self, message, source, what):
-        return LateArrival(self.channel.irecv(message.new_empty(message.numel() + 8), source, what))
+    def expect(self, message, source, what):
+        return LateArrival(self.channel.expect(message.new_empty(message.numel() + 8), source, what))
 
 
 class LateArrival:
@@ -155,8 +155,8 @@ def passes(mesh, n, segments):
     link.channels = {name: Late(channel) for name, channel in link.channels.items()}
     link.exchange = case.exchange
     layers, outputs, moments = stack_of(case.kind, link), [], []
-    pos = (TOKENS * mesh.context_rank + torch.arange(TOKENS)).expand(1, -1)
-    x = torch.randn(1, TOKENS, SMALL_WIDTH, generator=torch.Generator().manual_seed(mesh.context_rank))
+    pos = (TOKENS * mesh.sequence_rank + torch.arange(TOKENS)).expand(1, -1)
+    x = torch.randn(1, TOKENS, SMALL_WIDTH, generator=torch.Generator().manual_seed(mesh.sequence_rank))
     with slowed(case):
         moments.append(CLOCK.now)
         for s in range(segments):
@@ -198,7 +198,7 @@ def jobs():
 
 
 def formula(case, segments, backward):
-    """L t + (P - 1) (m + w). What goes around from the last rank to the first leaves when the segment is done, see ContextLink:
+    """L t + (P - 1) (m + w). What goes around from the last rank to the first leaves when the segment is done, see SequenceLink:
     segments follow one another, with a message between."""
     wave = LAYERS * nominal(case, backward) + (RANKS - 1) * (LATENCY + (case.back if backward else case.w))
     return segments * wave + (segments - 1) * LATENCY

@@ -175,8 +175,8 @@ FAULTS = (
         "carry",
         "a sequence over ranks and segments is cut rank by rank first, so that segments are not in the order of time",
         "training/step/batch_distribution.py",
-        ".view(3, rows, segments, mesh.layout.sequence, -1)[:, :, :, mesh.context_rank]",
-        ".view(3, rows, mesh.layout.sequence, segments, -1)[:, :, mesh.context_rank]",
+        ".view(3, rows, segments, mesh.layout.sequence, -1)[:, :, :, mesh.sequence_rank]",
+        ".view(3, rows, mesh.layout.sequence, segments, -1)[:, :, mesh.sequence_rank]",
         (
             "tests/training/test_long_context.py -k segments",
             "tests/training/test_long_context.py",
@@ -293,7 +293,7 @@ FAULTS = (
         "checkpoint",
         "after a rollback the first step in bfloat16 reads copies of the weights that were given up",
         "training/loop.py",
-        "    built.engine.masters_changed()\n    drop_cast_weights(built.model)\n    mesh = built.mesh\n",
+        "    built.engine.masters_changed()\n    drop_compute_copies(built.model)\n    mesh = built.mesh\n",
         "    built.engine.masters_changed()\n    mesh = built.mesh\n",
         (
             "tests/training/test_checkpoint.py -k going_back",

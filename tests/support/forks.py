@@ -139,7 +139,7 @@ def serve(number: int) -> None:
     from baton.parallel import compat
 
     import_for("cpu")
-    with compat.lazy_compile():
+    with compat.compiling_later():
         for name in IMPORTED:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)

@@ -60,10 +60,10 @@ def step_batch(step: int) -> TokenBatch:
 
 
 def micro_batches(
-    step: int, data_rank: int, data_size: int, size: int, context_rank: int = 0, sequence_size: int = 1
+    step: int, data_rank: int, data_size: int, size: int, sequence_rank: int = 0, sequence_size: int = 1
 ) -> list[TokenBatch]:
     """A data rank's share of the step's global batch, in micro-batches of `size` sequences, of which a sequence rank has a span."""
     whole = step_batch(step)
     rows = torch.arange(data_rank, SEQUENCES, data_size)
-    span = slice(context_rank * CONTEXT // sequence_size, (context_rank + 1) * CONTEXT // sequence_size)
+    span = slice(sequence_rank * CONTEXT // sequence_size, (sequence_rank + 1) * CONTEXT // sequence_size)
     return [TokenBatch(whole.tokens[r, span], whole.labels[r, span], whole.pos[r, span]) for r in rows.split(size)]

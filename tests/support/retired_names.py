@@ -10,7 +10,15 @@ Entry = tuple[tuple[str, ...], tuple[str, ...]]
 WORDS: dict[str, Entry] = {
     "kernels": (
         ("*",),
-        ("compile_pool.py", "in_chunks.py", "first_calls", "tiles.json", "TilesError", "power_of_two", "_tiles_for"),
+        (
+            "compile_pool.py",
+            "in_chunks.py",
+            "first_calls",
+            "tiles.json",
+            "TilesError",
+            "power_of_two",
+            "_tiles_for",
+        ),
     ),
     "models": (("*",), ("rms_norm_beside", "kept_not", "GatedScan", "GatedScanConfig")),
     "tests": (("*",), ("test_house",)),
@@ -40,19 +48,6 @@ WORDS: dict[str, Entry] = {
             "parallel.waiting",
             "parallel/layout",
             "parallel.layout",
-            "SequenceLink",
-            "sequence_link",
-            "ExchangeError",
-            "ComputeCopy",
-            "drop_compute_copies",
-            "adding_gradients",
-            "gradients_are_added",
-            "plain_weight",
-            "_HandOn",
-            "_ByEffect",
-            "_Passage",
-            "sequence_rank",
-            "finalise_gradients",
         ),
     ),
     "data_pipeline": (
@@ -84,27 +79,27 @@ WORDS: dict[str, Entry] = {
 
 NAMES: dict[str, list[Entry]] = {
     "kernels": [
-        (("kernels/*", "tests/kernels/*", "training/*"), ("Tiles", "SumTiles", "tiles=", ".tiles", "tiles_for", "default_tiles"))
-    ],
-    "models": [(("*.py",), ("Site", "IGNORED", "remaking")), (("models/*",), ("site", "beside="))],
-    "parallel": [
         (
-            ("parallel/*", "tests/parallel/*"),
             (
-                "Carrier",
-                "Aside",
-                "Arrival",
-                "expect",
-                "passage",
-                "global_blocks",
-                "part_of",
-                "own_input",
-                "lends",
-                "lent",
-                "named_parts",
+                "kernels/*",
+                "tests/kernels/*",
+                "training/*",
             ),
-        )
+            (
+                "Tiles",
+                "SumTiles",
+                "tiles=",
+                ".tiles",
+                "tiles_for",
+                "default_tiles",
+            ),
+        ),
     ],
+    "models": [
+        (("*.py",), ("Site", "IGNORED", "remaking")),
+        (("models/*",), ("site", "beside=")),
+    ],
+    "parallel": [],
     "data_pipeline": [],
     "training": [],
     "launcher": [],

@@ -121,7 +121,7 @@ def planted(mesh, what, victim):
     """A NaN planted on one rank; what the step says."""
     built = build(MODEL, training(), mesh)
     executor = StepExecutor(built.model, built.engine, mesh, segments=Segments())
-    executor.step(micro_batches(0, mesh.data_rank, mesh.layout.data, 2, mesh.context_rank, mesh.layout.sequence), 1e-3)
+    executor.step(micro_batches(0, mesh.data_rank, mesh.layout.data, 2, mesh.sequence_rank, mesh.layout.sequence), 1e-3)
     if mesh.rank == victim:
         block = None if what == "tokens" else built.model.layers["1"]["mamba"]
         if what == "weight":
@@ -143,7 +143,7 @@ def planted(mesh, what, victim):
             glitch = iter([True])
             block.register_forward_hook(lambda m, a, o: ((o[0][0], o[0][1] * torch.nan), o[1]) if next(glitch, False) else o)
     before = state_of(built)
-    result = executor.step(micro_batches(1, mesh.data_rank, mesh.layout.data, 2, mesh.context_rank, mesh.layout.sequence), 1e-3)
+    result = executor.step(micro_batches(1, mesh.data_rank, mesh.layout.data, 2, mesh.sequence_rank, mesh.layout.sequence), 1e-3)
     unchanged = all(x.isnan().any() or torch.equal(x, before[name]) for name, x in state_of(built).items())
     return result.refused, None if result.where is None else asdict(result.where), unchanged
 

@@ -62,7 +62,7 @@ def manifest(step, built=None):
 
 def batches(mesh, step):
     """This rank's part of a step's batch."""
-    return micro_batches(step, mesh.data_rank, mesh.layout.data, 2, mesh.context_rank, mesh.layout.sequence)
+    return micro_batches(step, mesh.data_rank, mesh.layout.data, 2, mesh.sequence_rank, mesh.layout.sequence)
 
 
 def trained(mesh, steps=2):

@@ -53,7 +53,7 @@ def oracle(precision="float32", mixer="mamba"):
             group["lr"] = learning_rates(step, config)[group["rate"]]
         optimizer.step()
         for module in model.modules():
-            module._cast_weight_cache = None
+            module._compute_copy = None
         rows.append((loss.item(), norm.item()))
     return rows, model, start
 
@@ -65,7 +65,9 @@ def steps_on_a_layout(mesh, precision="float32", recompute=False, mixer="mamba")
     executor = StepExecutor(built.model, built.engine, mesh)
     rows = []
     for step in range(STEPS):
-        batches = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch, mesh.context_rank, mesh.layout.sequence)
+        batches = micro_batches(
+            step, mesh.data_rank, mesh.layout.data, config.micro_batch, mesh.sequence_rank, mesh.layout.sequence
+        )
         result = executor.step(batches, learning_rates(step, config))
         rows.append((result.loss, result.grad_norm, result.labels))
     return rows, initial, gather_parameters(built.model, mesh.tensor_group)
@@ -75,7 +77,7 @@ def whole(model, values):
     """The oracle's parameters under the names of their parts."""
     found = {}
     for name, p in model.named_parameters():
-        for block in p.baton_layout.shard_boxes(name, 0, 1):
+        for block in p.baton_layout.global_blocks(name, 0, 1):
             found[block.name] = values[name][block.local_row : block.local_row + block.extent[0]]
     return found
 
@@ -125,7 +127,7 @@ def test_recomputation_exchanges_nothing(pool, mixer):
 
 def messages(mesh, mixer, recompute=False):
     rows, _, _ = steps_on_a_layout(mesh, mixer=mixer, recompute=recompute)
-    return rows, dict(mesh.link.sent)
+    return rows, dict(mesh.link.counted)
 
 
 def test_recomputation_and_bfloat16_on_a_layout(pool, single_mesh):

@@ -25,7 +25,7 @@ def lanes_with_values(built, config, mesh):
     """Lanes whose States are all different."""
     lanes, g = LaneStates(built.model, config, mesh), torch.Generator().manual_seed(0)
     own = range(mesh.data_rank, config.lane_count, mesh.layout.data)
-    for lane in own if mesh.context_rank == 0 else ():
+    for lane in own if mesh.sequence_rank == 0 else ():
         states = lanes.read([lane])
         for state in states.values():
             for name, x in state.items():

@@ -49,7 +49,7 @@ def in_parts(model, of):
     """By the names of parts, copied."""
     found = {}
     for name, parameter, layout in named_layouts(model):
-        for block in layout.shard_boxes(name, 0, 1):
+        for block in layout.global_blocks(name, 0, 1):
             found[block.name] = of(parameter)[block.local_row : block.local_row + block.extent[0]].clone()
     return found
 
@@ -60,7 +60,7 @@ def steps(mesh, mixer, recompute=False, precision="float32"):
     built = build(model_of(mixer), config, mesh)
     gradients, update = [], built.engine.step
 
-    lent = {name for name, _, layout in named_layouts(built.model) if layout.tied_replica}
+    lent = {name for name, _, layout in named_layouts(built.model) if layout.lent}
 
     def summed(parameter):
         # what is lent has none: its owner has it
@@ -76,7 +76,9 @@ def steps(mesh, mixer, recompute=False, precision="float32"):
     built.engine.step = step_of_engine
     executor, rows = StepExecutor(built.model, built.engine, mesh), []
     for step in range(STEPS):
-        batches = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch, mesh.context_rank, mesh.layout.sequence)
+        batches = micro_batches(
+            step, mesh.data_rank, mesh.layout.data, config.micro_batch, mesh.sequence_rank, mesh.layout.sequence
+        )
         result = executor.step(batches, learning_rates(step, config)[""])
         rows.append((result.loss, result.grad_norm))
     return rows, gradients, gather_parameters(built.model, mesh.tensor_group)

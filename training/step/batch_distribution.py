@@ -73,7 +73,7 @@ def checksum(batches: Sequence[Batch]) -> int:
 
 def reads(mesh: Mesh) -> bool:
     """Whether this rank reads for the ranks that work on the same sequences."""
-    return mesh.tensor_rank == 0 and mesh.context_rank == 0 and mesh.pipeline_rank == 0
+    return mesh.tensor_rank == 0 and mesh.sequence_rank == 0 and mesh.pipeline_rank == 0
 
 
 def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int = 1) -> TokenBatch:
@@ -91,7 +91,7 @@ def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int
         flat = torch.empty(3 * rows * context + rows, dtype=torch.int64, device=mesh.device)
     if dist.get_world_size(mesh.lane_group) > 1:
         dist.broadcast(flat, src=dist.get_global_rank(mesh.lane_group, 0), group=mesh.lane_group)
-    spans = flat[: 3 * rows * context].view(3, rows, segments, mesh.layout.sequence, -1)[:, :, :, mesh.context_rank]
+    spans = flat[: 3 * rows * context].view(3, rows, segments, mesh.layout.sequence, -1)[:, :, :, mesh.sequence_rank]
     tokens, labels, pos = spans.reshape(3, rows, -1)
     if lanes is None:  # reading them back from a GPU waits for it; who has read the batch knows them
         lanes = tuple(flat[3 * rows * context :].tolist())
