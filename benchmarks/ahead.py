@@ -41,10 +41,15 @@ H200 = {"max_shared_mem": 232448, "multiprocessor_count": 132}
 SEGMENT = 16384
 
 
-def run_of(model: str, settings: list[str], rows: int, context: int) -> RunConfig:
+def run_of(model: str, settings: list[str], rows: int, sequence_length: int) -> RunConfig:
     """As train_step.py's, of two micro-batches."""
     with tempfile.TemporaryDirectory() as folder:
-        training: dict[str, Any] = {"steps": 10, "context": context, "micro_batch": rows, "global_batch_tokens": 2 * rows * context}
+        training: dict[str, Any] = {
+            "steps": 10,
+            "sequence_length": sequence_length,
+            "micro_batch_size": rows,
+            "global_batch_tokens": 2 * rows * sequence_length,
+        }
         values = {
             "name": "ahead",
             "directory": f"{folder}/run",
@@ -55,7 +60,7 @@ def run_of(model: str, settings: list[str], rows: int, context: int) -> RunConfi
         path = Path(folder) / "run.yaml"
         path.write_text(yaml.safe_dump(values))
         config = load(path, settings)
-        if context > SEGMENT and not any(mixer.state_grows for mixer in config.model.mixers.values()):
+        if sequence_length > SEGMENT and not any(mixer.state_grows for mixer in config.model.mixers.values()):
             settings = [*settings, f"training.bptt={{mode: exact, segment: {SEGMENT}}}"]
         return load(path, settings)
 
@@ -63,9 +68,9 @@ def run_of(model: str, settings: list[str], rows: int, context: int) -> RunConfi
 def train(target: Target, model: str, shape: str, *settings: str) -> Compiled:
     from train_step import MODELS
 
-    rows, context = map(int, shape.split("x"))
+    rows, sequence_length = map(int, shape.split("x"))
     name, own = MODELS.get(model, (model, []))
-    config = run_of(name, [*own, *settings], rows, context)
+    config = run_of(name, [*own, *settings], rows, sequence_length)
     return compile_for(config.model, config.training, config.layout, target)
 
 

@@ -121,9 +121,11 @@ def fla(config: ModelConfig) -> Peer | None:
     name, settings = next(iter(config.mixers.items()))
     sizes = {"hidden_size": config.d_model, "num_heads": settings.heads, "norm_eps": config.norm_eps, "layer_idx": 0}
     if name == "gsa":
-        mixer = layers.GatedSlotAttention(num_slots=settings.slots, gate_logit_normalizer=settings.damping, **sizes)
+        mixer = layers.GatedSlotAttention(num_slots=settings.slots, gate_logit_normalizer=settings.gate_logit_normalizer, **sizes)
     else:
-        mixer = layers.GatedLinearAttention(gate_logit_normalizer=settings.damping, gate_low_rank_dim=settings.gate_rank, **sizes)
+        mixer = layers.GatedLinearAttention(
+            gate_logit_normalizer=settings.gate_logit_normalizer, gate_low_rank_dim=settings.gate_low_rank_dim, **sizes
+        )
     mixer, norm = mixer.cuda().bfloat16(), modules.RMSNorm(config.d_model, eps=config.norm_eps).cuda().bfloat16()
 
     def run(hidden: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,9 @@ def main() -> None:
 def measure(folder: Path, layers: int, repeat: int, saves: int) -> None:
     report = Report("checkpoint")
     mesh = meshes.initialize(LayoutConfig(), device=torch.device("cpu"), rank=0, store=torch.distributed.HashStore())
-    training = TrainingConfig(steps=1, context=1, global_batch_tokens=1, precision="float32", optimizer=OptimizerConfig(lr=1e-3))
+    training = TrainingConfig(
+        steps=1, sequence_length=1, global_batch_tokens=1, compute_dtype="float32", optimizer=OptimizerConfig(lr=1e-3)
+    )
     built = build(ModelConfig(d_model=512, n_layers=layers, vocab_size=8192), training, mesh)
     state = optimizer_rectangles(built.model, built.engine, mesh, for_save=True)
     generator = torch.Generator().manual_seed(0)
@@ -106,7 +108,7 @@ def measure(folder: Path, layers: int, repeat: int, saves: int) -> None:
             gate="checkpoint",
         )
     # what training waits for: the copy to host memory, beside copying the same bytes plainly
-    background = CheckpointStore(folder / "background", mesh, keep_last=1, asynchronous=True)
+    background = CheckpointStore(folder / "background", mesh, keep_last=1, async_save=True)
     tensors = [r.data for rectangles in state.values() for r in rectangles]
     space = [torch.empty_like(t) for t in tensors]
 

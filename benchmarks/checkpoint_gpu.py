@@ -34,7 +34,7 @@ from baton.training.config import OptimizerConfig, TrainingConfig
 from baton.training.step.executor import StepExecutor
 from baton.training.step.microbatch_runner import TokenBatch
 
-CONTEXT = 2048
+SEQUENCE_LENGTH = 2048
 RANKS = 4  # of the two layouts
 MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
 
@@ -43,9 +43,9 @@ def settings(model: str, rows: int, *, deterministic: bool) -> tuple[ModelConfig
     config = ModelConfig.model_validate({"vocab_size": 50280, **yaml.safe_load((MODELS / f"{model}.yaml").read_text())})
     training = TrainingConfig(
         steps=1,
-        context=CONTEXT,
-        global_batch_tokens=rows * CONTEXT,
-        micro_batch=rows,
+        sequence_length=SEQUENCE_LENGTH,
+        global_batch_tokens=rows * SEQUENCE_LENGTH,
+        micro_batch_size=rows,
         deterministic=deterministic,
         optimizer=OptimizerConfig(lr=1e-4),
     )
@@ -55,8 +55,8 @@ def settings(model: str, rows: int, *, deterministic: bool) -> tuple[ModelConfig
 def batch(config: ModelConfig, rows: int, device: torch.device) -> TokenBatch:
     assert config.vocab_size is not None
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (rows, CONTEXT + 1), generator=generator).to(device)
-    pos = torch.arange(CONTEXT, dtype=torch.int32, device=device).expand(rows, -1).contiguous()
+    tokens = torch.randint(config.vocab_size, (rows, SEQUENCE_LENGTH + 1), generator=generator).to(device)
+    pos = torch.arange(SEQUENCE_LENGTH, dtype=torch.int32, device=device).expand(rows, -1).contiguous()
     return TokenBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), pos)
 
 
@@ -82,7 +82,7 @@ def stall(model: str, folder: Path, rows: int, repeat: int) -> None:
     config, training = settings(model, rows, deterministic=False)
     built = build(config, training, mesh)
     executor, data = StepExecutor(built.model, built.engine, mesh), batch(config, rows, mesh.device)
-    store = CheckpointStore(folder / "stall", mesh, keep_last=1, asynchronous=True)
+    store = CheckpointStore(folder / "stall", mesh, keep_last=1, async_save=True)
     state = rectangles(built, for_save=True)
     size = sum(box.data.nbytes for boxes in state.values() for box in boxes)
     for _ in range(3):
@@ -187,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("stall", "layouts", "deterministic"))
     parser.add_argument("--model", default="mamba-130m", help="a file of configs/models, without .yaml")
-    parser.add_argument("--rows", type=int, default=4, help=f"sequences of {CONTEXT} tokens per step (default 4)")
+    parser.add_argument("--rows", type=int, default=4, help=f"sequences of {SEQUENCE_LENGTH} tokens per step (default 4)")
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--folder", help="where to write (default: a temporary folder; with several processes it must be given)")
     arguments = parser.parse_args()

@@ -36,9 +36,9 @@ from baton.training.step.executor import StepExecutor
 from baton.training.step.microbatch_runner import TokenBatch
 
 FIRST, DRIFT, FLOOR = 1e-3, 4.0, 1e-3  # of the first loss; times the control's distance, or this distance
-PARAMETERS, WIDTH, VOCABULARY, CONTEXT, SEQUENCES = 100e6, 1536, 8192, 256, 2
+PARAMETERS, WIDTH, VOCABULARY, SEQUENCE_LENGTH, SEQUENCES = 100e6, 1536, 8192, 256, 2
 CORNERS = (
-    {"sequence": 4}, {"tensor": 4}, {"tensor": 2, "sequence": 2}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "sequence": 2},
+    {"context": 4}, {"tensor": 4}, {"tensor": 2, "context": 2}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "context": 2},
 )  # fmt: skip
 # widths that four tensor ranks share, windows that fit a quarter of the context
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -50,15 +50,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_of(mixer: str, layout: dict[str, int], micro_batch: int = 1) -> RunConfig:
+def run_of(mixer: str, layout: dict[str, int], micro_batch_size: int = 1) -> RunConfig:
     """A model of about PARAMETERS: layers of the mixer and an MLP."""
     names = {"swiglu": {}} if mixer == "swiglu" else {mixer: SETTINGS.get(mixer, {}), "swiglu": {}}
     steps = TrainingConfig(
         steps=1000,
-        context=CONTEXT,
-        global_batch_tokens=SEQUENCES * CONTEXT,
-        micro_batch=micro_batch,
-        precision="bfloat16",
+        sequence_length=SEQUENCE_LENGTH,
+        global_batch_tokens=SEQUENCES * SEQUENCE_LENGTH,
+        micro_batch_size=micro_batch_size,
+        compute_dtype="bfloat16",
         optimizer=OptimizerConfig(lr=3e-4, clip_norm=1.0),
         schedule=ScheduleConfig(kind="constant", warmup_steps=10),
     )
@@ -71,7 +71,7 @@ def run_of(mixer: str, layout: dict[str, int], micro_batch: int = 1) -> RunConfi
     return nearest.model_copy(update={"layout": LayoutConfig(**layout)})
 
 
-PAIRS = ({"sequence": 2}, {"tensor": 2}, {"pipeline": 2})
+PAIRS = ({"context": 2}, {"tensor": 2}, {"pipeline": 2})
 
 
 def layouts_of(mixer: str, ranks: int) -> Iterator[dict[str, int]]:
@@ -93,18 +93,18 @@ def layouts_of(mixer: str, ranks: int) -> Iterator[dict[str, int]]:
 def batches(step: int, run: RunConfig, mesh: meshes.Mesh) -> list[TokenBatch]:
     """Sequences whose next token is mostly a function of the last, in packed documents; this rank's span of each."""
     g = torch.Generator().manual_seed(step)
-    noise = torch.randint(VOCABULARY, (SEQUENCES, CONTEXT + 1), generator=g)
-    keep = torch.rand(SEQUENCES, CONTEXT + 1, generator=g) < 0.9
+    noise = torch.randint(VOCABULARY, (SEQUENCES, SEQUENCE_LENGTH + 1), generator=g)
+    keep = torch.rand(SEQUENCES, SEQUENCE_LENGTH + 1, generator=g) < 0.9
     tokens = noise.clone()
-    for t in range(1, CONTEXT + 1):
+    for t in range(1, SEQUENCE_LENGTH + 1):
         tokens[:, t] = torch.where(keep[:, t], (5 * tokens[:, t - 1] + 7) % 97, noise[:, t])
-    starts = torch.rand(SEQUENCES, CONTEXT, generator=g) < 0.01
-    at = torch.arange(CONTEXT).expand(SEQUENCES, -1)
+    starts = torch.rand(SEQUENCES, SEQUENCE_LENGTH, generator=g) < 0.01
+    at = torch.arange(SEQUENCE_LENGTH).expand(SEQUENCES, -1)
     pos = at - torch.where(starts, at, 0).cummax(dim=1).values
-    size = CONTEXT // mesh.layout.sequence
-    span = slice(mesh.sequence_rank * size, (mesh.sequence_rank + 1) * size)
+    size = SEQUENCE_LENGTH // mesh.layout.context
+    span = slice(mesh.context_rank * size, (mesh.context_rank + 1) * size)
     parts = (tokens[:, :-1][:, span], tokens[:, 1:][:, span], pos.to(torch.int32)[:, span])
-    rows = torch.arange(SEQUENCES).split(run.training.micro_batch)
+    rows = torch.arange(SEQUENCES).split(run.training.micro_batch_size)
     return [TokenBatch(*(x[r].contiguous().to(mesh.device) for x in parts)) for r in rows]
 
 
@@ -138,9 +138,9 @@ def rank_main(rank: int, ranks: int, folder: str, mixers: list[str], steps: int)
     layouts = all_layouts(mixers, ranks)
     missing = {title(layout): [mixer for mixer in mixers if not path(title(layout), mixer).exists()] for layout in layouts}
     references = [(mixer, *one) for mixer in mixers for one in (("one GPU", 1), ("control", SEQUENCES))]
-    for mixer, name, micro_batch in references[rank::ranks]:
+    for mixer, name, micro_batch_size in references[rank::ranks]:
         if not path(name, mixer).exists():
-            write(name, mixer, losses(run_of(mixer, {}, micro_batch), mesh, steps))
+            write(name, mixer, losses(run_of(mixer, {}, micro_batch_size), mesh, steps))
     meshes.shutdown()
     for layout in layouts:
         config = LayoutConfig(**layout)

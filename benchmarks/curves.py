@@ -29,7 +29,7 @@ from baton.launcher.config import load
 from baton.training.monitoring.metrics import read_metrics
 
 VOCABULARY = 4096
-ROWS, CONTEXT = 8, 512
+ROWS, SEQUENCE_LENGTH = 8, 512
 ALLOWED = 3.0  # times the drift of another rounding
 SIZES = {"d_model": 512, "n_layers": 2, "vocab_size": VOCABULARY}
 MODELS: dict[str, dict[str, Any]] = {
@@ -42,9 +42,9 @@ MODELS: dict[str, dict[str, Any]] = {
 STREAM = "kernels, residual stream in bfloat16"
 FORMS: dict[str, dict[str, Any]] = {
     "kernels": {},
-    "kernels, half the rows": {"micro_batch": ROWS // 2},
+    "kernels, half the rows": {"micro_batch_size": ROWS // 2},
     "plain": {},
-    STREAM: {"residual": "bfloat16"},
+    STREAM: {"residual_dtype": "bfloat16"},
 }
 """What each changes of training's settings."""
 
@@ -76,10 +76,10 @@ class Run:
             "data": text_for(VOCABULARY, folder, documents=4 if arguments.tiny else None),
             "training": {
                 "steps": arguments.steps,
-                "context": arguments.context,
-                "micro_batch": ROWS,
+                "sequence_length": arguments.context,
+                "micro_batch_size": ROWS,
                 "global_batch_tokens": 2 * ROWS * arguments.context,
-                "precision": "bfloat16",
+                "compute_dtype": "bfloat16",
                 "log_every": 1,
                 "optimizer": {"lr": 1e-3},
                 "schedule": {"kind": "constant", "warmup_steps": 20},
@@ -164,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS), help=f"separated by commas, of {', '.join(MODELS)}")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--context", type=int, default=SEQUENCE_LENGTH)
     parser.add_argument("--seconds", type=float, default=500, help="for all of it (default 500)")
     parser.add_argument(
         "--tiny", action="store_true", help="on a CPU, where there are no kernels: to try the program; writes no results"

@@ -38,7 +38,7 @@ from baton.data_pipeline.stream import BatchStream, documents
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from baton.data_pipeline.unit_index import UNITS, UnitTable
 
-LANES, CONTEXT, UNIT_DOCUMENTS, SEED = 8, 2048, 16, 0
+LANES, SEQUENCE_LENGTH, UNIT_DOCUMENTS, SEED = 8, 2048, 16, 0
 UNITS_PER_LANE = 4  # of about 14 in an epoch: some 10 MB of text a repetition
 VOCAB_SIZE = 8192
 READ_BATCH = 64  # documents in a unit by default
@@ -48,10 +48,10 @@ HEADER = 128  # bytes before the ids in a list of them
 
 def open_stream(folder: str, model: str, rank: int, size: int) -> BatchStream:
     plan = StepPlan.constant(
-        context=CONTEXT,
+        sequence_length=SEQUENCE_LENGTH,
         lanes=LANES,
         lanes_per_step=LANES,
-        micro_batch=LANES // size,
+        micro_batch_size=LANES // size,
         data_rank=rank,
         data_size=size,
         start_step=0,
@@ -81,7 +81,7 @@ def measure(folder: str, model: str, rank: int, size: int, barrier: Any, repetit
     texts = texts_of_rank(folder, rank, size)
     raw = sentencepiece.SentencePieceProcessor(model_file=model)
     wanted = sum(len(raw.encode(text)) for text in texts)
-    steps = -(-wanted // (CONTEXT * LANES // size))
+    steps = -(-wanted // (SEQUENCE_LENGTH * LANES // size))
     times: dict[str, list[tuple[int, float]]] = {"stream": [], "numpy": [], "list": []}
     for _ in range(repetitions):
         with open_stream(folder, model, rank, size) as stream:
@@ -90,7 +90,7 @@ def measure(folder: str, model: str, rank: int, size: int, barrier: Any, repetit
             start = time.perf_counter()
             for _ in range(steps):
                 next(stream)
-            times["stream"].append((steps * CONTEXT * LANES // size, time.perf_counter() - start))
+            times["stream"].append((steps * SEQUENCE_LENGTH * LANES // size, time.perf_counter() - start))
         for name, kind in (("numpy", "numpy"), ("list", int)):
             barrier.wait()
             start = time.perf_counter()
@@ -132,7 +132,14 @@ def raw_process(kind: str, what: list[Any], model: str, barrier: Any, results: A
 
 
 def one_reader() -> StepPlan:
-    shape = {"context": CONTEXT, "lanes": LANES, "lanes_per_step": LANES, "micro_batch": LANES, "data_rank": 0, "data_size": 1}
+    shape = {
+        "sequence_length": SEQUENCE_LENGTH,
+        "lanes": LANES,
+        "lanes_per_step": LANES,
+        "micro_batch_size": LANES,
+        "data_rank": 0,
+        "data_size": 1,
+    }
     return StepPlan.constant(**shape, start_step=0, prefetch=2)
 
 
@@ -147,10 +154,10 @@ def with_workers(folder: Path, model: Path, content: str, workers: int, repetiti
     dataset, tokenizer = Dataset.open(folder), Tokenizer(model)
     if content == "text":
         kind, everything = "sentencepiece", texts_of_rank(str(folder), 0, 1)
-        steps = sum(len(tokenizer.encode(text)) for text in everything) // (CONTEXT * LANES)
+        steps = sum(len(tokenizer.encode(text)) for text in everything) // (SEQUENCE_LENGTH * LANES)
     else:
         kind, everything = "tar", [str(folder / shard.name) for shard in dataset.require("train")]
-        steps = 2 * (dataset.totals["train"]["tokens"] or 0) // (CONTEXT * LANES)
+        steps = 2 * (dataset.totals["train"]["tokens"] or 0) // (SEQUENCE_LENGTH * LANES)
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(workers + 1), context.Queue()
     arguments = [(kind, everything[n::workers], str(model), barrier, results) for n in range(workers)]
@@ -165,7 +172,7 @@ def with_workers(folder: Path, model: Path, content: str, workers: int, repetiti
             start = time.perf_counter()
             for _ in range(steps):
                 next(stream)
-            ours.append(steps * CONTEXT * LANES / (time.perf_counter() - start))
+            ours.append(steps * SEQUENCE_LENGTH * LANES / (time.perf_counter() - start))
         barrier.wait()
         found = [results.get(timeout=600) for _ in processes]
         assert content == "text" or sum(n for n, _ in found) == dataset.totals["train"]["tokens"]
@@ -212,7 +219,14 @@ def seek(folder: Path, model: str, size: int, report: Report) -> None:
             for i in range(unit.first, unit.first + unit.count):
                 f.seek(int(offsets[i]))
                 f.write(member_header(f"{unit.shard:08d}{i:024d}.txt", size) + text)
-    shape = {"context": 4096, "lanes": lanes, "lanes_per_step": lanes, "micro_batch": lanes, "data_rank": 0, "data_size": 1}
+    shape = {
+        "sequence_length": 4096,
+        "lanes": lanes,
+        "lanes_per_step": lanes,
+        "micro_batch_size": lanes,
+        "data_rank": 0,
+        "data_size": 1,
+    }
     plan = StepPlan.constant(**shape, start_step=9, prefetch=1)
     taken: dict[bool, list[float]] = {True: [], False: []}
     first = []

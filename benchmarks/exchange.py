@@ -10,8 +10,8 @@ rank waits for its first State, and its end, where the others wait for it, are i
 Every visible GPU is a sequence rank. All forms have the same modules, values and tokens, and take turns, pass by pass:
 
     relay       States and their cotangents go from neighbour to neighbour when a recurrence has run, as `baton train` has it
-    early       those of linear recurrences are made and sent before (layout.state_exchange: early)
-    gather      they are made as early, and gathered by all ranks (layout.state_exchange: gather)
+    early       those of linear recurrences are made and sent before (layout.context_comm: early)
+    gather      they are made as early, and gathered by all ranks (layout.context_comm: gather)
     all-to-all  tokens are exchanged for heads: see exchange_heads.py
     steps       what a rank computes to relay, with nobody beside it: how much of the relay's exposed time is no waiting
     alone       every rank has its own tokens, which nothing comes before
@@ -75,7 +75,7 @@ class Ranked:
 
     def __init__(self, config: ModelConfig, mesh: meshes.Mesh, tokens: int, dtype: torch.dtype) -> None:
         assert mesh.link is not None
-        self.mesh, self.link, self.ranks, self.tokens = mesh, mesh.link, mesh.layout.sequence, tokens
+        self.mesh, self.link, self.ranks, self.tokens = mesh, mesh.link, mesh.layout.context, tokens
         with mesh.device:
             self.model = LanguageModel(config, compute_dtype=dtype, link=mesh.link)
         with torch.no_grad():  # on the GPU: values that depend on no device take ten seconds
@@ -200,7 +200,7 @@ def launch(name: str, ranks: int, tokens: int, gate_dtype: str = "bfloat16") -> 
     """All that is launched, on the meta device: for ahead.py."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    layout, config = LayoutConfig(sequence=ranks, state_exchange="gather"), model_of(name, GATE_LAYERS, False)
+    layout, config = LayoutConfig(context=ranks, context_comm="all_gather"), model_of(name, GATE_LAYERS, False)
     for rank in (0, ranks - 1):
         mesh = meshes.initialize(layout, device=META, rank=rank, store=FakeStore())
         for length, dtype in ((GATE_TOKENS, gate_dtype), (tokens, "bfloat16")):
@@ -224,7 +224,7 @@ def rank_main(rank: int, ranks: int, folder: str, arguments: argparse.Namespace)
     device = torch.device("cpu") if tiny else torch.device("cuda", rank)
     store = torch.distributed.FileStore(f"{folder}/store", ranks)
     # with channels of both kinds: the link then does either
-    layout = LayoutConfig(sequence=ranks, state_exchange="gather", timeout_s=TIMEOUT_S)
+    layout = LayoutConfig(context=ranks, context_comm="all_gather", timeout_s=TIMEOUT_S)
     mesh = meshes.initialize(layout, device=device, rank=rank, store=store)
     for name in arguments.models.split(","):
         small = Ranked(model_of(name, GATE_LAYERS, tiny), mesh, arguments.gate_tokens, getattr(torch, arguments.gate_dtype))

@@ -61,7 +61,7 @@ class Profile(NamedTuple):
     ms: dict[str, float]
     micro_batches: int
     tokens: int
-    context: int
+    sequence_length: int
 
 
 def read(log: str, case: str) -> Profile:
@@ -72,7 +72,7 @@ def read(log: str, case: str) -> Profile:
         raise ValueError(f"{LOG}: has no profile of {case}; change MODELS in {Path(__file__).name}")
     begin = begins[runs.index(runs[-1])]
     text = log[runs[-1] :]
-    rows, context = int(begin[1]), int(begin[2])
+    rows, sequence_length = int(begin[1]), int(begin[2])
     ms = dict[str, float]()
     for line in log[begin.start() :].splitlines()[2:]:
         row = _ROW.match(line)
@@ -81,10 +81,10 @@ def read(log: str, case: str) -> Profile:
         ms[row[1]] = float(row[2].replace(",", ""))
     counts = re.search(r"--micro-batches ([\d,]+)", text.splitlines()[0])
     count = max(int(n) for n in (counts[1] if counts else "1,16").split(","))
-    return Profile(f"{rows}x{context} x {count}", ms, count, rows * context, context)
+    return Profile(f"{rows}x{sequence_length} x {count}", ms, count, rows * sequence_length, sequence_length)
 
 
-def of_micro_batch(model: ModelConfig, tokens: int, context: int) -> dict[str, Least]:
+def of_micro_batch(model: ModelConfig, tokens: int, sequence_length: int) -> dict[str, Least]:
     """By category; what has no entry could take nothing, or is not counted."""
     assert model.vocab_size is not None
     d, kinds = model.d_model, [model.mixers[name] for layer in model.layers for name in layer]
@@ -111,7 +111,7 @@ def of_micro_batch(model: ModelConfig, tokens: int, context: int) -> dict[str, L
             heads, kv_heads = kind.head_counts(d)
             # queries and outputs, keys and values of tokens and of what fades; the same with gradients
             moved["scan"] += LOW * kind.head_dim * ((2 + 4) * heads + (4 + 8) * kv_heads)
-            multiplied += 3.5 * kind.footprint(d).recurrence_flops(context)[0]
+            multiplied += 3.5 * kind.footprint(d).recurrence_flops(sequence_length)[0]
         if isinstance(kind, GSAConfig):
             heads, kv_heads = kind.head_counts(d)
             width, kv_width = heads * kind.head_dim, kv_heads * kind.head_dim
@@ -137,7 +137,7 @@ def _model(name: str) -> ModelConfig:
 def rows(name: str, profile: Profile) -> Iterator[tuple[str, float, Least | None]]:
     """(category, ms, least) of a step; at the end all together."""
     model = _model(name)
-    least = of_micro_batch(model, profile.tokens, profile.context)
+    least = of_micro_batch(model, profile.tokens, profile.sequence_length)
     least = {category: Least(profile.micro_batches * one.seconds, one.why) for category, one in least.items()}
     count = sum(p.numel for layer in model.layers for kind in layer for p in model.mixers[kind].footprint(model.d_model).parameters)
     count += model.d_model * (1 + model.padded_vocab_size * (1 if model.tie_embeddings else 2))

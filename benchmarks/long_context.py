@@ -36,13 +36,13 @@ NEAR = 1e-3  # relative difference of losses and norms, bfloat16
 TIMEOUT_S = 90  # of a message between ranks
 
 
-def settings(context: int, segment: int | None, *, recompute: bool = False) -> TrainingConfig:
+def settings(sequence_length: int, segment: int | None, *, recompute: bool = False) -> TrainingConfig:
     bptt = None if segment is None else {"mode": "exact", "segment": segment}
     return TrainingConfig(
         steps=10,
-        context=context,
-        global_batch_tokens=context,
-        precision="bfloat16",
+        sequence_length=sequence_length,
+        global_batch_tokens=sequence_length,
+        compute_dtype="bfloat16",
         recompute=recompute,
         bptt=bptt,
         optimizer=OptimizerConfig(lr=1e-4),
@@ -52,10 +52,10 @@ def settings(context: int, segment: int | None, *, recompute: bool = False) -> T
 def batch_of(model: ModelConfig, training: TrainingConfig, mesh: meshes.Mesh) -> TokenBatch:
     """Packed documents, this rank's spans of the segments."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(model.vocab_size or 0, (1, training.context + 1), generator=generator)
-    pos = torch.arange(training.context)[None] % (training.context // 2 + 1)
+    tokens = torch.randint(model.vocab_size or 0, (1, training.sequence_length + 1), generator=generator)
+    pos = torch.arange(training.sequence_length)[None] % (training.sequence_length // 2 + 1)
     parts = [tokens[:, :-1], tokens[:, 1:], pos]
-    spans = [x.view(1, training.segments, mesh.layout.sequence, -1)[:, :, mesh.sequence_rank].reshape(1, -1) for x in parts]
+    spans = [x.view(1, training.segments, mesh.layout.context, -1)[:, :, mesh.context_rank].reshape(1, -1) for x in parts]
     tokens, labels, pos = (x.contiguous().to(mesh.device) for x in spans)
     return TokenBatch(tokens, labels, pos.to(torch.int32))
 
@@ -78,7 +78,7 @@ def measure(built: Built, training: TrainingConfig, steps: int, warm: bool) -> d
     except torch.cuda.OutOfMemoryError:
         return None
     found = {"loss": result.loss, "norm": result.grad_norm, "bytes": float(torch.cuda.max_memory_allocated())}
-    return found | ({"seconds": min(seconds) / training.context} if seconds else {})
+    return found | ({"seconds": min(seconds) / training.sequence_length} if seconds else {})
 
 
 def rank_main(rank: int, ranks: int, folder: str, model: ModelConfig, trainings: list[TrainingConfig], steps: int) -> None:
@@ -90,7 +90,7 @@ def rank_main(rank: int, ranks: int, folder: str, model: ModelConfig, trainings:
     torch.cuda.set_device(device)
     make_deterministic(trainings[0])
     store = torch.distributed.FileStore(f"{folder}/store", ranks)
-    mesh = meshes.initialize(LayoutConfig(sequence=ranks, timeout_s=TIMEOUT_S), device=device, rank=rank, store=store)
+    mesh = meshes.initialize(LayoutConfig(context=ranks, timeout_s=TIMEOUT_S), device=device, rank=rank, store=store)
     built = build(model, trainings[0], mesh)
     found: list[Any] = []
     for training in trainings:
@@ -123,15 +123,18 @@ def main() -> None:
     report = Report("long_context", device=f"{gpus} x {torch.cuda.get_device_name()}")
     model = ModelConfig(**yaml.safe_load((files("baton.configs") / "models" / f"{arguments.model}.yaml").read_text()))
     contexts = [int(n) for n in arguments.contexts.split(",")]
-    exacts, too_long = run(1, model, [settings(context, arguments.segment) for context in contexts], arguments.steps), set()
-    for context, exact in zip(contexts, exacts, strict=False):
+    exacts, too_long = (
+        run(1, model, [settings(sequence_length, arguments.segment) for sequence_length in contexts], arguments.steps),
+        set(),
+    )
+    for sequence_length, exact in zip(contexts, exacts, strict=False):
         assert exact is not None, f"segments of {arguments.segment} do not fit"
         for name, recompute in (("plain", False), ("plain, recomputed", True)):
-            case = f"{arguments.model} {context}, {name}"
+            case = f"{arguments.model} {sequence_length}, {name}"
             if name in too_long:
                 report.say(f"{case}: not tried, for less did not fit")
                 continue
-            (plain,) = run(1, model, [settings(context, None, recompute=recompute)], arguments.steps)
+            (plain,) = run(1, model, [settings(sequence_length, None, recompute=recompute)], arguments.steps)
             if plain is None:
                 too_long.add(name)
                 report.say(f"{case}: out of memory; exact segments {exact['bytes'] / 2**30:.1f} GiB")
@@ -141,7 +144,8 @@ def main() -> None:
             for metric, key, scale in (("peak GiB", "bytes", 2**-30), ("us per token", "seconds", 1e6)):
                 report.row(case, metric, exact[key] * scale, name, plain[key] * scale, gate=case, higher_is_better=False)
         report.say(
-            f"{arguments.model} {context}, exact: {exact['bytes'] / 2**30:.2f} GiB, {exact['seconds'] * 1e6:.2f} us per token"
+            f"{arguments.model} {sequence_length}, exact: {exact['bytes'] / 2**30:.2f} GiB, "
+            f"{exact['seconds'] * 1e6:.2f} us per token"
         )
     report.save()  # should the ranks below fail, this is not lost
     if arguments.ranks:

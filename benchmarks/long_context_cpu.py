@@ -49,9 +49,9 @@ def measure(mixer: str, tokens: int) -> dict[str, float]:
     model = ModelConfig(d_model=WIDTH, n_layers=LAYERS, vocab_size=64, pattern=[mixer], mixers={mixer: settings})
     training = TrainingConfig(
         steps=1,
-        context=tokens,
+        sequence_length=tokens,
         global_batch_tokens=tokens,
-        precision="float32",
+        compute_dtype="float32",
         bptt={"mode": "exact", "segment": SEGMENT},
         optimizer=OptimizerConfig(lr=1e-3),
     )

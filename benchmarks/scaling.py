@@ -29,7 +29,7 @@ from baton.launcher.cluster import load_cluster
 from baton.launcher.config import RunConfig
 from baton.launcher.plan import make_plan
 
-LAYOUTS = ("data", "sequence", "tensor", "pipeline")
+LAYOUTS = ("data", "context", "tensor", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Case:
     def tokens(self) -> int:
         """Of a step, all ranks together."""
         replicas = self.ranks if self.layout == "data" else 1
-        return replicas * self.shape.rows * self.shape.context * self.micro_batches
+        return replicas * self.shape.rows * self.shape.sequence_length * self.micro_batches
 
 
 def case_of(model: str, layout: str, ranks: int, count: int, wide: Shape, long: Shape) -> Case:
     """count: micro-batches of a step on one GPU. wide, long: its shapes, of which sequence ranks lengthen the second."""
-    if layout == "sequence":
-        return Case(model, layout, ranks, Shape(long.rows, ranks * long.context), count, long)
+    if layout == "context":
+        return Case(model, layout, ranks, Shape(long.rows, ranks * long.sequence_length), count, long)
     return Case(model, layout, ranks, wide, ranks * count if layout == "pipeline" else count, wide)
 
 

@@ -35,9 +35,9 @@ name: startup
 model: {d_model: 128, n_layers: 5, pattern: [mamba], mixers: {mamba: {d_state: 16}}}
 data: {kind: mqar, length: 64, pairs: 4, vocab_size: 64, cases: []}
 training:
-  context: 128
+  sequence_length: 128
   global_batch_tokens: 1024
-  micro_batch: 2
+  micro_batch_size: 2
   log_every: 1
   optimizer: {lr: 1.0e-3}
   evaluation: {every: 0}

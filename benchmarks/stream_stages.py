@@ -45,27 +45,27 @@ def say_stages(folder: Path, model: Path, plan: StepPlan, corpus: Corpus, report
 
     def ours(step: int) -> None:
         lanes, block = plan.rows(step), step % BLOCKS
-        after = read(step, [blocks.rows(block, lanes, shape.context)])
-        blocks.write_cursors(block, (len(lanes), shape.context), ((row, after[lane]) for row, lane in enumerate(lanes)))
+        after = read(step, [blocks.rows(block, lanes, shape.sequence_length)])
+        blocks.write_cursors(block, (len(lanes), shape.sequence_length), ((row, after[lane]) for row, lane in enumerate(lanes)))
 
     ids, places = np.arange(1 << 22, dtype=np.uint16), np.arange(1 << 16, dtype=np.int32)
     lanes = plan.rows(0)
 
     def bare(step: int) -> None:
-        batch = blocks.rows(step % BLOCKS, lanes, shape.context)
+        batch = blocks.rows(step % BLOCKS, lanes, shape.sequence_length)
         for row in range(len(lanes)):
-            at = (step * len(lanes) + row) * shape.context % (len(ids) - shape.context)
-            batch.labels[row] = ids[at : at + shape.context]
+            at = (step * len(lanes) + row) * shape.sequence_length % (len(ids) - shape.sequence_length)
+            batch.labels[row] = ids[at : at + shape.sequence_length]
             batch.tokens[row, 1:] = batch.labels[row, :-1]
-            batch.pos[row] = places[: shape.context]
+            batch.pos[row] = places[: shape.sequence_length]
 
-    report.say(f"token ids, microseconds of a reader for a step of {len(lanes)} rows of {shape.context}:")
+    report.say(f"token ids, microseconds of a reader for a step of {len(lanes)} rows of {shape.sequence_length}:")
     for name, (owner, attribute) in STAGES.items():
         report.say(f"  {name:<40} {timed(ours, owner, attribute):6.1f}")
     report.say(f"  {'all, with cursors':<40} {timed(ours):6.1f}")
     report.say(f"  {'numpy alone writing such rows':<40} {timed(bare):6.1f}")
 
-    tokens = len(lanes) * shape.context
+    tokens = len(lanes) * shape.sequence_length
     report.say(f"token ids, microseconds of processor time for as many tokens ({tokens:,}):")
     me, paths = psutil.Process(), sorted(folder.glob("train-*.tar"))
     start, rounds = processor_time([me]), 20

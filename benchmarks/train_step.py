@@ -71,10 +71,10 @@ class Shape:
     """Of a micro-batch: sequences, and their tokens."""
 
     rows: int
-    context: int
+    sequence_length: int
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.context}"
+        return f"{self.rows}x{self.sequence_length}"
 
 
 @dataclass(frozen=True)
@@ -123,17 +123,17 @@ class Bench:
             settings += [*TINY["lattice"], "model.mixers.swiglu.hidden=128"] if base == "lattice-1.3b" else []
         elif self.arguments.vocab_size:
             settings = [*settings, f"model.vocab_size={self.arguments.vocab_size}"]
-        name, segment, tokens = f"{model}-{shape}", self.arguments.segment, shape.rows * shape.context
+        name, segment, tokens = f"{model}-{shape}", self.arguments.segment, shape.rows * shape.sequence_length
         values: dict[str, Any] = {
             "name": name,
             "directory": str(self.folder / f"{name}-{len(list(self.folder.glob(f'{name}-*')))}"),
             "model": base,
             "training": {
                 "steps": 1_000_000,  # it is ended before
-                "context": shape.context,
-                "micro_batch": shape.rows,
+                "sequence_length": shape.sequence_length,
+                "micro_batch_size": shape.rows,
                 "global_batch_tokens": tokens * counts[-1],
-                "batch_ramp": [{"steps": self.steps, "global_batch_tokens": tokens * count} for count in counts[:-1]],
+                "batch_size_warmup": [{"steps": self.steps, "global_batch_tokens": tokens * count} for count in counts[:-1]],
                 "log_every": 1,
                 "optimizer": {"lr": 1e-4},
                 "schedule": {"kind": "constant"},
@@ -147,7 +147,7 @@ class Bench:
         vocab_size = resolved.vocab_size
         assert vocab_size is not None
         # keys of a whole document fit in no State
-        if shape.context > segment and not any(mixer.state_grows for mixer in resolved.mixers.values()):
+        if shape.sequence_length > segment and not any(mixer.state_grows for mixer in resolved.mixers.values()):
             values["training"]["bptt"] = {"mode": "exact", "segment": segment}
         values["data"] = text_for(vocab_size, self.folder, documents=2 if self.arguments.tiny else None)
         path.write_text(yaml.safe_dump(values))
@@ -161,7 +161,7 @@ class Bench:
         if self.arguments.profile and config.training.segments == 1:
             # the profiler gets ready in a step that is not timed; every tenth step measures the update, which is not every step's
             first = next(n for n in range(wanted + 2, wanted + 22) if n % 10)
-            words = [f"profile.after={first - 1}", "profile.steps=1"]  # of many micro-batches, which it takes a while to read
+            words = [f"profile.skip_steps={first - 1}", "profile.steps=1"]  # of many micro-batches, which it takes a while to read
             table = config.folder / "profile" / f"step-{first:08d}-rank-0.txt"
         began = time.time()
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
@@ -210,12 +210,12 @@ class Bench:
     # ------------------------------------------------------------------------------------------------------------------- cases
 
     def case(self, model: str, shape: Shape, counts: Sequence[int]) -> None:
-        stream = ", bfloat16 residual" if self.arguments.residual == "bfloat16" else ""
+        stream = ", bfloat16 residual" if self.arguments.residual_dtype == "bfloat16" else ""
         stream += ", selective recomputation" if self.arguments.selective else ""
         report, case = self.report, f"{model} {shape}{stream}"
         words: list[str] = ["training.recompute=true"] if self.arguments.recompute else []
         words += ["training.selective_recompute=true"] if self.arguments.selective else []
-        words += [f"training.residual={self.arguments.residual}"]
+        words += [f"training.residual_dtype={self.arguments.residual_dtype}"]
         words += ["training.cuda_graphs=true"] if self.arguments.graphs else []
         if self.left() < self.arguments.reserve:
             report.say(f"{case}: left out, for want of time")
@@ -253,7 +253,7 @@ class Bench:
     def gate(self, case: str, model: str, shape: Shape, found: Found, path: Path) -> None:
         """The first loss beside the reference form's; where another one of the same model has been compared already, whose tokens
         are others, and this one's are too many to do so again, beside that."""
-        loss, many = found.loss, shape.rows * shape.context > self.arguments.reference_tokens
+        loss, many = found.loss, shape.rows * shape.sequence_length > self.arguments.reference_tokens
         known = [of for (name, _), of in self.references.items() if name == model]
         if known and many:
             off = abs(loss - known[0]) / known[0]
@@ -277,10 +277,10 @@ class Bench:
         used = Utilisation(
             parameters=sum(one.parameter_count for one in of_stages(config)),
             flops=flops_per_token(config, training),
-            tokens=training.micro_batch * training.context * count,
+            tokens=training.micro_batch_size * training.sequence_length * count,
             seconds=seconds,
             devices=1,
-            peak=peak_of(device, training.precision, 0.1 if self.arguments.tiny else None),
+            peak=peak_of(device, training.compute_dtype, 0.1 if self.arguments.tiny else None),
         )
         spread = f"{1000 * min(found.seconds):,.1f} to {1000 * max(found.seconds):,.1f}"
         again = ", recomputed" if training.recompute else ", cheap parts recomputed" if training.selective_recompute else ""
@@ -307,18 +307,18 @@ class Bench:
             why = "it failed" if theirs is None else theirs["absent"]
             self.report.say(f"{case}: {name} is not here: {why}")
             return
-        context, gate, size = theirs["tokens"], f"{case}, {name}", next(iter(uses.values())).parameters
+        sequence_length, gate, size = theirs["tokens"], f"{case}, {name}", next(iter(uses.values())).parameters
         off = abs(theirs["parameters"] - size) / size
         far = abs(theirs["loss"] - found.loss) / found.loss
         detail = f"parameters {theirs['parameters']:,} and {size:,} to {off:.1e} <= {SAME_SIZE:g}, "
         detail += f"untrained losses {theirs['loss']:.3f} and {found.loss:.3f} to {far:.1e} <= {SEEMS_TRAINED:g}"
         self.report.gate(gate, off <= SAME_SIZE and far <= SEEMS_TRAINED, detail)
-        if context < config.training.context:
-            self.report.say(f"{case}: {name} is out of memory; the longest that fits is {context} tokens")
-            name = f"{name} at {context}"
+        if sequence_length < config.training.sequence_length:
+            self.report.say(f"{case}: {name} is out of memory; the longest that fits is {sequence_length} tokens")
+            name = f"{name} at {sequence_length}"
         for count, used in uses.items():
             of, row = theirs["timed"][str(count)], f"{case} x {count}"
-            seconds, tokens = statistics.median(of["seconds"]), used.tokens * context // config.training.context
+            seconds, tokens = statistics.median(of["seconds"]), used.tokens * sequence_length // config.training.sequence_length
             theirs_used = replace(used, parameters=theirs["parameters"], tokens=tokens, seconds=seconds)
             self.report.say(f"{row}: {name} {1000 * seconds:,.1f} ms a step, {of['bytes'] / 2**30:.2f} GiB; {theirs_used}")
             self.report.row(row, "tokens/s", used.tokens_per_s, name, tokens / seconds, gate=gate)
@@ -340,7 +340,7 @@ def bench_arguments(description: str) -> argparse.ArgumentParser:
                         "reference form's loss of other tokens, where another shape has one (default 32768)")  # fmt: skip
     parser.add_argument("--recompute", action="store_true", help="training.recompute=true, also where it fits without")
     parser.add_argument("--selective", action="store_true", help="training.selective_recompute=true")
-    parser.add_argument("--residual", choices=("float32", "bfloat16"), default="float32", help="training.residual")
+    parser.add_argument("--residual-dtype", choices=("float32", "bfloat16"), default="float32", help="training.residual_dtype")
     parser.add_argument("--graphs", action="store_true", help="training.cuda_graphs=true; not with --profile, nor in segments")
     parser.add_argument("--profile", action="store_true", help="also profile=true: where another step's time goes; not in segments")
     parser.add_argument("--seconds", type=float, default=570, help="after which no further case is begun (default 570)")
@@ -390,7 +390,7 @@ def main() -> None:
         bench = Bench(report, folder.resolve(), arguments)
         for shape in shapes:
             for name in arguments.model.split(","):
-                counts = [1] if shape.context > arguments.segment else sorted(map(int, arguments.micro_batches.split(",")))
+                counts = [1] if shape.sequence_length > arguments.segment else sorted(map(int, arguments.micro_batches.split(",")))
                 try:
                     bench.case(name, shape, counts)
                 except RuntimeError as error:  # the others are worth their time

@@ -80,7 +80,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 """Tokens and labels, int64 [B, T], to the mean loss."""
 
 
-def mamba_ssm(model: ModelConfig, context: int) -> tuple[nn.Module, Step]:
+def mamba_ssm(model: ModelConfig, sequence_length: int) -> tuple[nn.Module, Step]:
     from mamba_ssm.models.config_mamba import MambaConfig
     from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 
@@ -98,7 +98,7 @@ def mamba_ssm(model: ModelConfig, context: int) -> tuple[nn.Module, Step]:
     return theirs, lambda x, y: F.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten())
 
 
-def fla(model: ModelConfig, context: int) -> tuple[nn.Module, Step]:
+def fla(model: ModelConfig, sequence_length: int) -> tuple[nn.Module, Step]:
     from fla.models.gsa import GSAConfig, GSAForCausalLM
 
     own: Any = model.mixers["gsa"]
@@ -107,8 +107,8 @@ def fla(model: ModelConfig, context: int) -> tuple[nn.Module, Step]:
         num_hidden_layers=model.n_layers,
         num_heads=own.heads,
         num_slots=own.slots,
-        gate_logit_normalizer=own.damping,
-        max_position_embeddings=context,
+        gate_logit_normalizer=own.gate_logit_normalizer,
+        max_position_embeddings=sequence_length,
         norm_eps=model.norm_eps,
         vocab_size=model.padded_vocab_size,
         tie_word_embeddings=model.tie_embeddings,
@@ -162,7 +162,7 @@ def peer_main(config_file: str, found: str, counts: Sequence[int], warm_up: int,
         return
     mesh = alone(config)
     model, (batch, *_) = first_step(config, mesh)
-    tokens, result = config.training.context, None
+    tokens, result = config.training.sequence_length, None
     while result is None:
         try:
             result = time_peer(PEERS[next(iter(model.mixers))][1], model, batch, counts, warm_up, steps) | {"tokens": tokens}

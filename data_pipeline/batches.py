@@ -34,9 +34,9 @@ class Batch:
     lanes: tuple[int, ...]
 
 
-def empty_batch(rows: int, context: int, lanes: tuple[int, ...]) -> Batch:
+def empty_batch(rows: int, sequence_length: int, lanes: tuple[int, ...]) -> Batch:
     """A batch to be filled."""
-    shape = (rows, context)
+    shape = (rows, sequence_length)
     return Batch(np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape, np.int32), lanes)
 
 

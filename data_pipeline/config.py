@@ -139,7 +139,7 @@ class TaskConfig(_Settings):
     kind: str
     length: int = Field(
         ge=1,
-        description="Tokens of an example, questions included. An example is a document, and training.context a multiple of it.",
+        description="Tokens of an example, questions included; an example is a document. training.sequence_length is a multiple.",
     )
     vocab_size: int = Field(ge=4, description="Tokens that there are, special ones included; the model's vocabulary.")
     prefetch: int = Field(
@@ -177,15 +177,15 @@ class TaskConfig(_Settings):
             found[name] = settings
         return found
 
-    def check_context(self, context: int) -> None:
+    def check_sequence_length(self, sequence_length: int) -> None:
         """Raises DataError, naming sizes that would do, unless whole examples fill a row of `context` tokens exactly."""
-        if context % self.length == 0:
+        if sequence_length % self.length == 0:
             return
-        down = context // self.length * self.length
-        lengths = [str(n) for n in range(self.shortest, context + 1) if context % n == 0]
+        down = sequence_length // self.length * self.length
+        lengths = [str(n) for n in range(self.shortest, sequence_length + 1) if sequence_length % n == 0]
         raise DataError(
-            f"training.context={context} is not a multiple of data.length={self.length}, and rows are full of whole examples; "
-            f"nearest contexts that are: {' and '.join(str(n) for n in (down, down + self.length) if n)}"
+            f"training.sequence_length={sequence_length} is not a multiple of data.length={self.length}, and rows are full of "
+            f"whole examples; nearest that are: {' and '.join(str(n) for n in (down, down + self.length) if n)}"
             + (f"; lengths that fill this one: {', '.join(lengths)}" if lengths else "")
         )
 

@@ -39,8 +39,8 @@ def evaluation_batches(
     tokenizer: Tokenizer,
     *,
     split: str = "validation",
-    context: int,
-    micro_batch: int,
+    sequence_length: int,
+    micro_batch_size: int,
     max_tokens: int,
     data_rank: int,
     data_size: int,
@@ -49,11 +49,13 @@ def evaluation_batches(
     `context`.
 
     The last window is padded with label -1, and windows that hold nothing else complete the last round of micro-batches of
-    `micro_batch` windows over `data_size` ranks. pos is the place in the document also where a window begins inside one.
+    `micro_batch_size` windows over `data_size` ranks. pos is the place in the document also where a window begins inside one.
     Raises DataError: no such split, another tokenizer's ids, an impossible size, damaged data.
     """
-    if min(context, micro_batch, max_tokens, data_size) < 1 or not 0 <= data_rank < data_size:
-        raise DataError("context, micro_batch, max_tokens and data_size must be at least 1, and data_rank one of the data ranks")
+    if min(sequence_length, micro_batch_size, max_tokens, data_size) < 1 or not 0 <= data_rank < data_size:
+        raise DataError(
+            "sequence_length, micro_batch_size, max_tokens and data_size must be at least 1, and data_rank one of the data ranks"
+        )
     check_tokenizer(dataset, tokenizer)
     chosen: list[list[AnyIds]] = []
     tokens = text_bytes = 0
@@ -71,23 +73,23 @@ def evaluation_batches(
         text_bytes += int(dataset.index(shard).text_bytes[sample])
         if tokens >= max_tokens:
             break
-    rounds = -(-tokens // (context * micro_batch * data_size))
-    windows = empty_batch(rounds * micro_batch * data_size, context, ())
+    rounds = -(-tokens // (sequence_length * micro_batch_size * data_size))
+    windows = empty_batch(rounds * micro_batch_size * data_size, sequence_length, ())
     windows.tokens[:] = tokenizer.doc
     windows.labels[:] = IGNORE_INDEX
-    windows.pos[:] = np.arange(context)  # padding looks like a document, and is never one that goes on
+    windows.pos[:] = np.arange(sequence_length)  # padding looks like a document, and is never one that goes on
     row = column = 0
     for pieces in chosen:
         opened = OpenDocument(iter(pieces), 0, tokenizer.doc)
         while not opened.over:
             column = opened.fill(windows, row, column)
-            if column == context:
+            if column == sequence_length:
                 row, column = row + 1, 0
     if column:
-        windows.pos[row, column:] = np.arange(context - column)
+        windows.pos[row, column:] = np.arange(sequence_length - column)
     batches = []
-    for start in range(data_rank * micro_batch, len(windows.tokens), data_size * micro_batch):
-        rows = slice(start, start + micro_batch)
+    for start in range(data_rank * micro_batch_size, len(windows.tokens), data_size * micro_batch_size):
+        rows = slice(start, start + micro_batch_size)
         batches.append(Batch(windows.tokens[rows], windows.labels[rows], windows.pos[rows], ()))
     return EvaluationSet(batches, text_bytes, tokens, len(chosen))
 

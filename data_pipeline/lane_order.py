@@ -182,11 +182,11 @@ def next_lanes(rows: int, lanes: int, count: int) -> list[int]:
     return [(rows + i) % lanes for i in range(count)]
 
 
-def check_layout(*, lanes: int, lanes_per_step: int, micro_batch: int, data_size: int) -> None:
+def check_layout(*, lanes: int, lanes_per_step: int, micro_batch_size: int, data_size: int) -> None:
     """Raises DataError, naming sizes that would do, unless every data rank gets whole micro-batches of its own lanes in every
     step."""
-    if lanes < 1 or lanes_per_step < 1 or micro_batch < 1 or data_size < 1:
-        raise DataError("lanes, lanes_per_step, micro_batch and data_size must all be at least 1")
+    if lanes < 1 or lanes_per_step < 1 or micro_batch_size < 1 or data_size < 1:
+        raise DataError("lanes, lanes_per_step, micro_batch_size and data_size must all be at least 1")
     if lanes_per_step > lanes:
         raise DataError(
             f"lanes_per_step {lanes_per_step} exceeds lanes {lanes}; a step takes one row from a lane: raise lanes or lower it"
@@ -199,9 +199,9 @@ def check_layout(*, lanes: int, lanes_per_step: int, micro_batch: int, data_size
             f"use {legal} data ranks, or lane counts that are multiples of {data_size}"
         )
     rows = lanes_per_step // data_size
-    if rows % micro_batch:
+    if rows % micro_batch_size:
         raise DataError(
-            f"micro_batch {micro_batch} does not divide the {rows} rows a data rank has per step "
+            f"micro_batch_size {micro_batch_size} does not divide the {rows} rows a data rank has per step "
             f"(lanes_per_step {lanes_per_step} / {data_size} data ranks); use {_divisors(rows)}"
         )
 

@@ -148,8 +148,8 @@ class _Lane:
 
     def fill(self, step: int, batch: Batch, row: int) -> Cursor:
         """Write the lane's next inputs into a row of a batch; the cursor after them."""
-        start, context = 0, batch.tokens.shape[1]
-        while start < context:
+        start, sequence_length = 0, batch.tokens.shape[1]
+        while start < sequence_length:
             opened = self._opened = self._opened or self._open(step)
             if opened is not None:
                 start = opened.fill(batch, row, start)

@@ -34,7 +34,7 @@ class Blocks:
     _layouts: dict[tuple[int, int], tuple[int, int, int, int, int]]
 
     def __init__(self, count: int, plan: StepPlan, sources: int) -> None:
-        shapes = [(shape.lanes_per_step // plan.data_size, shape.context) for shape in plan.stretches]
+        shapes = [(shape.lanes_per_step // plan.data_size, shape.sequence_length) for shape in plan.stretches]
         self._place, self._layouts = struct.Struct(f"{_INTS + sources}q"), {}
         self._size = -(-max(self._offsets(*shape)[-1] for shape in shapes) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.count = count
@@ -64,33 +64,38 @@ class Blocks:
         finally:
             os.close(fd)
 
-    def _offsets(self, rows: int, context: int) -> tuple[int, int, int, int, int]:
+    def _offsets(self, rows: int, sequence_length: int) -> tuple[int, int, int, int, int]:
         """First byte in a block of its tokens, labels, positions and cursors, and its end."""
-        if (rows, context) not in self._layouts:
+        if (rows, sequence_length) not in self._layouts:
             at = [0]
-            for size in (8 * rows * context, 8 * rows * context, 4 * rows * context, rows * self._place.size):
+            for size in (
+                8 * rows * sequence_length,
+                8 * rows * sequence_length,
+                4 * rows * sequence_length,
+                rows * self._place.size,
+            ):
                 at.append(at[-1] + -(-size // _LINE) * _LINE)
-            self._layouts[rows, context] = at[0], at[1], at[2], at[3], at[4]
-        return self._layouts[rows, context]
+            self._layouts[rows, sequence_length] = at[0], at[1], at[2], at[3], at[4]
+        return self._layouts[rows, sequence_length]
 
-    def rows(self, number: int, lanes: tuple[int, ...], context: int) -> Batch:
+    def rows(self, number: int, lanes: tuple[int, ...], sequence_length: int) -> Batch:
         """A block as one batch. Whoever asks keeps it no longer than the block is theirs."""
-        key = number, len(lanes), context
+        key = number, len(lanes), sequence_length
         view = self._views.get(key)
         if view is None:
             if len(self._views) >= 2 * self.count:  # shapes of steps that are over
                 self._views.clear()
-            view = self._views[key] = self._batch(self._memory, number * self._size, lanes, context)
+            view = self._views[key] = self._batch(self._memory, number * self._size, lanes, sequence_length)
         return Batch(view.tokens, view.labels, view.pos, lanes)
 
-    def lease(self, number: int, lanes: tuple[int, ...], context: int) -> Batch:
+    def lease(self, number: int, lanes: tuple[int, ...], sequence_length: int) -> Batch:
         """A block as one batch that may be kept: when it and all that shows its memory is gone, the block is `free`."""
         held = (ctypes.c_char * self._size).from_buffer(self._memory, number * self._size)
         weakref.finalize(held, self.free.append, number).atexit = False
-        return self._batch(held, 0, lanes, context)
+        return self._batch(held, 0, lanes, sequence_length)
 
-    def _batch(self, memory: Any, begin: int, lanes: tuple[int, ...], context: int) -> Batch:
-        shape = len(lanes), context
+    def _batch(self, memory: Any, begin: int, lanes: tuple[int, ...], sequence_length: int) -> Batch:
+        shape = len(lanes), sequence_length
         tokens, labels, pos, _, _ = self._offsets(*shape)
         return Batch(
             np.ndarray(shape, np.int64, memory, begin + tokens),

@@ -51,12 +51,12 @@ class Place:
 @dataclass(frozen=True)
 class Stretch:
     """Steps of one shape, from `first_step` to the next stretch or for ever. context: inputs per row. lanes_per_step: g, rows of
-    the global batch. micro_batch: rows per Batch."""
+    the global batch. micro_batch_size: rows per Batch."""
 
     first_step: int
-    context: int
+    sequence_length: int
     lanes_per_step: int
-    micro_batch: int
+    micro_batch_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +78,9 @@ class StepPlan:
     prefetch: int
 
     @classmethod
-    def constant(cls, *, context: int, lanes_per_step: int, micro_batch: int, **others: int) -> Self:
+    def constant(cls, *, sequence_length: int, lanes_per_step: int, micro_batch_size: int, **others: int) -> Self:
         """A plan whose steps are all alike. others: the fields of StepPlan but for `stretches`."""
-        return cls(stretches=(Stretch(0, context, lanes_per_step, micro_batch),), **others)
+        return cls(stretches=(Stretch(0, sequence_length, lanes_per_step, micro_batch_size),), **others)
 
     def __post_init__(self) -> None:
         firsts = [stretch.first_step for stretch in self.stretches]
@@ -109,10 +109,13 @@ class StepPlan:
 
     def _check_stretch(self, stretch: Stretch) -> None:
         check_layout(
-            lanes=self.lanes, lanes_per_step=stretch.lanes_per_step, micro_batch=stretch.micro_batch, data_size=self.data_size
+            lanes=self.lanes,
+            lanes_per_step=stretch.lanes_per_step,
+            micro_batch_size=stretch.micro_batch_size,
+            data_size=self.data_size,
         )
-        if stretch.context < 1:
-            raise DataError(f"context {stretch.context} must be at least 1")
+        if stretch.sequence_length < 1:
+            raise DataError(f"sequence_length {stretch.sequence_length} must be at least 1")
 
     def stretch(self, step: int) -> Stretch:
         """The shape of step number `step`."""
@@ -135,8 +138,8 @@ class StepPlan:
     def batches(self, step: int) -> list[Batch]:
         """Empty batches for this rank's rows in a step."""
         shape, mine = self.stretch(step), self.rows(step)
-        rows = [mine[i : i + shape.micro_batch] for i in range(0, len(mine), shape.micro_batch)]
-        return [empty_batch(len(lanes), shape.context, lanes) for lanes in rows]
+        rows = [mine[i : i + shape.micro_batch_size] for i in range(0, len(mine), shape.micro_batch_size)]
+        return [empty_batch(len(lanes), shape.sequence_length, lanes) for lanes in rows]
 
     def first_cursors(self, cursors: Mapping[int, C] | None, beginning: C) -> dict[int, C]:
         """Where this rank's lanes begin. cursors: as saved after step start_step - 1, those of other ranks' lanes are ignored;

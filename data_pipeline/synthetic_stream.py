@@ -51,16 +51,16 @@ class TaskStream(Steps[ExampleCursor]):
     def __init__(
         self, config: TaskConfig, plan: StepPlan, *, seed: int, cursors: Mapping[int, ExampleCursor] | None = None
     ) -> None:
-        plan.check(lambda stretch: config.check_context(stretch.context))
+        plan.check(lambda stretch: config.check_sequence_length(stretch.sequence_length))
         begin = plan.first_cursors(cursors, ExampleCursor())
         examples = Examples(config)
         following = {lane: cursor.example for lane, cursor in begin.items()}
 
         def fill(step: int, batches: Sequence[Batch]) -> dict[int, ExampleCursor]:
             rows = [(batch, row, lane) for batch in batches for row, lane in enumerate(batch.lanes)]
-            context = int(batches[0].tokens.shape[1])
-            per_row = context // config.length
-            at_once = max(1, PIECE_TOKENS // context)
+            sequence_length = int(batches[0].tokens.shape[1])
+            per_row = sequence_length // config.length
+            at_once = max(1, PIECE_TOKENS // sequence_length)
             for start in range(0, len(rows), at_once):
                 piece = rows[start : start + at_once]
                 tokens, labels = examples.take((("train", seed, lane), following[lane], per_row) for _, _, lane in piece)
@@ -87,13 +87,18 @@ class TaskSet:
     labels: int
 
 
-def task_set(config: TaskConfig, *, tokens: int, context: int, micro_batch: int, data_rank: int, data_size: int) -> TaskSet:
+def task_set(
+    config: TaskConfig, *, tokens: int, sequence_length: int, micro_batch_size: int, data_rank: int, data_size: int
+) -> TaskSet:
     """The first tokens / length examples of a task's evaluation stream (at least one), an example a row; every run, seed and layout
-    has the same ones. Batches have about as many tokens as those of training, micro_batch * context; rows without labels complete
+    has the same ones. Batches have about as many tokens as those of training, micro_batch_size * sequence_length; rows without
+    labels complete
     the last round of batches over the ranks. Raises DataError: an impossible size."""
-    if min(tokens, context, micro_batch, data_size) < 1 or not 0 <= data_rank < data_size:
-        raise DataError("tokens, context, micro_batch and data_size must be at least 1, and data_rank one of the data ranks")
-    count, rows = max(1, tokens // config.length), max(1, micro_batch * context // config.length)
+    if min(tokens, sequence_length, micro_batch_size, data_size) < 1 or not 0 <= data_rank < data_size:
+        raise DataError(
+            "tokens, sequence_length, micro_batch_size and data_size must be at least 1, and data_rank one of the data ranks"
+        )
+    count, rows = max(1, tokens // config.length), max(1, micro_batch_size * sequence_length // config.length)
     examples, batches, pos = Examples(config), [], np.arange(config.length, dtype=np.int32)
     rounds = -(-count // (rows * data_size))
     for number in range(rounds):

@@ -80,17 +80,17 @@ class Workers:
         self._leased = len(self._given) >= _AHEAD
         if not self._leased:
             return self._plan.batches(step)
-        return _parts(self._blocks.lease(self._taken, self._lanes, shape.context), shape.micro_batch)
+        return _parts(self._blocks.lease(self._taken, self._lanes, shape.sequence_length), shape.micro_batch_size)
 
     def __call__(self, step: int, batches: Sequence[Batch]) -> dict[int, Cursor]:
         for number in range(len(self._workers)):
             self._wait(number, step)
-        rows, context = batches[0].tokens.shape
+        rows, sequence_length = batches[0].tokens.shape
         before = [self._cursors[lane] for lane in self._lanes]
-        after = self._blocks.cursors(self._taken, (len(self._lanes), context), before)
+        after = self._blocks.cursors(self._taken, (len(self._lanes), sequence_length), before)
         self._cursors.update(zip(self._lanes, after))
         if not self._leased:
-            written = self._blocks.rows(self._taken, self._lanes, context)
+            written = self._blocks.rows(self._taken, self._lanes, sequence_length)
             for batch, part in zip(batches, _parts(written, rows), strict=True):
                 batch.tokens[:], batch.labels[:], batch.pos[:] = part.tokens, part.labels, part.pos
             self._blocks.free.append(self._taken)
@@ -196,10 +196,10 @@ def _serve(
         step = plan.start_step
         while given := connection.recv(_MOST):
             for block in given:
-                lanes, context = plan.rows(step), plan.stretch(step).context
-                after = reader(step, [blocks.rows(block, lanes, context)])
+                lanes, sequence_length = plan.rows(step), plan.stretch(step).sequence_length
+                after = reader(step, [blocks.rows(block, lanes, sequence_length)])
                 blocks.write_cursors(
-                    block, (len(lanes), context), ((r, after[lane]) for r, lane in enumerate(lanes) if lane in begin)
+                    block, (len(lanes), sequence_length), ((r, after[lane]) for r, lane in enumerate(lanes) if lane in begin)
                 )
                 connection.sendall(_WRITTEN)
                 step += 1

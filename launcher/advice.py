@@ -60,7 +60,9 @@ def _savings(config: RunConfig, segments: list[Savings]) -> list[Savings]:
     before what recomputes one sequence at a time."""
     training = config.training
     again: list[Savings] = [] if training.recompute else [{"recompute": True}]
-    smaller: list[Savings] = [{"micro_batch": n} for n in reversed(divisors(training.micro_batch)) if n < training.micro_batch]
+    smaller: list[Savings] = [
+        {"micro_batch_size": n} for n in reversed(divisors(training.micro_batch_size)) if n < training.micro_batch_size
+    ]
     both, shorter = _with_recomputation(config, smaller)[len(smaller) :], _with_recomputation(config, segments)[len(segments) :]
     if config.layout.pipeline > 1:
         return [{}, *again, *smaller, *both, *segments, *shorter]
@@ -79,12 +81,12 @@ def _segments(config: RunConfig) -> Iterator[tuple[Savings, int]]:
     back as they do now: through the whole sequence, or through as many more segments as these are shorter."""
     training = config.training
     now, through = training.segment, None if training.bptt is None else training.bptt.gradient_segments
-    fewer: Savings = {"micro_batch": 1} if training.micro_batch > 1 else {}
+    fewer: Savings = {"micro_batch_size": 1} if training.micro_batch_size > 1 else {}
     mode = "exact" if training.bptt is None else training.bptt.mode
-    for n in reversed(divisors(training.context if through is None else now)):
+    for n in reversed(divisors(training.sequence_length if through is None else now)):
         if n < now:
             bptt = BpttConfig(mode=mode, segment=n, gradient_segments=None if through is None else through * (now // n))
-            yield {"bptt": bptt, **fewer}, n // config.layout.sequence
+            yield {"bptt": bptt, **fewer}, n // config.layout.context
 
 
 def _words(training: TrainingConfig, saving: Savings) -> Iterator[str]:

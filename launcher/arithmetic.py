@@ -98,19 +98,19 @@ class Arithmetic:
         assert stage.count == config.layout.pipeline
         self.model, self.training, self.layout, self.stage = config.model, config.training, config.layout, stage
         self.layers = tuple(config.model.layers[n] for n in stage.layers)
-        self.tensor, self.shards = self.layout.tensor, self.layout.data * self.layout.sequence
+        self.tensor, self.shards = self.layout.tensor, self.layout.data * self.layout.context
         self.work = Work(
-            batch=self.training.micro_batch,
-            length=self.training.segment // self.layout.sequence,
+            batch=self.training.micro_batch_size,
+            length=self.training.segment // self.layout.context,
             tensor=self.tensor,
-            compute_bytes=DTYPE_BYTES[config.precision],
+            compute_bytes=DTYPE_BYTES[config.compute_dtype],
             gpu=config.device != "cpu",
-            segment=self.layout.sequence > 1 or self.training.bptt is not None,
-            again=self.layout.sequence > 1 and self.layout.state_exchange != "relay",
-            split_residual=self.layout.split_residual and self.tensor > 1,
+            segment=self.layout.context > 1 or self.training.bptt is not None,
+            again=self.layout.context > 1 and self.layout.context_comm != "ring",
+            sequence_parallel=self.layout.sequence_parallel and self.tensor > 1,
             selective=self.training.selective_recompute,
         )
-        self.micro_batches = self.training.sequences_per_step // (self.layout.data * self.training.micro_batch)
+        self.micro_batches = self.training.sequences_per_step // (self.layout.data * self.training.micro_batch_size)
         self.passes = self.micro_batches * self.training.segments
         """Segments of micro-batches that are run with a graph."""
         self.together = self.training.gradient_segments
@@ -147,7 +147,7 @@ class Arithmetic:
             if not tied:
                 found.append(Parameter("head.weight", (model.padded_vocab_size, model.d_model), split=0, uses=1))
         # what reads a part of the tokens, or what every rank computes alike, gets a part of its gradient
-        return tuple(replace(p, partial=True) if self.work.split_residual and p.split is None else p for p in found)
+        return tuple(replace(p, partial=True) if self.work.sequence_parallel and p.split is None else p for p in found)
 
     @cached_property
     def lent(self) -> tuple[Parameter, ...]:
@@ -228,13 +228,13 @@ class Arithmetic:
         surveyed = self.together - 1
         if not surveyed:
             return 0
-        first = self.entering if self.layout.sequence > 1 else self.states * self.training.carries
+        first = self.entering if self.layout.context > 1 else self.states * self.training.carries
         return first + (surveyed - 1) * self.entering + surveyed * self._decided
 
     @property
     def hidden_bytes(self) -> int:
         """The residual stream of a pass, or its gradient: what stages hand on. Shared, this rank's part."""
-        return DTYPE_BYTES[self.training.residual] * self.model.d_model * self.work.stream_tokens
+        return DTYPE_BYTES[self.training.residual_dtype] * self.model.d_model * self.work.stream_tokens
 
     @property
     def _expected(self) -> int:
@@ -361,18 +361,18 @@ class Arithmetic:
     @property
     def _recurrences(self) -> tuple[float, float]:
         """Operations of this rank's recurrences per token, forwards, on matrix units and elsewhere."""
-        flops = [block.recurrence_flops(self.training.context) for block in self.every_block]
+        flops = [block.recurrence_flops(self.training.sequence_length) for block in self.every_block]
         return sum(matrix for matrix, _ in flops) / self.tensor, sum(vector for _, vector in flops) / self.tensor
 
     def useful_flops(self) -> float:
         """Per token and training step, of the stage on all tensor ranks: matmuls and recurrences once forwards, twice backwards."""
         flops = 2.0 * sum(p.uses * p.numel for p in (*self.parameters, *self.lent))
-        return 3 * (flops + sum(sum(block.recurrence_flops(self.training.context)) for block in self.every_block))
+        return 3 * (flops + sum(sum(block.recurrence_flops(self.training.sequence_length)) for block in self.every_block))
 
 
 def of_stages(config: RunConfig) -> tuple[Arithmetic, ...]:
     """Of every stage, in order. Raises ConfigError or LayoutError for what cannot be counted or cut."""
-    stages = cut(config.model, config.layout.pipeline, config.training.context)
+    stages = cut(config.model, config.layout.pipeline, config.training.sequence_length)
     return tuple(Arithmetic(config, stage) for stage in stages)
 
 

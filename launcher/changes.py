@@ -31,7 +31,7 @@ MAY_CHANGE = (
     "data.prefetch",
     "data.workers",
     "data.cases",
-    "training.micro_batch",
+    "training.micro_batch_size",
     "training.recompute",
     "training.selective_recompute",
     "training.cuda_graphs",
@@ -53,14 +53,14 @@ ORDER = (
     "data",
     "training.seed",
     "training.lanes",
-    "training.context",
+    "training.sequence_length",
     "training.global_batch_tokens",
-    "training.length_warmup",
-    "training.batch_ramp",
+    "training.sequence_length_warmup",
+    "training.batch_size_warmup",
 )
 """Settings that decide which tokens a step reads, next to MAY_CHANGE: a fork that changes one begins its data anew."""
 
-_GROUPS = ("training.optimizer.rates", "training.bptt")
+_GROUPS = ("training.optimizer.lr_overrides", "training.bptt")
 """Settings that are named as a whole on a command line."""
 
 _SHOWN = 4

@@ -67,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         "find the fastest launch configurations of a run's kernels on this GPU, for the table that all runs use",
     )
     tune.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
-    tune.add_argument("overrides", metavar="key=value", nargs="*", help="settings over the file's, e.g. training.micro_batch=8")
+    tune.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="settings over the file's, e.g. training.micro_batch_size=8"
+    )
     tune.add_argument(
         "--kernel", action="append", default=[], metavar="NAME", help="only this one; may be given again (default: all)"
     )
@@ -75,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
 
     ahead = _command(commands, "compile", _compile, "compile a run's kernels before it starts, also where there is no GPU")
     ahead.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
-    ahead.add_argument("overrides", metavar="key=value", nargs="*", help="settings over the file's, e.g. training.micro_batch=8")
+    ahead.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="settings over the file's, e.g. training.micro_batch_size=8"
+    )
     ahead.add_argument(
         "--capability", type=_capability, metavar="N.N", help="of the GPU, e.g. 9.0 of an H200 (default: the one here)"
     )
@@ -281,7 +285,7 @@ def _train(arguments: argparse.Namespace) -> int:
     check_inputs(config)
     for note in config.notes():
         print(note, file=sys.stderr)
-    limits = {"limit_s": config.layout.timeout_s, "startup_s": config.jobs.startup_s}
+    limits = {"limit_s": config.layout.timeout_s, "startup_timeout_s": config.jobs.startup_timeout_s}
     with open_attempt(config, change=arguments.change) as attempt:
         return end_attempt(attempt, run_ranks(config.layout.world_size, attempt, **limits))
 

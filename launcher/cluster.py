@@ -45,7 +45,7 @@ class Cluster(_Settings):
     reserved_gib: float = Field(3.0, ge=0, description="what no tensor gets: the CUDA context, NCCL's and cuBLAS's buffers, gaps "
                                 "between the allocator's blocks")  # fmt: skip
     matmul_tflops: MatmulRates
-    memory_tb_s: float = Field(gt=0, description="reading and writing a GPU's memory, TB/s (10^12 bytes)")
+    memory_bandwidth_tb_s: float = Field(gt=0, description="reading and writing a GPU's memory, TB/s (10^12 bytes)")
     bandwidth_gb_s: Bandwidth
     slurm: SlurmConfig | None = Field(None, description="how jobs are submitted; null: this cluster is only planned for")
 

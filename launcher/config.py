@@ -22,7 +22,7 @@ from baton.models.config import ModelConfig
 from baton.models.stages import cut
 from baton.parallel.config import LayoutConfig, divisors
 from baton.slurm.config import JobsConfig
-from baton.training.config import Precision, ProfileConfig, TrainingConfig, check_long_rows, with_vocabulary
+from baton.training.config import ComputeDtype, ProfileConfig, TrainingConfig, check_long_rows, with_vocabulary
 from baton.training.micro_batch_size import with_fitting_micro_batch
 
 
@@ -55,13 +55,13 @@ class RunConfig(BaseModel):
         return Path(self.directory or f"runs/{self.name}")
 
     @property
-    def precision(self) -> Precision:
-        """training.precision; of a run that has not begun, that of a GPU, unless it is to run on a CPU."""
-        return self.training.precision_on("cpu" if self.device == "cpu" else "cuda")
+    def compute_dtype(self) -> ComputeDtype:
+        """training.compute_dtype; of a run that has not begun, that of a GPU, unless it is to run on a CPU."""
+        return self.training.compute_dtype_on("cpu" if self.device == "cpu" else "cuda")
 
-    def with_precision(self, precision: Precision) -> "RunConfig":
-        """The same, checked again, with this training.precision."""
-        config = self.model_copy(update={"training": self.training.model_copy(update={"precision": precision})})
+    def with_compute_dtype(self, compute_dtype: ComputeDtype) -> "RunConfig":
+        """The same, checked again, with this training.compute_dtype."""
+        config = self.model_copy(update={"training": self.training.model_copy(update={"compute_dtype": compute_dtype})})
         config.check()
         return config
 
@@ -75,13 +75,13 @@ class RunConfig(BaseModel):
         if self.profile is not None:
             self.profile.check(self.training.steps)
         self._check_graphs()
-        self._check_sequence(self.layout.sequence)
-        check_long_rows(self.model, self.training, self.layout.sequence, documents=not isinstance(self.data, TaskConfig))
-        cut(self.model, self.layout.pipeline, self.training.context)
+        self._check_sequence(self.layout.context)
+        check_long_rows(self.model, self.training, self.layout.context, documents=not isinstance(self.data, TaskConfig))
+        cut(self.model, self.layout.pipeline, self.training.sequence_length)
         tensor, model = self.layout.tensor, self.model
         if isinstance(self.data, TaskConfig):
             for _, settings in self.training.stretches:
-                self.data.check_context(settings.context)
+                self.data.check_sequence_length(settings.sequence_length)
             model = with_vocabulary(model, self.data.vocab_size, None)
         sizes = {
             f"model.mixers.{name}.{what}": size
@@ -100,7 +100,7 @@ class RunConfig(BaseModel):
         """Refuse to record passes that are in parts, or that do not run on a GPU."""
         if not self.training.cuda_graphs:
             return
-        split = [f"layout.{name}={n}" for name in ("pipeline", "sequence") if (n := getattr(self.layout, name)) > 1]
+        split = [f"layout.{name}={n}" for name in ("pipeline", "context") if (n := getattr(self.layout, name)) > 1]
         others = {
             "training.bptt": self.training.bptt is not None,
             "device=cpu": self.device == "cpu",
@@ -121,23 +121,23 @@ class RunConfig(BaseModel):
 
     def _check_sequence(self, ranks: int) -> None:
         """Refuse a sequence, or a segment of it, that does not divide over its ranks, and a State that cannot be handed on."""
-        shorter = [length.context for length in self.training.length_warmup]
+        shorter = [length.sequence_length for length in self.training.sequence_length_warmup]
         for _, settings in self.training.stretches:
-            warmup = settings.context in shorter and settings.segment == settings.context
-            key = "training.context" if settings.bptt is None else "training.bptt.segment"
-            where = f"training.length_warmup.{shorter.index(settings.context)}.context" if warmup else key
+            warmup = settings.sequence_length in shorter and settings.segment == settings.sequence_length
+            key = "training.sequence_length" if settings.bptt is None else "training.bptt.segment"
+            where = f"training.sequence_length_warmup.{shorter.index(settings.sequence_length)}.sequence_length" if warmup else key
             self._check_spans(ranks, settings, where)
 
     def _check_spans(self, ranks: int, training: TrainingConfig, key: str) -> None:
         tokens = training.segment
         if tokens % ranks:
-            raise ConfigError(f"layout.sequence={ranks} does not divide {key}={tokens}; those that do: {divisors(tokens)}")
+            raise ConfigError(f"layout.context={ranks} does not divide {key}={tokens}; those that do: {divisors(tokens)}")
         carried = training.carries or training.segments > 1
         for name, settings in self.model.mixers.items():
             if ranks > 1 and settings.state_grows:
                 raise ConfigError(
-                    f"layout.sequence={ranks}: model.mixers.{name} looks at the whole document, which no rank can hand on; "
-                    f"set model.mixers.{name}.window, or layout.sequence=1"
+                    f"layout.context={ranks}: model.mixers.{name} looks at the whole document, which no rank can hand on; "
+                    f"set model.mixers.{name}.window, or layout.context=1"
                 )
             if carried and settings.state_grows:
                 raise ConfigError(
@@ -147,8 +147,8 @@ class RunConfig(BaseModel):
             tail = settings.longest_tail
             if ranks > 1 and tokens // ranks < tail:
                 raise ConfigError(
-                    f"layout.sequence={ranks} leaves {tokens // ranks} of {key}={tokens} tokens to a rank, and "
-                    f"model.mixers.{name} hands on its last {tail}; layout.sequence that leaves enough: "
+                    f"layout.context={ranks} leaves {tokens // ranks} of {key}={tokens} tokens to a rank, and "
+                    f"model.mixers.{name} hands on its last {tail}; layout.context that leaves enough: "
                     f"{[n for n in divisors(tokens) if n == 1 or tokens // n >= tail]}; or with {ranks} ranks "
                     f"{_longer(key, ranks * tail, ranks, training)}"
                 )
@@ -169,7 +169,7 @@ class RunConfig(BaseModel):
             f"set layout.data={copies}" if not rest and fitting.is_legal() else f"set a layout whose sizes multiply to {started}"
         )
         raise ConfigError(
-            f"the layout is tensor x pipeline x sequence x data = {layout.tensor} x {layout.pipeline} x {layout.sequence} x "
+            f"the layout is tensor x pipeline x context x data = {layout.tensor} x {layout.pipeline} x {layout.context} x "
             f"{layout.data} = {layout.world_size} ranks, but {started} {'was' if started == 1 else 'were'} started; start "
             f"{layout.world_size}, or {instead}"
         )
@@ -181,7 +181,7 @@ class RunConfig(BaseModel):
         elif self.training.carries:
             return
         else:
-            key, tokens = "training.context", self.training.context
+            key, tokens = "training.sequence_length", self.training.sequence_length
         for name, settings in self.model.mixers.items():
             if (note := settings.note(tokens)) is not None:
                 yield f"note: model.mixers.{name} with {key}={tokens}: {note}"
@@ -200,7 +200,7 @@ class RunConfig(BaseModel):
 def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a run file, put key=value words over it, resolve and check it. Raises ConfigError with one line.
 
-    A training.micro_batch that does not divide the sequences of a data rank is cut to the next size that does, and a line on
+    A training.micro_batch_size that does not divide the sequences of a data rank is cut to the next size that does, and a line on
     stderr says so.
     """
     values = read_yaml(Path(path))
@@ -216,12 +216,13 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_problem(error, RunConfig)}") from None
     training = with_fitting_micro_batch(config.training, config.layout.data)
-    given, cut_to = config.training.micro_batch, training.micro_batch
+    given, cut_to = config.training.micro_batch_size, training.micro_batch_size
     config = config.model_copy(update={"training": training})
     config.check()
     if cut_to != given:
         print(
-            f"note: training.micro_batch={given} does not divide the sequences that a data rank takes per step: cut to {cut_to}",
+            f"note: training.micro_batch_size={given} does not divide the sequences that a data rank takes per step: "
+            f"cut to {cut_to}",
             file=sys.stderr,
         )
     return config
@@ -232,8 +233,12 @@ def _longer(key: str, least: int, ranks: int, training: TrainingConfig) -> str:
     divide over the ranks of a sequence."""
     if key != "training.bptt.segment":
         return f"{key}={least} or more"
-    sizes = [n for n in divisors(training.context) if n >= least and n % ranks == 0]
-    return f"{key}={sizes[0]}" if sizes else f"training.bptt=null: training.context={training.context} has no longer segment"
+    sizes = [n for n in divisors(training.sequence_length) if n >= least and n % ranks == 0]
+    return (
+        f"{key}={sizes[0]}"
+        if sizes
+        else f"training.bptt=null: training.sequence_length={training.sequence_length} has no longer segment"
+    )
 
 
 def _parse(text: str, word: str) -> Any:

@@ -74,7 +74,7 @@ def tensor_volumes(one: Arithmetic) -> dict[tuple[str, str], int]:
 
 
 def _volumes_of_a_pass(one: Arithmetic) -> Counter[tuple[str, str]]:
-    work, shared, again = one.work, one.work.split_residual, int(one.training.recompute)
+    work, shared, again = one.work, one.work.sequence_parallel, int(one.training.recompute)
     vectors, both, found = _vectors(one), ("all-gather", "reduce-scatter"), Counter[tuple[str, str]]()
     for layer in one.layers:
         for reduction in (reduction for block in one.of_layer(layer) for reduction in block.reductions):
@@ -100,7 +100,7 @@ def _volumes_of_a_pass(one: Arithmetic) -> Counter[tuple[str, str]]:
 
 def _volumes_of_a_survey(one: Arithmetic) -> Counter[str]:
     """Of the forward pass alone, by collective; the stream that the loss would read is made, and gathered where it is shared."""
-    work, shared, found = one.work, one.work.split_residual, Counter[str]()
+    work, shared, found = one.work, one.work.sequence_parallel, Counter[str]()
     for block in one.every_block:
         for reduction in block.reductions:
             if reduction.direction == "forward" and not (shared and reduction.residual):
@@ -117,22 +117,22 @@ def _volumes_of_a_survey(one: Arithmetic) -> Counter[str]:
 def _vectors(one: Arithmetic) -> int:
     """Bytes of d_model numbers per token in the compute type."""
     work = one.work
-    return one.model.d_model * work.compute_bytes * (work.stream_tokens * one.tensor if work.split_residual else work.tokens)
+    return one.model.d_model * work.compute_bytes * (work.stream_tokens * one.tensor if work.sequence_parallel else work.tokens)
 
 
 def _stream(one: Arithmetic) -> int:
     """The same in the residual stream's."""
-    return _vectors(one) * DTYPE_BYTES[one.training.residual] // one.work.compute_bytes
+    return _vectors(one) * DTYPE_BYTES[one.training.residual_dtype] // one.work.compute_bytes
 
 
 def _over_sequence(one: Arithmetic) -> dict[str, Exchange]:
     found: dict[str, Exchange] = {}
-    ranks, p, work = one.layout.sequence, one.tensor, one.work
+    ranks, p, work = one.layout.context, one.tensor, one.work
     if ranks == 1:
         return found
     carriers = [carrier for block in one.every_block for carrier in block.carriers]
     # a collective would keep all ranks in one of several segments
-    gathers = one.layout.state_exchange == "gather" and one.together == 1
+    gathers = one.layout.context_comm == "all_gather" and one.together == 1
     gathered = [carrier for carrier in carriers if carrier.transition and gathers]
     for name, backward in (("States: to the next rank", False), ("cotangents: to the rank before", True)):
         sent = sum(carrier.message_bytes(work, backward=backward) for carrier in carriers if carrier not in gathered)
@@ -140,7 +140,7 @@ def _over_sequence(one: Arithmetic) -> dict[str, Exchange]:
             found[name] = Exchange(sent * one.passes, ranks, p, pairs=True)
     effects = sum(carrier.effect_bytes(work) for carrier in gathered)
     if effects:
-        for name in ("States: all-gather over sequence", "cotangents: all-gather over sequence"):
+        for name in ("States: all-gather over context", "cotangents: all-gather over context"):
             found[name] = Exchange((ranks - 1) * effects * one.passes, ranks, p)
     whole = sum(block.message_bytes(work) for block in one.every_block)
     if one.training.carries and whole:
@@ -151,7 +151,7 @@ def _over_sequence(one: Arithmetic) -> dict[str, Exchange]:
 def _of_stages(one: Arithmetic) -> dict[str, Exchange]:
     found: dict[str, Exchange] = {}
     layout, stage = one.layout, one.stage
-    between = one.tensor * layout.sequence * layout.data
+    between = one.tensor * layout.context * layout.data
     hidden = Exchange(one.hidden_bytes * one.passes, stage.count, between, pairs=True)
     if not stage.last:
         found["hidden vectors: to the next stage"] = hidden
@@ -165,10 +165,10 @@ def _of_stages(one: Arithmetic) -> dict[str, Exchange]:
 
 def _of_readers(one: Arithmetic) -> dict[str, Exchange]:
     layout = one.layout
-    readers = one.tensor * layout.sequence * layout.pipeline
+    readers = one.tensor * layout.context * layout.pipeline
     if readers == 1:
         return {}
-    tokens = 3 * 8 * one.work.batch * one.training.context
+    tokens = 3 * 8 * one.work.batch * one.training.sequence_length
     # with stages the readers of a lane are as far apart as the ranks that read others
     stride = 1 if layout.pipeline == 1 else layout.data
     return {"tokens: broadcast to all that need them": Exchange(tokens * one.micro_batches, readers, stride)}

@@ -113,8 +113,8 @@ def _new_config(run: Path, out: Path, overrides: Sequence[str]) -> Any:
     if "directory" in keys:
         raise ConfigError("directory=... is what --out says; leave it out")
     config = load(run / "config.yaml", list(overrides))
-    if config.training.precision is None:  # as everywhere, what the run began with
-        config = config.with_precision(read_config(run / "config.yaml").precision)
+    if config.training.compute_dtype is None:  # as everywhere, what the run began with
+        config = config.with_compute_dtype(read_config(run / "config.yaml").compute_dtype)
     own: dict[str, Any] = {"directory": str(out.absolute())}
     pattern = next(str(x.pattern) for x in RunConfig.model_fields["name"].metadata if getattr(x, "pattern", None))
     if "name" not in keys and re.fullmatch(pattern, out.name):

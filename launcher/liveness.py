@@ -51,14 +51,14 @@ class Seen:
 
 
 class Watch:
-    """Of this machine's ranks. limit_s: the longest silence of a rank; startup_s: of one in a phase that may compile kernels.
+    """Of this machine's ranks. limit_s: the longest silence of a rank; startup_timeout_s: of one in a phase that may compile.
 
     A rank is late when it is silent for longer, or is stopped, or blocked in the kernel, for limit_s, whatever it was doing.
     """
 
-    def __init__(self, ranks: Sequence[int], limit_s: float, startup_s: float) -> None:
+    def __init__(self, ranks: Sequence[int], limit_s: float, startup_timeout_s: float) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="baton-beats-"))
-        self._limit_s, self._startup_s = limit_s, max(limit_s, startup_s)
+        self._limit_s, self._startup_s = limit_s, max(limit_s, startup_timeout_s)
         self._last: float | None = None
         self._count, self.seen = len(ranks), {rank: Seen() for rank in ranks}
         try:

@@ -179,8 +179,9 @@ class Plan:
         where = f" on {self.cluster}" if self.cluster else ""
         yield (
             f"{config.name}: {self.parameters:,} parameters, {layout.world_size} ranks{where} "
-            f"(tensor {layout.tensor}, pipeline {layout.pipeline}, sequence {layout.sequence}, data {layout.data}, "
-            f"ZeRO-{layout.zero}), {self.micro_batches} micro-batches of {config.training.micro_batch} x {config.training.context} "
+            f"(tensor {layout.tensor}, pipeline {layout.pipeline}, sequence {layout.context}, data {layout.data}, "
+            f"ZeRO-{layout.zero}), {self.micro_batches} micro-batches of "
+            f"{config.training.micro_batch_size} x {config.training.sequence_length} "
             f"tokens a step"
         )
         if (cut := self._bptt()) is not None:
@@ -318,7 +319,7 @@ def _bubble(counted: tuple[Arithmetic, ...]) -> float:
 
 def _speed(config: RunConfig, counted: tuple[Arithmetic, ...], cluster: Cluster) -> Speed:
     waits = (len(counted) - 1) / counted[0].round
-    rate = getattr(cluster.matmul_tflops, config.precision) * 1e12
+    rate = getattr(cluster.matmul_tflops, config.compute_dtype) * 1e12
     of_stage = max((_stage_seconds(one, rate, waits, cluster) for one in counted), key=lambda seconds: sum(seconds))
     seconds, tokens = sum(of_stage), config.training.global_batch_tokens
     useful = sum(one.useful_flops() for one in counted) * tokens / (config.layout.world_size * seconds * rate)
@@ -332,7 +333,7 @@ def _stage_seconds(
     sent = exchanges(arithmetic).values()
 
     def seconds(work: Operations) -> tuple[float, float, float]:
-        bandwidth = cluster.memory_tb_s * 1e12
+        bandwidth = cluster.memory_bandwidth_tb_s * 1e12
         return work.matrix / rate, work.vector / (cluster.matmul_tflops.float32 * 1e12), work.memory / bandwidth
 
     def sending(*, once: bool, survey: bool) -> float:
@@ -344,9 +345,9 @@ def _stage_seconds(
     each = sending(once=False, survey=False)
     matrix, elementwise, memory = (a + b for a, b in zip(own, surveyed, strict=True))
     exchange = each + sending(once=False, survey=True) + sending(once=True, survey=False)
-    eager = sum(seconds_by_mixer(arithmetic, cluster.memory_tb_s).values()) if arithmetic.work.gpu else 0.0
+    eager = sum(seconds_by_mixer(arithmetic, cluster.memory_bandwidth_tb_s).values()) if arithmetic.work.gpu else 0.0
     # the update, and what is exchanged for it, waits for nobody; surveys are in step with the passes forwards
-    update, bubble = work.update / (cluster.memory_tb_s * 1e12), (sum(own) + eager + each) * waits
+    update, bubble = work.update / (cluster.memory_bandwidth_tb_s * 1e12), (sum(own) + eager + each) * waits
     return matrix, elementwise, memory + update, eager, exchange, bubble
 
 
@@ -362,10 +363,10 @@ def _notes(config: RunConfig, one: Arithmetic, cluster: Cluster | None) -> Itera
         yield (
             f"note: {one.round} {'segments' if config.training.segments > 1 else 'micro-batches'} do not fill "
             f"layout.pipeline={layout.pipeline} stages, which wait for each other; take more of them "
-            f"(smaller training.micro_batch, larger training.global_batch_tokens, smaller layout.data), or fewer stages"
+            f"(smaller training.micro_batch_size, larger training.global_batch_tokens, smaller layout.data), or fewer stages"
         )
     device = "cuda" if one.work.gpu else "cpu"
-    yield from map(str, slow_paths(config, device, ASSUMED_TB_S if cluster is None else cluster.memory_tb_s))
+    yield from map(str, slow_paths(config, device, ASSUMED_TB_S if cluster is None else cluster.memory_bandwidth_tb_s))
     if cluster is None:
         return
     node = cluster.gpus_per_node

@@ -37,17 +37,17 @@ HUNG = 76
 """The command's status when a rank gave no sign of life (baton.slurm.exits.Exit.HUNG)."""
 
 
-def run_ranks(world_size: int, attempt: Path, *, limit_s: float, startup_s: float) -> int:
+def run_ranks(world_size: int, attempt: Path, *, limit_s: float, startup_timeout_s: float) -> int:
     """Run the ranks of `attempt` (a folder with config.yaml) to their end; returns the exit status for the command.
 
     0: all ranks ended well. 2: a rank refused its input, 74: its files could not be read or written at present (its sentence has
     been printed). 1: a rank died or missed another one's message (who, and what was missed, has been printed); 76: a rank gave no
-    sign of life for limit_s seconds, or for startup_s in a phase that may compile kernels, and others waited for it; 130, 143:
+    sign of life for limit_s seconds, or for startup_timeout_s in a phase that may compile, and others waited for it; 130, 143:
     interrupted. An interrupt lets the ranks finish their step and save; a second one does not. The status is 74 where that save
     fails.
     """
     try:
-        watch = Watch(range(world_size), limit_s, startup_s)
+        watch = Watch(range(world_size), limit_s, startup_timeout_s)
         (attempt / "stacks").mkdir()
     except OSError as error:
         print(f"baton: no room to watch the ranks ({error}); make room and start the same command", file=sys.stderr)

@@ -47,19 +47,20 @@ def open_attempt(config: RunConfig, *, change: bool = False) -> Iterator[Path]:
 
 
 def settled(config: RunConfig, kind: Kind) -> RunConfig:
-    """The configuration with a training.precision: the run's own, if it has begun, else that of a kind of device. Where these
+    """The configuration with a training.compute_dtype: the run's own, if it has begun, else that of a kind of device. Where these
     differ, a line on stderr says so. Writes nothing. Raises ConfigError where the run's configuration cannot be read."""
-    if config.training.precision is not None:
+    if config.training.compute_dtype is not None:
         return config
-    usual, recorded = config.training.precision_on(kind), config.folder / "config.yaml"
-    own = read_config(recorded).training.precision if recorded.exists() else None
+    usual, recorded = config.training.compute_dtype_on(kind), config.folder / "config.yaml"
+    own = read_config(recorded).training.compute_dtype if recorded.exists() else None
     if own not in (None, usual):
         where = "GPU" if kind == "cuda" else "CPU"
         print(
-            f"note: {config.folder} goes on with training.precision={own}, as it began; a new run on a {where} would have {usual}",
+            f"note: {config.folder} goes on with training.compute_dtype={own}, as it began; "
+            f"a new run on a {where} would have {usual}",
             file=sys.stderr,
         )
-    return config.with_precision(own or usual)
+    return config.with_compute_dtype(own or usual)
 
 
 def check_run(config: RunConfig, *, change: bool = False) -> None:

@@ -37,10 +37,10 @@ class SlowPath:
         )
 
 
-def slow_paths(config: RunConfig, device: str, memory_tb_s: float = ASSUMED_TB_S) -> tuple[SlowPath, ...]:
+def slow_paths(config: RunConfig, device: str, memory_bandwidth_tb_s: float = ASSUMED_TB_S) -> tuple[SlowPath, ...]:
     """Of a configuration whose vocabulary is known. On a CPU there are none: PyTorch's form is what runs there.
 
-    device: type of the device that computes, "cpu" or "cuda". memory_tb_s: that a GPU's memory is read and written with. Nothing is
+    device: type of the device that computes, "cpu" or "cuda". memory_bandwidth_tb_s: of a GPU's memory. Nothing is
     known of mixers without a `footprint`.
     """
     model = config.model
@@ -55,7 +55,7 @@ def slow_paths(config: RunConfig, device: str, memory_tb_s: float = ASSUMED_TB_S
             continue
         if eager is not None:
             found[name] = eager
-    stages = [] if unknown or not found else [seconds_by_mixer(one, memory_tb_s) for one in of_stages(config)]
+    stages = [] if unknown or not found else [seconds_by_mixer(one, memory_bandwidth_tb_s) for one in of_stages(config)]
     return tuple(
         SlowPath(
             name,
@@ -67,13 +67,13 @@ def slow_paths(config: RunConfig, device: str, memory_tb_s: float = ASSUMED_TB_S
     )
 
 
-def seconds_by_mixer(one: Arithmetic, memory_tb_s: float) -> dict[str, float]:
+def seconds_by_mixer(one: Arithmetic, memory_bandwidth_tb_s: float) -> dict[str, float]:
     """Of one stage's ranks in an optimizer step, surveys and recomputation included."""
     found: dict[str, float] = {}
     forwards = one.passes * (1 + int(one.training.recompute)) + one.surveys
     for name, block in one.blocks.items():
         if (eager := _eager(block)) is not None:
-            forward, backward = eager.seconds(one.work.batch, one.tensor, memory_tb_s)
+            forward, backward = eager.seconds(one.work.batch, one.tensor, memory_bandwidth_tb_s)
             each = one.work.length * (forwards * forward + one.passes * backward)
             found[name] = each * sum(layer.count(name) for layer in one.layers)
     return found

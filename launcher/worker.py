@@ -194,7 +194,7 @@ def _run(path: Path) -> None:
         heartbeat.own().look_after(comm_timing.on_gpu)
     if device.type == "cuda":
         _hear_of_kernels()
-    patience_s = PATIENCE * max(config.layout.timeout_s, config.jobs.startup_s) if watched else None
+    patience_s = PATIENCE * max(config.layout.timeout_s, config.jobs.startup_timeout_s) if watched else None
     mesh = meshes.initialize(config.layout, device=device, rank=rank, store=store, patience_s=patience_s)
     settings = RunSettings(
         folder=config.folder,

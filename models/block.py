@@ -39,8 +39,8 @@ class SubBlock(nn.Module):
 
     def __init__(self, name: str, config: ModelConfig, context: MixerContext) -> None:
         super().__init__()
-        self._split, self._compute_dtype = context.split_residual, context.compute_dtype
-        self.norm = RMSNorm(config.d_model, config.norm_eps, of_part=context.split_residual)
+        self._split, self._compute_dtype = context.sequence_parallel, context.compute_dtype
+        self.norm = RMSNorm(config.d_model, config.norm_eps, of_part=context.sequence_parallel)
         self.mixer = build_mixer(config.mixers[name], context)
 
     def forward(self, stream: Stream, pos: Tensor, state: State | None, state_wanted: bool = True) -> tuple[Stream, State]:

@@ -41,7 +41,7 @@ class LanguageModel(nn.Module):
     parameters, step sizes and scan states stay fp32. residual_dtype: of the residual stream and of what goes from stage to stage.
     recompute: keep only each layer's input for backward and run the layer again there; selective_recompute: only what costs little
     is not kept. link: the neighbours that have the tokens before and after this rank's, or None. stage: which layers this rank has
-    (None: all); pipeline: the stages before and after it, or None. split_residual: the tensor ranks share the residual stream and
+    (None: all); pipeline: the stages before and after it, or None. sequence_parallel: tensor ranks share the residual stream and
     the norms, each a part of the tokens, [part_of(B T), d_model]: such a part goes from stage to stage. The last stage's hidden
     vectors are gathered.
     """
@@ -58,7 +58,7 @@ class LanguageModel(nn.Module):
         link: SequenceLink | None = None,
         stage: Stage | None = None,
         pipeline: PipelineLink | None = None,
-        split_residual: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.stage = stage or whole(config)
@@ -66,7 +66,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.recompute = recompute
         self.tensor_size, self.compute_dtype, self._hidden_dtype = tensor_size, compute_dtype, residual_dtype
-        self.split_residual = split_residual and tensor_size > 1
+        self.sequence_parallel = sequence_parallel and tensor_size > 1
         megatron = megatron_config(tensor_size)
         if self.stage.first or (self.stage.last and config.tie_embeddings):
             self.embedding = VocabParallelEmbedding(
@@ -76,7 +76,7 @@ class LanguageModel(nn.Module):
                 megatron,
                 compute_dtype=compute_dtype,
                 decay=config.decay_embedding,
-                scatter=self.split_residual,
+                scatter=self.sequence_parallel,
             )
             if config.tie_embeddings and self.stage.count > 1:
                 layout = layout_of(self.embedding.weight)
@@ -88,7 +88,7 @@ class LanguageModel(nn.Module):
             megatron,
             compute_dtype,
             config.init_std,
-            split_residual=self.split_residual,
+            sequence_parallel=self.sequence_parallel,
             # a layer that is run again keeps nothing anyway
             selective_recompute=selective_recompute and not recompute,
         )
@@ -98,7 +98,7 @@ class LanguageModel(nn.Module):
                 module.link, module.where = link, name.replace(".mixer", "")
         if not self.stage.last:
             return
-        self.norm = RMSNorm(config.d_model, config.norm_eps, of_part=self.split_residual)
+        self.norm = RMSNorm(config.d_model, config.norm_eps, of_part=self.sequence_parallel)
         if not config.tie_embeddings:
             self.head = VocabParallelHead(
                 config.padded_vocab_size,
@@ -107,7 +107,7 @@ class LanguageModel(nn.Module):
                 megatron,
                 compute_dtype=compute_dtype,
                 decay=config.decay_embedding,
-                own_input=self.split_residual,
+                own_input=self.sequence_parallel,
             )
 
     def forward(
@@ -138,7 +138,7 @@ class LanguageModel(nn.Module):
         if not self.stage.last:
             return summed(stream), leaving
         _, hidden = self.norm(stream, self.compute_dtype)
-        return gather_tokens(hidden, pos.shape) if self.split_residual else hidden, leaving
+        return gather_tokens(hidden, pos.shape) if self.sequence_parallel else hidden, leaving
 
     def recomputation(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Contexts of a first forward pass, which need not have a graph, and of its recomputation, which takes the same entering
@@ -168,7 +168,7 @@ class LanguageModel(nn.Module):
 
     def hidden_shape(self, tokens: Tensor) -> tuple[int, ...]:
         """Of what goes from stage to stage for tokens [B, T]."""
-        rows = (part_of(tokens.numel(), self.tensor_size),) if self.split_residual else tokens.shape
+        rows = (part_of(tokens.numel(), self.tensor_size),) if self.sequence_parallel else tokens.shape
         return (*rows, self.config.d_model)
 
     @property
@@ -192,7 +192,7 @@ class LanguageModel(nn.Module):
             head.plain_weight(),
             labels.flatten(),
             chunk=self.config.loss_chunk,
-            sum_gradient=not self.split_residual,
+            sum_gradient=not self.sequence_parallel,
         )
 
     def local_logits(self, hidden: Tensor) -> Tensor:

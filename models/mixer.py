@@ -38,7 +38,7 @@ class MixerContext:
 
     residual_adds: how often the whole model adds to its residual stream; output projections' initial values are scaled by its
     -1/2 power. compute_dtype: of matmuls and activations between them. init_std: of normal initial values of the projections; None:
-    uniform ones. split_residual: tensor ranks share the residual stream, each a part of the tokens; the mixer's input is gathered.
+    uniform ones. sequence_parallel: tensor ranks share the residual stream, each a part of the tokens; a mixer's input is gathered.
     is_nested: the mixer is a part of another, which reads its output whole on every rank. selective_recompute: cheap activations
     are recomputed in the backward pass (models.selective_recompute).
     """
@@ -49,7 +49,7 @@ class MixerContext:
     megatron: ModelParallelConfig
     compute_dtype: torch.dtype
     init_std: float | None = None
-    split_residual: bool = False
+    sequence_parallel: bool = False
     is_nested: bool = False
     selective_recompute: bool = False
 
@@ -78,7 +78,7 @@ class MixerContext:
             self.megatron,
             compute_dtype=self.compute_dtype,
             parts=tuple(parts),
-            own_input=self.split_residual,
+            own_input=self.sequence_parallel,
         )
 
     def output(self, in_features: int) -> RowParallelLinear:
@@ -90,7 +90,7 @@ class MixerContext:
             self.initializer(in_features, scale=self.residual_adds**-0.5),
             self.megatron,
             compute_dtype=self.compute_dtype,
-            scatter=self.split_residual and not self.is_nested,
+            scatter=self.sequence_parallel and not self.is_nested,
         )
 
     def split(self, shape: Iterable[int], initializer: Init, *, decay: bool) -> nn.Parameter:

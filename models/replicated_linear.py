@@ -20,7 +20,7 @@ class ReplicatedLinear(ComputeCopy, nn.Module):
 
     def __init__(self, out_features: int, context: MixerContext) -> None:
         super().__init__()
-        self.compute_dtype, self._sum = context.compute_dtype, not context.split_residual
+        self.compute_dtype, self._sum = context.compute_dtype, not context.sequence_parallel
         self.weight = replicated_parameter(
             (out_features, context.d_model), context.initializer(context.d_model), context, decay=True
         )
@@ -36,5 +36,5 @@ class ReplicatedLinear(ComputeCopy, nn.Module):
 
 def replicated_parameter(shape: tuple[int, ...], initializer: Init, context: MixerContext, *, decay: bool) -> nn.Parameter:
     """A parameter that every tensor rank holds and uses alike, in front of `for_own_heads`; it stays fp32 in the computation."""
-    partial = frozenset({"tensor"} if context.split_residual else ())
+    partial = frozenset({"tensor"} if context.sequence_parallel else ())
     return declare(nn.Parameter(torch.empty(shape)), ParameterLayout(shape, initializer, partial_over=partial, decay=decay))

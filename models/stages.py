@@ -46,7 +46,7 @@ def whole(config: ModelConfig) -> Stage:
     return Stage(0, 1, range(config.n_layers))
 
 
-def cut(config: ModelConfig, count: int, context: int) -> tuple[Stage, ...]:
+def cut(config: ModelConfig, count: int, sequence_length: int) -> tuple[Stage, ...]:
     """`count` stages of at least one layer, the slowest as fast as can be, the others as even as that leaves them.
 
     context: tokens of a sequence, on which attention's cost depends. The head counts where the vocabulary is known.
@@ -59,12 +59,12 @@ def cut(config: ModelConfig, count: int, context: int) -> tuple[Stage, ...]:
             f"layout.pipeline={count} is more stages than model.n_layers={config.n_layers} layers; set layout.pipeline to "
             f"{config.n_layers} or less"
         )
-    costs = layer_costs(config, context)
+    costs = layer_costs(config, sequence_length)
     edges = [0, *_best_cuts(costs, head_cost(config), count), len(costs)]
     return tuple(Stage(n, count, range(edges[n], edges[n + 1])) for n in range(count))
 
 
-def layer_costs(config: ModelConfig, context: int) -> list[float]:
+def layer_costs(config: ModelConfig, sequence_length: int) -> list[float]:
     """Of each layer, per token of a training step: operations on matrix units, and VECTOR_COST times those elsewhere."""
     of: dict[str, float] = {}
     for name, settings in config.mixers.items():
@@ -72,7 +72,7 @@ def layer_costs(config: ModelConfig, context: int) -> list[float]:
             footprint = settings.footprint(config.d_model)
         except ValueError as error:
             raise LayoutError(f"layout.pipeline: stages are cut by cost, and model.mixers.{name}: {error}") from None
-        matrix, vector = footprint.recurrence_flops(context)
+        matrix, vector = footprint.recurrence_flops(sequence_length)
         matmuls = sum(2.0 * p.uses * p.numel for p in footprint.parameters)
         of[name] = MATMUL_PASSES * matmuls + RECURRENCE_PASSES * (matrix + VECTOR_COST * vector)
     return [sum(of[name] for name in layer) for layer in config.layers]

@@ -104,7 +104,7 @@ class SequenceLink:
     """This rank's place in the sequence group, and its neighbours.
 
     rank, ranks: its number in the group and the group's global ranks. channels: "right", "left", "around right" (from the last rank
-    to the first's next segment), "around left" and, where exchange is "gather", "gather"; none for a group of one.
+    to the first's next segment), "around left" and, where exchange is "all_gather", "gather"; none for a group of one.
     A link of one rank exchanges nothing, but takes the same steps: so one rank with P segments has the bits of P ranks.
 
     exchange: how States of linear recurrences cross the group: relayed, made and relayed early, or gathered by all and folded in
@@ -121,7 +121,7 @@ class SequenceLink:
         ranks: Sequence[int],
         device: torch.device,
         channels: Mapping[str, Channel] | None = None,
-        exchange: Literal["relay", "early", "gather"] = "relay",
+        exchange: Literal["ring", "early", "all_gather"] = "ring",
     ) -> None:
         self.rank, self.size, self.device, self.exchange = rank, len(ranks), device, exchange
         self.channels = dict(channels or {})
@@ -154,7 +154,7 @@ class SequenceLink:
         Not over several segments: the first rank's next segment begins with what leaves the last rank, so a collective would keep
         all ranks in one layer of one segment, where a relay lets the first go on.
         """
-        return self.exchange == "gather" and self.size > 1 and self._place.segments == 1
+        return self.exchange == "all_gather" and self.size > 1 and self._place.segments == 1
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -374,18 +374,18 @@ def sequence_link(layout: LayoutConfig, rank: int, device: torch.device, timeout
         LayoutError: all streams of the GPU share one hardware queue, as megatron-core advises for tensor parallelism alone. There
             a hand-over that spins until its receiver is there keeps all that comes after it from starting.
     """
-    if layout.sequence == 1:
+    if layout.context == 1:
         return None
     if device.type == "cuda" and os.environ.get(compat.QUEUES) == "1":
         raise LayoutError(
             f"{compat.QUEUES}=1 is set; with sequence ranks messages would wait for each other: unset it, or use 8 to 32"
         )
-    firsts = [rank for rank in range(layout.world_size) if rank // layout.tensor % layout.sequence == 0]
-    groups = [[first + n * layout.tensor for n in range(layout.sequence)] for first in firsts]
+    firsts = [rank for rank in range(layout.world_size) if rank // layout.tensor % layout.context == 0]
+    groups = [[first + n * layout.tensor for n in range(layout.context)] for first in firsts]
     made = dict(zip(("right", "left"), channels(groups, 2, device, timeout_s) or (), strict=True))
     ends = channels([[ranks[0], ranks[-1]] for ranks in groups], 2, device, timeout_s)
     made |= dict(zip(("around right", "around left"), ends or (), strict=False))
-    if layout.state_exchange == "gather":
+    if layout.context_comm == "all_gather":
         made |= dict(zip(("gather",), channels(groups, 1, device, timeout_s) or (), strict=True))
     own = next(ranks for ranks in groups if rank in ranks)
-    return SequenceLink(own.index(rank), own, device, made, layout.state_exchange)
+    return SequenceLink(own.index(rank), own, device, made, layout.context_comm)

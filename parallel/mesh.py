@@ -27,16 +27,16 @@ class Mesh:
     device: torch.device
     rank: int
     tensor_rank: int
-    sequence_rank: int
+    context_rank: int
     data_rank: int
     pipeline_rank: int
     tensor_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
-    """Ranks that see different tokens (data x sequence): ZeRO partitions over it, gradients are summed over it."""
+    """Ranks that see different tokens (data x context): ZeRO partitions over it, gradients are summed over it."""
     lane_group: dist.ProcessGroup
-    """Ranks that work on the same sequences (tensor x sequence x pipeline): what the first of them reads, all need."""
+    """Ranks that work on the same sequences (tensor x context x pipeline): what the first of them reads, all need."""
     stage_group: dist.ProcessGroup | None
-    """Ranks that hold the same layers (tensor x sequence x data); None where that is all of them."""
+    """Ranks that hold the same layers (tensor x context x data); None where that is all of them."""
     embedding_group: dist.ProcessGroup | None
     """The first and the last stage's ranks that share an embedding; None on others, and where there is one stage."""
     model_group: dist.ProcessGroup
@@ -91,14 +91,14 @@ def initialize(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
-        context_parallel_size=layout.sequence,
+        context_parallel_size=layout.context,
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
         create_gloo_process_groups=False,
     )
     stage_size = layout.world_size // layout.pipeline
     piped = layout.pipeline > 1
     stages = [range(n * stage_size, (n + 1) * stage_size) for n in range(layout.pipeline)]
-    sharing = layout.tensor * layout.sequence
+    sharing = layout.tensor * layout.context
     lanes = [[rank for stage in stages for rank in stage[n * sharing : (n + 1) * sharing]] for n in range(layout.data)]
     has_embedding = piped and (parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage())
     return Mesh(
@@ -106,7 +106,7 @@ def initialize(
         device=device,
         rank=rank,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        sequence_rank=parallel_state.get_context_parallel_rank(),
+        context_rank=parallel_state.get_context_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),

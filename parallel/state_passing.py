@@ -12,7 +12,7 @@ leaving one, a pass takes L t + (P - 1) (m + w): rank r trails rank 0 by r (m + 
 layer's carriers: 0 for a tail, the State's part of the work where the State comes first, all of the recurrence's work where it must
 run. With the exchange "early" a linear recurrence has w of 0 too: it makes its span's effect on any State first, advances the
 arriving one, sends it, and has its outputs then. That is more work in every layer, most of a second run, which pays where
-(P - 1) w is more than L times that: among many ranks. "gather" makes the same effects, and all ranks gather them.
+(P - 1) w is more than L times that: among many ranks. "all_gather" makes the same effects, and all ranks gather them.
 """
 
 import dataclasses

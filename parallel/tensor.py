@@ -3,7 +3,7 @@
 A parameter stays fp32 (ZeRO's master copy is cut from it) and is cast for the matmul once per optimizer step, not once per
 micro-batch: `drop_compute_copies` after every change of the parameters makes the next forward cast anew.
 
-Where tensor ranks share the residual stream (layout.split_residual), each has a part of the tokens: of the N = B T tokens of a
+Where tensor ranks share the residual stream (layout.sequence_parallel), each has a part of the tokens: of the N = B T tokens of a
 micro-batch, flat in memory, rank r has tokens [r n, (r + 1) n) with n = ceil(N / ranks). Where ranks do not divide N, as in
 decoding a token at a time, the last parts end with rows that are no token: gathering drops them and scattering makes them zero, so
 nothing depends on them.

@@ -1,7 +1,7 @@
 """ZeRO by DeepSpeed, driven in modes that are exact however backward is called.
 
 The engine owns the optimizer and nothing else. Parameters are fp32; the executor calls autograd itself and gradients add up in
-`.grad`; `Engine.step` sums them over data x sequence, clips by the global norm, updates and gathers. In DeepSpeed's words: ZeRO-0
+`.grad`; `Engine.step` sums them over data x context, clips by the global norm, updates and gathers. In DeepSpeed's words: ZeRO-0
 and ZeRO-1 in unmanaged gradient accumulation, ZeRO-2 within `coalesce_grad_reduction`. tests/parallel/test_zero.py compares all
 three with plain PyTorch in every way they are driven here, and guards every version bump.
 """
@@ -77,7 +77,7 @@ def deepspeed_config(clip_norm: float, stage: int) -> dict[str, Any]:
     clip_norm: global gradient norm above which gradients are scaled down; 0 turns clipping off. stage: of ZeRO.
     """
     return {
-        # DeepSpeed checks train_batch_size = micro_batch * accumulation * data ranks and uses it for nothing else here.
+        # DeepSpeed checks train_batch_size = micro_batch_size * accumulation * data ranks and uses it for nothing else here.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         # coalesce_grad_reduction insists on True; the boundary is then set by hand
@@ -109,11 +109,12 @@ def deepspeed_config(clip_norm: float, stage: int) -> dict[str, Any]:
 
 
 def parameter_groups(
-    module: nn.Module, weight_decay: float, rates: Sequence[str] = (), elsewhere: Iterable[str] = ()
+    module: nn.Module, weight_decay: float, lr_overrides: Sequence[str] = (), elsewhere: Iterable[str] = ()
 ) -> list[dict[str, Any]]:
     """Optimizer groups from the layouts, in the module's order: decayed and not decayed, for each learning rate.
 
-    rates: patterns of parameter names that have a learning rate of their own, the first match counts; a group's "rate" says which
+    lr_overrides: patterns of parameter names that have a learning rate of their own, the first match counts; a group's
+    "lr_override" says which
     ("": none). An empty group is left out, and so is a parameter that is not trained, or not here. elsewhere: names of other
     stages' parameters, which patterns may match as well.
 
@@ -121,18 +122,18 @@ def parameter_groups(
         LayoutError: a pattern that no parameter's name matches.
     """
     groups: dict[tuple[str, bool], dict[str, Any]] = {}
-    for rate in ("", *rates):
+    for rate in ("", *lr_overrides):
         for decay in (True, False):
             name = f"{'' if decay else 'no_'}decay{rate and f' {rate}'}"
-            groups[rate, decay] = {"name": name, "rate": rate, "params": [], "weight_decay": weight_decay if decay else 0.0}
-    unused = [rate for rate in rates if not any(fnmatchcase(name, rate) for name in elsewhere)]
+            groups[rate, decay] = {"name": name, "lr_override": rate, "params": [], "weight_decay": weight_decay if decay else 0.0}
+    unused = [rate for rate in lr_overrides if not any(fnmatchcase(name, rate) for name in elsewhere)]
     for name, parameter, layout in named_layouts(module):
-        matching = [rate for rate in rates if fnmatchcase(name, rate)]
+        matching = [rate for rate in lr_overrides if fnmatchcase(name, rate)]
         unused = [rate for rate in unused if rate not in matching]
         if parameter.requires_grad and not layout.lent:
             groups[matching[0] if matching else "", layout.decay]["params"].append(parameter)
     if unused:
-        raise LayoutError(f"training.optimizer.rates: no parameter's name matches {unused[0]!r}")
+        raise LayoutError(f"training.optimizer.lr_overrides: no parameter's name matches {unused[0]!r}")
     return [group for group in groups.values() if group["params"]]
 
 
@@ -170,7 +171,7 @@ class Engine:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups: set "lr" there. "name" and "rate" are `parameter_groups`'."""
+        """The optimizer's groups: set "lr" there. "name" and "lr_override" are `parameter_groups`'."""
         groups: list[dict[str, Any]] = self._engine.optimizer.param_groups
         return groups
 
@@ -180,7 +181,7 @@ class Engine:
         return manager
 
     def step(self, refuse: Callable[[float], bool] = lambda norm: False) -> float:
-        """Sum gradients over data x sequence, clip, update, gather. Returns the norm before the clip; the gradients are gone.
+        """Sum gradients over data x context, clip, update, gather. Returns the norm before the clip; the gradients are gone.
 
         refuse: is asked, on all ranks and with the norm, whether to make no update; its answer must be the same on all.
         """

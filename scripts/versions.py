@@ -54,7 +54,8 @@ device: cpu
 model: {d_model: 16, n_layers: 2, pattern: [mamba], mixers: {mamba: {d_state: 4}}}
 data: {kind: mqar, length: 16, pairs: 2}
 layout: {data: 2, zero: 1}
-training: {steps: 10, context: 32, global_batch_tokens: 256, micro_batch: 2, precision: float32, optimizer: {lr: 1.0e-2},
+training: {steps: 10, sequence_length: 32, global_batch_tokens: 256, micro_batch_size: 2, compute_dtype: float32,
+  optimizer: {lr: 1.0e-2},
   schedule: {kind: constant}}
 """
 

@@ -50,11 +50,11 @@ class Agent:
         self.index, world = self.nodes.index(self.name), self.config.layout.world_size
         self.count = world // len(self.nodes)
         self.first = self.index * self.count
-        self.watch = Watch(self._numbers(), self.config.jobs.hang_s, self.config.jobs.startup_s)
+        self.watch = Watch(self._numbers(), self.config.jobs.hang_timeout_s, self.config.jobs.startup_timeout_s)
         self.signals: list[int] = []
         self.told_at: float | None = None
         self.ranks: list[Rank] = []
-        self.others = Nodes(attempt, self.nodes, self.index, self.config.jobs.lost_node_s)
+        self.others = Nodes(attempt, self.nodes, self.index, self.config.jobs.node_timeout_s)
         self.beat_due, self.count_of_beats = 0.0, 0
 
     def work(self) -> int:
@@ -130,7 +130,7 @@ class Agent:
 
     def _save_s(self) -> float:
         assert self.cluster.slurm is not None
-        return self.cluster.slurm.save_s
+        return self.cluster.slurm.save_timeout_s
 
     def _hand_on_signals(self, now: float) -> None:
         if self.told_at is None and not self.signals and (self.run / "stop").exists():
@@ -159,7 +159,7 @@ class Agent:
         failed = {rank: p.returncode for rank, p in zip(self._numbers(), self.ranks) if p.poll() not in (None, 0, STOPPED)}
         if all(code > 0 and misses_others(log_of(self.attempt, rank)) for rank, code in failed.items()):
             # a connection that broke is what the others' end looks like from here; whoever saw that knows more
-            deadline = time.monotonic() + self.config.jobs.lost_node_s + 2 * BEAT_S
+            deadline = time.monotonic() + self.config.jobs.node_timeout_s + 2 * BEAT_S
             while (now := time.monotonic()) < deadline:
                 if (verdict := self._verdict()) is not None:
                     return verdict
@@ -181,7 +181,7 @@ class Agent:
         return self._end_all(Exit.HUNG, reason, suspects=[node] if node else [], stacks=True)
 
     def _lost(self, node: str) -> tuple[Exit, str]:
-        seconds = self.config.jobs.lost_node_s
+        seconds = self.config.jobs.node_timeout_s
         return self._end_all(Exit.NODE_LOST, f"node {node} gave no sign of life for {seconds:.0f} s", dead=node)
 
     def _end_all(

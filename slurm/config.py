@@ -57,7 +57,7 @@ class PreflightConfig(_Settings):
     enabled: bool = Field(True, description="false: ranks start at once, and a bad node is found by what it breaks")
     timeout_s: float = Field(120.0, gt=0, description="seconds for all checks together; a node that takes longer is bad")
     matmul_share: float = Field(0.5, ge=0, le=1, description="of matmul_tflops.bfloat16 (CPU nodes: not judged, but reported)")
-    exchange_share: float = Field(0.25, ge=0, le=1, description="of bandwidth_gb_s that an all-reduce must reach (CPU: reported)")
+    all_reduce_share: float = Field(0.25, ge=0, le=1, description="of bandwidth_gb_s that an all-reduce must reach (CPU: reported)")
     copy_gb_s: float = Field(5.0, ge=0, description="GB/s (10^9 bytes) from host to GPU and back")
     files_mb_s: float = Field(5.0, ge=0, description="MB/s (10^6 bytes) of a synced write of 16 MiB into the run directory")
     skew_s: float = Field(5.0, gt=0, description="seconds that a node's clock may differ from the others' median")
@@ -101,7 +101,9 @@ class SlurmConfig(_Settings):
     warning_s: int = Field(
         300, ge=10, description="seconds before the time limit at which ranks are told to save; SLURM may be 60 early"
     )
-    save_s: float = Field(240.0, gt=0, description="seconds after that within which a save must have ended; then ranks are killed")
+    save_timeout_s: float = Field(
+        240.0, gt=0, description="seconds after that within which a save must have ended; then ranks are killed"
+    )
     spare_nodes: int = Field(0, ge=0, description="nodes beyond those that train, for when one is bad")
     preflight: PreflightConfig = Field(default_factory=PreflightConfig)
 
@@ -123,23 +125,27 @@ class JobsConfig(_Settings):
         description="what follows the number of nodes that a job got: layout.data (the largest that divides; the global batch, and "
         "so what is learned, stays), or nothing: other numbers are refused",
     )
-    retries: int = Field(100, ge=0, description="failed attempts since the last `baton submit` before the run is stopped")
-    patience: int = Field(2, ge=1, description="failed attempts in a row without one new step before the run is stopped")
-    strikes: int = Field(2, ge=1, description="crashes or hangs of ranks on one node before it is excluded; a dead node is at once")
-    hang_s: float = Field(
+    max_failures: int = Field(100, ge=0, description="failed attempts since the last `baton submit` before the run is stopped")
+    max_failures_without_progress: int = Field(
+        2, ge=1, description="failed attempts in a row without one new step before the run is stopped"
+    )
+    max_node_failures: int = Field(
+        2, ge=1, description="crashes or hangs of ranks on one node before it is excluded; a dead node is at once"
+    )
+    hang_timeout_s: float = Field(
         300.0,
         gt=0,
         description="seconds that a rank of a job may give no sign of life (without SLURM: layout.timeout_s); every operation of a "
         "step, layer, evaluated batch and block of a save gives one. A rank that waits for others gives none: longer than the "
         "slowest rank takes for its part of a save, which the others wait for",
     )
-    startup_s: float = Field(
+    startup_timeout_s: float = Field(
         1800.0,
         gt=0,
         description="the same, with and without SLURM, until the first step is done and in a first evaluation: imports, kernels "
         "compiled, checkpoint and documents read",
     )
-    lost_node_s: float = Field(60.0, gt=0, description="seconds without a sign of life of a node before it counts as dead")
+    node_timeout_s: float = Field(60.0, gt=0, description="seconds without a sign of life of a node before it counts as dead")
     evaluate: bool = Field(False, description="evaluate each new checkpoint in a small job of its own (one node, one rank)")
     evaluate_time: Annotated[str, AfterValidator(_duration)] = Field("01:00:00", description="limit of such a job")
     hooks: HooksConfig = Field(default_factory=HooksConfig)

@@ -35,21 +35,21 @@ def fitted(config: RunConfig, nodes: int, ranks_per_node: int) -> tuple[RunConfi
         world = data * of_one_copy
         if world > nodes * ranks_per_node or (world > ranks_per_node and world % ranks_per_node):
             continue
-        for micro_batch in _micro_batches(config, data):
+        for micro_batch_size in _micro_batches(config, data):
             changed = {
                 "layout": layout.model_copy(update={"data": data}),
-                "training": training.model_copy(update={"micro_batch": micro_batch}),
+                "training": training.model_copy(update={"micro_batch_size": micro_batch_size}),
             }
             fitting = config.model_copy(update=changed)
             if fitting.is_legal():
                 return fitting, nodes_for(fitting, ranks_per_node)
     raise ConfigError(
-        f"no layout.data fits {nodes} nodes of {ranks_per_node} ranks with tensor x pipeline x sequence = {of_one_copy} and "
+        f"no layout.data fits {nodes} nodes of {ranks_per_node} ranks with tensor x pipeline x context = {of_one_copy} and "
         f"{training.sequences_per_step} sequences a step; take more nodes"
     )
 
 
 def _micro_batches(config: RunConfig, data: int) -> list[int]:
     """Sizes to try: the run's own, then smaller ones; a larger one might not fit into memory."""
-    own, of_rank = config.training.micro_batch, config.training.sequences_per_step // data
+    own, of_rank = config.training.micro_batch_size, config.training.sequences_per_step // data
     return [own, *(n for n in reversed(divisors(of_rank)) if n < own)] if of_rank else []

@@ -164,7 +164,7 @@ def _close(attempt: Path, code: int | None, allocated: list[str], *, time_is_up:
     )
     say(f"attempt {int(attempt.name)}: {outcome.reason}")
     rows = time_ledger.read(run)
-    _exclude(run, policy.struck_out(rows, outcome, config.jobs.strikes))
+    _exclude(run, policy.struck_out(rows, outcome, config.jobs.max_node_failures))
     rows, (least, _) = time_ledger.read(run), _wanted(rows)
     slurm = cluster_of(run).slurm
     assert slurm is not None

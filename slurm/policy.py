@@ -66,7 +66,7 @@ def excluded(rows: ROWS) -> list[str]:
     return list(dict.fromkeys(nodes))
 
 
-def struck_out(rows: ROWS, outcome: Outcome, strikes: int) -> dict[str, str]:
+def struck_out(rows: ROWS, outcome: Outcome, max_node_failures: int) -> dict[str, str]:
     """Nodes that are excluded because of this attempt, and why. rows: with this attempt's end."""
     counts: dict[str, int] = {}
     for row in rows:
@@ -74,7 +74,7 @@ def struck_out(rows: ROWS, outcome: Outcome, strikes: int) -> dict[str, str]:
             counts[node] = counts.get(node, 0) + 1
     found = dict.fromkeys(outcome.dead, outcome.reason)
     for node in outcome.suspects:
-        if counts.get(node, 0) >= strikes:
+        if counts.get(node, 0) >= max_node_failures:
             found.setdefault(node, f"{counts[node]} crashes or hangs there, the last: {outcome.reason}")
     known = excluded(rows)
     return {node: reason for node, reason in found.items() if node not in known}
@@ -101,8 +101,10 @@ def decide(
     if status == Exit.BUSY:
         return Decision(NEXT_JOB, "another process trains the run; the next job looks again")
     failures = [row for row in ends if row["status"] not in (*WELL, Exit.BUSY)]
-    if status not in WELL and len(failures) > jobs.retries:
-        return Decision(Exit.NO_RETRIES, f"the run is stopped: {len(failures)} attempts failed, and jobs.retries={jobs.retries}")
+    if status not in WELL and len(failures) > jobs.max_failures:
+        return Decision(
+            Exit.NO_RETRIES, f"the run is stopped: {len(failures)} attempts failed, and jobs.max_failures={jobs.max_failures}"
+        )
     if (why := _fruitless(rows, recent, jobs, slurm)) is not None:
         return Decision(Exit.NO_PROGRESS, f"the run is stopped: {why}")
     if status == Exit.STOPPED:
@@ -118,21 +120,22 @@ def _fruitless(rows: ROWS, recent: ROWS, jobs: JobsConfig, slurm: SlurmConfig) -
     """Why the run should not be started again: it gets nowhere. None: it may be."""
     last = next(row for row in reversed(recent) if row["kind"] == "end")
     seen, unseen = without_progress(rows, recent)
-    if seen >= jobs.patience and last["status"] == Exit.STOPPED:
+    if seen >= jobs.max_failures_without_progress and last["status"] == Exit.STOPPED:
         return (
             f"{seen} attempts in a row made no new step; the last was told to stop before it had made one. A job of slurm.time="
             f"{slurm.time} must have room for its start and for steps before its last slurm.warning_s={slurm.warning_s} s: set "
-            f"slurm.time longer, or slurm.warning_s and slurm.save_s shorter"
+            f"slurm.time longer, or slurm.warning_s and slurm.save_timeout_s shorter"
         )
-    if seen >= jobs.patience:
+    if seen >= jobs.max_failures_without_progress:
         return f"{seen} attempts in a row made no new step; the last: {last['reason']}"
-    if seen + unseen >= UNSEEN_PATIENCE * jobs.patience:
+    if seen + unseen >= UNSEEN_PATIENCE * jobs.max_failures_without_progress:
         return (
             f"{seen + unseen} attempts in a row made no new step, and SLURM ended {unseen} of them with their job "
-            f"(`sacct -j JOB` has its reasons); set jobs.patience={jobs.patience} higher to bear more of them"
+            f"(`sacct -j JOB` has its reasons); set "
+            f"jobs.max_failures_without_progress={jobs.max_failures_without_progress} higher to bear more of them"
         )
     checked = _none_passed(recent)
-    if checked >= CHECKED_PATIENCE * jobs.patience:
+    if checked >= CHECKED_PATIENCE * jobs.max_failures_without_progress:
         return (
             f"no node passed preflight in {checked} attempts in a row, so that the nodes are hardly to blame; the last: "
             f"{last['reason']}. Mend that, `baton readmit` the nodes, and submit again"

@@ -42,7 +42,7 @@ def of_node(cluster: Cluster, measured: dict[str, Any]) -> None:
             raise Unfit(f"GPU {number} copies {rate:.1f} GB/s from and to the host, and should {limits.copy_gb_s:g}")
     if len(devices) > 1:
         measured["in_node_gb_s"] = rate = in_node_gb_s(devices)
-        if rate < (wanted := limits.exchange_share * cluster.bandwidth_gb_s.in_node):
+        if rate < (wanted := limits.all_reduce_share * cluster.bandwidth_gb_s.in_node):
             raise Unfit(f"its GPUs all-reduce at {rate:.0f} GB/s, and should at {wanted:.0f}")
 
 
@@ -150,7 +150,7 @@ def between_nodes(cluster: Cluster, met: Meeting, measured: dict[str, Any]) -> N
     measured["clock_s"] = clocks[own] - clocks[0]
     seconds = _best(lambda: dist.all_reduce(tensor), device, 3)
     measured["between_nodes_gb_s"] = rate = _sent(tensor, len(members)) / seconds / 1e9
-    wanted = slurm.preflight.exchange_share * cluster.bandwidth_gb_s.between_nodes
+    wanted = slurm.preflight.all_reduce_share * cluster.bandwidth_gb_s.between_nodes
     # in a ring all are as slow as the slowest link, so that nobody can be blamed for it: it is said, not judged
     if slurm.gpus and rate < wanted:
         measured["slow"] = f"the nodes all-reduce at {rate:.1f} GB/s, and should at {wanted:.1f}"

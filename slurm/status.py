@@ -201,7 +201,7 @@ def _mfu(run: Path, speed: float) -> float | None:
 
     try:
         config = with_known_vocabulary(read_config(run / "attempts" / f"{last_attempt(run):04d}" / "config.yaml"))
-        rate = getattr(cluster_of(run).matmul_tflops, config.precision) * 1e12
+        rate = getattr(cluster_of(run).matmul_tflops, config.compute_dtype) * 1e12
         useful = sum(one.useful_flops() for one in of_stages(config))
     except Exception as error:
         if getattr(error, "exit_status", None) != ConfigError.exit_status:

@@ -50,9 +50,11 @@ def prepare(config: RunConfig, cluster: Cluster, nodes: str | None, *, change: b
     """
     if cluster.slurm is None:
         raise ConfigError(f"the cluster {cluster.name} has no section slurm: it is only planned for; add one to submit to it")
-    warning, save = cluster.slurm.warning_s, cluster.slurm.save_s
+    warning, save = cluster.slurm.warning_s, cluster.slurm.save_timeout_s
     if save >= warning:
-        raise ConfigError(f"slurm.save_s={save:g} must be less than slurm.warning_s={warning}: a save that hangs must end in time")
+        raise ConfigError(
+            f"slurm.save_timeout_s={save:g} must be less than slurm.warning_s={warning}: a save that hangs must end in time"
+        )
     if cluster.slurm.container is not None and cluster.slurm.python is None:
         raise ConfigError(
             f"slurm.container is set, and slurm.python is not: name the Python in {cluster.slurm.container.image} that "
@@ -61,7 +63,7 @@ def prepare(config: RunConfig, cluster: Cluster, nodes: str | None, *, change: b
     if 0 < (limit := seconds_of(cluster.slurm.time)) <= warning:
         raise ConfigError(
             f"slurm.time={cluster.slurm.time} ({limit} s) leaves nothing before slurm.warning_s={warning}, when ranks are told to "
-            f"save: set slurm.time longer, or slurm.warning_s and slurm.save_s shorter"
+            f"save: set slurm.time longer, or slurm.warning_s and slurm.save_timeout_s shorter"
         )
     if clusters := [o for o in cluster.slurm.options if o.startswith(("--clusters", "--cluster", "-M"))]:
         raise ConfigError(

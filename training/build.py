@@ -39,7 +39,7 @@ def build(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> Built:
     initialize_parameters(model, training.seed, mesh.tensor_rank, mesh.layout.tensor)
     settings = training.optimizer
     optimizer = AdamW(
-        zero.parameter_groups(model, settings.weight_decay, tuple(settings.rates), _names_elsewhere(model, mesh)),
+        zero.parameter_groups(model, settings.weight_decay, tuple(settings.lr_overrides), _names_elsewhere(model, mesh)),
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
@@ -64,14 +64,14 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
         return LanguageModel(
             config,
             tensor_size=1 if mesh is None else mesh.layout.tensor,
-            compute_dtype=DTYPES[training.precision_on(device.type)],
-            residual_dtype=DTYPES[training.residual],
+            compute_dtype=DTYPES[training.compute_dtype_on(device.type)],
+            residual_dtype=DTYPES[training.residual_dtype],
             recompute=training.recompute,
             selective_recompute=training.selective_recompute,
             link=None if mesh is None else _link(training, mesh),
-            stage=None if mesh is None else stages.cut(config, mesh.layout.pipeline, training.context)[mesh.pipeline_rank],
+            stage=None if mesh is None else stages.cut(config, mesh.layout.pipeline, training.sequence_length)[mesh.pipeline_rank],
             pipeline=None if mesh is None else mesh.pipeline,
-            split_residual=mesh is not None and mesh.layout.split_residual,
+            sequence_parallel=mesh is not None and mesh.layout.sequence_parallel,
         )
 
 

@@ -117,8 +117,8 @@ class Evaluator:
             chosen = evaluation_batches(
                 self._source.datasets[name],
                 self._tokenizer,
-                context=training.context,
-                micro_batch=training.micro_batch,
+                sequence_length=training.sequence_length,
+                micro_batch_size=training.micro_batch_size,
                 max_tokens=max(1, round(training.evaluation.tokens * weight)),
                 data_rank=mesh.data_rank,
                 data_size=mesh.layout.data,
@@ -157,8 +157,8 @@ class TaskEvaluator:
             chosen = task_set(
                 case,
                 tokens=training.evaluation.tokens,
-                context=training.context,
-                micro_batch=training.micro_batch,
+                sequence_length=training.sequence_length,
+                micro_batch_size=training.micro_batch_size,
                 data_rank=mesh.data_rank,
                 data_size=mesh.layout.data,
             )
@@ -178,7 +178,7 @@ class LongContext:
         self._rows: LongRows | None = None
         self._first = True
         evaluation, documents = settings.training.evaluation, isinstance(source, ShardSource)
-        check_long_rows(settings.model, settings.training, built.mesh.layout.sequence, documents=documents)
+        check_long_rows(settings.model, settings.training, built.mesh.layout.context, documents=documents)
         if evaluation.long_rows_tokens and isinstance(source, ShardSource):
             self._rows = LongRows(source.heaviest, source.tokenizer, rows=evaluation.long_rows, tokens=evaluation.long_rows_tokens)
 
@@ -191,11 +191,13 @@ class LongContext:
         if evaluation.long_tokens:
             segment = self._training.segment
             segments = -(-min(evaluation.long_tokens, self._rows.tokens) // segment)
-            groups = groups_of(self._rows, mesh, micro_batch=self._training.micro_batch, segment=segment, segments=segments)
+            groups = groups_of(
+                self._rows, mesh, micro_batch_size=self._training.micro_batch_size, segment=segment, segments=segments
+            )
             looked = look(model, groups, mesh, segment=segment, segments=segments)
             if self._monitor is not None:
                 self._monitor.long_context(progress.step, progress.tokens, looked.to_json())
-        if evaluation.credit_segment:
+        if evaluation.gradient_reach_segment_length:
             found = self._credit(self._rows)
             if self._monitor is not None:
                 seen = None if found is None else {**found.to_json(), "reach": found.reach()}
@@ -205,14 +207,14 @@ class LongContext:
         """On those of this data rank's first rows that are one document: no credit goes back beyond a document's start. None: no
         rank has any."""
         mesh, evaluation = self._built.mesh, self._training.evaluation
-        segment, segments = evaluation.credit_segment, evaluation.credit_segments
-        groups = groups_of(rows, mesh, micro_batch=self._training.micro_batch, segment=segment, segments=segments)
+        segment, segments = evaluation.gradient_reach_segment_length, evaluation.gradient_reach_segments
+        groups = groups_of(rows, mesh, micro_batch_size=self._training.micro_batch_size, segment=segment, segments=segments)
         batch = None
         if spans := list(next(groups, ())):
             tokens, labels, pos = (torch.cat([getattr(x, name) for x in spans], dim=1) for name in ("tokens", "labels", "pos"))
             # the last sequence rank, whose labels count, has the rows' last tokens
             batch = TokenBatch(tokens, torch.where(pos[:, -1:] + 1 < segment * segments, IGNORE_INDEX, labels), pos)
-        return credit(self._built.model, batch, segments, segment // mesh.layout.sequence, mesh)
+        return credit(self._built.model, batch, segments, segment // mesh.layout.context, mesh)
 
 
 class CotangentNorms:
@@ -235,13 +237,13 @@ class CotangentNorms:
         if self._is_due(progress.step):
             self._watch.stop()
             segment = self._training.at(progress.step - 1).segment
-            found = self._watch.read(segment // self._mesh.layout.sequence, cut=self._training.carries)
+            found = self._watch.read(segment // self._mesh.layout.context, cut=self._training.carries)
             if self._monitor is not None and found is not None:
                 self._monitor.cotangents(progress.step, progress.tokens, found.to_json())
         self.before_first_step(progress)
 
     def _is_due(self, step: int) -> bool:
-        every = self._training.monitoring.cotangents_every
+        every = self._training.monitoring.state_grad_norm_every
         return bool(every) and step % every == 0
 
 

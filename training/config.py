@@ -12,7 +12,7 @@ from baton.training.errors import RunError
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0)]
-Precision = Literal["float32", "bfloat16"]
+ComputeDtype = Literal["float32", "bfloat16"]
 
 
 class _Settings(BaseModel):
@@ -23,7 +23,7 @@ class OptimizerConfig(_Settings):
     """AdamW with a global gradient norm clip."""
 
     lr: float = Field(gt=0, description="peak learning rate")
-    rates: dict[str, Rate] = Field(
+    lr_overrides: dict[str, Rate] = Field(
         default_factory=dict, description="peak learning rate of parameters by name, as {'*.ssm.*': 1e-3}; the first match counts"
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decay of the two moments; as in Mamba's recipe")
@@ -42,10 +42,10 @@ class ScheduleConfig(_Settings):
 
 
 class LengthConfig(_Settings):
-    """Steps on shorter sequences, before those of training.context."""
+    """Steps on shorter sequences, before those of training.sequence_length."""
 
     steps: int = Field(ge=1, description="optimizer steps")
-    context: int = Field(ge=1, description="tokens per sequence; a step has as many tokens as ever, and a micro-batch too")
+    sequence_length: int = Field(ge=1, description="tokens per sequence; a step has as many tokens as ever, and a micro-batch too")
 
 
 class BatchConfig(_Settings):
@@ -77,7 +77,7 @@ class CheckpointConfig(_Settings):
         "always saved. auto: what loses the least time, by what a save is found to cost and failures_per_rank_day")  # fmt: skip
     failures_per_rank_day: float = Field(5e-4, gt=0, description="auto: how often a rank fails; the default is what Llama 3 405B "
                                          "met, 419 failures of 16,384 GPUs in 54 days")  # fmt: skip
-    asynchronous: bool = Field(True, description="train on while a checkpoint is written, from a copy in host memory that takes "
+    async_save: bool = Field(True, description="train on while a checkpoint is written, from a copy in host memory that takes "
                                "12 bytes per parameter, over the data ranks")  # fmt: skip
     keep_last: int = Field(3, ge=1, description="checkpoints kept; more than one, to fall back on when one is damaged")
     keep_every: int = Field(0, ge=0, description="checkpoints of steps that are a multiple of this are kept for ever; 0: none is")
@@ -91,7 +91,7 @@ class GuardConfig(_Settings):
     policy: Literal["stop", "skip", "rollback"] = Field("stop", description="stop: end the run, which resumes from its last "
         "checkpoint; skip: make no update from this step's documents; rollback: go back to the last checkpoint and leave the "
         "documents out that did it")  # fmt: skip
-    most: int = Field(3, ge=0, description="skips or rollbacks of one start of the run; the next one stops it")
+    max_interventions: int = Field(3, ge=0, description="skips or rollbacks of one start of the run; the next one stops it")
     loss_spike: float = Field(0.0, ge=0, description="a loss this many times the median of the steps before is a spike; 0: only "
                               "what is not finite counts")  # fmt: skip
     norm_spike: float = Field(0.0, ge=0, description="the same for the gradients' norm before the clip, which the clip else tames")
@@ -112,14 +112,18 @@ class EvaluationConfig(_Settings):
                              "and norms of States are written, at the memory of one segment; 0: none")  # fmt: skip
     long_rows: int = Field(8, ge=1, description="such rows; the longest documents are dealt to them, so that a row goes on with "
                            "another where one ends")  # fmt: skip
-    credit_segment: int = Field(0, ge=0, description="how far credit travels: the gradient of the last so many tokens' loss by the "
-                                "States so many tokens before, twice as many, ..., on the first long rows; 0: none")  # fmt: skip
-    credit_segments: int = Field(32, ge=2, description="times as many tokens that this looks at")
+    gradient_reach_segment_length: int = Field(
+        0,
+        ge=0,
+        description="tokens of a segment; norms of the gradient of the last segment's loss with respect to the States one, two, "
+        "... segments before it are written, for the first long rows; 0: none",
+    )
+    gradient_reach_segments: int = Field(32, ge=2, description="segments that the gradient is followed back through")
 
     @property
     def long_rows_tokens(self) -> int:
         """Tokens of a long row that are read; 0: nobody looks at any."""
-        return max(self.long_tokens, self.credit_segment * self.credit_segments) if self.every else 0
+        return max(self.long_tokens, self.gradient_reach_segment_length * self.gradient_reach_segments) if self.every else 0
 
 
 class MonitoringConfig(_Settings):
@@ -127,7 +131,7 @@ class MonitoringConfig(_Settings):
 
     update_norm_every: int = Field(10, ge=0, description="steps between norms of the parameters' change, from AdamW's moments, at "
                                    "the memory of one chunk; 0: never")  # fmt: skip
-    cotangents_every: int = Field(100, ge=0, description="steps between norms of the cotangents that cross the borders of "
+    state_grad_norm_every: int = Field(100, ge=0, description="steps between norms of the cotangents that cross the borders of "
                                   "segments and sequence ranks, by layer; 0: never. None where no State goes on")  # fmt: skip
 
 
@@ -136,8 +140,12 @@ class ProfileConfig(_Settings):
 
     steps: int = Field(3, ge=1, description="steps that are looked at, one after the other; more: a larger trace, of which the "
                        "first ones say most")  # fmt: skip
-    after: int = Field(5, ge=1, description="steps of this start before them: they compile kernels, fill the allocator's cache "
-                       "and tell how long a step takes that nobody looks at")  # fmt: skip
+    skip_steps: int = Field(
+        5,
+        ge=1,
+        description="steps of this start before the profiled ones: they compile kernels, fill the allocator's cache and give the "
+        "time of a step without the profiler",
+    )
     ranks: Literal["first", "all"] = Field("first", description="first: rank 0 alone, and the others wait for it; all: each rank "
                                            "writes its own")  # fmt: skip
     peak_tflops: float | None = Field(None, gt=0, description="of one device, in the run's precision, that utilisation (MFU) is a "
@@ -145,10 +153,11 @@ class ProfileConfig(_Settings):
 
     def check(self, steps: int) -> None:
         """Raises RunError for a run of too few steps."""
-        if self.after + self.steps > steps:
+        if self.skip_steps + self.steps > steps:
             raise RunError(
-                f"profile: training.steps={steps} is less than the {self.after} steps before those that are looked at and these "
-                f"{self.steps}; set training.steps={self.after + self.steps} or more, or profile.after or profile.steps to less"
+                f"profile: training.steps={steps} is less than the {self.skip_steps} steps before the profiled ones and these "
+                f"{self.steps}; set training.steps={self.skip_steps + self.steps} or more, or profile.skip_steps or profile.steps "
+                f"to less"
             )
 
 
@@ -156,23 +165,30 @@ class TrainingConfig(_Settings):
     """The run: batch, length, precision, optimizer."""
 
     steps: int = Field(ge=1, description="optimizer steps of the whole run")
-    context: int = Field(ge=1, description="tokens per sequence")
-    length_warmup: tuple[LengthConfig, ...] = Field((), description="shorter sequences in the first steps, as [{steps: 1000, "
-                                                    "context: 4096}]; a step has as many tokens")  # fmt: skip
+    sequence_length: int = Field(ge=1, description="tokens per sequence")
+    sequence_length_warmup: tuple[LengthConfig, ...] = Field(
+        (),
+        description="shorter sequences in the first steps, as [{steps: 1000, sequence_length: 4096}]; a step has as many tokens",
+    )
     global_batch_tokens: int = Field(ge=1, description="tokens per optimizer step, all ranks together")
-    batch_ramp: tuple[BatchConfig, ...] = Field((), description="smaller batches in the first steps, as [{steps: 1000, "
-                                                "global_batch_tokens: 65536}]")  # fmt: skip
-    micro_batch: int = Field(1, ge=1, description="sequences per rank and forward pass; more: faster, more memory; "
+    batch_size_warmup: tuple[BatchConfig, ...] = Field(
+        (), description="smaller batches in the first steps, as [{steps: 1000, global_batch_tokens: 65536}]"
+    )
+    micro_batch_size: int = Field(1, ge=1, description="sequences per rank and forward pass; more: faster, more memory; "
                              "one that does not divide a rank's sequences is cut to the next size that does")  # fmt: skip
     lanes: int | None = Field(None, ge=1, description="independent streams of documents, fixed for the run's life; null: one "
                               "per sequence of the global batch")  # fmt: skip
     seed: int = Field(0, ge=0, description="of the initial values and of the order of the data")
-    precision: Precision | None = Field(None, description="of matmuls and activations; null: bfloat16 on a GPU, float32 on a CPU, "
-                                        "which multiplies it several times faster; a run keeps what it began with. Parameters, "
-                                        "gradients, scan states and the optimizer are always fp32")  # fmt: skip
-    residual: Literal["float32", "bfloat16"] = Field("float32", description="of the residual stream, and of what stages hand on; "
-                                                     "bfloat16, with precision=bfloat16: faster, but every sub-block's sum is "
-                                                     "rounded to 8 bits")  # fmt: skip
+    compute_dtype: ComputeDtype | None = Field(
+        None,
+        description="dtype of matmuls and activations; null: bfloat16 on a GPU, float32 on a CPU, which multiplies float32 several "
+        "times faster; a run keeps the dtype that it began with. Parameters, gradients, scan states and the optimizer stay fp32",
+    )
+    residual_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="dtype of the residual stream, and of the activations that pipeline stages send; bfloat16, with "
+        "compute_dtype=bfloat16: faster, but every sub-block's sum is rounded to 8 bits",
+    )
     initial_weights: str | None = Field(None, description="a safetensors file, as `baton checkpoint export` writes, that a new run "
                                         "begins with; null: values from the seed")  # fmt: skip
     recompute: bool = Field(False, description="run each block again in backward and keep only its input: less memory")
@@ -195,42 +211,50 @@ class TrainingConfig(_Settings):
     monitoring: MonitoringConfig = Field(default_factory=MonitoringConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
 
-    def precision_on(self, device: str) -> Precision:
+    def compute_dtype_on(self, device: str) -> ComputeDtype:
         """The precision, where models live on a device of this type (torch.device's; meta stands for a GPU)."""
-        return self.precision or ("float32" if device == "cpu" else "bfloat16")
+        return self.compute_dtype or ("float32" if device == "cpu" else "bfloat16")
 
     @property
     def sequences_per_step(self) -> int:
         """Sequences per optimizer step, all data ranks together."""
-        return self.global_batch_tokens // self.context
+        return self.global_batch_tokens // self.sequence_length
 
     @property
     def lane_count(self) -> int:
-        most = max([self.global_batch_tokens, *(batch.global_batch_tokens for batch in self.batch_ramp)])
-        return self.lanes or most // min([self.context, *(length.context for length in self.length_warmup)])
+        most = max([self.global_batch_tokens, *(batch.global_batch_tokens for batch in self.batch_size_warmup)])
+        return self.lanes or most // min(
+            [self.sequence_length, *(length.sequence_length for length in self.sequence_length_warmup)]
+        )
 
     @property
     def stretches(self) -> tuple[tuple[int, "TrainingConfig"], ...]:
         """The first step of each shape of steps, and the settings from there on: one length, one batch, and the run's lanes."""
         contexts, first = {}, 0
-        for length in self.length_warmup:
-            contexts[first] = length.context
+        for length in self.sequence_length_warmup:
+            contexts[first] = length.sequence_length
             first += length.steps
-        contexts[first] = self.context
+        contexts[first] = self.sequence_length
         batches, first = {}, 0
-        for batch in self.batch_ramp:
+        for batch in self.batch_size_warmup:
             batches[first] = batch.global_batch_tokens
             first += batch.steps
         batches[first] = self.global_batch_tokens
-        found, context, tokens = [], 0, 0
+        found, sequence_length, tokens = [], 0, 0
         for first in sorted(contexts.keys() | batches.keys()):
-            context, tokens = contexts.get(first, context), batches.get(first, tokens)
-            found.append((first, self._at(context, tokens)))
+            sequence_length, tokens = contexts.get(first, sequence_length), batches.get(first, tokens)
+            found.append((first, self._at(sequence_length, tokens)))
         return tuple(found)
 
-    def _at(self, context: int, tokens: int) -> "TrainingConfig":
-        changes = {"context": context, "micro_batch": self.micro_batch * self.context // context, "lanes": self.lane_count}
-        return self.model_copy(update={**changes, "global_batch_tokens": tokens, "length_warmup": (), "batch_ramp": ()})
+    def _at(self, sequence_length: int, tokens: int) -> "TrainingConfig":
+        changes = {
+            "sequence_length": sequence_length,
+            "micro_batch_size": self.micro_batch_size * self.sequence_length // sequence_length,
+            "lanes": self.lane_count,
+        }
+        return self.model_copy(
+            update={**changes, "global_batch_tokens": tokens, "sequence_length_warmup": (), "batch_size_warmup": ()}
+        )
 
     def at(self, step: int) -> "TrainingConfig":
         """The settings of a step, whose sequences are all of one length."""
@@ -239,12 +263,12 @@ class TrainingConfig(_Settings):
     @property
     def segment(self) -> int:
         """Tokens that are kept for backward at a time, all sequence ranks together."""
-        return self.context if self.bptt is None else min(self.bptt.segment, self.context)
+        return self.sequence_length if self.bptt is None else min(self.bptt.segment, self.sequence_length)
 
     @property
     def segments(self) -> int:
         """Segments of a sequence."""
-        return self.context // self.segment
+        return self.sequence_length // self.segment
 
     @property
     def gradient_segments(self) -> int:
@@ -258,20 +282,21 @@ class TrainingConfig(_Settings):
 
     def check(self, data_size: int) -> None:
         """Refuse a batch that does not divide. data_size: data-parallel ranks. Raises RunError naming sizes that would work."""
-        if self.length_warmup or self.batch_ramp:
+        if self.sequence_length_warmup or self.batch_size_warmup:
             self._check_stretches(data_size)
             return
-        if self.global_batch_tokens % self.context:
-            down = self.global_batch_tokens // self.context * self.context
+        if self.global_batch_tokens % self.sequence_length:
+            down = self.global_batch_tokens // self.sequence_length * self.sequence_length
             raise RunError(
-                f"training.global_batch_tokens={self.global_batch_tokens} is not a multiple of training.context={self.context}; "
-                f"nearest that are: {' and '.join(str(n) for n in (down, down + self.context) if n)}"
+                f"training.global_batch_tokens={self.global_batch_tokens} is not a multiple of "
+                f"training.sequence_length={self.sequence_length}; nearest that are: "
+                f"{' and '.join(str(n) for n in (down, down + self.sequence_length) if n)}"
             )
         g = self.sequences_per_step
         if g % data_size:
             raise RunError(
                 f"layout.data={data_size} does not divide the {g} sequences of a step "
-                f"(training.global_batch_tokens / training.context); layout.data that would: {divisors(g)}"
+                f"(training.global_batch_tokens / training.sequence_length); layout.data that would: {divisors(g)}"
             )
         if self.lane_count < g:
             raise RunError(
@@ -283,16 +308,16 @@ class TrainingConfig(_Settings):
                 f"training.lanes={self.lane_count} is not a multiple of layout.data={data_size}; "
                 f"nearest that is: {math.ceil(self.lane_count / data_size) * data_size}"
             )
-        if (g // data_size) % self.micro_batch:
+        if (g // data_size) % self.micro_batch_size:
             raise RunError(
-                f"training.micro_batch={self.micro_batch} does not divide the {g // data_size} sequences that a data rank takes "
-                f"per step; sizes that do: {divisors(g // data_size)}"
+                f"training.micro_batch_size={self.micro_batch_size} does not divide the {g // data_size} sequences that a data "
+                f"rank takes per step; sizes that do: {divisors(g // data_size)}"
             )
         self._check_segments()
-        if self.residual == "bfloat16" and self.precision == "float32":
+        if self.residual_dtype == "bfloat16" and self.compute_dtype == "float32":
             raise RunError(
-                f"training.residual=bfloat16 does not go with training.precision={self.precision}: what is added to the residual "
-                f"stream would be more precise than the sum; set training.residual=float32"
+                f"training.residual_dtype=bfloat16 does not go with training.compute_dtype={self.compute_dtype}: what is "
+                f"added to the residual stream would be more precise than the sum; set training.residual_dtype=float32"
             )
         if self.schedule.kind == "wsd" and self.schedule.decay_steps + self.schedule.warmup_steps > self.steps:
             raise RunError(
@@ -302,11 +327,12 @@ class TrainingConfig(_Settings):
 
     def _check_stretches(self, data_size: int) -> None:
         """The same for each shape of steps."""
-        for number, length in enumerate(self.length_warmup):
-            if self.context % length.context:
+        for number, length in enumerate(self.sequence_length_warmup):
+            if self.sequence_length % length.sequence_length:
                 raise RunError(
-                    f"training.length_warmup.{number}.context={length.context} does not divide training.context={self.context}, "
-                    f"and no number of such sequences makes the same micro-batch; those that do: {divisors(self.context)}"
+                    f"training.sequence_length_warmup.{number}.sequence_length={length.sequence_length} does not divide "
+                    f"training.sequence_length={self.sequence_length}, and no number of such sequences makes the same "
+                    f"micro-batch; those that do: {divisors(self.sequence_length)}"
                 )
         for number, (first, settings) in enumerate(self.stretches):
             try:
@@ -314,11 +340,11 @@ class TrainingConfig(_Settings):
             except RunError as error:
                 if number + 1 == len(self.stretches):
                     raise
-                where = f"from step {first}" if self.batch_ramp else f"training.length_warmup.{number}"
+                where = f"from step {first}" if self.batch_size_warmup else f"training.sequence_length_warmup.{number}"
                 raise RunError(f"{where}: {error}") from None
         for name, parts, then in (
-            ("length_warmup", self.length_warmup, "training.context"),
-            ("batch_ramp", self.batch_ramp, "training.global_batch_tokens"),
+            ("sequence_length_warmup", self.sequence_length_warmup, "training.sequence_length"),
+            ("batch_size_warmup", self.batch_size_warmup, "training.global_batch_tokens"),
         ):
             steps = sum(part.steps for part in parts)
             if steps >= self.steps:
@@ -331,11 +357,12 @@ class TrainingConfig(_Settings):
         """Refuse segments that do not divide. Raises RunError naming sizes that would."""
         if self.bptt is None:
             return
-        if self.context % self.segment:
-            sizes = divisors(self.context)
+        if self.sequence_length % self.segment:
+            sizes = divisors(self.sequence_length)
             nearest = [max(n for n in sizes if n < self.segment), min(n for n in sizes if n > self.segment)]
             raise RunError(
-                f"training.bptt.segment={self.segment} does not divide training.context={self.context}; nearest that do: {nearest}"
+                f"training.bptt.segment={self.segment} does not divide training.sequence_length={self.sequence_length}; "
+                f"nearest that do: {nearest}"
             )
         wanted = self.bptt.gradient_segments
         if wanted is not None and self.bptt.mode == "exact":
@@ -346,7 +373,7 @@ class TrainingConfig(_Settings):
         if wanted is not None and self.segments % wanted:
             raise RunError(
                 f"training.bptt.gradient_segments={wanted} does not divide the {self.segments} segments of a sequence "
-                f"(training.context / training.bptt.segment), and no gradient goes from step to step; those that do: "
+                f"(training.sequence_length / training.bptt.segment), and no gradient goes from step to step; those that do: "
                 f"{divisors(self.segments)}"
             )
 
@@ -357,7 +384,7 @@ def check_long_rows(model: ModelConfig, training: TrainingConfig, ranks: int, *,
     evaluation = training.evaluation
     asked = {
         "training.evaluation.long_tokens": ("a segment", training.segment if evaluation.long_tokens else 0),
-        "training.evaluation.credit_segment": ("it", evaluation.credit_segment),
+        "training.evaluation.gradient_reach_segment_length": ("it", evaluation.gradient_reach_segment_length),
     }
     for setting, (what, tokens) in asked.items():
         if not evaluation.every or not tokens:
@@ -366,7 +393,7 @@ def check_long_rows(model: ModelConfig, training: TrainingConfig, ranks: int, *,
             raise RunError(f"{setting}: a synthetic task has no documents; set it to 0, and add a longer case to data.cases")
         if tokens % ranks:
             raise RunError(
-                f"{setting}: {what} has {tokens} tokens, which layout.sequence={ranks} does not divide; make it a multiple"
+                f"{setting}: {what} has {tokens} tokens, which layout.context={ranks} does not divide; make it a multiple"
             )
         for name, mixer in model.mixers.items():
             if mixer.state_grows:

@@ -39,7 +39,7 @@ def check_kernels(built: Built, training: TrainingConfig) -> None:
     """
     model, mesh = built.model, built.mesh
     for recurrence in recurrences_of(model, model.config.d_model, model.compute_dtype):
-        finding = check(recurrence, mesh.device, DTYPES[training.precision_on(mesh.device.type)])
+        finding = check(recurrence, mesh.device, DTYPES[training.compute_dtype_on(mesh.device.type)])
         if not finding.passed:
             raise KernelCheckError(
                 f"rank {mesh.rank}: on {mesh.device} a kernel does not compute what its definition says: {finding}; see "

@@ -275,7 +275,7 @@ def open_store(settings: RunSettings, mesh: Mesh) -> CheckpointStore:
         kept.keep_last,
         keep_every=kept.keep_every,
         keep_best=kept.keep_best,
-        asynchronous=kept.asynchronous,
+        async_save=kept.async_save,
     )
 
 
@@ -344,5 +344,6 @@ def _greeting(settings: RunSettings, parameters: int, mesh: Mesh, progress: Prog
     sizes = ", ".join(f"{name} {n}" for name, n in mesh.layout.sizes().items() if name == "zero" or n > 1)
     return (
         f"{parameters:,} parameters; {mesh.world_size} rank(s) on {mesh.device.type} ({sizes}); "
-        f"{training.global_batch_tokens:,} tokens per step, context {training.context:,}; step {progress.step} of {training.steps}"
+        f"{training.global_batch_tokens:,} tokens per step, sequence length {training.sequence_length:,}; "
+        f"step {progress.step} of {training.steps}"
     )

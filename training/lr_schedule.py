@@ -6,9 +6,9 @@ from baton.training.config import TrainingConfig
 
 
 def learning_rates(step: int, training: TrainingConfig) -> dict[str, float]:
-    """Learning rates of the step-th update: of each pattern of optimizer.rates, and "" of all other parameters."""
+    """Learning rates of the step-th update: of each pattern of optimizer.lr_overrides, and "" of all other parameters."""
     return {"": learning_rate(step, training)} | {
-        pattern: learning_rate(step, training, peak) for pattern, peak in training.optimizer.rates.items()
+        pattern: learning_rate(step, training, peak) for pattern, peak in training.optimizer.lr_overrides.items()
     }
 
 

@@ -11,9 +11,9 @@ def with_fitting_micro_batch(training: TrainingConfig, data_size: int) -> Traini
     back unchanged, and `TrainingConfig.check` says why.
     """
     for size in reversed(divisors(training.sequences_per_step // data_size)):
-        if size > training.micro_batch:
+        if size > training.micro_batch_size:
             continue
-        candidate = training.model_copy(update={"micro_batch": size})
+        candidate = training.model_copy(update={"micro_batch_size": size})
         if all(_divides(settings, data_size) for _, settings in candidate.stretches):
             return candidate
     return training
@@ -22,5 +22,5 @@ def with_fitting_micro_batch(training: TrainingConfig, data_size: int) -> Traini
 def _divides(training: TrainingConfig, data_size: int) -> bool:
     """Of steps of one length and one batch."""
     tokens_of_rank, rest = divmod(training.global_batch_tokens, data_size)
-    tokens_of_pass = training.micro_batch * training.context
+    tokens_of_pass = training.micro_batch_size * training.sequence_length
     return not rest and tokens_of_pass > 0 and tokens_of_rank % tokens_of_pass == 0

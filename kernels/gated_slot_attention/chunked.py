@@ -21,7 +21,7 @@ from baton.kernels.gated_linear_attention.block import (
     ungrouped,
 )
 from baton.kernels.gated_linear_attention.chunked import CHUNK
-from baton.kernels.gated_slot_attention.reference import LINKS, Link, activated
+from baton.kernels.gated_slot_attention.reference import SLOT_ACTIVATIONS, SlotActivation, activated
 from baton.kernels.protocol import Inputs, State
 
 
@@ -32,8 +32,8 @@ def gsa_chunked(
     log_alpha: Tensor,
     *,
     scale: float,
-    link: Link,
-    damping: float | None = None,
+    slot_activation: SlotActivation,
+    gate_logit_normalizer: float | None = None,
     pos: Tensor | None,
     initial_state: State | None,
     chunk: int = CHUNK,
@@ -42,7 +42,7 @@ def gsa_chunked(
     inputs = (q, k, v, log_alpha)
     dtype = compute_dtype(*inputs)
     state = empty_state(k, v, log_alpha, dtype) if initial_state is None else initial_state
-    step = partial(_step, scale=scale, link=link, damping=damping, dtype=dtype)
+    step = partial(_step, scale=scale, slot_activation=slot_activation, gate_logit_normalizer=gate_logit_normalizer, dtype=dtype)
     return in_chunks(step, inputs, len(inputs), pos=pos, state={"k": state["k"], "v": state["v"]}, chunk=chunk)
 
 
@@ -57,7 +57,7 @@ def empty_state(k: Tensor, v: Tensor, log_alpha: Tensor, dtype: torch.dtype) -> 
 
 
 def gsa_state(
-    k: Tensor, v: Tensor, log_alpha: Tensor, *, damping: float | None = None, pos: Tensor | None, chunk: int = CHUNK
+    k: Tensor, v: Tensor, log_alpha: Tensor, *, gate_logit_normalizer: float | None = None, pos: Tensor | None, chunk: int = CHUNK
 ) -> State:
     """What a span adds to slots of zeros: neither queries nor link nor outputs, and without gradients."""
     inputs = (k, v, log_alpha)
@@ -66,20 +66,28 @@ def gsa_state(
     with torch.no_grad(), without_autocast(k):
         for begin in range(0, k.shape[1], chunk):
             span = slice(begin, begin + chunk)
-            block = _Block(activated(tuple(x[:, span] for x in inputs), damping), None if pos is None else pos[:, span], dtype)
+            block = _Block(
+                activated(tuple(x[:, span] for x in inputs), gate_logit_normalizer), None if pos is None else pos[:, span], dtype
+            )
             state = block.write(state)
     return state
 
 
 def _step(
-    inputs: Inputs, pos: Tensor | None, state: State, scale: float, link: Link, damping: float | None, dtype: torch.dtype
+    inputs: Inputs,
+    pos: Tensor | None,
+    state: State,
+    scale: float,
+    slot_activation: SlotActivation,
+    gate_logit_normalizer: float | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, State]:
-    inputs = activated(inputs, damping)
+    inputs = activated(inputs, gate_logit_normalizer)
     q, length = inputs[0], inputs[0].shape[1]
     block = _Block(inputs[1:], pos, dtype)
     queries = grouped(extended(q, block.k.shape[2]), block.k.shape[1], dtype)
     scores = block.decay.read_values(queries, block.k, block.strength, state["k"])
-    y = block.decay.read_keys(LINKS[link](scale * scores), block.strength, block.v, state["v"])
+    y = block.decay.read_keys(SLOT_ACTIVATIONS[slot_activation](scale * scores), block.strength, block.v, state["v"])
     return ungrouped(y[:, :, :length], q.dtype), block.write(state)
 
 

@@ -13,11 +13,11 @@ from baton.kernels.errors import KernelError, expect_dtype, expect_leaves, expec
 from baton.kernels.gated_linear_attention.op import expect_attention
 from baton.kernels.gated_linear_attention.triton_launch import in_triton
 from baton.kernels.gated_slot_attention.chunked import gsa_chunked
-from baton.kernels.gated_slot_attention.reference import Link
+from baton.kernels.gated_slot_attention.reference import SlotActivation
 from baton.kernels.gated_slot_attention.triton_launch import gsa_triton
 from baton.kernels.protocol import State
 
-_LINKS = get_args(Link)
+_SLOT_ACTIVATIONS = get_args(SlotActivation)
 _KERNEL = "gated_slot_attention"
 
 
@@ -28,8 +28,8 @@ def gated_slot_attention(
     log_alpha: Tensor,
     *,
     scale: float = 1.0,
-    link: Link = "softmax",
-    damping: float | None = None,
+    slot_activation: SlotActivation = "softmax",
+    gate_logit_normalizer: float | None = None,
     remake: bool = False,
     pos: Tensor | None = None,
     initial_state: State | None = None,
@@ -37,7 +37,7 @@ def gated_slot_attention(
     """Gated slot attention over a piece of a sequence (Zhang et al. 2024, equations 6 and 8; per head, slot i):
 
         key_i = alpha_i key_i + (1 - alpha_i) k_t        value_i = alpha_i value_i + (1 - alpha_i) v_t
-        y_t = sum_i p_i value_i        p = link(scale (q_t . key_1, ..., q_t . key_slots))
+        y_t = sum_i p_i value_i        p = slot_activation(scale (q_t . key_1, ..., q_t . key_slots))
 
     The output sees its own token. Where pos == 0, all slots are replaced by 0 first: a document never sees the slots of the one
     before it. With slots of 0 at its start, each slot is a sub-convex combination of the document's keys and values.
@@ -50,9 +50,9 @@ def gated_slot_attention(
         log_alpha: logarithm of what each slot keeps, finite and at most 0, no unit, [batch, T, heads, slots]; not checked. What it
             takes in, 1 - alpha, is computed from the logarithm: pass it in float32, whatever k and v are in.
         scale: of the scores; the authors train with 1.
-        link: weights out of scores: softmax over the slots, identity, silu, relu or relu2 (the square of relu).
-        damping: of gates, more than 0; then q, k, v and log_alpha are given as a layer projects them: silu of q, k and v is taken
-            (rounded to their dtypes), and log(sigmoid(log_alpha)) / damping (in float32, whatever log_alpha is in). On a GPU
+        slot_activation: weights out of scores: softmax over the slots, identity, silu, relu or relu2 (the square of relu).
+        gate_logit_normalizer: more than 0; then q, k, v and log_alpha are given as a layer projects them: silu of q, k and v is
+            taken (rounded to their dtypes), and log(sigmoid(log_alpha)) / gate_logit_normalizer (in float32, always). On a GPU
             the gradients of neighbouring columns of one tensor are such columns too. None: they are given as they are.
         remake: whether what is made of projected q, k and v is made again for the backward pass, not kept; a CPU never keeps it.
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
@@ -67,12 +67,13 @@ def gated_slot_attention(
         Both carry exact gradients to every tensor argument; differentiating twice is refused by autograd with a RuntimeError.
 
     Raises:
-        KernelError: an argument of another shape, dtype or device than stated, by name; an unknown link; no such damping; T = 0.
+        KernelError: an argument of another shape, dtype or device than stated, by name; an unknown slot_activation; a
+            gate_logit_normalizer that is not positive; T = 0.
     """
-    if link not in _LINKS:
-        raise KernelError(f"{_KERNEL}: link is {link!r}, expected one of {_LINKS}")
-    if damping is not None and not damping > 0:
-        raise KernelError(f"{_KERNEL}: damping is {damping}, expected more than 0, or None")
+    if slot_activation not in _SLOT_ACTIVATIONS:
+        raise KernelError(f"{_KERNEL}: slot_activation is {slot_activation!r}, expected one of {_SLOT_ACTIVATIONS}")
+    if gate_logit_normalizer is not None and not gate_logit_normalizer > 0:
+        raise KernelError(f"{_KERNEL}: gate_logit_normalizer is {gate_logit_normalizer}, expected more than 0, or None")
     expect_attention(_KERNEL, q, k, v, shared=False)
     batch, length, heads, d_key = k.shape
     d_value, device = v.shape[3], q.device
@@ -90,4 +91,14 @@ def gated_slot_attention(
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
     implementation = partial(gsa_triton, remake=remake) if in_triton(q, dtype) else gsa_chunked
-    return implementation(q, k, v, log_alpha, scale=scale, link=link, damping=damping, pos=pos, initial_state=initial_state)
+    return implementation(
+        q,
+        k,
+        v,
+        log_alpha,
+        scale=scale,
+        slot_activation=slot_activation,
+        gate_logit_normalizer=gate_logit_normalizer,
+        pos=pos,
+        initial_state=initial_state,
+    )

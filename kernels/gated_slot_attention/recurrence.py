@@ -12,7 +12,7 @@ from baton.kernels.common.example_inputs import extreme_log_gates, randn
 from baton.kernels.gated_linear_attention.triton_launch import in_triton
 from baton.kernels.gated_slot_attention.chunked import gsa_state
 from baton.kernels.gated_slot_attention.op import gated_slot_attention
-from baton.kernels.gated_slot_attention.reference import Link, activated, gsa_reference
+from baton.kernels.gated_slot_attention.reference import SlotActivation, activated, gsa_reference
 from baton.kernels.gated_slot_attention.triton_launch import gsa_effect
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
 
@@ -21,13 +21,14 @@ from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
 class GatedSlotAttention(LinearRecurrence):
     """Inputs q, k, v, log_alpha along time; State {k [batch, heads, d_key, slots], v [batch, heads, slots, d_value]}.
 
-    Both leaves have one decay, so they travel together. See `op.gated_slot_attention`, also for damping, with which inputs are as a
+    Both leaves have one decay, so they travel together. See `op.gated_slot_attention`, also for
+    gate_logit_normalizer, with which inputs are as a
     layer projects them. group: query heads per head, in examples; everything else reads it off the inputs.
     """
 
-    link: Link = "softmax"
+    slot_activation: SlotActivation = "softmax"
     scale: float = 1.0
-    damping: float | None = None
+    gate_logit_normalizer: float | None = None
     remake: bool = False
     group: int = 1
     input_names = ("q", "k", "v", "log_alpha")
@@ -38,8 +39,8 @@ class GatedSlotAttention(LinearRecurrence):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        projected = "" if self.damping is None else "-projected"
-        return f"gated_slot_attention-{self.link}{projected}" + (f"-grouped-{self.group}" if self.group > 1 else "")
+        projected = "" if self.gate_logit_normalizer is None else "-projected"
+        return f"gated_slot_attention-{self.slot_activation}{projected}" + (f"-grouped-{self.group}" if self.group > 1 else "")
 
     def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
         _, k, v, log_alpha = inputs
@@ -57,11 +58,11 @@ class GatedSlotAttention(LinearRecurrence):
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"scale": self.scale, "link": self.link, "damping": self.damping}
+        return {"scale": self.scale, "slot_activation": self.slot_activation, "gate_logit_normalizer": self.gate_logit_normalizer}
 
     def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
         """exp(sum of log_alpha), the same along either leaf's slots."""
-        (log_alpha,) = activated(inputs[3:], self.damping)
+        (log_alpha,) = activated(inputs[3:], self.gate_logit_normalizer)
         decay = log_alpha.to(compute_dtype(*inputs)).sum(1).exp()
         if pos is not None:
             decay = decay.masked_fill((pos == 0).any(1)[:, None, None], 0.0)
@@ -72,7 +73,9 @@ class GatedSlotAttention(LinearRecurrence):
         """States only: this much less than a run is what can be sent before any output exists."""
         transition = self.transition(inputs, pos)
         implementation = gsa_effect if in_triton(inputs[0], compute_dtype(*inputs)) else gsa_state
-        return transition, self.effect(transition, implementation(*inputs[1:], damping=self.damping, pos=pos))
+        return transition, self.effect(
+            transition, implementation(*inputs[1:], gate_logit_normalizer=self.gate_logit_normalizer, pos=pos)
+        )
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         heads, d_key, slots, d_value = (3, 17, 11, 35) if wide else (2, 5, 4, 3)
@@ -80,7 +83,7 @@ class GatedSlotAttention(LinearRecurrence):
         q, k = normal(batch, length, heads * self.group, d_key), normal(batch, length, heads, d_key)
         gates = (batch, length, heads, slots)
         # of projected ones logarithms from nearly 0 to -50
-        log_alpha = extreme_log_gates(generator, *gates, dtype=dtype) if self.damping is None else 8 * normal(*gates)
+        log_alpha = extreme_log_gates(generator, *gates, dtype=dtype) if self.gate_logit_normalizer is None else 8 * normal(*gates)
         inputs = (q, k, normal(batch, length, heads, d_value), log_alpha)
         return inputs, {"k": normal(batch, heads, d_key, slots), "v": normal(batch, heads, slots, d_value)}
 
@@ -89,5 +92,5 @@ RECURRENCES = (
     GatedSlotAttention("softmax"),
     GatedSlotAttention("relu2", scale=0.5),
     GatedSlotAttention("softmax", group=3),
-    GatedSlotAttention("softmax", damping=0.5, group=2),
+    GatedSlotAttention("softmax", gate_logit_normalizer=0.5, group=2),
 )

@@ -15,10 +15,10 @@ from torch.nn.functional import logsigmoid, silu
 
 from baton.kernels.protocol import Inputs, State
 
-Link = Literal["softmax", "identity", "silu", "relu", "relu2"]
+SlotActivation = Literal["softmax", "identity", "silu", "relu", "relu2"]
 """What makes weights of slots out of scores of slots; softmax is over the slots, the others are elementwise."""
 
-LINKS: dict[Link, Callable[[Tensor], Tensor]] = {
+SLOT_ACTIVATIONS: dict[SlotActivation, Callable[[Tensor], Tensor]] = {
     "softmax": lambda scores: scores.softmax(-1),
     "identity": lambda scores: scores,
     "silu": silu,
@@ -27,14 +27,15 @@ LINKS: dict[Link, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activated(inputs: Inputs, damping: float | None) -> Inputs:
-    """(..., log_alpha), which with a damping are given as projected: silu of what is before, log(sigmoid) / damping of the gates,
+def activated(inputs: Inputs, gate_logit_normalizer: float | None) -> Inputs:
+    """(..., log_alpha), which with a gate_logit_normalizer are given as projected: silu of what is before,
+    log(sigmoid) / gate_logit_normalizer of the gates,
     in float32 at least. Differentiable."""
-    if damping is None:
+    if gate_logit_normalizer is None:
         return inputs
     *projected, gates = inputs
     precise = gates.to(torch.promote_types(gates.dtype, torch.float32))
-    return *(silu(x) for x in projected), logsigmoid(precise) / damping
+    return *(silu(x) for x in projected), logsigmoid(precise) / gate_logit_normalizer
 
 
 def gsa_reference(
@@ -44,20 +45,20 @@ def gsa_reference(
     log_alpha: Tensor,
     *,
     scale: float = 1.0,
-    link: Link = "softmax",
-    damping: float | None = None,
+    slot_activation: SlotActivation = "softmax",
+    gate_logit_normalizer: float | None = None,
     pos: Tensor | None = None,
     initial_state: State | None = None,
 ) -> tuple[Tensor, State]:
     """Gated slot attention (Zhang et al. 2024, equations 6 and 8), in the promoted dtype; shapes as in `op`, nothing is checked.
 
         k_t = k_{t-1} Diag(a_t) + key_t w_t^T        v_t = Diag(a_t) v_{t-1} + w_t value_t^T        w_t = 1 - a_t
-        y_t = v_t^T link(scale k_t^T q_t)
+        y_t = v_t^T slot_activation(scale k_t^T q_t)
 
     on states k [B, H, K, M] and v [B, H, M, V] (the paper's slots of keys, transposed, and of values), which are replaced by 0
     before a token where pos == 0.
     """
-    q, k, v, log_alpha = activated((q, k, v, log_alpha), damping)
+    q, k, v, log_alpha = activated((q, k, v, log_alpha), gate_logit_normalizer)
     batch, length, heads, d_key = k.shape
     slots, d_value = log_alpha.shape[3], v.shape[3]
     q_BTHGK = q.unflatten(2, (heads, -1))
@@ -72,5 +73,5 @@ def gsa_reference(
         k_BHKM = keep_BHM[:, :, None, :] * k_BHKM + k[:, t, :, :, None] * write_BHM[:, :, None, :]
         v_BHMV = keep_BHM[:, :, :, None] * v_BHMV + write_BHM[:, :, :, None] * v[:, t, :, None, :]
         scores_BHGM = scale * torch.einsum("bhgk,bhkm->bhgm", q_BTHGK[:, t].to(k_BHKM.dtype), k_BHKM)
-        y_BTHV.append(torch.einsum("bhgm,bhmv->bhgv", LINKS[link](scores_BHGM), v_BHMV).flatten(1, 2))
+        y_BTHV.append(torch.einsum("bhgm,bhmv->bhgv", SLOT_ACTIVATIONS[slot_activation](scores_BHGM), v_BHMV).flatten(1, 2))
     return torch.stack(y_BTHV, dim=1), {"k": k_BHKM, "v": v_BHMV}

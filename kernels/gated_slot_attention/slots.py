@@ -45,37 +45,37 @@ def softmax(scores, inside):
 
 
 @triton.jit
-def weights_kernel(scores, weights, rows, M: tl.constexpr, LINK: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
+def weights_kernel(scores, weights, rows, M: tl.constexpr, SLOT_ACTIVATION: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
     """The link's weights of scores [R, M]."""
     at, inside = entries(rows, M, BR, BM)
     x = tl.load(scores + at, mask=inside, other=0.0)
-    if LINK == SOFTMAX:
+    if SLOT_ACTIVATION == SOFTMAX:
         x = softmax(x, inside)
-    elif LINK == SILU:
+    elif SLOT_ACTIVATION == SILU:
         x = x * sigmoid(x)
-    elif LINK == RELU:
+    elif SLOT_ACTIVATION == RELU:
         x = tl.maximum(x, 0.0)
-    elif LINK == RELU2:
+    elif SLOT_ACTIVATION == RELU2:
         x = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     tl.store(weights + at, x.to(weights.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def weights_backward_kernel(
-    scores, dweights, dscores, rows, M: tl.constexpr, LINK: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr
+    scores, dweights, dscores, rows, M: tl.constexpr, SLOT_ACTIVATION: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr
 ):
     """The scores' gradient of the weights'."""
     at, inside = entries(rows, M, BR, BM)
     x, d = tl.load(scores + at, mask=inside, other=0.0), tl.load(dweights + at, mask=inside, other=0.0).to(tl.float32)
-    if LINK == SOFTMAX:
+    if SLOT_ACTIVATION == SOFTMAX:
         x = softmax(x, inside)
         d = x * (d - tl.sum(x * d, 1)[:, None])
-    elif LINK == SILU:
+    elif SLOT_ACTIVATION == SILU:
         share = sigmoid(x)
         d *= share * (1.0 + x * (1.0 - share))
-    elif LINK == RELU:
+    elif SLOT_ACTIVATION == RELU:
         d = tl.where(x > 0.0, d, 0.0)
-    elif LINK == RELU2:
+    elif SLOT_ACTIVATION == RELU2:
         d *= 2.0 * tl.maximum(x, 0.0)
     tl.store(dscores + at, d.to(dscores.dtype.element_ty), mask=inside)
 

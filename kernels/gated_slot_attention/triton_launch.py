@@ -21,7 +21,7 @@ from baton.kernels.common.adjacent_views import like
 from baton.kernels.gate.triton_launch import activate
 from baton.kernels.gated_linear_attention.arguments import Given, LaunchConfig, Projected, Side
 from baton.kernels.gated_linear_attention.triton_launch import Sum, gla_effect, launch_config_for
-from baton.kernels.gated_slot_attention.reference import Link
+from baton.kernels.gated_slot_attention.reference import SlotActivation
 from baton.kernels.protocol import State
 
 _ENTRIES = 2048  # of a program that computes slot by slot
@@ -34,8 +34,8 @@ def gsa_triton(
     log_alpha: Tensor,
     *,
     scale: float,
-    link: Link,
-    damping: float | None = None,
+    slot_activation: SlotActivation,
+    gate_logit_normalizer: float | None = None,
     remake: bool = False,
     pos: Tensor | None,
     initial_state: State | None,
@@ -44,17 +44,23 @@ def gsa_triton(
     """As `op.gated_slot_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. config: of
     both passes."""
     first = {"k": None, "v": None} if initial_state is None else initial_state
-    options = scale, link, damping, remake, launch_utils.positions(pos), config
+    options = scale, slot_activation, gate_logit_normalizer, remake, launch_utils.positions(pos), config
     y, keys, values = _Gsa.apply(q, k, v, log_alpha, first["k"], first["v"], *options)
     return y, {"k": keys, "v": values}
 
 
 def gsa_effect(
-    k: Tensor, v: Tensor, log_alpha: Tensor, *, damping: float | None = None, pos: Tensor | None, config: LaunchConfig | None = None
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor,
+    *,
+    gate_logit_normalizer: float | None = None,
+    pos: Tensor | None,
+    config: LaunchConfig | None = None,
 ) -> State:
     """What a span adds to slots of zeros: neither queries nor link nor outputs, and without gradients."""
-    if damping is not None:
-        (k, v), (log_alpha,) = _activated(k, v), _activated(log_alpha, damping=damping)
+    if gate_logit_normalizer is not None:
+        (k, v), (log_alpha,) = _activated(k, v), _activated(log_alpha, gate_logit_normalizer=gate_logit_normalizer)
     write, low = strength(log_alpha), Given(k, k, v).low
     return {
         "k": gla_effect(k, write, log_alpha, gate="value", pos=pos, config=config, low=low),
@@ -66,19 +72,25 @@ class _Gsa(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, first_k: Tensor | None, first_v: Tensor | None,
-        scale: float, link: Link, damping: float | None, remake: bool, pos: Tensor | None, config: LaunchConfig | None,
+        scale: float, slot_activation: SlotActivation, gate_logit_normalizer: float | None, remake: bool, pos: Tensor | None,
+        config: LaunchConfig | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         given = (q, k, v, log_alpha)
         made: tuple[Tensor | None, ...] = (None,) * 4
-        if damping is not None:
-            (q, k, v), (log_alpha,) = _activated(q, k, v), _activated(log_alpha, damping=damping)
+        if gate_logit_normalizer is not None:
+            (q, k, v), (log_alpha,) = _activated(q, k, v), _activated(log_alpha, gate_logit_normalizer=gate_logit_normalizer)
             made = (None, None, None, log_alpha) if remake else (q, k, v, log_alpha)
         write, low = strength(log_alpha), Given(q, k, v).low
         scores, keys, among_k = _keys(q, k, write, log_alpha, scale, pos, config, low).forward(first_k, torch.float32)
-        weights = weights_of(scores, link, q.dtype)
+        weights = weights_of(scores, slot_activation, q.dtype)
         y, values, among_v = _values(weights, write, v, log_alpha, pos, config, low).forward(first_v, q.dtype)
         ctx.save_for_backward(*given, *made, first_k, first_v, scores, among_k, among_v, pos)
-        ctx.scale, ctx.link, ctx.damping, ctx.config = scale, link, damping, config
+        ctx.scale, ctx.slot_activation, ctx.gate_logit_normalizer, ctx.config = (
+            scale,
+            slot_activation,
+            gate_logit_normalizer,
+            config,
+        )
         ctx.set_materialize_grads(False)
         return y, keys, values
 
@@ -89,7 +101,7 @@ class _Gsa(torch.autograd.Function):
         given, made, (first_k, first_v, scores, among_k, among_v, pos) = kept[:4], kept[4:8], kept[8:]
         q, k, v, log_alpha = given
         keys = values = into = None
-        if ctx.damping is not None:
+        if ctx.gate_logit_normalizer is not None:
             into_q, into_k, into_v, into = _like(given)
             keys, values = Projected(Side(q, k), Side(into_q, into_k)), Projected(Side(None, v), Side(None, into_v))
             q, k, v = _activated(q, k, v) if made[0] is None else made[:3]
@@ -97,22 +109,22 @@ class _Gsa(torch.autograd.Function):
         if dy is None:
             dy = q.new_zeros(*q.shape[:3], v.shape[3])
         write, low = strength(log_alpha), Given(q, k, v).low
-        of_values = _values(weights_of(scores, ctx.link, q.dtype), write, v, log_alpha, pos, ctx.config, low)
+        of_values = _values(weights_of(scores, ctx.slot_activation, q.dtype), write, v, log_alpha, pos, ctx.config, low)
         # of weights and strengths only differences reach what they are made of
         dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(
             first_v, among_v, launch_utils.in_rows(dy), dvalues, wide="q", projected=values
         )
-        dscores = weights_backward(scores, dweights, ctx.link)
+        dscores = weights_backward(scores, dweights, ctx.slot_activation)
         of_keys = _keys(q, k, write, log_alpha, ctx.scale, pos, ctx.config, low)
         dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, among_k, dscores, dkeys, projected=keys)
-        dgates = _gates_backward(log_alpha, dg_k, dg_v, dwrite_k, dwrite_v, given[3], into, ctx.damping)
+        dgates = _gates_backward(log_alpha, dg_k, dg_v, dwrite_k, dwrite_v, given[3], into, ctx.gate_logit_normalizer)
         grads = (dq, dk, dv, dgates, dfirst_k, dfirst_v)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 6)
 
 
-def _activated(*projected: Tensor, damping: float | None = None) -> list[Tensor]:
+def _activated(*projected: Tensor, gate_logit_normalizer: float | None = None) -> list[Tensor]:
     """Of [B, T, heads, width] each, as `activate`."""
-    made = activate(*(x.flatten(2) for x in projected), logs=damping)
+    made = activate(*(x.flatten(2) for x in projected), logs=gate_logit_normalizer)
     return [y.unflatten(2, x.shape[2:]) for x, y in zip(projected, made, strict=True)]
 
 
@@ -159,39 +171,44 @@ def strength(log_alpha: Tensor) -> Tensor:
     return out
 
 
-def weights_of(scores: Tensor, link: Link, dtype: torch.dtype) -> Tensor:
+def weights_of(scores: Tensor, slot_activation: SlotActivation, dtype: torch.dtype) -> Tensor:
     """The slots' weights in a query's output."""
     out, (grid, sizes) = torch.empty_like(scores, dtype=dtype), _rows(scores)
-    _kernels().weights_kernel[grid](scores, out, scores.numel() // sizes["M"], LINK=_link(link), **sizes)
+    _kernels().weights_kernel[grid](
+        scores, out, scores.numel() // sizes["M"], SLOT_ACTIVATION=_activation_code(slot_activation), **sizes
+    )
     return out
 
 
-def weights_backward(scores: Tensor, dweights: Tensor, link: Link) -> Tensor:
+def weights_backward(scores: Tensor, dweights: Tensor, slot_activation: SlotActivation) -> Tensor:
     """The scores' gradient, float32."""
     out, (grid, sizes) = torch.empty_like(scores), _rows(scores)
-    _kernels().weights_backward_kernel[grid](scores, dweights, out, scores.numel() // sizes["M"], LINK=_link(link), **sizes)
+    _kernels().weights_backward_kernel[grid](
+        scores, dweights, out, scores.numel() // sizes["M"], SLOT_ACTIVATION=_activation_code(slot_activation), **sizes
+    )
     return out
 
 
 def _gates_backward(
     log_alpha: Tensor, dg_k: Tensor, dg_v: Tensor, dwrite_k: Tensor, dwrite_v: Tensor,
-    given: Tensor, into: Tensor | None, damping: float | None,
+    given: Tensor, into: Tensor | None, gate_logit_normalizer: float | None,
 ) -> Tensor:  # fmt: skip
     """The gradient of the gates that were given, in their dtype; into: memory for it, in which tokens are rows."""
     gates = log_alpha.contiguous()
     raw, out = launch_utils.in_rows(given.flatten(2).flatten(0, 1)), torch.empty_like(gates) if into is None else into
     grid, sizes = _rows(gates)
     _kernels().gates_backward_kernel[grid](
-        gates, dg_k, dg_v, dwrite_k, dwrite_v, raw, out, gates.numel() // sizes["M"], damping or 1.0, raw.stride(0), out.stride(1),
-        H=gates.shape[2], LOGS=damping is not None, **sizes,
+        gates, dg_k, dg_v, dwrite_k, dwrite_v, raw, out, gates.numel() // sizes["M"],
+        gate_logit_normalizer or 1.0, raw.stride(0), out.stride(1),
+        H=gates.shape[2], LOGS=gate_logit_normalizer is not None, **sizes,
     )  # fmt: skip
     return out
 
 
 @cache
-def _link(link: Link) -> int:
+def _activation_code(slot_activation: SlotActivation) -> int:
     kernels = _kernels()
-    value: int = getattr(kernels, link.upper()).value
+    value: int = getattr(kernels, slot_activation.upper()).value
     return value
 
 

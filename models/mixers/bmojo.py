@@ -63,7 +63,7 @@ class BMojo(Mixer, settings=BMojoConfig):
 
     def __init__(self, config: BMojoConfig, context: MixerContext) -> None:
         super().__init__()
-        self.config, self.compute_dtype, self._split_residual = config, context.compute_dtype, context.split_residual
+        self.config, self.compute_dtype, self._sequence_parallel = config, context.compute_dtype, context.sequence_parallel
         self.ssm = Mamba(config.ssm, context.nested())
         heads, self.kv_heads = config.head_counts(context.d_model)
         width, kv_width = heads * config.head_dim, self.kv_heads * config.head_dim
@@ -105,7 +105,7 @@ class BMojo(Mixer, settings=BMojoConfig):
         weights = self._predictor_weights(fading_BTM.device)
         score_BT, tail = self.carry(Innovation(config.innovation_norm), (fading_BTM.detach(), weights), pos_BT, tail)
         q = self.q_proj(x_BTM).unflatten(-1, (-1, config.head_dim))
-        if self._split_residual:
+        if self._sequence_parallel:
             # the projection leaves x's gradient in parts, which gathering x sums; the fading tokens' parts are summed here
             fading_BTM = copy_to_tensor_group(fading_BTM)
         tokens, convs = self._convolved(self._keys_and_values(x_BTM), pos_BT, state)

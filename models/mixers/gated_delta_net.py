@@ -23,7 +23,7 @@ class GatedDeltaNet(DeltaRuleMixer, settings=GatedDeltaNetConfig):
     def __init__(self, config: GatedDeltaNetConfig, context: MixerContext) -> None:
         heads = config.head_count(context.d_model)
         super().__init__(config, context, extra=(("dt", heads), ("gate", heads * config.d_value)))
-        self.A_log = context.split((heads,), init.log_uniform(config.rate_min, config.rate_max), decay=False)
+        self.A_log = context.split((heads,), init.log_uniform(config.A_init_min, config.A_init_max), decay=False)
         step = init.inverse_softplus_log_uniform(config.dt_min, config.dt_max, config.dt_floor)
         self.dt_bias = context.split((heads,), step, decay=False)
 

@@ -21,7 +21,7 @@ from baton.parallel.tensor import ColumnParallelLinear
 
 
 class GLA(Mixer, settings=GLAConfig):
-    """S = Diag(a) S + k v^T, y = W (RMSNorm(S^T q / sqrt(d_key)) silu(W_g x)), a = sigmoid(low rank + bias)^(1 / damping).
+    """S = Diag(a) S + k v^T, y = W (RMSNorm(S^T q / sqrt(d_key)) silu(W_g x)), a = sigmoid(low rank + bias)^(1 / normalizer).
 
     x [B, T, M], pos [B, T], State {S [B, heads, d_key, d_value]} -> y [B, T, M], State.
     """
@@ -33,11 +33,11 @@ class GLA(Mixer, settings=GLAConfig):
         parts = (("q", heads * d_key), ("k", heads * d_key), ("v", heads * d_value), ("gate", heads * d_value))
         self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
         self._widths = [width // context.tensor_size for _, width in parts]
-        self.code_proj = ReplicatedLinear(config.gate_rank, context)
+        self.code_proj = ReplicatedLinear(config.gate_low_rank_dim, context)
         self.decay_proj = ColumnParallelLinear(
-            config.gate_rank,
+            config.gate_low_rank_dim,
             heads * d_key,
-            context.initializer(config.gate_rank),
+            context.initializer(config.gate_low_rank_dim),
             context.megatron,
             compute_dtype=context.compute_dtype,
             own_input=True,
@@ -61,7 +61,7 @@ class GLA(Mixer, settings=GLAConfig):
             FEATURE_MAPS[self.config.feature_map](q).unflatten(2, (-1, d_key)),
             FEATURE_MAPS[self.config.feature_map](k).unflatten(2, (-1, d_key)),
             v.unflatten(2, (-1, d_value)),
-            (F.logsigmoid(logits) / self.config.damping).unflatten(2, (-1, d_key)),
+            (F.logsigmoid(logits) / self.config.gate_logit_normalizer).unflatten(2, (-1, d_key)),
         )
         recurrence = GatedLinearAttention("key", scale=d_key**-0.5)
         o_BTHV, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})

@@ -23,7 +23,7 @@ from baton.models.settings.gsa import GSAConfig
 
 
 class GSA(Mixer, settings=GSAConfig):
-    """Slots a key + (1 - a) k, a value + (1 - a) v; y = W RMSNorm(silu(softmax(keys q) values)); a = sigmoid(linear)^(1 / damping).
+    """Slots a key + (1 - a) k, a value + (1 - a) v; y = W RMSNorm(silu(softmax(keys q) values)); a = sigmoid(.)^(1 / normalizer).
 
     q, k and v are linear, then silu.
 
@@ -56,7 +56,9 @@ class GSA(Mixer, settings=GSAConfig):
         selective = self._selective and (self.link is None or not self.link.active)
         *qkv, alpha = self.in_proj(x_BTM, self._widths)
         inputs = (*(x.unflatten(2, (-1, self.config.head_dim)) for x in qkv), alpha.unflatten(2, (-1, self.config.slots)))
-        recurrence = GatedSlotAttention(self.config.link, damping=self.config.damping, remake=selective)
+        recurrence = GatedSlotAttention(
+            self.config.slot_activation, gate_logit_normalizer=self.config.gate_logit_normalizer, remake=selective
+        )
         o_BTHV, state = self.carry(recurrence, inputs, pos_BT, state)
         read = o_BTHV.flatten(2)
         # on a CPU the norm keeps copies of its own, and several ranks would have to sum again

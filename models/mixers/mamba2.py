@@ -44,7 +44,7 @@ class Mamba2(Mixer, settings=Mamba2Config):
         self.conv_bias = context.split((self.d_inner,), initializer, decay=False)
         self.bc_conv_weight = replicated_parameter((2 * config.d_state, config.d_conv), initializer, context, decay=True)
         self.bc_conv_bias = replicated_parameter((2 * config.d_state,), initializer, context, decay=False)
-        self.A_log = context.split((self.heads,), init.log_uniform(config.rate_min, config.rate_max), decay=False)
+        self.A_log = context.split((self.heads,), init.log_uniform(config.A_init_min, config.A_init_max), decay=False)
         step = init.inverse_softplus_log_uniform(config.dt_min, config.dt_max, config.dt_floor)
         self.dt_bias = context.split((self.heads,), step, decay=False)
         self.D = context.split((self.heads,), init.constant(1.0), decay=False)

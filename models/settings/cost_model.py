@@ -42,7 +42,7 @@ class Work:
     batch: sequences. length: tokens of each on this rank. tensor: ranks of the tensor group. compute_bytes: of the compute type, 2
     or 4. gpu: whether kernels that only a GPU has fused keep less. segment: whether the tokens are a segment of a sequence, whose
     States come from another rank or from the segment before. again: whether linear recurrences are run again for their gradient,
-    as where sequence ranks exchange effects. split_residual: whether tensor ranks share the residual stream, each a part of the
+    as where sequence ranks exchange effects. sequence_parallel: whether tensor ranks share the residual stream, each a part of the
     tokens. selective: whether what costs little is not kept.
     """
 
@@ -53,7 +53,7 @@ class Work:
     gpu: bool = True
     segment: bool = False
     again: bool = False
-    split_residual: bool = False
+    sequence_parallel: bool = False
     selective: bool = False
 
     @property
@@ -63,7 +63,7 @@ class Work:
     @property
     def stream_tokens(self) -> int:
         """Of which this rank has the residual stream; where ranks do not divide the tokens, with rows that are no token."""
-        return -(-self.tokens // self.tensor) if self.split_residual else self.tokens
+        return -(-self.tokens // self.tensor) if self.sequence_parallel else self.tokens
 
     def nbytes(self, dtype: Dtype) -> int:
         """Bytes of one number."""
@@ -128,7 +128,7 @@ class Kept:
         }
         if self.inside is not None and not kept[self.inside]:
             return 0
-        if (self.cheap and work.selective and not work.segment) or (self.gathered and not work.split_residual):
+        if (self.cheap and work.selective and not work.segment) or (self.gathered and not work.sequence_parallel):
             return 0
         device, ranks = "gpu" if work.gpu else "cpu", "several" if work.tensor > 1 else "one"
         if (self.cast and work.compute_bytes == 4) or self.device not in (None, device) or self.ranks not in (None, ranks):
@@ -288,11 +288,15 @@ class Footprint:
         """A truth value and a number in the compute type for every pair of tokens, the later one's half of them."""
         return work.batch * work.length * (work.length + 1) // 2 * (1 + work.compute_bytes) if self.masks and not work.gpu else 0
 
-    def recurrence_flops(self, context: int) -> tuple[float, float]:
+    def recurrence_flops(self, sequence_length: int) -> tuple[float, float]:
         """Per token, forwards, on matrix units and elsewhere; a context is taken for one document."""
         pairs = 0.0
         for width, window in self.attended:
-            seen = (context + 1) / 2 if window is None or window >= context else window - window * (window - 1) / (2 * context)
+            seen = (
+                (sequence_length + 1) / 2
+                if window is None or window >= sequence_length
+                else window - window * (window - 1) / (2 * sequence_length)
+            )
             pairs += 4 * width * seen
         return self.matrix_flops + pairs, float(self.vector_flops)
 

@@ -25,9 +25,9 @@ class Eager:
     launches: tuple[float, float]
     moved: tuple[float, float]
 
-    def seconds(self, batch: int, tensor: int, memory_tb_s: float) -> tuple[float, float]:
+    def seconds(self, batch: int, tensor: int, memory_bandwidth_tb_s: float) -> tuple[float, float]:
         """Of a token of `batch` sequences, forwards and backwards: launches or memory traffic, which takes longer."""
-        rate = memory_tb_s * 1e12
+        rate = memory_bandwidth_tb_s * 1e12
         forward, backward = (
             max(launches * LAUNCH_SECONDS, FLOAT32_BYTES * moved * batch / tensor / rate)
             for launches, moved in zip(self.launches, self.moved, strict=True)

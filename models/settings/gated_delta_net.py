@@ -23,17 +23,17 @@ class GatedDeltaNetConfig(DeltaRuleConfig):
     )
     d_key: int = Field(256, ge=1, description="width of a head's queries and keys; 256 as released")
     d_value: int = Field(512, ge=1, description="width of a head's values; twice d_key as released")
-    rate_min: float = Field(
-        1.0, gt=0, description="smallest initial exp(A_log) (uniform between rate_min and rate_max), as Mamba-2's"
+    A_init_min: float = Field(
+        1.0, gt=0, description="smallest initial exp(A_log) (uniform between A_init_min and A_init_max), as Mamba-2's"
     )
-    rate_max: float = Field(16.0, gt=0, description="largest initial exp(A_log)")
+    A_init_max: float = Field(16.0, gt=0, description="largest initial exp(A_log)")
     dt_min: float = Field(1e-3, gt=0, description="smallest initial softplus(dt_bias) (log-uniform between dt_min and dt_max)")
     dt_max: float = Field(1e-1, gt=0, description="largest initial softplus(dt_bias)")
     dt_floor: float = Field(1e-4, gt=0, description="initial softplus(dt_bias) are raised to this at least")
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> "GatedDeltaNetConfig":
-        for name in ("rate", "dt"):
+        for name in ("A_init", "dt"):
             low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
             if low > high:
                 raise ValueError(f"{name}_min={low} exceeds {name}_max={high}; initial values lie between them")

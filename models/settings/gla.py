@@ -34,9 +34,9 @@ class GLAConfig(LinearAttentionConfig):
     d_key: int | None = Field(None, ge=1, description="width of a head's queries and keys; null: d_model / (2 heads)")
     d_value: int | None = Field(None, ge=1, description="width of a head's values; null: d_model / heads")
     feature_map: FeatureMap = Field("identity", description="of queries and keys; the paper's models have none. elu is elu + 1")
-    gate_rank: int = Field(16, ge=1, description="rank of the decays' projection; 16 in the paper")
-    damping: float = Field(
-        16.0, gt=0, description="the decay is sigmoid^(1 / damping): more begins with a longer memory; the paper's 16"
+    gate_low_rank_dim: int = Field(16, ge=1, description="rank of the decays' projection; 16 in the paper")
+    gate_logit_normalizer: float = Field(
+        16.0, gt=0, description="the decay is sigmoid^(1 / gate_logit_normalizer): more begins with a longer memory; the paper's 16"
     )
 
     def head_sizes(self, d_model: int) -> HeadSizes:
@@ -50,8 +50,8 @@ class GLAConfig(LinearAttentionConfig):
         return Footprint(
             parameters=(
                 column("in_proj", d_model, 2 * keys + 2 * values),
-                Parameter("code_proj.weight", (self.gate_rank, d_model), uses=1),
-                column("decay_proj", self.gate_rank, keys),
+                Parameter("code_proj.weight", (self.gate_low_rank_dim, d_model), uses=1),
+                column("decay_proj", self.gate_low_rank_dim, keys),
                 split("decay_bias", keys),
                 Parameter("norm.weight", (d_value,), partial=True),
                 row("out_proj", values, d_model),
@@ -60,7 +60,7 @@ class GLAConfig(LinearAttentionConfig):
                 Kept("in_proj input", d_model, "compute", split=False),
                 Kept("q, k, v and gate", 2 * keys + 2 * values, "compute"),
                 *mapped,
-                Kept("code", self.gate_rank, "compute", split=False),
+                Kept("code", self.gate_low_rank_dim, "compute", split=False),
                 *log_sigmoid("decays", keys, view=False),
                 Kept("decays", keys, "float32"),
                 *scores_kept(heads, keys, keys, values),
@@ -80,7 +80,7 @@ class GLAConfig(LinearAttentionConfig):
             ),
             reductions=(
                 column_gradient("in_proj", d_model),
-                replicated_gradient("code", self.gate_rank),
+                replicated_gradient("code", self.gate_low_rank_dim),
                 row_sum("out_proj", d_model),
             ),
             matrix_flops=linear_attention_flops(heads, d_key, d_value, chunk),
@@ -89,4 +89,4 @@ class GLAConfig(LinearAttentionConfig):
     @classmethod
     def small(cls) -> "GLAConfig":
         # a first token's output is (q . k) v; were q . k near 0, the norm behind it would make float32's rounding visible
-        return cls(heads=4, d_key=7, d_value=5, feature_map="elu", gate_rank=3)
+        return cls(heads=4, d_key=7, d_value=5, feature_map="elu", gate_low_rank_dim=3)

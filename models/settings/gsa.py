@@ -28,10 +28,10 @@ class GSAConfig(HeadsConfig):
     kind: Literal["gsa"] = "gsa"
     head_dim: int = Field(512, ge=1, description="width of a head; 512 in the paper's 1.3B and 2.7B models")
     slots: int = Field(64, ge=1, description="slots of keys and values per head; 64 in the paper")
-    damping: float = Field(
-        8.0, gt=0, description="a slot keeps sigmoid^(1 / damping): more begins with a longer memory; the paper's 8"
+    gate_logit_normalizer: float = Field(
+        8.0, gt=0, description="a slot keeps sigmoid^(1 / gate_logit_normalizer): more begins with a longer memory; the paper's 8"
     )
-    link: Literal["softmax", "identity", "silu", "relu", "relu2"] = Field(
+    slot_activation: Literal["softmax", "identity", "silu", "relu", "relu2"] = Field(
         "softmax", description="what makes weights of slots out of scores; the others are the paper's ablations"
     )
 

@@ -33,15 +33,15 @@ class Mamba2Config(MixerConfig):
     head_dim: int = Field(64, ge=1, description="channels of a head; 64 as released")
     d_state: int = Field(128, ge=1, description="numbers of state per channel; 128 as released")
     d_conv: int = Field(4, ge=2, description="tokens that the causal convolution sees; 4 as released")
-    rate_min: float = Field(1.0, gt=0, description="smallest initial exp(A_log) (uniform between rate_min and rate_max)")
-    rate_max: float = Field(16.0, gt=0, description="largest initial exp(A_log)")
+    A_init_min: float = Field(1.0, gt=0, description="smallest initial exp(A_log) (uniform between A_init_min and A_init_max)")
+    A_init_max: float = Field(16.0, gt=0, description="largest initial exp(A_log)")
     dt_min: float = Field(1e-3, gt=0, description="smallest initial step size (log-uniform between dt_min and dt_max)")
     dt_max: float = Field(1e-1, gt=0, description="largest initial step size")
     dt_floor: float = Field(1e-4, gt=0, description="initial step sizes are raised to this at least")
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> "Mamba2Config":
-        for name in ("rate", "dt"):
+        for name in ("A_init", "dt"):
             low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
             if low > high:
                 raise ValueError(f"{name}_min={low} exceeds {name}_max={high}; initial values lie between them")

@@ -10,18 +10,18 @@ from baton.data_pipeline.stream import documents, evaluation_batches
 
 
 def collect(dataset, tokenizer, *, data_size, **changes):
-    arguments = {"context": 24, "micro_batch": 2, "max_tokens": 900, **changes}
+    arguments = {"sequence_length": 24, "micro_batch_size": 2, "max_tokens": 900, **changes}
     return [evaluation_batches(dataset, tokenizer, data_rank=rank, data_size=data_size, **arguments) for rank in range(data_size)]
 
 
 @pytest.mark.parametrize("data_size", [1, 2, 3])
-@pytest.mark.parametrize("context", [5, 24, 5000])
-def test_ranks_share_the_same_documents(dataset, token_folder, tokenizer, data_size, context):
-    sets = collect(dataset, tokenizer, data_size=data_size, context=context)
+@pytest.mark.parametrize("sequence_length", [5, 24, 5000])
+def test_ranks_share_the_same_documents(dataset, token_folder, tokenizer, data_size, sequence_length):
+    sets = collect(dataset, tokenizer, data_size=data_size, sequence_length=sequence_length)
     assert len({len(s.batches) for s in sets}) == 1
     assert len({(s.tokens, s.text_bytes, s.documents) for s in sets}) == 1
     windows = [b for round_ in zip(*(s.batches for s in sets), strict=True) for b in round_]
-    assert all(b.tokens.shape == (2, context) and b.labels.dtype == np.int64 and b.pos.dtype == np.int32 for b in windows)
+    assert all(b.tokens.shape == (2, sequence_length) and b.labels.dtype == np.int64 and b.pos.dtype == np.int32 for b in windows)
     labels, tokens, pos = (np.concatenate([getattr(b, n) for b in windows]).ravel() for n in ("labels", "tokens", "pos"))
     expected_tokens, expected_labels, expected_pos, size = [], [], [], 0
     for text in list(documents(dataset, "validation"))[: sets[0].documents]:
@@ -37,7 +37,7 @@ def test_ranks_share_the_same_documents(dataset, token_folder, tokenizer, data_s
     assert pos[:n].tolist() == expected_pos
     assert (labels[n:] == -1).all()
     assert n == len(labels) or pos[n] == 0
-    from_tokens = collect(Dataset.open(token_folder), tokenizer, data_size=data_size, context=context)
+    from_tokens = collect(Dataset.open(token_folder), tokenizer, data_size=data_size, sequence_length=sequence_length)
     np.testing.assert_array_equal(from_tokens[-1].batches[-1].labels, sets[-1].batches[-1].labels)
 
 

@@ -68,15 +68,15 @@ def test_steps_advance_lanes_in_turn(lanes, rows_of_steps):
 
 
 def test_impossible_layouts_name_legal_ones():
-    check_layout(lanes=12, lanes_per_step=6, micro_batch=1, data_size=3)
+    check_layout(lanes=12, lanes_per_step=6, micro_batch_size=1, data_size=3)
     with pytest.raises(DataError, match=r"use 1, 2, 3 or 6 data ranks"):
-        check_layout(lanes=12, lanes_per_step=6, micro_batch=1, data_size=4)
+        check_layout(lanes=12, lanes_per_step=6, micro_batch_size=1, data_size=4)
     with pytest.raises(DataError, match=r"use 1 or 3"):
-        check_layout(lanes=12, lanes_per_step=6, micro_batch=2, data_size=2)
+        check_layout(lanes=12, lanes_per_step=6, micro_batch_size=2, data_size=2)
     with pytest.raises(DataError, match="lanes_per_step 6 exceeds lanes 4"):
-        check_layout(lanes=4, lanes_per_step=6, micro_batch=1, data_size=1)
+        check_layout(lanes=4, lanes_per_step=6, micro_batch_size=1, data_size=1)
     with pytest.raises(DataError, match="at least 1"):
-        check_layout(lanes=4, lanes_per_step=4, micro_batch=0, data_size=1)
+        check_layout(lanes=4, lanes_per_step=4, micro_batch_size=0, data_size=1)
 
 
 @given(st.builds(Cursor, st.integers(0), st.integers(0), st.integers(0)))

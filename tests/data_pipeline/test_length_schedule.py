@@ -21,7 +21,7 @@ LANES, SEED = 8, 4
 TASK = InductionConfig(length=12, vocab_size=9)
 
 DIVIDES_FOUR_RANKS = st.builds(
-    lambda context, rows, micro: (context, rows, micro if rows // 4 % micro == 0 else 1),
+    lambda sequence_length, rows, micro: (sequence_length, rows, micro if rows // 4 % micro == 0 else 1),
     st.integers(1, 90),
     st.sampled_from([4, 8]),
     st.sampled_from([1, 2]),
@@ -34,8 +34,8 @@ LIVES = st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 6)), min_s
 
 def stretches(schedule, multiple=1):
     found, first = [], 0
-    for steps, (context, rows, micro_batch) in schedule:
-        found.append(Stretch(first, context * multiple, rows, micro_batch))
+    for steps, (sequence_length, rows, micro_batch_size) in schedule:
+        found.append(Stretch(first, sequence_length * multiple, rows, micro_batch_size))
         first += steps
     return tuple(found)
 
@@ -61,10 +61,15 @@ def live(open_stream, schedule, lives, multiple=1):
             sizes = {"data_rank": rank, "data_size": data_size, "start_step": step}
             with open_stream(plan(stretches(schedule, multiple), **sizes), cursors) as stream:
                 for data in islice(stream, steps):
-                    context, rows, micro_batch = shape_of(schedule, data.step)
-                    assert len(data.micro_batches) == rows // data_size // micro_batch
+                    sequence_length, rows, micro_batch_size = shape_of(schedule, data.step)
+                    assert len(data.micro_batches) == rows // data_size // micro_batch_size
                     for batch in data.micro_batches:
-                        assert batch.tokens.shape == batch.labels.shape == batch.pos.shape == (micro_batch, context * multiple)
+                        assert (
+                            batch.tokens.shape
+                            == batch.labels.shape
+                            == batch.pos.shape
+                            == (micro_batch_size, sequence_length * multiple)
+                        )
                         for row, lane in enumerate(batch.lanes):
                             got[lane].append(np.stack([batch.tokens[row], batch.labels[row], batch.pos[row]], axis=1))
                             assert lane % data_size == rank
@@ -81,7 +86,14 @@ def live(open_stream, schedule, lives, multiple=1):
 def plain(dataset, tokenizer):
     """Each lane's stream without a schedule."""
     constant = StepPlan.constant(
-        context=4000, lanes=LANES, lanes_per_step=LANES, micro_batch=LANES, data_rank=0, data_size=1, start_step=0, prefetch=1
+        sequence_length=4000,
+        lanes=LANES,
+        lanes_per_step=LANES,
+        micro_batch_size=LANES,
+        data_rank=0,
+        data_size=1,
+        start_step=0,
+        prefetch=1,
     )
     with BatchStream(dataset, tokenizer, constant, seed=SEED, unit_documents=5) as stream:
         (batch,) = next(stream).micro_batches
@@ -116,15 +128,15 @@ def test_tasks_lose_and_repeat_nothing_where_the_length_changes(schedule, lives)
 @given(st.integers(0, 10**12), st.sampled_from([1, 2, 4, 8]))
 def test_one_stretch_is_a_constant_plan(step, rows):
     others = {"lanes": LANES, "data_rank": 0, "data_size": 1, "start_step": 0, "prefetch": 2}
-    constant = StepPlan.constant(context=5, lanes_per_step=rows, micro_batch=1, **others)
+    constant = StepPlan.constant(sequence_length=5, lanes_per_step=rows, micro_batch_size=1, **others)
     assert constant == plan((Stretch(0, 5, rows, 1),))
     assert constant.lanes_of(step) == [(step * rows + i) % LANES for i in range(rows)]
 
 
 def test_a_million_steps_ahead_are_counted_not_walked():
     two = plan((Stretch(0, 8, 8, 1), Stretch(10**15 + 1, 16, 4, 1), Stretch(10**16, 32, 2, 1)))
-    assert two.stretch(10**15).context == 8
-    assert two.stretch(10**15 + 1).context == 16
+    assert two.stretch(10**15).sequence_length == 8
+    assert two.stretch(10**15 + 1).sequence_length == 16
     assert two.lanes_of(10**15 + 2) == [4, 5, 6, 7]
     rows = 8 * (10**15 + 1) + 4 * (10**16 - 10**15 - 1) + 2 * 5
     assert two.lanes_of(10**16 + 5) == [rows % LANES, rows % LANES + 1]
@@ -136,13 +148,17 @@ def test_a_million_steps_ahead_are_counted_not_walked():
         ((), {}, "begin at steps \\[\\]; begin the first at 0"),
         ((Stretch(5, 8, 8, 1),), {}, "begin the first at 0"),
         ((Stretch(0, 8, 8, 1), Stretch(0, 8, 8, 1)), {}, "each after the one before"),
-        ((Stretch(0, 8, 8, 1), Stretch(9, 16, 4, 3)), {}, "^from step 9 on: micro_batch 3 does not divide the 4 rows"),
+        ((Stretch(0, 8, 8, 1), Stretch(9, 16, 4, 3)), {}, "^from step 9 on: micro_batch_size 3 does not divide the 4 rows"),
         (
             (Stretch(0, 8, 3, 1), Stretch(9, 16, 4, 1)),
             {"data_size": 2},
             "^from step 0 to 8: 2 data ranks do not divide .* use 1 ",
         ),
-        ((Stretch(0, 8, 8, 1), Stretch(9, 16, 4, 1), Stretch(11, 0, 4, 1)), {}, "^from step 11 on: context 0 must be at least 1"),
+        (
+            (Stretch(0, 8, 8, 1), Stretch(9, 16, 4, 1), Stretch(11, 0, 4, 1)),
+            {},
+            "^from step 11 on: sequence_length 0 must be at least 1",
+        ),
         ((Stretch(0, 8, 8, 1), Stretch(9, 16, 16, 1)), {}, "^from step 9 on: lanes_per_step 16 exceeds lanes 8"),
         ((Stretch(0, 8, 9, 1),), {}, "^lanes_per_step 9 exceeds lanes 8"),
     ],
@@ -156,7 +172,7 @@ def test_a_context_that_examples_do_not_fill_is_refused_naming_the_steps():
     steps = (Stretch(0, 24, 8, 1), Stretch(7, 32, 4, 1), Stretch(8, 36, 4, 1))
     with pytest.raises(
         DataError,
-        match=r"^from step 7 to 7: training.context=32 is not a multiple .* contexts that are: 24 and 36",
+        match=r"^from step 7 to 7: training.sequence_length=32 is not a multiple .* that are: 24 and 36",
     ):
         TaskStream(TASK, plan(steps), seed=0)
 

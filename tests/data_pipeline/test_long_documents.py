@@ -70,9 +70,16 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
 
 
-def open_stream(place, tokenizer, cursors=None, context=50, **changes):
+def open_stream(place, tokenizer, cursors=None, sequence_length=50, **changes):
     opened = place if isinstance(place, Dataset) else Dataset.open(place)
-    sizes = {"context": context, "lanes": LANES, "lanes_per_step": LANES, "micro_batch": LANES, "data_rank": 0, "data_size": 1}
+    sizes = {
+        "sequence_length": sequence_length,
+        "lanes": LANES,
+        "lanes_per_step": LANES,
+        "micro_batch_size": LANES,
+        "data_rank": 0,
+        "data_size": 1,
+    }
     plan = StepPlan.constant(**{**sizes, "start_step": int(cursors is not None), "prefetch": 1, **changes})
     return BatchStream(opened, tokenizer, plan, seed=SEED, cursors=cursors, unit_documents=UNIT_DOCUMENTS, unit_bytes=UNIT_BYTES)
 
@@ -88,11 +95,11 @@ def assert_equal(data, whole, taken):
         assert data.cursors[lane] == cursors[taken[lane] + width]
 
 
-@pytest.mark.parametrize("context", [1, 61, 500, 4096])
-def test_pieces_give_the_stream_of_whole_documents(folder, tokenizer, whole, context):
-    with open_stream(folder, tokenizer, context=context) as stream:
-        for number, data in enumerate(islice(stream, 9000 // context if context > 1 else 300)):
-            assert_equal(data, whole, dict.fromkeys(range(LANES), number * context))
+@pytest.mark.parametrize("sequence_length", [1, 61, 500, 4096])
+def test_pieces_give_the_stream_of_whole_documents(folder, tokenizer, whole, sequence_length):
+    with open_stream(folder, tokenizer, sequence_length=sequence_length) as stream:
+        for number, data in enumerate(islice(stream, 9000 // sequence_length if sequence_length > 1 else 300)):
+            assert_equal(data, whole, dict.fromkeys(range(LANES), number * sequence_length))
 
 
 def kinds_of_places(rows, cursors):
@@ -110,7 +117,7 @@ def test_any_place_in_a_document_can_be_resumed_from_its_three_integers(folder, 
     opened = Dataset.open(folder)
     for together in islice(zip(*places.values()), 0, None, 2 if opened.content == "text" else 1):
         cursors = {lane: Cursor.from_json(whole[lane][1][n].to_json()) for lane, n in enumerate(together)}
-        with open_stream(opened, tokenizer, cursors, context=5) as stream:
+        with open_stream(opened, tokenizer, cursors, sequence_length=5) as stream:
             assert_equal(next(stream), whole, dict(enumerate(together)))
 
 
@@ -120,14 +127,14 @@ def test_random_lives_lose_and_repeat_nothing(folder, tokenizer, whole, data):
     opened = Dataset.open(folder)
     taken, cursors = 0, None
     for _ in range(data.draw(st.integers(1, 4))):
-        context, steps = data.draw(st.sampled_from([1, 7, 64, 331, 1500])), data.draw(st.integers(1, 4))
+        sequence_length, steps = data.draw(st.sampled_from([1, 7, 64, 331, 1500])), data.draw(st.integers(1, 4))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "PIECE_BYTES", 2 * data.draw(st.sampled_from([64, 97, 1009, 10**6])))
             patch.setattr(module, "LONG_BYTES", data.draw(st.sampled_from([0, 100, 700, 10**6])))
-            with open_stream(opened, tokenizer, cursors, context) as stream:
+            with open_stream(opened, tokenizer, cursors, sequence_length) as stream:
                 for step in islice(stream, steps):
                     assert_equal(step, whole, dict.fromkeys(range(LANES), taken))
-                    taken += context
+                    taken += sequence_length
                 cursors = stream.cursors
 
 
@@ -156,7 +163,7 @@ def test_a_cursor_beyond_the_end_of_a_long_document_is_refused(folder, tokenizer
 def test_evaluation_takes_the_same_documents_in_pieces(folder, tokenizer, monkeypatch):
     def collect(limit):
         found = evaluation_batches(
-            Dataset.open(folder), tokenizer, context=37, micro_batch=2, max_tokens=limit, data_rank=0, data_size=1
+            Dataset.open(folder), tokenizer, sequence_length=37, micro_batch_size=2, max_tokens=limit, data_rank=0, data_size=1
         )
         arrays = [np.concatenate([getattr(b, name) for b in found.batches]) for name in ("tokens", "labels", "pos")]
         return (found.tokens, found.text_bytes, found.documents), np.stack(arrays)

@@ -33,12 +33,12 @@ from baton.data_pipeline.tokenizer import Tokenizer
 
 tokenizer = Tokenizer(sys.argv[1])
 
-def read(folder, sizes=dict(lanes=1, lanes_per_step=1, micro_batch=1, data_rank=0, data_size=1, start_step=0, prefetch=1)):
+def read(folder, sizes=dict(lanes=1, lanes_per_step=1, micro_batch_size=1, data_rank=0, data_size=1, start_step=0, prefetch=1)):
     "Tokens of the one document, and how much memory grew, in all and in what Python and numpy allocate."
     gc.collect()
     resident = peak = psutil.Process().memory_info().rss
     tracemalloc.start()
-    with BatchStream(Dataset.open(folder), tokenizer, StepPlan.constant(context=4096, **sizes), seed=0) as stream:
+    with BatchStream(Dataset.open(folder), tokenizer, StepPlan.constant(sequence_length=4096, **sizes), seed=0) as stream:
         tokens = 0
         for step in stream:
             tokens += 4096
@@ -114,7 +114,7 @@ def served(write_dataset, tokenizer, make_text, tmp_path, monkeypatch):
 
 
 def open_stream(place, tokenizer):
-    sizes = {"context": 3000, "lanes": 1, "lanes_per_step": 1, "micro_batch": 1, "data_rank": 0, "data_size": 1}
+    sizes = {"sequence_length": 3000, "lanes": 1, "lanes_per_step": 1, "micro_batch_size": 1, "data_rank": 0, "data_size": 1}
     plan = StepPlan.constant(**sizes, start_step=0, prefetch=1)
     return BatchStream(Dataset.open(place), tokenizer, plan, seed=1)
 

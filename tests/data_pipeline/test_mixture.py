@@ -93,7 +93,7 @@ def test_added_shards_are_read_from_the_next_epoch_on(growing, tokenizer):
         after = {}
         rows = {}
         for rank in range(ranks):
-            shape = {"context": 2, "lanes": lanes, "lanes_per_step": lanes, "micro_batch": 1, "prefetch": 1}
+            shape = {"sequence_length": 2, "lanes": lanes, "lanes_per_step": lanes, "micro_batch_size": 1, "prefetch": 1}
             plan = StepPlan.constant(**shape, data_rank=rank, data_size=ranks, start_step=start)
             with source.stream(plan, seed=1, cursors=cursors) as stream:
                 for step in islice(stream, steps):

@@ -67,7 +67,7 @@ def server(text_folder, monkeypatch):
 
 
 def tokens(dataset, tokenizer, workers=0):
-    shape = {"context": 60, "lanes": 4, "lanes_per_step": 4, "micro_batch": 4, "data_rank": 0, "data_size": 1}
+    shape = {"sequence_length": 60, "lanes": 4, "lanes_per_step": 4, "micro_batch_size": 4, "data_rank": 0, "data_size": 1}
     plan = StepPlan.constant(**shape, start_step=0, prefetch=2)
     with BatchStream(dataset, tokenizer, plan, seed=3, unit_documents=5, workers=workers) as stream:
         return np.concatenate([step.micro_batches[0].tokens for step in islice(stream, 8)])

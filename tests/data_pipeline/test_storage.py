@@ -35,7 +35,7 @@ def served(text_folder, tmp_path):
 
 
 def tokens(dataset, tokenizer):
-    sizes = {"context": 60, "lanes": 4, "lanes_per_step": 4, "micro_batch": 2}
+    sizes = {"sequence_length": 60, "lanes": 4, "lanes_per_step": 4, "micro_batch_size": 2}
     plan = StepPlan.constant(**sizes, data_rank=0, data_size=1, start_step=0, prefetch=2)
     with BatchStream(dataset, tokenizer, plan, seed=3, unit_documents=20) as stream:
         return np.concatenate([batch.tokens for step in islice(stream, 12) for batch in step.micro_batches])

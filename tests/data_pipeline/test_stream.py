@@ -51,7 +51,7 @@ def open_stream(dataset, tokenizer, **changes):
     about_order = {"seed": SEED, "unit_documents": UNIT_DOCUMENTS}
     for name in ("seed", "unit_documents", "unit_bytes", "split", "cursors"):
         about_order |= {name: changes.pop(name)} if name in changes else {}
-    plan = {"context": 16, "lanes": LANES, "lanes_per_step": LANES, "micro_batch": 1, "data_rank": 0, "data_size": 1}
+    plan = {"sequence_length": 16, "lanes": LANES, "lanes_per_step": LANES, "micro_batch_size": 1, "data_rank": 0, "data_size": 1}
     return BatchStream(dataset, tokenizer, StepPlan.constant(**{**plan, "start_step": 0, "prefetch": 2, **changes}), **about_order)
 
 
@@ -78,13 +78,13 @@ def test_stopping_anywhere_and_changing_ranks_or_context_loses_and_repeats_nothi
     """Each segment is a life of the run: (data ranks, context, steps until it is killed, rows per step / half of it)."""
     got = defaultdict(list)
     cursors, step = None, 0
-    for data_size, context, steps, rows in segments:
+    for data_size, sequence_length, steps, rows in segments:
         after = {}
         for rank in range(data_size):
             arguments = {
                 "data_rank": rank,
                 "data_size": data_size,
-                "context": context,
+                "sequence_length": sequence_length,
                 "lanes_per_step": rows // 2 if data_size < 4 else 12,
             }
             with open_stream(dataset, tokenizer, start_step=step, cursors=cursors, prefetch=prefetch, **arguments) as stream:
@@ -118,7 +118,7 @@ def test_a_wrong_cursor_is_noticed_by_the_same_comparison(dataset, tokenizer, la
 def test_every_rank_gets_its_own_lanes_in_whole_micro_batches(dataset, tokenizer, data_size):
     for rank in range(data_size):
         with open_stream(
-            dataset, tokenizer, lanes_per_step=6, micro_batch=6 // data_size, data_rank=rank, data_size=data_size
+            dataset, tokenizer, lanes_per_step=6, micro_batch_size=6 // data_size, data_rank=rank, data_size=data_size
         ) as stream:
             for step in islice(stream, 4):
                 (batch,) = step.micro_batches
@@ -131,7 +131,7 @@ def test_every_rank_gets_its_own_lanes_in_whole_micro_batches(dataset, tokenizer
 def test_token_shards_give_the_same_stream_as_text(dataset, token_folder, tokenizer):
     tokens = Dataset.open(token_folder)
     assert tokens.tokenizer_fingerprint == tokenizer.fingerprint
-    with open_stream(dataset, tokenizer, context=50) as a, open_stream(tokens, tokenizer, context=50) as b:
+    with open_stream(dataset, tokenizer, sequence_length=50) as a, open_stream(tokens, tokenizer, sequence_length=50) as b:
         for left, right in islice(zip(a, b), 12):
             assert left.cursors == right.cursors
             for x, y in zip(left.micro_batches, right.micro_batches, strict=True):
@@ -179,7 +179,7 @@ def test_fingerprint_is_of_all_that_decides_the_order(dataset, token_folder, tok
         with open_stream(data, model, **changes) as stream:
             return stream.fingerprint
 
-    same = [fingerprint(), fingerprint(context=7, lanes_per_step=6, data_size=2, prefetch=1)]
+    same = [fingerprint(), fingerprint(sequence_length=7, lanes_per_step=6, data_size=2, prefetch=1)]
     others = [
         fingerprint(seed=12),
         fingerprint(lanes=24),
@@ -197,9 +197,9 @@ def test_fingerprint_is_of_all_that_decides_the_order(dataset, token_folder, tok
     ("changes", "message"),
     [
         ({"data_size": 5}, "use 1, 2, 3, 4, 6 or 12 data ranks"),
-        ({"micro_batch": 5}, "does not divide the 12 rows"),
+        ({"micro_batch_size": 5}, "does not divide the 12 rows"),
         ({"data_rank": 2, "data_size": 2}, "use 0 to 1"),
-        ({"context": 0}, "at least 1"),
+        ({"sequence_length": 0}, "at least 1"),
         ({"split": "test"}, "split 'test'; it has train, validation"),
         ({"start_step": 3}, "those saved after step 2"),
         ({"cursors": {0: Cursor()}}, r"no cursor for lane 1 \(of 11 missing\)"),
@@ -237,7 +237,7 @@ def test_a_damaged_shard_surfaces_from_the_thread_naming_shard_and_document(text
     else:
         path.unlink()
     named = rf"document [0-9a-f]{{32}}.*{victim.name}|{victim.name}.*document [0-9a-f]{{32}}"
-    with open_stream(opened, tokenizer, context=400) as stream:
+    with open_stream(opened, tokenizer, sequence_length=400) as stream:
         with pytest.raises(DataError, match=named) as caught:
             list(islice(stream, 300))
         assert "\n" not in str(caught.value)

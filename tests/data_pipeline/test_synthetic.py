@@ -167,7 +167,7 @@ def test_training_lanes_seeds_tasks_and_evaluation_have_no_example_in_common():
     examples = Examples(config)
     streams = [examples.take([(("train", seed, lane), 0, 300)]) for seed in (0, 1) for lane in (0, 1, 10)]
     streams.append(Examples(other).take([(("train", 0, 0), 0, 300)]))
-    evaluation = task_set(config, tokens=300 * 256, context=256, micro_batch=4, data_rank=0, data_size=1)
+    evaluation = task_set(config, tokens=300 * 256, sequence_length=256, micro_batch_size=4, data_rank=0, data_size=1)
     streams += [(batch.tokens, batch.labels) for batch in evaluation.batches]
     rows = [row for stream in streams for row in as_bytes(stream)]
     assert len(rows) == 8 * 300
@@ -179,7 +179,14 @@ LANES = 12
 
 def open_stream(config, **changes):
     cursors, seed = changes.pop("cursors", None), changes.pop("seed", 11)
-    plan = {"context": 2 * config.length, "lanes": LANES, "lanes_per_step": LANES, "micro_batch": 1, "data_rank": 0, "data_size": 1}
+    plan = {
+        "sequence_length": 2 * config.length,
+        "lanes": LANES,
+        "lanes_per_step": LANES,
+        "micro_batch_size": 1,
+        "data_rank": 0,
+        "data_size": 1,
+    }
     return TaskStream(config, StepPlan.constant(**{**plan, "start_step": 0, "prefetch": 2, **changes}), seed=seed, cursors=cursors)
 
 
@@ -205,7 +212,11 @@ def test_stopping_anywhere_and_changing_ranks_loses_and_repeats_nothing(config, 
     cursors, step = None, 0
     for data_size, per_row, steps, rows in segments:
         after = {}
-        sizes = {"context": per_row * config.length, "lanes_per_step": rows // 2 if data_size < 4 else 12, "data_size": data_size}
+        sizes = {
+            "sequence_length": per_row * config.length,
+            "lanes_per_step": rows // 2 if data_size < 4 else 12,
+            "data_size": data_size,
+        }
         for rank in range(data_size):
             arguments = {"data_rank": rank, "start_step": step, "prefetch": prefetch, "cursors": cursors, "seed": seed, **sizes}
             with open_stream(config, **arguments) as stream:
@@ -240,15 +251,17 @@ def test_a_step_that_is_made_in_pieces_is_the_same(monkeypatch):
     found = []
     for piece in (1, 300, 1 << 18):
         monkeypatch.setattr("baton.data_pipeline.synthetic_stream.PIECE_TOKENS", piece)
-        with open_stream(config, micro_batch=3) as stream:
+        with open_stream(config, micro_batch_size=3) as stream:
             found.append([batch.tokens.tolist() for step in islice(stream, 2) for batch in step.micro_batches])
     assert found[0] == found[1] == found[2]
 
 
 @settings(deadline=None)
 @given(TASKS, st.integers(1, 400), st.integers(1, 3), st.integers(1, 100), st.integers(1, 4))
-def test_the_evaluation_set_is_the_same_examples_once_each_on_any_layout(config, tokens, micro_batch, context, data_size):
-    sizes = {"tokens": tokens, "context": context, "micro_batch": micro_batch}
+def test_the_evaluation_set_is_the_same_examples_once_each_on_any_layout(
+    config, tokens, micro_batch_size, sequence_length, data_size
+):
+    sizes = {"tokens": tokens, "sequence_length": sequence_length, "micro_batch_size": micro_batch_size}
     sets = [task_set(config, data_rank=rank, data_size=data_size, **sizes) for rank in range(data_size)]
     assert len({(len(s.batches), s.labels) for s in sets}) == 1, "every rank takes part in as many batches"
     batches = [batch for round_ in zip(*(s.batches for s in sets), strict=True) for batch in round_]
@@ -305,32 +318,32 @@ def test_tasks_that_cannot_be_are_refused(make, message):
 
 
 @given(mqar(), st.integers(1, 300))
-def test_rows_that_are_not_full_are_refused_with_sizes_that_work(config, context):
-    def passes(length, context):
+def test_rows_that_are_not_full_are_refused_with_sizes_that_work(config, sequence_length):
+    def passes(length, sequence_length):
         try:
-            config.model_copy(update={"length": length}).check_context(context)
+            config.model_copy(update={"length": length}).check_sequence_length(sequence_length)
         except DataError:
             return False
         return True
 
     try:
-        config.check_context(context)
+        config.check_sequence_length(sequence_length)
     except DataError as error:
         text = str(error)
     else:
-        assert context % config.length == 0
+        assert sequence_length % config.length == 0
         return
-    assert f"training.context={context} is not a multiple of data.length={config.length}" in text
-    near, _, lengths = text.partition("nearest contexts that are: ")[2].partition("; lengths that fill this one: ")
+    assert f"training.sequence_length={sequence_length} is not a multiple of data.length={config.length}" in text
+    near, _, lengths = text.partition("nearest that are: ")[2].partition("; lengths that fill this one: ")
     assert all(passes(config.length, int(n)) for n in near.split(" and "))
     named = {int(n) for n in lengths.split(", ")} if lengths else set()
-    assert named == {n for n in range(4 * config.pairs, context + 1) if passes(n, context)}
+    assert named == {n for n in range(4 * config.pairs, sequence_length + 1) if passes(n, sequence_length)}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context": 17}, "nearest contexts that are: 16 and 32"),
+        ({"sequence_length": 17}, "nearest that are: 16 and 32"),
         ({"data_size": 5}, "use 1, 2, 3, 4, 6 or 12 data ranks"),
         ({"data_rank": 2, "data_size": 2}, "use 0 to 1"),
         ({"start_step": 3}, "those saved after step 2"),

@@ -119,24 +119,26 @@ def consume(corpus, tokenizer, schedule, start=in_thread, spoil=lambda cursors: 
     datasets = {name: dataset for name, (dataset, _, _) in chosen.items()}
     sources = datasets if len(names) > 1 else datasets[names[0]]
     got, due, cursors, step, mixture, rows_before = Counter(), Counter(), None, 0, [], 0
-    for data_size, workers, context, rows, steps, weights in lives:
+    for data_size, workers, sequence_length, rows, steps, weights in lives:
         mixture = [(first, w) for first, w in mixture if first < step] + [(step, weights)]
-        plan = {"lanes": lanes, "micro_batch": 1, "prefetch": 2, "data_size": data_size, "start_step": step}
+        plan = {"lanes": lanes, "micro_batch_size": 1, "prefetch": 2, "data_size": data_size, "start_step": step}
         after = {}
         for rank in range(data_size):
-            stretches = StepPlan.constant(context=context, lanes_per_step=rows, data_rank=rank, **plan)
-            stretches = replace(stretches, stretches=shapes(lives, step, context, rows))
+            stretches = StepPlan.constant(sequence_length=sequence_length, lanes_per_step=rows, data_rank=rank, **plan)
+            stretches = replace(stretches, stretches=shapes(lives, step, sequence_length, rows))
             about = {"seed": seed, "unit_documents": UNIT_DOCUMENTS, "cursors": cursors, "workers": workers, "start": start}
             mixed = {"mixture": tuple(mixture)} if len(names) > 1 else {}
             with BatchStream(sources, tokenizer, stretches, **about, **mixed) as stream:
                 for data in islice(stream, steps):
                     for batch in data.micro_batches:
-                        got.update(zip(batch.tokens.flat, batch.labels.flat, batch.pos.flat, np.repeat(batch.lanes, context)))
+                        got.update(
+                            zip(batch.tokens.flat, batch.labels.flat, batch.pos.flat, np.repeat(batch.lanes, sequence_length))
+                        )
                 after |= stream.cursors
         for _ in range(steps):
             for i in range(rows):
                 lane = (rows_before + i) % lanes
-                due.update((*row, lane) for row in expected.rows(lane, context, weights))
+                due.update((*row, lane) for row in expected.rows(lane, sequence_length, weights))
             rows_before += rows
         step += steps
         cursors = spoil({lane: Cursor.from_json(cursor.to_json()) for lane, cursor in after.items()})
@@ -144,7 +146,7 @@ def consume(corpus, tokenizer, schedule, start=in_thread, spoil=lambda cursors: 
     return sum(got.values())
 
 
-def shapes(lives, step, context, rows):
+def shapes(lives, step, sequence_length, rows):
     """Of the plan: rows of steps before count towards which lanes come next."""
     found, first = [], 0
     for _, _, at, g, steps, _ in lives:
@@ -153,7 +155,7 @@ def shapes(lives, step, context, rows):
         if steps:
             found.append(Stretch(first, at, g, 1))
         first += steps
-    return (*found, Stretch(step, context, rows, 1))
+    return (*found, Stretch(step, sequence_length, rows, 1))
 
 
 def test_short_ledger(corpus, tokenizer):
@@ -212,7 +214,7 @@ def test_skipped_documents_are_left_out_and_nothing_else(corpus, tokenizer):
     """Of a lane in the middle of a document: that one's rest, and another one's whole."""
     dataset, _, _ = corpus["books"]
     plan = StepPlan.constant(
-        context=7, lanes=1, lanes_per_step=1, micro_batch=1, data_rank=0, data_size=1, start_step=0, prefetch=1
+        sequence_length=7, lanes=1, lanes_per_step=1, micro_batch_size=1, data_rank=0, data_size=1, start_step=0, prefetch=1
     )
 
     def rows(start, cursors, count):
@@ -244,7 +246,7 @@ def test_worker_failures_are_the_streams(corpus, tokenizer, tmp_path):
 
     dataset, _, _ = corpus["books"]
     plan = StepPlan.constant(
-        context=64, lanes=2, lanes_per_step=2, micro_batch=1, data_rank=0, data_size=1, start_step=0, prefetch=1
+        sequence_length=64, lanes=2, lanes_per_step=2, micro_batch_size=1, data_rank=0, data_size=1, start_step=0, prefetch=1
     )
     folder = shutil.copytree(dataset.location.folder, tmp_path / "d")
     shard = folder / "train-000000.tar"

@@ -79,7 +79,7 @@ def test_the_order_is_that_of_a_dataset_without_the_file(copy, tmp_path):
 
 def test_other_units_than_the_default_ones_are_computed(copy, tmp_path, tokenizer):
     older = without_table(shutil.copytree(copy, tmp_path / "older"))
-    shape = {"context": 60, "lanes": 4, "lanes_per_step": 4, "micro_batch": 4, "data_rank": 0, "data_size": 1}
+    shape = {"sequence_length": 60, "lanes": 4, "lanes_per_step": 4, "micro_batch_size": 4, "data_rank": 0, "data_size": 1}
     plan = StepPlan.constant(**shape, start_step=0, prefetch=2)
 
     def read(folder, **units):
@@ -148,7 +148,7 @@ def test_units_that_disagree_with_an_index_are_refused_when_it_is_read(copy, tok
     (copy / UNITS).write_bytes(table.to_bytes())
     mention(copy)
     plan = StepPlan.constant(
-        context=8, lanes=1, lanes_per_step=1, micro_batch=1, data_rank=0, data_size=1, start_step=0, prefetch=1
+        sequence_length=8, lanes=1, lanes_per_step=1, micro_batch_size=1, data_rank=0, data_size=1, start_step=0, prefetch=1
     )
 
     def read(dataset):

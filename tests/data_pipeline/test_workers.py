@@ -203,7 +203,7 @@ from baton.data_pipeline.tokenizer import Tokenizer
 
 if __name__ == "__main__":
     plan = StepPlan.constant(
-        context=64, lanes=4, lanes_per_step=4, micro_batch=2, data_rank=0, data_size=1, start_step=0, prefetch=2
+        sequence_length=64, lanes=4, lanes_per_step=4, micro_batch_size=2, data_rank=0, data_size=1, start_step=0, prefetch=2
     )
     stream = BatchStream(Dataset.open(sys.argv[1]), Tokenizer(sys.argv[2]), plan, seed=0, workers=2)
     kept = [next(stream) for _ in range(3)]
@@ -240,7 +240,7 @@ def test_what_precedes_damage_is_given_first(workers, write_dataset, tokenizer, 
     folder.mkdir()
     write_dataset(folder, contents, "tokens", tokenizer)
     plan = StepPlan.constant(
-        context=8, lanes=1, lanes_per_step=1, micro_batch=1, data_rank=0, data_size=1, start_step=0, prefetch=1
+        sequence_length=8, lanes=1, lanes_per_step=1, micro_batch_size=1, data_rank=0, data_size=1, start_step=0, prefetch=1
     )
 
     def steps(place, count):

@@ -77,15 +77,15 @@ def to(batch, device):
     return TokenBatch(batch.tokens.to(device), batch.labels.to(device), batch.pos.to(device))
 
 
-def steps(mesh, precision="float32", save_at=None, mixer="mamba"):
+def steps(mesh, compute_dtype="float32", save_at=None, mixer="mamba"):
     """Losses and norms of a few steps, the parameters after them, and the optimizer state at `save_at`."""
-    config = training(precision=precision)
+    config = training(compute_dtype=compute_dtype)
     make_deterministic(config)
     built = build(model_of(mixer), config, mesh)
     executor, rows, saved = StepExecutor(built.model, built.engine, mesh), [], None
     for step in range(STEPS):
-        spans = (mesh.sequence_rank, mesh.layout.sequence)
-        own = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch, *spans)
+        spans = (mesh.context_rank, mesh.layout.context)
+        own = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch_size, *spans)
         batches = [to(b, mesh.device) for b in own]
         result = executor.step(batches, learning_rate(step, config))
         rows.append((result.loss, result.grad_norm))
@@ -108,13 +108,13 @@ LAYOUTS = [
     {"data": 2, "zero": 2},
     {"tensor": 2},
     {"tensor": 2, "data": 2},
-    {"tensor": 2, "data": 2, "split_residual": True},
-    {"sequence": 2},
-    {"sequence": 2, "state_exchange": "early"},
-    {"sequence": 2, "state_exchange": "gather"},
+    {"tensor": 2, "data": 2, "sequence_parallel": True},
+    {"context": 2},
+    {"context": 2, "context_comm": "early"},
+    {"context": 2, "context_comm": "all_gather"},
     {"pipeline": 2},
-    {"pipeline": 2, "tensor": 2, "split_residual": True},
-    {"pipeline": 2, "sequence": 2},
+    {"pipeline": 2, "tensor": 2, "sequence_parallel": True},
+    {"pipeline": 2, "context": 2},
     {"pipeline": 3, "zero": 0},
 ]
 
@@ -149,7 +149,7 @@ def test_states_go_from_gpu_to_gpu(pool, gpu_pool, mixer):
     if gpu_pool.size < 2:
         pytest.skip(f"needs 2 GPUs, there are {gpu_pool.size}")
     rows, parameters, _ = pool.run(steps, data=1, mixer=mixer)[0]
-    for found, got, _ in gpu_pool.run(steps, sequence=gpu_pool.size, mixer=mixer):
+    for found, got, _ in gpu_pool.run(steps, context=gpu_pool.size, mixer=mixer):
         same_rows(found, rows, 1e-4)
         for name, value in parameters.items():
             assert relative_error(got[name], value) <= 1e-4, name
@@ -162,12 +162,12 @@ def test_ranks_are_segments_bit_for_bit_on_gpus(gpu_pool, ranks):
     if gpu_pool.size < ranks:
         pytest.skip(f"needs {ranks} GPUs, there are {gpu_pool.size}")
     by = {
-        exchange: gpu_pool.run(spans, timeout_s=400, sequence=ranks, state_exchange=exchange)
-        for exchange in ("relay", "early", "gather")
+        exchange: gpu_pool.run(spans, timeout_s=400, context=ranks, context_comm=exchange)
+        for exchange in ("ring", "early", "all_gather")
     }
-    for exchange in ("relay", "early"):
+    for exchange in ("ring", "early"):
         alone = gpu_pool.run(spans, ranks, exchange, timeout_s=400, data=1)[0]
-        held_to(alone, [by["relay"]] if exchange == "relay" else [by["early"], by["gather"]])
+        held_to(alone, [by["ring"]] if exchange == "ring" else [by["early"], by["all_gather"]])
 
 
 def held_to(alone, layouts):
@@ -179,11 +179,11 @@ def held_to(alone, layouts):
             assert all(torch.equal(of_ranks[0][kind][2][name], x) for name, x in entering.items()), kind
 
 
-def spans(mesh, pieces=None, exchange="relay"):
+def spans(mesh, pieces=None, exchange="ring"):
     """Of a mixer of each kind with a State: outputs of this rank's span (or of all pieces), leaving State, entering cotangent."""
     torch.use_deterministic_algorithms(True)
     link = mesh.link or SequenceLink(0, [0], mesh.device, exchange=exchange)
-    count, results = pieces or mesh.layout.sequence, {}
+    count, results = pieces or mesh.layout.context, {}
     for kind, settings in kinds().items():
         if settings.small().state_grows:
             continue
@@ -205,7 +205,7 @@ def spans(mesh, pieces=None, exchange="relay"):
                 _, entering = layer(x[:, :12].flip(1), torch.arange(12, device=mesh.device).repeat(2, 1), None)
             entering = {name: s.clone().requires_grad_(s.is_floating_point()) for name, s in entering.items()}
         state = entering
-        for n in range(count) if pieces else [mesh.sequence_rank]:
+        for n in range(count) if pieces else [mesh.context_rank]:
             span = slice(16 * n, 16 * (n + 1))
             y, state = layer(x[:, span], pos[:, span], state)
             outputs.append(y)
@@ -221,14 +221,14 @@ def spans(mesh, pieces=None, exchange="relay"):
 
 def test_bfloat16_follows_float32(gpu_pool):
     exact, _, _ = gpu_pool.run(steps, data=1)[0]
-    found, _, _ = gpu_pool.run(steps, precision="bfloat16", data=1)[0]
+    found, _, _ = gpu_pool.run(steps, compute_dtype="bfloat16", data=1)[0]
     same_rows(found, exact, 5e-2)
     assert found != exact
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_equal_runs_give_equal_bits(gpu_pool, precision):
-    first, second = (gpu_pool.run(steps, precision=precision, save_at=3, data=1)[0] for _ in range(2))
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_equal_runs_give_equal_bits(gpu_pool, compute_dtype):
+    first, second = (gpu_pool.run(steps, compute_dtype=compute_dtype, save_at=3, data=1)[0] for _ in range(2))
     assert first[0] == second[0]
     for key, parts in first[2].items():
         assert all(torch.equal(a, b) for a, b in zip(parts, second[2][key])), key

@@ -20,7 +20,7 @@ SLACK_S = 15
 
 
 MODEL = RUN["model"] | {"d_model": 128, "mixers": {"mamba": {"d_state": 16}}}
-TRAINING = RUN["training"] | {"context": 256, "global_batch_tokens": 2048}
+TRAINING = RUN["training"] | {"sequence_length": 256, "global_batch_tokens": 2048}
 
 
 def started(folder, case, *words):
@@ -86,7 +86,7 @@ def test_a_first_step_that_takes_longer_than_any_silence_may_is_no_hang(tmp_path
     """Every kernel is compiled, and one rank sleeps in its first step; then an evaluation and saves."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
     befall(tmp_path, monkeypatch, "sleep", "step", 1, seconds=25)
-    running = {case: started(tmp_path, case, "layout.timeout_s=10", "training.steps=25") for case in ("tensor", "sequence")}
+    running = {case: started(tmp_path, case, "layout.timeout_s=10", "training.steps=25") for case in ("tensor", "context")}
     for case, one in running.items():
         began = time.monotonic()
         ended = one.end()

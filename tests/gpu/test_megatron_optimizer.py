@@ -22,7 +22,7 @@ STEPS = 3
 
 
 def own(mesh, step, config):
-    found = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch, mesh.sequence_rank, mesh.layout.sequence)
+    found = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch_size, mesh.context_rank, mesh.layout.context)
     return [TokenBatch(*(x.to(mesh.device) for x in (b.tokens, b.labels, b.pos))) for b in found]
 
 

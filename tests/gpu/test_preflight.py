@@ -20,7 +20,7 @@ def preflight(folder, **changes):
         "gpus_per_node": gpus,
         "memory_gib": 1.0,
         "matmul_tflops": {"bfloat16": 50, "float32": 1},
-        "memory_tb_s": 1.0,
+        "memory_bandwidth_tb_s": 1.0,
         "bandwidth_gb_s": {"in_node": 10, "between_nodes": 1},
         "slurm": {"time": "1:00:00", "gpus": True, "scratch": str(folder / "scratch"), "preflight": {"files_mb_s": 0}},
         **changes,

@@ -25,11 +25,17 @@ def test_the_table_adds_up_and_knows_every_kernel(mixer, tmp_path):
         "device": "cuda",
         "model": {"d_model": 256, "n_layers": 2, "pattern": [mixer], "mixers": {mixer: MIXERS[mixer]}, "pad_vocab_to": 8},
         "data": {"kind": "mqar", "length": 256, "pairs": 16, "vocab_size": 512},
-        "training": {"steps": 6, "context": 512, "global_batch_tokens": 4096, "micro_batch": 4, "optimizer": {"lr": 1e-3}}
+        "training": {
+            "steps": 6,
+            "sequence_length": 512,
+            "global_batch_tokens": 4096,
+            "micro_batch_size": 4,
+            "optimizer": {"lr": 1e-3},
+        }
         | {"evaluation": {"every": 0}},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    words = [f"directory={tmp_path / 'run'}", "profile.after=3", "profile.steps=2"]
+    words = [f"directory={tmp_path / 'run'}", "profile.skip_steps=3", "profile.steps=2"]
     assert main(["train", str(tmp_path / "run.yaml"), *words]) == 0
     table = json.loads((tmp_path / "run" / "profile" / "step-00000004-rank-0.json").read_text())["profiled"]
     found = {name: of["ms"] for name, of in table["categories"].items()}

@@ -16,11 +16,11 @@ from baton.kernels.gated_linear_attention import gated_linear_attention
 from baton.kernels.gated_linear_attention.chunked import CHUNK
 from baton.kernels.gated_slot_attention import gated_slot_attention
 from baton.kernels.gated_slot_attention.chunked import gsa_chunked, gsa_state
-from baton.kernels.gated_slot_attention.reference import LINKS, gsa_reference
+from baton.kernels.gated_slot_attention.reference import SLOT_ACTIVATIONS, gsa_reference
 
 BATCH, HEADS, D_KEY, SLOTS, D_VALUE = 2, 3, 6, 5, 4
 
-every_link = pytest.mark.parametrize("link", list(LINKS))
+every_slot_activation = pytest.mark.parametrize("slot_activation", list(SLOT_ACTIVATIONS))
 
 
 def _mild_gates(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -59,29 +59,31 @@ def _assert_close(found, expected, tolerance: float) -> None:
         assert relative_error(one, other) <= tolerance, f"result {number}: {relative_error(one, other):.1e}"
 
 
-@every_link
+@every_slot_activation
 @law(max_examples=8)
 @given(seed=seeds, length=st.integers(1, 70), group=st.integers(1, 3), chunk=st.integers(1, 80))
-def test_any_chunk_size_equals_the_definition(link: str, seed: int, length: int, group: int, chunk: int):
+def test_any_chunk_size_equals_the_definition(slot_activation: str, seed: int, length: int, group: int, chunk: int):
     arguments, pos = _arguments(seed, length, group), positions(seeded(seed), BATCH, length, 0.1)
-    options = {"link": link, "scale": 0.4, "pos": pos}
+    options = {"slot_activation": slot_activation, "scale": 0.4, "pos": pos}
     found = _with_gradients(lambda *x: _run(*x, run=gsa_chunked, chunk=chunk, **options), arguments)
     _assert_close(found, _with_gradients(lambda *x: _run(*x, run=gsa_reference, **options), arguments), 1e-10)
 
 
-@every_link
+@every_slot_activation
 @pytest.mark.parametrize("group", [1, 3])
-def test_it_is_two_passes_of_gated_linear_attention(group: int, link: str):
+def test_it_is_two_passes_of_gated_linear_attention(group: int, slot_activation: str):
     """Gate along the values of the first, along the keys of the second, the link between them (equation 7, gates put right)."""
     arguments, pos = _arguments(1, 2 * CHUNK + 9, group), positions(seeded(2), BATCH, 2 * CHUNK + 9, 0.02)
 
     def two_passes(q, k, v, log_alpha, k_slots, v_slots):
         write = 1 - log_alpha.exp()
         scores, k_slots = gated_linear_attention(q, k, write, log_alpha, gate="value", scale=0.4, pos=pos, initial_state=k_slots)
-        y, v_slots = gated_linear_attention(LINKS[link](scores), write, v, log_alpha, gate="key", pos=pos, initial_state=v_slots)
+        y, v_slots = gated_linear_attention(
+            SLOT_ACTIVATIONS[slot_activation](scores), write, v, log_alpha, gate="key", pos=pos, initial_state=v_slots
+        )
         return y, k_slots, v_slots
 
-    found = _with_gradients(lambda *x: _run(*x, link=link, scale=0.4, pos=pos), arguments)
+    found = _with_gradients(lambda *x: _run(*x, slot_activation=slot_activation, scale=0.4, pos=pos), arguments)
     _assert_close(found, _with_gradients(two_passes, arguments), 1e-11)
 
 
@@ -168,8 +170,8 @@ def test_one_slot_is_read_whatever_is_asked():
     assert y is leaves[0]
 
 
-@every_link
-def test_strong_gates_are_as_exact_as_weak_ones(link: str):
+@every_slot_activation
+def test_strong_gates_are_as_exact_as_weak_ones(slot_activation: str):
     """float32 against the definition in float64 on the same numbers; 1 - alpha for gates of -1e-6 included."""
 
     def gates(generator, *shape, dtype):
@@ -177,7 +179,7 @@ def test_strong_gates_are_as_exact_as_weak_ones(link: str):
         return torch.where(torch.rand(*shape, generator=generator) < 0.1, -3e3, weak)
 
     arguments = _arguments(8, 300, dtype=torch.float32, gates=gates)
-    options = {"pos": positions(seeded(9), BATCH, 300, 0.01), "scale": 0.5, "link": link}
+    options = {"pos": positions(seeded(9), BATCH, 300, 0.01), "scale": 0.5, "slot_activation": slot_activation}
     found = _with_gradients(lambda *x: _run(*x, **options), arguments)
     expected = _with_gradients(lambda *x: _run(*x, run=gsa_reference, **options), [x.double() for x in arguments])
     assert all(x.isfinite().all() for x in found)
@@ -228,10 +230,12 @@ def test_nothing_of_the_size_of_all_expanded_tokens_is_ever_allocated():
 
 def test_what_does_not_fit_is_refused():
     q, k, v, log_alpha, k_slots, v_slots = _arguments(14, 5)
-    with pytest.raises(KernelError, match=r"link is 'tanh', expected one of \('softmax', 'identity', 'silu', 'relu', 'relu2'\)"):
-        gated_slot_attention(q, k, v, log_alpha, link="tanh")
-    with pytest.raises(KernelError, match="damping is 0, expected more than 0, or None"):
-        gated_slot_attention(q, k, v, log_alpha, damping=0)
+    with pytest.raises(
+        KernelError, match=r"slot_activation is 'tanh', expected one of \('softmax', 'identity', 'silu', 'relu', 'relu2'\)"
+    ):
+        gated_slot_attention(q, k, v, log_alpha, slot_activation="tanh")
+    with pytest.raises(KernelError, match="gate_logit_normalizer is 0, expected more than 0, or None"):
+        gated_slot_attention(q, k, v, log_alpha, gate_logit_normalizer=0)
     with pytest.raises(KernelError, match="q has 4 heads, expected a multiple of the 3 of v"):
         gated_slot_attention(torch.cat((q, q[:, :, :1]), dim=2), k, v, log_alpha)
     with pytest.raises(KernelError, match="k has 1 heads, expected the 3 of v"):

@@ -17,7 +17,7 @@ from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_linear_attention.triton_launch import gla_effect, gla_triton
 from baton.kernels.gated_slot_attention import triton_launch as gated_slot_attention
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
-from baton.kernels.gated_slot_attention.reference import LINKS, gsa_reference
+from baton.kernels.gated_slot_attention.reference import SLOT_ACTIVATIONS, gsa_reference
 from baton.kernels.gated_slot_attention.triton_launch import gsa_effect, gsa_triton, strength, weights_backward, weights_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -169,17 +169,17 @@ def test_the_launch_configs_of_runs(gate, dtype):
         compare(gate, (batch, 10 * tokens, 1, 1, 16, 96, 64), LaunchConfig(), starts=True, dtype=dtype)
 
 
-@pytest.mark.parametrize("link", LINKS)
-def test_weights_and_strengths_of_slots(link):
+@pytest.mark.parametrize("slot_activation", SLOT_ACTIVATIONS)
+def test_weights_and_strengths_of_slots(slot_activation):
     """Rows of an odd number of slots, scores and gates that reach far."""
     scores, cotangents = (30 * torch.randn(3, 7, 2, 11, generator=seeded(n)) for n in (0, 1))
     leaf = scores.double().requires_grad_()
-    expected = LINKS[link](leaf)
+    expected = SLOT_ACTIVATIONS[slot_activation](leaf)
     expected.backward(cotangents.double())
     assert leaf.grad is not None
-    found = weights_of(scores.to(DEVICE), link, torch.float32).cpu()
+    found = weights_of(scores.to(DEVICE), slot_activation, torch.float32).cpu()
     assert relative_error(found.double(), expected.detach()) <= 1e-6
-    found = weights_backward(scores.to(DEVICE), cotangents.to(DEVICE), link).cpu()
+    found = weights_backward(scores.to(DEVICE), cotangents.to(DEVICE), slot_activation).cpu()
     assert relative_error(found.double(), leaf.grad) <= 1e-6
     gates = -torch.logspace(-12, 2, 77).view(7, 11)
     for found, value in zip(strength(gates.to(DEVICE)).cpu().flatten(), -torch.expm1(gates.double()).flatten()):
@@ -200,7 +200,7 @@ def test_slots_are_two_passes():
     def run(op, device, dtype, **options):
         leaves = [x.to(device, dtype).requires_grad_() for x in (*given, *state)]
         arriving = {"k": leaves[4], "v": leaves[5]}
-        y, leaving = op(*leaves[:4], scale=0.5, link="softmax", pos=pos.to(device), initial_state=arriving, **options)
+        y, leaving = op(*leaves[:4], scale=0.5, slot_activation="softmax", pos=pos.to(device), initial_state=arriving, **options)
         outputs = [y, leaving["k"], leaving["v"]]
         return [*outputs, *torch.autograd.grad(outputs, leaves, [d.to(device, dtype) for d in cotangents])]
 
@@ -246,7 +246,15 @@ def test_slots_of_what_is_projected(dtype, lies, monkeypatch):
         leaves = [x.detach().to(device, cast or x.dtype).requires_grad_() for x in given]
         arriving = [x.to(device, cast or x.dtype).requires_grad_() for x in state]
         entering = dict(zip("kv", arriving))
-        y, leaving = op(*leaves, scale=0.5, link="softmax", damping=2.0, pos=pos.to(device), initial_state=entering, **options)
+        y, leaving = op(
+            *leaves,
+            scale=0.5,
+            slot_activation="softmax",
+            gate_logit_normalizer=2.0,
+            pos=pos.to(device),
+            initial_state=entering,
+            **options,
+        )
         outputs = [y, leaving["k"], leaving["v"]]
         ds = [d.to(x.device, x.dtype) for d, x in zip(cotangents, outputs)]
         return [*outputs, *torch.autograd.grad(outputs, [*leaves, *arriving], ds)]
@@ -260,13 +268,13 @@ def test_slots_of_what_is_projected(dtype, lies, monkeypatch):
     grads = [x.flatten(2) for x in found[3:7]]
     assert [x.dtype for x in grads] == [dtype] * 4
     assert [whole.shape[2] for whole, _ in runs(grads)] == (widths if lies == "apart" else [sum(widths)])
-    effect = gsa_effect(*given[1:], damping=2.0, pos=pos.to(DEVICE), config=SMALL)
-    _, whole = gsa_reference(*(x.double().cpu() for x in given), damping=2.0, pos=pos)
+    effect = gsa_effect(*given[1:], gate_logit_normalizer=2.0, pos=pos.to(DEVICE), config=SMALL)
+    _, whole = gsa_reference(*(x.double().cpu() for x in given), gate_logit_normalizer=2.0, pos=pos)
     for name, x in whole.items():
         assert relative_error(effect[name].double().cpu(), x) <= limit
 
 
-def errors_of_slots(monkeypatch, link, *, twice=True):
+def errors_of_slots(monkeypatch, slot_activation, *, twice=True):
     """Of outputs, states and gradients by name, where products are of bfloat16; of more than a chunk, gates that mostly keep."""
     sizes = {"q": (17,), "k": (17,), "v": (35,), "log_alpha": (11,)}
     given = {name: torch.randn(1, 70, 3, *size, generator=seeded(n)) for n, (name, size) in enumerate(sizes.items())}
@@ -278,7 +286,9 @@ def errors_of_slots(monkeypatch, link, *, twice=True):
     def results(run, dtype):
         leaves = {name: x.to(dtype).requires_grad_() for name, x in given.items()}
         q, k, v, log_alpha, first_k, first_v = leaves.values()
-        y, leaving = run(q, k, v, log_alpha, scale=0.5, link=link, pos=pos, initial_state={"k": first_k, "v": first_v})
+        y, leaving = run(
+            q, k, v, log_alpha, scale=0.5, slot_activation=slot_activation, pos=pos, initial_state={"k": first_k, "v": first_v}
+        )
         outputs = {"y": y, **{f"leaving {name}": x for name, x in leaving.items()}}
         cotangents = [torch.randn(x.shape, generator=seeded(n)).bfloat16().to(dtype) for n, x in enumerate(outputs.values())]
         grads = torch.autograd.grad(list(outputs.values()), list(leaves.values()), cotangents)
@@ -291,13 +301,13 @@ def errors_of_slots(monkeypatch, link, *, twice=True):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="where products are of bfloat16 they are compared as they are")
-@pytest.mark.parametrize("link", ["softmax", "relu2"])
-def test_slots_lose_little_to_products_of_bfloat16(link, monkeypatch):
-    errors = errors_of_slots(monkeypatch, link)
+@pytest.mark.parametrize("slot_activation", ["softmax", "relu2"])
+def test_slots_lose_little_to_products_of_bfloat16(slot_activation, monkeypatch):
+    errors = errors_of_slots(monkeypatch, slot_activation)
     assert max(errors.values()) <= LIMITS[torch.bfloat16], errors
-    if link == "softmax":
+    if slot_activation == "softmax":
         # with strengths that are rounded, and read once
         monkeypatch.setattr(gated_slot_attention, "strength", lambda gates: strength(gates).bfloat16().float())
-        more = errors_of_slots(monkeypatch, link, twice=False)
+        more = errors_of_slots(monkeypatch, slot_activation, twice=False)
         for name in ("y", "dq", "dk", "dlog_alpha"):
             assert more[name] > 1.2 * errors[name], (name, errors, more)

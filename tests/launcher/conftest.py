@@ -67,9 +67,9 @@ def inputs(tmp_path_factory) -> Inputs:
         "layout": {"data": 2},
         "training": {
             "steps": STEPS,
-            "context": 32,
+            "sequence_length": 32,
             "global_batch_tokens": 128,
-            "precision": "float32",
+            "compute_dtype": "float32",
             "log_every": 1,
             "optimizer": {"lr": 1e-2},
             "schedule": {"kind": "cosine", "warmup_steps": 4, "final_lr": 1e-3},

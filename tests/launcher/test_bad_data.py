@@ -115,7 +115,7 @@ def test_a_corpus_smaller_than_one_batch(refused, inputs, tmp_path, content):
     tokenizer = Tokenizer(model)
     tokens = sum(1 + len(tokenizer.encode(text)) for text in documents(Dataset.open(folder), "train", tokenizer))
     assert tokens < sum(shard.text_bytes for shard in Dataset.open(folder).shards["train"])
-    words = (f"data.path={folder}", f"data.tokenizer={model}", "layout.data=1", "training.context=1")
+    words = (f"data.path={folder}", f"data.tokenizer={model}", "layout.data=1", "training.sequence_length=1")
     text = refused(inputs.run, *words, f"training.global_batch_tokens={tokens + 1}")
     assert f"{folder} have {tokens:,} tokens, fewer than one batch (training.global_batch_tokens={tokens + 1:,}); prepare" in text
     # one token less, and what is refused is the next thing that is wrong

@@ -74,7 +74,7 @@ def test_what_may_not_change_is_listed_and_what_may_is_not(inputs):
     assert changes(old, old) == []
     free = ["name=other", "directory=/elsewhere", "device=auto", "layout.data=1", "model.loss_chunk=7", "data.prefetch=5"]
     free += ["data.path=/moved", "training.log_every=9", "training.checkpoint.every=3", "training.evaluation.tokens=5"]
-    free += ["training.recompute=true", "training.replica_check_every=7", "training.micro_batch=1"]
+    free += ["training.recompute=true", "training.replica_check_every=7", "training.micro_batch_size=1"]
     assert changes(old, load(inputs.run, free)) == []
     fixed = ["training.seed=3", "model.mixers.mamba.d_state=8", "data.unit_documents=2", "training.optimizer.lr=1e-3"]
     assert [str(change) for change in changes(old, load(inputs.run, [*fixed, *free]))] == [
@@ -86,26 +86,26 @@ def test_what_may_not_change_is_listed_and_what_may_is_not(inputs):
 
 
 def training(**values) -> TrainingConfig:
-    return TrainingConfig(**{"steps": 10, "context": 8, "global_batch_tokens": 96, "optimizer": {"lr": 1.0}, **values})
+    return TrainingConfig(**{"steps": 10, "sequence_length": 8, "global_batch_tokens": 96, "optimizer": {"lr": 1.0}, **values})
 
 
 @pytest.mark.parametrize("data_size", [1, 2, 3, 4, 5, 6, 12, 24])
-@pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 5])
-def test_sizes_that_a_refusal_names_are_the_ones_that_work(data_size, micro_batch):
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 4, 5])
+def test_sizes_that_a_refusal_names_are_the_ones_that_work(data_size, micro_batch_size):
     """12 sequences per step: a refusal of a size lists every size that would pass the same test, and no other."""
 
     def problem(data: int, micro: int) -> str:
         try:
-            training(micro_batch=micro).check(data)
+            training(micro_batch_size=micro).check(data)
         except RunError as error:
             return str(error)
         return ""
 
-    text = problem(data_size, micro_batch)
-    assert bool(text) == (12 % data_size != 0 or (12 // data_size) % micro_batch != 0)
+    text = problem(data_size, micro_batch_size)
+    assert bool(text) == (12 % data_size != 0 or (12 // data_size) % micro_batch_size != 0)
     if text:
         named = {int(n) for n in re.search(r"\[(.*)\]", text)[1].split(",")}
-        if "micro_batch" in text:
+        if "micro_batch_size" in text:
             assert named == {m for m in range(1, 13) if not problem(data_size, m)}
         else:
             assert text.startswith(f"layout.data={data_size} ")
@@ -153,20 +153,22 @@ def test_a_batch_ramp_keeps_the_lanes_and_the_length():
     """Together with shorter sequences, each with its own steps."""
     training = TrainingConfig(
         steps=100,
-        context=64,
+        sequence_length=64,
         global_batch_tokens=64 * 24,
-        micro_batch=2,
-        batch_ramp=[{"steps": 10, "global_batch_tokens": 64 * 12}],
-        length_warmup=[{"steps": 4, "context": 32}],
+        micro_batch_size=2,
+        batch_size_warmup=[{"steps": 10, "global_batch_tokens": 64 * 12}],
+        sequence_length_warmup=[{"steps": 4, "sequence_length": 32}],
         optimizer={"lr": 1e-3},
     )
     training.check(2)
-    shapes = [(first, at.context, at.sequences_per_step, at.micro_batch, at.lane_count) for first, at in training.stretches]
+    shapes = [
+        (first, at.sequence_length, at.sequences_per_step, at.micro_batch_size, at.lane_count) for first, at in training.stretches
+    ]
     assert shapes == [(0, 32, 24, 4, 48), (4, 64, 12, 2, 48), (10, 64, 24, 2, 48)]
     with pytest.raises(RunError, match=r"from step 0: layout.data=5 does not divide the 24 sequences"):
         training.check(5)
     short = training.model_copy(update={"steps": 10})
-    with pytest.raises(RunError, match=r"training.batch_ramp takes 10 steps, all of training.steps=10"):
+    with pytest.raises(RunError, match=r"training.batch_size_warmup takes 10 steps, all of training.steps=10"):
         short.check(2)
 
 
@@ -174,53 +176,56 @@ def test_a_batch_ramp_keeps_the_lanes_and_the_length():
     ("words", "given", "cut_to"),
     [
         # the run's step has 2 sequences of 32 tokens on each of 2 data ranks
-        (["training.micro_batch=3"], 3, 2),
-        (["training.micro_batch=1000000000"], 1000000000, 2),
-        (["training.context=64"], 2, 1),
+        (["training.micro_batch_size=3"], 3, 2),
+        (["training.micro_batch_size=1000000000"], 1000000000, 2),
+        (["training.sequence_length=64"], 2, 1),
         (["layout.data=4"], 2, 1),
     ],
 )
 def test_a_micro_batch_that_does_not_divide_is_cut_and_said(inputs, capsys, words, given, cut_to):
-    config = load(inputs.run, [f"training.micro_batch={given}", *words])
+    config = load(inputs.run, [f"training.micro_batch_size={given}", *words])
     out, err = capsys.readouterr()
-    assert config.training.micro_batch == cut_to
+    assert config.training.micro_batch_size == cut_to
     assert RunConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
     assert (out, err.count("\n")) == ("", 1)
-    assert f"training.micro_batch={given} does not divide" in err
+    assert f"training.micro_batch_size={given} does not divide" in err
     assert err.endswith(f"cut to {cut_to}\n")
 
 
 def test_a_micro_batch_that_divides_stays_and_nothing_is_said(inputs, capsys):
-    assert load(inputs.run, ["training.micro_batch=2"]).training.micro_batch == 2
+    assert load(inputs.run, ["training.micro_batch_size=2"]).training.micro_batch_size == 2
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_cut_micro_batch_fits_every_length_and_batch_of_the_run():
     """The largest that does, by trying all of them against `check`."""
-    lengths, batches = [{"steps": 4, "context": 16}], [{"steps": 10, "global_batch_tokens": 64 * 12}]
+    lengths, batches = [{"steps": 4, "sequence_length": 16}], [{"steps": 10, "global_batch_tokens": 64 * 12}]
     for ramp, warmup, data, given in ((batches, lengths, 2, 9), (batches, [], 4, 5), ([], lengths, 3, 7), ([], [], 1, 25)):
         training = TrainingConfig(
-            steps=100, context=64, global_batch_tokens=64 * 24, batch_ramp=ramp, length_warmup=warmup, optimizer={"lr": 1e-3},
-            micro_batch=given,
+            steps=100, sequence_length=64, global_batch_tokens=64 * 24, batch_size_warmup=ramp,
+            sequence_length_warmup=warmup, optimizer={"lr": 1e-3},
+            micro_batch_size=given,
         )  # fmt: skip
 
         def passes(size, training=training, data=data):
             try:
-                training.model_copy(update={"micro_batch": size}).check(data)
+                training.model_copy(update={"micro_batch_size": size}).check(data)
             except RunError:
                 return False
             return True
 
         assert not passes(given)
         fitting = with_fitting_micro_batch(training, data)
-        assert fitting.micro_batch == max(size for size in range(1, given) if passes(size))
-    with pytest.raises(RunError, match=r"training\.micro_batch=25 does not divide the 24 sequences"):
+        assert fitting.micro_batch_size == max(size for size in range(1, given) if passes(size))
+    with pytest.raises(RunError, match=r"training\.micro_batch_size=25 does not divide the 24 sequences"):
         training.check(1)
 
 
 def test_where_no_micro_batch_divides_the_settings_stay():
     for tokens, data in ((100, 1), (64, 3), (16, 1)):
-        training = TrainingConfig(steps=1, context=32, global_batch_tokens=tokens, micro_batch=4, optimizer={"lr": 1e-3})
+        training = TrainingConfig(
+            steps=1, sequence_length=32, global_batch_tokens=tokens, micro_batch_size=4, optimizer={"lr": 1e-3}
+        )
         assert with_fitting_micro_batch(training, data) == training
 
 
@@ -228,10 +233,12 @@ SHORT = {
     # settings, the documents' length, and whether B'MOJO's window of 64 tokens is never left
     "a task's examples": ({"data": {"kind": "mqar", "length": 64, "pairs": 8, "vocab_size": 36}}, "data.length=64", True),
     "longer examples": ({"data": {"kind": "mqar", "length": 128, "pairs": 8, "vocab_size": 36}}, "data.length=128", False),
-    "a short context": ({"training.context": 64}, "training.context=64", True),
-    "a longer context": ({}, "training.context=128", False),
+    "a short context": ({"training.sequence_length": 64}, "training.sequence_length=64", True),
+    "a longer context": ({}, "training.sequence_length=128", False),
     "a short context whose lanes carry their States": (
-        {"training.context": 64, "training.bptt": {"mode": "truncated", "segment": 64}}, "training.context=64", False
+        {"training.sequence_length": 64, "training.bptt": {"mode": "truncated", "segment": 64}},
+        "training.sequence_length=64",
+        False,
     ),
 }  # fmt: skip
 
@@ -242,7 +249,7 @@ def test_documents_within_bmojos_window_are_noted_in_the_plan_and_at_the_start(t
     values = {
         "name": "short",
         "model": {"d_model": 16, "n_layers": 1, "vocab_size": 36, "pattern": ["bmojo"]},
-        "training": {"steps": 1, "context": 128, "global_batch_tokens": 256, "optimizer": {"lr": 1e-3}},
+        "training": {"steps": 1, "sequence_length": 128, "global_batch_tokens": 256, "optimizer": {"lr": 1e-3}},
     }
     values["model"]["mixers"] = {"bmojo": {"head_dim": 4, "window": 64, "eidetic": 4}}
     for key, value in settings.items():

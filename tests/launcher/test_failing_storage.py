@@ -37,9 +37,9 @@ RUN = {
     "data": {"kind": "induction", "length": 16},
     "training": {
         "steps": STEPS,
-        "context": 16,
+        "sequence_length": 16,
         "global_batch_tokens": 64,
-        "precision": "float32",
+        "compute_dtype": "float32",
         "log_every": 1,
         "optimizer": {"lr": 1e-3},
         "schedule": {"kind": "constant"},

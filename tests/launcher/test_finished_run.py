@@ -50,7 +50,13 @@ def restarted(inputs, launch, runs, undisturbed, reading) -> Restarted:
                 shutil.rmtree(where / "run" / "checkpoints" / f"step-{step:08d}")
         return launch(where / "run", str(inputs.run), *SAME_PLACES, "layout.data=1", *words, where=where)
 
-    free = ("training.log_every=4", "training.checkpoint.every=3", "training.micro_batch=4", "data.prefetch=1", "layout.sequence=2")
+    free = (
+        "training.log_every=4",
+        "training.checkpoint.every=3",
+        "training.micro_batch_size=4",
+        "data.prefetch=1",
+        "layout.context=2",
+    )
     running = [start("complete"), start("changed", *free)]
     complete, changed = (one.end() for one in running)
     running = [start("other-tokenizer", tokenizer=inputs.other), start("other-dataset", shards=inputs.elsewhere)]

@@ -33,10 +33,10 @@ STEPS, DECAY = 12, 3
 SETTINGS = {
     "steps": STEPS,
     "lanes": 8,
-    "micro_batch": 2,
+    "micro_batch_size": 2,
     "bptt": {"mode": "truncated", "segment": 16},
     "schedule": {"kind": "wsd", "warmup_steps": 2, "decay_steps": DECAY, "final_lr": 1e-4},
-    "checkpoint": {"every": 2, "keep_last": 9, "asynchronous": False},
+    "checkpoint": {"every": 2, "keep_last": 9, "async_save": False},
     "evaluation": {"every": 2, "tokens": 300, "sample_tokens": 0},
 }
 
@@ -171,7 +171,7 @@ def test_a_fork_on_another_layout_agrees(trunk, pool, tmp_path, layout):
 
 def test_a_fork_takes_other_settings_of_model_and_optimizer_that_keep_all_shapes(trunk, pool, tmp_path):
     """Parameters in other groups, too, which lie elsewhere in the optimizer's memory."""
-    rates = "training.optimizer.rates={'*.A_log': 1e-3, '*.norm.weight': 2e-3}"
+    rates = "training.optimizer.lr_overrides={'*.A_log': 1e-3, '*.norm.weight': 2e-3}"
     optimizer = [rates, "training.optimizer.betas=[0.8, 0.9]", "training.optimizer.clip_norm=0"]
     go_on(pool, forked(trunk, tmp_path / "optimizer", "--step", "8", "training.steps=10", *optimizer))
     ours, theirs = steps_of(tmp_path / "optimizer"), steps_of(trunk)
@@ -229,10 +229,10 @@ REFUSALS = {
     "fewer layers": (["--step", "4", "model.n_layers=1"], ["model.n_layers: 2 -> 1", "has a tensor master.layers.1"]),
     "vocabulary": (["--step", "4", "model.vocab_size=381"], ["model.vocab_size=381", "has 380 tokens"]),
     "seed": (["--step", "4", "training.seed=3"], ["training.seed: 0 -> 3", "--restart-data"]),
-    "batch ramp": (["--step", "4", "training.batch_ramp=[{steps: 4, global_batch_tokens: 64}]"],
-                   ["training.batch_ramp", "--restart-data"]),
-    "length warm-up": (["--step", "4", "training.length_warmup=[{steps: 6, context: 32}]"],
-                       ["training.length_warmup", "--restart-data"]),
+    "batch ramp": (["--step", "4", "training.batch_size_warmup=[{steps: 4, global_batch_tokens: 64}]"],
+                   ["training.batch_size_warmup", "--restart-data"]),
+    "length warm-up": (["--step", "4", "training.sequence_length_warmup=[{steps: 6, sequence_length: 32}]"],
+                       ["training.sequence_length_warmup", "--restart-data"]),
     "batch": (["--step", "4", "training.global_batch_tokens=256"], ["training.global_batch_tokens: 128 -> 256", "--restart-data"]),
     "other weights": (["--step", "4", "training.initial_weights=some.safetensors"], ["training.initial_weights", "leave it out"]),
     "directory": (["--step", "4", "directory=elsewhere"], ["directory=... is what --out says"]),
@@ -303,12 +303,12 @@ def test_files_are_copied_where_they_cannot_be_linked(trunk, tmp_path, monkeypat
 def test_the_steps_that_keep_their_learning_rates_are_counted(kind, decay, warmup):
     def rates(steps: int) -> list[float]:
         schedule = {"kind": kind, "decay_steps": decay, "warmup_steps": warmup, "final_lr": 0.1}
-        values = {"context": 1, "global_batch_tokens": 1, "optimizer": {"lr": 1.0}, "schedule": schedule}
+        values = {"sequence_length": 1, "global_batch_tokens": 1, "optimizer": {"lr": 1.0}, "schedule": schedule}
         training = TrainingConfig(steps=steps, **values)
         return [learning_rate(step, training) for step in range(min(8, steps))]
 
     for steps in (6, 7, 8, 9, 20):
-        values = {"context": 1, "global_batch_tokens": 1, "optimizer": {"lr": 1.0}}
+        values = {"sequence_length": 1, "global_batch_tokens": 1, "optimizer": {"lr": 1.0}}
         schedule = {"kind": kind, "decay_steps": decay, "warmup_steps": warmup, "final_lr": 0.1}
         alike = steps_alike(TrainingConfig(steps=8, schedule=schedule, **values), steps)
         both = list(zip(rates(8), rates(steps)))
@@ -339,13 +339,14 @@ SAYS = {
     "less than is done": (["training.steps=10"], True, ["training.steps=10 is less than the 12 steps", "--step N"]),
     "rate": (["training.optimizer.lr=2e-3"], False, ["optimizer.lr: 0.01 -> 0.002", "--change", "baton fork"]),
     "rate, on purpose": (["training.optimizer.lr=2e-3"], True, None),
-    "rates of some": (["training.optimizer.rates={'*.A_log': 1e-3}"], False, ["--change", "'training.optimizer.rates={"]),
+    "rates of some": (["training.optimizer.lr_overrides={'*.A_log': 1e-3}"], False,
+                      ["--change", "'training.optimizer.lr_overrides={"]),
     "schedule, on purpose": (["training.schedule.kind=constant", "training.optimizer.betas=[0.8, 0.9]"], True, None),
     "seed": (["training.seed=1"], True, ["training.seed: 0 -> 1", "--restart-data"]),
     "batch": (["training.global_batch_tokens=256", "training.optimizer.lr=1"], True, ["global_batch_tokens", "--restart-data"]),
     "shape": (["model.d_model=24"], True, ["model.d_model: 16 -> 24", "Use another name", "if all shapes stay the same"]),
     "States": (["training.bptt=null"], False, ["baton fork", "training.bptt=null"]),
-    "precision": (["training.precision=bfloat16"], True, ["baton fork", "training.precision=bfloat16"]),
+    "compute_dtype": (["training.compute_dtype=bfloat16"], True, ["baton fork", "training.compute_dtype=bfloat16"]),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ def start(tmp_path, launch):
 
     def starting(layout, *words):
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"device": "cpu"}))
-        words = [f"layout.{layout}=2", f"layout.timeout_s={TIMEOUT_S}", "training.precision=float32", *words]
+        words = [f"layout.{layout}=2", f"layout.timeout_s={TIMEOUT_S}", "training.compute_dtype=float32", *words]
         return launch(tmp_path / "run", str(tmp_path / "run.yaml"), *words, where=tmp_path)
 
     return starting

@@ -10,14 +10,14 @@ import yaml
 from support import measured_costs
 from support.measured_costs import (
     BATCH,
-    CONTEXT,
     EXCHANGED,
     HANDED_ON,
     LIVING_WITH,
-    ODD_CONTEXT,
+    ODD_SEQUENCE_LENGTH,
     RECOMPUTED,
     SELECTIVELY,
     SENT_WITH,
+    SEQUENCE_LENGTH,
     SHARED,
     SHARED_BY,
     SHARED_WITH,
@@ -61,7 +61,7 @@ def shipped():
 
 def planned(model, stages=1):
     """The arithmetic of the stages of a run of this model."""
-    training = {"steps": 1, "context": 64, "global_batch_tokens": 64, "optimizer": {"lr": 1e-3}}
+    training = {"steps": 1, "sequence_length": 64, "global_batch_tokens": 64, "optimizer": {"lr": 1e-3}}
     values = {"name": "x", "model": model.model_dump(), "training": training, "layout": {"pipeline": stages}}
     return of_stages(RunConfig.model_validate(values))
 
@@ -160,29 +160,29 @@ READ_NUMBERS = 8 + 4  # bytes per token of the tokens and positions that it has,
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_activations_are_what_autograd_keeps(measured, variant, precision):
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_activations_are_what_autograd_keeps(measured, variant, compute_dtype):
     """To 3 %: seeds of a chunk and the like are not counted."""
-    arithmetic = Arithmetic(run_of(variant, precision=precision))
+    arithmetic = Arithmetic(run_of(variant, compute_dtype=compute_dtype))
     # the last norm's output has a gradient from the loss
-    without = -READ_NUMBERS + {"float32": 4, "bfloat16": 2}[precision] * SMALL_WIDTH
-    counted = arithmetic.activations(recompute=False) - BATCH * CONTEXT * without
-    assert counted == pytest.approx(measured["saved"][variant][precision], rel=0.03)
+    without = -READ_NUMBERS + {"float32": 4, "bfloat16": 2}[compute_dtype] * SMALL_WIDTH
+    counted = arithmetic.activations(recompute=False) - BATCH * SEQUENCE_LENGTH * without
+    assert counted == pytest.approx(measured["saved"][variant][compute_dtype], rel=0.03)
 
 
 @pytest.mark.parametrize("variant", RECOMPUTED)
-@pytest.mark.parametrize(("recompute", "residual"), LIVING_WITH)
-def test_what_lives_after_forward_is_activations_and_states(measured, variant, recompute, residual):
-    arithmetic = Arithmetic(run_of(variant, precision="bfloat16", residual=residual))
+@pytest.mark.parametrize(("recompute", "residual_dtype"), LIVING_WITH)
+def test_what_lives_after_forward_is_activations_and_states(measured, variant, recompute, residual_dtype):
+    arithmetic = Arithmetic(run_of(variant, compute_dtype="bfloat16", residual_dtype=residual_dtype))
     counted = arithmetic.activations(recompute=recompute) + arithmetic.states
-    assert counted == pytest.approx(measured["living"][f"{variant} {recompute} {residual}"], rel=0.1)
+    assert counted == pytest.approx(measured["living"][f"{variant} {recompute} {residual_dtype}"], rel=0.1)
 
 
 @pytest.mark.parametrize("variant", SELECTIVELY)
 def test_what_is_made_again_does_not_live(measured, variant):
     """Of a layer with an MLP and one without: as many bytes fewer as are counted."""
     plain, less = measured["selective"][variant]
-    runs = (Arithmetic(run_of(variant, precision="bfloat16", mlp=True, selective=on)) for on in (False, True))
+    runs = (Arithmetic(run_of(variant, compute_dtype="bfloat16", mlp=True, selective=on)) for on in (False, True))
     counted = [run.activations(recompute=False) for run in runs]
     assert plain - less == counted[0] - counted[1] > 0
 
@@ -222,7 +222,7 @@ calls = {
     "hgrn2": (gla_triton, {"d_key": 128}, [x(8, 128), x(8, 128), x(8, 128), gates(8, 128)], {"gate": "key", "scale": 1.0}),
     "mamba2": (gla_triton, {}, [x(1, 128), x(1, 128), x(32, 64), gates(32)], {"gate": "scalar", "scale": 1.0}),
     "gsa": (gsa_triton, {"head_dim": 256}, [*(x(4, 256) for _ in "qkv"), x(4, 64)],
-            {"scale": 1.0, "link": "softmax", "damping": 8.0}),
+            {"scale": 1.0, "slot_activation": "softmax", "gate_logit_normalizer": 8.0}),
     "delta_net": (delta_rule_triton, {"heads": 8, "d_key": 128, "d_value": 128}, [*(x(8, 128) for _ in "qkv"), gates(8), None],
                   {"scale": 1.0}),
 }
@@ -258,46 +258,48 @@ def test_what_a_gpus_kernels_keep_besides(monkeypatch):
 
 
 @pytest.mark.parametrize("variant", EXCHANGED)
-@pytest.mark.parametrize(("precision", "recompute", "residual"), SENT_WITH)
-def test_tensor_ranks_exchange_what_is_counted(measured, variant, precision, recompute, residual):
-    arithmetic = Arithmetic(run_of(variant, precision=precision, recompute=recompute, residual=residual, tensor=2))
+@pytest.mark.parametrize(("compute_dtype", "recompute", "residual_dtype"), SENT_WITH)
+def test_tensor_ranks_exchange_what_is_counted(measured, variant, compute_dtype, recompute, residual_dtype):
+    arithmetic = Arithmetic(
+        run_of(variant, compute_dtype=compute_dtype, recompute=recompute, residual_dtype=residual_dtype, tensor=2)
+    )
     per_micro_batch = sum(tensor_volumes(arithmetic).values()) // arithmetic.micro_batches
-    assert per_micro_batch == measured["sent"][f"{variant} {precision} {recompute} {residual}"]
+    assert per_micro_batch == measured["sent"][f"{variant} {compute_dtype} {recompute} {residual_dtype}"]
 
 
 def shared(variant, **settings):
-    return Arithmetic(run_of(variant, context=ODD_CONTEXT, mlp=True, **SHARED_BY, **settings))
+    return Arithmetic(run_of(variant, sequence_length=ODD_SEQUENCE_LENGTH, mlp=True, **SHARED_BY, **settings))
 
 
 @pytest.mark.parametrize("variant", SHARED)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_activations_on_a_shared_residual_stream_are_what_autograd_keeps(measured, variant, precision):
-    arithmetic = shared(variant, precision=precision)
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_activations_on_a_shared_residual_stream_are_what_autograd_keeps(measured, variant, compute_dtype):
+    arithmetic = shared(variant, compute_dtype=compute_dtype)
     assert arithmetic.work.stream_tokens * SHARED_BY["tensor"] > arithmetic.work.tokens
     # the last norm's output is gathered in the compute type
     without = -READ_NUMBERS + arithmetic.work.compute_bytes * SMALL_WIDTH
-    counted = arithmetic.activations(recompute=False) - BATCH * ODD_CONTEXT * without
-    assert counted == pytest.approx(measured["shared"][variant]["saved"][precision], rel=0.02)
+    counted = arithmetic.activations(recompute=False) - BATCH * ODD_SEQUENCE_LENGTH * without
+    assert counted == pytest.approx(measured["shared"][variant]["saved"][compute_dtype], rel=0.02)
 
 
 @pytest.mark.parametrize("variant", RECOMPUTED)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_recomputation_on_a_shared_residual_stream_keeps_what_is_counted(measured, variant, precision):
-    arithmetic = shared(variant, precision=precision)
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_recomputation_on_a_shared_residual_stream_keeps_what_is_counted(measured, variant, compute_dtype):
+    arithmetic = shared(variant, compute_dtype=compute_dtype)
     # of the batch its tokens and positions are seen
     without = -READ_NUMBERS
-    counted = arithmetic.activations(recompute=True) + arithmetic.states - BATCH * ODD_CONTEXT * without
-    assert counted == pytest.approx(measured["shared"][variant]["living"][precision], rel=0.1)
+    counted = arithmetic.activations(recompute=True) + arithmetic.states - BATCH * ODD_SEQUENCE_LENGTH * without
+    assert counted == pytest.approx(measured["shared"][variant]["living"][compute_dtype], rel=0.1)
 
 
 @pytest.mark.parametrize("variant", SHARED)
-@pytest.mark.parametrize(("precision", "recompute"), SHARED_WITH)
-def test_ranks_that_share_a_residual_stream_exchange_what_is_counted(measured, variant, precision, recompute):
-    arithmetic = shared(variant, precision=precision, recompute=recompute)
+@pytest.mark.parametrize(("compute_dtype", "recompute"), SHARED_WITH)
+def test_ranks_that_share_a_residual_stream_exchange_what_is_counted(measured, variant, compute_dtype, recompute):
+    arithmetic = shared(variant, compute_dtype=compute_dtype, recompute=recompute)
     counted = dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 0)
     for (_, collective), volume in tensor_volumes(arithmetic).items():
         counted[collective] += volume // arithmetic.micro_batches
-    sent = measured["shared"][variant]["sent"][f"{precision} {recompute}"]
+    sent = measured["shared"][variant]["sent"][f"{compute_dtype} {recompute}"]
     names = {"allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
     assert counted == {names[name]: nbytes for name, nbytes in sent.items()}
 
@@ -369,7 +371,7 @@ def test_activations_of_a_stage_are_what_autograd_keeps(measured, variant):
     """To 4 %; what goes to the next stage is kept by who sends it."""
     for one, saved in zip(of_stages(run_of(variant, pipeline=STAGES)), measured["saved of a stage"][variant], strict=True):
         beside = -READ_NUMBERS + 4 * SMALL_WIDTH
-        assert one.activations(recompute=False) - BATCH * CONTEXT * beside == pytest.approx(saved, rel=0.04)
+        assert one.activations(recompute=False) - BATCH * SEQUENCE_LENGTH * beside == pytest.approx(saved, rel=0.04)
 
 
 def test_stages_keep_as_many_micro_batches_as_their_schedule_has_ahead():
@@ -379,7 +381,7 @@ def test_stages_keep_as_many_micro_batches_as_their_schedule_has_ahead():
         words = [
             "layout.pipeline=4",
             "layout.data=1",
-            "training.micro_batch=1",
+            "training.micro_batch_size=1",
             f"training.global_batch_tokens={2048 * micro_batches}",
         ]
         for one in of_stages(load(RUN, words)):
@@ -392,23 +394,23 @@ def test_stages_keep_as_many_micro_batches_as_their_schedule_has_ahead():
 
 @pytest.mark.parametrize("variant", HANDED_ON)
 def test_sequence_ranks_hand_on_what_is_counted(measured, variant):
-    arithmetic = Arithmetic(run_of(variant, sequence=2))
+    arithmetic = Arithmetic(run_of(variant, context=2))
     exchange = exchanges(arithmetic)
     names = {"right": "States: to the next rank", "left": "cotangents: to the rank before"}
     counted = {direction: exchange[name].bytes // 2 if name in exchange else 0 for direction, name in names.items()}
     assert counted == measured["handed on"][variant]
-    kept = arithmetic.activations(recompute=False) - BATCH * CONTEXT // 2 * (-READ_NUMBERS + 4 * SMALL_WIDTH)
+    kept = arithmetic.activations(recompute=False) - BATCH * SEQUENCE_LENGTH // 2 * (-READ_NUMBERS + 4 * SMALL_WIDTH)
     assert kept == pytest.approx(measured["saved of a segment"][variant], rel=0.03)
 
 
 @pytest.mark.parametrize("variant", HANDED_ON)
 def test_sequence_ranks_gather_what_is_counted(measured, variant):
     """Of a rank in the middle: what linear recurrences gather, and what the others hand on all the same."""
-    exchange = exchanges(Arithmetic(run_of(variant, sequence=SPANS, state_exchange="gather")))
+    exchange = exchanges(Arithmetic(run_of(variant, context=SPANS, context_comm="all_gather")))
     seen = measured["gathered"][variant]
     for direction, what in (("right", "States: "), ("left", "cotangents: ")):
         assert sum(sent.bytes for name, sent in exchange.items() if name.startswith(what)) == 2 * seen.get(f"{direction} bytes", 0)
-    gathered = [sent for name, sent in exchange.items() if "all-gather over sequence" in name]
+    gathered = [sent for name, sent in exchange.items() if "all-gather over context" in name]
     assert all((sent.members, sent.pairs, sent.once) == (SPANS, False, False) for sent in gathered)
     linear = variant.split(",")[0] not in ("attention", "lattice", "swiglu") and "without" not in variant
     assert bool(gathered) == (linear or variant == "hgrn2 without a bound")

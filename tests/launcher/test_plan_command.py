@@ -116,7 +116,7 @@ def test_sizes_of_what_stays_are_the_arithmetic_of_adam():
     halved = make_plan(load(RUN, ["layout.tensor=2"])).memory
     assert halved.parameters == pytest.approx(2 * n, rel=0.001)
     assert halved.optimizer == pytest.approx(12 * n / 16, rel=0.001)
-    float32 = make_plan(load(RUN, ["training.precision=float32"])).memory
+    float32 = make_plan(load(RUN, ["training.compute_dtype=float32"])).memory
     assert float32.compute_copies == 0
 
 
@@ -172,7 +172,7 @@ def test_stages_share_the_model_and_the_first_keeps_most_activations():
 
 def test_a_stage_waits_for_the_others():
     """(stages - 1) / micro-batches of the time of the passes, and none of the update's."""
-    cluster, words = load_cluster("h100"), ["layout.data=1", "layout.pipeline=4", "training.micro_batch=1"]
+    cluster, words = load_cluster("h100"), ["layout.data=1", "layout.pipeline=4", "training.micro_batch_size=1"]
     few, many = (make_plan(load(RUN, [*words, f"training.global_batch_tokens={2048 * n}"]), cluster) for n in (4, 64))
     assert (few.bubble, many.bubble) == (pytest.approx(3 / 7), pytest.approx(3 / 67))
     for plan, n in ((few, 4), (many, 64)):
@@ -202,24 +202,24 @@ def test_the_table_has_a_line_per_stage_and_says_when_micro_batches_are_few(plan
 
 def test_gathered_states_go_to_every_rank_of_the_sequence():
     """Mamba's scan: a decay and a sum for every number of state, to 7 ranks; the convolution's tail goes to one as before."""
-    words = ["layout.data=1", "layout.sequence=8"]
-    relayed, gathered = (make_plan(load(RUN, [*words, *more])) for more in ((), ("layout.state_exchange=gather",)))
-    state = 48 * relayed.micro_batches * 4 * 4096 * 16 * load(RUN).training.micro_batch
+    words = ["layout.data=1", "layout.context=8"]
+    relayed, gathered = (make_plan(load(RUN, [*words, *more])) for more in ((), ("layout.context_comm=all_gather",)))
+    state = 48 * relayed.micro_batches * 4 * 4096 * 16 * load(RUN).training.micro_batch_size
     names = {"States": "to the next rank", "cotangents": "to the rank before"}
     for what, where in names.items():
-        assert gathered.exchange[f"{what}: all-gather over sequence"] == 7 * 2 * state
+        assert gathered.exchange[f"{what}: all-gather over context"] == 7 * 2 * state
         assert relayed.exchange[f"{what}: {where}"] - gathered.exchange[f"{what}: {where}"] == state
     # whose spans' scans run again for their gradient: kept is the span's decay, not the States on the way
     assert dataclasses.replace(gathered.memory, activations=0, in_hand=0) == dataclasses.replace(
         relayed.memory, activations=0, in_hand=0
     )
     assert 0 < gathered.memory.activations < relayed.memory.activations
-    early = make_plan(load(RUN, [*words, "layout.state_exchange=early"]))
+    early = make_plan(load(RUN, [*words, "layout.context_comm=early"]))
     assert early.memory == gathered.memory
     assert early.exchange == relayed.exchange
     # every rank's part passes every link of the ring, where a State goes to a neighbour once
     cluster = load_cluster("h100")
-    slower, faster = (make_plan(load(RUN, [*words, *more]), cluster) for more in (("layout.state_exchange=gather",), ()))
+    slower, faster = (make_plan(load(RUN, [*words, *more]), cluster) for more in (("layout.context_comm=all_gather",), ()))
     assert slower.speed.exchange > faster.speed.exchange
 
 
@@ -227,8 +227,8 @@ def test_a_shared_residual_stream_saves_memory_where_layers_are_run_again():
     """Without recomputation, which gathers what layers read once more, it sends no more, and keeps a part of what norms make beside
     what is gathered of it."""
     words = ["layout.tensor=4"]
-    whole, shared = (make_plan(load(RUN, [*words, *more])) for more in ((), ("layout.split_residual=true",)))
-    tokens, width = load(RUN).training.micro_batch * 2048, 2048
+    whole, shared = (make_plan(load(RUN, [*words, *more])) for more in ((), ("layout.sequence_parallel=true",)))
+    tokens, width = load(RUN).training.micro_batch_size * 2048, 2048
     # a quarter of what 48 norms make, which on one rank is what the layers keep anyway; three quarters of a number per row, and of
     # what the last norm makes, which nobody else keeps
     more = 48 * (tokens // 4 * 2 * width - 3 * tokens // 4 * 4) - 3 * tokens // 4 * 2 * width
@@ -237,7 +237,7 @@ def test_a_shared_residual_stream_saves_memory_where_layers_are_run_again():
     assert partial not in whole.exchange
     assert shared.exchange[partial] == ring(2 * 4 * 49 * width, 4)
     assert sum(shared.exchange.values()) - shared.exchange[partial] == sum(whole.exchange.values())
-    again = [make_plan(load(RUN, [*words, "training.recompute=true", *more])) for more in ((), ("layout.split_residual=true",))]
+    again = [make_plan(load(RUN, [*words, "training.recompute=true", *more])) for more in ((), ("layout.sequence_parallel=true",))]
     assert again[0].memory.activations / 4 < again[1].memory.activations < again[0].memory.activations / 3.5
     sent = [sum(value for name, value in plan.exchange.items() if name.startswith("layers forward")) for plan in again]
     assert sent[1] - sent[0] == pytest.approx(48 * whole.micro_batches * ring(2 * tokens * width, 4), rel=1e-9)
@@ -252,19 +252,19 @@ def test_without_zero_every_rank_has_all_moments():
     sent = {zero: make_plan(load(RUN, [f"layout.zero={zero}"])).exchange for zero in ZERO}
     assert sum(sent[0].values()) == ring(8 * n, 8)
     assert sum(sent[2].values()) == sum(sent[1].values()) - ring(4 * n, 8)
-    found = make_plan(load(RUN, ["layout.zero=0", "training.recompute=true", "training.micro_batch=1"]), memory_gib=22)
+    found = make_plan(load(RUN, ["layout.zero=0", "training.recompute=true", "training.micro_batch_size=1"]), memory_gib=22)
     assert found.advice == ("layout.zero=1",)
-    assert make_plan(load(RUN, ["training.recompute=true", "training.micro_batch=1"]), memory_gib=22).fits
+    assert make_plan(load(RUN, ["training.recompute=true", "training.micro_batch_size=1"]), memory_gib=22).fits
 
 
 @pytest.mark.parametrize(
     ("words", "memory", "advice"),
     [
-        (("layout.tensor=8", "training.recompute=true", "training.micro_batch=1"), 2.3, ("layout.pipeline=2",)),
+        (("layout.tensor=8", "training.recompute=true", "training.micro_batch_size=1"), 2.3, ("layout.pipeline=2",)),
         ((), 20, ("training.recompute=true",)),
-        (("training.recompute=true",), 17.0, ("training.micro_batch=1",)),
-        (("training.recompute=true", "training.micro_batch=1"), 16.5, ("layout.data=16",)),
-        (("training.recompute=true", "training.micro_batch=1"), 10, ("layout.tensor=2",)),
+        (("training.recompute=true",), 17.0, ("training.micro_batch_size=1",)),
+        (("training.recompute=true", "training.micro_batch_size=1"), 16.5, ("layout.data=16",)),
+        (("training.recompute=true", "training.micro_batch_size=1"), 10, ("layout.tensor=2",)),
     ],
 )
 def test_advice_is_the_first_change_that_fits_and_does_fit(words, memory, advice):
@@ -282,11 +282,11 @@ def test_where_nothing_helps_the_plan_says_so(plan):
 
 
 def test_four_thousand_ranks_are_planned_as_one_is(plan):
-    words = ["layout.data=512", "layout.sequence=8", "training.context=1048576", "training.global_batch_tokens=1073741824"]
-    status, out, err = plan(RUN, *words, "training.micro_batch=1", "--cluster", "h200", "--json")
+    words = ["layout.data=512", "layout.context=8", "training.sequence_length=1048576", "training.global_batch_tokens=1073741824"]
+    status, out, err = plan(RUN, *words, "training.micro_batch_size=1", "--cluster", "h200", "--json")
     values = json.loads(out)
     assert (status in (0, 2), err, values["ranks"]) == (True, "", 4096)
-    one = json.loads(plan(RUN, "layout.data=1", "training.micro_batch=1", "--json")[1])
+    one = json.loads(plan(RUN, "layout.data=1", "training.micro_batch_size=1", "--json")[1])
     assert one["exchange"] == {}
     assert one["memory"]["optimizer"] == 12 * one["parameters"]
     assert values["memory"]["optimizer"] == pytest.approx(12 * one["parameters"] / 4096, rel=1e-5)
@@ -294,7 +294,7 @@ def test_four_thousand_ranks_are_planned_as_one_is(plan):
 
 
 def test_four_thousand_ranks_in_stages_are_planned_and_advised_at_once(plan):
-    words = ["layout.data=64", "layout.pipeline=16", "layout.tensor=4", "training.micro_batch=1", "model.n_layers=128"]
+    words = ["layout.data=64", "layout.pipeline=16", "layout.tensor=4", "training.micro_batch_size=1", "model.n_layers=128"]
     began = time.process_time()
     status, out, err = plan(RUN, *words, "--cluster", "h200", "--memory-gib", 1, "--json")
     seconds = time.process_time() - began

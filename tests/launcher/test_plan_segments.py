@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support import measured_costs
-from support.measured_costs import BPTT, CUT_CONTEXT, LANES, SEGMENTED, SEGMENTED_OVER_RANKS, SHARED_BY, STAGES, run_of
+from support.measured_costs import BPTT, CUT_SEQUENCE_LENGTH, LANES, SEGMENTED, SEGMENTED_OVER_RANKS, SHARED_BY, STAGES, run_of
 
 from baton.launcher.advice import LEAST_PASS
 from baton.launcher.arithmetic import of_stages
@@ -25,10 +25,10 @@ def measured():
     return measured_costs.measured()["segments"]
 
 
-def long_run(*words, context=LONG, sequences=1):
+def long_run(*words, sequence_length=LONG, sequences=1):
     """The words of a run of a few long sequences on one rank."""
-    tokens = [f"training.context={context}", f"training.global_batch_tokens={context * sequences}"]
-    return load(RUN, ["layout.data=1", "training.micro_batch=1", *tokens, *words])
+    tokens = [f"training.sequence_length={sequence_length}", f"training.global_batch_tokens={sequence_length * sequences}"]
+    return load(RUN, ["layout.data=1", "training.micro_batch_size=1", *tokens, *words])
 
 
 # ----------------------------------------------------------------------------------------------------------- against running models
@@ -36,13 +36,13 @@ def long_run(*words, context=LONG, sequences=1):
 
 def arithmetic(variant, bptt, **settings):
     """Of the run's last stage."""
-    return of_stages(run_of(variant, context=CUT_CONTEXT, bptt=bptt, **settings))[-1]
+    return of_stages(run_of(variant, sequence_length=CUT_SEQUENCE_LENGTH, bptt=bptt, **settings))[-1]
 
 
 def assert_kept(one, seen, rel=0.03):
     """Fingerprints of States and the like are not counted. In one process the State that the last survey left waits there;
     between processes it has been sent."""
-    memory, waiting = one.memory(), one.entering if one.layout.sequence == 1 else 0
+    memory, waiting = one.memory(), one.entering if one.layout.context == 1 else 0
     if one.together > 1:
         assert memory.borders + memory.inputs + waiting == pytest.approx(seen["survey"], rel=rel)
     kept = memory.borders + memory.inputs + one.activations(recompute=one.training.recompute)
@@ -55,7 +55,7 @@ def assert_kept(one, seen, rel=0.03):
 @pytest.mark.parametrize("bptt", BPTT)
 def test_segments_keep_what_is_counted(measured, variant, bptt):
     one, seen = arithmetic(variant, bptt), measured[f"{variant} {bptt}"]
-    assert one.work.length == BPTT[bptt]["segment"] < CUT_CONTEXT
+    assert one.work.length == BPTT[bptt]["segment"] < CUT_SEQUENCE_LENGTH
     assert_kept(one, seen)
     # six lanes of which a micro-batch reads two
     assert seen["lanes"] == one.memory().lanes == (0 if bptt == "exact" else LANES // 2 * one.states)
@@ -79,7 +79,7 @@ def test_recomputed_segments_and_those_of_later_stages_keep_what_is_counted(meas
 @pytest.mark.parametrize(("variant", "bptt"), SEGMENTED_OVER_RANKS)
 def test_segments_over_sequence_ranks_keep_and_send_what_is_counted(measured, variant, bptt):
     """The two ends differ: the first rank sends nothing to the left of a group, the last one hands on what leaves it as a whole."""
-    one = arithmetic(variant, bptt, sequence=2)
+    one = arithmetic(variant, bptt, context=2)
     first, last = (measured[f"{variant} {bptt} rank {rank}"] for rank in (0, 1))
     assert_kept(one, last)
     assert first["lanes"] == one.memory().lanes
@@ -112,8 +112,8 @@ def test_tensor_ranks_exchange_surveys_too(measured, bptt, recompute, how):
 
 def test_states_are_gathered_only_where_no_gradient_goes_from_segment_to_segment():
     for bptt in BPTT:
-        names = exchanges(arithmetic("gla", bptt, sequence=2, state_exchange="gather"))
-        assert any("all-gather over sequence" in name for name in names) is (bptt == "cut")
+        names = exchanges(arithmetic("gla", bptt, context=2, context_comm="all_gather"))
+        assert any("all-gather over context" in name for name in names) is (bptt == "cut")
 
 
 # ------------------------------------------------------------------------------------------------------------- against the schedule
@@ -130,7 +130,7 @@ def makespan(stages, micro_batches, segments, together, seconds):
             if at[stage] == len(found):
                 continue
             one = found[at[stage]]
-            unit = (one.micro_batch, one.segment)
+            unit = (one.micro_batch_size, one.segment)
             backward = one.kind == "backward"
             there = stages - 1 if backward else 0
             needs = (backward, stage + 1 if backward else stage - 1, unit)
@@ -180,7 +180,7 @@ def test_a_million_tokens_in_segments_are_as_much_as_one_and_the_states_between(
     """Mamba 1.4B, 48 layers: a State of 13.1 MiB (4096 x 16 numbers in float32, 3 x 4096 in bfloat16), 62 of them kept."""
     state = 48 * (4 * 4096 * 16 + 2 * 3 * 4096)
     assert state / 2**20 == pytest.approx(13.1, abs=0.05)
-    segment = make_plan(long_run("training.bptt={mode: exact, segment: 16384}", context=16384)).memory
+    segment = make_plan(long_run("training.bptt={mode: exact, segment: 16384}", sequence_length=16384)).memory
     found = make_plan(long_run("training.bptt={mode: exact, segment: 16384}")).memory
     assert segment.borders == 0
     assert found.borders == (64 - 2) * state
@@ -188,7 +188,7 @@ def test_a_million_tokens_in_segments_are_as_much_as_one_and_the_states_between(
     assert found.peak - segment.peak == found.borders + tokens
     assert found.activations == segment.activations
     # on sequence ranks the first segment is entered too, and a rank has its part of the tokens
-    ranks = make_plan(long_run("training.bptt={mode: exact, segment: 131072}", "layout.sequence=8")).memory
+    ranks = make_plan(long_run("training.bptt={mode: exact, segment: 131072}", "layout.context=8")).memory
     assert (ranks.borders, ranks.activations, 8 * ranks.tokens) == ((8 - 1) * state, found.activations, found.tokens)
     truncated = make_plan(long_run("training.bptt={mode: truncated, segment: 16384, gradient_segments: 2}", "training.lanes=5"))
     assert (truncated.memory.borders, truncated.memory.lanes) == (state, 5 * state)
@@ -199,7 +199,7 @@ def test_a_million_tokens_in_segments_are_as_much_as_one_and_the_states_between(
     [("mamba-1.4b", 13.1), ("longhorn-1.3b", 13.1), ("gsa-1.3b", 24.0), ("lattice-1.3b", 12.3), ("bmojo-1.4b", 172.2)],
 )
 def test_a_states_size_is_what_the_page_on_long_contexts_says(model, mib):
-    (one,) = of_stages(long_run(f"model={model}", context=16384))
+    (one,) = of_stages(long_run(f"model={model}", sequence_length=16384))
     assert one.states / 2**20 == pytest.approx(mib, abs=0.051)
 
 
@@ -225,20 +225,20 @@ def test_segments_run_forwards_once_more_but_for_the_last():
     ("words", "memory", "advice"),
     [
         ((), 136, ("training.bptt={mode: exact, segment: 32768}",)),
-        (("layout.sequence=8",), 136, ("training.bptt={mode: exact, segment: 262144}",)),
-        (("training.micro_batch=4", "training.global_batch_tokens=4194304"), 136,
-         ("training.bptt={mode: exact, segment: 32768}", "training.micro_batch=1")),
+        (("layout.context=8",), 136, ("training.bptt={mode: exact, segment: 262144}",)),
+        (("training.micro_batch_size=4", "training.global_batch_tokens=4194304"), 136,
+         ("training.bptt={mode: exact, segment: 32768}", "training.micro_batch_size=1")),
         # both, where one of them is not enough
         ((), 40, ("training.recompute=true", "training.bptt={mode: exact, segment: 16384}")),
         # stages rather recompute what fits so
-        (("layout.pipeline=4", "training.context=65536"), 100, ("training.recompute=true",)),
+        (("layout.pipeline=4", "training.sequence_length=65536"), 100, ("training.recompute=true",)),
         (("layout.pipeline=4",), 100, ("training.bptt={mode: exact, segment: 65536}",)),
         # what has segments gets shorter ones, and gradients go as far back as they did
         (("training.bptt={mode: exact, segment: 131072}",), 136, ("training.bptt.segment=32768",)),
         (("training.bptt={mode: truncated, segment: 65536, gradient_segments: 2}",), 136,
          ("training.bptt.segment=32768", "training.bptt.gradient_segments=4")),
         # the last resort: segments so short that the weights' own traffic is felt
-        (("training.context=12288", "training.global_batch_tokens=12288", "layout.sequence=3", "layout.tensor=8",
+        (("training.sequence_length=12288", "training.global_batch_tokens=12288", "layout.context=3", "layout.tensor=8",
           "model.n_layers=1"), 0.4, ("training.bptt={mode: exact, segment: 6144}",)),
     ],
 )  # fmt: skip
@@ -247,13 +247,21 @@ def test_advice_of_segments_is_the_first_that_fits_and_does_fit(words, memory, a
     found = make_plan(config, memory_gib=memory)
     assert not found.fits
     assert found.advice == advice
-    tokens = ["layout.data=1", "training.micro_batch=1", f"training.context={LONG}", f"training.global_batch_tokens={LONG}"]
+    tokens = [
+        "layout.data=1",
+        "training.micro_batch_size=1",
+        f"training.sequence_length={LONG}",
+        f"training.global_batch_tokens={LONG}",
+    ]
     again = load(RUN, [*tokens, *words, *advice])
     assert make_plan(again, memory_gib=memory).fits
     # the next longer segments do not fit
-    segment, sizes = again.training.segment, [n for n in range(1, again.training.context + 1) if again.training.context % n == 0]
+    segment, sizes = (
+        again.training.segment,
+        [n for n in range(1, again.training.sequence_length + 1) if again.training.sequence_length % n == 0],
+    )
     longer = next((n for n in sizes if n > segment), None)
-    if segment < again.training.context and longer < config.training.segment:
+    if segment < again.training.sequence_length and longer < config.training.segment:
         bptt = again.training.bptt.model_copy(update={"segment": longer, "gradient_segments": None})
         training = again.training.model_copy(update={"bptt": bptt})
         assert not make_plan(again.model_copy(update={"training": training}), memory_gib=memory).fits
@@ -261,22 +269,27 @@ def test_advice_of_segments_is_the_first_that_fits_and_does_fit(words, memory, a
 
 def test_advised_segments_are_legal():
     """Multiples of the sequence ranks that divide the context, and not shorter than a window's tail on any rank."""
-    words = ["model=bmojo-1.4b", "layout.sequence=3"]
-    config = long_run(*words, context=1_179_648)
+    words = ["model=bmojo-1.4b", "layout.context=3"]
+    config = long_run(*words, sequence_length=1_179_648)
     found = make_plan(config, memory_gib=60)
     (advice,) = [word for word in found.advice if "bptt" in word]
-    segment = load(RUN, ["training.context=1179648", "training.global_batch_tokens=1179648", "layout.data=1",
-                         "training.micro_batch=1", *words, *found.advice]).training.segment  # fmt: skip
+    segment = load(RUN, ["training.sequence_length=1179648", "training.global_batch_tokens=1179648", "layout.data=1",
+                         "training.micro_batch_size=1", *words, *found.advice]).training.segment  # fmt: skip
     assert advice == f"training.bptt={{mode: exact, segment: {segment}}}"
     assert 1_179_648 % segment == segment % 3 == 0
     assert segment // 3 >= LEAST_PASS > config.model.mixers["bmojo"].longest_tail
     # whole documents are in no State, so nobody is told to cut them
-    full = make_plan(long_run("model=transformer-1.3b", context=131072), memory_gib=60)
+    full = make_plan(long_run("model=transformer-1.3b", sequence_length=131072), memory_gib=60)
     assert not any("bptt" in word for word in full.advice)
 
 
 def test_the_command_says_how_sequences_are_cut(capsys):
-    tokens = ["layout.data=1", "training.micro_batch=1", f"training.context={LONG}", f"training.global_batch_tokens={LONG}"]
+    tokens = [
+        "layout.data=1",
+        "training.micro_batch_size=1",
+        f"training.sequence_length={LONG}",
+        f"training.global_batch_tokens={LONG}",
+    ]
     status = main(["plan", str(RUN), *tokens, "training.bptt={mode: exact, segment: 16384}", "--cluster", "h200"])
     out = capsys.readouterr().out
     assert status == 0

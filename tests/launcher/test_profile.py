@@ -19,10 +19,10 @@ RUN = {
     "data": {"kind": "mqar", "length": 32, "pairs": 4, "vocab_size": 64},
     "training": {
         "steps": 6,
-        "context": 64,
+        "sequence_length": 64,
         "global_batch_tokens": 512,
-        "micro_batch": 2,
-        "precision": "float32",
+        "micro_batch_size": 2,
+        "compute_dtype": "float32",
         "optimizer": {"lr": 1e-2},
         "evaluation": {"every": 0},
     },
@@ -42,7 +42,7 @@ def runs(run_file, launch):
     plain, profiled = (run_file.parent / name for name in ("plain", "profiled"))
     words = ["layout.data=2", "training.log_every=1"]
     assert launch(plain, str(run_file), *words, where=run_file.parent).end().status == 0
-    words += ["profile.after=3", "profile.steps=2", "profile.ranks=all", "profile.peak_tflops=0.05"]
+    words += ["profile.skip_steps=3", "profile.steps=2", "profile.ranks=all", "profile.peak_tflops=0.05"]
     assert launch(profiled, str(run_file), *words, where=run_file.parent).end().status == 0
     return plain, profiled
 
@@ -92,7 +92,7 @@ def test_the_table_is_text_too_and_the_trace_one_that_viewers_open(runs):
 def test_it_is_switched_on_as_a_whole_or_by_a_setting_and_may_change(run_file, tmp_path):
     off, on = load(run_file), load(run_file, ["training.steps=8", "profile=true"])
     assert off.profile is None
-    assert (on.profile.after, on.profile.steps, on.profile.ranks) == (5, 3, "first")
+    assert (on.profile.skip_steps, on.profile.steps, on.profile.ranks) == (5, 3, "first")
     assert load(run_file, ["profile=false"]).profile is None
     settings = load(run_file, ["profile=true", "profile.steps=1"])
     assert settings.profile.steps == 1
@@ -107,7 +107,7 @@ def test_it_is_switched_on_as_a_whole_or_by_a_setting_and_may_change(run_file, t
         ("profile.step=1", "unknown key profile.step; did you mean profile.steps?"),
         ("profile.steps=0", "profile.steps=0: Input should be greater than or equal to 1"),
         ("profile.ranks=some", "profile.ranks='some': Input should be 'first' or 'all'"),
-        ("profile=true", "set training.steps=8 or more, or profile.after or profile.steps to less"),
+        ("profile=true", "set training.steps=8 or more, or profile.skip_steps or profile.steps to less"),
     ],
 )
 def test_bad_values_are_refused_in_one_line(run_file, tmp_path, capsys, word, said):

@@ -47,12 +47,15 @@ SETTINGS = {
     "unknown key": (["flavour=3"], ["unknown key flavour", "known here: name, directory"]),
     "misspelt key of another group": (["stepz=3"], ["unknown key stepz", "did you mean training.steps?"]),
     "another codebase's key": (["training.learning_rate=3"], ["did you mean training.optimizer.lr?"]),
-    "a key for which two stand": (["training.batch_size=3"], ["mean training.global_batch_tokens and training.micro_batch?"]),
+    "a key for which two stand": (["training.batch_size=3"], ["mean training.global_batch_tokens and training.micro_batch_size?"]),
     "a key one group too high": (["training.warmup_steps=3"], ["did you mean training.schedule.warmup_steps?"]),
     "a value for a group": (["training.bptt=truncated"], ["training.bptt='truncated'", "mean training.bptt.mode=truncated?"]),
     "a number for a group": (["training.bptt=5"], ["training.bptt=5: expected a group of settings", "training.bptt.mode=VALUE"]),
-    "a number for a list": (["training.length_warmup=5"], ["training.length_warmup=5: expected a list"]),
-    "a number for a group in a list": (["training.batch_ramp=[5]"], ["training.batch_ramp.0=5: expected a group of settings"]),
+    "a number for a list": (["training.sequence_length_warmup=5"], ["training.sequence_length_warmup=5: expected a list"]),
+    "a number for a group in a list": (
+        ["training.batch_size_warmup=[5]"],
+        ["training.batch_size_warmup.0=5: expected a group of settings"],
+    ),
     "a key twice in a word": (["layout={data: 2, data: 1}"], ["'layout={data: 2, data: 1}'", "not valid YAML"]),
     "misspelt key": (["trainning.steps=3"], ["unknown key trainning", "did you mean training?"]),
     "misspelt nested key": (["training.global_batch_token=64"], ["did you mean training.global_batch_tokens?"]),
@@ -88,7 +91,7 @@ SETTINGS = {
     ),
     "segments do not divide": (
         ["training.bptt={mode: exact, segment: 24}"],
-        ["training.bptt.segment=24 does not divide training.context=32", "nearest that do: [16, 32]"],
+        ["training.bptt.segment=24 does not divide training.sequence_length=32", "nearest that do: [16, 32]"],
     ),
     "an exact gradient that is cut": (
         ["training.bptt={mode: exact, segment: 8, gradient_segments: 2}"],
@@ -103,36 +106,42 @@ SETTINGS = {
         ["training.bptt.segment=2 is shorter than the last 3 tokens", "set training.bptt.segment=4"],
     ),
     "ranks do not divide a segment": (
-        ["training.bptt={mode: exact, segment: 8}", "layout={sequence: 3}"],
-        ["layout.sequence=3 does not divide training.bptt.segment=8; those that do: [1, 2, 4, 8]"],
+        ["training.bptt={mode: exact, segment: 8}", "layout={context: 3}"],
+        ["layout.context=3 does not divide training.bptt.segment=8; those that do: [1, 2, 4, 8]"],
     ),
     "a span of a segment shorter than a tail": (
-        ["training.bptt={mode: exact, segment: 8}", "layout={sequence: 4}"],
+        ["training.bptt={mode: exact, segment: 8}", "layout={context: 4}"],
         ["leaves 2 of training.bptt.segment=8 tokens to a rank", "training.bptt.segment=16"],
     ),
     "a context shorter than a tail": (
-        ["training.bptt={mode: truncated, segment: 2}", "training.context=2", "training.global_batch_tokens=8"],
-        ["training.bptt.segment=2 is shorter than the last 3", "training.bptt=null: training.context=2 has no longer segment"],
+        ["training.bptt={mode: truncated, segment: 2}", "training.sequence_length=2", "training.global_batch_tokens=8"],
+        [
+            "training.bptt.segment=2 is shorter than the last 3",
+            "training.bptt=null: training.sequence_length=2 has no longer segment",
+        ],
     ),
     "full attention in segments": (
         ["training.bptt={mode: exact, segment: 8}", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 8}}"],
         ["training.bptt: model.mixers.attention looks at the whole document", "attention.window, or training.bptt=null"],
     ),
     "a shorter length that does not divide": (
-        ["training.length_warmup=[{steps: 2, context: 12}]"],
-        ["training.length_warmup.0.context=12 does not divide training.context=32", "[1, 2, 4, 8, 16, 32]"],
+        ["training.sequence_length_warmup=[{steps: 2, sequence_length: 12}]"],
+        [
+            "training.sequence_length_warmup.0.sequence_length=12 does not divide training.sequence_length=32",
+            "[1, 2, 4, 8, 16, 32]",
+        ],
     ),
     "a shorter length whose sequences do not fit": (
-        ["training.length_warmup=[{steps: 2, context: 8}]", "training.lanes=6"],
-        ["training.length_warmup.0: training.lanes=6 is less than the 16 sequences of a step"],
+        ["training.sequence_length_warmup=[{steps: 2, sequence_length: 8}]", "training.lanes=6"],
+        ["training.sequence_length_warmup.0: training.lanes=6 is less than the 16 sequences of a step"],
     ),
     "shorter lengths to the end": (
-        ["training.length_warmup=[{steps: 39, context: 8}, {steps: 1, context: 16}]"],
-        ["training.length_warmup takes 40 steps, all of training.steps=40"],
+        ["training.sequence_length_warmup=[{steps: 39, sequence_length: 8}, {steps: 1, sequence_length: 16}]"],
+        ["training.sequence_length_warmup takes 40 steps, all of training.steps=40"],
     ),
     "a shorter length that leaves too few tokens to a rank": (
-        ["training.length_warmup=[{steps: 2, context: 4}]", "layout={sequence: 2}"],
-        ["layout.sequence=2 leaves 2 of training.length_warmup.0.context=4 tokens to a rank"],
+        ["training.sequence_length_warmup=[{steps: 2, sequence_length: 4}]", "layout={context: 2}"],
+        ["layout.context=2 leaves 2 of training.sequence_length_warmup.0.sequence_length=4 tokens to a rank"],
     ),
     "no mode": (["training.bptt={segment: 8}"], ["training.bptt.mode is missing"]),
     "ZeRO-2 with stages": (
@@ -143,34 +152,37 @@ SETTINGS = {
         ["layout.tensor=4", "model.pattern=[gsa]", "model.mixers={gsa: {head_dim: 8, slots: 4}}"],
         ["layout.tensor=4 does not divide model.mixers.gsa.heads=2", "[1, 2]"],
     ),
-    "sequence does not divide": (["layout.sequence=3"], ["layout.sequence=3 does not divide training.context=32", "[1, 2, 4"]),
+    "sequence does not divide": (
+        ["layout.context=3"],
+        ["layout.context=3 does not divide training.sequence_length=32", "[1, 2, 4"],
+    ),
     "a document that cannot be handed on": (
-        ["layout.sequence=2", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 4}}"],
+        ["layout.context=2", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 4}}"],
         ["model.mixers.attention looks at the whole document", "set model.mixers.attention.window"],
     ),
     "a rank's tokens are fewer than a convolution's tail": (
-        ["layout.sequence=16"],
+        ["layout.context=16"],
         [
-            "layout.sequence=16 leaves 2 of training.context=32 tokens to a rank",
+            "layout.context=16 leaves 2 of training.sequence_length=32 tokens to a rank",
             "model.mixers.mamba hands on its last 3",
-            "layout.sequence that leaves enough: [1, 2, 4, 8]; or with 16 ranks training.context=48 or more",
+            "layout.context that leaves enough: [1, 2, 4, 8]; or with 16 ranks training.sequence_length=48 or more",
         ],
     ),
     "a rank's tokens are fewer than a window": (
-        ["layout.sequence=4", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 4, window: 18}}"],
-        ["leaves 8 of", "model.mixers.attention hands on its last 17", "[1]; or with 4 ranks training.context=68 or more"],
+        ["layout.context=4", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 4, window: 18}}"],
+        ["leaves 8 of", "model.mixers.attention hands on its last 17", "[1]; or with 4 ranks training.sequence_length=68 or more"],
     ),
     "a rank's tokens are fewer than B'MOJO's fading tokens": (
-        ["layout.sequence=4", "model.pattern=[bmojo]", "model.mixers={bmojo: {head_dim: 4, window: 5, fading: sliding}}"],
-        ["leaves 8 of", "model.mixers.bmojo hands on its last 9", "[1, 2]; or with 4 ranks training.context=36 or more"],
+        ["layout.context=4", "model.pattern=[bmojo]", "model.mixers={bmojo: {head_dim: 4, window: 5, fading: sliding}}"],
+        ["leaves 8 of", "model.mixers.bmojo hands on its last 9", "[1, 2]; or with 4 ranks training.sequence_length=36 or more"],
     ),
     "ZeRO stage": (["layout.zero=3"], ["layout.zero=3", "should be 0, 1 or 2"]),
-    "batch is no multiple": (["training.global_batch_tokens=100"], ["not a multiple of training.context=32", "96 and 128"]),
+    "batch is no multiple": (["training.global_batch_tokens=100"], ["not a multiple of training.sequence_length=32", "96 and 128"]),
     "lanes do not divide": (["training.lanes=5"], ["training.lanes=5 is not a multiple of layout.data=2", "6"]),
     "too few lanes": (["training.lanes=2"], ["training.lanes=2", "4 sequences of a step"]),
     "a residual stream less precise than what is added": (
-        ["training.precision=float32", "training.residual=bfloat16"],
-        ["training.residual=bfloat16 does not go with training.precision=float32", "set training.residual=float32"],
+        ["training.compute_dtype=float32", "training.residual_dtype=bfloat16"],
+        ["training.residual_dtype=bfloat16 does not go with training.compute_dtype=float32", "set training.residual_dtype=float32"],
     ),
     "schedule longer than the run": (
         ["training.schedule={kind: wsd, warmup_steps: 10, decay_steps: 31}"],
@@ -223,7 +235,7 @@ FILES = {
     "not a mapping": ("- name: small", ["expected keys and values"]),
     "not text": (b"\xff\xfe\x00", ["cannot be read"]),
     "a key twice": (
-        "name: small\ntraining:\n  steps: 3\n  context: 8\n  steps: 4\n",
+        "name: small\ntraining:\n  steps: 3\n  sequence_length: 8\n  steps: 4\n",
         ["'steps' is there twice (line 3 and line 5)"],
     ),
     "a group twice": ("name: small\ntraining: {steps: 3}\nlayout: {data: 2}\ntraining: {seed: 1}\n", ["(line 2 and line 4)"]),
@@ -465,13 +477,13 @@ def test_a_layout_of_another_number_of_ranks_than_were_started(inputs, tmp_path)
         return line
 
     assert started(4, tensor=2, pipeline=2, data=2) == (
-        "baton: the layout is tensor x pipeline x sequence x data = 2 x 2 x 1 x 2 = 8 ranks, but 4 were started; start 8, "
+        "baton: the layout is tensor x pipeline x context x data = 2 x 2 x 1 x 2 = 8 ranks, but 4 were started; start 8, "
         "or set layout.data=1"
     )
     # 3 copies would not divide the 4 sequences of a step, and 5 ranks are no copies of 2
     assert started(6, tensor=2, data=2).endswith("6 were started; start 4, or set a layout whose sizes multiply to 6")
     assert started(5, tensor=2, data=2).endswith("5 were started; start 4, or set a layout whose sizes multiply to 5")
-    assert started(1, sequence=2, data=1).endswith("1 was started; start 2, or set a layout whose sizes multiply to 1")
+    assert started(1, context=2, data=1).endswith("1 was started; start 2, or set a layout whose sizes multiply to 1")
 
 
 REFUSE = """
@@ -488,7 +500,7 @@ def test_refusals_need_no_torch(inputs, tmp_path):
     with open_attempt(load(inputs.run, [f"directory={tmp_path / 'run'}"])):
         pass
     bad = ["training.seed=1", "data.path=/nowhere", f"data.path={inputs.tokens}", "layout.tensor=3", "model.vocab_size=9"]
-    bad += ["layout.pipeline=3", "layout={zero: 2, pipeline: 2}", "layout.sequence=16"]
+    bad += ["layout.pipeline=3", "layout={zero: 2, pipeline: 2}", "layout.context=16"]
     words = [[str(inputs.run), f"directory={tmp_path / 'run'}", word] for word in bad]
     done = subprocess.run([sys.executable, "-c", REFUSE, json.dumps(words)], capture_output=True, text=True, check=True)
     assert len(done.stderr.splitlines()) == len(words)

@@ -311,7 +311,7 @@ def test_a_rank_that_goes_silent_is_named_with_the_message_that_is_missed(inputs
     """Ranks of a sequence: the report names who was the cause, and the layer and message that another rank was left waiting for."""
     (tmp_path / "sitecustomize.py").write_text(FATE.replace("FATE", fate))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    words = ["layout.data=1", "layout.sequence=2", "layout.timeout_s=20", "training.evaluation.every=0"]
+    words = ["layout.data=1", "layout.context=2", "layout.timeout_s=20", "training.evaluation.every=0"]
     running = launch(tmp_path / "run", str(inputs.run), *SAME_PLACES, *words, where=inputs.run.parent)
     ranks = wait_until(lambda: len(found := running.ranks()) == 2 and found, "two ranks")
     ended = running.end()

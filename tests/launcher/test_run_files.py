@@ -40,8 +40,8 @@ def test_a_run_file_fits_80_gb_as_it_is_and_with_every_override_its_header_names
 def test_overrides_are_found_in_headers():
     """The test above reads them from prose: these are some that it must have read."""
     found = {path.stem: starts(path)[1:] for path in RUN_FILES}
-    assert found["longhorn-125m-openwebtext"] == [("training.context=4096",)]
-    assert found["longhorn-350m-openwebtext"] == [("training.context=4096", "training.micro_batch=8")]
+    assert found["longhorn-125m-openwebtext"] == [("training.sequence_length=4096",)]
+    assert found["longhorn-350m-openwebtext"] == [("training.sequence_length=4096", "training.micro_batch_size=8")]
     assert found["mamba-2.8b-300b"] == [("training.optimizer.lr=8.0e-4",)]
     assert found["bmojo-1.4b"] == [("model=bmojo-f-1.4b",)]
     variants = [("model.mixers.lattice.variant=enc",), ("model.mixers.lattice.variant=sim",)]

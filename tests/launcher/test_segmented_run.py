@@ -17,10 +17,10 @@ TRUNCATED = (
     *COMMON,
     "training.bptt={mode: truncated, segment: 8, gradient_segments: 2}",
     "training.lanes=8",
-    "training.length_warmup=[{steps: 2, context: 16}]",
+    "training.sequence_length_warmup=[{steps: 2, sequence_length: 16}]",
 )
 EXACT = (*COMMON, "training.bptt={mode: exact, segment: 8}")
-OTHER_RANKS = ("layout.data=1", "layout.sequence=2", "layout.pipeline=2")
+OTHER_RANKS = ("layout.data=1", "layout.context=2", "layout.pipeline=2")
 
 FATE = """
 import os, signal, sys

@@ -24,7 +24,7 @@ SPARSE = [{"variant": variant, "project": project} for variant in ("dec", "enc",
 def run_with(mixer, *, device="cuda", **training):
     """A run of three layers, two of which have the mixer."""
     model = {"d_model": 128, "n_layers": 3, "vocab_size": 64, "pattern": ["own", "mamba", "own"], "mixers": {"own": mixer}}
-    settings = {"steps": 1, "context": 256, "global_batch_tokens": 2048, "micro_batch": 2, "optimizer": {"lr": 1e-3}}
+    settings = {"steps": 1, "sequence_length": 256, "global_batch_tokens": 2048, "micro_batch_size": 2, "optimizer": {"lr": 1e-3}}
     return RunConfig.model_validate({"name": "small", "device": device, "model": model, "training": settings | training})
 
 
@@ -125,7 +125,7 @@ def test_what_is_run_again_or_surveyed_or_in_large_batches_takes_longer():
     cut = {"bptt": {"mode": "exact", "segment": 64}}
     (surveyed,) = slow_paths(run_with(sparse, **cut), "cuda")
     assert surveyed.seconds == pytest.approx(plain.seconds * (0.75 * 23 + 73) / 73)
-    (narrow,) = slow_paths(run_with(sparse), "cuda", memory_tb_s=1e-3)
+    (narrow,) = slow_paths(run_with(sparse), "cuda", memory_bandwidth_tb_s=1e-3)
     assert narrow.seconds == pytest.approx(4 * 256 * 2 * 4 * (43 + 82) * 2 * 64 * 128 / 1e9)
     staged = run_with(sparse).model_copy(update={"layout": run_with(sparse).layout.model_copy(update={"pipeline": 3})})
     (stage,) = slow_paths(staged, "cuda")
@@ -136,7 +136,7 @@ def test_plans_count_it_and_say_it():
     h100 = load_cluster("h100")
     sparse, dense = ({"kind": "lattice", "sparsity": x} for x in (0.01, 0.0))
     slow, fast = (make_plan(run_with(mixer), h100) for mixer in (sparse, dense))
-    (path,) = slow_paths(run_with(sparse), "cuda", h100.memory_tb_s)
+    (path,) = slow_paths(run_with(sparse), "cuda", h100.memory_bandwidth_tb_s)
     assert slow.speed.eager == pytest.approx(path.seconds)
     assert slow.speed.step == pytest.approx(fast.speed.step + path.seconds, rel=1e-3)
     assert slow.to_json()["seconds"]["eager"] == slow.speed.eager

@@ -21,7 +21,7 @@ RUN = {
     "data": {"kind": "mqar", "length": 16, "pairs": 2, "vocab_size": 36},
     "training": {
         "steps": 2,
-        "context": 32,
+        "sequence_length": 32,
         "global_batch_tokens": 64,
         "log_every": 1,
         "optimizer": {"lr": 1e-2},

@@ -36,10 +36,10 @@ RUN = {
     "layout": {"data": 2},
     "training": {
         "steps": STEPS,
-        "context": 32,
+        "sequence_length": 32,
         "global_batch_tokens": 256,
-        "micro_batch": 2,
-        "precision": "float32",
+        "micro_batch_size": 2,
+        "compute_dtype": "float32",
         "optimizer": {"lr": 1e-2},
         "schedule": {"kind": "constant"},
         "checkpoint": {"every": 2, "keep_last": 4},
@@ -162,7 +162,7 @@ def test_a_killed_run_goes_on_bit_for_bit(undisturbed, pool, tmp_path):
     assert all(torch.equal(ours[key], theirs[key]) and ours[key].isfinite().all() for key in ours)
 
 
-@pytest.mark.parametrize("layout", [{"data": 1}, {"sequence": 2, "pipeline": 2}, {"tensor": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"data": 1}, {"context": 2, "pipeline": 2}, {"tensor": 2, "data": 2}], ids=str)
 def test_another_layout_reads_the_same_examples(undisturbed, pool, tmp_path, layout):
     folder = as_if_killed(undisturbed, tmp_path / "run", 2)
     assert set(pool.run(train_in_pool, str(folder), **layout)) == {None}
@@ -213,8 +213,9 @@ REFUSALS = {
     "case that cannot be": (["data.cases=[{pairs: 5}]"], ["data", "case 0", "length=16 is too short", "20 tokens"]),
     "too short": (["data.length=7"], ["data", "length=7 is too short", "8 tokens"]),
     "too many pairs": (["data.pairs=18", "data.length=80"], ["pairs=18", "vocab_size=36 has 17"]),
-    "context": (["training.context=24", "training.global_batch_tokens=192"],
-                ["training.context=24 is not a multiple of data.length=16", "16 and 32", "lengths that fill this one: 8, 12, 24"]),
+    "sequence_length": (["training.sequence_length=24", "training.global_batch_tokens=192"],
+                ["training.sequence_length=24 is not a multiple of data.length=16", "16 and 32",
+                 "lengths that fill this one: 8, 12, 24"]),
     "vocabulary": (["model.vocab_size=40"], ["model.vocab_size=40", "the task has 36 tokens", "null to take the task's"]),
     "tensor ranks": (["layout.tensor=3", "model.pad_vocab_to=1"], ["layout.tensor=3 does not divide"]),
 }  # fmt: skip
@@ -287,7 +288,7 @@ def scores_of_ranks(mesh):
     built = build(ModelConfig(d_model=16, n_layers=1, vocab_size=12, loss_chunk=5), training(), mesh)
 
     def batches(data_rank, data_size):
-        chosen = task_set(task, tokens=16 * 21, context=16, micro_batch=2, data_rank=data_rank, data_size=data_size)
+        chosen = task_set(task, tokens=16 * 21, sequence_length=16, micro_batch_size=2, data_rank=data_rank, data_size=data_size)
         return chosen.labels, [share(b if mesh.tensor_rank == 0 else None, mesh, b.tokens.shape) for b in chosen.batches]
 
     labels, own = batches(mesh.data_rank, mesh.layout.data)

@@ -80,7 +80,7 @@ def test_initial_decays_are_mamba_2s(single_mesh):
     layer = _built(config)
     assert isinstance(layer, GatedDeltaNet)
     rates, steps = layer.A_log.detach().exp(), F.softplus(layer.dt_bias.detach())
-    assert ((rates >= config.rate_min) & (rates <= config.rate_max)).all()
+    assert ((rates >= config.A_init_min) & (rates <= config.A_init_max)).all()
     assert abs(float(rates.mean()) - 8.5) < 0.5
     assert ((steps >= config.dt_min * 0.999) & (steps <= config.dt_max * 1.001)).all()
     assert abs(float(steps.log().mean()) - float(torch.tensor([1e-3, 1e-1]).log().mean())) < 0.15
@@ -109,7 +109,7 @@ def test_a_width_that_makes_no_whole_number_of_heads_is_refused():
 
 
 def test_bounds_in_the_wrong_order_are_refused():
-    with pytest.raises(ValueError, match=r"rate_min=20.0 exceeds rate_max=16.0"):
-        GatedDeltaNetConfig(rate_min=20.0)
+    with pytest.raises(ValueError, match=r"A_init_min=20.0 exceeds A_init_max=16.0"):
+        GatedDeltaNetConfig(A_init_min=20.0)
     with pytest.raises(ValueError, match=r"dt_min=1.0 exceeds dt_max=0.1"):
         GatedDeltaNetConfig(dt_min=1.0)

@@ -33,10 +33,10 @@ def learn(mesh, pattern, mixers, task, *, steps, enough=0.99, seed=0):
     """Accuracy on held-out examples after training for `steps` steps, or as soon as it is `enough`."""
     training = TrainingConfig(
         steps=steps,
-        context=task.length,
+        sequence_length=task.length,
         global_batch_tokens=ROWS * task.length,
-        micro_batch=ROWS,
-        precision="float32",
+        micro_batch_size=ROWS,
+        compute_dtype="float32",
         seed=seed,
         optimizer={"lr": 1e-2, "weight_decay": 0.0},
         schedule={"kind": "constant", "warmup_steps": 10},
@@ -44,7 +44,7 @@ def learn(mesh, pattern, mixers, task, *, steps, enough=0.99, seed=0):
     named = {name: {"kind": name, **settings} for name, settings in mixers.items()}
     built = build(ModelConfig(d_model=32, n_layers=2, pattern=pattern, mixers=named, vocab_size=task.vocab_size), training, mesh)
     executor = StepExecutor(built.model, built.engine, mesh)
-    one_rank = {"context": task.length, "micro_batch": ROWS, "data_rank": 0, "data_size": 1}
+    one_rank = {"sequence_length": task.length, "micro_batch_size": ROWS, "data_rank": 0, "data_size": 1}
     held_out = task_set(task, tokens=HELD_OUT * task.length, **one_rank)
     batches = [batch_distribution.share(batch, mesh, batch.tokens.shape) for batch in held_out.batches]
     plan = StepPlan.constant(**one_rank, lanes=ROWS, lanes_per_step=ROWS, start_step=0, prefetch=2)

@@ -50,7 +50,7 @@ def _rms(x, weight):
 
 @torch.no_grad()
 def test_gla_is_its_formula():
-    mixer = _built("gla", heads=3, d_key=6, d_value=5, gate_rank=4)
+    mixer = _built("gla", heads=3, d_key=6, d_value=5, gate_low_rank_dim=4)
     x, pos = _tokens()
     p = _parts(mixer, x, q=(3, 6), k=(3, 6), v=(3, 5), gate=(3, 5))
     logits = x @ mixer.code_proj.weight.T @ mixer.decay_proj.weight.T + mixer.decay_bias
@@ -267,8 +267,8 @@ def test_long_memories_survive_bfloat16(kind):
     silent = torch.zeros(B, T, M)
     silent[..., 0] = 1.0
     _, after = mixer(silent, pos + T, before)
-    damping = mixer.config.damping
-    kept = torch.sigmoid(torch.tensor(7.0, dtype=torch.float64)) ** (T / damping)
+    gate_logit_normalizer = mixer.config.gate_logit_normalizer
+    kept = torch.sigmoid(torch.tensor(7.0, dtype=torch.float64)) ** (T / gate_logit_normalizer)
     for name, leaf in before.items():
         assert relative_error(after[name], kept * leaf.double()) <= 1e-6
 
@@ -282,7 +282,7 @@ def test_long_memories_survive_bfloat16(kind):
         ("hgrn2", {"heads": 7}, r"mixers\.hgrn2: d_model / heads = 64 / 7 is not a whole number; set d_value"),
         ("hgrn2", {"lower_bound": 1.0}, "less than 1"),
         ("mamba2", {"head_dim": 48}, r"expand \* d_model / head_dim = 128 / 48 is not a whole number; set head_dim"),
-        ("mamba2", {"rate_min": 17.0}, r"rate_min=17\.0 exceeds rate_max=16\.0"),
+        ("mamba2", {"A_init_min": 17.0}, r"A_init_min=17\.0 exceeds A_init_max=16\.0"),
         ("gsa", {"head_dim": 7}, "head_dim=7 does not divide d_model=64"),
         ("gsa", {"head_dim": 16, "kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
     ],

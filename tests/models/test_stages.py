@@ -67,8 +67,8 @@ def test_the_head_is_on_the_last_stage():
     assert [len(stage.layers) for stage in without] == [6, 6, 6, 6]
 
 
-def slowest_of(config, stages, context):
-    costs, head = layer_costs(config, context), head_cost(config)
+def slowest_of(config, stages, sequence_length):
+    costs, head = layer_costs(config, sequence_length), head_cost(config)
     return max(sum(costs[n] for n in stage.layers) + head * stage.last for stage in stages)
 
 

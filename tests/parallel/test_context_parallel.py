@@ -80,7 +80,7 @@ def roots_of(state, cotangents):
 
 
 @cache
-def by_hand(kind, carried, dtype, pieces, exchange="relay"):
+def by_hand(kind, carried, dtype, pieces, exchange="ring"):
     """One rank, which hands the States on from call to call and leaves the cotangents to autograd."""
     x, pos, dy, cotangents, state = case(kind, carried, dtype)
     layer = layer_of(kind, SequenceLink(0, [0], CPU, exchange=exchange), dtype)
@@ -180,7 +180,7 @@ def alone(kind, carried, segments):
 )
 def test_ranks_are_segments_bit_for_bit(pool, single_mesh, ranks, carried):
     """Outputs, States and cotangents, with a State carried in and a cotangent on the leaving one."""
-    results = pool.run(on_a_rank, STATEFUL, carried, torch.float32, sequence=ranks)
+    results = pool.run(on_a_rank, STATEFUL, carried, torch.float32, context=ranks)
     for kind in STATEFUL:
         rows = [result[kind] for result in results]
         assert_same_bits(rows, by_hand(kind, carried, torch.float32, ranks), kind)
@@ -201,7 +201,7 @@ def test_ranks_are_segments_bit_for_bit(pool, single_mesh, ranks, carried):
 )
 def test_a_ring_of_ranks_and_segments_is_all_segments_on_one_rank(pool, single_mesh, ranks, segments, options):
     """Backwards in one call or one per segment; recomputation exchanges nothing."""
-    results = pool.run(on_a_rank, STATEFUL, True, torch.float32, segments, sequence=ranks, **options)
+    results = pool.run(on_a_rank, STATEFUL, True, torch.float32, segments, context=ranks, **options)
     for kind in STATEFUL:
         rows = [result[kind] for result in results]
         assert_same_bits(rows, by_hand(kind, True, torch.float32, ranks * segments), kind)
@@ -267,7 +267,7 @@ def test_what_waits_for_the_next_segment_takes_no_more_memory_than_it_needs(sing
 @pytest.mark.parametrize(("ranks", "segments", "options"), [(3, 1, {}), (2, 2, {"recompute": True})], ids=str)
 def test_effects_sent_early_fold_to_the_same_bits(pool, single_mesh, ranks, segments, options):
     """Outputs, States and cotangents; what is recomputed, too, begins with what entered."""
-    results = pool.run(on_a_rank, STATEFUL, True, torch.float32, segments, sequence=ranks, state_exchange="early", **options)
+    results = pool.run(on_a_rank, STATEFUL, True, torch.float32, segments, context=ranks, context_comm="early", **options)
     for kind in STATEFUL:
         rows = [result[kind] for result in results]
         assert_same_bits(rows, by_hand(kind, True, torch.float32, ranks * segments, "early"), kind)
@@ -276,7 +276,7 @@ def test_effects_sent_early_fold_to_the_same_bits(pool, single_mesh, ranks, segm
 
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_sent_early_or_when_it_has_run_is_the_same_to_rounding(single_mesh, kind):
-    early, relayed = (by_hand(kind, True, torch.float64, 3, exchange) for exchange in ("early", "relay"))
+    early, relayed = (by_hand(kind, True, torch.float64, 3, exchange) for exchange in ("early", "ring"))
     for part in ("y", "dx", "dentering", "parameters"):
         for name, x in relayed[part].items() if isinstance(relayed[part], dict) else [("x", relayed[part])]:
             other = early[part][name] if isinstance(early[part], dict) else early[part]
@@ -286,7 +286,7 @@ def test_sent_early_or_when_it_has_run_is_the_same_to_rounding(single_mesh, kind
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))])
 def test_gathered_effects_fold_to_the_same_bits(pool, single_mesh, ranks):
     """Outputs, States and cotangents of early and of gathered exchange; one gathered message per linear carrier and direction."""
-    results = pool.run(on_a_rank, STATEFUL, True, torch.float32, sequence=ranks, state_exchange="gather")
+    results = pool.run(on_a_rank, STATEFUL, True, torch.float32, context=ranks, context_comm="all_gather")
     gathered = 0
     for kind in STATEFUL:
         rows = [result[kind] for result in results]
@@ -302,7 +302,7 @@ def test_gathered_effects_fold_to_the_same_bits(pool, single_mesh, ranks):
 
 
 def test_gathering_gives_way_to_the_relay_over_segments(pool, single_mesh):
-    results = pool.run(on_a_rank, ["mamba"], True, torch.float32, 2, sequence=2, state_exchange="gather")
+    results = pool.run(on_a_rank, ["mamba"], True, torch.float32, 2, context=2, context_comm="all_gather")
     rows = [result["mamba"] for result in results]
     assert_same_bits(rows, by_hand("mamba", True, torch.float32, 4), "mamba")
     assert_same_messages(rows, alone("mamba", True, 4), "mamba")
@@ -310,7 +310,7 @@ def test_gathering_gives_way_to_the_relay_over_segments(pool, single_mesh):
 
 def test_ranks_are_the_whole_sequence(pool, single_mesh):
     """In float64, to rounding: cutting changes neither outputs nor gradients."""
-    results = pool.run(on_a_rank, STATEFUL, True, torch.float64, sequence=3)
+    results = pool.run(on_a_rank, STATEFUL, True, torch.float64, context=3)
     for kind in STATEFUL:
         rows, exact = [result[kind] for result in results], by_hand(kind, True, torch.float64, 1)
         assert relative_error(torch.cat([row["y"][v] for v, row in enumerate(rows)], dim=1), exact["y"][0]) <= 1e-10
@@ -376,7 +376,7 @@ def leaking(mesh):
     """Per kind: whether an earlier document's tokens change a later one's outputs, and the largest gradient back into it; and the
     same of the last token that the second rank has of the later document itself."""
     torch.set_deterministic_debug_mode("error")
-    size, rank, results = mesh.layout.sequence, mesh.sequence_rank, {}
+    size, rank, results = mesh.layout.context, mesh.context_rank, {}
     span = spans(size)[rank]
     # the second document begins inside the second rank's span and goes on over the next ones; the first one began before
     start = T // size + 4
@@ -407,7 +407,7 @@ def leaking(mesh):
 
 def test_nothing_leaks_into_a_document_from_the_one_before(pool):
     """Bit for bit forwards and exactly zero backwards, where documents straddle ranks."""
-    results = pool.run(leaking, sequence=4)
+    results = pool.run(leaking, context=4)
     for kind in STATEFUL:
         rows = [result[kind] for result in results]
         assert not any(row["changed"] for row in rows), kind
@@ -439,4 +439,4 @@ def test_one_hardware_queue_is_refused_before_any_group_is_made(monkeypatch):
     """On a GPU with one the ring would stand still: see sequence_link."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(LayoutError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 is set"):
-        sequence_link(LayoutConfig(sequence=2), 0, torch.device("cuda"), 1.0)
+        sequence_link(LayoutConfig(context=2), 0, torch.device("cuda"), 1.0)

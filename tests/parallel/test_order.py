@@ -98,9 +98,9 @@ def events(mesh, names):
     return found
 
 
-@pytest.mark.parametrize(("exchange", "orders"), [("relay", ORDERS), ("early", EARLY)], ids=["relay", "early"])
+@pytest.mark.parametrize(("exchange", "orders"), [("ring", ORDERS), ("early", EARLY)], ids=["ring", "early"])
 def test_what_the_next_rank_waits_for_leaves_as_early_as_it_can(pool, exchange, orders):
-    _, middle, _ = pool.run(events, list(orders), sequence=3, state_exchange=exchange)
+    _, middle, _ = pool.run(events, list(orders), context=3, context_comm=exchange)
     for kind, (carrier, before, after, back_before, back_after) in orders.items():
         forward, backward = ([event for name, event in log if name.startswith(carrier)] for log in middle[kind])
         for log, direction, earlier, later in (
@@ -118,7 +118,7 @@ def test_what_the_next_rank_waits_for_leaves_as_early_as_it_can(pool, exchange, 
 
 def test_a_recurrence_runs_once_forwards_and_not_again_backwards(pool):
     """What a rank computes is what one computes that has nobody beside it."""
-    _, middle, _ = pool.run(events, list(ORDERS), sequence=3)
+    _, middle, _ = pool.run(events, list(ORDERS), context=3)
     for kind, (carrier, *_) in ORDERS.items():
         forward, backward = ([event for name, event in log if name.startswith(carrier)] for log in middle[kind])
         phase = "outputs" if kind in ("bmojo", "attention") else "run"
@@ -128,7 +128,7 @@ def test_a_recurrence_runs_once_forwards_and_not_again_backwards(pool):
 
 @pytest.mark.parametrize("kind", ["mamba", "attention"])
 def test_a_tail_leaves_before_anything_arrives(pool, kind):
-    _, (forward, backward), _ = (rank[kind] for rank in pool.run(events, [kind], sequence=3))
+    _, (forward, backward), _ = (rank[kind] for rank in pool.run(events, [kind], context=3))
     name = "short_conv" if kind == "mamba" else "window_attention"
     for log, direction in ((forward, "right"), (backward, "left")):
         own = [event for carrier, event in log if carrier.startswith(name)]
@@ -159,7 +159,7 @@ def messages(mesh):
         total = 0.0
         for s in range(3):
             with link.segment(s, of=3):
-                pos = torch.arange(12)[None] + 12 * (s * mesh.layout.sequence + mesh.sequence_rank)
+                pos = torch.arange(12)[None] + 12 * (s * mesh.layout.context + mesh.context_rank)
                 total = total + layer(torch.randn(1, 12, SMALL_WIDTH, requires_grad=True), pos, None)[0].sum()
         total.backward()
         link.wait()
@@ -169,7 +169,7 @@ def messages(mesh):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_goes_around_waits_until_the_segment_is_done(pool, ranks):
     """Else, on a GPU, all ranks may wait for each other: see SequenceLink."""
-    logs = pool.run(messages, sequence=ranks)
+    logs = pool.run(messages, context=ranks)
     for direction, noun, log in (("right", "the State", logs[-1]), ("left", "the cotangent", logs[0])):
         own = [(channel, act, what) for channel, act, what in log if what.startswith(noun)]
         sent = [n for n, (channel, act, _) in enumerate(own) if (channel, act) == (f"around {direction}", "send")]

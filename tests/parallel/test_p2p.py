@@ -109,7 +109,7 @@ def sending(mesh):
 
 
 def test_messages_are_released_when_they_have_left(pool):
-    ((kept, released), gathered), taken = pool.run(sending, sequence=2)
+    ((kept, released), gathered), taken = pool.run(sending, context=2)
     assert kept == 5, "they left before anybody took them: this shows nothing"
     assert all(released)
     assert gathered == [[10, 10, 10], [11, 11, 11]]
@@ -128,7 +128,7 @@ def refused(mesh):
 
 
 def test_a_message_that_does_not_come_is_named(pool):
-    sentence = pool.run(refused, sequence=2)[0]
+    sentence = pool.run(refused, context=2)[0]
     assert re.match(
         r"rank 0: an answer did not come from rank 1 \(waited \d+\.\d s of at most 1 s\): that rank has died, or", sentence
     )

@@ -79,7 +79,7 @@ def needs(stage, count, operation, orders):
 
 def held_at_once(mesh):
     """The most micro-batches that this stage keeps in a step."""
-    config = training(micro_batch=1)
+    config = training(micro_batch_size=1)
     built, most = build(MODEL, config, mesh), 0
     passes = Passes(built.model, micro_batches(0, 0, 1, 1), 1.0, Segments(), None)
     for operation in schedule(built.model.stage.index, built.model.stage.count, 8):
@@ -137,7 +137,7 @@ def without_gradients(mesh):
     from baton.parallel.param_layout import initialize_parameters
 
     initialize_parameters(model, 3, mesh.tensor_rank, mesh.layout.tensor)
-    spans = (mesh.sequence_rank, mesh.layout.sequence)
+    spans = (mesh.context_rank, mesh.layout.context)
     batches = micro_batches(0, mesh.data_rank, mesh.layout.data, 2, *spans)
     found = evaluate(model, batches, 1000, 180, mesh)
     scored = score(model, batches, 180, mesh)
@@ -147,7 +147,7 @@ def without_gradients(mesh):
 
 def test_evaluation_and_writing_do_not_depend_on_the_stages(pool):
     expected = pool.run(without_gradients, data=1)[0]
-    layouts = ({"pipeline": 3}, {"pipeline": 2, "tensor": 2, "data": 2}, {"pipeline": 2, "sequence": 2})
+    layouts = ({"pipeline": 3}, {"pipeline": 2, "tensor": 2, "data": 2}, {"pipeline": 2, "context": 2})
     for layout in layouts:
         for loss, other, accuracy, text in pool.run(without_gradients, **layout):
             assert (loss, other) == pytest.approx(expected[:2], rel=1e-6)

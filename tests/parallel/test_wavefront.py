@@ -84,7 +84,7 @@ class Case(NamedTuple):
     slow: tuple
     w: float
     back: float
-    exchange: str = "relay"
+    exchange: str = "ring"
 
 
 EARLY = (Slow("begin", 0.04), Slow("finish", 0.06), Slow("begin_backward", 0.05), Slow("finish_backward", 0.07))
@@ -155,8 +155,8 @@ def passes(mesh, n, segments):
     link.channels = {name: Late(channel) for name, channel in link.channels.items()}
     link.exchange = case.exchange
     layers, outputs, moments = stack_of(case.kind, link), [], []
-    pos = (TOKENS * mesh.sequence_rank + torch.arange(TOKENS)).expand(1, -1)
-    x = torch.randn(1, TOKENS, SMALL_WIDTH, generator=torch.Generator().manual_seed(mesh.sequence_rank))
+    pos = (TOKENS * mesh.context_rank + torch.arange(TOKENS)).expand(1, -1)
+    x = torch.randn(1, TOKENS, SMALL_WIDTH, generator=torch.Generator().manual_seed(mesh.context_rank))
     with slowed(case):
         moments.append(CLOCK.now)
         for s in range(segments):
@@ -207,7 +207,7 @@ def formula(case, segments, backward):
 @pytest.mark.parametrize(("n", "segments"), jobs())
 def test_a_pass_takes_what_the_formula_says(pool, n, segments):
     """And never L P t."""
-    spans = makespans(pool.run(passes, n, segments, sequence=RANKS))
+    spans = makespans(pool.run(passes, n, segments, context=RANKS))
     for span, backward in zip(spans, (False, True), strict=True):
         assert span == pytest.approx(formula(CASES[n], segments, backward))
         assert span < 0.6 * segments * LAYERS * RANKS * nominal(CASES[n], backward)

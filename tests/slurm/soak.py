@@ -56,7 +56,11 @@ class Soak:
             "evaluation": {"every": 500, "tokens": 600},
             "checkpoint": {"every": 50, "keep_last": 3},
         }
-        settings["jobs"] = RUN["jobs"] | {"retries": 10_000, "strikes": 10_000, "patience": 20}
+        settings["jobs"] = RUN["jobs"] | {
+            "max_failures": 10_000,
+            "max_node_failures": 10_000,
+            "max_failures_without_progress": 20,
+        }
         self.run = folder / "run.yaml"
         self.run.write_text(yaml.safe_dump(settings))
         cluster = load_cluster("sandbox").model_dump(mode="json")

@@ -28,7 +28,7 @@ def test_a_warned_run_saves_requeues_and_finishes_with_the_same_bits(submit, exp
 
 
 def test_a_dead_node_and_a_hung_rank_are_found_named_and_survived(submit, expected):
-    job = submit("jobs.strikes=1")
+    job = submit("jobs.max_node_failures=1")
     job.wait_for_step(25)
     (number,) = job.ids("running")
     assert sandbox("fail", "n2").returncode == 0

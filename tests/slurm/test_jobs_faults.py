@@ -54,7 +54,7 @@ def test_a_node_vanishes_during_a_save_where_the_partition_has_no_other(submit, 
     """SLURM holds the dead node's step for running, and its other node for busy."""
     subprocess.run(["scontrol", "create", "partition=pair", "nodes=n[1-2]", "state=up"], capture_output=True)
     patched(SAVES_LONG.replace("MARK", repr(str(tmp_path / "saving-"))))
-    job = submit("jobs.hang_s=50", nodes="1-2", partition="pair")
+    job = submit("jobs.hang_timeout_s=50", nodes="1-2", partition="pair")
     wait_until(lambda: all((tmp_path / f"saving-{rank}").exists() for rank in (2, 3)), "a save")
     (number,) = job.ids("running")
     assert sandbox("fail", "n2").returncode == 0
@@ -88,7 +88,7 @@ if "BATON_START" in os.environ:
 def test_jobs_too_short_for_a_step_stop_their_chain(submit, patched):
     """The warning before the time limit comes while ranks start, each time."""
     patched(STARTS_LONG)
-    job = submit(time="3", warning_s=120, save_s=100)
+    job = submit(time="3", warning_s=120, save_timeout_s=100)
     for attempt in (1, 2):
         job.wait_for_attempt(attempt)
         wait_until(lambda: len(job.ranks()) == 4, "the ranks")
@@ -100,7 +100,7 @@ def test_jobs_too_short_for_a_step_stop_their_chain(submit, patched):
     assert job.rows("stopped")[0]["reason"] == (
         "the run is stopped: 2 attempts in a row made no new step; the last was told to stop before it had made one. A job of "
         "slurm.time=3 must have room for its start and for steps before its last slurm.warning_s=120 s: set slurm.time longer, or "
-        "slurm.warning_s and slurm.save_s shorter"
+        "slurm.warning_s and slurm.save_timeout_s shorter"
     )
     wait_until(lambda: not job.ids(), "an empty queue")
 

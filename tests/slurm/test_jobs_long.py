@@ -55,7 +55,7 @@ def adds_up(job) -> None:
 def test_a_real_time_limit(submit, expected, tmp_path, monkeypatch):
     """SLURM looks at limits every half minute, and may warn a minute early: nothing is said of when."""
     slowly(tmp_path, 0.8, monkeypatch)
-    job = submit("jobs.patience=1000", time="2", warning_s=60, save_s=40)
+    job = submit("jobs.max_failures_without_progress=1000", time="2", warning_s=60, save_timeout_s=40)
     while not job.rows("stopped"):  # on a busy machine a start takes most of a job's time
         seen = len(job.rows("end"))
         wait_until(lambda seen=seen: len(job.rows("end")) > seen or job.rows("stopped"), f"the end of attempt {seen + 1}")
@@ -267,11 +267,11 @@ def test_in_a_container_that_does_not_know_slurm(submit, expected, tmp_path):
 
 
 def test_saving_that_hangs_ends_in_time(submit, expected, tmp_path, monkeypatch):
-    """Ranks are killed after save_s, and the run goes on from the checkpoint before."""
+    """Ranks are killed after save_timeout_s, and the run goes on from the checkpoint before."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(HANGS.replace("MARK", repr(str(tmp_path / "hung"))))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    job = submit("jobs.hang_s=50", warning_s=30, save_s=4)
+    job = submit("jobs.hang_timeout_s=50", warning_s=30, save_timeout_s=4)
     job.wait_for_step(25)
     (number,) = job.ids("running")
     subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)

@@ -72,7 +72,9 @@ def test_a_run_that_makes_no_new_step_is_stopped():
     assert code(end(Exit.FAILED, 0), end(Exit.FAILED, 0)) == Exit.NO_PROGRESS
     assert code(end(Exit.FAILED, 7), end(Exit.FAILED, 7), end(Exit.FAILED, 5)) == Exit.NO_PROGRESS, "steps done again are not new"
     assert code(end(Exit.FAILED, 7), end(Exit.FAILED, 7), end(Exit.FAILED, 8)) == AGAIN
-    assert code(end(Exit.HUNG, 7), end(Exit.HUNG, 7), end(Exit.FAILED, 7), jobs=JobsConfig(patience=3)) == AGAIN
+    assert (
+        code(end(Exit.HUNG, 7), end(Exit.HUNG, 7), end(Exit.FAILED, 7), jobs=JobsConfig(max_failures_without_progress=3)) == AGAIN
+    )
     assert code(*[end(Exit.NODE_LOST, 0)] * 9) == AGAIN, "nodes die of themselves"
     assert code(end(Exit.FAILED, 0), end(Exit.NODE_LOST, 0), end(Exit.FAILED, 0)) == Exit.NO_PROGRESS
     assert code(end(Exit.FAILED, 0), end(Exit.STOPPED, 0)) == Exit.NO_PROGRESS, "however politely it ended"
@@ -109,7 +111,7 @@ def test_a_busy_run_is_looked_at_again_and_counts_for_nothing():
     assert code(*[busy] * 300) == NEXT_JOB
     assert code(busy, busy, end(Exit.FAILED, 0)) == AGAIN
     assert code(end(Exit.FAILED, 0), busy, end(Exit.FAILED, 0)) == Exit.NO_PROGRESS
-    assert code(*[busy] * 3, end(Exit.FAILED, 1), jobs=JobsConfig(retries=1)) == AGAIN
+    assert code(*[busy] * 3, end(Exit.FAILED, 1), jobs=JobsConfig(max_failures=1)) == AGAIN
 
 
 def test_a_step_that_srun_does_not_start_is_tried_in_another_job_and_not_for_ever():
@@ -135,19 +137,19 @@ def test_submitting_again_forgives():
 
 def test_retries_are_bounded():
     rows = [end(Exit.FAILED, step) for step in range(1, 5)]
-    assert code(*rows, jobs=JobsConfig(retries=4)) == AGAIN
-    assert code(*rows, jobs=JobsConfig(retries=3)) == Exit.NO_RETRIES
+    assert code(*rows, jobs=JobsConfig(max_failures=4)) == AGAIN
+    assert code(*rows, jobs=JobsConfig(max_failures=3)) == Exit.NO_RETRIES
 
 
 def test_nodes_are_excluded_at_once_when_dead_and_after_strikes_when_suspected():
     dead = Outcome(Exit.NODE_LOST, "gone", dead=("n1",))
-    assert policy.struck_out([SUBMITTED, end(Exit.NODE_LOST)], dead, strikes=2) == {"n1": "gone"}
+    assert policy.struck_out([SUBMITTED, end(Exit.NODE_LOST)], dead, max_node_failures=2) == {"n1": "gone"}
     crash = Outcome(Exit.FAILED, "SIGSEGV", suspects=("n2",))
     first = [SUBMITTED, end(Exit.FAILED, 3, ["n2"])]
-    assert policy.struck_out(first, crash, strikes=2) == {}
+    assert policy.struck_out(first, crash, max_node_failures=2) == {}
     second = [*first, end(Exit.FAILED, 5, ["n2"])]
-    assert policy.struck_out(second, crash, strikes=2) == {"n2": "2 crashes or hangs there, the last: SIGSEGV"}
-    assert policy.struck_out([*second, out("n2")], crash, strikes=2) == {}
+    assert policy.struck_out(second, crash, max_node_failures=2) == {"n2": "2 crashes or hangs there, the last: SIGSEGV"}
+    assert policy.struck_out([*second, out("n2")], crash, max_node_failures=2) == {}
     assert policy.excluded([*second, out("n2"), out("n1"), out("n2")]) == ["n2", "n1"]
 
 
@@ -228,20 +230,20 @@ def config(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "nodes", "data", "micro_batch", "used"),
+    ("words", "nodes", "data", "micro_batch_size", "used"),
     [
         ((), 2, 4, 2, 2),
         ((), 1, 2, 2, 1),
         ((), 3, 4, 2, 2),  # 6 ranks do not divide 8 sequences
         ((), 4, 8, 1, 4),
         (("layout.tensor=2", "layout.data=2"), 1, 1, 2, 1),
-        (("layout.sequence=4", "layout.data=1"), 4, 2, 2, 4),
+        (("layout.context=4", "layout.data=1"), 4, 2, 2, 4),
         (("jobs.elastic=none",), 4, 4, 2, 2),
     ],
 )
-def test_the_layout_follows_the_nodes_and_the_global_batch_stays(config, words, nodes, data, micro_batch, used):
+def test_the_layout_follows_the_nodes_and_the_global_batch_stays(config, words, nodes, data, micro_batch_size, used):
     found, count = fitted(config(*words), nodes, 2)
-    assert (found.layout.data, found.training.micro_batch, count) == (data, micro_batch, used)
+    assert (found.layout.data, found.training.micro_batch_size, count) == (data, micro_batch_size, used)
     assert found.training.global_batch_tokens == 256
     assert found.is_legal()
 
@@ -250,5 +252,5 @@ def test_nodes_that_cannot_be_used_are_refused(config):
     with pytest.raises(ConfigError, match=r"jobs.elastic=none; set jobs.elastic=data"):
         fitted(config("jobs.elastic=none"), 1, 2)
     with pytest.raises(ConfigError, match=r"no layout.data fits 1 nodes of 2 ranks"):
-        fitted(config("layout.sequence=4", "layout.data=1"), 1, 2)
+        fitted(config("layout.context=4", "layout.data=1"), 1, 2)
     assert nodes_for(config("layout.data=2"), 8) == 1

@@ -44,9 +44,9 @@ def test_what_needs_no_slurm_is_refused_without_one(submit_it, monkeypatch):
     )
     assert "unknown key slurm.partiton; did you mean slurm.partition?" in refused(submit_it(partiton="x"))
     assert "slurm.time='1 hour': a time limit as SLURM takes it" in refused(submit_it(time="1 hour"))
-    assert "slurm.save_s=60 must be less than slurm.warning_s=60" in refused(submit_it(save_s=60))
+    assert "slurm.save_timeout_s=60 must be less than slurm.warning_s=60" in refused(submit_it(save_timeout_s=60))
     assert "--nodes 3-1: expected a number of nodes, or a range as 1-4" in refused(submit_it("--nodes", "3-1"))
-    assert "unknown key jobs.retrys; did you mean jobs.retries?" in refused(submit_it("jobs.retrys=1"))
+    assert "unknown key jobs.max_failure; did you mean jobs.max_failures?" in refused(submit_it("jobs.max_failure=1"))
     assert "the layout has 3 ranks, which do not fill nodes of 2" in refused(
         submit_it("layout.data=3", "training.global_batch_tokens=192")
     )

@@ -64,21 +64,21 @@ def write_corpus(folder: Path) -> Corpus:
 def due(corpus: Corpus, config: RunConfig, steps: int) -> list[str]:
     """What steps 1 to `steps` of a run must record: every document of every lane, each as often as it should, in its place."""
     training = config.training
-    lanes, rows, context = training.lane_count, training.sequences_per_step, training.context
+    lanes, rows, sequence_length = training.lane_count, training.sequences_per_step, training.sequence_length
     units = [shard[i : i + UNIT_DOCUMENTS] for shard in corpus.shards for i in range(0, len(shard), UNIT_DOCUMENTS)]
     left: list[list[tuple[int, int, int]]] = [[] for _ in range(lanes)]
     taken, found = [0] * lanes, []
     for step in range(steps):
         total = 0
         for lane in ((step * rows + i) % lanes for i in range(rows)):
-            while len(left[lane]) < context:
+            while len(left[lane]) < sequence_length:
                 epoch, place = divmod(lane + taken[lane] * lanes, len(units))
                 taken[lane] += 1
                 number = int(permutation(len(units), "units", training.seed, epoch)[place])
                 for i in permutation(len(units[number]), "documents", training.seed, epoch, number):
                     ids = units[number][i]
                     left[lane] += zip([corpus.doc, *ids], [*ids, corpus.doc], range(len(ids) + 1))
-            row, left[lane] = left[lane][:context], left[lane][context:]
+            row, left[lane] = left[lane][:sequence_length], left[lane][sequence_length:]
             total += multiplier(0, lane) * plain_digest(row)
         found.append(f"{total % 2**64:016x}")
     return found

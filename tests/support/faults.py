@@ -175,8 +175,8 @@ FAULTS = (
         "carry",
         "a sequence over ranks and segments is cut rank by rank first, so that segments are not in the order of time",
         "training/step/batch_distribution.py",
-        ".view(3, rows, segments, mesh.layout.sequence, -1)[:, :, :, mesh.sequence_rank]",
-        ".view(3, rows, mesh.layout.sequence, segments, -1)[:, :, mesh.sequence_rank]",
+        ".view(3, rows, segments, mesh.layout.context, -1)[:, :, :, mesh.context_rank]",
+        ".view(3, rows, mesh.layout.context, segments, -1)[:, :, mesh.context_rank]",
         (
             "tests/training/test_long_context.py -k segments",
             "tests/training/test_long_context.py",

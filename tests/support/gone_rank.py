@@ -50,7 +50,7 @@ def _steps(rank: int, folder: Path, fault: str, direction: str) -> None:
         time.sleep(0.02)
     store = torch.distributed.FileStore(str(folder / "store"), RANKS)
     store.set_timeout(timedelta(seconds=60))
-    mesh = meshes.initialize(LayoutConfig(sequence=RANKS, timeout_s=TIMEOUT_S), device=torch.device("cpu"), rank=rank, store=store)
+    mesh = meshes.initialize(LayoutConfig(context=RANKS, timeout_s=TIMEOUT_S), device=torch.device("cpu"), rank=rank, store=store)
     model = LanguageModel(config, link=mesh.link)
     initialize_parameters(model, 0, 0, 1)
     tokens, pos = torch.randint(16, (1, 8)), 8 * rank + torch.arange(8)[None]

@@ -29,15 +29,15 @@ from baton.training.checkpoint.shard_boxes import KINDS, optimizer_rectangles
 from baton.training.lr_schedule import learning_rates
 from baton.training.step.executor import StepExecutor
 from support.compare import relative_error
-from support.models import CONTEXT, SEQUENCES, TokenBatch, model_of, step_batch, training
+from support.models import SEQUENCE_LENGTH, SEQUENCES, TokenBatch, model_of, step_batch, training
 
 STEPS, ACCUMULATION, RANKS = 2, 2, 8
 MIXERS = (*kinds(), "hybrid")
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "bfloat16 residual": 1e-2}
 PRECISIONS = {
-    "float32": {"precision": "float32"},
-    "bfloat16": {"precision": "bfloat16"},
-    "bfloat16 residual": {"precision": "bfloat16", "residual": "bfloat16"},
+    "float32": {"compute_dtype": "float32"},
+    "bfloat16": {"compute_dtype": "bfloat16"},
+    "bfloat16 residual": {"compute_dtype": "bfloat16", "residual_dtype": "bfloat16"},
 }
 """Settings by precision."""
 ROUNDING = 3
@@ -56,32 +56,32 @@ class Layout:
 
     tensor: int
     pipeline: int
-    sequence: int
+    context: int
     zero: int
 
     @property
     def data(self) -> int:
-        return 2 if 2 * self.tensor * self.pipeline * self.sequence <= RANKS else 1
+        return 2 if 2 * self.tensor * self.pipeline * self.context <= RANKS else 1
 
     @property
     def keywords(self) -> dict[str, int]:
         return {"data": self.data, **{f.name: getattr(self, f.name) for f in fields(self)}}
 
     def __str__(self) -> str:
-        return f"TP {self.tensor}, PP {self.pipeline}, SP {self.sequence}, DP {self.data}, ZeRO {self.zero}"
+        return f"TP {self.tensor}, PP {self.pipeline}, CP {self.context}, DP {self.data}, ZeRO {self.zero}"
 
 
 LAYOUTS = tuple(
     layout
     for layout in itertools.starmap(Layout, itertools.product((1, 2), (1, 2), (1, 2, 4), (0, 1, 2)))
-    if layout.tensor * layout.pipeline * layout.sequence <= RANKS and not (layout.zero == 2 and layout.pipeline > 1)
+    if layout.tensor * layout.pipeline * layout.context <= RANKS and not (layout.zero == 2 and layout.pipeline > 1)
 )
 
 
 def legal(mixer: str) -> tuple[Layout, ...]:
     """The layouts on which a mixer can run: what grows with the document is handed to nobody."""
     grows = mixer in kinds() and kinds()[mixer].small().state_grows
-    return tuple(layout for layout in LAYOUTS if not (grows and layout.sequence > 1))
+    return tuple(layout for layout in LAYOUTS if not (grows and layout.context > 1))
 
 
 def values(layout: Layout) -> set[tuple[str, int]]:
@@ -118,7 +118,7 @@ def settings_of(mixer: str, precision: str):
     """B'MOJO's state space has a learning rate of its own, as in its paper. Steps are small: AdamW makes whole ones of gradients
     that are little more than rounding, and the next gradients would be those of other parameters."""
     config = training(**PRECISIONS[precision], steps=STEPS)
-    changes = {"lr": 1e-3, "eps": 1e-5, "rates": {"*.ssm.*": 3e-3} if mixer == "bmojo" else {}}
+    changes = {"lr": 1e-3, "eps": 1e-5, "lr_overrides": {"*.ssm.*": 3e-3} if mixer == "bmojo" else {}}
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=changes)})
 
 
@@ -145,11 +145,11 @@ def one_process(mixer: str, precision: str, scores_of: str | None = None) -> Tra
     """The oracle: the whole batch at once, and nothing of DeepSpeed, the executor or splitting. scores_of: the precision by whose
     scores B'MOJO selects; None: its own."""
     config = settings_of(mixer, precision)
-    types = {"compute_dtype": DTYPES[config.precision], "residual_dtype": DTYPES[config.residual]}
+    types = {"compute_dtype": DTYPES[config.compute_dtype], "residual_dtype": DTYPES[config.residual_dtype]}
     model = LanguageModel(model_for(mixer), **types)
     initialize_parameters(model, config.seed, 0, 1)
     o = config.optimizer
-    optimizer = torch.optim.AdamW(parameter_groups(model, o.weight_decay, tuple(o.rates)), lr=o.lr, betas=o.betas, eps=o.eps)
+    optimizer = torch.optim.AdamW(parameter_groups(model, o.weight_decay, tuple(o.lr_overrides)), lr=o.lr, betas=o.betas, eps=o.eps)
     found = Trained([], {}, {})
     if precision != "float32":
         found.start = {f"master.{name}": values.clone() for name, values in _blocks(dict(model.named_parameters()))}
@@ -164,7 +164,7 @@ def one_process(mixer: str, precision: str, scores_of: str | None = None) -> Tra
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rates(step, config)[group["rate"]]
+            group["lr"] = learning_rates(step, config)[group["lr_override"]]
         optimizer.step()
         for module in model.modules():
             module._compute_copy = None
@@ -207,12 +207,12 @@ def cells(mesh, tasks: Sequence[tuple[str, str, dict | None]]) -> list[Share]:
 
 def cell(mesh, mixer: str, precision: str, forced: dict | None, changes: dict | None = None) -> Share:
     config = settings_of(mixer, precision)
-    config = config.model_copy(update={"micro_batch": SEQUENCES // (mesh.layout.data * ACCUMULATION), **(changes or {})})
+    config = config.model_copy(update={"micro_batch_size": SEQUENCES // (mesh.layout.data * ACCUMULATION), **(changes or {})})
     built = build(model_for(mixer), config, mesh)
     executor = StepExecutor(built.model, built.engine, mesh)
-    rows = torch.arange(mesh.data_rank, SEQUENCES, mesh.layout.data).split(config.micro_batch)
-    size = CONTEXT // mesh.layout.sequence
-    span = slice(mesh.sequence_rank * size, (mesh.sequence_rank + 1) * size)
+    rows = torch.arange(mesh.data_rank, SEQUENCES, mesh.layout.data).split(config.micro_batch_size)
+    size = SEQUENCE_LENGTH // mesh.layout.context
+    span = slice(mesh.context_rank * size, (mesh.context_rank + 1) * size)
     share = Share([], {}, {}, {})
     for step in range(STEPS):
         whole = step_batch(step)
@@ -321,7 +321,7 @@ def swaps(expected: Trained, shares: Sequence[Share]) -> tuple[int, int, float]:
         assert not own.isnan().any(), f"{layer}: no rank has scored some tokens"
         pos = step_batch(step).pos
         for row in range(SEQUENCES):
-            for place in range(CONTEXT):
+            for place in range(SEQUENCE_LENGTH):
                 at = int(pos[row, place])
                 if at == 0 or at % settings.window:
                     continue

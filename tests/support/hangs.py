@@ -17,18 +17,18 @@ RUN = {
     "data": {"kind": "mqar", "length": 32, "pairs": 4, "vocab_size": 64},
     "training": {
         "steps": 1_000_000,
-        "context": 64,
+        "sequence_length": 64,
         "global_batch_tokens": 512,
-        "micro_batch": 2,
+        "micro_batch_size": 2,
         "log_every": 1,
         "optimizer": {"lr": 1e-3},
-        "checkpoint": {"every": 10, "asynchronous": False},
+        "checkpoint": {"every": 10, "async_save": False},
         "evaluation": {"every": 10, "tokens": 512},
     },
 }
 """It runs until it is ended, on two ranks of any layout."""
 
-LAYOUTS = ("tensor", "data", "sequence", "pipeline")
+LAYOUTS = ("tensor", "data", "context", "pipeline")
 
 _SITE = """
 import os

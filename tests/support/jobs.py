@@ -33,17 +33,17 @@ RUN = {
     "layout": {"data": 4, "timeout_s": 60},
     "training": {
         "steps": STEPS,
-        "context": 32,
+        "sequence_length": 32,
         "global_batch_tokens": 256,
-        "micro_batch": 2,
-        "precision": "float32",
+        "micro_batch_size": 2,
+        "compute_dtype": "float32",
         "log_every": 1,
         "optimizer": {"lr": 1e-2},
         "schedule": {"kind": "cosine", "warmup_steps": 4, "final_lr": 1e-3},
         "checkpoint": {"every": 10, "keep_last": 3},
         "evaluation": {"every": 50, "tokens": 600, "sample_tokens": 0},
     },
-    "jobs": {"hang_s": HANG_S, "startup_s": 600, "lost_node_s": LOST_NODE_S},
+    "jobs": {"hang_timeout_s": HANG_S, "startup_timeout_s": 600, "node_timeout_s": LOST_NODE_S},
 }
 """Two nodes of two ranks."""
 

@@ -106,7 +106,7 @@ def main() -> None:
     with noting() as found:
         for mixer in mixers:
             found.clear()
-            (real if form == "real" else compiled)(model_of(mixer), training(precision="bfloat16"))
+            (real if form == "real" else compiled)(model_of(mixer), training(compute_dtype="bfloat16"))
             results[mixer] = sorted(found)
     json.dump(results, sys.stdout)
 

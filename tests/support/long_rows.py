@@ -30,8 +30,8 @@ def rows_of(batch, rows):
 
 def own_spans(batch, mesh, segments):
     """This rank's span of each segment."""
-    size = mesh.layout.sequence
-    return [batch.segment(s * size + mesh.sequence_rank, segments * size) for s in range(segments)]
+    size = mesh.layout.context
+    return [batch.segment(s * size + mesh.context_rank, segments * size) for s in range(segments)]
 
 
 def joined(parts):

@@ -13,7 +13,7 @@ from functools import cache
 from baton.launcher.config import RunConfig
 from baton.models.settings import SMALL_WIDTH, kinds
 
-BATCH, CONTEXT = 2, 160
+BATCH, SEQUENCE_LENGTH = 2, 160
 
 # settings that change what is kept, beside each kind's small ones
 VARIANTS = {
@@ -45,13 +45,13 @@ ZERO = (0, 1, 2)
 SPANS = 4
 # ranks that share a residual stream, whose number does not divide the tokens, in layers of two sub-blocks and of one
 SHARED = ("mamba2", "gla", "bmojo", "mamba", "lattice")
-SHARED_BY = {"tensor": 4, "split_residual": True}
+SHARED_BY = {"tensor": 4, "sequence_parallel": True}
 # precision, and whether layers are run again: of what ranks that share it exchange
 SHARED_WITH = [("float32", False), ("bfloat16", True)]
-ODD_CONTEXT = 159
+ODD_SEQUENCE_LENGTH = 159
 # gradients through all segments, through some of them, and through none but their own
 SEGMENTED = ("mamba", "gla", "bmojo", "lattice")
-CUT_CONTEXT = 80
+CUT_SEQUENCE_LENGTH = 80
 BPTT = {
     "exact": {"mode": "exact", "segment": 20},
     "truncated": {"mode": "truncated", "segment": 10, "gradient_segments": 4},
@@ -62,7 +62,8 @@ SEGMENTED_OVER_RANKS = [(variant, bptt) for variant in SEGMENTED for bptt in BPT
 
 
 def run_of(
-    variant, *, precision="float32", recompute=False, selective=False, residual="float32", device="cpu", context=CONTEXT, mlp=False,
+    variant, *, compute_dtype="float32", recompute=False, selective=False, residual_dtype="float32", device="cpu",
+    sequence_length=SEQUENCE_LENGTH, mlp=False,
     bptt=None, **layout,
 ):  # fmt: skip
     """A run of two layers of the variant's small mixer. mlp: the first has an MLP behind it. bptt: a name of BPTT."""
@@ -72,9 +73,14 @@ def run_of(
     if mlp:
         mixers["swiglu"] = kinds()["swiglu"].small().model_dump()
         model["pattern"] = [f"{kind}+swiglu", kind]
-    training = {"steps": 1, "context": context, "global_batch_tokens": 2 * BATCH * context, "micro_batch": BATCH}
-    training |= {"precision": precision, "recompute": recompute, "optimizer": {"lr": 1e-3}}
-    training |= {"selective_recompute": selective, "residual": residual}
+    training = {
+        "steps": 1,
+        "sequence_length": sequence_length,
+        "global_batch_tokens": 2 * BATCH * sequence_length,
+        "micro_batch_size": BATCH,
+    }
+    training |= {"compute_dtype": compute_dtype, "recompute": recompute, "optimizer": {"lr": 1e-3}}
+    training |= {"selective_recompute": selective, "residual_dtype": residual_dtype}
     if bptt is not None:
         training |= {"bptt": BPTT[bptt], "lanes": LANES}
     return RunConfig.model_validate({"name": "small", "device": device, "model": model, "training": training, "layout": layout})
@@ -152,21 +158,23 @@ def measure():
             gc.collect()
             return sum(n for address, (storage, n) in self.made.items() if address not in known and not storage.expired())
 
-    def batch(context=CONTEXT):
-        tokens = torch.randint(64, (BATCH, context))
-        return TokenBatch(tokens, tokens.roll(-1, 1), torch.arange(context, dtype=torch.int32).repeat(BATCH, 1))
+    def batch(sequence_length=SEQUENCE_LENGTH):
+        tokens = torch.randint(64, (BATCH, sequence_length))
+        return TokenBatch(tokens, tokens.roll(-1, 1), torch.arange(sequence_length, dtype=torch.int32).repeat(BATCH, 1))
 
-    def model_of(variant, precision, recompute, tensor, *, mlp=False, split_residual=False, selective=False, residual="float32"):
+    def model_of(
+        variant, compute_dtype, recompute, tensor, *, mlp=False, sequence_parallel=False, selective=False, residual_dtype="float32"
+    ):
         """A model that has made its compute copies, and the storages of those and of its parameters."""
         config = run_of(variant, tensor=tensor, mlp=mlp)
         model = LanguageModel(
             config.model,
             tensor_size=tensor,
-            compute_dtype=DTYPES[precision],
-            residual_dtype=DTYPES[residual],
+            compute_dtype=DTYPES[compute_dtype],
+            residual_dtype=DTYPES[residual_dtype],
             recompute=recompute,
             selective_recompute=selective,
-            split_residual=split_residual,
+            sequence_parallel=sequence_parallel,
         )
         initialize_parameters(model, 0, 0, tensor)
         model.logits(model(read.tokens, read.pos)[0])
@@ -192,11 +200,11 @@ def measure():
     mesh = meshes.initialize(run_of("mamba").layout, device=torch.device("cpu"), rank=0, store=None)
     results["saved"] = {v: {p: saved(*model_of(v, p, False, 1), read) for p in DTYPES} for v in VARIANTS}
     results["living"] = {}
-    for variant, (recompute, residual) in itertools.product(RECOMPUTED, LIVING_WITH):
-        model, known = model_of(variant, "bfloat16", recompute, 1, residual=residual)
+    for variant, (recompute, residual_dtype) in itertools.product(RECOMPUTED, LIVING_WITH):
+        model, known = model_of(variant, "bfloat16", recompute, 1, residual_dtype=residual_dtype)
         with Living() as living:
             kept = model(read.tokens, read.pos)
-        results["living"][f"{variant} {recompute} {residual}"] = living.nbytes(known)
+        results["living"][f"{variant} {recompute} {residual_dtype}"] = living.nbytes(known)
         del kept
     results["selective"] = {}
     for variant in SELECTIVELY:
@@ -212,29 +220,29 @@ def measure():
     mesh = meshes.initialize(run_of("mamba", tensor=2).layout, device=torch.device("cpu"), rank=0, store=None)
     results["sent"] = {}
     for variant in EXCHANGED:
-        for precision, recompute, residual in SENT_WITH:
-            model, _ = model_of(variant, precision, recompute, 2, residual=residual)
+        for compute_dtype, recompute, residual_dtype in SENT_WITH:
+            model, _ = model_of(variant, compute_dtype, recompute, 2, residual_dtype=residual_dtype)
             with Sent() as sent:
                 model.loss(model(read.tokens, read.pos)[0], read.labels).backward()
-            results["sent"][f"{variant} {precision} {recompute} {residual}"] = sent.bytes.total()
+            results["sent"][f"{variant} {compute_dtype} {recompute} {residual_dtype}"] = sent.bytes.total()
     meshes.shutdown()
 
     mesh = meshes.initialize(run_of("mamba", **SHARED_BY).layout, device=torch.device("cpu"), rank=0, store=None)
-    results["shared"], read = {}, batch(ODD_CONTEXT)
+    results["shared"], read = {}, batch(ODD_SEQUENCE_LENGTH)
     for variant in SHARED:
         found = results["shared"][variant] = {"saved": {}, "living": {}, "sent": {}}
-        for precision in DTYPES:
-            found["saved"][precision] = saved(*model_of(variant, precision, False, mlp=True, **SHARED_BY), read)
-            model, known = model_of(variant, precision, True, mlp=True, **SHARED_BY)
+        for compute_dtype in DTYPES:
+            found["saved"][compute_dtype] = saved(*model_of(variant, compute_dtype, False, mlp=True, **SHARED_BY), read)
+            model, known = model_of(variant, compute_dtype, True, mlp=True, **SHARED_BY)
             with Living() as living:
                 kept = model(read.tokens, read.pos)
-            found["living"][precision] = living.nbytes(known)
+            found["living"][compute_dtype] = living.nbytes(known)
             del kept
-        for precision, recompute in SHARED_WITH:
-            model, _ = model_of(variant, precision, recompute, mlp=True, **SHARED_BY)
+        for compute_dtype, recompute in SHARED_WITH:
+            model, _ = model_of(variant, compute_dtype, recompute, mlp=True, **SHARED_BY)
             with Sent() as sent:
                 model.loss(model(read.tokens, read.pos)[0], read.labels).backward()
-            found["sent"][f"{precision} {recompute}"] = sent.bytes
+            found["sent"][f"{compute_dtype} {recompute}"] = sent.bytes
         found["partial"] = {name: p.numel() for name, p, layout in named_layouts(model) if layout.partial_over}
     meshes.shutdown()
     read = batch()
@@ -250,9 +258,9 @@ def measure():
     SequenceLink.receive = receive
     results["handed on"] = {variant: {} for variant in HANDED_ON}
     for rank, direction in ((0, "right"), (1, "left")):
-        mesh = meshes.initialize(run_of("mamba", sequence=2).layout, device=torch.device("cpu"), rank=rank, store=None)
+        mesh = meshes.initialize(run_of("mamba", context=2).layout, device=torch.device("cpu"), rank=rank, store=None)
         results["saved of a segment"] = {}
-        span = slice(rank * CONTEXT // 2, (rank + 1) * CONTEXT // 2)
+        span = slice(rank * SEQUENCE_LENGTH // 2, (rank + 1) * SEQUENCE_LENGTH // 2)
         for variant in HANDED_ON:
             mesh.link.counted.clear()
             model = LanguageModel(run_of(variant).model, link=mesh.link)
@@ -265,9 +273,9 @@ def measure():
             results["saved of a segment"][variant] = saved(model, known, part)
         meshes.shutdown()
 
-    layout = run_of("mamba", sequence=SPANS, state_exchange="gather").layout
+    layout = run_of("mamba", context=SPANS, context_comm="all_gather").layout
     mesh = meshes.initialize(layout, device=torch.device("cpu"), rank=1, store=None)
-    results["gathered"], span = {}, slice(CONTEXT // SPANS, 2 * CONTEXT // SPANS)
+    results["gathered"], span = {}, slice(SEQUENCE_LENGTH // SPANS, 2 * SEQUENCE_LENGTH // SPANS)
     for variant in HANDED_ON:
         mesh.link.counted.clear()
         model = LanguageModel(run_of(variant).model, link=mesh.link)
@@ -282,7 +290,7 @@ def measure():
     mesh = meshes.initialize(run_of("mamba").layout, device=torch.device("cpu"), rank=0, store=None)
     for variant in STAGED:
         config = run_of(variant).model
-        for stage in stages.cut(config, STAGES, CONTEXT):
+        for stage in stages.cut(config, STAGES, SEQUENCE_LENGTH):
             model = LanguageModel(config, stage=stage)
             initialize_parameters(model, 0, 0, 1)
             results["saved of a stage"][variant].append(
@@ -320,12 +328,12 @@ def measure():
     def passes_of(variant, bptt, rank=0, recompute=False, **layout):
         """Of a micro-batch on a rank: bytes that live after the first group's surveys, and at most after the first passes forwards;
         bytes of its lanes, and of what these carried before; what its links and its collectives were given in all."""
-        run = run_of(variant, context=CUT_CONTEXT, bptt=bptt, recompute=recompute, **layout)
+        run = run_of(variant, sequence_length=CUT_SEQUENCE_LENGTH, bptt=bptt, recompute=recompute, **layout)
         training, mesh = run.training, meshes.initialize(run.layout, device=torch.device("cpu"), rank=rank, store=None)
         model = build_model(run.model, training, mesh.device, mesh)
         initialize_parameters(model, 0, mesh.tensor_rank, mesh.layout.tensor)
         lanes = LaneStates(model, training, mesh) if training.carries else None
-        whole, together = batch(CUT_CONTEXT // run.layout.sequence), training.gradient_segments
+        whole, together = batch(CUT_SEQUENCE_LENGTH // run.layout.context), training.gradient_segments
         read = TokenBatch(whole.tokens, whole.labels, whole.pos, (0, 1))
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
@@ -365,7 +373,7 @@ def measure():
         for variant in SEGMENTED:
             found[f"{variant} {bptt}"] = passes_of(variant, bptt)
             for rank in (0, 1) if (variant, bptt) in SEGMENTED_OVER_RANKS else ():
-                found[f"{variant} {bptt} rank {rank}"] = passes_of(variant, bptt, rank, sequence=2)
+                found[f"{variant} {bptt} rank {rank}"] = passes_of(variant, bptt, rank, context=2)
         found[f"gla {bptt} again"] = passes_of("gla", bptt, recompute=True)
         found[f"gla {bptt} stage"] = passes_of("gla", bptt, 1, pipeline=STAGES)
         for recompute in (False, True):

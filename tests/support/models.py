@@ -10,7 +10,7 @@ from baton.training.step.microbatch_runner import TokenBatch
 MODEL = ModelConfig(
     d_model=32, n_layers=3, vocab_size=61, pad_vocab_to=4, loss_chunk=16, mixers={"mamba": kinds()["mamba"](d_state=4)}
 )
-SEQUENCES, CONTEXT = 8, 24
+SEQUENCES, SEQUENCE_LENGTH = 8, 24
 
 
 def model_of(mixer):
@@ -32,10 +32,10 @@ def training(**changes) -> TrainingConfig:
     """Settings with a clip that is active and a learning rate that moves."""
     values = {
         "steps": 5,
-        "context": CONTEXT,
-        "global_batch_tokens": SEQUENCES * CONTEXT,
-        "micro_batch": 2,
-        "precision": "float32",
+        "sequence_length": SEQUENCE_LENGTH,
+        "global_batch_tokens": SEQUENCES * SEQUENCE_LENGTH,
+        "micro_batch_size": 2,
+        "compute_dtype": "float32",
         "optimizer": OptimizerConfig(lr=3e-3, clip_norm=0.25, eps=1e-6),
         "schedule": ScheduleConfig(kind="cosine", warmup_steps=2),
     }
@@ -45,13 +45,13 @@ def training(**changes) -> TrainingConfig:
 def step_batch(step: int) -> TokenBatch:
     """The global batch of a step: packed documents of unequal length, a few labels ignored."""
     g = torch.Generator().manual_seed(100 + step)
-    tokens = torch.randint(61, (SEQUENCES, CONTEXT), generator=g)
-    labels = torch.randint(61, (SEQUENCES, CONTEXT), generator=g)
+    tokens = torch.randint(61, (SEQUENCES, SEQUENCE_LENGTH), generator=g)
+    labels = torch.randint(61, (SEQUENCES, SEQUENCE_LENGTH), generator=g)
     labels[torch.rand(labels.shape, generator=g) < 0.1] = -1
-    pos = torch.empty(SEQUENCES, CONTEXT, dtype=torch.int32)
+    pos = torch.empty(SEQUENCES, SEQUENCE_LENGTH, dtype=torch.int32)
     for row in range(SEQUENCES):
         at = int(torch.randint(9, (), generator=g))  # the row may begin inside a document
-        for t in range(CONTEXT):
+        for t in range(SEQUENCE_LENGTH):
             if torch.rand((), generator=g) < 0.15:
                 at = 0
             pos[row, t] = at
@@ -60,10 +60,10 @@ def step_batch(step: int) -> TokenBatch:
 
 
 def micro_batches(
-    step: int, data_rank: int, data_size: int, size: int, sequence_rank: int = 0, sequence_size: int = 1
+    step: int, data_rank: int, data_size: int, size: int, context_rank: int = 0, sequence_size: int = 1
 ) -> list[TokenBatch]:
     """A data rank's share of the step's global batch, in micro-batches of `size` sequences, of which a sequence rank has a span."""
     whole = step_batch(step)
     rows = torch.arange(data_rank, SEQUENCES, data_size)
-    span = slice(sequence_rank * CONTEXT // sequence_size, (sequence_rank + 1) * CONTEXT // sequence_size)
+    span = slice(context_rank * SEQUENCE_LENGTH // sequence_size, (context_rank + 1) * SEQUENCE_LENGTH // sequence_size)
     return [TokenBatch(whole.tokens[r, span], whole.labels[r, span], whole.pos[r, span]) for r in rows.split(size)]

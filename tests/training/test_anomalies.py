@@ -121,7 +121,7 @@ def planted(mesh, what, victim):
     """A NaN planted on one rank; what the step says."""
     built = build(MODEL, training(), mesh)
     executor = StepExecutor(built.model, built.engine, mesh, segments=Segments())
-    executor.step(micro_batches(0, mesh.data_rank, mesh.layout.data, 2, mesh.sequence_rank, mesh.layout.sequence), 1e-3)
+    executor.step(micro_batches(0, mesh.data_rank, mesh.layout.data, 2, mesh.context_rank, mesh.layout.context), 1e-3)
     if mesh.rank == victim:
         block = None if what == "tokens" else built.model.layers["1"]["mamba"]
         if what == "weight":
@@ -143,12 +143,12 @@ def planted(mesh, what, victim):
             glitch = iter([True])
             block.register_forward_hook(lambda m, a, o: ((o[0][0], o[0][1] * torch.nan), o[1]) if next(glitch, False) else o)
     before = state_of(built)
-    result = executor.step(micro_batches(1, mesh.data_rank, mesh.layout.data, 2, mesh.sequence_rank, mesh.layout.sequence), 1e-3)
+    result = executor.step(micro_batches(1, mesh.data_rank, mesh.layout.data, 2, mesh.context_rank, mesh.layout.context), 1e-3)
     unchanged = all(x.isnan().any() or torch.equal(x, before[name]) for name, x in state_of(built).items())
     return result.refused, None if result.where is None else asdict(result.where), unchanged
 
 
-LAYOUTS = [{"data": 2}, {"data": 2, "zero": 2}, {"tensor": 2}, {"pipeline": 3}, {"sequence": 2}]
+LAYOUTS = [{"data": 2}, {"data": 2, "zero": 2}, {"tensor": 2}, {"pipeline": 3}, {"context": 2}]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -168,7 +168,7 @@ def test_a_nan_in_one_documents_tokens_is_named_with_its_place(pool, layout):
     for said, where, unchanged in pool.run(planted, "tokens", victim, **layout):
         assert said.endswith(f"the first value that is not finite comes out of embedding (rank {victim}, micro-batch 1)")
         assert (where["row"], where["data_rank"]) == (1, 1 if "data" in layout else 0)
-        assert where["column"] == (12 + 5 if "sequence" in layout else 5)
+        assert where["column"] == (12 + 5 if "context" in layout else 5)
         assert unchanged
 
 
@@ -218,9 +218,9 @@ def corpus(tmp_path_factory):
     train_tokenizer(documents(dataset, "train"), model, 350, threads=1)
     tokenizer = Tokenizer(model)
     own = {int(tokenizer.encode(chr(0x4E00 + n))[-1]): chr(0x4E00 + n) for n in range(60)}
-    plan = {"lanes": 4, "lanes_per_step": 4, "micro_batch": 1, "data_rank": 0, "data_size": 1, "start_step": 0, "prefetch": 1}
+    plan = {"lanes": 4, "lanes_per_step": 4, "micro_batch_size": 1, "data_rank": 0, "data_size": 1, "start_step": 0, "prefetch": 1}
     met = defaultdict(list)
-    with BatchStream(dataset, tokenizer, StepPlan.constant(context=16, **plan), seed=0, unit_documents=4) as stream:
+    with BatchStream(dataset, tokenizer, StepPlan.constant(sequence_length=16, **plan), seed=0, unit_documents=4) as stream:
         for data in islice(stream, 24):
             for batch in data.micro_batches:
                 for token in own.keys() & set(batch.tokens.flat):
@@ -238,14 +238,14 @@ def run(mesh, corpus, bad, folder, policy, bptt=None):
     config = ModelConfig(d_model=16, n_layers=2, mixers={"mamba": kinds()["mamba"](d_state=4)}, pad_vocab_to=4)
     settings = training(
         steps=24,
-        context=16,
+        sequence_length=16,
         global_batch_tokens=64,
-        micro_batch=1,
+        micro_batch_size=1,
         bptt=bptt,
         checkpoint=CheckpointConfig(every=5),
         evaluation=EvaluationConfig(every=0),
         monitoring=MonitoringConfig(update_norm_every=4),
-        guard=GuardConfig(policy=policy, most=2),
+        guard=GuardConfig(policy=policy, max_interventions=2),
     )
     theirs = loop.build
 

@@ -25,10 +25,10 @@ RUN = {
     "data": {"path": "nowhere", "tokenizer": "nowhere.model"},
     "training": {
         "steps": 2,
-        "context": 64,
+        "sequence_length": 64,
         "global_batch_tokens": 128,
-        "micro_batch": 2,
-        "precision": "bfloat16",
+        "micro_batch_size": 2,
+        "compute_dtype": "bfloat16",
         "optimizer": {"lr": 1e-3},
     },
 }
@@ -130,10 +130,10 @@ JITFunction._do_compile = note  # nothing is compiled here
 
 CASES = (
     ("whole", None, {}),
-    ("ranks", None, {"tensor": 2, "sequence": 2}),
-    ("early", None, {"sequence": 2, "state_exchange": "early"}),
+    ("ranks", None, {"tensor": 2, "context": 2}),
+    ("early", None, {"context": 2, "context_comm": "early"}),
     ("exact", {"mode": "exact", "segment": 16}, {}),
-    ("truncated", {"mode": "truncated", "segment": 16, "gradient_segments": 2}, {"sequence": 2}),
+    ("truncated", {"mode": "truncated", "segment": 16, "gradient_segments": 2}, {"context": 2}),
 )
 found = {}
 for number, (name, settings) in enumerate(kinds().items()):
@@ -141,7 +141,7 @@ for number, (name, settings) in enumerate(kinds().items()):
     first = 0 if name == "mamba" else number % len(CASES)
     count = len(CASES) if name == "mamba" else int(sys.argv[1])
     for case, bptt, layout in (CASES + CASES)[first : first + count]:
-        values = {"steps": 1, "context": 64, "global_batch_tokens": 128, "micro_batch": 2, "precision": "bfloat16"}
+        values = {"steps": 1, "sequence_length": 64, "global_batch_tokens": 128, "micro_batch_size": 2, "compute_dtype": "bfloat16"}
         launched = []
         compile_for(model, TrainingConfig(**values, bptt=bptt, optimizer={"lr": 1e-3}), LayoutConfig(**layout), Target(90))
         found[f"{name}, {case}"] = sorted(set(launched))
@@ -195,7 +195,7 @@ for depth in (None, 5):
         launched = set()
         mixers = {name: kinds()[name].small() for layer in pattern for name in layer.split("+")}
         model = ModelConfig(d_model=SMALL_WIDTH, n_layers=6, vocab_size=64, pattern=pattern, mixers=mixers)
-        values = {"steps": 1, "context": 64, "global_batch_tokens": 128, "micro_batch": 2, "precision": "bfloat16"}
+        values = {"steps": 1, "sequence_length": 64, "global_batch_tokens": 128, "micro_batch_size": 2, "compute_dtype": "bfloat16"}
         compiling.compile_for(model, TrainingConfig(**values, optimizer={"lr": 1e-3}), LayoutConfig(), Target(90))
         found.setdefault(str(pattern), []).append(sorted(launched))
 print(json.dumps({name: [few == many, len(few)] for name, (few, many) in found.items()}))
@@ -274,7 +274,7 @@ def test_a_step_on_a_gpu_compiles_nothing_more(mixer, tmp_path, monkeypatch):
 
     model = {"d_model": SMALL_WIDTH, "n_layers": 2, "vocab_size": 61, "pad_vocab_to": 4, "pattern": [mixer]}
     model["mixers"] = {mixer: kinds()[mixer].small().model_dump()}
-    settings = {**RUN["training"], "context": 24, "global_batch_tokens": 192}
+    settings = {**RUN["training"], "sequence_length": 24, "global_batch_tokens": 192}
     (tmp_path / "run.yaml").write_text(json.dumps({**RUN, "model": model, "training": settings}))
     training = TrainingConfig(**settings)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))

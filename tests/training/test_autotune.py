@@ -30,7 +30,7 @@ def test_without_a_gpu_nothing_is_tuned(tmp_path, capsys):
 def settings(*pattern):
     model = ModelConfig(d_model=2048 if pattern else 128, n_layers=4, pattern=pattern or ("mamba", "longhorn"), vocab_size=64)
     training = TrainingConfig(
-        context=64, global_batch_tokens=128, micro_batch=2, steps=1, precision="bfloat16", optimizer={"lr": 1e-3}
+        sequence_length=64, global_batch_tokens=128, micro_batch_size=2, steps=1, compute_dtype="bfloat16", optimizer={"lr": 1e-3}
     )
     return model, training, LayoutConfig(tensor=2)
 

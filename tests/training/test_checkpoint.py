@@ -62,7 +62,7 @@ def manifest(step, built=None):
 
 def batches(mesh, step):
     """This rank's part of a step's batch."""
-    return micro_batches(step, mesh.data_rank, mesh.layout.data, 2, mesh.sequence_rank, mesh.layout.sequence)
+    return micro_batches(step, mesh.data_rank, mesh.layout.data, 2, mesh.context_rank, mesh.layout.context)
 
 
 def trained(mesh, steps=2):
@@ -135,7 +135,7 @@ LAYOUTS = [
     {"tensor": 4},
     {"pipeline": 2, "tensor": 2, "data": 2},
     {"pipeline": 2, "data": 2},
-    {"sequence": 2, "data": 2},
+    {"context": 2, "data": 2},
     {"tensor": 2, "pipeline": 2},
     {"pipeline": 3, "zero": 0},
     {"data": 2, "zero": 0},
@@ -189,7 +189,7 @@ def test_parts_that_do_not_cover_a_box_are_refused(tmp_path):
 
 def test_going_back_after_a_refused_step_computes_with_the_checkpoints_weights(single_mesh, tmp_path):
     """In bfloat16 a refused step leaves copies of its weights, which have to go with them."""
-    built = build(MODEL, training(precision="bfloat16"), single_mesh)
+    built = build(MODEL, training(compute_dtype="bfloat16"), single_mesh)
     executor, store = StepExecutor(built.model, built.engine, single_mesh), CheckpointStore(tmp_path, single_mesh, keep_last=1)
     executor.step(batches(single_mesh, 0), 1e-2)
     kept = manifest(1, built)
@@ -381,7 +381,7 @@ def save_while_training(mesh, folder):
     """A save under way while everything it saves is changed; then one that cannot be written."""
     built, _ = trained(mesh, 1)
     said = []
-    store = CheckpointStore(Path(folder), mesh, keep_last=9, say=said.append, asynchronous=True)
+    store = CheckpointStore(Path(folder), mesh, keep_last=9, say=said.append, async_save=True)
     rectangles = optimizer_rectangles(built.model, built.engine, mesh, for_save=True)
     before = whole_state(mesh, built)
     assert store.save(rectangles, manifest(1, built)) is None, "it is not published yet"

@@ -13,35 +13,35 @@ from baton.data_pipeline.batches import Batch
 from baton.launcher.config import load
 from baton.training.step.batch_distribution import checksum
 
-CONTEXT, LANES = 7, 12
+SEQUENCE_LENGTH, LANES = 7, 12
 
 
 def step_of(seed=0):
     """A row of every lane: (tokens, labels, positions)."""
     rng = np.random.default_rng(seed)
-    return {lane: rng.integers(-1, 300, (3, CONTEXT)) for lane in range(LANES)}
+    return {lane: rng.integers(-1, 300, (3, SEQUENCE_LENGTH)) for lane in range(LANES)}
 
 
-def batches(rows, micro_batch, data_size):
+def batches(rows, micro_batch_size, data_size):
     """The step's batches on each data rank."""
     for rank in range(data_size):
         own = [lane for lane in rows if lane % data_size == rank]
-        chosen = [own[i : i + micro_batch] for i in range(0, len(own), micro_batch)]
+        chosen = [own[i : i + micro_batch_size] for i in range(0, len(own), micro_batch_size)]
         kinds = [[np.stack([rows[lane][kind] for lane in lanes]) for kind in range(3)] for lanes in chosen]
         yield [Batch(t, labels, pos.astype(np.int32), tuple(lanes)) for (t, labels, pos), lanes in zip(kinds, chosen)]
 
 
-def total(rows, micro_batch=1, data_size=1):
-    return sum(checksum(of_rank) for of_rank in batches(rows, micro_batch, data_size)) % 2**64
+def total(rows, micro_batch_size=1, data_size=1):
+    return sum(checksum(of_rank) for of_rank in batches(rows, micro_batch_size, data_size)) % 2**64
 
 
-@pytest.mark.parametrize(("micro_batch", "data_size"), [(12, 1), (5, 1), (2, 2), (3, 4), (1, 12)])
-def test_it_is_the_same_however_rows_are_divided(micro_batch, data_size):
+@pytest.mark.parametrize(("micro_batch_size", "data_size"), [(12, 1), (5, 1), (2, 2), (3, 4), (1, 12)])
+def test_it_is_the_same_however_rows_are_divided(micro_batch_size, data_size):
     rows = step_of()
-    assert total(rows, micro_batch, data_size) == total(rows)
+    assert total(rows, micro_batch_size, data_size) == total(rows)
     plain = sum(multiplier(0, lane) * plain_digest(list(zip(*row.tolist()))) for lane, row in rows.items())
     assert total(rows) == plain % 2**64
-    assert all(-(2**63) <= checksum(of_rank) < 2**63 for of_rank in batches(rows, micro_batch, data_size)), "an int64"
+    assert all(-(2**63) <= checksum(of_rank) < 2**63 for of_rank in batches(rows, micro_batch_size, data_size)), "an int64"
     assert checksum([]) == 0, "of a rank that does not read"
 
 
@@ -53,9 +53,9 @@ def test_every_mistake_shows():
         one, other = rng.sample(range(LANES), 2)
         mistake = rng.choice(("value", "shift", "swap", "twice"))
         if mistake == "value":
-            wrong[one][rng.randrange(3), rng.randrange(CONTEXT)] += rng.choice((-1, 1, 256))
+            wrong[one][rng.randrange(3), rng.randrange(SEQUENCE_LENGTH)] += rng.choice((-1, 1, 256))
         elif mistake == "shift":
-            wrong[one] = np.roll(wrong[one], rng.randrange(1, CONTEXT), axis=1)
+            wrong[one] = np.roll(wrong[one], rng.randrange(1, SEQUENCE_LENGTH), axis=1)
         elif mistake == "swap":
             wrong[one], wrong[other] = wrong[other], wrong[one]
         else:

@@ -38,9 +38,9 @@ def cut(batch, tokens, device):
     return TokenBatch(*(x[:, :tokens].to(device) for x in (batch.tokens, batch.labels, batch.pos)))
 
 
-def steps(mesh, mixer, recorder, precision="bfloat16"):
+def steps(mesh, mixer, recorder, compute_dtype="bfloat16"):
     """Results of steps, and the parameters behind them: shorter sequences after two, then one that a NaN makes be refused."""
-    config = training(precision=precision)
+    config = training(compute_dtype=compute_dtype)
     built = build(model_of(mixer), config, mesh)
     graphs = None if recorder is None else Graphs(built.model, recorder)
     executor, found = StepExecutor(built.model, built.engine, mesh, graphs=graphs), []
@@ -51,7 +51,7 @@ def steps(mesh, mixer, recorder, precision="bfloat16"):
             with torch.no_grad():
                 victim[:, 1] = torch.nan
             drop_compute_copies(built.model)
-        own = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch)
+        own = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch_size)
         result = executor.step([cut(b, 24 if step < 2 else 13, mesh.device) for b in own], 3e-3)
         assert result.made is not planted, result
         found.append((str(result.loss), str(result.grad_norm), result.labels, str(result.where)))
@@ -62,11 +62,11 @@ def steps(mesh, mixer, recorder, precision="bfloat16"):
     return found, {name: p.detach().clone() for name, p in built.model.named_parameters()}
 
 
-def differences(mesh, mixers, recorder, precision="bfloat16"):
+def differences(mesh, mixers, recorder, compute_dtype="bfloat16"):
     """What is not the same with recorded passes and without, by mixer. recorder: name of a class of this file, or the class."""
     found, recorder = {}, globals()[recorder] if isinstance(recorder, str) else recorder
     for mixer in mixers:
-        (plain, expected), (results, parameters) = (steps(mesh, mixer, made, precision) for made in (None, recorder))
+        (plain, expected), (results, parameters) = (steps(mesh, mixer, made, compute_dtype) for made in (None, recorder))
         found[mixer] = [(a, b) for a, b in zip(plain, results, strict=True) if a != b]
         found[mixer] += [name for name, x in expected.items() if not torch.equal(x, parameters[name])]
     return found
@@ -153,10 +153,11 @@ class Recorder:
 
 
 seen = []
-FORMS = ({}, {"recompute": True}, {"selective_recompute": True}, {"precision": "float32"})
+FORMS = ({}, {"recompute": True}, {"selective_recompute": True}, {"compute_dtype": "float32"})
 for (name, settings), (changes, tensor) in product(kinds().items(), [*((form, 1) for form in FORMS), ({}, 2)]):
     model = ModelConfig(d_model=SMALL_WIDTH, n_layers=2, vocab_size=64, pattern=[name], mixers={name: settings.small()})
-    values = {"steps": 1, "context": 64, "global_batch_tokens": 128, "micro_batch": 2, "precision": "bfloat16", **changes}
+    values = {"steps": 1, "sequence_length": 64, "global_batch_tokens": 128, "micro_batch_size": 2}
+    values |= {"compute_dtype": "bfloat16", **changes}
     with compiling(Target(90)):
         mesh = meshes.initialize(LayoutConfig(tensor=tensor), device=META, rank=0, store=FakeStore())
         built = build_model(model, TrainingConfig(**values, optimizer={"lr": 1e-3}), META, mesh)
@@ -182,7 +183,7 @@ RUN = """
 name: graphs
 model: {d_model: 32, n_layers: 2, vocab_size: 64, pattern: [mamba], mixers: {mamba: {d_state: 4}}}
 data: {kind: mqar, length: 64, vocab_size: 64}
-training: {steps: 2, context: 64, global_batch_tokens: 256, micro_batch: 2, cuda_graphs: true, optimizer: {lr: 1.0e-3}}
+training: {steps: 2, sequence_length: 64, global_batch_tokens: 256, micro_batch_size: 2, cuda_graphs: true, optimizer: {lr: 1.0e-3}}
 """
 
 
@@ -190,7 +191,7 @@ training: {steps: 2, context: 64, global_batch_tokens: 256, micro_batch: 2, cuda
     ("words", "named"),
     [
         (["layout.pipeline=2"], "layout.pipeline=2"),
-        (["layout.sequence=2"], "layout.sequence=2"),
+        (["layout.context=2"], "layout.context=2"),
         (["training.bptt={mode: exact, segment: 32}"], "training.bptt"),
         (["training.selective_recompute=true"], "training.selective_recompute=true"),
         (["device=cpu", "profile=true", "training.steps=20"], "device=cpu and profile"),
@@ -216,8 +217,8 @@ def on_gpu():
 @pytest.mark.gpu
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_graphs_are_plain_passes_to_the_bit(mixer, on_gpu):
-    for precision in ("bfloat16", "float32"):
-        assert differences(on_gpu, [mixer], CudaRecorder, precision) == {mixer: []}
+    for compute_dtype in ("bfloat16", "float32"):
+        assert differences(on_gpu, [mixer], CudaRecorder, compute_dtype) == {mixer: []}
 
 
 @pytest.mark.gpu

@@ -38,7 +38,7 @@ def test_what_a_model_carries_is_found_and_checked(pool, mixer):
         assert found or mixer == "swiglu"
 
 
-@pytest.mark.parametrize("layout", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "split_residual": True}], ids=str)
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"context": 2}, {"tensor": 2, "sequence_parallel": True}], ids=str)
 def test_ranks_find_the_same(pool, layout):
     names = [found for found, _ in pool.run(found_by, **layout)]
     assert names[0]
@@ -46,8 +46,8 @@ def test_ranks_find_the_same(pool, layout):
 
 
 def stepped_in_bfloat16(mesh, mixer):
-    built = build(model_of(mixer), training(precision="bfloat16"), mesh)
-    check_kernels(built, training(precision="bfloat16"))
+    built = build(model_of(mixer), training(compute_dtype="bfloat16"), mesh)
+    check_kernels(built, training(compute_dtype="bfloat16"))
     return StepExecutor(built.model, built.engine, mesh).step(micro_batches(0, 0, 1, 2), 1e-3).loss
 
 
@@ -88,7 +88,7 @@ def wrong_scan(mesh):
 
     SelectiveScan.run = wrong
     try:
-        check_kernels(built, training(precision="float32"))
+        check_kernels(built, training(compute_dtype="float32"))
     except KernelCheckError as error:
         return str(error), str(check(SelectiveScan("zoh"), mesh.device, torch.float32))
     finally:

@@ -31,17 +31,17 @@ def settings_of(mixer, **changes):
     config = training(**changes)
     if mixer != "bmojo":
         return config
-    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"rates": {"*.ssm.*": 9e-3}})})
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr_overrides": {"*.ssm.*": 9e-3}})})
 
 
-def oracle(precision="float32", mixer="mamba"):
+def oracle(compute_dtype="float32", mixer="mamba"):
     """One process, torch's AdamW and clipping, the whole batch at once: nothing of DeepSpeed, the executor or splitting."""
-    config = settings_of(mixer, precision=precision)
-    model = LanguageModel(model_of(mixer), compute_dtype=getattr(torch, precision))
+    config = settings_of(mixer, compute_dtype=compute_dtype)
+    model = LanguageModel(model_of(mixer), compute_dtype=getattr(torch, compute_dtype))
     initialize_parameters(model, config.seed, 0, 1)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     o = config.optimizer
-    optimizer = torch.optim.AdamW(parameter_groups(model, o.weight_decay, tuple(o.rates)), lr=o.lr, betas=o.betas, eps=o.eps)
+    optimizer = torch.optim.AdamW(parameter_groups(model, o.weight_decay, tuple(o.lr_overrides)), lr=o.lr, betas=o.betas, eps=o.eps)
     rows = []
     for step in range(STEPS):
         batch = step_batch(step)
@@ -50,7 +50,7 @@ def oracle(precision="float32", mixer="mamba"):
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rates(step, config)[group["rate"]]
+            group["lr"] = learning_rates(step, config)[group["lr_override"]]
         optimizer.step()
         for module in model.modules():
             module._compute_copy = None
@@ -58,15 +58,15 @@ def oracle(precision="float32", mixer="mamba"):
     return rows, model, start
 
 
-def steps_on_a_layout(mesh, precision="float32", recompute=False, mixer="mamba"):
-    config = settings_of(mixer, precision=precision, recompute=recompute)
+def steps_on_a_layout(mesh, compute_dtype="float32", recompute=False, mixer="mamba"):
+    config = settings_of(mixer, compute_dtype=compute_dtype, recompute=recompute)
     built = build(model_of(mixer), config, mesh)
     initial = gather_parameters(built.model, mesh.tensor_group)
     executor = StepExecutor(built.model, built.engine, mesh)
     rows = []
     for step in range(STEPS):
         batches = micro_batches(
-            step, mesh.data_rank, mesh.layout.data, config.micro_batch, mesh.sequence_rank, mesh.layout.sequence
+            step, mesh.data_rank, mesh.layout.data, config.micro_batch_size, mesh.context_rank, mesh.layout.context
         )
         result = executor.step(batches, learning_rates(step, config))
         rows.append((result.loss, result.grad_norm, result.labels))
@@ -105,7 +105,7 @@ def test_initial_values_and_labels_do_not_depend_on_the_layout(pool, single_mesh
 def test_layers_without_skips_and_biases_on_a_layout_equal_plain_pytorch(pool, single_mesh):
     rows, model, _ = oracle(mixer="bare")
     expected = whole(model, {name: p.detach() for name, p in model.named_parameters()})
-    found, _, parameters = pool.run(steps_on_a_layout, mixer="bare", tensor=2, sequence=2)[0]
+    found, _, parameters = pool.run(steps_on_a_layout, mixer="bare", tensor=2, context=2)[0]
     for (loss, norm, _), wanted in zip(found, rows, strict=True):
         assert (loss, norm) == pytest.approx(wanted, rel=1e-5)
     assert parameters.keys() == expected.keys()
@@ -117,8 +117,8 @@ def test_layers_without_skips_and_biases_on_a_layout_equal_plain_pytorch(pool, s
 @pytest.mark.parametrize("mixer", ["mamba", "lattice", pytest.param("bmojo", marks=pytest.mark.long)])
 def test_recomputation_exchanges_nothing(pool, mixer):
     """Over four sequence ranks: as many messages as without, and the same bits."""
-    plain = pool.run(messages, mixer=mixer, sequence=4)
-    recomputed = pool.run(messages, mixer=mixer, recompute=True, sequence=4)
+    plain = pool.run(messages, mixer=mixer, context=4)
+    recomputed = pool.run(messages, mixer=mixer, recompute=True, context=4)
     for (rows, counted), (rows_again, counted_again) in zip(plain, recomputed):
         assert rows == rows_again
         assert counted == counted_again
@@ -132,7 +132,7 @@ def messages(mesh, mixer, recompute=False):
 
 def test_recomputation_and_bfloat16_on_a_layout(pool, single_mesh):
     rows, _, _ = oracle("bfloat16")
-    found, _, _ = pool.run(steps_on_a_layout, tensor=2, data=2, precision="bfloat16", recompute=True)[0]
+    found, _, _ = pool.run(steps_on_a_layout, tensor=2, data=2, compute_dtype="bfloat16", recompute=True)[0]
     for (loss, norm, _), (want_loss, want_norm) in zip(found, rows):
         assert loss == pytest.approx(want_loss, rel=1e-2)
         assert norm == pytest.approx(want_norm, rel=5e-2)
@@ -142,7 +142,7 @@ def test_rates_are_of_the_parameters_that_match(single_mesh):
     model = LanguageModel(model_of("bmojo"))
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = parameter_groups(model, 0.1, ("layers.0.*.ssm.*", "*.ssm.*"))
-    found = {(group["rate"], group["weight_decay"]): {names[p] for p in group["params"]} for group in groups}
+    found = {(group["lr_override"], group["weight_decay"]): {names[p] for p in group["params"]} for group in groups}
     assert sum(len(group) for group in found.values()) == len(names)
     for (rate, decay), group in found.items():
         for name in group:
@@ -156,9 +156,9 @@ def test_a_run_is_its_steps_made_by_hand(single_mesh, tmp_path):
     """What the loop adds to a step: its rows, its learning rate and the count of tokens. The batch grows after two steps."""
     task, rows_of_steps = MqarConfig(length=12, pairs=2, vocab_size=36), (2, 2, 4, 4, 4)
     config = training(
-        context=12,
+        sequence_length=12,
         global_batch_tokens=4 * 12,
-        batch_ramp=[{"steps": 2, "global_batch_tokens": 2 * 12}],
+        batch_size_warmup=[{"steps": 2, "global_batch_tokens": 2 * 12}],
         checkpoint=CheckpointConfig(every=5),
         evaluation=EvaluationConfig(every=0),
     )

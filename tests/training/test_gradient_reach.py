@@ -37,10 +37,10 @@ def losses(mesh, steps, bptt):
     """Nats per answer of every step, on examples that were never seen before."""
     training = TrainingConfig(
         steps=steps,
-        context=SEGMENT * SEGMENTS,
+        sequence_length=SEGMENT * SEGMENTS,
         global_batch_tokens=ROWS * SEGMENT * SEGMENTS,
-        micro_batch=ROWS,
-        precision="float32",
+        micro_batch_size=ROWS,
+        compute_dtype="float32",
         bptt={"segment": SEGMENT, **bptt},
         optimizer={"lr": 4e-2, "weight_decay": 0.0},
         schedule={"kind": "constant", "warmup_steps": 20},

@@ -88,7 +88,7 @@ def test_clipping_is_active_and_documents_straddle_shards(single_mesh):
         assert min(norm for _, norm in grid.one_process(mixer, "float32").rows) > 0.25, mixer
     pos = grid.step_batch(0).pos
     for sequence in (2, 4):
-        starts = pos[:, :: grid.CONTEXT // sequence][:, 1:]
+        starts = pos[:, :: grid.SEQUENCE_LENGTH // sequence][:, 1:]
         assert (starts > 0).any()
     assert len({int(n) for n in torch.diff((pos == 0).nonzero()[:, 1]) if n > 0}) > 3, "documents have unequal lengths"
 

@@ -25,7 +25,7 @@ def lanes_with_values(built, config, mesh):
     """Lanes whose States are all different."""
     lanes, g = LaneStates(built.model, config, mesh), torch.Generator().manual_seed(0)
     own = range(mesh.data_rank, config.lane_count, mesh.layout.data)
-    for lane in own if mesh.sequence_rank == 0 else ():
+    for lane in own if mesh.context_rank == 0 else ():
         states = lanes.read([lane])
         for state in states.values():
             for name, x in state.items():
@@ -66,7 +66,7 @@ def load_by_name(mesh, kind, folder):
 @pytest.mark.parametrize("kind", ["bmojo", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("mamba", "gsa", "lattice"))])
 def test_lanes_move_to_any_other_layout(pool, single_mesh, tmp_path, kind):
     """Tensor, pipeline, sequence and data ranks on either side."""
-    layouts = [{"tensor": 2, "sequence": 2}, {"pipeline": 2, "data": 2}]
+    layouts = [{"tensor": 2, "context": 2}, {"pipeline": 2, "data": 2}]
     if kind != "bmojo":
         layouts += [{"data": 4}, {"tensor": 2, "pipeline": 2, "data": 2}]
     for n, (before, after) in enumerate(itertools.pairwise((*layouts, layouts[0]))):

@@ -40,7 +40,7 @@ from baton.training.monitoring.metrics import read_metrics
 from baton.training.step.microbatch_runner import TokenBatch
 
 MIXERS = (*(kind for kind, settings in kinds().items() if not settings.small().state_grows), "hybrid")
-STAGES = {"pipeline": 2, "sequence": 2}
+STAGES = {"pipeline": 2, "context": 2}
 LAYOUTS = ({"data": 2}, STAGES, {"tensor": 2, "pipeline": 2})
 
 
@@ -106,7 +106,7 @@ def test_validation_in_segments_equals_whole_rows(pool, single_mesh, layout, mix
         m for m in mixers if all(n % tensor == 0 for s in model_for(m).mixers.values() for n in s.sizes(SMALL_WIDTH).values())
     ]
     assert len(mixers) >= 5
-    spans = SEGMENTS * layout.get("sequence", 1)
+    spans = SEGMENTS * layout.get("context", 1)
     for result in pool.run(validated, mixers, timeout_s=300, **layout):
         for mixer, (nats, scored, accuracy, losses, places, norms) in zip(mixers, result, strict=True):
             loss, right, buckets, expected = expected_of(mixer, spans)
@@ -136,7 +136,7 @@ def task_evaluations(mesh, segment):
 
     task = MqarConfig(length=16, pairs=2, vocab_size=61, cases=[{}, {"length": 40, "pairs": 4}])
     bptt = None if segment is None else BpttConfig(mode="exact", segment=segment)
-    sizes = {"context": 32, "global_batch_tokens": 64, "steps": 3, "evaluation": EvaluationConfig(tokens=600)}
+    sizes = {"sequence_length": 32, "global_batch_tokens": 64, "steps": 3, "evaluation": EvaluationConfig(tokens=600)}
     config = training(bptt=bptt, schedule=ScheduleConfig(kind="constant"), **sizes)
     settings = RunSettings(Path("none"), model_for("mamba"), task, config, "")
     rows = []
@@ -150,7 +150,7 @@ def task_evaluations(mesh, segment):
     return rows
 
 
-@pytest.mark.parametrize("layout", [pytest.param({"data": 1}, marks=pytest.mark.long), {"sequence": 2}], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param({"data": 1}, marks=pytest.mark.long), {"context": 2}], ids=str)
 def test_a_task_is_scored_in_segments_as_it_is_whole(pool, layout):
     [[whole]] = pool.run(task_evaluations, None)
     for [cut] in pool.run(task_evaluations, 16, **layout):
@@ -229,8 +229,8 @@ def test_long_rows_are_refused_where_there_are_none_or_states_cannot_go_on():
     )
     assert "add a longer case to data.cases" in refused(mamba, documents=False, long_tokens=100)
     assert "model.mixers.attention.window" in refused(full, long_tokens=100)
-    assert "layout.sequence=2 does not divide" in refused(mamba, ranks=2, credit_segment=13)
-    assert "make it 6 tokens or more" in refused(mamba, ranks=2, credit_segment=4)
+    assert "layout.context=2 does not divide" in refused(mamba, ranks=2, gradient_reach_segment_length=13)
+    assert "make it 6 tokens or more" in refused(mamba, ranks=2, gradient_reach_segment_length=4)
     check_long_rows(full, training(evaluation=EvaluationConfig(long_tokens=100, every=0)), 1, documents=True)
 
 
@@ -277,12 +277,12 @@ def run(data, pool, tmp_path_factory):
         "device": "cpu",
         "model": {"d_model": 16, "n_layers": 2, "pattern": ["mamba", "lattice"], "mixers": mixers},
         "data": {"path": str(data[0]), "tokenizer": str(data[1]), "unit_documents": 4},
-        "layout": {"sequence": 2},
+        "layout": {"context": 2},
         "training": {
             "steps": RUN_STEPS,
-            "context": 64,
+            "sequence_length": 64,
             "global_batch_tokens": 128,
-            "precision": "float32",
+            "compute_dtype": "float32",
             "log_every": 1,
             "bptt": {"mode": "truncated", "segment": 16, "gradient_segments": 2},
             "optimizer": {"lr": 1e-2},
@@ -293,14 +293,14 @@ def run(data, pool, tmp_path_factory):
                 "sample_tokens": 0,
                 "long_tokens": 390,
                 "long_rows": 2,
-                "credit_segment": 8,
-                "credit_segments": 6,
+                "gradient_reach_segment_length": 8,
+                "gradient_reach_segments": 6,
             },
-            "monitoring": {"cotangents_every": EVERY},
+            "monitoring": {"state_grad_norm_every": EVERY},
         },
     }
     (folder / "run.yaml").write_text(json.dumps(values))
-    said, _ = pool.run(train_run, str(folder / "run"), str(folder / "run.yaml"), sequence=2)
+    said, _ = pool.run(train_run, str(folder / "run"), str(folder / "run.yaml"), context=2)
     assert "validation loss from position  1: " in said
     assert "tokens that credit travels, of 40 looked at  " in said
     return folder / "run"
@@ -315,7 +315,7 @@ def resumed(run, pool, tmp_path_factory):
         if later > 5:
             shutil.rmtree(folder / "checkpoints" / f"step-{later:08d}")
     assert published(folder) == [5]
-    pool.run(train_run, str(folder), sequence=2)
+    pool.run(train_run, str(folder), context=2)
     return folder
 
 

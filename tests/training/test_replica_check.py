@@ -247,8 +247,8 @@ def test_a_master_copy_that_differs_between_tensor_ranks_stays_different(pool):
         assert f"{REPLICATED} differs" in after[0]
 
 
-def sound(mesh, mixer, precision="float32"):
-    config = training(replica_check_every=1, precision=precision)
+def sound(mesh, mixer, compute_dtype="float32"):
+    config = training(replica_check_every=1, compute_dtype=compute_dtype)
     return [said(check_of(built, config), progress, result) for built, progress, result in steps(mesh, 3, config, mixer)]
 
 
@@ -258,7 +258,7 @@ OFTEN = ("mamba2", "bmojo", "lattice", "hybrid")
 @pytest.mark.parametrize("mixer", [*OFTEN, *(pytest.param(kind, marks=pytest.mark.long) for kind in kinds() if kind not in OFTEN)])
 def test_replicas_of_every_mixer_stay_equal_and_the_check_silent(pool, mixer):
     """In bfloat16: what a replicated parameter's gradient is made of is rounded most there."""
-    for found in pool.run(sound, mixer, precision="bfloat16", tensor=2, data=2):
+    for found in pool.run(sound, mixer, compute_dtype="bfloat16", tensor=2, data=2):
         assert found == [None, None, None]
 
 

@@ -33,7 +33,7 @@ TRUNCATED = {"mode": "truncated", "segment": 8}
 def saver_of(built, config, mesh, folder):
     """What a run saves with, and where to."""
     lanes = LaneStates(built.model, config, mesh) if config.carries else None
-    store = CheckpointStore(folder / "checkpoints", mesh, 2, asynchronous=True)
+    store = CheckpointStore(folder / "checkpoints", mesh, 2, async_save=True)
     data = ShardsConfig(path="nowhere", tokenizer="nowhere")
     settings = RunSettings(folder, built.model.config, data, config, "")
     schedule = SaveSchedule(config.checkpoint, config.steps, mesh, 0)
@@ -59,7 +59,7 @@ LAYOUTS = [
     {"data": 2, "zero": 0},
     {"data": 4},
     {"tensor": 2, "data": 2},
-    {"pipeline": 2, "sequence": 2},
+    {"pipeline": 2, "context": 2},
 ]
 
 
@@ -115,7 +115,7 @@ def resident(folder, saves):
     torch.set_num_threads(1)
     mesh = meshes.initialize(LayoutConfig(), device=torch.device("cpu"), rank=0, store=torch.distributed.HashStore())
     model = ModelConfig(**{**model_of("mamba").model_dump(), "d_model": 192, "n_layers": 4})
-    config = training(steps=saves, checkpoint={"every": 1, "keep_last": 2}, global_batch_tokens=48, micro_batch=2)
+    config = training(steps=saves, checkpoint={"every": 1, "keep_last": 2}, global_batch_tokens=48, micro_batch_size=2)
     built = build(model, config, mesh)
     saver, store = saver_of(built, config, mesh, folder)
     executor, whole, seen = StepExecutor(built.model, built.engine, mesh), step_batch(0), []

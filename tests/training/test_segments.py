@@ -52,7 +52,7 @@ class Case:
     dtype: torch.dtype
     gradient: int | None = None
     recompute: bool = False
-    micro_batch: int = ROWS
+    micro_batch_size: int = ROWS
 
 
 def batches_of(case):
@@ -140,7 +140,7 @@ def gradients(mesh, case, scores):
             lanes = LaneStates(model, training(lanes=ROWS, global_batch_tokens=24 * ROWS), mesh)
         for batch, wanted in zip(steps, scores, strict=True):
             model.zero_grad()
-            run_step(mesh, model, batch, segments, lanes, case.micro_batch, wanted)
+            run_step(mesh, model, batch, segments, lanes, case.micro_batch_size, wanted)
     finally:
         torch.set_default_dtype(torch.float32)
     zero.finalise_gradients(model, mesh)
@@ -152,19 +152,19 @@ def gradients(mesh, case, scores):
 
 def own_spans(batch, mesh, segments):
     """This rank's span of every segment."""
-    size = mesh.layout.sequence
-    parts = [batch.segment(s * size + mesh.sequence_rank, segments * size) for s in range(segments)]
+    size = mesh.layout.context
+    parts = [batch.segment(s * size + mesh.context_rank, segments * size) for s in range(segments)]
     return TokenBatch(*(torch.cat([getattr(p, x) for p in parts], dim=1) for x in ("tokens", "labels", "pos")), batch.lanes)
 
 
-def run_step(mesh, model, batch, segments, lanes, micro_batch, wanted):
-    own, size = own_spans(batch, mesh, segments.count), mesh.layout.sequence
-    rows = torch.arange(ROWS).split(micro_batch)
+def run_step(mesh, model, batch, segments, lanes, micro_batch_size, wanted):
+    own, size = own_spans(batch, mesh, segments.count), mesh.layout.context
+    rows = torch.arange(ROWS).split(micro_batch_size)
     batches = [TokenBatch(own.tokens[r], own.labels[r], own.pos[r], tuple(r.tolist())) for r in rows]
     passes = Passes(model, batches, 1.0 / float(batch.count_labels()), segments, lanes)
     with Scores(wanted).used() as scores:
         for operation in schedule(model.stage.index, model.stage.count, len(batches), segments.count, segments.gradient):
-            v = operation.segment * size + mesh.sequence_rank
+            v = operation.segment * size + mesh.context_rank
             scores.place = rows[operation.micro_batch], v, segments.count * size
             passes.do(operation)
     passes.finish()
@@ -183,7 +183,7 @@ def on_ranks(mesh, jobs):
 def compare(pool, ranks, pipeline, cases, loosened=1):
     """Asserts that every parameter's gradient is the reference's. loosened: for sums in another order, by another device."""
     jobs = [(astuple(case), reference(case)[1]) for case in cases]
-    results = pool.run(on_ranks, jobs, sequence=ranks, pipeline=pipeline, timeout_s=900)
+    results = pool.run(on_ranks, jobs, context=ranks, pipeline=pipeline, timeout_s=900)
     for n, case in enumerate(cases):
         expected, seen = reference(case)[0], set()
         for name, grad in (item for result in results for item in result[n].items()):
@@ -249,8 +249,8 @@ MANY = ("mamba", "bmojo", "lattice", "hybrid")
     [(2, 2, ("mamba", "bmojo"), ("mamba",)), *(pytest.param(n, n, MANY, MANY, marks=pytest.mark.long) for n in (1, 2))],
 )
 def test_recomputed_activations_and_micro_batches_change_nothing(pool, single_mesh, ranks, pipeline, exact, truncated):
-    cases = [Case(mixer, 3, torch.float64, None, recompute=True, micro_batch=1) for mixer in exact]
-    cases += [Case(mixer, 4, torch.float64, 2, recompute=True, micro_batch=1) for mixer in truncated]
+    cases = [Case(mixer, 3, torch.float64, None, recompute=True, micro_batch_size=1) for mixer in exact]
+    cases += [Case(mixer, 4, torch.float64, 2, recompute=True, micro_batch_size=1) for mixer in truncated]
     compare(pool, ranks, pipeline, cases)
 
 

@@ -54,9 +54,9 @@ def in_parts(model, of):
     return found
 
 
-def steps(mesh, mixer, recompute=False, precision="float32"):
+def steps(mesh, mixer, recompute=False, compute_dtype="float32"):
     """Loss and norm of each step; whole gradients as they are after the finalise pass, added up over the data ranks; parameters."""
-    config = training(precision=precision, recompute=recompute)
+    config = training(compute_dtype=compute_dtype, recompute=recompute)
     built = build(model_of(mixer), config, mesh)
     gradients, update = [], built.engine.step
 
@@ -77,7 +77,7 @@ def steps(mesh, mixer, recompute=False, precision="float32"):
     executor, rows = StepExecutor(built.model, built.engine, mesh), []
     for step in range(STEPS):
         batches = micro_batches(
-            step, mesh.data_rank, mesh.layout.data, config.micro_batch, mesh.sequence_rank, mesh.layout.sequence
+            step, mesh.data_rank, mesh.layout.data, config.micro_batch_size, mesh.context_rank, mesh.layout.context
         )
         result = executor.step(batches, learning_rates(step, config)[""])
         rows.append((result.loss, result.grad_norm))
@@ -87,11 +87,11 @@ def steps(mesh, mixer, recompute=False, precision="float32"):
 LAYOUTS = [
     {"tensor": 2},
     {"tensor": 4},
-    {"tensor": 2, "sequence": 2},
+    {"tensor": 2, "context": 2},
     {"tensor": 2, "pipeline": 2},
     {"tensor": 2, "data": 2},
     {"tensor": 2, "data": 2, "recompute": True},
-    {"tensor": 2, "pipeline": 2, "sequence": 2, "recompute": True},
+    {"tensor": 2, "pipeline": 2, "context": 2, "recompute": True},
 ]
 
 
@@ -107,7 +107,7 @@ OFTEN = ((LAYOUTS[-1], MIXERS[::4]), (LAYOUTS[0], [mixer for mixer in MIXERS if 
 def test_every_mixer_on_a_shared_residual_stream_equals_one_process(pool, single_mesh, layout, mixers):
     """Losses, norms, gradients after the finalise pass and parameters. Sums of many gradients of either sign lose more digits."""
     seen = {mixer: set() for mixer in mixers}
-    for found in pool.run(steps_of, mixers, split_residual=True, timeout_s=280, **layout):
+    for found in pool.run(steps_of, mixers, sequence_parallel=True, timeout_s=280, **layout):
         for mixer in mixers:
             rows, gradients, parameters = found[mixer]
             want_rows, want_gradients, want_parameters = one_process(mixer)
@@ -125,8 +125,8 @@ def test_every_mixer_on_a_shared_residual_stream_equals_one_process(pool, single
 
 def test_bfloat16_on_a_shared_residual_stream(pool, single_mesh):
     want_rows, _, _ = one_process("mamba")
-    layout = {"tensor": 2, "data": 2, "recompute": True, "precision": "bfloat16"}
-    for rows, _, _ in pool.run(steps, "mamba", split_residual=True, **layout):
+    layout = {"tensor": 2, "data": 2, "recompute": True, "compute_dtype": "bfloat16"}
+    for rows, _, _ in pool.run(steps, "mamba", sequence_parallel=True, **layout):
         for (loss, norm), (want_loss, want_norm) in zip(rows, want_rows, strict=True):
             assert loss == pytest.approx(want_loss, rel=1e-2)
             assert norm == pytest.approx(want_norm, rel=5e-2)
@@ -150,7 +150,7 @@ def written(mesh):
 def test_a_shared_residual_stream_writes_the_same_text(pool, pipeline):
     """A token at a time, which no two ranks can share, and prompts that ranks do not divide."""
     ((texts, logits),) = pool.run(written)
-    for own_texts, own_logits in pool.run(written, tensor=2, pipeline=pipeline, split_residual=True):
+    for own_texts, own_logits in pool.run(written, tensor=2, pipeline=pipeline, sequence_parallel=True):
         assert own_texts == texts
         for own, want in zip(own_logits, logits, strict=True):
             assert own is None or relative_error(own, want) <= 1e-5

@@ -35,7 +35,7 @@ def watched(mesh, mixers, last_only):
         whole = whole_batch()
         rows = torch.arange(mesh.data_rank, ROWS - 1, mesh.layout.data)
         batches = [joined(own_spans(rows_of(whole, part), mesh, SEGMENTS)) for part in rows.split(1)]
-        span = SEGMENT // mesh.layout.sequence
+        span = SEGMENT // mesh.layout.context
         with Float64():
             if last_only:
                 marks = {name: torch.full_like(p, 3.0) for name, p in model.named_parameters()}
@@ -90,14 +90,14 @@ def by_autograd(mixer, spans, last_only):
 @pytest.mark.parametrize(
     "layout",
     [
-        *(pytest.param(x, marks=pytest.mark.long) for x in ({"data": 2}, {"sequence": 2}, {"tensor": 2})),
-        {"pipeline": 2, "sequence": 2},
+        *(pytest.param(x, marks=pytest.mark.long) for x in ({"data": 2}, {"context": 2}, {"tensor": 2})),
+        {"pipeline": 2, "context": 2},
     ],
     ids=str,
 )
 def test_cotangents_at_borders_are_those_of_retained_states(pool, single_mesh, layout, last_only):
     mixers = ["mamba", "gsa", "lattice", "mamba2", "attention"]
-    spans = SEGMENTS * layout.get("sequence", 1)
+    spans = SEGMENTS * layout.get("context", 1)
     for result in pool.run(watched, mixers, last_only, timeout_s=300, **layout):
         for mixer, (span, places, norms) in zip(mixers, result, strict=True):
             expected = by_autograd(mixer, spans, last_only)

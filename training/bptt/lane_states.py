@@ -31,7 +31,7 @@ class LaneStates:
         self._whole = model.leaves
         self.leaves = {number: tuple(_local(leaf, mesh) for leaf in leaves) for number, leaves in self._whole.items()}
         lanes = range(mesh.data_rank, self._count, mesh.layout.data)
-        self._rows = {lane: row for row, lane in enumerate(lanes)} if mesh.sequence_rank == 0 else {}
+        self._rows = {lane: row for row, lane in enumerate(lanes)} if mesh.context_rank == 0 else {}
         self._states = {number: zeros(leaves, len(self._rows), mesh.device) for number, leaves in self.leaves.items()}
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
         self._before: dict[tuple[int, ...], tuple[torch.Tensor, States]] | None = None

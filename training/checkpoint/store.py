@@ -59,12 +59,12 @@ class CheckpointStore:
         *,
         keep_every: int = 0,
         keep_best: int = 0,
-        asynchronous: bool = False,
+        async_save: bool = False,
     ) -> None:
         self.folder = folder
         self.mesh = mesh
         self.retention = Retention(keep_last, keep_every, keep_best)
-        self.asynchronous = asynchronous
+        self.async_save = async_save
         self.say = say if mesh.is_main else lambda text: None
         self.problem: str | None = None
         self._staging = Staging(mesh.device)
@@ -86,7 +86,7 @@ class CheckpointStore:
             return None
         parts, memory = self._staging.copy(rectangles)
         self._flight = _Flight(name, work, manifest, began, self.mesh.rank, parts, memory)
-        return None if self.asynchronous else self.finish()
+        return None if self.async_save else self.finish()
 
     def poll(self) -> Saved | None:
         """Publish what was being written, if every rank has written its part. Every rank calls it after the same steps."""

@@ -61,7 +61,7 @@ def score(model: LanguageModel, batches: Sequence[TokenBatch], labels: int, mesh
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batch in batches:
         # such a batch only completes a round over the ranks; but a span without a question may be needed by the next one
-        if mesh.layout.sequence == 1 and not bool((batch.labels != IGNORE_INDEX).any()):
+        if mesh.layout.context == 1 and not bool((batch.labels != IGNORE_INDEX).any()):
             continue
         parts = (batch.segment(s, segments) for s in range(segments))
         for part, hidden, _ in through_segments(model, parts, segments, state_wanted=False):

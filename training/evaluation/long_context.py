@@ -81,11 +81,11 @@ class LongRows:
             yield OpenDocument(id_pieces(self._dataset, self._tokenizer, shard, sample, payload), 0, self._tokenizer.doc)
 
 
-def groups_of(rows: LongRows, mesh: Mesh, *, micro_batch: int, segment: int, segments: int) -> Iterator[Iterator[TokenBatch]]:
-    """This data rank's rows, `micro_batch` at a time: of each group this rank's spans of the segments, read when asked for. Every
+def groups_of(rows: LongRows, mesh: Mesh, *, micro_batch_size: int, segment: int, segments: int) -> Iterator[Iterator[TokenBatch]]:
+    """This data rank's rows, `micro_batch_size` at a time: of each group this rank's spans of the segments, read when needed. Every
     rank that works on the same rows takes all of them."""
-    for start in range(mesh.data_rank * micro_batch, rows.rows, mesh.layout.data * micro_batch):
-        group = range(start, min(start + micro_batch, rows.rows))
+    for start in range(mesh.data_rank * micro_batch_size, rows.rows, mesh.layout.data * micro_batch_size):
+        group = range(start, min(start + micro_batch_size, rows.rows))
         batches: Iterator[Batch | None] = rows.segments(group, segment) if batch_distribution.reads(mesh) else repeat(None)
         yield (batch_distribution.share(next(batches), mesh, (len(group), segment)) for _ in range(segments))
 
@@ -117,7 +117,7 @@ def look(model: LanguageModel, groups: Iterable[Iterable[TokenBatch]], mesh: Mes
 
     A model without a link, whose sequences are not cut in training, has one for as long as this takes.
     """
-    ranks, span = mesh.layout.sequence, segment // mesh.layout.sequence
+    ranks, span = mesh.layout.context, segment // mesh.layout.context
     kept = {border: n for n, border in enumerate(borders(ranks * segments))}
     losses = torch.zeros(2, (segment * segments).bit_length(), dtype=torch.float64, device=mesh.device)
     firsts = 2 ** torch.arange(losses.shape[1], device=mesh.device)
@@ -134,7 +134,7 @@ def look(model: LanguageModel, groups: Iterable[Iterable[TokenBatch]], mesh: Mes
             for number, (part, hidden, leaving) in enumerate(through_segments(model, group, segments)):
                 if hidden is not None:
                     losses += _in_buckets(token_losses(model, hidden, part.labels), part, firsts)
-                if (at := kept.get(number * ranks + mesh.sequence_rank + 1)) is not None:
+                if (at := kept.get(number * ranks + mesh.context_rank + 1)) is not None:
                     here = (part.labels[:, -1] != IGNORE_INDEX).double()
                     rows[at] += here.sum()
                     for (layer, name), squares in leaves.items():

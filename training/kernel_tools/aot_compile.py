@@ -45,20 +45,20 @@ def compile_for(
     # a first layer, to whose stream nothing is to be added yet, and one behind another
     layers = model.model_copy(update={"n_layers": min(model.n_layers, max(2, len(model.period)))})
     # stages have the same kinds of layers and data ranks the same everything; a link to itself takes the steps of a sequence rank
-    own = LayoutConfig(tensor=layout.tensor, split_residual=layout.split_residual)
+    own = LayoutConfig(tensor=layout.tensor, sequence_parallel=layout.sequence_parallel)
     with compiling(wanted, processes, say) as compiled:
         mesh = meshes.initialize(own, device=META, rank=0, store=FakeStore())
-        if layout.sequence > 1:
+        if layout.context > 1:
             # what is gathered is made as what is sent early
-            early = layout.state_exchange != "relay"
-            mesh = replace(mesh, link=SequenceLink(0, [0], META, exchange="early" if early else "relay"))
+            early = layout.context_comm != "ring"
+            mesh = replace(mesh, link=SequenceLink(0, [0], META, exchange="early" if early else "ring"))
         try:
             built = build_model(layers, training, META, mesh)
             with noting() as carried:
-                for at in {(at.micro_batch, at.context): at for _, at in training.stretches}.values():
-                    _step(built, at, layout.sequence, LaneStates(built, at, mesh) if at.carries else None)
+                for at in {(at.micro_batch_size, at.sequence_length): at for _, at in training.stretches}.values():
+                    _step(built, at, layout.context, LaneStates(built, at, mesh) if at.carries else None)
             for recurrence in sorted(carried, key=str):
-                launch(recurrence, META, DTYPES[training.precision_on(META.type)])
+                launch(recurrence, META, DTYPES[training.compute_dtype_on(META.type)])
         finally:
             meshes.shutdown()
     return compiled
@@ -81,9 +81,9 @@ def _step(model: LanguageModel, training: TrainingConfig, sequence: int, lanes: 
                 Operation("backward", n, 1),
                 Operation("backward", n, 0),
             ]
-    shape = training.micro_batch, span * segments.count
+    shape = training.micro_batch_size, span * segments.count
     ids, pos = (torch.empty(shape, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
-    batch = TokenBatch(ids, ids, pos, tuple(range(training.micro_batch)))
+    batch = TokenBatch(ids, ids, pos, tuple(range(training.micro_batch_size)))
     if lanes is not None:
         lanes.begin()
     passes = Passes(model, [batch, batch], 1.0, segments, lanes)

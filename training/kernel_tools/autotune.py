@@ -29,10 +29,10 @@ def requests_of(model: ModelConfig, training: TrainingConfig, layout: LayoutConf
 
     layers = model.model_copy(update={"n_layers": min(model.n_layers, len(model.period))})
     ids, pos = (
-        torch.empty(training.micro_batch, training.segment // layout.sequence, dtype=dtype, device=META)
+        torch.empty(training.micro_batch_size, training.segment // layout.context, dtype=dtype, device=META)
         for dtype in (torch.int64, torch.int32)
     )
-    own = LayoutConfig(tensor=layout.tensor, split_residual=layout.split_residual)
+    own = LayoutConfig(tensor=layout.tensor, sequence_parallel=layout.sequence_parallel)
     with launching_nothing(wanted):
         mesh = meshes.initialize(own, device=META, rank=0, store=FakeStore())
         try:
@@ -71,7 +71,7 @@ def tune_for(
         LaunchConfigError: the table cannot be read or written, or the run has none of the kernels, before anything is timed.
     """
     launch_configs.write(launch_configs.read(path), path)
-    dtype, here = DTYPES[training.precision_on(device.type)], Target.here()
+    dtype, here = DTYPES[training.compute_dtype_on(device.type)], Target.here()
     assert here is not None
     for tuned in tune(chosen(requests_of(model, training, layout, here), kernels), device, dtype):
         launch_configs.write(_with_row(launch_configs.read(path), tuned.entry(device, dtype)), path)

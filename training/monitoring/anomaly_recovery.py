@@ -54,8 +54,8 @@ class Recovery:
         said = f"step {step + 1}: {result.refused}{_listed(names)}"
         if policy == "skip" and result.made:
             policy, said = "stop", f"{said}; the update is made, and cannot be skipped any more"
-        elif policy != "stop" and self._count >= self._config.most:
-            policy, said = "stop", f"{said}; this was tried {self._count} times (training.guard.most)"
+        elif policy != "stop" and self._count >= self._config.max_interventions:
+            policy, said = "stop", f"{said}; this was tried {self._count} times (training.guard.max_interventions)"
         self._count += 1
         self._events.write(policy, step + 1, reason=result.refused, documents=names, count=self._count)
         if policy == "stop":
@@ -69,7 +69,7 @@ class Recovery:
                 if policy == "skip"
                 else "going back to the last checkpoint, without these documents"
             )
-            print(f"{said}; {done} ({policy} {self._count} of {self._config.most})", flush=True)
+            print(f"{said}; {done} ({policy} {self._count} of {self._config.max_interventions})", flush=True)
         return policy
 
     def _find(

@@ -93,7 +93,7 @@ class Monitor:
         if seen is None:
             print(
                 f"step {step}  how far credit travels is not known: none of the long rows looked at is one document; make "
-                f"training.evaluation.credit_segment or credit_segments less",
+                f"training.evaluation.gradient_reach_segment_length or gradient_reach_segments less",
                 flush=True,
             )
             return

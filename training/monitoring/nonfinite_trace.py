@@ -41,7 +41,7 @@ class Finding:
     segment: int
     stage: int
     place: int
-    sequence_rank: int
+    context_rank: int
     rank: int
     data_rank: int
     name: str
@@ -126,8 +126,8 @@ class Trace:
         turn, place = (-1, -self._places.get(name, 0)) if number >= 3 else (1, self._places.get(name, 0))
         row, column = (-1, -1) if where is None else self._position(where)
         if column >= 0:
-            column += (s * mesh.layout.sequence + mesh.sequence_rank) * self._span
-        when = number, n, turn * s, turn * mesh.pipeline_rank, place, turn * mesh.sequence_rank
+            column += (s * mesh.layout.context + mesh.context_rank) * self._span
+        when = number, n, turn * s, turn * mesh.pipeline_rank, place, turn * mesh.context_rank
         self._found.append(Finding(*when, mesh.rank, mesh.data_rank, name, row, column))
 
     def _position(self, x: Tensor) -> tuple[int, int]:

@@ -30,13 +30,13 @@ class Peak:
     name: str
 
 
-def peak_of(device: str, precision: str, given: float | None = None) -> Peak | None:
+def peak_of(device: str, compute_dtype: str, given: float | None = None) -> Peak | None:
     """Of a device by its name. given: what the run's settings say. None: not known."""
     if given is not None:
         return Peak(given, "profile.peak_tflops")
     for name, bfloat16, float32 in _SHEETS:
         if name in device:
-            return Peak(bfloat16 if precision == "bfloat16" else float32, f"{device}, dense {precision}, data sheet")
+            return Peak(bfloat16 if compute_dtype == "bfloat16" else float32, f"{device}, dense {compute_dtype}, data sheet")
     return None
 
 

@@ -40,12 +40,14 @@ class Profiler:
         self._settings, self._mesh, self._monitor, self._parameters = settings, mesh, monitor, parameters
         wanted = settings.profile
         looks = wanted is not None and (mesh.is_main or wanted.ranks == "all")
-        self._steps = range(0) if wanted is None else range(start + wanted.after + 1, start + wanted.after + wanted.steps + 1)
+        self._steps = (
+            range(0) if wanted is None else range(start + wanted.skip_steps + 1, start + wanted.skip_steps + wanted.steps + 1)
+        )
         self._left = looks and self._steps.stop - 1 <= settings.training.steps
         if looks and not self._left and mesh.is_main:
             print(
-                f"nothing is profiled: {settings.training.steps - start} steps are left, and profile.after and profile.steps take "
-                f"{self._steps.stop - 1 - start}",
+                f"nothing is profiled: {settings.training.steps - start} steps are left, and profile.skip_steps and profile.steps "
+                f"take {self._steps.stop - 1 - start}",
                 flush=True,
             )
         self._profile: Any = None
@@ -163,7 +165,7 @@ class Profiler:
             tokens=at.global_batch_tokens,
             seconds=statistics.median(self._before) if self._before else table.ms / 1000,
             devices=self._mesh.world_size,
-            peak=peak_of(self._device, settings.training.precision_on(self._mesh.device.type), settings.profile.peak_tflops),
+            peak=peak_of(self._device, settings.training.compute_dtype_on(self._mesh.device.type), settings.profile.peak_tflops),
         )
 
     def _lines(self, table: TimeTable, used: Utilisation) -> list[str]:

@@ -62,8 +62,8 @@ class Cotangents:
 class Watch:
     """Sees the cotangents that leave segments on this rank. Squares are added up on the device, and read by `read` alone.
 
-    Nothing is seen where States of sequence ranks are gathered (layout.state_exchange) and sequences are not cut. Of what all
-    tensor ranks hold whole, each has the whole cotangent, which counts once; with layout.split_residual each has a part of it, and
+    Nothing is seen where States of sequence ranks are gathered (layout.context_comm) and sequences are not cut. Of what all
+    tensor ranks hold whole, each has the whole cotangent, which counts once; with layout.sequence_parallel each has a part, and
     the parts' squares are added up.
     """
 
@@ -71,7 +71,7 @@ class Watch:
         self._link, self._mesh = link, mesh
         # an observer sees tensors alone: what is held whole is known by its shape
         self._whole = {
-            number: {leaf.shape for leaf in leaves if leaf.grad and leaf.tp is None and not model.split_residual}
+            number: {leaf.shape for leaf in leaves if leaf.grad and leaf.tp is None and not model.sequence_parallel}
             for number, leaves in model.leaves.items()
         }
         self._squares: defaultdict[tuple[str, str], dict[int, Tensor]] = defaultdict(dict)
@@ -145,7 +145,7 @@ def credit(model: LanguageModel, batch: TokenBatch | None, segments: int, span: 
     batch: this rank's spans, of `span` tokens each, of `segments` segments of this data rank's rows, one after the other; None: it
     has none. The model's parameters and their gradients stay as they are. Memory is a segment's, and a State for each.
     """
-    last_rank = mesh.sequence_rank == mesh.layout.sequence - 1
+    last_rank = mesh.context_rank == mesh.layout.context - 1
     labels = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if batch is not None:
         wanted = torch.full_like(batch.labels, IGNORE_INDEX)

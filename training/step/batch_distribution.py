@@ -34,7 +34,7 @@ class StepBatches:
 
 def plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: int) -> StepPlan:
     """Which rows this data rank has in every step from start_step on."""
-    stretches = [(first, at.context, at.sequences_per_step, at.micro_batch) for first, at in training.stretches]
+    stretches = [(first, at.sequence_length, at.sequences_per_step, at.micro_batch_size) for first, at in training.stretches]
     return StepPlan(
         lanes=training.lane_count,
         stretches=tuple(Stretch(*stretch) for stretch in stretches),
@@ -50,7 +50,10 @@ def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig, start
     source = iter(stream) if stream is not None else None
     for step in itertools.count(start_step):
         at = training.at(step)
-        shape, micro_batches = (at.micro_batch, at.context), at.sequences_per_step // (mesh.layout.data * at.micro_batch)
+        shape, micro_batches = (
+            (at.micro_batch_size, at.sequence_length),
+            at.sequences_per_step // (mesh.layout.data * at.micro_batch_size),
+        )
         began = time.perf_counter()
         data = next(source) if source is not None else None
         waited = time.perf_counter() - began
@@ -73,13 +76,13 @@ def checksum(batches: Sequence[Batch]) -> int:
 
 def reads(mesh: Mesh) -> bool:
     """Whether this rank reads for the ranks that work on the same sequences."""
-    return mesh.tensor_rank == 0 and mesh.sequence_rank == 0 and mesh.pipeline_rank == 0
+    return mesh.tensor_rank == 0 and mesh.context_rank == 0 and mesh.pipeline_rank == 0
 
 
 def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int = 1) -> TokenBatch:
     """This rank's span of each segment of a batch that a reading rank has, on the device. batch: None on the others; shape: of the
     whole batch."""
-    rows, context = shape
+    rows, sequence_length = shape
     lanes: tuple[int, ...] | None = None
     if batch is not None:
         lanes = batch.lanes or (-1,) * rows
@@ -88,11 +91,11 @@ def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int
         # from page-locked memory the copy does not stop the host
         flat = whole.pin_memory().to(mesh.device, non_blocking=True) if mesh.device.type == "cuda" else whole
     else:
-        flat = torch.empty(3 * rows * context + rows, dtype=torch.int64, device=mesh.device)
+        flat = torch.empty(3 * rows * sequence_length + rows, dtype=torch.int64, device=mesh.device)
     if dist.get_world_size(mesh.lane_group) > 1:
         dist.broadcast(flat, src=dist.get_global_rank(mesh.lane_group, 0), group=mesh.lane_group)
-    spans = flat[: 3 * rows * context].view(3, rows, segments, mesh.layout.sequence, -1)[:, :, :, mesh.sequence_rank]
+    spans = flat[: 3 * rows * sequence_length].view(3, rows, segments, mesh.layout.context, -1)[:, :, :, mesh.context_rank]
     tokens, labels, pos = spans.reshape(3, rows, -1)
     if lanes is None:  # reading them back from a GPU waits for it; who has read the batch knows them
-        lanes = tuple(flat[3 * rows * context :].tolist())
+        lanes = tuple(flat[3 * rows * sequence_length :].tolist())
     return TokenBatch(tokens, labels, pos.to(torch.int32), lanes)

@@ -164,7 +164,7 @@ class StepExecutor:
 
     def _set_learning_rate(self, lr: float | Mapping[str, float]) -> None:
         for group in self.engine.param_groups:
-            group["lr"] = lr if isinstance(lr, float) else lr[group["rate"]]
+            group["lr"] = lr if isinstance(lr, float) else lr[group["lr_override"]]
 
     def _norms_finite(self) -> Tensor:
         """Whether this rank's gradients are finite: before they are reduced, which would spread what is not."""

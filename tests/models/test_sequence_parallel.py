@@ -27,7 +27,7 @@ MODELS = [*kinds(), "hybrid"]
 def layer_of(mixer, tensor_rank=0, tensor_size=1):
     """A layer in float64 with the values that (seed, name) give."""
     config = model_of(mixer)
-    context = MixerContext(config.d_model, 3, 1e-5, megatron_config(tensor_size), torch.float64, split_residual=tensor_size > 1)
+    context = MixerContext(config.d_model, 3, 1e-5, megatron_config(tensor_size), torch.float64, sequence_parallel=tensor_size > 1)
     layer = Layer(config.layers[0], config, context)
     initialize_parameters(layer, 7, tensor_rank, tensor_size)
     return layer.double()
@@ -125,7 +125,7 @@ def model_on(mesh, mixer, compute_dtype, recompute=False):
         tensor_size=mesh.layout.tensor,
         compute_dtype=compute_dtype,
         recompute=recompute,
-        split_residual=mesh.layout.split_residual,
+        sequence_parallel=mesh.layout.sequence_parallel,
     )
     initialize_parameters(model, 0, mesh.tensor_rank, mesh.layout.tensor)
     tokens, labels = torch.randint(61, (2, 2, 24), generator=seeded(1)).unbind()
@@ -159,7 +159,7 @@ def test_recomputation_keeps_a_part_of_each_layers_input(pool, tensor):
     """What is kept in float32 are the layers' inputs, and what the final norm needs: with a shared stream a rank has its part."""
     whole = pool.run(kept, "mamba", True, tensor=tensor)[0]
     assert whole[torch.float32] > (model_of("mamba").n_layers + 1) * 48 * model_of("mamba").d_model
-    for part in pool.run(kept, "mamba", True, tensor=tensor, split_residual=True):
+    for part in pool.run(kept, "mamba", True, tensor=tensor, sequence_parallel=True):
         assert part[torch.float32] * tensor == whole[torch.float32]
         assert part[torch.bfloat16] == whole[torch.bfloat16] == 0
 
@@ -167,7 +167,7 @@ def test_recomputation_keeps_a_part_of_each_layers_input(pool, tensor):
 def test_without_recomputation_norms_keep_a_part(pool):
     """The gathered input of a projection is whole in either case, in the compute type."""
     whole = pool.run(kept, "mamba", False, tensor=2)[0]
-    part = pool.run(kept, "mamba", False, tensor=2, split_residual=True)[0]
+    part = pool.run(kept, "mamba", False, tensor=2, sequence_parallel=True)[0]
     assert part[torch.bfloat16] == whole[torch.bfloat16]
     # per norm on a CPU: the residual stream, that normalised, and a number per token
     width, norms = model_of("mamba").d_model, model_of("mamba").n_layers + 1
@@ -178,7 +178,7 @@ def test_one_rank_shares_nothing(single_mesh):
     """The same bits as without."""
     found = []
     for shared in (False, True):
-        model = LanguageModel(model_of("mamba2"), split_residual=shared)
+        model = LanguageModel(model_of("mamba2"), sequence_parallel=shared)
         initialize_parameters(model, 0, 0, 1)
         tokens, pos = torch.randint(61, (1, 5), generator=seeded(1)), positions(seeded(2), 1, 5, 0.1)
         model.loss(model(tokens, pos)[0], tokens).backward()
@@ -220,7 +220,7 @@ def sent(mesh, mixers):
 def test_a_shared_residual_stream_sends_no_more_bytes(pool, models):
     """Forward and backward, loss and embedding included, without the few numbers of partial gradients."""
     whole = pool.run(sent, models, tensor=2)[0]
-    part = pool.run(sent, models, tensor=2, split_residual=True)[0]
+    part = pool.run(sent, models, tensor=2, sequence_parallel=True)[0]
     for mixer in models:
         assert not whole[mixer].keys() & {"_allgather_base_", "_reduce_scatter_base_"}
         assert part[mixer]["_allgather_base_"] == part[mixer]["_reduce_scatter_base_"] > 0
