@@ -25,7 +25,7 @@ from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.param_layout import initialize_parameters
-from baton.training.config import with_vocabulary
+from baton.training.config_checks import with_vocabulary
 from baton.training.evaluation.evaluate import through_segments
 from baton.training.loop import open_stream
 from baton.training.run import Progress, RunSettings

@@ -22,7 +22,8 @@ from baton.models.config import ModelConfig
 from baton.models.stages import cut
 from baton.parallel.config import LayoutConfig, divisors
 from baton.slurm.config import JobsConfig
-from baton.training.config import ComputeDtype, ProfileConfig, TrainingConfig, check_long_rows, with_vocabulary
+from baton.training.config import ComputeDtype, ProfileConfig, TrainingConfig
+from baton.training.config_checks import check_long_rows, with_vocabulary
 from baton.training.micro_batch_size import with_fitting_micro_batch
 
 

@@ -22,7 +22,7 @@ from baton.training.callbacks import Evaluator, TaskEvaluator
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.shard_boxes import parameter_rectangles
 from baton.training.checkpoint.store import CheckpointStore, newest
-from baton.training.config import with_vocabulary
+from baton.training.config_checks import with_vocabulary
 from baton.training.errors import CheckpointError
 from baton.training.monitoring.metrics import Monitor
 from baton.training.run import Callback, Progress, RunSettings

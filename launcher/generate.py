@@ -15,7 +15,7 @@ from baton.training.build import build_model, model_fingerprint
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.shard_boxes import parameter_rectangles
 from baton.training.checkpoint.store import CheckpointStore
-from baton.training.config import with_vocabulary
+from baton.training.config_checks import with_vocabulary
 from baton.training.errors import CheckpointError
 from baton.training.evaluation.generation import generate
 

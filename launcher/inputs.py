@@ -17,7 +17,7 @@ from baton.data_pipeline.token_chunks import id_pieces
 from baton.data_pipeline.tokenizer import Tokenizer
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
-from baton.training.config import with_vocabulary
+from baton.training.config_checks import with_vocabulary
 
 BYTES_PER_TOKEN = 16
 """More than a tokenizer makes of a whole corpus: one that has as many bytes for every token of a batch is not looked at."""

@@ -22,7 +22,8 @@ from baton.training.checkpoint.interval import SaveSchedule
 from baton.training.checkpoint.manifest import Manifest, versions
 from baton.training.checkpoint.shard_boxes import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore, Saved
-from baton.training.config import TrainingConfig, check_long_rows
+from baton.training.config import TrainingConfig
+from baton.training.config_checks import check_long_rows
 from baton.training.evaluation.evaluate import evaluate, score
 from baton.training.evaluation.generation import generate
 from baton.training.evaluation.long_context import LongRows, groups_of, look

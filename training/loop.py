@@ -21,7 +21,7 @@ from baton.training.checkpoint.manifest import Manifest, versions
 from baton.training.checkpoint.shard_boxes import optimizer_rectangles
 from baton.training.checkpoint.store import CheckpointStore, newest
 from baton.training.checkpoint.tools import load_weights
-from baton.training.config import with_vocabulary
+from baton.training.config_checks import with_vocabulary
 from baton.training.doctor import check_kernels
 from baton.training.errors import CheckpointError, RunError, StoppedError
 from baton.training.lr_schedule import learning_rates

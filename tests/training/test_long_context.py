@@ -32,7 +32,8 @@ from baton.models.lm import LanguageModel
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.param_layout import initialize_parameters
-from baton.training.config import BpttConfig, EvaluationConfig, ScheduleConfig, check_long_rows
+from baton.training.config import BpttConfig, EvaluationConfig, ScheduleConfig
+from baton.training.config_checks import check_long_rows
 from baton.training.errors import RunError
 from baton.training.evaluation.evaluate import evaluate, score
 from baton.training.evaluation.long_context import LongRows, borders, look

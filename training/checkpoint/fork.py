@@ -27,7 +27,8 @@ from baton.training.build import build_model
 from baton.training.checkpoint.manifest import NAME, Manifest, check_file
 from baton.training.checkpoint.shard_boxes import parameter_rectangles
 from baton.training.checkpoint.store import PREFIX, published
-from baton.training.config import TrainingConfig, with_vocabulary
+from baton.training.config import TrainingConfig
+from baton.training.config_checks import with_vocabulary
 from baton.training.errors import CheckpointError
 from baton.training.run import fingerprints_of, stream_order
 
