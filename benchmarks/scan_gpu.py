@@ -24,7 +24,13 @@ import torch
 from report import Report
 from torch import Tensor
 
-from baton.kernels.diagonal_scan.triton_launch import Inputs, LaunchConfig, default_launch_config, effect, scan
+from baton.kernels.diagonal_scan.triton_launch import (
+    LaunchConfig,
+    ScanInputs,
+    default_launch_config,
+    diagonal_scan_triton,
+    state_transition_triton,
+)
 from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
 from baton.kernels.short_conv.op import short_conv
@@ -97,7 +103,7 @@ class Clock:
         return self(graph.replay)
 
 
-def inputs_of(case: Case, seed: int = 0) -> tuple[Inputs, Tensor | None, Tensor | None]:
+def inputs_of(case: Case, seed: int = 0) -> tuple[ScanInputs, Tensor | None, Tensor | None]:
     """Inputs as a model gives them, with some step sizes near 0 and some that forget everything; pos; the entering state."""
     g = torch.Generator("cuda").manual_seed(seed)
 
@@ -106,10 +112,10 @@ def inputs_of(case: Case, seed: int = 0) -> tuple[Inputs, Tensor | None, Tensor 
 
     sizes, shared = (case.batch, case.length, case.channels), (case.batch, case.length, case.d_state)
     A = -torch.arange(1, case.d_state + 1, device="cuda").float().repeat(case.channels, 1) if case.kind == "mamba" else None
-    step = normal(*sizes)
-    step[:, ::7] *= 8
-    inputs = Inputs(
-        normal(*sizes), step, normal(*shared), normal(*shared), normal(case.channels, dtype=torch.float32), A,
+    dt = normal(*sizes)
+    dt[:, ::7] *= 8
+    inputs = ScanInputs(
+        normal(*sizes), dt, normal(*shared), normal(*shared), normal(case.channels, dtype=torch.float32), A,
         torch.rand(case.channels, device="cuda", generator=g) * -4 - 1, normal(*sizes),
     )  # fmt: skip
     pos = None
@@ -121,7 +127,7 @@ def inputs_of(case: Case, seed: int = 0) -> tuple[Inputs, Tensor | None, Tensor 
 
 def gradients(
     function: Callable[..., tuple[Tensor, Tensor]],
-    inputs: Inputs,
+    inputs: ScanInputs,
     pos: Tensor | None,
     state: Tensor | None,
     dtype: torch.dtype | None,
@@ -129,28 +135,28 @@ def gradients(
     """Outputs, final state, and gradients of all inputs for one random cotangent of both. dtype: what inputs are cast to."""
     named = {**inputs._asdict(), "state": state}
     leaves = {k: x.to(dtype or x.dtype).detach().requires_grad_() for k, x in named.items() if x is not None}
-    y, final = function(Inputs(**{k: leaves.get(k) for k in Inputs._fields}), pos, leaves.get("state"))  # type: ignore[arg-type]
+    y, final = function(ScanInputs(**{k: leaves.get(k) for k in ScanInputs._fields}), pos, leaves.get("state"))  # type: ignore[arg-type]
     g = torch.Generator("cuda").manual_seed(1)
     cotangents = [torch.randn(x.shape, device="cuda", generator=g).bfloat16().to(x.dtype) for x in (y, final)]
     found = torch.autograd.grad([y, final], list(leaves.values()), cotangents)
     return {"y": y.detach(), "final": final.detach(), **{f"d{k}": x for k, x in zip(leaves, found, strict=True)}}
 
 
-def definition(inputs: Inputs, pos: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    x, step, into, query, skip, A, bias, z = inputs
-    assert bias is not None
+def definition(inputs: ScanInputs, pos: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    x, dt, A, B, C, D, z, dt_bias = inputs
+    assert dt_bias is not None
     assert z is not None
     if A is None:
-        y, final = longhorn_reference(x, into, query, torch.sigmoid(step + bias), skip, pos=pos, initial_state=state)
+        y, final = longhorn_reference(x, B, C, torch.sigmoid(dt + dt_bias), D, pos=pos, initial_state=state)
     else:
-        size = torch.nn.functional.softplus(step + bias)
-        y, final = selective_scan_reference(x, size, A, into, query, skip, pos=pos, initial_state=state)
+        size = torch.nn.functional.softplus(dt + dt_bias)
+        y, final = selective_scan_reference(x, size, A, B, C, D, pos=pos, initial_state=state)
     return y * torch.nn.functional.silu(z), final
 
 
 def with_launch_config(config: LaunchConfig) -> Callable[..., tuple[Tensor, Tensor]]:
-    def run(inputs: Inputs, pos: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return scan(inputs, pos=pos, initial_state=state, activate=True, config=config)
+    def run(inputs: ScanInputs, pos: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return diagonal_scan_triton(inputs, pos=pos, initial_state=state, activate=True, config=config)
 
     return run
 
@@ -184,7 +190,7 @@ def times(clock: Clock, case: Case) -> tuple[float, float, float]:
     leaves = [x.requires_grad_() for x in (*inputs, state) if x is not None]
 
     def forward() -> tuple[Tensor, Tensor]:
-        return scan(inputs, pos=pos, initial_state=state, activate=True)
+        return diagonal_scan_triton(inputs, pos=pos, initial_state=state, activate=True)
 
     def backward(y: Tensor, final: Tensor, keep: bool) -> tuple[Tensor, ...]:
         outputs, cotangents = ([y, final], [dy, dfinal]) if case.carried else ([y], [dy])
@@ -200,17 +206,17 @@ def times(clock: Clock, case: Case) -> tuple[float, float, float]:
 def peer_times(clock: Clock, case: Case, peer: ModuleType) -> tuple[float, float, float]:
     """The same of mamba_ssm's kernels, on [B, D, T]."""
     inputs, _, _ = inputs_of(case)
-    u, delta, z = (x.transpose(1, 2).contiguous() for x in (inputs.x, inputs.step, inputs.z))  # type: ignore[union-attr]
-    B, C = (x.transpose(1, 2).contiguous()[:, None] for x in (inputs.into, inputs.query))
-    A, skip, bias = inputs.A, inputs.skip, inputs.bias
+    u, delta, z = (x.transpose(1, 2).contiguous() for x in (inputs.x, inputs.dt, inputs.z))  # type: ignore[union-attr]
+    B, C = (x.transpose(1, 2).contiguous()[:, None] for x in (inputs.B, inputs.C))
+    A, D, dt_bias = inputs.A, inputs.D, inputs.dt_bias
     del inputs
 
     def forward() -> list[Tensor]:
-        return peer.fwd(u, delta, A, B, C, skip, z, bias, True)
+        return peer.fwd(u, delta, A, B, C, D, z, dt_bias, True)
 
     def backward(kept: list[Tensor]) -> list[Tensor]:
         out, x, _ = kept
-        return peer.bwd(u, delta, A, B, C, skip, z, bias, dout, x, out, None, True, False)
+        return peer.bwd(u, delta, A, B, C, D, z, dt_bias, dout, x, out, None, True, False)
 
     ahead, kept = clock(forward), forward()
     dout = torch.randn_like(kept[0])
@@ -236,7 +242,7 @@ def main_cases(report: Report, clock: Clock, peer: ModuleType | None) -> None:
         mamba = Case("mamba", batch, length)
         gate(report, mamba)
         ahead, back, peak = times(clock, mamba)
-        begin = clock(partial(effect, inputs_of(mamba)[0], pos=None, activate=True))
+        begin = clock(partial(state_transition_triton, inputs_of(mamba)[0], pos=None, activate=True))
         if peer is not None:
             others = peer_times(clock, mamba, peer)
             for metric, ours, theirs in zip(("forward ms", "backward ms", "extra GiB"), (ahead, back, peak), others, strict=True):

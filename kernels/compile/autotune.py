@@ -184,7 +184,7 @@ def _scan(request: launch_configs.Request, device: torch.device, dtype: torch.dt
     def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=g, device=device).to(dtype)
 
-    inputs = diagonal_scan.Inputs(
+    inputs = diagonal_scan.ScanInputs(
         x=randn(batch, length, channels),
         step=randn(batch, length, channels) if sizes["activate"] else randn(batch, length, channels).sigmoid(),
         into=randn(batch, length, d_state),
@@ -199,7 +199,9 @@ def _scan(request: launch_configs.Request, device: torch.device, dtype: torch.dt
 
     def call(config: diagonal_scan.LaunchConfig) -> list[Tensor]:
         activate, zoh = bool(sizes["activate"]), kind == "mamba zoh"
-        y, final = diagonal_scan.scan(inputs, pos=None, initial_state=None, activate=activate, zoh=zoh, config=config)
+        y, final = diagonal_scan.diagonal_scan_triton(
+            inputs, pos=None, initial_state=None, activate=activate, zoh=zoh, config=config
+        )
         return [y, final, *torch.autograd.grad([y, final], leaves, [dy, dfinal])]
 
     default = diagonal_scan.default_launch_config(d_state, kind == "mamba zoh")

@@ -26,10 +26,10 @@ PROCESS_BYTES = 1 << 30
 """Memory that a process which compiles a large kernel may need. Measured: 0.4 GiB, of which most is shared with the parent."""
 
 SECONDS = {
-    "diagonal_scan.triton_forward.scan_kernel": 5.0,
-    "diagonal_scan.triton_backward.scan_backward_kernel": 10.0,
-    "diagonal_scan.triton_forward.summarize_kernel": 2.0,
-    "diagonal_scan.triton_backward.summarize_backward_kernel": 2.5,
+    "diagonal_scan.triton_forward.diagonal_scan_forward_kernel": 5.0,
+    "diagonal_scan.triton_backward.diagonal_scan_backward_kernel": 10.0,
+    "diagonal_scan.triton_forward.diagonal_scan_transition_kernel": 2.0,
+    "diagonal_scan.triton_backward.diagonal_scan_transition_backward_kernel": 2.5,
     "lattice.triton_chunk_backward.lattice_chunk_backward_kernel": 36.0,
     "lattice.triton_chunk_forward.lattice_chunk_forward_kernel": 15.0,
     "lattice.triton_chunk_backward.lattice_backward_pre_kernel": 5.5,
@@ -38,7 +38,7 @@ SECONDS = {
     "delta_rule.solve.inverse_kernel": 4.5,
     "delta_rule.gradients.gradients_kernel": 2.5,
     "delta_rule.gradients.writes_backward_kernel": 1.5,
-    "short_conv.triton_kernels.conv_backward_kernel": 2.0,
+    "short_conv.triton_kernels.short_conv_backward_kernel": 2.0,
     "gated_linear_attention.sides.gated_kernel": 1.5,
 }
 """Processor time in seconds that a kernel takes to compile for sm_90, by its module in baton.kernels and its function: it decides

@@ -12,7 +12,7 @@ import struct
 import triton
 import triton.language as tl
 
-LANES_HAVE_CHANNELS = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
+LANE_OWNS_CHANNEL = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
 """Whether this Triton is known to give each lane one channel of a block. Triton 3.9 spreads a channel's states over lanes, so that
 the sums by tensor cores would be of other elements; `tests/kernels/test_compiled.py` looks at the layout."""
 
@@ -59,7 +59,7 @@ def _eights_in(dtype):
 
 
 @triton.jit
-def over_channels(x, WARP_SUMS: tl.constexpr):
+def sum_over_channels(x, WARP_SUMS: tl.constexpr):
     """The sum over channels of a block [BD, S, BN / 4 S, 4]: [S, BN / 4 S, 4] or, for `leave_sums` alone, parts of it."""
     if WARP_SUMS:
         lane = tl.arange(0, 32)
@@ -71,29 +71,31 @@ def over_channels(x, WARP_SUMS: tl.constexpr):
 
 
 @triton.jit
-def leave_sums(to, first, second, present, N: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, WARP_SUMS: tl.constexpr):
+def store_channel_sums(
+    to, first, second, present, DSTATE: tl.constexpr, BLOCK_T: tl.constexpr, EVEN_T: tl.constexpr, WARP_SUMS: tl.constexpr
+):
     """Store two sums over channels of each of STEPS tokens, of which `present` exist: [STEPS, 2, N] from `to` on."""
     if WARP_SUMS:
         lane = tl.arange(0, 32)
         register = 8 * tl.arange(0, 2)[:, None, None] + 4 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 4)[None, None, :]
         columns = (lane // 8)[:, None, None, None] + 0 * register[None, :, :, :]
         pairs = to.to(tl.pointer_type(tl.int32), bitcast=True)
-        for s in tl.static_range(0, STEPS, 2):
+        for s in tl.static_range(0, BLOCK_T, 2):
             sums = tl.inline_asm_elementwise(
                 _eights_in(to.dtype.element_ty), _OUT + _IN + _IN + _IN + _IN + _IN,
                 [first[s], second[s], first[s + 1], second[s + 1], columns], dtype=tl.int32, is_pure=True, pack=16,
             )  # fmt: skip
             pair = tl.sum(tl.sum(tl.sum(tl.where(register[None, :, :, :] == 0, sums, 0), 3), 2), 1)
             # a lane has the lane % 4-th sum's: states 2 i and 2 i + 1 of either half
-            at = s * N + lane % 4 * (N // 2) + lane // 8 + 4 * (lane // 4 % 2)
-            if EVEN:
+            at = s * DSTATE + lane % 4 * (DSTATE // 2) + lane // 8 + 4 * (lane // 4 % 2)
+            if EVEN_T:
                 tl.store(pairs + at, pair)
             else:
                 tl.store(pairs + at, pair, mask=s + lane % 4 // 2 < present)
     else:
         n = 4 * tl.arange(0, first[0].shape[1])[None, :, None] + tl.arange(0, 4)[None, None, :]
         n += (4 * first[0].shape[1]) * tl.arange(0, first[0].shape[0])[:, None, None]
-        for s in tl.static_range(STEPS):
-            inside = (n < N) & (s < present)
-            tl.store(to + (2 * s * N + n), first[s].to(to.dtype.element_ty), mask=inside)
-            tl.store(to + (2 * s * N + N + n), second[s].to(to.dtype.element_ty), mask=inside)
+        for s in tl.static_range(BLOCK_T):
+            inside = (n < DSTATE) & (s < present)
+            tl.store(to + (2 * s * DSTATE + n), first[s].to(to.dtype.element_ty), mask=inside)
+            tl.store(to + (2 * s * DSTATE + DSTATE + n), second[s].to(to.dtype.element_ty), mask=inside)

@@ -36,7 +36,7 @@ def chunk_length(batch: int, channels: int, d_state: int) -> int:
     return max(fitting, default=_CHUNK_LENGTHS[0])
 
 
-class Buffers:
+class ChunkBuffers:
     """The expanded quantities of one chunk at a time, in memory that all chunks share. h begins with the state that arrives."""
 
     def __init__(self, x_BTD: Tensor, d_state: int, chunk: int) -> None:
@@ -56,7 +56,7 @@ class Buffers:
         return x_BTX[:, begin:end].transpose(0, 1).to(self.dtype).contiguous()
 
 
-class Generator(ABC):
+class RecurrenceTerms(ABC):
     """Where decay and add come from. Made anew for each forward and each backward pass, from the recurrence's `parameters`.
 
     `along` are the recurrence's inputs along time (query excepted), a chunk of each, [L, B, channels or d_state], contiguous, in
@@ -64,14 +64,16 @@ class Generator(ABC):
     """
 
     @abstractmethod
-    def __init__(self, buffers: Buffers, parameters: Sequence[Tensor]) -> None: ...
+    def __init__(self, buffers: ChunkBuffers, parameters: Sequence[Tensor]) -> None: ...
 
     @abstractmethod
-    def fill(self, along: Sequence[Tensor], decay_LBND: Tensor, add_LBND: Tensor) -> None:
+    def compute(self, time_inputs: Sequence[Tensor], decay_LBND: Tensor, update_LBND: Tensor) -> None:
         """Write decay (a view of the start of `buffers.decay_flat`) and add. Where a document starts, decay is then set to 0."""
 
     @abstractmethod
-    def gradients(self, along: Sequence[Tensor], decay_LBND: Tensor, h_before_LBND: Tensor, lam_LBND: Tensor) -> tuple[Tensor, ...]:
+    def gradients(
+        self, time_inputs: Sequence[Tensor], decay_LBND: Tensor, h_before_LBND: Tensor, dh_LBND: Tensor
+    ) -> tuple[Tensor, ...]:
         """Gradients of `along` (of x without skip), given lam = dLoss/dh: dLoss/ddecay = lam h_before and dLoss/dadd = lam.
 
         decay is what the scan used and h_before the true state before each token (never h - add divided by decay), both 0 where
@@ -86,18 +88,18 @@ class Generator(ABC):
 class _Inputs(NamedTuple):
     """What a scan reads: along [B, T, channels or d_state] each, query [B, T, N], skip [D]."""
 
-    kind: type[Generator]
-    along: tuple[Tensor, ...]
-    query: Tensor
-    skip: Tensor
+    kind: type[RecurrenceTerms]
+    time_inputs: tuple[Tensor, ...]
+    C: Tensor
+    D: Tensor
     parameters: tuple[Tensor, ...]
 
 
-def diagonal_scan(
-    kind: type[Generator],
-    along: tuple[Tensor, ...],
-    query_BTN: Tensor,
-    skip_D: Tensor,
+def diagonal_scan_chunked(
+    kind: type[RecurrenceTerms],
+    time_inputs: tuple[Tensor, ...],
+    C_BTN: Tensor,
+    D_D: Tensor,
     parameters: tuple[Tensor, ...] = (),
     *,
     pos: Tensor | None,
@@ -119,19 +121,19 @@ def diagonal_scan(
     Returns:
         y, [batch, T, channels] in x's dtype, and the final state, [batch, channels, d_state], with exact gradients to all tensors.
     """
-    batch, _, channels = along[0].shape
-    length = chunk or chunk_length(batch, channels, query_BTN.shape[2])
-    tensors = (*along, query_BTN, skip_D, *parameters)
+    batch, _, channels = time_inputs[0].shape
+    length = chunk or chunk_length(batch, channels, C_BTN.shape[2])
+    tensors = (*time_inputs, C_BTN, D_D, *parameters)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, initial_state)):
-        y_BTD, final_BDN = _DiagonalScan.apply(kind, len(along), length, pos, initial_state, *tensors)
+        y_BTD, final_BDN = _DiagonalScan.apply(kind, len(time_inputs), length, pos, initial_state, *tensors)
         return y_BTD, final_BDN
-    inputs = _Inputs(kind, along, query_BTN, skip_D, parameters)
+    inputs = _Inputs(kind, time_inputs, C_BTN, D_D, parameters)
     with torch.no_grad():
-        y_BTD, final_BDN, _ = _forward(inputs, initial_state, _Starts(pos, length), length, keep_borders=False)
+        y_BTD, final_BDN, _ = _forward(inputs, initial_state, _DocumentStarts(pos, length), length, keep_checkpoints=False)
     return y_BTD, final_BDN
 
 
-class _Starts:
+class _DocumentStarts:
     """Where documents start, chunk by chunk: row numbers t * batch + b of a chunk's [L * B, N * D] decays."""
 
     def __init__(self, pos: Tensor | None, chunk: int) -> None:
@@ -149,28 +151,28 @@ class _Starts:
         for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
             self.rows.append(rows[begin:end] - number * chunk * batch if end > begin else None)
 
-    def forget(self, x_LBND: Tensor, number: int) -> None:
+    def zero_at_starts(self, x_LBND: Tensor, number: int) -> None:
         """Zero the row of every token of chunk `number` that starts a document."""
         rows = self.rows[number] if self.rows else None
         if rows is not None:
             x_LBND.view(-1, x_LBND[0, 0].numel()).index_fill_(0, rows, 0.0)
 
 
-class _Chunk(Buffers):
+class _Chunk(ChunkBuffers):
     """Buffers with the recurrence that fills them."""
 
-    def __init__(self, inputs: _Inputs, chunk: int, starts: _Starts) -> None:
-        super().__init__(inputs.along[0], inputs.query.shape[2], chunk)
+    def __init__(self, inputs: _Inputs, chunk: int, starts: _DocumentStarts) -> None:
+        super().__init__(inputs.time_inputs[0], inputs.C.shape[2], chunk)
         self.starts = starts
-        self.generator = inputs.kind(self, inputs.parameters)
+        self.terms = inputs.kind(self, inputs.parameters)
 
-    def scan(self, number: int, along: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def scan(self, number: int, time_inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Decays [L, B, N, D] and states [L + 1, B, N, D], of which the first arrived and is already in place."""
-        tokens = along[0].shape[0]
+        tokens = time_inputs[0].shape[0]
         decay_LBND = self.expanded(self.decay_flat, tokens)
         h_LBND = self.expanded(self.h_flat, tokens + 1)
-        self.generator.fill(along, decay_LBND, h_LBND[1:])
-        self.starts.forget(decay_LBND, number)
+        self.terms.compute(time_inputs, decay_LBND, h_LBND[1:])
+        self.starts.zero_at_starts(decay_LBND, number)
         decays, states = decay_LBND.unbind(), h_LBND.unbind()
         for t in range(tokens):
             states[t + 1].addcmul_(decays[t], states[t])
@@ -178,115 +180,117 @@ class _Chunk(Buffers):
 
 
 def _forward(
-    inputs: _Inputs, initial_state: Tensor | None, starts: _Starts, chunk: int, keep_borders: bool
+    inputs: _Inputs, initial_state: Tensor | None, starts: _DocumentStarts, chunk: int, keep_checkpoints: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """y [B, T, D], final state [B, D, N] and, if asked for, the state that enters each chunk, [chunks, B, N, D]."""
-    x_BTD = inputs.along[0]
+    x_BTD = inputs.time_inputs[0]
     length = x_BTD.shape[1]
     work = _Chunk(inputs, chunk, starts)
-    skip_D = inputs.skip.to(work.dtype)
+    D_D = inputs.D.to(work.dtype)
     h_BND = work.expanded(work.h_flat, 1)[0]
     if initial_state is None:
         h_BND.zero_()
     else:
         h_BND.copy_(initial_state.transpose(1, 2))
-    borders = x_BTD.new_empty(-(-length // chunk), *h_BND.shape, dtype=work.dtype) if keep_borders else None
+    checkpoints = x_BTD.new_empty(-(-length // chunk), *h_BND.shape, dtype=work.dtype) if keep_checkpoints else None
     y_BTD = torch.empty_like(x_BTD, memory_format=torch.contiguous_format)
     for number, begin in enumerate(range(0, length, chunk)):
         end = min(begin + chunk, length)
-        if borders is not None:
-            borders[number].copy_(h_BND)
-        along = [work.load(x, begin, end) for x in inputs.along]
-        _, h_LBND = work.scan(number, along)
+        if checkpoints is not None:
+            checkpoints[number].copy_(h_BND)
+        time_inputs = [work.load(x, begin, end) for x in inputs.time_inputs]
+        _, h_LBND = work.scan(number, time_inputs)
         h_BND.copy_(h_LBND[-1])
         # not a batched matmul, whose bits may depend on how many tokens it is given
-        y_LBD = h_LBND[1:].mul_(work.load(inputs.query, begin, end)[:, :, :, None]).sum(2)
-        y_BTD[:, begin:end] = y_LBD.addcmul_(along[0], skip_D).transpose(0, 1)
-    return y_BTD, h_BND.transpose(1, 2).contiguous(), borders
+        y_LBD = h_LBND[1:].mul_(work.load(inputs.C, begin, end)[:, :, :, None]).sum(2)
+        y_BTD[:, begin:end] = y_LBD.addcmul_(time_inputs[0], D_D).transpose(0, 1)
+    return y_BTD, h_BND.transpose(1, 2).contiguous(), checkpoints
 
 
 class _DiagonalScan(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kind: type[Generator],
-        n_along: int,
+        kind: type[RecurrenceTerms],
+        num_time_inputs: int,
         chunk: int,
         pos: Tensor | None,
         initial_state: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        starts = _Starts(pos, chunk)
-        ctx.kind, ctx.n_along, ctx.chunk, ctx.starts = kind, n_along, chunk, starts
-        y_BTD, final_BDN, borders = _forward(_unflatten(kind, n_along, tensors), initial_state, starts, chunk, keep_borders=True)
-        ctx.save_for_backward(*tensors, borders)
+        starts = _DocumentStarts(pos, chunk)
+        ctx.kind, ctx.num_time_inputs, ctx.chunk, ctx.starts = kind, num_time_inputs, chunk, starts
+        y_BTD, final_BDN, checkpoints = _forward(
+            _unflatten(kind, num_time_inputs, tensors), initial_state, starts, chunk, keep_checkpoints=True
+        )
+        ctx.save_for_backward(*tensors, checkpoints)
         return y_BTD, final_BDN
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BTD: Tensor, dfinal_BDN: Tensor) -> tuple[Any, ...]:
-        *tensors, borders = ctx.saved_tensors
-        inputs = _unflatten(ctx.kind, ctx.n_along, tensors)
+        *tensors, checkpoints = ctx.saved_tensors
+        inputs = _unflatten(ctx.kind, ctx.num_time_inputs, tensors)
         # an autocast region around backward() must not turn the fp32 reductions into bf16
         with without_autocast(dy_BTD):
-            grads = _backward(inputs, borders, ctx.starts, ctx.chunk, dy_BTD, dfinal_BDN)
+            grads = _backward(inputs, checkpoints, ctx.starts, ctx.chunk, dy_BTD, dfinal_BDN)
         wanted = zip(ctx.needs_input_grad[4:], grads, strict=True)
         return (None, None, None, None, *(grad if want else None for want, grad in wanted))
 
 
-def _unflatten(kind: type[Generator], n_along: int, tensors: Sequence[Tensor]) -> _Inputs:
-    query_BTN, skip_D, *parameters = tensors[n_along:]
-    return _Inputs(kind, tuple(tensors[:n_along]), query_BTN, skip_D, tuple(parameters))
+def _unflatten(kind: type[RecurrenceTerms], num_time_inputs: int, tensors: Sequence[Tensor]) -> _Inputs:
+    C_BTN, D_D, *parameters = tensors[num_time_inputs:]
+    return _Inputs(kind, tuple(tensors[:num_time_inputs]), C_BTN, D_D, tuple(parameters))
 
 
 def _backward(
-    inputs: _Inputs, borders: Tensor, starts: _Starts, chunk: int, dy_BTD: Tensor, dfinal_BDN: Tensor
+    inputs: _Inputs, checkpoints: Tensor, starts: _DocumentStarts, chunk: int, dy_BTD: Tensor, dfinal_BDN: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of initial_state, along, query, skip and parameters, walking the chunks from the last to the first.
 
     The adjoint of the recurrence, with lam_t = dLoss/dh_t: lam_t = query_t dy_t + decay_{t+1} lam_{t+1}, started by the final
     state's cotangent.
     """
-    length = inputs.along[0].shape[1]
+    length = inputs.time_inputs[0].shape[1]
     work = _Chunk(inputs, chunk, starts)
-    skip_D = inputs.skip.to(work.dtype)
-    lam_flat = torch.empty(work.chunk * work.step, dtype=work.dtype, device=dy_BTD.device)
-    dalong = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs.along]
-    dquery = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
-    dskip_D = torch.zeros_like(skip_D)
+    D_D = inputs.D.to(work.dtype)
+    dh_flat = torch.empty(work.chunk * work.step, dtype=work.dtype, device=dy_BTD.device)
+    dtime_inputs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs.time_inputs]
+    dC = torch.empty_like(inputs.C, memory_format=torch.contiguous_format)
+    dD_D = torch.zeros_like(D_D)
     # decay and lam of the token behind the chunk: the final state's cotangent arrives as from a token with decay 1
     # a copy in any case, since it is written to: contiguous() makes none of a cotangent that lies this way already
-    edge_lam_BND = dfinal_BDN.transpose(1, 2).clone(memory_format=torch.contiguous_format)
-    edge_decay_BND = torch.ones_like(edge_lam_BND)
-    for number in reversed(range(len(borders))):
+    next_dh_BND = dfinal_BDN.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    next_decay_BND = torch.ones_like(next_dh_BND)
+    for number in reversed(range(len(checkpoints))):
         begin = number * chunk
         end = min(begin + chunk, length)
-        along = [work.load(x, begin, end) for x in inputs.along]
-        x_LBD, dy_LBD, query_LBN = along[0], work.load(dy_BTD, begin, end), work.load(inputs.query, begin, end)
-        work.expanded(work.h_flat, 1).copy_(borders[number])
-        decay_LBND, h_LBND = work.scan(number, along)
+        time_inputs = [work.load(x, begin, end) for x in inputs.time_inputs]
+        x_LBD, dy_LBD, C_LBN = time_inputs[0], work.load(dy_BTD, begin, end), work.load(inputs.C, begin, end)
+        work.expanded(work.h_flat, 1).copy_(checkpoints[number])
+        decay_LBND, h_LBND = work.scan(number, time_inputs)
 
-        lam_LBND = work.expanded(lam_flat, end - begin)
-        torch.mul(dy_LBD[:, :, None, :], query_LBN[:, :, :, None], out=lam_LBND)
-        lams, decays = lam_LBND.unbind(), decay_LBND.unbind()
-        lams[-1].addcmul_(edge_decay_BND, edge_lam_BND)
+        dh_LBND = work.expanded(dh_flat, end - begin)
+        torch.mul(dy_LBD[:, :, None, :], C_LBN[:, :, :, None], out=dh_LBND)
+        dhs, decays = dh_LBND.unbind(), decay_LBND.unbind()
+        dhs[-1].addcmul_(next_decay_BND, next_dh_BND)
         for t in range(end - begin - 2, -1, -1):
-            lams[t].addcmul_(decays[t + 1], lams[t + 1])
-        edge_decay_BND.copy_(decays[0])
-        edge_lam_BND.copy_(lams[0])
+            dhs[t].addcmul_(decays[t + 1], dhs[t + 1])
+        next_decay_BND.copy_(decays[0])
+        next_dh_BND.copy_(dhs[0])
 
-        dquery[:, begin:end] = over_channels(dy_LBD, h_LBND[1:]).transpose(0, 1)
+        dC[:, begin:end] = sum_over_channels(dy_LBD, h_LBND[1:]).transpose(0, 1)
         h_before_LBND = h_LBND[:-1]
-        starts.forget(h_before_LBND, number)
-        dx_LBD, *dothers = work.generator.gradients(along, decay_LBND, h_before_LBND, lam_LBND)
-        for grad, grad_LBX in zip(dalong, (dx_LBD.addcmul_(dy_LBD, skip_D), *dothers), strict=True):
+        starts.zero_at_starts(h_before_LBND, number)
+        dx_LBD, *dothers = work.terms.gradients(time_inputs, decay_LBND, h_before_LBND, dh_LBND)
+        for grad, grad_LBX in zip(dtime_inputs, (dx_LBD.addcmul_(dy_LBD, D_D), *dothers), strict=True):
             grad[:, begin:end] = grad_LBX.transpose(0, 1)
-        dskip_D += (dy_LBD * x_LBD).sum((0, 1))
-    dinitial_BDN = (edge_decay_BND * edge_lam_BND).transpose(1, 2).contiguous()
-    return dinitial_BDN, *dalong, dquery, dskip_D.to(inputs.skip.dtype), *work.generator.parameter_gradients()
+        dD_D += (dy_LBD * x_LBD).sum((0, 1))
+    dinitial_BDN = (next_decay_BND * next_dh_BND).transpose(1, 2).contiguous()
+    return dinitial_BDN, *dtime_inputs, dC, dD_D.to(inputs.D.dtype), *work.terms.parameter_gradients()
 
 
-def over_channels(x_LBD: Tensor, y_LBND: Tensor) -> Tensor:
+def sum_over_channels(x_LBD: Tensor, y_LBND: Tensor) -> Tensor:
     """sum_d x y, [L, B, N]."""
     tokens, batch, d_state, channels = y_LBND.shape
     return torch.bmm(
@@ -294,7 +298,7 @@ def over_channels(x_LBD: Tensor, y_LBND: Tensor) -> Tensor:
     ).view(tokens, batch, d_state)
 
 
-def over_states(x_LBN: Tensor, y_LBND: Tensor) -> Tensor:
+def sum_over_states(x_LBN: Tensor, y_LBND: Tensor) -> Tensor:
     """sum_n x y, [L, B, D]."""
     tokens, batch, d_state, channels = y_LBND.shape
     return torch.bmm(x_LBN.reshape(tokens * batch, 1, d_state), y_LBND.reshape(tokens * batch, d_state, channels)).view(

@@ -13,108 +13,110 @@ import triton
 import triton.language as tl
 
 from baton.kernels.common.triton_prefetch import lines_from, lines_of, load_rows, loads_begun, near, reciprocal, released, sigmoid
-from baton.kernels.diagonal_scan.channel_reduce import leave_sums, over_channels
+from baton.kernels.diagonal_scan.channel_reduce import store_channel_sums, sum_over_channels
 from baton.kernels.diagonal_scan.triton_common import (
     LN_2,
     LONGHORN,
     MAMBA,
     MAMBA_ZOH,
-    activated,
-    coefficients,
-    decay_of,
-    held,
-    lines_of_shared,
+    activate_dt,
+    bc_cache_lines,
+    bc_row_size,
+    broadcast_channels,
+    decay_block,
+    decay_coefficients,
+    document_start_bits,
+    input_block,
+    is_document_start,
+    load_A,
+    load_bc,
+    load_positions,
     load_states,
-    over_states,
-    own_memory,
-    positions_from,
-    rates_at,
-    row_length,
-    shared_at,
-    spread,
-    starts,
-    starts_among,
-    states_of,
+    scratch_offsets,
+    state_block,
     store_states,
-    taken_in,
+    sum_over_states,
+    zoh_terms,
 )
 
 
 @triton.jit
-def summarize_backward_kernel(
-    step, bias, A, rows, z, dy, pos, add_out,
-    T, piece, step_batch, z_batch, dy_batch,
-    D: tl.constexpr, N: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
-    KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
-    BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
+def diagonal_scan_transition_backward_kernel(
+    dt, dt_bias, A, bc, z, dy, pos, add_out,
+    T, split_len, dt_batch, z_batch, dy_batch,
+    DIM: tl.constexpr, DSTATE: tl.constexpr, dt_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
+    RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, HAS_Z: tl.constexpr, HAS_POS: tl.constexpr, EVEN_T: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PREFETCH_T: tl.constexpr,
 ):  # fmt: skip
     """What dy alone adds to the cotangent of the state that entered each piece, [B, P, D, N]."""
     b, p = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    d, d_in, n, inside, at_state = states_of(tl.program_id(0), D, N, BD, BN)
-    rates, blank = rates_at(A, at_state, inside, N, KIND, FULL)
-    shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
-    tensors, lengths = (step + b * step_batch, dy + b * dy_batch), (step_row, dy_row)
-    if GATED:
+    d, d_in, n, inside, state_offset = state_block(tl.program_id(0), DIM, DSTATE, BLOCK_D, BLOCK_N)
+    A_log2e, zero_block = load_A(A, state_offset, inside, DSTATE, RECURRENCE, EVEN_D)
+    bias_d = tl.load(dt_bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
+    tensors, lengths = (dt + b * dt_batch, dy + b * dy_batch), (dt_row, dy_row)
+    if HAS_Z:
         tensors += (z + b * z_batch,)
         lengths += (z_row,)
-    begin, end = p * piece, tl.minimum((p + 1) * piece, T)
-    lines, line_row = lines_of(tensors, lengths, tl.program_id(0) * BD, end - begin, D, BD, STEPS)
-    step += b * step_batch + d
+    begin, end = p * split_len, tl.minimum((p + 1) * split_len, T)
+    lines, line_row = lines_of(tensors, lengths, tl.program_id(0) * BLOCK_D, end - begin, DIM, BLOCK_D, BLOCK_T)
+    dt += b * dt_batch + d
     z += b * z_batch + d
     dy += b * dy_batch + d
-    rows += b * T * row_length(KIND, BN)
-    shared_lines = lines_of_shared(rows, end - begin, BN, KIND, STEPS)
+    bc += b * T * bc_row_size(RECURRENCE, BLOCK_N)
+    bc_lines = bc_cache_lines(bc, end - begin, BLOCK_N, RECURRENCE, BLOCK_T)
     pos += b * T
-    carry = blank
-    blocks = tl.cdiv(end - begin, STEPS)
-    last = b * 0 + begin + (blocks - 1) * STEPS
-    steps = load_rows(step, last, step_row, d_in, end, STEPS, FULL, EVEN)
-    dys = load_rows(dy, last, dy_row, d_in, end, STEPS, FULL, EVEN)
-    zs = load_rows(z, last, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else dys
-    positions = positions_from(last, end, pos, STEPS, HAS_POS, EVEN)
+    dh_next = zero_block
+    blocks = tl.cdiv(end - begin, BLOCK_T)
+    last = b * 0 + begin + (blocks - 1) * BLOCK_T
+    dts = load_rows(dt, last, dt_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
+    dys = load_rows(dy, last, dy_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
+    zs = load_rows(z, last, z_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T) if HAS_Z else dys
+    positions = load_positions(last, end, pos, BLOCK_T, HAS_POS, EVEN_T)
     ahead = ()
-    for s in tl.static_range(AHEAD):
-        ahead += shared_at(last + (STEPS - 1 - s), end, rows, n, BN, True, KIND, EVEN)
+    for s in tl.static_range(PREFETCH_T):
+        ahead += load_bc(last + (BLOCK_T - 1 - s), end, bc, n, BLOCK_N, True, RECURRENCE, EVEN_T)
     for k in range(blocks):
-        t0 = begin + (blocks - 1 - k) * STEPS
-        t1 = b * 0 + tl.maximum(t0 - STEPS, begin)
+        t0 = begin + (blocks - 1 - k) * BLOCK_T
+        t1 = b * 0 + tl.maximum(t0 - BLOCK_T, begin)
         # what is loaded next time
-        t2 = b * 0 + tl.maximum(t0 - 2 * STEPS, begin)
+        t2 = b * 0 + tl.maximum(t0 - 2 * BLOCK_T, begin)
         near(lines + t2 * line_row)
-        near(shared_lines + t2 * row_length(KIND, BN))
-        next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
-        next_positions = positions_from(t1, end, pos, STEPS, HAS_POS, EVEN)
-        bits = starts_among(positions, STEPS, HAS_POS)
-        next_dys = load_rows(dy, t1, dy_row, d_in, end, STEPS, FULL, EVEN)
-        next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
-        for s in tl.static_range(STEPS - 1, -1, -1):
-            t_next = b * 0 + t0 + (s - AHEAD) if s >= AHEAD else t1 + (STEPS + s - AHEAD)
-            ahead += shared_at(t_next, end, rows, n, BN, True, KIND, EVEN)
+        near(bc_lines + t2 * bc_row_size(RECURRENCE, BLOCK_N))
+        next_dts = load_rows(dt, t1, dt_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
+        next_positions = load_positions(t1, end, pos, BLOCK_T, HAS_POS, EVEN_T)
+        bits = document_start_bits(positions, BLOCK_T, HAS_POS)
+        next_dys = load_rows(dy, t1, dy_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
+        next_zs = load_rows(z, t1, z_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T) if HAS_Z else next_dys
+        for s in tl.static_range(BLOCK_T - 1, -1, -1):
+            t_next = b * 0 + t0 + (s - PREFETCH_T) if s >= PREFETCH_T else t1 + (BLOCK_T + s - PREFETCH_T)
+            ahead += load_bc(t_next, end, bc, n, BLOCK_N, True, RECURRENCE, EVEN_T)
             loads_begun()
-            in_t, query_t, square = ahead[:3]
+            B_t, C_t, k_square = ahead[:3]
             ahead = ahead[3:]
-            present = True if EVEN else t0 + s < end
-            fresh = starts(bits, s, HAS_POS)
-            size, _ = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
-            _, first, second = coefficients(KIND, size, square, present, fresh)
-            decay = decay_of(KIND, rates, first, second, in_t, BN)
+            present = True if EVEN_T else t0 + s < end
+            starts_document = is_document_start(bits, s, HAS_POS)
+            dt_t, _ = activate_dt(RECURRENCE, ACTIVATE, released(dts[s], dt) + bias_d)
+            _, first, second = decay_coefficients(RECURRENCE, dt_t, k_square, present, starts_document)
+            decay = decay_block(RECURRENCE, A_log2e, first, second, B_t, BLOCK_N)
             dy_t = released(dys[s], dy)
-            if GATED:
+            if HAS_Z:
                 z_t = released(zs[s], z)
                 dy_t *= z_t * sigmoid(z_t)
-            carry = decay * (carry + spread(dy_t, BN) * query_t[:, None, :, :])
-        steps, dys, zs, positions = next_steps, next_dys, next_zs, next_positions
-    store_states(add_out + (b * tl.num_programs(2) + p) * D * N, at_state, carry, inside, N, FULL)
+            dh_next = decay * (dh_next + broadcast_channels(dy_t, BLOCK_N) * C_t[:, None, :, :])
+        dts, dys, zs, positions = next_dts, next_dys, next_zs, next_positions
+    store_states(add_out + (b * tl.num_programs(2) + p) * DIM * DSTATE, state_offset, dh_next, inside, DSTATE, EVEN_D)
 
 
 @triton.jit
-def scan_backward_kernel(
-    x, step, bias, A, rows, skip, z, pos, borders, arriving, dy, states,
-    dx, dstep, dz, dA, dskip, dbias, parts, dentering,
-    T, piece, x_batch, step_batch, z_batch, dy_batch,
-    D: tl.constexpr, N: tl.constexpr, x_row: tl.constexpr, step_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
-    KIND: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr, HAS_POS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
-    BD: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, BORDER: tl.constexpr, WARP_SUMS: tl.constexpr,
+def diagonal_scan_backward_kernel(
+    x, dt, dt_bias, A, bc, D, z, pos, checkpoints, dfinal_states, dy, scratch,
+    dx, ddt, dz, dA, dD, ddt_bias, dbc_partial, dinitial_state,
+    T, split_len, x_batch, dt_batch, z_batch, dy_batch,
+    DIM: tl.constexpr, DSTATE: tl.constexpr, x_row: tl.constexpr, dt_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
+    RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, HAS_Z: tl.constexpr, HAS_POS: tl.constexpr, EVEN_T: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, CHECKPOINT_INTERVAL: tl.constexpr, WARP_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Gradients, given the cotangent that arrives from behind each piece, [B, P, D, N].
 
@@ -123,164 +125,172 @@ def scan_backward_kernel(
     own, for BORDER / STEPS blocks each.
     """
     block, b, p = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    batch, pieces = tl.num_programs(1), tl.num_programs(2)
-    d, d_in, n, inside, at_state = states_of(block, D, N, BD, BN)
-    rates, _blank = rates_at(A, at_state, inside, N, KIND, FULL)
-    shift = tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
-    through = tl.load(skip + d, mask=d_in, other=0.0).to(tl.float32)
-    tensors, lengths = (x + b * x_batch, step + b * step_batch, dy + b * dy_batch), (x_row, step_row, dy_row)
-    if GATED:
+    batch, num_splits = tl.num_programs(1), tl.num_programs(2)
+    d, d_in, n, inside, state_offset = state_block(block, DIM, DSTATE, BLOCK_D, BLOCK_N)
+    A_log2e, _blank = load_A(A, state_offset, inside, DSTATE, RECURRENCE, EVEN_D)
+    bias_d = tl.load(dt_bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
+    D_d = tl.load(D + d, mask=d_in, other=0.0).to(tl.float32)
+    tensors, lengths = (x + b * x_batch, dt + b * dt_batch, dy + b * dy_batch), (x_row, dt_row, dy_row)
+    if HAS_Z:
         tensors += (z + b * z_batch,)
         lengths += (z_row,)
-    begin, end = p * piece, tl.minimum((p + 1) * piece, T)
-    lines, line_row = lines_of(tensors, lengths, block * BD, end - begin, D, BD, BORDER)
+    begin, end = p * split_len, tl.minimum((p + 1) * split_len, T)
+    lines, line_row = lines_of(tensors, lengths, block * BLOCK_D, end - begin, DIM, BLOCK_D, CHECKPOINT_INTERVAL)
     x += b * x_batch + d
-    step += b * step_batch + d
+    dt += b * dt_batch + d
     z += b * z_batch + d
     dy += b * dy_batch + d
-    out = b * T * D + d
-    rows += b * T * row_length(KIND, BN)
-    shared_lines = lines_of_shared(rows, end - begin, BN, KIND, BORDER)
+    out = b * T * DIM + d
+    bc += b * T * bc_row_size(RECURRENCE, BLOCK_N)
+    bc_lines = bc_cache_lines(bc, end - begin, BLOCK_N, RECURRENCE, CHECKPOINT_INTERVAL)
     pos += b * T
-    border_lines = borders + b * tl.cdiv(T, BORDER) * D * N + block * (BD * N)
-    border_lines = lines_from(border_lines, tl.minimum(D - block * BD, BD) * N, BD * N)
-    parts += (block.to(tl.int64) * batch + b) * T * (2 * N)
-    at_piece = (b * pieces + p) * D
-    states += ((b * pieces + p) * tl.num_programs(0) + block) * (BORDER // STEPS * BD * BN)
-    at_own = own_memory(BD, BN)
-    carry = load_states(arriving + at_piece * N, at_state, inside, N, FULL)
-    grad_rates = tl.zeros(carry.shape, tl.float32)
-    grad_skip = tl.zeros([BD], tl.float32)
-    grad_shift = tl.zeros([BD], tl.float32)
-    chunks = tl.cdiv(end - begin, BORDER)
-    BLOCKS: tl.constexpr = BORDER // STEPS
+    checkpoint_lines = checkpoints + b * tl.cdiv(T, CHECKPOINT_INTERVAL) * DIM * DSTATE + block * (BLOCK_D * DSTATE)
+    checkpoint_lines = lines_from(checkpoint_lines, tl.minimum(DIM - block * BLOCK_D, BLOCK_D) * DSTATE, BLOCK_D * DSTATE)
+    dbc_partial += (block.to(tl.int64) * batch + b) * T * (2 * DSTATE)
+    split_offset = (b * num_splits + p) * DIM
+    scratch += ((b * num_splits + p) * tl.num_programs(0) + block) * (CHECKPOINT_INTERVAL // BLOCK_T * BLOCK_D * BLOCK_N)
+    scratch_offset = scratch_offsets(BLOCK_D, BLOCK_N)
+    dh_next = load_states(dfinal_states + split_offset * DSTATE, state_offset, inside, DSTATE, EVEN_D)
+    dA_block = tl.zeros(dh_next.shape, tl.float32)
+    dD_d = tl.zeros([BLOCK_D], tl.float32)
+    dbias_d = tl.zeros([BLOCK_D], tl.float32)
+    chunks = tl.cdiv(end - begin, CHECKPOINT_INTERVAL)
+    BLOCKS: tl.constexpr = CHECKPOINT_INTERVAL // BLOCK_T
     for k in range(chunks):
-        c0 = b * 0 + begin + (chunks - 1 - k) * BORDER
+        c0 = b * 0 + begin + (chunks - 1 - k) * CHECKPOINT_INTERVAL
         # what is loaded next time
-        c1 = b * 0 + tl.maximum(begin + (chunks - 2 - k) * BORDER, begin)
+        c1 = b * 0 + tl.maximum(begin + (chunks - 2 - k) * CHECKPOINT_INTERVAL, begin)
         near(lines + c1 * line_row)
-        near(shared_lines + c1 * row_length(KIND, BN))
-        near(border_lines + c1 // BORDER * (D * N))
+        near(bc_lines + c1 * bc_row_size(RECURRENCE, BLOCK_N))
+        near(checkpoint_lines + c1 // CHECKPOINT_INTERVAL * (DIM * DSTATE))
         # of the last block what the adjoint alone reads, and of all what both read
-        t0 = c0 + (BLOCKS - 1) * STEPS
-        dys = load_rows(dy, t0, dy_row, d_in, end, STEPS, FULL, EVEN)
-        zs = load_rows(z, t0, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else dys
-        xs = load_rows(x, c0, x_row, d_in, end, BORDER, FULL, EVEN)
-        steps = load_rows(step, c0, step_row, d_in, end, BORDER, FULL, EVEN)
-        positions = positions_from(c0, end, pos, BORDER, HAS_POS, EVEN)
-        shared = ()
-        for s in tl.static_range(STEPS):
-            shared += shared_at(c0 + s, end, rows, n, BN, BLOCKS == 1, KIND, EVEN)
-        h = load_states(borders + (b * tl.cdiv(T, BORDER) + c0 // BORDER) * D * N, at_state, inside, N, FULL)
-        bits = starts_among(positions, BORDER, HAS_POS)
+        t0 = c0 + (BLOCKS - 1) * BLOCK_T
+        dys = load_rows(dy, t0, dy_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
+        zs = load_rows(z, t0, z_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T) if HAS_Z else dys
+        xs = load_rows(x, c0, x_row, d_in, end, CHECKPOINT_INTERVAL, EVEN_D, EVEN_T)
+        dts = load_rows(dt, c0, dt_row, d_in, end, CHECKPOINT_INTERVAL, EVEN_D, EVEN_T)
+        positions = load_positions(c0, end, pos, CHECKPOINT_INTERVAL, HAS_POS, EVEN_T)
+        bcs = ()
+        for s in tl.static_range(BLOCK_T):
+            bcs += load_bc(c0 + s, end, bc, n, BLOCK_N, BLOCKS == 1, RECURRENCE, EVEN_T)
+        h = load_states(
+            checkpoints + (b * tl.cdiv(T, CHECKPOINT_INTERVAL) + c0 // CHECKPOINT_INTERVAL) * DIM * DSTATE,
+            state_offset,
+            inside,
+            DSTATE,
+            EVEN_D,
+        )
+        bits = document_start_bits(positions, CHECKPOINT_INTERVAL, HAS_POS)
         # what the memory held is read by every thread before it is written anew, and the other way round below
         loads_begun()
         for j in tl.static_range(BLOCKS - 1):
-            next_shared = ()
-            for s in tl.static_range(STEPS):
-                t = c0 + (j + 1) * STEPS + s
-                next_shared += shared_at(t, end, rows, n, BN, j == BLOCKS - 2, KIND, EVEN)
+            next_bcs = ()
+            for s in tl.static_range(BLOCK_T):
+                t = c0 + (j + 1) * BLOCK_T + s
+                next_bcs += load_bc(t, end, bc, n, BLOCK_N, j == BLOCKS - 2, RECURRENCE, EVEN_T)
             loads_begun()
-            store_states(states + j * BD * BN, at_own, h, True, BN, True)
-            for s in tl.static_range(STEPS):
-                in_t, _in_t, square = shared[3 * s : 3 * s + 3]
-                present = True if EVEN else c0 + j * STEPS + s < end
-                fresh = starts(bits, j * STEPS + s, HAS_POS)
-                size, _ = activated(KIND, ACTIVATE, released(steps[j * STEPS + s], step) + shift)
-                w, first, second = coefficients(KIND, size, square, present, fresh)
-                decay = decay_of(KIND, rates, first, second, in_t, BN)
-                h = decay * h + taken_in(KIND, rates, w, released(xs[j * STEPS + s], x), in_t, BN)
-            shared = next_shared
-        xs, steps = xs[BORDER - STEPS :], steps[BORDER - STEPS :]
+            store_states(scratch + j * BLOCK_D * BLOCK_N, scratch_offset, h, True, BLOCK_N, True)
+            for s in tl.static_range(BLOCK_T):
+                B_t, _C_t, k_square = bcs[3 * s : 3 * s + 3]
+                present = True if EVEN_T else c0 + j * BLOCK_T + s < end
+                starts_document = is_document_start(bits, j * BLOCK_T + s, HAS_POS)
+                dt_t, _ = activate_dt(RECURRENCE, ACTIVATE, released(dts[j * BLOCK_T + s], dt) + bias_d)
+                w, first, second = decay_coefficients(RECURRENCE, dt_t, k_square, present, starts_document)
+                decay = decay_block(RECURRENCE, A_log2e, first, second, B_t, BLOCK_N)
+                h = decay * h + input_block(RECURRENCE, A_log2e, w, released(xs[j * BLOCK_T + s], x), B_t, BLOCK_N)
+            bcs = next_bcs
+        xs, dts = xs[CHECKPOINT_INTERVAL - BLOCK_T :], dts[CHECKPOINT_INTERVAL - BLOCK_T :]
         tl.debug_barrier()
         for j in range(BLOCKS):
-            t0 = c0 + (BLOCKS - 1 - j) * STEPS
+            t0 = c0 + (BLOCKS - 1 - j) * BLOCK_T
             # behind the first block nothing more is read: the first again
-            t1 = tl.maximum(t0 - STEPS, c0)
-            next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
-            next_steps = load_rows(step, t1, step_row, d_in, end, STEPS, FULL, EVEN)
-            next_dys = load_rows(dy, t1, dy_row, d_in, end, STEPS, FULL, EVEN)
-            next_zs = load_rows(z, t1, z_row, d_in, end, STEPS, FULL, EVEN) if GATED else next_dys
+            t1 = tl.maximum(t0 - BLOCK_T, c0)
+            next_xs = load_rows(x, t1, x_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
+            next_dts = load_rows(dt, t1, dt_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
+            next_dys = load_rows(dy, t1, dy_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
+            next_zs = load_rows(z, t1, z_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T) if HAS_Z else next_dys
             loads_begun()
             # the last token first
-            weights, slopes, cuts, befores, decays, dqueries, dins = (), (), (), (), (), (), ()
-            for s in tl.static_range(STEPS):
-                in_t, query_t, square = shared[3 * s : 3 * s + 3]
-                present = True if EVEN else t0 + s < end
-                fresh = starts(bits, (BLOCKS - 1 - j) * STEPS + s, HAS_POS)
-                size, slope = activated(KIND, ACTIVATE, released(steps[s], step) + shift)
-                w, first, second = coefficients(KIND, size, square, present, fresh)
-                decay = decay_of(KIND, rates, first, second, in_t, BN)
-                before = tl.where(fresh, 0.0, h) if KIND == LONGHORN and HAS_POS else h
-                h = decay * h + taken_in(KIND, rates, w, released(xs[s], x), in_t, BN)
+            dt_ts, ddt_slopes, dy_ts, h_befores, decays, dC_ts, dB_ts = (), (), (), (), (), (), ()
+            for s in tl.static_range(BLOCK_T):
+                B_t, C_t, k_square = bcs[3 * s : 3 * s + 3]
+                present = True if EVEN_T else t0 + s < end
+                starts_document = is_document_start(bits, (BLOCKS - 1 - j) * BLOCK_T + s, HAS_POS)
+                dt_t, slope = activate_dt(RECURRENCE, ACTIVATE, released(dts[s], dt) + bias_d)
+                w, first, second = decay_coefficients(RECURRENCE, dt_t, k_square, present, starts_document)
+                decay = decay_block(RECURRENCE, A_log2e, first, second, B_t, BLOCK_N)
+                h_before = tl.where(starts_document, 0.0, h) if RECURRENCE == LONGHORN and HAS_POS else h
+                h = decay * h + input_block(RECURRENCE, A_log2e, w, released(xs[s], x), B_t, BLOCK_N)
                 dy_t = released(dys[s], dy)
-                if GATED:
+                if HAS_Z:
                     z_t = released(zs[s], z)
-                    open_t = sigmoid(z_t)
-                    y_t = over_states(h * query_t[:, None, :, :]) + through * released(xs[s], x)
-                    dz_t = dy_t * y_t * open_t * (1.0 + z_t * (1.0 - open_t))
-                    tl.store(dz + (out + (t0 + s) * D), dz_t.to(dz.dtype.element_ty), mask=d_in & present)
-                    dy_t *= z_t * open_t
-                dqueries += (over_channels(h * spread(dy_t, BN), WARP_SUMS),)
-                weights = (w,) + weights
+                    sigmoid_z = sigmoid(z_t)
+                    y_t = sum_over_states(h * C_t[:, None, :, :]) + D_d * released(xs[s], x)
+                    dz_t = dy_t * y_t * sigmoid_z * (1.0 + z_t * (1.0 - sigmoid_z))
+                    tl.store(dz + (out + (t0 + s) * DIM), dz_t.to(dz.dtype.element_ty), mask=d_in & present)
+                    dy_t *= z_t * sigmoid_z
+                dC_ts += (sum_over_channels(h * broadcast_channels(dy_t, BLOCK_N), WARP_SUMS),)
+                dt_ts = (w,) + dt_ts
                 # d beta = d eps / (1 + beta |k|^2)^2
-                slopes = (
-                    slope if KIND != LONGHORN else slope * reciprocal((1.0 + size * square) * (1.0 + size * square)),
-                ) + slopes
-                cuts = (dy_t,) + cuts
-                befores = (before,) + befores
+                ddt_slopes = (
+                    slope if RECURRENCE != LONGHORN else slope * reciprocal((1.0 + dt_t * k_square) * (1.0 + dt_t * k_square)),
+                ) + ddt_slopes
+                dy_ts = (dy_t,) + dy_ts
+                h_befores = (h_before,) + h_befores
                 decays = (decay,) + decays
-            next_shared = ()
-            for r in tl.static_range(STEPS):
-                if r == STEPS - 1:
+            next_bcs = ()
+            for r in tl.static_range(BLOCK_T):
+                if r == BLOCK_T - 1:
                     # not earlier: they would take registers from what the adjoint needs
-                    for s in tl.static_range(STEPS):
-                        next_shared += shared_at(t1 + s, end, rows, n, BN, True, KIND, EVEN)
-                    h = load_states(states + tl.maximum(BLOCKS - 2 - j, 0) * (BD * BN), at_own, True, BN, True)
+                    for s in tl.static_range(BLOCK_T):
+                        next_bcs += load_bc(t1 + s, end, bc, n, BLOCK_N, True, RECURRENCE, EVEN_T)
+                    h = load_states(
+                        scratch + tl.maximum(BLOCKS - 2 - j, 0) * (BLOCK_D * BLOCK_N), scratch_offset, True, BLOCK_N, True
+                    )
                     loads_begun()
-                t = t0 + STEPS - 1 - r
-                exists = d_in if EVEN else d_in & (t < end)
-                in_t, query_t, _square = shared[3 * (STEPS - 1 - r) : 3 * (STEPS - r)]
-                x_t = released(xs[STEPS - 1 - r], x)
-                lam = carry + spread(cuts[r], BN) * query_t[:, None, :, :]
-                carry = decays[r] * lam
-                if KIND == MAMBA_ZOH:
-                    grown, phi, by_rate = held(rates, weights[r], BN)
-                    taken = lam * in_t[:, None, :, :]
-                    read = over_states(taken * phi)
-                    taken *= spread(x_t, BN)
-                    faded = carry * befores[r]
-                    grad_rates += faded * spread(weights[r], BN) + taken * by_rate
-                    dsize = over_states(taken * grown + faded * (LN_2 * rates))
-                    din = lam * phi * spread(x_t, BN)
+                t = t0 + BLOCK_T - 1 - r
+                exists = d_in if EVEN_T else d_in & (t < end)
+                B_t, C_t, _k_square = bcs[3 * (BLOCK_T - 1 - r) : 3 * (BLOCK_T - r)]
+                x_t = released(xs[BLOCK_T - 1 - r], x)
+                dh = dh_next + broadcast_channels(dy_ts[r], BLOCK_N) * C_t[:, None, :, :]
+                dh_next = decays[r] * dh
+                if RECURRENCE == MAMBA_ZOH:
+                    exp_dtA, phi, by_rate = zoh_terms(A_log2e, dt_ts[r], BLOCK_N)
+                    taken = dh * B_t[:, None, :, :]
+                    read = sum_over_states(taken * phi)
+                    taken *= broadcast_channels(x_t, BLOCK_N)
+                    faded = dh_next * h_befores[r]
+                    dA_block += faded * broadcast_channels(dt_ts[r], BLOCK_N) + taken * by_rate
+                    ddt_activated = sum_over_states(taken * exp_dtA + faded * (LN_2 * A_log2e))
+                    dB_t = dh * phi * broadcast_channels(x_t, BLOCK_N)
                 else:
-                    read = over_states(lam * in_t[:, None, :, :])
-                if KIND == MAMBA:
-                    faded = carry * befores[r]
-                    grad_rates += faded * spread(weights[r], BN)
-                    dsize = x_t * read + LN_2 * over_states(faded * rates)
-                    din = lam * spread(weights[r] * x_t, BN)
-                elif KIND == LONGHORN:
+                    read = sum_over_states(dh * B_t[:, None, :, :])
+                if RECURRENCE == MAMBA:
+                    faded = dh_next * h_befores[r]
+                    dA_block += faded * broadcast_channels(dt_ts[r], BLOCK_N)
+                    ddt_activated = x_t * read + LN_2 * sum_over_states(faded * A_log2e)
+                    dB_t = dh * broadcast_channels(dt_ts[r] * x_t, BLOCK_N)
+                elif RECURRENCE == LONGHORN:
                     # what the key fails to recall, not its parts: they cancel where the state has learned
-                    missed = lam * (spread(x_t, BN) - in_t[:, None, :, :] * befores[r])
-                    dsize = over_states(missed * in_t[:, None, :, :])
-                    eps = weights[r]
-                    din = spread(2.0 * eps, BN) * missed - spread(eps * x_t, BN) * lam
-                    din -= spread(2.0 * dsize * eps * eps, BN) * in_t[:, None, :, :]
-                dx_t = (read if KIND == MAMBA_ZOH else weights[r] * read) + through * cuts[r]
-                grad_skip += cuts[r] * x_t
-                draw = dsize * slopes[r] if FULL and EVEN else tl.where(exists, dsize * slopes[r], 0.0)
-                grad_shift += draw
-                tl.store(dx + (out + t * D), dx_t.to(dx.dtype.element_ty), mask=exists)
-                tl.store(dstep + (out + t * D), draw.to(dstep.dtype.element_ty), mask=exists)
-                dins = (over_channels(din, WARP_SUMS),) + dins
-            leave_sums(parts + t0 * (2 * N), dins, dqueries, end - t0, N, STEPS, EVEN, WARP_SUMS)
-            xs, steps, dys, zs, shared = next_xs, next_steps, next_dys, next_zs, next_shared
+                    missed = dh * (broadcast_channels(x_t, BLOCK_N) - B_t[:, None, :, :] * h_befores[r])
+                    ddt_activated = sum_over_states(missed * B_t[:, None, :, :])
+                    eps = dt_ts[r]
+                    dB_t = broadcast_channels(2.0 * eps, BLOCK_N) * missed - broadcast_channels(eps * x_t, BLOCK_N) * dh
+                    dB_t -= broadcast_channels(2.0 * ddt_activated * eps * eps, BLOCK_N) * B_t[:, None, :, :]
+                dx_t = (read if RECURRENCE == MAMBA_ZOH else dt_ts[r] * read) + D_d * dy_ts[r]
+                dD_d += dy_ts[r] * x_t
+                ddt_t = ddt_activated * ddt_slopes[r] if EVEN_D and EVEN_T else tl.where(exists, ddt_activated * ddt_slopes[r], 0.0)
+                dbias_d += ddt_t
+                tl.store(dx + (out + t * DIM), dx_t.to(dx.dtype.element_ty), mask=exists)
+                tl.store(ddt + (out + t * DIM), ddt_t.to(ddt.dtype.element_ty), mask=exists)
+                dB_ts = (sum_over_channels(dB_t, WARP_SUMS),) + dB_ts
+            store_channel_sums(dbc_partial + t0 * (2 * DSTATE), dB_ts, dC_ts, end - t0, DSTATE, BLOCK_T, EVEN_T, WARP_SUMS)
+            xs, dts, dys, zs, bcs = next_xs, next_dts, next_dys, next_zs, next_bcs
         # the last states are read before the next chunk's are written
         tl.debug_barrier()
-    if KIND != LONGHORN:
-        store_states(dA + at_piece * N, at_state, grad_rates, inside, N, FULL)
-    tl.store(dskip + at_piece + d, grad_skip, mask=d_in)
-    tl.store(dbias + at_piece + d, grad_shift, mask=d_in)
+    if RECURRENCE != LONGHORN:
+        store_states(dA + split_offset * DSTATE, state_offset, dA_block, inside, DSTATE, EVEN_D)
+    tl.store(dD + split_offset + d, dD_d, mask=d_in)
+    tl.store(ddt_bias + split_offset + d, dbias_d, mask=d_in)
     if p == 0:
-        store_states(dentering + b * D * N, at_state, carry, inside, N, FULL)
+        store_states(dinitial_state + b * DIM * DSTATE, state_offset, dh_next, inside, DSTATE, EVEN_D)

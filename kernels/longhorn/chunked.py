@@ -12,7 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.kernels.diagonal_scan.chunked import Buffers, Generator, diagonal_scan, over_channels, over_states
+from baton.kernels.diagonal_scan.chunked import (
+    ChunkBuffers,
+    RecurrenceTerms,
+    diagonal_scan_chunked,
+    sum_over_channels,
+    sum_over_states,
+)
 
 
 def longhorn_chunked(
@@ -27,37 +33,39 @@ def longhorn_chunked(
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `op.longhorn`, which checks the arguments; `chunk` is the number of tokens per chunk."""
-    return diagonal_scan(Recall, (x, k, beta), q, D, pos=pos, initial_state=initial_state, chunk=chunk)
+    return diagonal_scan_chunked(LonghornTerms, (x, k, beta), q, D, pos=pos, initial_state=initial_state, chunk=chunk)
 
 
-class Recall(Generator):
+class LonghornTerms(RecurrenceTerms):
     """decay = 1 - eps k^2, add = eps x k, eps = beta / (1 + beta |k|^2); along is x, k, beta. It has no parameters."""
 
-    def __init__(self, buffers: Buffers, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, buffers: ChunkBuffers, parameters: Sequence[Tensor]) -> None:
         del parameters
-        self.own = torch.eye(buffers.d_state, dtype=torch.bool, device=buffers.h_flat.device)
+        self.diagonal = torch.eye(buffers.d_state, dtype=torch.bool, device=buffers.h_flat.device)
 
-    def fill(self, along: Sequence[Tensor], decay_LBND: Tensor, add_LBND: Tensor) -> None:
-        x_LBD, k_LBN, beta_LBD = along
+    def compute(self, time_inputs: Sequence[Tensor], decay_LBND: Tensor, update_LBND: Tensor) -> None:
+        x_LBD, k_LBN, beta_LBD = time_inputs
         squares_LB1N = k_LBN.square()[:, :, None, :]
-        others_LBN1 = squares_LB1N.masked_fill(self.own, 0.0).sum(3, keepdim=True)
+        others_LBN1 = squares_LB1N.masked_fill(self.diagonal, 0.0).sum(3, keepdim=True)
         self.floor_LBD = (squares_LB1N.sum(3) * beta_LBD).add_(1.0).reciprocal_()
         self.eps_LBD = beta_LBD * self.floor_LBD
         torch.addcmul(self.floor_LBD[:, :, None, :], self.eps_LBD[:, :, None, :], others_LBN1, out=decay_LBND)
         # the two terms sum to 1 at most, and their roundings to a little more
         decay_LBND.clamp_(max=1.0)
-        torch.mul((self.eps_LBD * x_LBD)[:, :, None, :], k_LBN[:, :, :, None], out=add_LBND)
+        torch.mul((self.eps_LBD * x_LBD)[:, :, None, :], k_LBN[:, :, :, None], out=update_LBND)
 
-    def gradients(self, along: Sequence[Tensor], decay_LBND: Tensor, h_before_LBND: Tensor, lam_LBND: Tensor) -> tuple[Tensor, ...]:
+    def gradients(
+        self, time_inputs: Sequence[Tensor], decay_LBND: Tensor, h_before_LBND: Tensor, dh_LBND: Tensor
+    ) -> tuple[Tensor, ...]:
         """Of S = S' + eps k (x - k S'), with deps/dbeta = 1 / (1 + beta |k|^2)^2 and deps/d|k|^2 = -eps^2. Overwrites h_before."""
-        x_LBD, k_LBN, _ = along
+        x_LBD, k_LBN, _ = time_inputs
         eps_LBD = self.eps_LBD
-        dx_LBD = over_states(k_LBN, lam_LBND).mul_(eps_LBD)
-        dk_LBN = over_channels(eps_LBD * x_LBD, lam_LBND).neg_()
+        dx_LBD = sum_over_states(k_LBN, dh_LBND).mul_(eps_LBD)
+        dk_LBN = sum_over_channels(eps_LBD * x_LBD, dh_LBND).neg_()
         # what k fails to recall, x - k S', not its parts: they cancel where the state has learned
-        missed_LBND = torch.addcmul(x_LBD[:, :, None, :], h_before_LBND, k_LBN[:, :, :, None], value=-1, out=h_before_LBND)
-        missed_LBND.mul_(lam_LBND)
-        deps_LBD = over_states(k_LBN, missed_LBND)
-        dk_LBN.add_(over_channels(eps_LBD, missed_LBND), alpha=2)
+        recall_error_LBND = torch.addcmul(x_LBD[:, :, None, :], h_before_LBND, k_LBN[:, :, :, None], value=-1, out=h_before_LBND)
+        recall_error_LBND.mul_(dh_LBND)
+        deps_LBD = sum_over_states(k_LBN, recall_error_LBND)
+        dk_LBN.add_(sum_over_channels(eps_LBD, recall_error_LBND), alpha=2)
         dk_LBN.addcmul_(k_LBN, (deps_LBD * eps_LBD.square()).sum(2, keepdim=True), value=-2)
         return dx_LBD, dk_LBN, deps_LBD.mul_(self.floor_LBD.square())

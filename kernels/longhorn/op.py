@@ -7,7 +7,7 @@ itself, and all gradients are equal to rounding.
 
 from torch import Tensor
 
-from baton.kernels.diagonal_scan.triton_launch import Inputs, in_triton, scan
+from baton.kernels.diagonal_scan.triton_launch import ScanInputs, diagonal_scan_triton, in_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.gate import gated
 from baton.kernels.longhorn.chunked import longhorn_chunked
@@ -83,8 +83,8 @@ def longhorn(
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
     if in_triton(x, compute_dtype):
-        inputs = Inputs(x, beta, k, q, D, bias=beta_bias, z=z)
-        return scan(inputs, pos=pos, initial_state=initial_state, activate=beta_sigmoid)
+        inputs = ScanInputs(x, beta, k, q, D, bias=beta_bias, z=z)
+        return diagonal_scan_triton(inputs, pos=pos, initial_state=initial_state, activate=beta_sigmoid)
     if beta_bias is not None:
         beta = beta.to(compute_dtype) + beta_bias.to(compute_dtype)
     if beta_sigmoid:

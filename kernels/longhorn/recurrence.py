@@ -9,8 +9,12 @@ from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_keys, randn
-from baton.kernels.diagonal_scan.triton_launch import Inputs as ScanInputs
-from baton.kernels.diagonal_scan.triton_launch import effect, effect_backward, in_triton
+from baton.kernels.diagonal_scan.triton_launch import (
+    ScanInputs,
+    in_triton,
+    state_transition_backward_triton,
+    state_transition_triton,
+)
 from baton.kernels.longhorn.op import longhorn
 from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
@@ -68,13 +72,15 @@ class Longhorn(LinearRecurrence):
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
         if not in_triton(inputs[0], compute_dtype(*inputs)):
             return super().begin(inputs, pos)
-        decay, add = effect(self._scanned(inputs), pos=pos, activate=self.gated)
+        decay, add = state_transition_triton(self._scanned(inputs), pos=pos, activate=self.gated)
         return {"S": decay}, self.effect({"S": decay}, {"S": add})
 
     def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> Effect:
         if not in_triton(inputs[0], compute_dtype(*inputs)):
             return super().begin_backward(inputs, pos, transition, state, dy)
-        return self.effect(transition, {"S": effect_backward(self._scanned(inputs), dy, pos=pos, activate=self.gated)})
+        return self.effect(
+            transition, {"S": state_transition_backward_triton(self._scanned(inputs), dy, pos=pos, activate=self.gated)}
+        )
 
     def _named(self, inputs: Inputs) -> dict[str, Tensor]:
         return dict(zip(self.input_names, inputs, strict=True))

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.diagonal_scan.triton_launch import Inputs, in_triton, scan
+from baton.kernels.diagonal_scan.triton_launch import ScanInputs, diagonal_scan_triton, in_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.gate import gated
 from baton.kernels.selective_scan.chunked import selective_scan_chunked
@@ -22,37 +22,37 @@ _KERNEL = "selective_scan"
 
 
 def selective_scan(
-    u: Tensor,
-    delta: Tensor,
+    x: Tensor,
+    dt: Tensor,
     A: Tensor,
     B: Tensor,
     C: Tensor,
     D: Tensor,
     *,
     z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
     pos: Tensor | None = None,
     initial_state: Tensor | None = None,
     discretization: Discretization = "euler",
 ) -> tuple[Tensor, Tensor]:
     """Mamba's recurrence over a piece of a sequence (Gu & Dao 2023, equations 2 and 4; per channel d and state index n):
 
-        h_t = exp(delta_t A) h_{t-1} + phi_t B_t u_t        phi = delta (euler) or expm1(delta A) / A (zoh)
+        h_t = exp(dt_t A) h_{t-1} + phi_t B_t u_t        phi = dt (euler) or expm1(dt A) / A (zoh)
         y_t = (sum_n C_t h_t + D u_t) silu(z_t)
 
     Where pos == 0, exp(...) is replaced by 0: a document never sees the state of the one before it.
 
     Args:
-        u: the input, [batch, T, channels].
-        delta: step sizes, no unit, [batch, T, channels]; >= 0 if delta_softplus is False.
+        x: the input, [batch, T, channels].
+        dt: step sizes, no unit, [batch, T, channels]; >= 0 if dt_softplus is False.
         A: rates, [channels, d_state], strictly negative (A = -exp(A_log)); not checked.
         B: input projection, shared by the channels, [batch, T, d_state].
         C: output projection, shared by the channels, [batch, T, d_state].
         D: skip per channel, [channels].
         z: gate, [batch, T, channels]. None: y is not gated.
-        delta_bias: added to delta per channel, before the softplus and in the precision of the computation, [channels]. None: 0.
-        delta_softplus: whether the step sizes are softplus(delta + delta_bias), not delta + delta_bias.
+        dt_bias: added to dt per channel, before the softplus and in the precision of the computation, [channels]. None: 0.
+        dt_softplus: whether the step sizes are softplus(dt + dt_bias), not dt + dt_bias.
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
         initial_state: the state that arrives, [batch, channels, d_state], float32 (float64 for float64 inputs). None: zero.
@@ -62,30 +62,30 @@ def selective_scan(
     by Triton's kernels.
 
     Returns:
-        y, [batch, T, channels] in u's dtype, and the state that leaves, [batch, channels, d_state], float32 or float64. Both
+        y, [batch, T, channels] in x's dtype, and the state that leaves, [batch, channels, d_state], float32 or float64. Both
         carry exact gradients to every tensor argument; differentiating twice is refused by autograd with a RuntimeError.
 
     Raises:
         KernelError: an argument of another shape, dtype or device than stated, by name; T = 0.
     """
-    if not isinstance(u, Tensor):
-        raise KernelError(f"{_KERNEL}: u is a {type(u).__name__}, expected a tensor of shape (batch, T, channels)")
-    device = u.device
-    expect_tensor(_KERNEL, "u", u, ("batch", "T", "channels"), (-1, -1, -1), device)
-    batch, length, channels = u.shape
+    if not isinstance(x, Tensor):
+        raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (batch, T, channels)")
+    device = x.device
+    expect_tensor(_KERNEL, "x", x, ("batch", "T", "channels"), (-1, -1, -1), device)
+    batch, length, channels = x.shape
     expect_tensor(_KERNEL, "A", A, ("channels", "d_state"), (channels, -1), device)
     d_state = A.shape[1]
-    expect_tensor(_KERNEL, "delta", delta, ("batch", "T", "channels"), (batch, length, channels), device)
+    expect_tensor(_KERNEL, "dt", dt, ("batch", "T", "channels"), (batch, length, channels), device)
     expect_tensor(_KERNEL, "B", B, ("batch", "T", "d_state"), (batch, length, d_state), device)
     expect_tensor(_KERNEL, "C", C, ("batch", "T", "d_state"), (batch, length, d_state), device)
     expect_tensor(_KERNEL, "D", D, ("channels",), (channels,), device)
-    given = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D}
+    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
     if z is not None:
         expect_tensor(_KERNEL, "z", z, ("batch", "T", "channels"), (batch, length, channels), device)
         given["z"] = z
-    if delta_bias is not None:
-        expect_tensor(_KERNEL, "delta_bias", delta_bias, ("channels",), (channels,), device)
-        given["delta_bias"] = delta_bias
+    if dt_bias is not None:
+        expect_tensor(_KERNEL, "dt_bias", dt_bias, ("channels",), (channels,), device)
+        given["dt_bias"] = dt_bias
     compute_dtype = expect_one_precision(_KERNEL, **given)
     if initial_state is not None:
         expect_tensor(_KERNEL, "initial_state", initial_state, ("batch", "channels", "d_state"), (batch, channels, d_state), device)
@@ -94,12 +94,12 @@ def selective_scan(
         expect_positions(_KERNEL, pos, batch, length, device)
     if discretization not in _DISCRETIZATIONS:
         raise KernelError(f"{_KERNEL}: discretization is {discretization!r}, expected one of {_DISCRETIZATIONS}")
-    if in_triton(u, compute_dtype):
-        inputs = Inputs(u, delta, B, C, D, A, delta_bias, z)
-        return scan(inputs, pos=pos, initial_state=initial_state, activate=delta_softplus, zoh=discretization == "zoh")
-    if delta_bias is not None:
-        delta = delta.to(compute_dtype) + delta_bias.to(compute_dtype)
-    if delta_softplus:
-        delta = F.softplus(delta.to(compute_dtype))
-    y, h = selective_scan_chunked(u, delta, A, B, C, D, pos=pos, initial_state=initial_state, zoh=discretization == "zoh")
+    if in_triton(x, compute_dtype):
+        inputs = ScanInputs(x, dt, B, C, D, A, dt_bias, z)
+        return diagonal_scan_triton(inputs, pos=pos, initial_state=initial_state, activate=dt_softplus, zoh=discretization == "zoh")
+    if dt_bias is not None:
+        dt = dt.to(compute_dtype) + dt_bias.to(compute_dtype)
+    if dt_softplus:
+        dt = F.softplus(dt.to(compute_dtype))
+    y, h = selective_scan_chunked(x, dt, A, B, C, D, pos=pos, initial_state=initial_state, zoh=discretization == "zoh")
     return (y if z is None else gated(y, z)), h

@@ -9,8 +9,12 @@ from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_steps, randn
-from baton.kernels.diagonal_scan.triton_launch import Inputs as ScanInputs
-from baton.kernels.diagonal_scan.triton_launch import effect, effect_backward, in_triton
+from baton.kernels.diagonal_scan.triton_launch import (
+    ScanInputs,
+    in_triton,
+    state_transition_backward_triton,
+    state_transition_triton,
+)
 from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
 from baton.kernels.selective_scan.op import Discretization, selective_scan
 from baton.kernels.selective_scan.reference import selective_scan_reference
@@ -18,9 +22,9 @@ from baton.kernels.selective_scan.reference import selective_scan_reference
 
 @dataclass(frozen=True)
 class SelectiveScan(LinearRecurrence):
-    """Inputs u, delta, B, C along time, then A, D; State {h [batch, channels, d_state]}. See `op.selective_scan`.
+    """Inputs x, dt, B, C along time, then A, D; State {h [batch, channels, d_state]}. See `op.selective_scan`.
 
-    gated: also z along time, and delta_bias last; delta is before the softplus.
+    gated: also z along time, and dt_bias last; dt is before the softplus.
     """
 
     discretization: Discretization = "euler"
@@ -32,7 +36,7 @@ class SelectiveScan(LinearRecurrence):
 
     @property
     def input_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("u", "delta", "B", "C", "z", "A", "D", "delta_bias") if self.gated else ("u", "delta", "B", "C", "A", "D")
+        return ("x", "dt", "B", "C", "z", "A", "D", "dt_bias") if self.gated else ("x", "dt", "B", "C", "A", "D")
 
     @property
     def along(self) -> int:  # type: ignore[override]
@@ -46,38 +50,38 @@ class SelectiveScan(LinearRecurrence):
         return (Leaf("h", tuple(self._named(inputs)["A"].shape), compute_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        given = {**self._named(inputs), "delta_softplus": self.gated, "discretization": self.discretization}
+        given = {**self._named(inputs), "dt_softplus": self.gated, "discretization": self.discretization}
         y, h = selective_scan(**given, pos=pos, initial_state=None if state is None else state["h"])  # type: ignore[arg-type]
         return y, {"h": h}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         named = self._named(inputs)
-        u, delta, A, B, C, D = (named[name] for name in ("u", "delta", "A", "B", "C", "D"))
+        x, dt, A, B, C, D = (named[name] for name in ("x", "dt", "A", "B", "C", "D"))
         initial = None if state is None else state["h"]
         if self.gated:
-            delta = F.softplus(delta + named["delta_bias"])
-        y, h = selective_scan_reference(u, delta, A, B, C, D, pos=pos, initial_state=initial, discretization=self.discretization)
+            dt = F.softplus(dt + named["dt_bias"])
+        y, h = selective_scan_reference(x, dt, A, B, C, D, pos=pos, initial_state=initial, discretization=self.discretization)
         return (y * F.silu(named["z"]) if self.gated else y), {"h": h}
 
     def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
-        """exp(A sum of delta): the product of the decays needs one sum over time."""
+        """exp(A sum of dt): the product of the decays needs one sum over time."""
         named, dtype = self._named(inputs), compute_dtype(*inputs)
-        delta = named["delta"].to(dtype)
+        dt = named["dt"].to(dtype)
         if self.gated:
-            delta = F.softplus(delta + named["delta_bias"].to(dtype))
-        decay = torch.exp(delta.sum(1)[:, :, None] * named["A"].to(dtype))
+            dt = F.softplus(dt + named["dt_bias"].to(dtype))
+        decay = torch.exp(dt.sum(1)[:, :, None] * named["A"].to(dtype))
         return {"h": decay if pos is None else decay.masked_fill((pos == 0).any(1)[:, None, None], 0.0)}
 
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
         if not self._in_triton(inputs):
             return super().begin(inputs, pos)
-        decay, add = effect(self._scanned(inputs), pos=pos, activate=self.gated, zoh=self._zoh)
+        decay, add = state_transition_triton(self._scanned(inputs), pos=pos, activate=self.gated, zoh=self._zoh)
         return {"h": decay}, self.effect({"h": decay}, {"h": add})
 
     def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> Effect:
         if not self._in_triton(inputs):
             return super().begin_backward(inputs, pos, transition, state, dy)
-        add = effect_backward(self._scanned(inputs), dy, pos=pos, activate=self.gated, zoh=self._zoh)
+        add = state_transition_backward_triton(self._scanned(inputs), dy, pos=pos, activate=self.gated, zoh=self._zoh)
         return self.effect(transition, {"h": add})
 
     def _in_triton(self, inputs: Inputs) -> bool:
@@ -92,20 +96,20 @@ class SelectiveScan(LinearRecurrence):
 
     def _scanned(self, inputs: Inputs) -> ScanInputs:
         named = self._named(inputs)
-        u, delta, B, C, D, A = (named[name] for name in ("u", "delta", "B", "C", "D", "A"))
-        return ScanInputs(u, delta, B, C, D, A, named.get("delta_bias"), named.get("z"))
+        x, dt, B, C, D, A = (named[name] for name in ("x", "dt", "B", "C", "D", "A"))
+        return ScanInputs(x, dt, B, C, D, A, named.get("dt_bias"), named.get("z"))
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         channels, d_state = (67, 17) if wide else (5, 3)
         normal = partial(randn, generator, dtype=dtype)
-        u, delta = normal(batch, length, channels), extreme_steps(generator, batch, length, channels, dtype=dtype)
+        x, dt = normal(batch, length, channels), extreme_steps(generator, batch, length, channels, dtype=dtype)
         A = -torch.exp(normal(channels, d_state))
         B, C = normal(batch, length, d_state), normal(batch, length, d_state)
-        inputs: Inputs = (u, delta, B, C, A, normal(channels))
+        inputs: Inputs = (x, dt, B, C, A, normal(channels))
         if self.gated:
             # before the softplus the least steps are far below 0
-            before, z = delta + torch.log(-torch.expm1(-delta.clamp(min=1e-12))), normal(batch, length, channels)
-            inputs = (u, before, B, C, z, A, normal(channels), normal(channels))
+            before, z = dt + torch.log(-torch.expm1(-dt.clamp(min=1e-12))), normal(batch, length, channels)
+            inputs = (x, before, B, C, z, A, normal(channels), normal(channels))
         return inputs, {"h": normal(batch, channels, d_state)}
 
     def smooth(self, inputs: Inputs) -> Inputs:

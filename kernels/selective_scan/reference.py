@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def selective_scan_reference(
-    u: Tensor,
-    delta: Tensor,
+    x: Tensor,
+    dt: Tensor,
     A: Tensor,
     B: Tensor,
     C: Tensor,
@@ -24,20 +24,20 @@ def selective_scan_reference(
 ) -> tuple[Tensor, Tensor]:
     """Mamba (Gu & Dao 2023), equations 2 and 4, in the promoted dtype; shapes as in `op.selective_scan`, nothing is checked.
 
-        h_t = exp(delta_t A) h_{t-1} + phi_t B_t u_t       phi = delta (Euler) or expm1(delta A) / A (zero-order hold)
+        h_t = exp(dt_t A) h_{t-1} + phi_t B_t u_t       phi = dt (Euler) or expm1(dt A) / A (zero-order hold)
         y_t = <C_t, h_t> + D u_t
 
     with exp(...) replaced by 0 where pos == 0: the first token of a document sees no state, its own input stays as it is.
     """
-    batch, length, channels = u.shape
-    h_BDN = u.new_zeros(batch, channels, A.shape[1]) if initial_state is None else initial_state
+    batch, length, channels = x.shape
+    h_BDN = x.new_zeros(batch, channels, A.shape[1]) if initial_state is None else initial_state
     y_BTD = []
     for t in range(length):
-        delta_BD1 = delta[:, t, :, None]
-        decay_BDN = torch.exp(delta_BD1 * A)
+        dt_BD1 = dt[:, t, :, None]
+        decay_BDN = torch.exp(dt_BD1 * A)
         if pos is not None:
             decay_BDN = decay_BDN.masked_fill((pos[:, t] == 0)[:, None, None], 0.0)
-        phi_BDN = torch.expm1(delta_BD1 * A) / A if discretization == "zoh" else delta_BD1
-        h_BDN = decay_BDN * h_BDN + phi_BDN * B[:, t, None, :] * u[:, t, :, None]
-        y_BTD.append((h_BDN * C[:, t, None, :]).sum(-1) + D * u[:, t])
+        phi_BDN = torch.expm1(dt_BD1 * A) / A if discretization == "zoh" else dt_BD1
+        h_BDN = decay_BDN * h_BDN + phi_BDN * B[:, t, None, :] * x[:, t, :, None]
+        y_BTD.append((h_BDN * C[:, t, None, :]).sum(-1) + D * x[:, t])
     return torch.stack(y_BTD, dim=1), h_BDN

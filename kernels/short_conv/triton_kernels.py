@@ -94,7 +94,7 @@ def near_first(lines, line_row, begin, last, STEPS: tl.constexpr):
 
 
 @triton.jit
-def conv_kernel(
+def short_conv_forward_kernel(
     x, weight, bias, tail, pos, y, T, span, x_batch,
     D: tl.constexpr, x_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr,
     EVEN: tl.constexpr, FULL: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr,
@@ -185,7 +185,7 @@ def block_backward(
 
 
 @triton.jit
-def conv_backward_kernel(
+def short_conv_backward_kernel(
     x, weight, bias, tail, pos, dy, dtail_out, dx, dtail, sums, T, span, x_batch, dy_batch,
     D: tl.constexpr, x_row: tl.constexpr, dy_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr,
     SILU: tl.constexpr, TAKEN: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr,

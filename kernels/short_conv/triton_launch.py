@@ -119,7 +119,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     rows, width = launch_utils.in_rows(x), weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _kernels().conv_kernel[_grid(x, config)](
+    _kernels().short_conv_forward_kernel[_grid(x, config)](
         rows, launch_utils.aligned(weight), launch_utils.aligned(bias), x if tail is None else tail.contiguous(),
         x if pos is None else pos, y, EVEN=x.shape[1] % config.steps == 0, **_options(rows, width, tail, pos, silu, config),
     )  # fmt: skip
@@ -148,7 +148,7 @@ class _ShortConv(torch.autograd.Function):
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dtail = x if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
         sums = torch.empty(batch * grid[2], width + 1, channels, dtype=torch.float32, device=x.device)
-        _kernels().conv_backward_kernel[grid](
+        _kernels().short_conv_backward_kernel[grid](
             rows, launch_utils.aligned(weight), launch_utils.aligned(bias), x if tail is None else tail.contiguous(),
             x if pos is None else pos, dy, x if dleaving is None else dleaving.contiguous(), dx, dtail, sums,
             dy_batch=dy.stride(0), dy_row=dy.stride(1), EVEN=even, TAKEN=dleaving is not None, **_options(rows, width, tail, pos,

@@ -50,8 +50,8 @@ def test_a_spill_would_be_seen(compiled):
 def test_a_lane_has_a_channel_whatever_is_known_of_pointers_and_sizes(compiled):
     """Sums over channels by tensor cores rest on it: `over_channels` does not ask where a block's elements lie. With a
     Triton that lays them otherwise the kernels sum plainly."""
-    from baton.kernels.diagonal_scan.channel_reduce import LANES_HAVE_CHANNELS
+    from baton.kernels.diagonal_scan.channel_reduce import LANE_OWNS_CHANNEL
 
     found = list(compiled["blocks"].values())
     assert len(found) == 2
-    assert found == [[["1, 1, 1, 4", "32, 1, 1, 1"]]] * 2 or not LANES_HAVE_CHANNELS
+    assert found == [[["1, 1, 1, 4", "32, 1, 1, 1"]]] * 2 or not LANE_OWNS_CHANNEL

@@ -10,7 +10,7 @@ from support.recurrences import gradients, law, positions, seeded, seeds
 from torch import Tensor
 
 from baton.kernels.common.example_inputs import extreme_gates, extreme_keys
-from baton.kernels.diagonal_scan.chunked import Buffers, chunk_length
+from baton.kernels.diagonal_scan.chunked import ChunkBuffers, chunk_length
 from baton.kernels.longhorn import longhorn
 from baton.kernels.longhorn.chunked import Recall, longhorn_chunked
 from baton.kernels.longhorn.reference import longhorn_exact_reference, longhorn_reference
@@ -32,7 +32,7 @@ def _arguments(seed: int, batch: int, length: int, channels: int, d_state: int, 
 def _decay_and_add(x: Tensor, k: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """What the chunked form makes of all tokens at once, [batch, T, channels, d_state]."""
     along = [t.transpose(0, 1).contiguous() for t in (x, k, beta)]
-    buffers = Buffers(x, k.shape[2], x.shape[1])
+    buffers = ChunkBuffers(x, k.shape[2], x.shape[1])
     decay = buffers.expanded(buffers.decay_flat, x.shape[1])
     add = torch.empty_like(decay)
     Recall(buffers, ()).fill(along, decay, add)

@@ -21,8 +21,8 @@ BATCH, T, CHANNELS, D_STATE, WIDTH = 2, 5, 4, 3, 4
 def _scan_arguments() -> dict[str, Any]:
     along = torch.rand(BATCH, T, CHANNELS)
     return {
-        "u": along,
-        "delta": along.clone(),
+        "x": along,
+        "dt": along.clone(),
         "A": -torch.rand(CHANNELS, D_STATE),
         "B": torch.rand(BATCH, T, D_STATE),
         "C": torch.rand(BATCH, T, D_STATE),
@@ -61,7 +61,7 @@ KERNELS = {
 }
 EVERY_ARGUMENT = [(kernel, name) for kernel, (_, make) in KERNELS.items() for name in make()]
 # the sizes of these are what the others are measured against
-FREE = {("selective_scan", "u"), ("longhorn", "x"), ("short_conv", "x")}
+FREE = {("selective_scan", "x"), ("longhorn", "x"), ("short_conv", "x")}
 
 
 @pytest.mark.parametrize(("kernel", "name"), EVERY_ARGUMENT)
@@ -127,7 +127,7 @@ def test_float64_is_not_mixed_with_less(kernel: str, name: str):
 def test_no_tokens_are_refused(kernel: str):
     function, make = KERNELS[kernel]
     arguments = make()
-    name = "u" if kernel == "selective_scan" else "x"
+    name = "x"
     with pytest.raises(KernelError, match=re.escape(f"{name} has shape (2, 0, 4), expected (batch, T, channels)") + ".*at least 1"):
         function(**{**arguments, name: arguments[name][:, :0]})
 

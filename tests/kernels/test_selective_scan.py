@@ -11,7 +11,7 @@ from support.memory import LargestTensor
 from support.recurrences import gradients, law, positions, seeded, seeds
 
 from baton.kernels.common.example_inputs import extreme_steps
-from baton.kernels.diagonal_scan.chunked import Buffers
+from baton.kernels.diagonal_scan.chunked import ChunkBuffers
 from baton.kernels.selective_scan import selective_scan
 from baton.kernels.selective_scan.chunked import chunk_length, selective_scan_chunked
 from baton.kernels.selective_scan.reference import selective_scan_reference
@@ -20,16 +20,16 @@ both_discretizations = pytest.mark.parametrize("discretization", ["euler", "zoh"
 
 
 def _arguments(seed: int, batch: int, length: int, channels: int, d_state: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """u, delta, A, B, C, D, initial_state."""
+    """x, dt, A, B, C, D, initial_state."""
     generator = seeded(seed)
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=dtype)
 
-    delta = extreme_steps(generator, batch, length, channels, dtype=dtype)
+    dt = extreme_steps(generator, batch, length, channels, dtype=dtype)
     A = -torch.exp(randn(channels, d_state))
-    u, B, C, D = randn(batch, length, channels), randn(batch, length, d_state), randn(batch, length, d_state), randn(channels)
-    return [u, delta, A, B, C, D, randn(batch, channels, d_state)]
+    x, B, C, D = randn(batch, length, channels), randn(batch, length, d_state), randn(batch, length, d_state), randn(channels)
+    return [x, dt, A, B, C, D, randn(batch, channels, d_state)]
 
 
 @both_discretizations
@@ -95,7 +95,7 @@ def test_equal_runs_give_equal_gradients():
 
 
 def test_zero_order_hold_with_one_state_is_a_gated_average():
-    """Theorem 1 of the Mamba paper: N = 1, A = -1, B = 1, delta = softplus(l) gives h = (1 - g) h + g x with g = sigmoid(l)."""
+    """Theorem 1 of the Mamba paper: N = 1, A = -1, B = 1, dt = softplus(l) gives h = (1 - g) h + g x with g = sigmoid(l)."""
     generator = seeded(8)
     x, logits = torch.randn(2, 50, 3, generator=generator).double(), 3 * torch.randn(2, 50, 3, generator=generator).double()
     h = torch.randn(2, 3, generator=generator).double()
@@ -119,11 +119,11 @@ def test_zero_order_hold_with_one_state_is_a_gated_average():
 
 
 def test_the_two_discretizations_agree_in_the_limit_of_small_steps():
-    u, _, A, B, C, D, _ = _arguments(9, 1, 20, 3, 2, torch.float64)
+    x, _, A, B, C, D, _ = _arguments(9, 1, 20, 3, 2, torch.float64)
     differences = []
     for step in (1e-3, 1e-4):
-        delta = torch.full_like(u, step)
-        euler, zoh = (selective_scan(u, delta, A, B, C, 0 * D, discretization=rule)[0] for rule in ("euler", "zoh"))
+        dt = torch.full_like(x, step)
+        euler, zoh = (selective_scan(x, dt, A, B, C, 0 * D, discretization=rule)[0] for rule in ("euler", "zoh"))
         differences.append(relative_error(euler, zoh))
     assert differences[0] < 1e-2
     # of first order: a tenth of the step, a tenth of the difference
@@ -134,9 +134,9 @@ def test_the_two_discretizations_agree_in_the_limit_of_small_steps():
 @pytest.mark.parametrize("step", [0.0, 1e-30, 1e-6, 50.0, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_steps_give_numbers(discretization: str, step: float, dtype: torch.dtype):
-    u, delta, _, B, C, D, state = _arguments(10, 2, 40, 3, 16, dtype)
+    x, dt, _, B, C, D, state = _arguments(10, 2, 40, 3, 16, dtype)
     A = -torch.arange(1, 17, dtype=dtype).expand(3, 16).contiguous()
-    leaves = [x.clone().requires_grad_() for x in (u, torch.full_like(delta, step), A, B, C, D, state)]
+    leaves = [x.clone().requires_grad_() for x in (x, torch.full_like(dt, step), A, B, C, D, state)]
     pos = positions(seeded(11), 2, 40, 0.1)
     outputs = selective_scan(*leaves[:6], pos=pos, initial_state=leaves[6], discretization=discretization)
     for x in (*outputs, *gradients(outputs, leaves, seeded(12))):
@@ -145,7 +145,7 @@ def test_extreme_steps_give_numbers(discretization: str, step: float, dtype: tor
 
 @pytest.mark.parametrize("step", [1e-9, 1e-4, 0.0299, 0.0301, 0.5])
 def test_the_rate_gradient_of_small_steps_does_not_cancel(step: float):
-    """Zero-order hold from no state over one token: dh/dA = delta^2 (1/2 + x/3 + x^2/8 ...) B u, which float32 must get right."""
+    """Zero-order hold from no state over one token: dh/dA = dt^2 (1/2 + x/3 + x^2/8 ...) B x, which float32 must get right."""
     one = torch.ones(1, 1, 1)
     A = torch.full((1, 1), -1.0, requires_grad=True)
     _, final = selective_scan(one, one * step, A, one, one, torch.zeros(1), discretization="zoh")
@@ -186,7 +186,7 @@ def test_a_scan_leaves_nothing_behind(discretization: str):
     arguments = _arguments(23, 1, 64, 32, 16, torch.float32)
 
     def buffers() -> int:
-        return sum(isinstance(x, Buffers) for x in gc.get_objects())
+        return sum(isinstance(x, ChunkBuffers) for x in gc.get_objects())
 
     gc.collect()
     gc.disable()

@@ -149,4 +149,4 @@ def test_what_is_loaded_was_asked_for(length, unasked):
     first, window = {*range(4), *range(32, 36)}, {*range(29, 32)}
     for name, tokens in (("x", first | window), ("dy", first)):
         # a row is two lines
-        assert unasked["conv_backward_kernel", name] == {2 * t + line for t in tokens for line in range(2)}, name
+        assert unasked["short_conv_backward_kernel", name] == {2 * t + line for t in tokens for line in range(2)}, name

@@ -13,7 +13,14 @@ from support.prefetch_trace import LINE, asking_watched
 from support.recurrences import positions, seeded
 
 from baton.kernels.common.example_inputs import extreme_gates, extreme_keys, extreme_steps
-from baton.kernels.diagonal_scan.triton_launch import Inputs, LaunchConfig, _pieces, effect, effect_backward, scan
+from baton.kernels.diagonal_scan.triton_launch import (
+    LaunchConfig,
+    ScanInputs,
+    _pieces,
+    diagonal_scan_triton,
+    state_transition_backward_triton,
+    state_transition_triton,
+)
 from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
 
@@ -22,7 +29,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WHOLE = LaunchConfig(steps=4, steps_summary=4, ahead=3, ahead_summary=2, border=8, full=1)
 # a piece has four chunks of `border` tokens or more: 29 tokens and more are two
 CUT = replace(WHOLE, channels=8, channels_back=8, unroll=2, border=4, full=100, programs=100)
-NAMES = ("initial", *Inputs._fields)
+NAMES = ("initial", *ScanInputs._fields)
 # float32 against float64, and bfloat16: what comes out is rounded to it
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 
@@ -45,14 +52,14 @@ def example(kind, batch, length, channels, d_state, *, activate, gated, dtype=to
         return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).double()
 
     tokens = (batch, length)
-    given = {"x": randn(*tokens, channels), "query": randn(*tokens, d_state), "skip": randn(channels)}
+    given = {"x": randn(*tokens, channels), "C": randn(*tokens, d_state), "D": randn(channels)}
     mamba = kind != "longhorn"
-    given["into"] = randn(*tokens, d_state) if mamba else extreme_keys(g, *tokens, d_state, dtype=dtype).double()
-    given["step"] = 2 * randn(*tokens, channels)
-    given["bias"] = randn(channels, dtype=torch.float32) if activate else None
+    given["B"] = randn(*tokens, d_state) if mamba else extreme_keys(g, *tokens, d_state, dtype=dtype).double()
+    given["dt"] = 2 * randn(*tokens, channels)
+    given["dt_bias"] = randn(channels, dtype=torch.float32) if activate else None
     if not activate:
         steps = extreme_steps(g, *tokens, channels, dtype=dtype) if mamba else extreme_gates(g, *tokens, channels, dtype=dtype)
-        given["step"] = steps.double()
+        given["dt"] = steps.double()
     given["A"] = -randn(channels, d_state, dtype=torch.float32).exp() if mamba else None
     given["A"] = None if given["A"] is None else given["A"].float().double()
     given["z"] = randn(*tokens, channels) if gated else None
@@ -61,20 +68,20 @@ def example(kind, batch, length, channels, d_state, *, activate, gated, dtype=to
 
 
 def definition(given, pos, *, activate, zoh=False):
-    x, step, into, query, skip, A, bias, z = (given[name] for name in Inputs._fields)
+    x, dt, A, B, C, D, z, dt_bias = (given[name] for name in ScanInputs._fields)
     if activate:
-        step = F.softplus(step + bias) if A is not None else torch.sigmoid(step + bias)
+        dt = F.softplus(dt + dt_bias) if A is not None else torch.sigmoid(dt + dt_bias)
     if A is not None:
         rule, state = "zoh" if zoh else "euler", given["initial"]
-        y, final = selective_scan_reference(x, step, A, into, query, skip, pos=pos, initial_state=state, discretization=rule)
+        y, final = selective_scan_reference(x, dt, A, B, C, D, pos=pos, initial_state=state, discretization=rule)
     else:
-        y, final = longhorn_reference(x, into, query, step, skip, pos=pos, initial_state=given["initial"])
+        y, final = longhorn_reference(x, B, C, dt, D, pos=pos, initial_state=given["initial"])
     return (y if z is None else y * F.silu(z)), final
 
 
 def kernels(given, pos, *, activate, config, zoh=False):
-    inputs = Inputs(*(given[name] for name in Inputs._fields))
-    return scan(inputs, activate=activate, zoh=zoh, pos=pos, initial_state=given["initial"], config=config)
+    inputs = ScanInputs(*(given[name] for name in ScanInputs._fields))
+    return diagonal_scan_triton(inputs, activate=activate, zoh=zoh, pos=pos, initial_state=given["initial"], config=config)
 
 
 def with_gradients(run, given, cotangents, **options):
@@ -89,7 +96,7 @@ def with_gradients(run, given, cotangents, **options):
 
 def rounded(given, dtype):
     """As the kernels are given them: states, rates and bias in float32."""
-    whole = ("initial", "A", "bias", "skip")
+    whole = ("initial", "A", "dt_bias", "D")
     return {name: None if x is None else x.to(DEVICE, torch.float32 if name in whole else dtype) for name, x in given.items()}
 
 
@@ -154,7 +161,7 @@ def test_pieces_with_the_state_handed_on_are_the_whole(kind):
     given, pos = rounded(given, torch.float32), positions(seeded(2), 2, 29, 0.1).to(DEVICE)
 
     def in_two(given, pos, cut):
-        along = ("x", "step", "into", "query", "z")
+        along = ("x", "dt", "B", "C", "z")
         state, outputs = given["initial"], []
         for span in (slice(0, cut), slice(cut, None)):
             part = {**given, **{name: given[name][:, span] for name in along}, "initial": state}
@@ -167,23 +174,23 @@ def test_pieces_with_the_state_handed_on_are_the_whole(kind):
         for name, value in with_gradients(in_two, given, cotangents, pos=pos, cut=cut).items():
             assert relative_error(value, whole[name]) <= 2e-6, (cut, name)
     for config in (WHOLE, CUT):
-        inputs = Inputs(*(given[name] for name in Inputs._fields))
-        decay, add = effect(inputs, pos=None, config=config, **options)
+        inputs = ScanInputs(*(given[name] for name in ScanInputs._fields))
+        decay, add = state_transition_triton(inputs, pos=None, config=config, **options)
         _, final = kernels(given, None, config=WHOLE, **options)
         assert relative_error(decay * given["initial"] + add, final) <= 1e-6
         found = with_gradients(kernels, given, [cotangents[0], torch.zeros_like(cotangents[1])], pos=None, config=WHOLE, **options)
-        early = effect_backward(inputs, cotangents[0].to(final), pos=None, config=config, **options)
+        early = state_transition_backward_triton(inputs, cotangents[0].to(final), pos=None, config=config, **options)
         assert relative_error(early, found["initial"]) <= 1e-6
 
 
-def exact_hold(step, rate):
+def exact_hold(dt, rate):
     """phi = expm1(x) / rate with x = step rate, d phi / d rate, and d phi / d step = exp(x), in Python's floats."""
-    x = step * rate
+    x = dt * rate
     if abs(x) < 1:
-        phi = step * sum(x**k / math.factorial(k + 1) for k in range(25))
-        return phi, step**2 * sum((k + 1) * x**k / math.factorial(k + 2) for k in range(25)), math.exp(x)
+        phi = dt * sum(x**k / math.factorial(k + 1) for k in range(25))
+        return phi, dt**2 * sum((k + 1) * x**k / math.factorial(k + 2) for k in range(25)), math.exp(x)
     phi = math.expm1(x) / rate
-    return phi, (step * math.exp(x) - phi) / rate, math.exp(x)
+    return phi, (dt * math.exp(x) - phi) / rate, math.exp(x)
 
 
 def test_a_zero_order_hold_loses_no_digits_at_any_step():
@@ -192,10 +199,10 @@ def test_a_zero_order_hold_loses_no_digits_at_any_step():
     steps = (0.0, 1e-9, 1e-4, 0.03, 0.49, 0.51, 3.0, 1e3)
     rates = (-1e-6, -1e-2, -0.99, -1.01, -16.0)
     A = torch.tensor(rates).repeat(len(steps), 1).to(DEVICE).requires_grad_()
-    step = torch.tensor(steps).to(DEVICE)[None, None].requires_grad_()
+    dt = torch.tensor(steps).to(DEVICE)[None, None].requires_grad_()
     x, one = torch.ones(1, 1, len(steps), device=DEVICE), torch.ones(1, 1, len(rates), device=DEVICE)
-    _, final = scan(Inputs(x, step, one, one, x[0, 0], A), pos=None, initial_state=None, zoh=True, config=CUT)
-    dA, dstep = torch.autograd.grad(final.sum(), (A, step))
+    _, final = diagonal_scan_triton(ScanInputs(x, dt, one, one, x[0, 0], A), pos=None, initial_state=None, zoh=True, config=CUT)
+    dA, dstep = torch.autograd.grad(final.sum(), (A, dt))
     for d, size in enumerate(steps):
         expected = [exact_hold(*torch.tensor([size, rate]).double().tolist()) for rate in rates]
         for n, (phi, slope, _) in enumerate(expected):
@@ -213,7 +220,7 @@ def test_a_zero_order_hold_with_the_launch_configs_of_runs(dtype, d_state):
     given, _ = example("zoh", 2, 20, 96, d_state, activate=True, gated=True, dtype=dtype)
     own = rounded(given, dtype)
     y, final = kernels(own, None, activate=True, config=None, zoh=True)
-    outputs, along = [], ("x", "step", "into", "query", "z")
+    outputs, along = [], ("x", "dt", "B", "C", "z")
     for t in range(20):
         one = {**own, **{name: own[name][:, t : t + 1] for name in along}}
         output, own["initial"] = kernels(one, None, activate=True, config=None, zoh=True)
@@ -269,13 +276,13 @@ def test_what_is_loaded_was_asked_for(kind, length, unasked):
     last_chunk = (length - 1) // border * border
     chunks = [(piece - border, piece), (last_chunk, length)]
     for kernel, of_channels, first in (
-        ("summarize_kernel", "x step", ahead),
-        ("scan_kernel", "x step z", ahead),
-        ("summarize_backward_kernel", "step z dy", back),
-        ("scan_backward_kernel", "x step z dy", chunks),
+        ("diagonal_scan_transition_kernel", "x dt", ahead),
+        ("diagonal_scan_forward_kernel", "x dt z", ahead),
+        ("diagonal_scan_transition_backward_kernel", "dt z dy", back),
+        ("diagonal_scan_backward_kernel", "x dt z dy", chunks),
     ):
         for name in of_channels.split():
             assert unasked[kernel, name] == lines(first, channels), (kernel, name)
-        assert unasked[kernel, "rows"] <= lines(first, row), kernel
+        assert unasked[kernel, "bc"] <= lines(first, row), kernel
     borders = [(begin // border, begin // border + 1) for begin, _ in chunks]
-    assert unasked["scan_backward_kernel", "borders"] == lines(borders, channels * d_state)
+    assert unasked["diagonal_scan_backward_kernel", "checkpoints"] == lines(borders, channels * d_state)

@@ -445,7 +445,7 @@ def _kernels(arch):
     """As `kernels`, without the lengths of rows and the matrix states'."""
     from baton.kernels.compile import launch_configs
     from baton.kernels.diagonal_scan import triton_backward, triton_forward
-    from baton.kernels.diagonal_scan.channel_reduce import LANES_HAVE_CHANNELS
+    from baton.kernels.diagonal_scan.channel_reduce import LANE_OWNS_CHANNEL
     from baton.kernels.diagonal_scan.triton_common import LONGHORN, MAMBA, MAMBA_ZOH
     from baton.kernels.diagonal_scan.triton_launch import KERNEL, default_launch_config, shape_of
     from baton.kernels.short_conv import triton_kernels
@@ -462,40 +462,40 @@ def _kernels(arch):
     ):
         own = launch_configs.for_device_names(KERNEL, NAMES[arch], shape_of(label.split(",")[0], d_state, 8, CHANNELS))
         config = replace(default_launch_config(d_state, kind == MAMBA_ZOH.value), **own)
-        common = {"KIND": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "FULL": True}
+        common = {"RECURRENCE": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "FULL": True}
         common |= {"D": CHANNELS, "N": d_state, "BD": config.channels, "BN": d_state}
         ahead, summary, back = ({**common, "STEPS": n} for n in (config.steps, config.steps_summary, config.steps_back))
         ahead, summary = {**ahead, "AHEAD": config.ahead}, {**summary, "AHEAD": config.ahead_summary}
         whole = {"GATED": True, "HAS_ENTERING": True, "KEEP_BORDERS": True, "BORDER": config.border, "UNROLL": config.unroll}
-        yield f"{label} summarize", triton_forward.summarize_kernel, summary, config.warps, "bf16"
-        yield f"{label} scan", triton_forward.scan_kernel, {**ahead, **whole}, config.warps, "bf16"
+        yield f"{label} summarize", triton_forward.diagonal_scan_transition_kernel, summary, config.warps, "bf16"
+        yield f"{label} scan", triton_forward.diagonal_scan_forward_kernel, {**ahead, **whole}, config.warps, "bf16"
         yield (
             f"{label} summarize backward",
-            triton_backward.summarize_backward_kernel,
+            triton_backward.diagonal_scan_transition_backward_kernel,
             {**summary, "GATED": True},
             config.warps,
             "bf16",
         )
         yield (
             f"{label} backward",
-            triton_backward.scan_backward_kernel,
+            triton_backward.diagonal_scan_backward_kernel,
             {
                 **back,
                 "GATED": True,
                 "BORDER": config.border,
                 "BD": config.channels_back,
-                "WARP_SUMS": LANES_HAVE_CHANNELS and d_state == 16 and config.channels_back == 32,
+                "WARP_SUMS": LANE_OWNS_CHANNEL and d_state == 16 and config.channels_back == 32,
             },
             config.warps,
             "bf16",
         )
     conv = {"HAS_TAIL": True, "HAS_POS": True, "SILU": True, "FULL": True, "D": CHANNELS, "W": 4}
     conv |= {"BD": conv_config.channels, "STEPS": conv_config.steps}
-    yield "conv", triton_kernels.conv_kernel, {**conv, "EVEN": True}, 1, "bf16"
-    yield "conv backward", triton_kernels.conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": False}, 1, "bf16"
-    yield "conv backward, tail taken", triton_kernels.conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": True}, 1, "bf16"
-    yield "fold", triton_forward.fold_kernel, {"HAS_FIRST": True, "BACKWARDS": False, "BLOCK": 256}, 4, "bf16"
-    yield "pack", triton_forward.pack_kernel, {"KIND": LONGHORN.value, "BT": 8, "BN": 16}, 4, "bf16"
+    yield "conv", triton_kernels.short_conv_forward_kernel, {**conv, "EVEN": True}, 1, "bf16"
+    yield "conv backward", triton_kernels.short_conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": False}, 1, "bf16"
+    yield "conv backward, tail taken", triton_kernels.short_conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": True}, 1, "bf16"
+    yield "fold", triton_forward.diagonal_scan_combine_kernel, {"HAS_FIRST": True, "BACKWARDS": False, "BLOCK": 256}, 4, "bf16"
+    yield "pack", triton_forward.diagonal_scan_pack_bc_kernel, {"RECURRENCE": LONGHORN.value, "BT": 8, "BN": 16}, 4, "bf16"
 
 
 def binary_of(kernel, known, constants, arch, warps, *, aligned=True):

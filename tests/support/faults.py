@@ -56,8 +56,8 @@ FAULTS = (
         "kernels",
         "the first token's decay is left out where a cotangent crosses the border of two chunks",
         "kernels/diagonal_scan/chunked.py",
-        "        edge_decay_BND.copy_(decays[0])\n",
-        "        edge_decay_BND.fill_(1.0)\n",
+        "        next_decay_BND.copy_(decays[0])\n",
+        "        next_decay_BND.fill_(1.0)\n",
         (
             "tests/kernels/test_selective_scan.py -k any_chunk_size",
             "tests/kernels/test_selective_scan.py",

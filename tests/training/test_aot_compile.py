@@ -164,11 +164,16 @@ def test_every_mixer_goes_through_in_every_layout(programs, cases):
             "runs_kernel",
             "borders_kernel",
         }, name
-    assert found["mamba, whole"] >= {"scan_kernel", "scan_backward_kernel", "conv_kernel", "conv_backward_kernel"}
+    assert found["mamba, whole"] >= {
+        "diagonal_scan_forward_kernel",
+        "diagonal_scan_backward_kernel",
+        "short_conv_forward_kernel",
+        "short_conv_backward_kernel",
+    }
     for case in ("ranks", "exact", "truncated"):
         assert found[f"mamba, {case}"] == found["mamba, whole"], f"{case}: a span is run as a whole sequence is"
     begun = found["mamba, early"] - found["mamba, whole"]
-    assert "summarize_kernel" in begun, "what a span does to a State is asked before the State is there"
+    assert "diagonal_scan_transition_kernel" in begun, "what a span does to a State is asked before the State is there"
 
 
 DEEPER = """
@@ -214,7 +219,7 @@ from baton.kernels.compile.aot import whole_keys
 from baton.kernels.diagonal_scan import forward
 from baton.kernels.short_conv import taps
 whole_keys()
-kernels = {"scan": forward.scan_kernel, "convolution": taps.conv_kernel}
+kernels = {"scan": forward.diagonal_scan_forward_kernel, "convolution": taps.short_conv_forward_kernel}
 print(*sorted((name, kernels[name].cache_key) for name in sys.argv[1:]))
 """
 

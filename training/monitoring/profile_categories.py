@@ -35,13 +35,13 @@ RULES = (
     Rule("optimizer", inside=rf"^{PHASE}optimizer$|^Optimizer\.step"),
     Rule(
         "convolution",
-        named=r"^_?conv_(backward_)?kernel|causal_conv1d|^aten::(_?conv|.*convolution)",
+        named=r"^short_conv_|causal_conv1d|^aten::(_?conv|.*convolution)",
         inside=r"^recurrence: short_conv|^_ShortConv",
     ),
     # whatever mixes tokens: scans, matrix states, attention
     Rule(
         "scan",
-        named=r"(^|_)scan(_backward)?_kernel|selective_scan|flash_|fmha|sdpa|attention",
+        named=r"^diagonal_scan_|selective_scan|flash_|fmha|sdpa|attention",
         inside=r"^recurrence: |^_(Carry|Scan|DiagonalScan|InChunks|Gla|Gsa|DeltaRule|Lattice|Joint)(Backward)?$"
         r"|^aten::_?scaled_dot_product|^baton::innovation",
     ),
