@@ -115,8 +115,8 @@ def inputs_of(case: Case, seed: int = 0) -> tuple[ScanInputs, Tensor | None, Ten
     dt = normal(*sizes)
     dt[:, ::7] *= 8
     inputs = ScanInputs(
-        normal(*sizes), dt, normal(*shared), normal(*shared), normal(case.channels, dtype=torch.float32), A,
-        torch.rand(case.channels, device="cuda", generator=g) * -4 - 1, normal(*sizes),
+        x=normal(*sizes), dt=dt, A=A, B=normal(*shared), C=normal(*shared), D=normal(case.channels, dtype=torch.float32),
+        dt_bias=torch.rand(case.channels, device="cuda", generator=g) * -4 - 1, z=normal(*sizes),
     )  # fmt: skip
     pos = None
     if case.starts:
@@ -135,7 +135,8 @@ def gradients(
     """Outputs, final state, and gradients of all inputs for one random cotangent of both. dtype: what inputs are cast to."""
     named = {**inputs._asdict(), "state": state}
     leaves = {k: x.to(dtype or x.dtype).detach().requires_grad_() for k, x in named.items() if x is not None}
-    y, final = function(ScanInputs(**{k: leaves.get(k) for k in ScanInputs._fields}), pos, leaves.get("state"))  # type: ignore[arg-type]
+    own = ScanInputs(**{k: leaves.get(k) for k in ScanInputs._fields})  # type: ignore[arg-type]
+    y, final = function(own, pos, leaves.get("state"))
     g = torch.Generator("cuda").manual_seed(1)
     cotangents = [torch.randn(x.shape, device="cuda", generator=g).bfloat16().to(x.dtype) for x in (y, final)]
     found = torch.autograd.grad([y, final], list(leaves.values()), cotangents)

@@ -26,8 +26,8 @@ _CONV = ShortConv("silu")
 class SSMBlock(Mixer):
     """x [B, T, M], pos [B, T], State {conv [B, W-1, D], scan [B, D, N]} -> y [B, T, M], State.
 
-    A subclass says what the recurrence is: `recurrence`, and `scanned`, its inputs. step: name of its step sizes' projection and
-    bias; step_bias: the bias's initial values.
+    A subclass says what the recurrence is: `recurrence`, and `scan_inputs`, its inputs. step: name of its step sizes' projection
+    and bias; step_bias: the bias's initial values.
     """
 
     recurrence: LinearRecurrence
@@ -73,11 +73,12 @@ class SSMBlock(Mixer):
         )
 
     @abstractmethod
-    def scanned(
-        self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, z_BTD: Tensor, skip_D: Tensor, bias_D: Tensor
+    def scan_inputs(
+        self, x_BTD: Tensor, dt_BTD: Tensor, B_BTN: Tensor, C_BTN: Tensor, D_D: Tensor, z_BTD: Tensor, dt_bias_D: Tensor
     ) -> Inputs:
-        """The gated recurrence's inputs. step_BTD: projected step sizes, to which the recurrence adds bias_D in fp32: rounding the
-        sum would move Mamba's step sizes in jumps of 3 %."""
+        """The gated recurrence's inputs, given under Mamba's names: Longhorn's beta is dt, its k is B and its q is C. The
+        recurrence
+        adds dt_bias to dt in fp32: rounding the sum would move Mamba's step sizes in jumps of 3 %."""
 
     def _or_zeros(self, per_channel: Tensor | None) -> Tensor:
         """A parameter [D], or zeros where the settings leave it out: the kernels read one in any case."""
@@ -89,20 +90,20 @@ class SSMBlock(Mixer):
         # a carried convolution's inputs may have come from elsewhere
         selective = self._selective and (self.link is None or not self.link.active)
         x_BTD, z_BTD = self.in_proj(x_BTM, (channels, channels))
-        convolved = (x_BTD, self.conv_weight, self.conv_bias)
+        conv_inputs = (x_BTD, self.conv_weight, self.conv_bias)
         before = None if state is None else {"tail": state["conv"]}
-        u_BTD, tail = self.carry(_CONV, convolved, pos_BT, before)
+        x_BTD, tail = self.carry(_CONV, conv_inputs, pos_BT, before)
         with recompute_in_backward(selective) as discard:
-            discard(u_BTD, lambda: _CONV.outputs(convolved, pos_BT, before))
-            u_BTD, projected = self.x_proj(u_BTD, return_input=True)
+            discard(x_BTD, lambda: _CONV.outputs(conv_inputs, pos_BT, before))
+            x_BTD, projected = self.x_proj(x_BTD, return_input=True)
             projected = copy_to_tensor_group(projected)
-            code_BTR, in_BTN, out_BTN = projected.split([self.dt_rank, self.config.d_state, self.config.d_state], dim=-1)
-            step_proj = getattr(self, f"{self._step}_proj")
-            step_BTD = step_proj(code_BTR)
-            skip_D, bias_D = self._or_zeros(self.D), self._or_zeros(getattr(self, f"{self._step}_bias"))
-            scanned = self.scanned(u_BTD, step_BTD, in_BTN, out_BTN, z_BTD, skip_D, bias_D)
-            (leaf,) = self.recurrence.leaves(scanned)
+            dt_low_rank_BTR, B_BTN, C_BTN = projected.split([self.dt_rank, self.config.d_state, self.config.d_state], dim=-1)
+            dt_proj = getattr(self, f"{self._step}_proj")
+            dt_BTD = dt_proj(dt_low_rank_BTR)
+            D_D, dt_bias_D = self._or_zeros(self.D), self._or_zeros(getattr(self, f"{self._step}_bias"))
+            inputs = self.scan_inputs(x_BTD, dt_BTD, B_BTN, C_BTN, D_D, z_BTD, dt_bias_D)
+            (leaf,) = self.recurrence.leaves(inputs)
             entering = None if state is None else {leaf.name: state["scan"]}
-            discard(step_BTD, lambda: step_proj(code_BTR))
-            y_BTD, scan = self.carry(self.recurrence, scanned, pos_BT, entering)
+            discard(dt_BTD, lambda: dt_proj(dt_low_rank_BTR))
+            y_BTD, scan = self.carry(self.recurrence, inputs, pos_BT, entering)
         return self.out_proj(y_BTD), {"conv": tail["tail"], "scan": scan[leaf.name]}

@@ -186,12 +186,12 @@ def _scan(request: launch_configs.Request, device: torch.device, dtype: torch.dt
 
     inputs = diagonal_scan.ScanInputs(
         x=randn(batch, length, channels),
-        step=randn(batch, length, channels) if sizes["activate"] else randn(batch, length, channels).sigmoid(),
-        into=randn(batch, length, d_state),
-        query=randn(batch, length, d_state),
-        skip=torch.ones(channels, device=device),
+        dt=randn(batch, length, channels) if sizes["activate"] else randn(batch, length, channels).sigmoid(),
+        B=randn(batch, length, d_state),
+        C=randn(batch, length, d_state),
+        D=torch.ones(channels, device=device),
         A=-torch.arange(1.0, d_state + 1, device=device).repeat(channels, 1) if kind != "longhorn" else None,
-        bias=torch.full((channels,), -3.0, device=device) if sizes["activate"] else None,
+        dt_bias=torch.full((channels,), -3.0, device=device) if sizes["activate"] else None,
         z=randn(batch, length, channels) if sizes["gated"] else None,
     )
     leaves = [x.requires_grad_() for x in inputs if x is not None]

@@ -1,1 +1,1 @@
-"""What recurrences with a diagonal transition share: `chunked` on any device, `triton_launch` and its kernels on a GPU."""
+"""Scans with a diagonal transition, shared by Mamba and Longhorn: `chunked` in PyTorch on any device, Triton kernels on a GPU."""

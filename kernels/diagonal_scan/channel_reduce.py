@@ -1,10 +1,11 @@
-"""Sums over a block's channels, of which the lanes have one each: done plainly they are a third of the backward pass.
+"""Sums over a block's channels, which the lanes of a warp hold one each.
 
-The one thing to know: tensor cores add over lanes. Multiplied with ones, an operand that lies in the lanes' registers as the block
-does is summed over those of four lanes that have the same states, and over a lane's own channel and the other's. Eight such sums,
-rounded to bfloat16 and with rows for columns, a second product adds. Before it, what is summed is cut to the 10 bits of tf32's
-fraction; so it is for bfloat16 and float16 alone. It needs a warp that has 32 channels of 16 states, shared by two lanes;
-everything else, Triton's interpreter, and a Triton that lays blocks otherwise (`LANES_HAVE_CHANNELS`) sum plainly.
+Plain sums would take a third of the backward pass, so tensor cores add over lanes. A product with ones sums an operand that lies in
+the lanes' registers as the block does over the four lanes that hold the same states, and over a lane's own channel and its
+partner's. Eight such sums are rounded to bfloat16, transposed, and added by a second product. The first product cuts its operands
+to the 10 bits of tf32's fraction, so this form is used for bfloat16 and float16 inputs only. It needs a warp with 32 channels of 16
+states, shared by two lanes; everything else, Triton's interpreter, and Triton versions with another layout (`LANE_OWNS_CHANNEL`)
+sum plainly.
 """
 
 import struct
@@ -13,14 +14,14 @@ import triton
 import triton.language as tl
 
 LANE_OWNS_CHANNEL = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
-"""Whether this Triton is known to give each lane one channel of a block. Triton 3.9 spreads a channel's states over lanes, so that
-the sums by tensor cores would be of other elements; `tests/kernels/test_compiled.py` looks at the layout."""
+"""Whether this version of Triton gives each lane one channel of a block. Triton 3.9 spreads a channel's states over lanes, so
+tensor cores would sum other elements. `tests/kernels/test_compiled.py` checks the layout."""
 
-# where a lane's own states and the other channel's are among its registers
+# registers of a lane's own channel and of its partner's
 OWN, OTHER = (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)
-# A's rows are lanes / 4 and, of every other register, 8 more; its columns are lanes % 4 and, of the latter two registers, 4 more.
-# B's ones send lanes with the first half of the states and lanes with the second to columns of their own; they are made each time,
-# for four registers less would be left to hold states in. The two results of 8 x 8 are left with rows for columns.
+# Rows of the first operand: lane / 4, plus 8 for every other register. Columns: lane % 4, plus 4 for the last two registers. The
+# ones of the second operand send the two halves of the states to different columns; they are made anew each time to save four
+# registers. The two 8 x 8 results are stored transposed.
 _FOURS = tl.constexpr(
     "{.reg .b32 z, m0, m1, m2, m3, c0, c1, c2, c3; mov.b32 z, 0;"
     + "".join(f"set.eq.f32.f32 m{n}, $32, 0f{struct.pack('>f', 2 * n).hex()};" for n in range(4))
@@ -36,7 +37,7 @@ _FOURS = tl.constexpr(
 
 
 def _eights(pair):
-    """Of four of the former: the sums over rows, each in columns of its own, of which a lane has one's, two states in a `pair`."""
+    """Four results of `_FOURS` summed over rows, each in its own columns; a lane keeps one of them, two states in a `pair`."""
     product = "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {c0, c1, c2, c3}, "
     return tl.constexpr(
         "{.reg .pred p; .reg .b32 z, one, c0, c1, c2, c3; mov.b32 z, 0;"
@@ -60,7 +61,9 @@ def _eights_in(dtype):
 
 @triton.jit
 def sum_over_channels(x, WARP_SUMS: tl.constexpr):
-    """The sum over channels of a block [BD, S, BN / 4 S, 4]: [S, BN / 4 S, 4] or, for `leave_sums` alone, parts of it."""
+    """The sum over the channels of a block [BLOCK_D, S, BLOCK_N / 4 S, 4]: [S, BLOCK_N / 4 S, 4]; with WARP_SUMS, partial sums that
+    only `store_channel_sums` reads.
+    """
     if WARP_SUMS:
         lane = tl.arange(0, 32)
         column = (lane // 4 - lane % 2).to(tl.float32)[:, None, None, None] + tl.zeros(x.shape, tl.float32)
@@ -74,7 +77,7 @@ def sum_over_channels(x, WARP_SUMS: tl.constexpr):
 def store_channel_sums(
     to, first, second, present, DSTATE: tl.constexpr, BLOCK_T: tl.constexpr, EVEN_T: tl.constexpr, WARP_SUMS: tl.constexpr
 ):
-    """Store two sums over channels of each of STEPS tokens, of which `present` exist: [STEPS, 2, N] from `to` on."""
+    """Store two sums over channels for each of BLOCK_T tokens, of which `present` exist, [BLOCK_T, 2, N] from `to` on."""
     if WARP_SUMS:
         lane = tl.arange(0, 32)
         register = 8 * tl.arange(0, 2)[:, None, None] + 4 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 4)[None, None, :]
@@ -86,7 +89,7 @@ def store_channel_sums(
                 [first[s], second[s], first[s + 1], second[s + 1], columns], dtype=tl.int32, is_pure=True, pack=16,
             )  # fmt: skip
             pair = tl.sum(tl.sum(tl.sum(tl.where(register[None, :, :, :] == 0, sums, 0), 3), 2), 1)
-            # a lane has the lane % 4-th sum's: states 2 i and 2 i + 1 of either half
+            # a lane holds states 2 i and 2 i + 1 of sum number lane % 4
             at = s * DSTATE + lane % 4 * (DSTATE // 2) + lane // 8 + 4 * (lane // 4 % 2)
             if EVEN_T:
                 tl.store(pairs + at, pair)

@@ -1,15 +1,18 @@
-"""What recurrences with a diagonal transition share, on any device: h = decay h + add, y = sum_n query h + skip x.
+"""Diagonal scan in PyTorch, on any device: h = decay h + add, y = sum_n C h + D x.
 
-A recurrence is a Generator: where decay and add come from, and the gradients of that. The one thing to know: a chunk of a few
-tokens is expanded to [tokens, batch, d_state, channels] in buffers that stay in cache and are used again by the next chunk; within
-it the recurrence is one fused multiply-add per token. So nothing of size T x channels x d_state ever exists, no cumulated decay is
-divided by, and outputs and states have the same bits for every chunk size and cut.
+A recurrence supplies decay and add, and their gradients, as a subclass of `RecurrenceTerms`. Inputs have Mamba's names; Longhorn's
+q is C.
 
-The backward pass keeps only the inputs and the states at the chunks' borders, and recomputes a chunk before walking it backwards
-(Mamba, Gu & Dao 2023, section 3.3 and appendix D, for the recomputation).
+Shape suffixes: B batch, T time, L time within a chunk, D channels, N d_state. Inside a chunk, time comes first, so that a step is
+contiguous, and channels last, so that what all channels share (C, a key) is a scalar of the inner loop.
 
-Shape suffixes: B batch, T time, L time within a chunk, D channels, N d_state. Inside, time comes first, so that a step is
-contiguous, and channels last, so that what all channels share (the query, a key) is a scalar of the inner loop.
+A chunk of a few tokens is expanded to [tokens, batch, d_state, channels] in buffers that stay in cache and are reused by the next
+chunk. Within it the recurrence is one fused multiply-add per token. Nothing of size T x channels x d_state is ever allocated,
+nothing is divided by a cumulative decay, and outputs and states have the same bits for every chunk size and every split of a
+sequence.
+
+The backward pass keeps only the inputs and the states at chunk boundaries, and recomputes each chunk (Gu & Dao 2023, section 3.3
+and appendix D).
 """
 
 import itertools
@@ -31,13 +34,14 @@ _CHUNK_LENGTHS = (16, 32)
 
 def chunk_length(batch: int, channels: int, d_state: int) -> int:
     """Tokens per chunk, a function of shapes alone: the longest whose expanded buffers stay in cache, but at least 16, so that the
-    border states kept for the backward pass are no larger than d_state / 16 activations."""
+    checkpointed states are no larger than d_state / 16 activations.
+    """
     fitting = [length for length in _CHUNK_LENGTHS if length * batch * channels * d_state <= _CHUNK_ELEMENTS]
     return max(fitting, default=_CHUNK_LENGTHS[0])
 
 
 class ChunkBuffers:
-    """The expanded quantities of one chunk at a time, in memory that all chunks share. h begins with the state that arrives."""
+    """Buffers for the expanded tensors of one chunk, reused by all chunks. h begins with the chunk's initial state."""
 
     def __init__(self, x_BTD: Tensor, d_state: int, chunk: int) -> None:
         self.batch, length, self.channels = x_BTD.shape
@@ -52,43 +56,45 @@ class ChunkBuffers:
         return flat[: tokens * self.step].view(tokens, self.batch, self.d_state, self.channels)
 
     def load(self, x_BTX: Tensor, begin: int, end: int) -> Tensor:
-        """A chunk of an input, time first and contiguous, in the dtype of the computation."""
+        """A chunk of an input, time first and contiguous, in the compute dtype."""
         return x_BTX[:, begin:end].transpose(0, 1).to(self.dtype).contiguous()
 
 
 class RecurrenceTerms(ABC):
-    """Where decay and add come from. Made anew for each forward and each backward pass, from the recurrence's `parameters`.
+    """decay and add of a recurrence. Constructed anew for each forward and each backward pass, from the recurrence's `parameters`.
 
-    `along` are the recurrence's inputs along time (query excepted), a chunk of each, [L, B, channels or d_state], contiguous, in
-    the dtype of the computation; the first is x, the one that skip multiplies.
+    `time_inputs` holds a chunk of each input along time except C, [L, B, channels or d_state], contiguous, in the compute dtype.
+    The first is x, which D multiplies.
     """
 
     @abstractmethod
     def __init__(self, buffers: ChunkBuffers, parameters: Sequence[Tensor]) -> None: ...
 
     @abstractmethod
-    def compute(self, time_inputs: Sequence[Tensor], decay_LBND: Tensor, update_LBND: Tensor) -> None:
-        """Write decay (a view of the start of `buffers.decay_flat`) and add. Where a document starts, decay is then set to 0."""
+    def compute(self, time_inputs: Sequence[Tensor], decay_LBND: Tensor, add_LBND: Tensor) -> None:
+        """Write decay (a view of the start of `buffers.decay_flat`) and add. The caller then zeroes decay at document starts."""
 
     @abstractmethod
     def gradients(
         self, time_inputs: Sequence[Tensor], decay_LBND: Tensor, h_before_LBND: Tensor, dh_LBND: Tensor
     ) -> tuple[Tensor, ...]:
-        """Gradients of `along` (of x without skip), given lam = dLoss/dh: dLoss/ddecay = lam h_before and dLoss/dadd = lam.
+        """Gradients of `time_inputs` (of x without the D term), given dh = dLoss/dh: dLoss/ddecay = dh h_before and dLoss/dadd =
+        dh.
 
-        decay is what the scan used and h_before the true state before each token (never h - add divided by decay), both 0 where
-        a document starts. What `fill` left behind for these tokens is still there. All three may be overwritten.
+        decay is the one that the scan used and h_before the state before each token (never h - add divided by decay); both are 0
+        where a document starts. Attributes that `compute` set for these tokens are still valid. The last three arguments may be
+        overwritten.
         """
 
     def parameter_gradients(self) -> tuple[Tensor, ...]:
-        """Gradients of `parameters`, summed over all calls of `gradients`, in each one's shape and dtype."""
+        """Gradients of `parameters`, summed over all calls of `gradients`, each in its parameter's shape and dtype."""
         return ()
 
 
 class _Inputs(NamedTuple):
-    """What a scan reads: along [B, T, channels or d_state] each, query [B, T, N], skip [D]."""
+    """Inputs of a scan: time_inputs [B, T, channels or d_state] each, C [B, T, N], D [channels]."""
 
-    kind: type[RecurrenceTerms]
+    terms: type[RecurrenceTerms]
     time_inputs: tuple[Tensor, ...]
     C: Tensor
     D: Tensor
@@ -96,7 +102,7 @@ class _Inputs(NamedTuple):
 
 
 def diagonal_scan_chunked(
-    kind: type[RecurrenceTerms],
+    terms: type[RecurrenceTerms],
     time_inputs: tuple[Tensor, ...],
     C_BTN: Tensor,
     D_D: Tensor,
@@ -109,12 +115,12 @@ def diagonal_scan_chunked(
     """Run a recurrence whose arguments its `op` has checked.
 
     Args:
-        kind: the recurrence.
-        along: its inputs along time, [batch, T, channels or d_state]; the first is x, [batch, T, channels].
-        query_BTN: what the state is read with, [batch, T, d_state].
-        skip_D: weight of x in the output, [channels].
-        parameters: what is the same for all tokens.
-        pos: int [batch, T]; where it is 0 the state before is forgotten. None: nowhere.
+        terms: the recurrence.
+        time_inputs: its inputs along time, [batch, T, channels or d_state]; the first is x, [batch, T, channels].
+        C_BTN: output projection, [batch, T, d_state].
+        D_D: skip weight of x per channel, [channels].
+        parameters: inputs without a time dimension.
+        pos: int [batch, T]; the state is reset where it is 0. None: nowhere.
         initial_state: [batch, channels, d_state] in float32 (float64 for float64 inputs), or None for zero.
         chunk: tokens per chunk; None: `chunk_length`.
 
@@ -125,16 +131,16 @@ def diagonal_scan_chunked(
     length = chunk or chunk_length(batch, channels, C_BTN.shape[2])
     tensors = (*time_inputs, C_BTN, D_D, *parameters)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, initial_state)):
-        y_BTD, final_BDN = _DiagonalScan.apply(kind, len(time_inputs), length, pos, initial_state, *tensors)
+        y_BTD, final_BDN = _DiagonalScan.apply(terms, len(time_inputs), length, pos, initial_state, *tensors)
         return y_BTD, final_BDN
-    inputs = _Inputs(kind, time_inputs, C_BTN, D_D, parameters)
+    inputs = _Inputs(terms, time_inputs, C_BTN, D_D, parameters)
     with torch.no_grad():
         y_BTD, final_BDN, _ = _forward(inputs, initial_state, _DocumentStarts(pos, length), length, keep_checkpoints=False)
     return y_BTD, final_BDN
 
 
 class _DocumentStarts:
-    """Where documents start, chunk by chunk: row numbers t * batch + b of a chunk's [L * B, N * D] decays."""
+    """Document starts by chunk: row numbers t * batch + b of a chunk's [L * B, N * D] decays."""
 
     def __init__(self, pos: Tensor | None, chunk: int) -> None:
         self.rows: list[Tensor | None] = []
@@ -146,7 +152,7 @@ class _DocumentStarts:
             self.rows.append(rows if rows.numel() else None)
             return
         edges = torch.arange(0, length + chunk, chunk, device=pos.device) * batch
-        # one wait for the device per call, not one per chunk
+        # synchronizes with the device once per call, not once per chunk
         cuts = torch.searchsorted(rows, edges).tolist()
         for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
             self.rows.append(rows[begin:end] - number * chunk * batch if end > begin else None)
@@ -159,15 +165,15 @@ class _DocumentStarts:
 
 
 class _Chunk(ChunkBuffers):
-    """Buffers with the recurrence that fills them."""
+    """Buffers together with the recurrence that fills them."""
 
     def __init__(self, inputs: _Inputs, chunk: int, starts: _DocumentStarts) -> None:
         super().__init__(inputs.time_inputs[0], inputs.C.shape[2], chunk)
         self.starts = starts
-        self.terms = inputs.kind(self, inputs.parameters)
+        self.terms = inputs.terms(self, inputs.parameters)
 
     def scan(self, number: int, time_inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Decays [L, B, N, D] and states [L + 1, B, N, D], of which the first arrived and is already in place."""
+        """Decays [L, B, N, D] and states [L + 1, B, N, D]; the first state is the chunk's initial one, already in place."""
         tokens = time_inputs[0].shape[0]
         decay_LBND = self.expanded(self.decay_flat, tokens)
         h_LBND = self.expanded(self.h_flat, tokens + 1)
@@ -182,7 +188,7 @@ class _Chunk(ChunkBuffers):
 def _forward(
     inputs: _Inputs, initial_state: Tensor | None, starts: _DocumentStarts, chunk: int, keep_checkpoints: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y [B, T, D], final state [B, D, N] and, if asked for, the state that enters each chunk, [chunks, B, N, D]."""
+    """y [B, T, D], the final state [B, D, N] and, if keep_checkpoints, the initial state of each chunk, [chunks, B, N, D]."""
     x_BTD = inputs.time_inputs[0]
     length = x_BTD.shape[1]
     work = _Chunk(inputs, chunk, starts)
@@ -201,7 +207,7 @@ def _forward(
         time_inputs = [work.load(x, begin, end) for x in inputs.time_inputs]
         _, h_LBND = work.scan(number, time_inputs)
         h_BND.copy_(h_LBND[-1])
-        # not a batched matmul, whose bits may depend on how many tokens it is given
+        # no batched matmul: its bits may depend on the number of tokens
         y_LBD = h_LBND[1:].mul_(work.load(inputs.C, begin, end)[:, :, :, None]).sum(2)
         y_BTD[:, begin:end] = y_LBD.addcmul_(time_inputs[0], D_D).transpose(0, 1)
     return y_BTD, h_BND.transpose(1, 2).contiguous(), checkpoints
@@ -211,7 +217,7 @@ class _DiagonalScan(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kind: type[RecurrenceTerms],
+        terms: type[RecurrenceTerms],
         num_time_inputs: int,
         chunk: int,
         pos: Tensor | None,
@@ -219,9 +225,9 @@ class _DiagonalScan(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         starts = _DocumentStarts(pos, chunk)
-        ctx.kind, ctx.num_time_inputs, ctx.chunk, ctx.starts = kind, num_time_inputs, chunk, starts
+        ctx.terms, ctx.num_time_inputs, ctx.chunk, ctx.starts = terms, num_time_inputs, chunk, starts
         y_BTD, final_BDN, checkpoints = _forward(
-            _unflatten(kind, num_time_inputs, tensors), initial_state, starts, chunk, keep_checkpoints=True
+            _unflatten(terms, num_time_inputs, tensors), initial_state, starts, chunk, keep_checkpoints=True
         )
         ctx.save_for_backward(*tensors, checkpoints)
         return y_BTD, final_BDN
@@ -230,7 +236,7 @@ class _DiagonalScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_BTD: Tensor, dfinal_BDN: Tensor) -> tuple[Any, ...]:
         *tensors, checkpoints = ctx.saved_tensors
-        inputs = _unflatten(ctx.kind, ctx.num_time_inputs, tensors)
+        inputs = _unflatten(ctx.terms, ctx.num_time_inputs, tensors)
         # an autocast region around backward() must not turn the fp32 reductions into bf16
         with without_autocast(dy_BTD):
             grads = _backward(inputs, checkpoints, ctx.starts, ctx.chunk, dy_BTD, dfinal_BDN)
@@ -238,18 +244,18 @@ class _DiagonalScan(torch.autograd.Function):
         return (None, None, None, None, *(grad if want else None for want, grad in wanted))
 
 
-def _unflatten(kind: type[RecurrenceTerms], num_time_inputs: int, tensors: Sequence[Tensor]) -> _Inputs:
+def _unflatten(terms: type[RecurrenceTerms], num_time_inputs: int, tensors: Sequence[Tensor]) -> _Inputs:
     C_BTN, D_D, *parameters = tensors[num_time_inputs:]
-    return _Inputs(kind, tuple(tensors[:num_time_inputs]), C_BTN, D_D, tuple(parameters))
+    return _Inputs(terms, tuple(tensors[:num_time_inputs]), C_BTN, D_D, tuple(parameters))
 
 
 def _backward(
     inputs: _Inputs, checkpoints: Tensor, starts: _DocumentStarts, chunk: int, dy_BTD: Tensor, dfinal_BDN: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of initial_state, along, query, skip and parameters, walking the chunks from the last to the first.
+    """Gradients of initial_state, time_inputs, C, D and parameters, from the last chunk to the first.
 
-    The adjoint of the recurrence, with lam_t = dLoss/dh_t: lam_t = query_t dy_t + decay_{t+1} lam_{t+1}, started by the final
-    state's cotangent.
+    The adjoint recurrence, with dh_t = dLoss/dh_t, is dh_t = C_t dy_t + decay_{t+1} dh_{t+1}, started by the final state's
+    cotangent.
     """
     length = inputs.time_inputs[0].shape[1]
     work = _Chunk(inputs, chunk, starts)
@@ -258,8 +264,8 @@ def _backward(
     dtime_inputs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs.time_inputs]
     dC = torch.empty_like(inputs.C, memory_format=torch.contiguous_format)
     dD_D = torch.zeros_like(D_D)
-    # decay and lam of the token behind the chunk: the final state's cotangent arrives as from a token with decay 1
-    # a copy in any case, since it is written to: contiguous() makes none of a cotangent that lies this way already
+    # decay and dh of the token after the chunk: the final state's cotangent acts like a token with decay 1
+    # always a copy, since it is overwritten: contiguous() does not copy a cotangent that already has this layout
     next_dh_BND = dfinal_BDN.transpose(1, 2).clone(memory_format=torch.contiguous_format)
     next_decay_BND = torch.ones_like(next_dh_BND)
     for number in reversed(range(len(checkpoints))):

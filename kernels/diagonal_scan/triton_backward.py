@@ -1,12 +1,16 @@
-"""The diagonal scans backwards, in Triton.
+"""Triton kernels of the diagonal scan's backward pass.
 
-The one thing to know: nothing is divided by a decay. The forward pass leaves the state at every BORDER-th token; from
-there a program computes the states twice: once to leave one in memory every STEPS tokens, then STEPS tokens at a time and the last
-ones first, to keep what the adjoint recurrence needs in registers. What it loads of BORDER tokens it has asked for BORDER tokens
-before. Sums over channels (gradients of in and query) leave as one part per block of channels, in x's type, to be added in a fixed
-order: there are no atomics.
+With dh_t = dLoss/dh_t, the adjoint recurrence is dh_t = C_t dy_t + decay_{t+1} dh_{t+1}; `dh_next` is its second term.
 
-The adjoint, with lam_t = dLoss/dh_t: lam_t = query_t dy_t + decay_{t+1} lam_{t+1}; `carry` is its second term.
+Nothing is divided by a decay. The forward pass stores the state before every CHECKPOINT_INTERVAL-th token. From each checkpoint a
+program computes the states twice: first it stores one state every BLOCK_T tokens in scratch memory, then it goes through these
+blocks from the last to the first and keeps what the adjoint needs in registers. Inputs are prefetched CHECKPOINT_INTERVAL tokens
+ahead.
+
+Gradients of B and C are sums over channels. Each block of channels stores its partial sum in x's dtype, and the partial sums are
+added in a fixed order: there are no atomics.
+
+Shapes and layouts: see `triton_common`.
 """
 
 import triton
@@ -42,14 +46,14 @@ from baton.kernels.diagonal_scan.triton_common import (
 
 @triton.jit
 def diagonal_scan_transition_backward_kernel(
-    dt, dt_bias, A, bc, z, dy, pos, add_out,
+    dt, A, bc, z, dt_bias, dy, pos, add_out,
     T, split_len, dt_batch, z_batch, dy_batch,
     DIM: tl.constexpr, DSTATE: tl.constexpr, dt_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
     RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, HAS_Z: tl.constexpr, HAS_POS: tl.constexpr, EVEN_T: tl.constexpr,
     EVEN_D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PREFETCH_T: tl.constexpr,
 ):  # fmt: skip
-    """What dy alone adds to the cotangent of the state that entered each piece, [B, P, D, N]."""
+    """The part of the gradient of each split's initial state that comes from the split's dy, [batch, splits, DIM, DSTATE]."""
     b, p = tl.program_id(1).to(tl.int64), tl.program_id(2)
     d, d_in, n, inside, state_offset = state_block(tl.program_id(0), DIM, DSTATE, BLOCK_D, BLOCK_N)
     A_log2e, zero_block = load_A(A, state_offset, inside, DSTATE, RECURRENCE, EVEN_D)
@@ -110,19 +114,19 @@ def diagonal_scan_transition_backward_kernel(
 
 @triton.jit
 def diagonal_scan_backward_kernel(
-    x, dt, dt_bias, A, bc, D, z, pos, checkpoints, dfinal_states, dy, scratch,
-    dx, ddt, dz, dA, dD, ddt_bias, dbc_partial, dinitial_state,
+    x, dt, A, bc, D, z, dt_bias, pos, checkpoints, dfinal_states, dy, scratch,
+    dx, ddt, dA, dbc_partial, dD, dz, ddt_bias, dinitial_state,
     T, split_len, x_batch, dt_batch, z_batch, dy_batch,
     DIM: tl.constexpr, DSTATE: tl.constexpr, x_row: tl.constexpr, dt_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
     RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, HAS_Z: tl.constexpr, HAS_POS: tl.constexpr, EVEN_T: tl.constexpr,
     EVEN_D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, CHECKPOINT_INTERVAL: tl.constexpr, WARP_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients, given the cotangent that arrives from behind each piece, [B, P, D, N].
+    """Gradients, given the cotangent of each split's final state, dfinal_states [batch, splits, DIM, DSTATE].
 
-    dx, dstep, dz [B, T, D]; of each piece dA [B, P, D, N], dskip and dbias [B, P, D]; of each block of channels its
-    part of din and dquery, [D / BD, B, T, 2, N]; dentering [B, D, N] of the first piece. states is memory of the programs'
-    own, for BORDER / STEPS blocks each.
+    dx, ddt, dz: [batch, T, DIM]. dA: [batch, splits, DIM, DSTATE], and dD, ddt_bias: [batch, splits, DIM], to be summed over batch
+    and splits. dbc_partial: dB and dC of each block of channels, [DIM / BLOCK_D, batch, T, 2, DSTATE]. dinitial_state: [batch, DIM,
+    DSTATE]. scratch: CHECKPOINT_INTERVAL / BLOCK_T blocks of states for each program.
     """
     block, b, p = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, num_splits = tl.num_programs(1), tl.num_programs(2)
@@ -163,7 +167,7 @@ def diagonal_scan_backward_kernel(
         near(lines + c1 * line_row)
         near(bc_lines + c1 * bc_row_size(RECURRENCE, BLOCK_N))
         near(checkpoint_lines + c1 // CHECKPOINT_INTERVAL * (DIM * DSTATE))
-        # of the last block what the adjoint alone reads, and of all what both read
+        # dy and z of the last block, which only the adjoint reads; x, dt, B and C of all tokens
         t0 = c0 + (BLOCKS - 1) * BLOCK_T
         dys = load_rows(dy, t0, dy_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
         zs = load_rows(z, t0, z_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T) if HAS_Z else dys
@@ -181,7 +185,7 @@ def diagonal_scan_backward_kernel(
             EVEN_D,
         )
         bits = document_start_bits(positions, CHECKPOINT_INTERVAL, HAS_POS)
-        # what the memory held is read by every thread before it is written anew, and the other way round below
+        # every thread has read the scratch memory before it is overwritten; the barrier below orders writes before reads
         loads_begun()
         for j in tl.static_range(BLOCKS - 1):
             next_bcs = ()
@@ -203,7 +207,7 @@ def diagonal_scan_backward_kernel(
         tl.debug_barrier()
         for j in range(BLOCKS):
             t0 = c0 + (BLOCKS - 1 - j) * BLOCK_T
-            # behind the first block nothing more is read: the first again
+            # before the first block there is nothing to load: the first block again
             t1 = tl.maximum(t0 - BLOCK_T, c0)
             next_xs = load_rows(x, t1, x_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
             next_dts = load_rows(dt, t1, dt_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
@@ -241,7 +245,7 @@ def diagonal_scan_backward_kernel(
             next_bcs = ()
             for r in tl.static_range(BLOCK_T):
                 if r == BLOCK_T - 1:
-                    # not earlier: they would take registers from what the adjoint needs
+                    # loaded no earlier, to leave registers to the adjoint
                     for s in tl.static_range(BLOCK_T):
                         next_bcs += load_bc(t1 + s, end, bc, n, BLOCK_N, True, RECURRENCE, EVEN_T)
                     h = load_states(
@@ -271,7 +275,7 @@ def diagonal_scan_backward_kernel(
                     ddt_activated = x_t * read + LN_2 * sum_over_states(faded * A_log2e)
                     dB_t = dh * broadcast_channels(dt_ts[r] * x_t, BLOCK_N)
                 elif RECURRENCE == LONGHORN:
-                    # what the key fails to recall, not its parts: they cancel where the state has learned
+                    # the recall error x - k h as one term: x and k h cancel where the state has learned
                     missed = dh * (broadcast_channels(x_t, BLOCK_N) - B_t[:, None, :, :] * h_befores[r])
                     ddt_activated = sum_over_states(missed * B_t[:, None, :, :])
                     eps = dt_ts[r]
@@ -286,7 +290,7 @@ def diagonal_scan_backward_kernel(
                 dB_ts = (sum_over_channels(dB_t, WARP_SUMS),) + dB_ts
             store_channel_sums(dbc_partial + t0 * (2 * DSTATE), dB_ts, dC_ts, end - t0, DSTATE, BLOCK_T, EVEN_T, WARP_SUMS)
             xs, dts, dys, zs, bcs = next_xs, next_dts, next_dys, next_zs, next_bcs
-        # the last states are read before the next chunk's are written
+        # all threads have read the scratch memory before the next chunk overwrites it
         tl.debug_barrier()
     if RECURRENCE != LONGHORN:
         store_states(dA + split_offset * DSTATE, state_offset, dA_block, inside, DSTATE, EVEN_D)

@@ -1,13 +1,15 @@
-"""What a diagonal scan's Triton kernels make of one token: its decay and what it takes in.
+"""Device functions that the diagonal scan's Triton kernels share: loads, and decay and input of one token.
 
-The one thing to know: here, and in the gradients of it in `triton_backward`, is where Mamba and Longhorn differ. Arithmetic is
-fp32; a token that does not exist (behind the end of its piece) is loaded as zeros and changes nothing.
+Mamba's names stand for both recurrences: Longhorn's beta is dt, its k is B, its q is C. Mamba and Longhorn differ only here and in
+the gradients of these functions in `triton_backward`. Arithmetic is fp32. A token past the end of its split is loaded as zeros and
+changes nothing.
 
-Shape suffixes, in all of this folder's kernels: B batch, T time, D channels, N d_state, P pieces, C chunks of BORDER tokens.
+Sizes: DIM channels, DSTATE numbers of state per channel; BLOCK_D and BLOCK_N of a program (powers of two), BLOCK_T tokens.
 
-A program's block of states is [BD, S, BN / 4 S, 4], of which the compiler gives each lane a row, four states side by side in
-memory. S = 2 lanes share their channels: a lane has half the states of its own and the same half of the other's, and so reads half
-of what all channels share of a token, which is what the way from the cache is for. Channel i ^ s is [i, s].
+Layout: a program's block of states is [BLOCK_D, S, BLOCK_N / 4 S, 4]. The compiler gives each lane one row, with four states side
+by side in memory. With S = 2, two lanes share their two channels: each holds one half of the states of its own channel and the same
+half of the other's. A lane then loads only half of B and C, which relieves the bandwidth of the L1 cache. Element [i, s] belongs to
+channel i ^ s.
 """
 
 import triton
@@ -18,14 +20,15 @@ from baton.kernels.common.triton_prefetch import LOG2_E, lines_from, load_row, r
 # MAMBA_ZOH: Mamba with the input held between tokens (zero-order hold) instead of Euler's rule
 MAMBA, LONGHORN, MAMBA_ZOH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LN_2 = tl.constexpr(0.6931471805599453)
-FORGET_ALL = tl.constexpr(1e38)  # a step so long that Mamba forgets everything
-LARGEST_A = tl.constexpr(-1e-30)  # a rate is negative; times FORGET it must not be 0
+FORGET_ALL = tl.constexpr(1e38)  # a dt so large that the decay is 0
+LARGEST_A = tl.constexpr(-1e-30)  # A is negative; FORGET_ALL times A must not be 0
 
 
 @triton.jit
 def softplus(x):
-    """max(x, 0) + log(1 + e) with e = exp(-|x|), of which no digit is lost where e is small: the logarithm is e times a polynomial
-    (interpolated in Chebyshev's nodes of [0, 1], 2.2e-7 off; tl.log2 takes twice the instructions)."""
+    """max(x, 0) + log(1 + e) with e = exp(-|x|). The logarithm is e times a polynomial, so no digit is lost where e is small
+    (Chebyshev nodes on [0, 1], error 2.2e-7; tl.log2 takes twice the instructions).
+    """
     e = tl.exp2(-tl.abs(x) * LOG2_E)
     ratio = 0.0434939004 - 0.00837115292 * e
     ratio = ratio * e - 0.106850028
@@ -38,7 +41,7 @@ def softplus(x):
 
 @triton.jit
 def activate_dt(RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, raw):
-    """The step size (softplus, Mamba) or beta (sigmoid, Longhorn), and its derivative."""
+    """softplus (Mamba's dt) or sigmoid (Longhorn's beta), and its derivative."""
     if not ACTIVATE:
         return raw, tl.full(raw.shape, 1.0, tl.float32)
     elif RECURRENCE == LONGHORN:
@@ -50,43 +53,42 @@ def activate_dt(RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, raw):
 
 @triton.jit
 def decay_coefficients(RECURRENCE: tl.constexpr, dt, k_square, exists, starts_document):
-    """Per channel: what is taken in of in x, and what `decay_of` reads.
+    """x_scale [BLOCK_D], the factor of x in the input, and the two coefficients [BLOCK_D] that `decay_block` reads.
 
-    present: the token exists; one that does not changes nothing. fresh: a document starts with it.
+    exists: the token exists; otherwise it changes nothing. starts_document: the token is the first of a document.
     """
     if RECURRENCE == MAMBA:
-        taken = tl.where(exists, dt, 0.0)
-        return taken, tl.where(starts_document, FORGET_ALL, taken), taken
+        x_scale = tl.where(exists, dt, 0.0)
+        return x_scale, tl.where(starts_document, FORGET_ALL, x_scale), x_scale
     elif RECURRENCE == MAMBA_ZOH:
-        taken = tl.where(exists, dt, 0.0)
-        return taken, starts_document, taken
+        x_scale = tl.where(exists, dt, 0.0)
+        return x_scale, starts_document, x_scale
     else:
-        floor = reciprocal(1.0 + dt * k_square)
-        taken = tl.where(exists, dt * floor, 0.0)
-        return taken, tl.where(starts_document, 0.0, taken), tl.where(starts_document, 0.0, 1.0)
+        x_scale = tl.where(exists, dt * reciprocal(1.0 + dt * k_square), 0.0)
+        return x_scale, tl.where(starts_document, 0.0, x_scale), tl.where(starts_document, 0.0, 1.0)
 
 
 @triton.constexpr_function
 def bc_row_size(kind, n):
-    """Of what all channels share of a token: in and query, and of Longhorn square; whole vectors."""
+    """Elements of a token's row of `bc`: B, C and, for Longhorn, |k|^2, padded to 16 bytes."""
     return 2 * n + 4 if kind == LONGHORN.value else 2 * n
 
 
 @triton.constexpr_function
 def lanes_per_channel(channels, n):
-    """How many lanes share their channels, a part of the states each: S."""
+    """S of the block layout: lanes that share their channels."""
     return 2 if channels >= 32 and n >= 8 else 1
 
 
 @triton.jit
 def swap_lane_pair(v):
-    """Of channels [BD], what the lane has that shares with this one."""
+    """v [BLOCK_D] with the values of each pair of channels exchanged."""
     return tl.gather(v, tl.arange(0, v.shape[0]) ^ 1, 0)
 
 
 @triton.jit
 def broadcast_channels(v, BLOCK_N: tl.constexpr):
-    """Of channels [BD], to go with a block of states: [BD, S, 1, 1]."""
+    """v [BLOCK_D] as [BLOCK_D, S, 1, 1], to be combined with a block of states."""
     if lanes_per_channel(v.shape[0], BLOCK_N) == 2:
         return tl.join(v, swap_lane_pair(v))[:, :, None, None]
     else:
@@ -95,28 +97,30 @@ def broadcast_channels(v, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def decay_block(RECURRENCE: tl.constexpr, A_log2e, first, second, B_t, BLOCK_N: tl.constexpr):
-    """A block's decays of one token: exp(step A), rates being A log2(e), or 1 - eps k_n^2, as near to its value as to 1. first and
-    second are the coefficients; in_t is of states, Longhorn's key. Of a zero-order hold first says that a document starts."""
+    """Decays of a block for one token: exp(dt A), or 1 - eps k_n^2 for Longhorn, accurate where it is near 1.
+
+    first, second: from `decay_coefficients`; for MAMBA_ZOH first is whether a document starts. B_t: of the states, Longhorn's key.
+    """
     if RECURRENCE == MAMBA:
         return tl.exp2(broadcast_channels(first, BLOCK_N) * A_log2e)
     elif RECURRENCE == MAMBA_ZOH:
         return tl.where(first, 0.0, tl.exp2(broadcast_channels(second, BLOCK_N) * A_log2e))
     else:
-        return tl.clamp(second - broadcast_channels(first, BLOCK_N) * (B_t * B_t)[:, None, :, :], 0.0, 1.0)  # of one instruction
+        return tl.clamp(second - broadcast_channels(first, BLOCK_N) * (B_t * B_t)[:, None, :, :], 0.0, 1.0)  # one instruction
 
 
 @triton.jit
 def zoh_terms(A_log2e, dt, BLOCK_N: tl.constexpr):
-    """A block of a zero-order hold over one token's step: exp(step A); phi = (exp(step A) - 1) / A, the factor of in x; and
-    d phi / d A = (step exp(step A) - phi) / A.
+    """The zero-order hold of a block for one token: exp(dt A); phi = (exp(dt A) - 1) / A, the factor of B x; and
+    d phi / d A = (dt exp(dt A) - phi) / A.
 
-    Where step A is near 0 these differences cancel. There, with x = step A, phi = step (1 + x p) and d phi / d A = step^2 (1 + x p
-    - p), p = sum_k x^k / (k + 2)!, of which 8 terms are kept: the rest is less than 1e-8 of it.
+    The differences cancel where dt A is near 0. There, with x = dt A, phi = dt (1 + x p) and d phi / d A = dt^2 (1 + x p - p),
+    where p = sum_k x^k / (k + 2)! is cut after 8 terms (relative error below 1e-8).
     """
     size = broadcast_channels(dt, BLOCK_N)
     exponent = size * A_log2e
     exp_dtA = tl.exp2(exponent)
-    x = tl.maximum(exponent * LN_2, -1.0)  # further from 0 the sum is not used
+    x = tl.maximum(exponent * LN_2, -1.0)  # the series is not used below -0.5
     p = 2.48015873e-5 + 2.75573192e-6 * x
     p = p * x + 1.98412698e-4
     p = p * x + 1.38888889e-3
@@ -133,7 +137,7 @@ def zoh_terms(A_log2e, dt, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def input_block(RECURRENCE: tl.constexpr, A_log2e, w, x_t, B_t, BLOCK_N: tl.constexpr):
-    """What a block of states takes in with one token. w: the first of `coefficients`; x_t: of channels; in_t: of states."""
+    """The input term of a block for one token, x_scale B x or phi B x. x_t: of channels; B_t: of states."""
     if RECURRENCE == MAMBA_ZOH:
         _, phi, _ = zoh_terms(A_log2e, w, BLOCK_N)
         return broadcast_channels(x_t, BLOCK_N) * phi * B_t[:, None, :, :]
@@ -143,7 +147,7 @@ def input_block(RECURRENCE: tl.constexpr, A_log2e, w, x_t, B_t, BLOCK_N: tl.cons
 
 @triton.jit
 def sum_over_states(x):
-    """The sum over a block's states, [BD]."""
+    """The sum over a block's states, [BLOCK_D]."""
     sums = tl.sum(tl.sum(x, 3), 2)
     if x.shape[1] == 2:
         own, other = tl.split(sums)
@@ -154,8 +158,9 @@ def sum_over_states(x):
 
 @triton.jit
 def state_block(block, DIM: tl.constexpr, DSTATE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of a block of channels: channels [BD], which of them exist, states [BD, BN / 4 S, 4], which elements [BD, S, BN / 4 S, 4]
-    exist, and where they lie in a [D, N] tensor."""
+    """Indices of a program's block: channels [BLOCK_D] and whether they exist, states [BLOCK_D, BLOCK_N / 4 S, 4], and for the
+    elements [BLOCK_D, S, BLOCK_N / 4 S, 4] whether they exist and their offsets in a [DIM, DSTATE] tensor.
+    """
     S: tl.constexpr = lanes_per_channel(BLOCK_D, BLOCK_N)
     QUADS: tl.constexpr = BLOCK_N // (4 * S)
     lane = tl.arange(0, BLOCK_D)
@@ -168,7 +173,7 @@ def state_block(block, DIM: tl.constexpr, DSTATE: tl.constexpr, BLOCK_D: tl.cons
 
 @triton.jit
 def scratch_offsets(BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where a block lies in memory of a program's own: what lanes load together is side by side."""
+    """Offsets of a block's elements in a program's scratch memory. Elements that lanes load together are adjacent."""
     S: tl.constexpr = lanes_per_channel(BLOCK_D, BLOCK_N)
     QUADS: tl.constexpr = BLOCK_N // (4 * S)
     quad = tl.arange(0, S)[None, :, None, None] * QUADS + tl.arange(0, QUADS)[None, None, :, None]
@@ -177,8 +182,11 @@ def scratch_offsets(BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def load_states(base, state_offset, inside, DSTATE: tl.constexpr, EVEN_D: tl.constexpr, OTHER: tl.constexpr = 0.0):
-    """A block of states; FULL: all of it exists. Where N is a multiple of 4, memory begins at a multiple of 16 bytes: that, and not
-    what is known of a pointer, makes a lane's states four at a time, and its channel its own."""
+    """Load a block of states. EVEN_D: all elements exist.
+
+    The hint on multiples of 16 bytes, not what is known of the pointer, makes the compiler load a lane's states four at a time and
+    keep a channel in its own lane.
+    """
     at = base + state_offset
     if DSTATE % 4 == 0:
         at = tl.multiple_of(at, (1, 1, 1, 16))
@@ -187,7 +195,7 @@ def load_states(base, state_offset, inside, DSTATE: tl.constexpr, EVEN_D: tl.con
 
 @triton.jit
 def store_states(base, state_offset, h, inside, DSTATE: tl.constexpr, EVEN_D: tl.constexpr):
-    """As `load_states`."""
+    """Store a block of states; see `load_states`."""
     at = base + state_offset
     if DSTATE % 4 == 0:
         at = tl.multiple_of(at, (1, 1, 1, 16))
@@ -199,8 +207,11 @@ def store_states(base, state_offset, h, inside, DSTATE: tl.constexpr, EVEN_D: tl
 
 @triton.jit
 def load_A(A, state_offset, inside, DSTATE: tl.constexpr, RECURRENCE: tl.constexpr, EVEN_D: tl.constexpr):
-    """A log2(e), of which none is 0, and a block of zeros. Of Longhorn A are zeros: how a block of states
-    lies in a warp the compiler takes from how one is loaded, so one is."""
+    """A log2(e), kept away from 0, and a block of zeros.
+
+    Longhorn has no A and passes zeros: the compiler derives the layout of a block in the warp from how one is loaded, so one is
+    loaded.
+    """
     if RECURRENCE == LONGHORN:
         zero_block = load_states(A, state_offset, inside, DSTATE, EVEN_D)
         return 0.0, zero_block
@@ -211,27 +222,30 @@ def load_A(A, state_offset, inside, DSTATE: tl.constexpr, RECURRENCE: tl.constex
 
 @triton.jit
 def load_bc(
-    t, end, bc, n, DSTATE: tl.constexpr, LOAD_C: tl.constexpr, RECURRENCE: tl.constexpr, EVEN_T: tl.constexpr,
+    t, end, bc, n, BLOCK_N: tl.constexpr, LOAD_C: tl.constexpr, RECURRENCE: tl.constexpr, EVEN_T: tl.constexpr,
 ):  # fmt: skip
-    """What all channels read of token t: in and query [BD, BN / 4 S, 4], and square. Zeros of a token that does not exist; what a
-    kind has not, and the query unless QUERY, is not read. rows: as `diagonal_scan_pack_bc_kernel` leaves them, for N states."""
+    """B and C [BLOCK_D, BLOCK_N / 4 S, 4] of token t, and |k|^2 for Longhorn; zeros where the token does not exist. C only if
+    LOAD_C.
+
+    bc: as `diagonal_scan_pack_bc_kernel` stores it, with BLOCK_N states per row.
+    """
     exists = True if EVEN_T else t < end
-    row = bc + t * bc_row_size(RECURRENCE, DSTATE)
+    row = bc + t * bc_row_size(RECURRENCE, BLOCK_N)
     B_t = load_row(row + n, True, exists, True, EVEN_T)
-    C_t = load_row(row + (DSTATE + n), True, exists, True, EVEN_T) if LOAD_C else B_t
-    k_square = load_row(row + 2 * DSTATE, True, exists, True, EVEN_T) if RECURRENCE == LONGHORN else 0.0
+    C_t = load_row(row + (BLOCK_N + n), True, exists, True, EVEN_T) if LOAD_C else B_t
+    k_square = load_row(row + 2 * BLOCK_N, True, exists, True, EVEN_T) if RECURRENCE == LONGHORN else 0.0
     return B_t, C_t, k_square
 
 
 @triton.jit
-def bc_cache_lines(bc, tokens, DSTATE: tl.constexpr, RECURRENCE: tl.constexpr, TOKENS: tl.constexpr):
-    """Lines of what `shared_at` reads of the first TOKENS tokens, of `tokens`: a pointer in each lane."""
-    return lines_from(bc, tl.minimum(tokens, TOKENS) * bc_row_size(RECURRENCE, DSTATE), TOKENS * bc_row_size(RECURRENCE, DSTATE))
+def bc_cache_lines(bc, tokens, BLOCK_N: tl.constexpr, RECURRENCE: tl.constexpr, TOKENS: tl.constexpr):
+    """Pointers, one a lane, to the cache lines of `bc` that the first TOKENS of `tokens` tokens lie in."""
+    return lines_from(bc, tl.minimum(tokens, TOKENS) * bc_row_size(RECURRENCE, BLOCK_N), TOKENS * bc_row_size(RECURRENCE, BLOCK_N))
 
 
 @triton.jit
 def load_positions(t0, end, pos, BLOCK_T: tl.constexpr, HAS_POS: tl.constexpr, EVEN_T: tl.constexpr):
-    """Of STEPS tokens from t0 on."""
+    """pos of BLOCK_T tokens from t0 on; 1 past the end."""
     if HAS_POS:
         t = t0 + tl.arange(0, BLOCK_T)
         return tl.load(pos + t) if EVEN_T else tl.load(pos + t, mask=t < end, other=1)
@@ -241,7 +255,7 @@ def load_positions(t0, end, pos, BLOCK_T: tl.constexpr, HAS_POS: tl.constexpr, E
 
 @triton.jit
 def document_start_bits(positions, BLOCK_T: tl.constexpr, HAS_POS: tl.constexpr):
-    """A bit per token, of those that documents start with."""
+    """A bit per token, set where a document starts."""
     return tl.sum(tl.where(positions == 0, 1 << tl.arange(0, BLOCK_T), 0), 0) if HAS_POS else 0
 
 

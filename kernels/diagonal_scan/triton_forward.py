@@ -1,9 +1,13 @@
-"""The diagonal scans forwards, in Triton: h = decay h + add, y = (sum_n query h + skip x) silu(z).
+"""Triton kernels of the diagonal scan's forward pass: h = decay h + input, y = (sum_n C h + D x) silu(z).
 
-The one thing to know: a program is one warp and owns a block of channels, with all their states in its registers, and walks over
-time; so nothing but the loads waits for anything. What it reads of channels it reads STEPS tokens ahead, what all channels share
-AHEAD tokens; both it has asked for STEPS tokens before. Where batch and channels alone leave the GPU idle, the sequence is cut into
-pieces; `diagonal_scan_transition_kernel` finds what each does to a state and `diagonal_scan_combine_kernel` which state enters it.
+A program is one warp. It owns a block of channels, holds all their states in registers and loops over time, so it waits for nothing
+but loads. Rows of channels (x, dt, z) are loaded BLOCK_T tokens ahead, B and C PREFETCH_T tokens ahead; both are prefetched into
+the cache BLOCK_T tokens before that.
+
+Where batch and channels are too few programs to fill the GPU, the sequence is split. `diagonal_scan_transition_kernel` computes the
+transition of each split, and `diagonal_scan_combine_kernel` the state that each split starts from.
+
+Shapes and layouts: see `triton_common`.
 """
 
 import triton
@@ -35,13 +39,13 @@ from baton.kernels.diagonal_scan.triton_common import (
 
 @triton.jit
 def diagonal_scan_transition_kernel(
-    x, dt, dt_bias, A, bc, pos, decay_out, add_out,
+    x, dt, A, bc, dt_bias, pos, decay_out, add_out,
     T, split_len, x_batch, dt_batch,
     DIM: tl.constexpr, DSTATE: tl.constexpr, x_row: tl.constexpr, dt_row: tl.constexpr,
     RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, HAS_POS: tl.constexpr, EVEN_T: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PREFETCH_T: tl.constexpr,
 ):  # fmt: skip
-    """What a piece does to the state that enters it: decay and add, [B, P, D, N]."""
+    """The transition of each split, h_out = decay h_in + add: decay and add, [batch, splits, DIM, DSTATE]."""
     b, p = tl.program_id(1).to(tl.int64), tl.program_id(2)
     d, d_in, n, inside, state_offset = state_block(tl.program_id(0), DIM, DSTATE, BLOCK_D, BLOCK_N)
     A_log2e, zero_block = load_A(A, state_offset, inside, DSTATE, RECURRENCE, EVEN_D)
@@ -65,9 +69,9 @@ def diagonal_scan_transition_kernel(
     for s in tl.static_range(PREFETCH_T):
         ahead += load_bc(b * 0 + begin + s, end, bc, n, BLOCK_N, False, RECURRENCE, EVEN_T)
     for t0 in range(begin, end, BLOCK_T):
-        # behind the last token there may be no memory: the last ones again, of which nothing is read
+        # memory may end after the last token: load the last ones again, which are not used
         t1 = b * 0 + (tl.minimum(t0 + BLOCK_T, end - BLOCK_T) if EVEN_T else t0 + BLOCK_T)
-        # what is loaded next time
+        # prefetch what the next iteration loads
         t2 = b * 0 + tl.minimum(t0 + 2 * BLOCK_T, last)
         near(lines + t2 * line_row)
         near(bc_lines + t2 * bc_row_size(RECURRENCE, BLOCK_N))
@@ -83,14 +87,14 @@ def diagonal_scan_transition_kernel(
             ahead = ahead[3:]
             present = True if EVEN_T else t0 + s < end
             starts_document = is_document_start(bits, s, HAS_POS)
-            size, _ = activate_dt(RECURRENCE, ACTIVATE, released(dts[s], dt) + bias_d)
-            taken, first, second = decay_coefficients(RECURRENCE, size, k_square, present, starts_document)
+            dt_t, _ = activate_dt(RECURRENCE, ACTIVATE, released(dts[s], dt) + bias_d)
+            x_scale, first, second = decay_coefficients(RECURRENCE, dt_t, k_square, present, starts_document)
             decay = decay_block(RECURRENCE, A_log2e, first, second, B_t, BLOCK_N)
             if RECURRENCE == LONGHORN:
                 total_decay *= decay
             else:
-                total += first if RECURRENCE == MAMBA else tl.where(starts_document, FORGET_ALL, taken)
-            h = decay * h + input_block(RECURRENCE, A_log2e, taken, released(xs[s], x), B_t, BLOCK_N)
+                total += first if RECURRENCE == MAMBA else tl.where(starts_document, FORGET_ALL, x_scale)
+            h = decay * h + input_block(RECURRENCE, A_log2e, x_scale, released(xs[s], x), B_t, BLOCK_N)
         xs, dts, positions = next_xs, next_dts, next_positions
     if RECURRENCE != LONGHORN:
         total_decay = tl.exp2(broadcast_channels(tl.minimum(total, FORGET_ALL), BLOCK_N) * A_log2e)
@@ -101,25 +105,25 @@ def diagonal_scan_transition_kernel(
 
 @triton.jit
 def diagonal_scan_combine_kernel(
-    decay, add, first, incoming, last, size, num_splits,
+    decay, add, initial, initial_states, final, size, num_splits,
     HAS_INITIAL: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What arrives at each piece, [B, P, size], and what leaves the last one, [B, size]; from the last piece to the first if
-    BACKWARDS. size is D N."""
+    """The state that each split starts from, [batch, splits, size], and the one after the last, [batch, size], with size = DIM
+    DSTATE. REVERSE: from the last split to the first, for cotangents."""
     i, b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     inside = i < size
-    h = tl.load(first + b * size + i, mask=inside, other=0.0) if HAS_INITIAL else tl.zeros([BLOCK], tl.float32)
+    h = tl.load(initial + b * size + i, mask=inside, other=0.0) if HAS_INITIAL else tl.zeros([BLOCK], tl.float32)
     for k in range(num_splits):
         p = num_splits - 1 - k if REVERSE else k
         at = (b * num_splits + p) * size + i
-        tl.store(incoming + at, h, mask=inside)
+        tl.store(initial_states + at, h, mask=inside)
         h = tl.load(decay + at, mask=inside, other=0.0) * h + tl.load(add + at, mask=inside, other=0.0)
-    tl.store(last + b * size + i, h, mask=inside)
+    tl.store(final + b * size + i, h, mask=inside)
 
 
 @triton.jit
 def diagonal_scan_forward_kernel(
-    x, dt, dt_bias, A, bc, D, z, pos, initial_states, y, final, checkpoints,
+    x, dt, A, bc, D, z, dt_bias, pos, initial_states, y, final, checkpoints,
     T, split_len, x_batch, dt_batch, z_batch,
     DIM: tl.constexpr, DSTATE: tl.constexpr, x_row: tl.constexpr, dt_row: tl.constexpr, z_row: tl.constexpr,
     RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, HAS_Z: tl.constexpr, HAS_POS: tl.constexpr, HAS_INITIAL_STATES: tl.constexpr,
@@ -127,8 +131,11 @@ def diagonal_scan_forward_kernel(
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PREFETCH_T: tl.constexpr,
     CHECKPOINT_INTERVAL: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """y or, of a gated scan, y silu(z) [B, T, D], the state behind the last token [B, D, N] and, if kept, the state before each
-    BORDER tokens [B, C, D, N], given the state that enters each piece [B, P, D, N]."""
+    """y [batch, T, DIM], multiplied by silu(z) if HAS_Z; the final state [batch, DIM, DSTATE]; and, if STORE_CHECKPOINTS, the state
+    before every CHECKPOINT_INTERVAL-th token, [batch, chunks, DIM, DSTATE].
+
+    initial_states: of the splits, [batch, splits, DIM, DSTATE]. bc: see `diagonal_scan_pack_bc_kernel`.
+    """
     b, p = tl.program_id(1).to(tl.int64), tl.program_id(2)
     d, d_in, n, inside, state_offset = state_block(tl.program_id(0), DIM, DSTATE, BLOCK_D, BLOCK_N)
     A_log2e, zero_block = load_A(A, state_offset, inside, DSTATE, RECURRENCE, EVEN_D)
@@ -169,9 +176,9 @@ def diagonal_scan_forward_kernel(
                 DSTATE,
                 EVEN_D,
             )
-        # behind the last token there may be no memory: the last ones again, of which nothing is read
+        # memory may end after the last token: load the last ones again, which are not used
         t1 = b * 0 + (tl.minimum(t0 + BLOCK_T, end - BLOCK_T) if EVEN_T else t0 + BLOCK_T)
-        # what is loaded next time
+        # prefetch what the next iteration loads
         t2 = b * 0 + tl.minimum(t0 + 2 * BLOCK_T, last)
         near(lines + t2 * line_row)
         near(bc_lines + t2 * bc_row_size(RECURRENCE, BLOCK_N))
@@ -190,17 +197,17 @@ def diagonal_scan_forward_kernel(
             ahead = ahead[3:]
             present = True if EVEN_T else t0 + s < end
             starts_document = is_document_start(bits, s, HAS_POS)
-            size, _ = activate_dt(RECURRENCE, ACTIVATE, released(dts[s], dt) + bias_d)
-            taken, first, second = decay_coefficients(RECURRENCE, size, k_square, present, starts_document)
+            dt_t, _ = activate_dt(RECURRENCE, ACTIVATE, released(dts[s], dt) + bias_d)
+            x_scale, first, second = decay_coefficients(RECURRENCE, dt_t, k_square, present, starts_document)
             decay = decay_block(RECURRENCE, A_log2e, first, second, B_t, BLOCK_N)
             x_t = released(xs[s], x)
-            h = decay * h + input_block(RECURRENCE, A_log2e, taken, x_t, B_t, BLOCK_N)
+            h = decay * h + input_block(RECURRENCE, A_log2e, x_scale, x_t, B_t, BLOCK_N)
             y_t = sum_over_states(h * C_t[:, None, :, :]) + D_d * x_t
             if HAS_Z:
                 z_t = released(zs[s], z)
                 y_t *= z_t * sigmoid(z_t)
             outputs += (y_t,)
-        # last, for a store keeps the compiler from moving later loads up
+        # last: the compiler does not move later loads above a store
         for s in tl.static_range(BLOCK_T):
             present = True if EVEN_T else t0 + s < end
             tl.store(y + (t0_64 + s) * DIM, outputs[s].to(y.dtype.element_ty), mask=d_in & present)
@@ -211,18 +218,17 @@ def diagonal_scan_forward_kernel(
 
 @triton.jit
 def diagonal_scan_pack_bc_kernel(
-    B, C, bc, T, DSTATE, B_batch, B_row, C_batch, C_row, RECURRENCE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr
+    B, C, bc, T, dstate, B_batch, B_row, C_batch, C_row, RECURRENCE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """What all channels read of a token, side by side in float32 and zeros where a state is not: in [BN] (of Longhorn a key), query
-    [BN] and, of Longhorn, the sum of its key's squares."""
+    """B [BLOCK_N] and C [BLOCK_N] of each token side by side in float32, padded with zeros, and for Longhorn |k|^2 (its B is k)."""
     b, t = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = tl.arange(0, BLOCK_N)
-    t_in, long = (t < T)[:, None], t[:, None].to(tl.int64)
-    inside = t_in & (n < DSTATE)[None, :]
-    keys = tl.load(B + b * B_batch + long * B_row + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    queries = tl.load(C + b * C_batch + long * C_row + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    row = bc + (b * T + long) * bc_row_size(RECURRENCE, BLOCK_N)
-    tl.store(row + n[None, :], keys, mask=t_in)
-    tl.store(row + BLOCK_N + n[None, :], queries, mask=t_in)
+    t_in, t_64 = (t < T)[:, None], t[:, None].to(tl.int64)
+    inside = t_in & (n < dstate)[None, :]
+    B_t = tl.load(B + b * B_batch + t_64 * B_row + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    C_t = tl.load(C + b * C_batch + t_64 * C_row + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    row = bc + (b * T + t_64) * bc_row_size(RECURRENCE, BLOCK_N)
+    tl.store(row + n[None, :], B_t, mask=t_in)
+    tl.store(row + BLOCK_N + n[None, :], C_t, mask=t_in)
     if RECURRENCE == LONGHORN:
-        tl.store(row + 2 * BLOCK_N, tl.sum(keys * keys, 1)[:, None], mask=t_in)
+        tl.store(row + 2 * BLOCK_N, tl.sum(B_t * B_t, 1)[:, None], mask=t_in)

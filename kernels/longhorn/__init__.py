@@ -1,4 +1,4 @@
-"""Longhorn's recurrence: a diagonal linear state per channel that is the closed-form step of an online associative recall."""
+"""Longhorn: a diagonal linear state per channel, updated by the closed-form step of an online associative recall objective."""
 
 from baton.kernels.longhorn.op import longhorn
 

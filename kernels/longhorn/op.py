@@ -1,8 +1,8 @@
-"""Longhorn's public function: checks its arguments, picks an implementation.
+"""Longhorn: the public function. Checks the arguments and picks an implementation.
 
-The one thing to know: the state goes in and comes out in fp32 (float64 for float64 inputs), with exact gradients to both, so any
-sequence may be cut anywhere: the form in PyTorch keeps every bit of y and of the states; Triton's, which cuts long sequences
-itself, and all gradients are equal to rounding.
+The state is passed in and returned in fp32 (float64 for float64 inputs), with exact gradients to both, so a sequence may be split
+anywhere. In PyTorch, y and the states then keep every bit. The Triton kernels, which split long sequences themselves, and all
+gradients agree to rounding.
 """
 
 from torch import Tensor
@@ -28,36 +28,36 @@ def longhorn(
     pos: Tensor | None = None,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Longhorn's recurrence over a piece of a sequence (Liu et al. 2024, Algorithm 1; per channel i and state index n):
+    """Longhorn's recurrence over a segment of a sequence (Liu et al. 2024, Algorithm 1; per channel i and state index n):
 
         S_t[i, n] = (1 - eps_i k_n^2) S_{t-1}[i, n] + eps_i x_i k_n        eps_i = beta_i / (1 + beta_i |k|^2)
         y_t[i] = (sum_n S_t[i, n] q_n + D_i x_i) silu(z_t[i])
 
     Where pos == 0, the decay 1 - eps k^2 is replaced by 0: a document never sees the state of the one before it. The decay lies
-    between 1 / (1 + beta |k|^2) and 1 for any key, so keys need no normalisation; a key of 0 changes nothing.
+    between 1 / (1 + beta |k|^2) and 1 for any key, so keys need no normalization; a key of 0 changes nothing.
 
     Args:
-        x: the values, [batch, T, channels].
+        x: values, [batch, T, channels].
         k: keys, shared by the channels, [batch, T, d_state].
         q: queries, shared by the channels, [batch, T, d_state].
-        beta: how much each channel takes in, no unit, [batch, T, channels]; 0 to 1 if beta_sigmoid is False; not checked.
-        D: skip per channel, [channels] (not in the paper's algorithm, but in the authors' code; zeros turn it off).
+        beta: write strength per channel, no unit, [batch, T, channels]; 0 to 1 if beta_sigmoid is False; not checked.
+        D: skip weight per channel, [channels] (in the authors' code, not in the paper's algorithm; zeros turn it off).
         z: gate, [batch, T, channels]. None: y is not gated.
-        beta_bias: added to beta per channel, before the sigmoid and in the precision of the computation, [channels]. None: 0.
-        beta_sigmoid: whether what is taken in is sigmoid(beta + beta_bias), not beta + beta_bias.
+        beta_bias: added to beta per channel, before the sigmoid and in the compute dtype, [channels]. None: 0.
+        beta_sigmoid: whether the write strength is sigmoid(beta + beta_bias) instead of beta + beta_bias.
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
-            starts inside this piece.
-        initial_state: the state that arrives, [batch, channels, d_state], float32 (float64 for float64 inputs). None: zero.
+            starts in this segment.
+        initial_state: [batch, channels, d_state], float32 (float64 for float64 inputs). None: zero.
 
-    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32, on a GPU
-    by Triton's kernels.
+    Tensors are all float64, or any mix of float32, bfloat16 and float16; the mix is computed in float32, on a GPU by Triton
+    kernels.
 
     Returns:
-        y, [batch, T, channels] in x's dtype, and the state that leaves, [batch, channels, d_state], float32 or float64. Both
-        carry exact gradients to every tensor argument; differentiating twice is refused by autograd with a RuntimeError.
+        y, [batch, T, channels] in x's dtype, and the final state, [batch, channels, d_state], float32 or float64. Both carry exact
+        gradients to every tensor argument. Double backward is not supported; autograd raises a RuntimeError.
 
     Raises:
-        KernelError: an argument of another shape, dtype or device than stated, by name; T = 0.
+        KernelError: an argument has another shape, dtype or device than stated, by name; T = 0.
     """
     if not isinstance(x, Tensor):
         raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (batch, T, channels)")
@@ -83,7 +83,7 @@ def longhorn(
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
     if in_triton(x, compute_dtype):
-        inputs = ScanInputs(x, beta, k, q, D, bias=beta_bias, z=z)
+        inputs = ScanInputs(x, beta, None, k, q, D, z, beta_bias)
         return diagonal_scan_triton(inputs, pos=pos, initial_state=initial_state, activate=beta_sigmoid)
     if beta_bias is not None:
         beta = beta.to(compute_dtype) + beta_bias.to(compute_dtype)

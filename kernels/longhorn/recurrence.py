@@ -1,4 +1,4 @@
-"""Longhorn as a linear recurrence, for those who hand its state on and those who test it."""
+"""Longhorn as a `LinearRecurrence`, for state passing and for tests."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +62,7 @@ class Longhorn(LinearRecurrence):
         return (y * F.silu(named["z"]) if self.gated else y), {"S": S}
 
     def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
-        """The product of the decays: what is left of a state of ones when nothing is added."""
+        """The product of the decays: the final state of a run that starts from ones and has x = 0."""
         named, dtype = self._named(inputs), compute_dtype(*inputs)
         x, k, q, beta, D = (named[name] for name in ("x", "k", "q", "beta", "D"))
         ones = torch.ones(x.shape[0], x.shape[2], k.shape[2], dtype=dtype, device=x.device)
@@ -88,7 +88,7 @@ class Longhorn(LinearRecurrence):
     def _scanned(self, inputs: Inputs) -> ScanInputs:
         named = self._named(inputs)
         x, beta, k, q, D = (named[name] for name in ("x", "beta", "k", "q", "D"))
-        return ScanInputs(x, beta, k, q, D, bias=named.get("beta_bias"), z=named.get("z"))
+        return ScanInputs(x, beta, None, k, q, D, named.get("z"), named.get("beta_bias"))
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         channels, d_state = (67, 17) if wide else (5, 3)

@@ -1,9 +1,9 @@
-"""Longhorn as one sequential loop over time, in the diagonal form that is trained and in the exact one it approximates.
-
-The one thing to know: gradients are plain autograd, so this file holds no derivative that could be wrong. It keeps a
-[batch, channels, d_state] tensor per token for the backward pass; use it for short sequences.
+"""Longhorn as a sequential loop over time, in the diagonal form that is trained and in the exact form that it approximates.
 
 Shape suffixes: B batch, T time, D channels, N d_state.
+
+Gradients come from autograd, so there is no hand-written derivative here. The backward pass keeps a [batch, channels, d_state]
+tensor per token: use it for short sequences.
 """
 
 import torch
@@ -20,12 +20,13 @@ def longhorn_reference(
     pos: Tensor | None = None,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Longhorn (Liu et al. 2024), Algorithm 1, in the promoted dtype; shapes as in `op.longhorn`, nothing is checked.
+    """Longhorn (Liu et al. 2024), Algorithm 1, in the promoted dtype. Shapes as in `op.longhorn`; nothing is checked.
 
         S_t = (1 - eps_t k_t^2) S_{t-1} + eps_t x_t k_t        eps = beta / (1 + beta |k|^2)
         y_t = S_t q_t + D x_t
 
-    written as a step from S_{t-1} (accurate where the decay is near 1), with S_{t-1} replaced by 0 where pos == 0.
+    The step is written as a change of S_{t-1}, which is accurate where the decay is near 1. S_{t-1} is replaced by 0 where pos ==
+    0.
     """
     return _online_recall(x, k, q, beta, D, pos, initial_state, exact=False)
 
@@ -40,11 +41,11 @@ def longhorn_exact_reference(
     pos: Tensor | None = None,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same before its transition is made diagonal: Liu et al. 2024, Theorem 3.1. Shapes as in `op.longhorn`.
+    """Longhorn before its transition is made diagonal: Liu et al. 2024, Theorem 3.1. Shapes as in `op.longhorn`.
 
         S_t = argmin_S |S - S_{t-1}|^2 + sum_i beta_i (S k_t - x_t)_i^2 = S_{t-1} (I - eps k k^T) + eps x k^T, row by row
 
-    Its residual shrinks by exactly x - S_t k = (x - S_{t-1} k) / (1 + beta |k|^2); the diagonal form's does not.
+    The recall error shrinks by a known factor, x - S_t k = (x - S_{t-1} k) / (1 + beta |k|^2); that of the diagonal form does not.
     """
     return _online_recall(x, k, q, beta, D, pos, initial_state, exact=True)
 

@@ -1,8 +1,8 @@
-"""The selective scan's public function: checks its arguments, picks an implementation.
+"""Selective scan: the public function. Checks the arguments and picks an implementation.
 
-The one thing to know: the state goes in and comes out in fp32 (float64 for float64 inputs), with exact gradients to both, so any
-sequence may be cut anywhere: the form in PyTorch keeps every bit of y and of the states; Triton's, which cuts long sequences
-itself, and all gradients are equal to rounding.
+The state is passed in and returned in fp32 (float64 for float64 inputs), with exact gradients to both, so a sequence may be split
+anywhere. In PyTorch, y and the states then keep every bit. The Triton kernels, which split long sequences themselves, and all
+gradients agree to rounding.
 """
 
 from typing import Literal, get_args
@@ -36,37 +36,38 @@ def selective_scan(
     initial_state: Tensor | None = None,
     discretization: Discretization = "euler",
 ) -> tuple[Tensor, Tensor]:
-    """Mamba's recurrence over a piece of a sequence (Gu & Dao 2023, equations 2 and 4; per channel d and state index n):
+    """Mamba's recurrence over a segment of a sequence (Gu & Dao 2023, equations 2 and 4; per channel d and state index n):
 
-        h_t = exp(dt_t A) h_{t-1} + phi_t B_t u_t        phi = dt (euler) or expm1(dt A) / A (zoh)
-        y_t = (sum_n C_t h_t + D u_t) silu(z_t)
+        h_t = exp(dt_t A) h_{t-1} + phi_t B_t x_t        phi = dt (euler) or expm1(dt A) / A (zoh)
+        y_t = (sum_n C_t h_t + D x_t) silu(z_t)
 
-    Where pos == 0, exp(...) is replaced by 0: a document never sees the state of the one before it.
+    Where pos == 0, exp(...) is replaced by 0: a document never sees the state of the one before it. The order of the arguments is
+    that of mamba_ssm's `selective_scan_fn`, which calls x `u` and dt `delta`.
 
     Args:
-        x: the input, [batch, T, channels].
+        x: input, [batch, T, channels].
         dt: step sizes, no unit, [batch, T, channels]; >= 0 if dt_softplus is False.
-        A: rates, [channels, d_state], strictly negative (A = -exp(A_log)); not checked.
+        A: state matrix, diagonal, [channels, d_state], strictly negative (A = -exp(A_log)); not checked.
         B: input projection, shared by the channels, [batch, T, d_state].
         C: output projection, shared by the channels, [batch, T, d_state].
-        D: skip per channel, [channels].
+        D: skip weight per channel, [channels].
         z: gate, [batch, T, channels]. None: y is not gated.
-        dt_bias: added to dt per channel, before the softplus and in the precision of the computation, [channels]. None: 0.
-        dt_softplus: whether the step sizes are softplus(dt + dt_bias), not dt + dt_bias.
+        dt_bias: added to dt per channel, before the softplus and in the compute dtype, [channels]. None: 0.
+        dt_softplus: whether the step sizes are softplus(dt + dt_bias) instead of dt + dt_bias.
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
-            starts inside this piece.
-        initial_state: the state that arrives, [batch, channels, d_state], float32 (float64 for float64 inputs). None: zero.
-        discretization: of the input term: "euler", as the released models have it, or "zoh", as the paper's equation 4.
+            starts in this segment.
+        initial_state: [batch, channels, d_state], float32 (float64 for float64 inputs). None: zero.
+        discretization: of the input term: "euler", as in the released models, or "zoh", the paper's equation 4.
 
-    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32, on a GPU
-    by Triton's kernels.
+    Tensors are all float64, or any mix of float32, bfloat16 and float16; the mix is computed in float32, on a GPU by Triton
+    kernels.
 
     Returns:
-        y, [batch, T, channels] in x's dtype, and the state that leaves, [batch, channels, d_state], float32 or float64. Both
-        carry exact gradients to every tensor argument; differentiating twice is refused by autograd with a RuntimeError.
+        y, [batch, T, channels] in x's dtype, and the final state, [batch, channels, d_state], float32 or float64. Both carry exact
+        gradients to every tensor argument. Double backward is not supported; autograd raises a RuntimeError.
 
     Raises:
-        KernelError: an argument of another shape, dtype or device than stated, by name; T = 0.
+        KernelError: an argument has another shape, dtype or device than stated, by name; T = 0.
     """
     if not isinstance(x, Tensor):
         raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (batch, T, channels)")
@@ -95,7 +96,7 @@ def selective_scan(
     if discretization not in _DISCRETIZATIONS:
         raise KernelError(f"{_KERNEL}: discretization is {discretization!r}, expected one of {_DISCRETIZATIONS}")
     if in_triton(x, compute_dtype):
-        inputs = ScanInputs(x, dt, B, C, D, A, dt_bias, z)
+        inputs = ScanInputs(x, dt, A, B, C, D, z, dt_bias)
         return diagonal_scan_triton(inputs, pos=pos, initial_state=initial_state, activate=dt_softplus, zoh=discretization == "zoh")
     if dt_bias is not None:
         dt = dt.to(compute_dtype) + dt_bias.to(compute_dtype)

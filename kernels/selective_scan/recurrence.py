@@ -1,4 +1,4 @@
-"""The selective scan as a linear recurrence, for those who hand its state on and those who test it."""
+"""The selective scan as a `LinearRecurrence`, for state passing and for tests."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -96,8 +96,8 @@ class SelectiveScan(LinearRecurrence):
 
     def _scanned(self, inputs: Inputs) -> ScanInputs:
         named = self._named(inputs)
-        x, dt, B, C, D, A = (named[name] for name in ("x", "dt", "B", "C", "D", "A"))
-        return ScanInputs(x, dt, B, C, D, A, named.get("dt_bias"), named.get("z"))
+        x, dt, A, B, C, D = (named[name] for name in ("x", "dt", "A", "B", "C", "D"))
+        return ScanInputs(x, dt, A, B, C, D, named.get("z"), named.get("dt_bias"))
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         channels, d_state = (67, 17) if wide else (5, 3)
@@ -107,7 +107,7 @@ class SelectiveScan(LinearRecurrence):
         B, C = normal(batch, length, d_state), normal(batch, length, d_state)
         inputs: Inputs = (x, dt, B, C, A, normal(channels))
         if self.gated:
-            # before the softplus the least steps are far below 0
+            # inverse softplus: the smallest step sizes are far below 0 there
             before, z = dt + torch.log(-torch.expm1(-dt.clamp(min=1e-12))), normal(batch, length, channels)
             inputs = (x, before, B, C, z, A, normal(channels), normal(channels))
         return inputs, {"h": normal(batch, channels, d_state)}

@@ -1,9 +1,9 @@
-"""The selective scan as one sequential loop over time: the definition that everything faster is measured against.
-
-The one thing to know: gradients are plain autograd, so this file holds no derivative that could be wrong. It keeps a
-[batch, channels, d_state] tensor per token for the backward pass; use it for short sequences.
+"""Selective scan as a sequential loop over time: the reference that every other implementation is tested against.
 
 Shape suffixes: B batch, T time, D channels, N d_state.
+
+Gradients come from autograd, so there is no hand-written derivative here. The backward pass keeps a [batch, channels, d_state]
+tensor per token: use it for short sequences.
 """
 
 import torch
@@ -22,12 +22,12 @@ def selective_scan_reference(
     initial_state: Tensor | None = None,
     discretization: str = "euler",
 ) -> tuple[Tensor, Tensor]:
-    """Mamba (Gu & Dao 2023), equations 2 and 4, in the promoted dtype; shapes as in `op.selective_scan`, nothing is checked.
+    """Mamba (Gu & Dao 2023), equations 2 and 4, in the promoted dtype. Shapes as in `op.selective_scan`; nothing is checked.
 
-        h_t = exp(dt_t A) h_{t-1} + phi_t B_t u_t       phi = dt (Euler) or expm1(dt A) / A (zero-order hold)
-        y_t = <C_t, h_t> + D u_t
+        h_t = exp(dt_t A) h_{t-1} + phi_t B_t x_t       phi = dt (Euler) or expm1(dt A) / A (zero-order hold)
+        y_t = <C_t, h_t> + D x_t
 
-    with exp(...) replaced by 0 where pos == 0: the first token of a document sees no state, its own input stays as it is.
+    exp(...) is replaced by 0 where pos == 0: the first token of a document sees no state, its input term is unchanged.
     """
     batch, length, channels = x.shape
     h_BDN = x.new_zeros(batch, channels, A.shape[1]) if initial_state is None else initial_state

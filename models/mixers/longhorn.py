@@ -5,7 +5,7 @@ are split over the tensor group.
 
 Differences from the paper:
 
-- The authors' code adds a skip D u to the output and a bias, 0 at first, to beta. Algorithm 1 has neither; skip=false and
+- The authors' code adds a skip D x to the output and a bias, 0 at first, to beta. Algorithm 1 has neither; skip=false and
   beta_bias=false remove them. beta's projection has the rank of Mamba's step sizes; the paper only says that it can be low.
 - The exact update of theorem 3.1 is not available as a setting: this mixer, as all models of the paper, has its diagonal form.
   kernels/longhorn/reference.py has the exact one as a definition, which tests compare with the objective's minimum.
@@ -25,7 +25,7 @@ from baton.models.ssm_block import SSMBlock
 
 
 class Longhorn(SSMBlock, settings=LonghornConfig):
-    """S = (1 - eps k^2) S + eps u k, y = S q + D u, with eps = beta / (1 + beta |k|^2) and beta = sigmoid(low rank + bias)."""
+    """S = (1 - eps k^2) S + eps x k, y = S q + D x, with eps = beta / (1 + beta |k|^2) and beta = sigmoid(low rank + bias)."""
 
     config: LonghornConfig
     recurrence = recurrence.Longhorn(gated=True)
@@ -33,7 +33,7 @@ class Longhorn(SSMBlock, settings=LonghornConfig):
     def __init__(self, config: LonghornConfig, context: MixerContext) -> None:
         super().__init__(config, context, step="beta", step_bias=init.constant(0.0))
 
-    def scanned(
-        self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, z_BTD: Tensor, skip_D: Tensor, bias_D: Tensor
+    def scan_inputs(
+        self, x_BTD: Tensor, beta_BTD: Tensor, k_BTN: Tensor, q_BTN: Tensor, D_D: Tensor, z_BTD: Tensor, beta_bias_D: Tensor
     ) -> Inputs:
-        return u_BTD, in_BTN, out_BTN, step_BTD, z_BTD, skip_D, bias_D
+        return x_BTD, k_BTN, q_BTN, beta_BTD, z_BTD, D_D, beta_bias_D

@@ -4,7 +4,7 @@ Source: Gu & Dao, "Mamba", section 3 and appendix. Channels are split over the t
 
 Differences from the paper:
 
-- The released code adds a bias to the convolution and a skip D u to the output; algorithm 2 has neither. skip=false removes D u.
+- The released code adds a bias to the convolution and a skip D x to the output; algorithm 2 has neither. skip=false removes D x.
 - The released code draws the initial step sizes log-uniformly, with a floor of 1e-4; section 3.6 draws them uniformly from
   [0.001, 0.1]. dt_init=uniform is the paper's.
 - The input matrix is discretized by Euler's rule, as in the released code; discretization=zoh is equation 4.
@@ -24,7 +24,7 @@ from baton.models.ssm_block import SSMBlock
 
 
 class Mamba(SSMBlock, settings=MambaConfig):
-    """h = exp(delta A) h + delta B u, y = <C, h> + D u, with delta = softplus(low rank + bias) and A = -exp(A_log)."""
+    """h = exp(dt A) h + dt B x, y = <C, h> + D x, with dt = softplus(low rank + dt_bias) and A = -exp(A_log)."""
 
     config: MambaConfig
 
@@ -34,7 +34,7 @@ class Mamba(SSMBlock, settings=MambaConfig):
         self.recurrence = SelectiveScan(config.discretization, gated=True)
         self.A_log = context.split((config.expand * context.d_model, config.d_state), init.log_arange, decay=False)
 
-    def scanned(
-        self, u_BTD: Tensor, step_BTD: Tensor, in_BTN: Tensor, out_BTN: Tensor, z_BTD: Tensor, skip_D: Tensor, bias_D: Tensor
+    def scan_inputs(
+        self, x_BTD: Tensor, dt_BTD: Tensor, B_BTN: Tensor, C_BTN: Tensor, D_D: Tensor, z_BTD: Tensor, dt_bias_D: Tensor
     ) -> Inputs:
-        return u_BTD, step_BTD, in_BTN, out_BTN, z_BTD, -torch.exp(self.A_log), skip_D, bias_D
+        return x_BTD, dt_BTD, B_BTN, C_BTN, z_BTD, -torch.exp(self.A_log), D_D, dt_bias_D

@@ -24,10 +24,10 @@ _CONV = ShortConv("silu")
 
 
 class Mamba2(Mixer, settings=Mamba2Config):
-    """S = exp(-A dt) S + B (dt u)^T, y = W RMSNorm((S^T C + D u) silu(z)), dt = softplus(linear + bias), A > 0 per head; u, B, C
+    """S = exp(-A dt) S + B (dt x)^T, y = W RMSNorm((S^T C + D x) silu(z)), dt = softplus(linear + bias), A > 0 per head; x, B, C
     behind a short convolution and silu.
 
-    x [B, T, M], pos [B, T], State {conv_u [B, W - 1, d_inner], conv_bc [B, W - 1, 2 d_state], S [B, heads, d_state, head_dim]}
+    x [B, T, M], pos [B, T], State {conv_x [B, W - 1, d_inner], conv_bc [B, W - 1, 2 d_state], S [B, heads, d_state, head_dim]}
     -> y [B, T, M], State. Where tensor ranks share the residual stream, the cotangent of conv_bc is a part on each of them.
     """
 
@@ -35,7 +35,7 @@ class Mamba2(Mixer, settings=Mamba2Config):
         super().__init__()
         self.config, self.compute_dtype = config, context.compute_dtype
         self.d_inner, self.heads = config.expand * context.d_model, config.head_count(context.d_model)
-        parts = (("z", self.d_inner), ("u", self.d_inner), ("dt", self.heads))
+        parts = (("z", self.d_inner), ("x", self.d_inner), ("dt", self.heads))
         self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
         self._widths = [width // context.tensor_size for _, width in parts]
         self.bc_proj = ReplicatedLinear(2 * config.d_state, context)
@@ -56,26 +56,26 @@ class Mamba2(Mixer, settings=Mamba2Config):
         """The convolutions' last inputs and the state (fp32 whatever the matmuls use)."""
         tail, d_state = self.config.d_conv - 1, self.config.d_state
         return (
-            Leaf("conv_u", (tail, self.d_inner), self.compute_dtype, tp=1, grad=True),
+            Leaf("conv_x", (tail, self.d_inner), self.compute_dtype, tp=1, grad=True),
             Leaf("conv_bc", (tail, 2 * d_state), self.compute_dtype, tp=None, grad=True),
             Leaf("S", (self.heads, d_state, self.config.head_dim), self.D.dtype, tp=0, grad=True),
         )
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
-        z, u, dt = self.in_proj(x_BTM, self._widths)
-        tails = (None, None) if state is None else ({"tail": state["conv_u"]}, {"tail": state["conv_bc"]})
-        u, conv_u = self.carry(_CONV, (u, self.conv_weight, self.conv_bias), pos_BT, tails[0])
+        z, x, dt = self.in_proj(x_BTM, self._widths)
+        tails = (None, None) if state is None else ({"tail": state["conv_x"]}, {"tail": state["conv_bc"]})
+        x, conv_x = self.carry(_CONV, (x, self.conv_weight, self.conv_bias), pos_BT, tails[0])
         bc, conv_bc = self.carry(_CONV, (self.bc_proj(x_BTM), self.bc_conv_weight, self.bc_conv_bias), pos_BT, tails[1])
-        b, c = self.bc_proj.for_own_heads(bc).unsqueeze(2).chunk(2, dim=-1)
+        B, C = self.bc_proj.for_own_heads(bc).unsqueeze(2).chunk(2, dim=-1)
         # the bias is fp32 and is added in fp32: rounding it would move the step sizes in jumps of 3 %
-        step_BTH = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
-        u_BTHP = u.unflatten(2, (-1, self.config.head_dim))
-        inputs = (c, b, head_scale(u_BTHP, step_BTH), -torch.exp(self.A_log) * step_BTH)
+        dt_BTH = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
+        x_BTHP = x.unflatten(2, (-1, self.config.head_dim))
+        inputs = (C, B, head_scale(x_BTHP, dt_BTH), -torch.exp(self.A_log) * dt_BTH)
         recurrence = GatedLinearAttention("scalar")
         y_BTHP, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
-        y_BTD = (y_BTHP + self.D.unsqueeze(-1) * u_BTHP).flatten(2)
+        y_BTD = (y_BTHP + self.D.unsqueeze(-1) * x_BTHP).flatten(2)
         return self.out_proj(self.norm(gated(y_BTD, z), z.dtype)), {
-            "conv_u": conv_u["tail"],
+            "conv_x": conv_x["tail"],
             "conv_bc": conv_bc["tail"],
             **leaving,
         }

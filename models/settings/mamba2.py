@@ -81,20 +81,20 @@ class Mamba2Config(MixerConfig):
             ),
             kept=(
                 Kept("in_proj input", d_model, "compute", split=False),
-                Kept("z, u and step sizes", 2 * inner + heads, "compute"),
+                Kept("z, x and step sizes", 2 * inner + heads, "compute"),
                 # before and after the convolution
                 Kept("B and C", 2 * 2 * state, "compute", split=False),
-                Kept("convolved u", inner, "compute"),
+                Kept("convolved x", inner, "compute"),
                 # softplus's input and result, and the decay
                 Kept("step sizes", 3 * heads, "float32"),
-                Kept("u times step size", inner, "compute"),
+                Kept("x times step size", inner, "compute"),
                 Kept("output with skip", inner, "float32"),
                 *activated("z", inner),
                 *norm,
                 Kept("out_proj input", inner, "compute"),
             ),
             carriers=(
-                Carrier("short_conv", (StateLeaf("conv_u", (tail, inner), "compute", tp=1),), chunk=0),
+                Carrier("short_conv", (StateLeaf("conv_x", (tail, inner), "compute", tp=1),), chunk=0),
                 Carrier("short_conv", (StateLeaf("conv_bc", (tail, 2 * state), "compute", tp=None),), chunk=0),
                 Carrier(
                     "gated_linear_attention",

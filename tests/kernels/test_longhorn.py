@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.kernels.common.example_inputs import extreme_gates, extreme_keys
 from baton.kernels.diagonal_scan.chunked import ChunkBuffers, chunk_length
 from baton.kernels.longhorn import longhorn
-from baton.kernels.longhorn.chunked import Recall, longhorn_chunked
+from baton.kernels.longhorn.chunked import LonghornTerms, longhorn_chunked
 from baton.kernels.longhorn.reference import longhorn_exact_reference, longhorn_reference
 
 
@@ -35,7 +35,7 @@ def _decay_and_add(x: Tensor, k: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     buffers = ChunkBuffers(x, k.shape[2], x.shape[1])
     decay = buffers.expanded(buffers.decay_flat, x.shape[1])
     add = torch.empty_like(decay)
-    Recall(buffers, ()).fill(along, decay, add)
+    LonghornTerms(buffers, ()).compute(along, decay, add)
     return decay.permute(1, 0, 3, 2), add.permute(1, 0, 3, 2)
 
 

@@ -16,7 +16,7 @@ from baton.kernels.common.example_inputs import extreme_gates, extreme_keys, ext
 from baton.kernels.diagonal_scan.triton_launch import (
     LaunchConfig,
     ScanInputs,
-    _pieces,
+    _splits,
     diagonal_scan_triton,
     state_transition_backward_triton,
     state_transition_triton,
@@ -128,10 +128,10 @@ def test_outputs_and_gradients_are_the_definitions(kind, starts, fused):
         compare(kind, sizes, config, starts=starts, activate=fused, gated=fused)
 
 
-def test_sizes_are_cut_into_pieces():
+def test_sizes_are_cut_into_splits():
     """Without which the tests of pieces would compare a whole sequence."""
-    assert (_pieces(2, 37, CUT), _pieces(2, 29, CUT)) == ((2, 20), (2, 16))
-    assert _pieces(2, 37, WHOLE)[0] == 1
+    assert (_splits(2, 37, CUT), _splits(2, 29, CUT)) == ((2, 20), (2, 16))
+    assert _splits(2, 37, WHOLE)[0] == 1
 
 
 def test_a_zero_order_hold_is_the_definitions():
@@ -155,7 +155,7 @@ def test_tensor_cores_sum_over_channels(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_with_the_state_handed_on_are_the_whole(kind):
-    """And what `effect` says of a span is what the span does."""
+    """And what `state_transition_triton` says of a span is what the span does."""
     options = {"activate": True, "zoh": kind == "zoh"}
     given, cotangents = example(kind, 2, 29, 8, 4, activate=True, gated=True)
     given, pos = rounded(given, torch.float32), positions(seeded(2), 2, 29, 0.1).to(DEVICE)
@@ -201,7 +201,7 @@ def test_a_zero_order_hold_loses_no_digits_at_any_step():
     A = torch.tensor(rates).repeat(len(steps), 1).to(DEVICE).requires_grad_()
     dt = torch.tensor(steps).to(DEVICE)[None, None].requires_grad_()
     x, one = torch.ones(1, 1, len(steps), device=DEVICE), torch.ones(1, 1, len(rates), device=DEVICE)
-    _, final = diagonal_scan_triton(ScanInputs(x, dt, one, one, x[0, 0], A), pos=None, initial_state=None, zoh=True, config=CUT)
+    _, final = diagonal_scan_triton(ScanInputs(x, dt, A, one, one, x[0, 0]), pos=None, initial_state=None, zoh=True, config=CUT)
     dA, dstep = torch.autograd.grad(final.sum(), (A, dt))
     for d, size in enumerate(steps):
         expected = [exact_hold(*torch.tensor([size, rate]).double().tolist()) for rate in rates]

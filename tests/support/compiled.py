@@ -33,22 +33,7 @@ CHEAP = {
     "mamba2 gated backward",
 }
 # of tensors: what is in the activations' dtype; the others are float32, positions int32, and what is no pointer a size
-ACTIVATIONS = {
-    "x",
-    "step",
-    "z",
-    "y",
-    "dx",
-    "dstep",
-    "dz",
-    "dy",
-    "tail",
-    "dtail",
-    "dtail_out",
-    "into",
-    "query",
-    "parts",
-}
+ACTIVATIONS = {"x", "dt", "B", "C", "z", "y", "dx", "ddt", "dz", "dy", "tail", "dtail", "dtail_out", "dbc_partial"}
 COUNTS = {
     "T",
     "chunks",
@@ -65,7 +50,7 @@ COUNTS = {
     "tokens",
     "vocabulary",
 }
-SIZES = {"T", "N", "piece", "span", "size", "pieces", "into_row", "query_row"}
+SIZES = {"T", "dstate", "split_len", "span", "size", "num_splits", "B_row", "C_row"}
 
 
 def signature(kernel, constants, dtype):
@@ -462,17 +447,23 @@ def _kernels(arch):
     ):
         own = launch_configs.for_device_names(KERNEL, NAMES[arch], shape_of(label.split(",")[0], d_state, 8, CHANNELS))
         config = replace(default_launch_config(d_state, kind == MAMBA_ZOH.value), **own)
-        common = {"RECURRENCE": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN": True, "FULL": True}
-        common |= {"D": CHANNELS, "N": d_state, "BD": config.channels, "BN": d_state}
-        ahead, summary, back = ({**common, "STEPS": n} for n in (config.steps, config.steps_summary, config.steps_back))
-        ahead, summary = {**ahead, "AHEAD": config.ahead}, {**summary, "AHEAD": config.ahead_summary}
-        whole = {"GATED": True, "HAS_ENTERING": True, "KEEP_BORDERS": True, "BORDER": config.border, "UNROLL": config.unroll}
+        common = {"RECURRENCE": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN_T": True, "EVEN_D": True}
+        common |= {"DIM": CHANNELS, "DSTATE": d_state, "BLOCK_D": config.channels, "BLOCK_N": d_state}
+        ahead, summary, back = ({**common, "BLOCK_T": n} for n in (config.steps, config.steps_summary, config.steps_back))
+        ahead, summary = {**ahead, "PREFETCH_T": config.ahead}, {**summary, "PREFETCH_T": config.ahead_summary}
+        whole = {
+            "HAS_Z": True,
+            "HAS_INITIAL_STATES": True,
+            "STORE_CHECKPOINTS": True,
+            "CHECKPOINT_INTERVAL": config.border,
+            "UNROLL": config.unroll,
+        }
         yield f"{label} summarize", triton_forward.diagonal_scan_transition_kernel, summary, config.warps, "bf16"
         yield f"{label} scan", triton_forward.diagonal_scan_forward_kernel, {**ahead, **whole}, config.warps, "bf16"
         yield (
             f"{label} summarize backward",
             triton_backward.diagonal_scan_transition_backward_kernel,
-            {**summary, "GATED": True},
+            {**summary, "HAS_Z": True},
             config.warps,
             "bf16",
         )
@@ -481,9 +472,9 @@ def _kernels(arch):
             triton_backward.diagonal_scan_backward_kernel,
             {
                 **back,
-                "GATED": True,
-                "BORDER": config.border,
-                "BD": config.channels_back,
+                "HAS_Z": True,
+                "CHECKPOINT_INTERVAL": config.border,
+                "BLOCK_D": config.channels_back,
                 "WARP_SUMS": LANE_OWNS_CHANNEL and d_state == 16 and config.channels_back == 32,
             },
             config.warps,
@@ -494,8 +485,15 @@ def _kernels(arch):
     yield "conv", triton_kernels.short_conv_forward_kernel, {**conv, "EVEN": True}, 1, "bf16"
     yield "conv backward", triton_kernels.short_conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": False}, 1, "bf16"
     yield "conv backward, tail taken", triton_kernels.short_conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": True}, 1, "bf16"
-    yield "fold", triton_forward.diagonal_scan_combine_kernel, {"HAS_FIRST": True, "BACKWARDS": False, "BLOCK": 256}, 4, "bf16"
-    yield "pack", triton_forward.diagonal_scan_pack_bc_kernel, {"RECURRENCE": LONGHORN.value, "BT": 8, "BN": 16}, 4, "bf16"
+    combine = {"HAS_INITIAL": True, "REVERSE": False, "BLOCK": 256}
+    yield "combine", triton_forward.diagonal_scan_combine_kernel, combine, 4, "bf16"
+    yield (
+        "pack",
+        triton_forward.diagonal_scan_pack_bc_kernel,
+        {"RECURRENCE": LONGHORN.value, "BLOCK_T": 8, "BLOCK_N": 16},
+        4,
+        "bf16",
+    )
 
 
 def binary_of(kernel, known, constants, arch, warps, *, aligned=True):
@@ -559,7 +557,7 @@ def starved():
 def blocks_of(name):
     """`blocks` of a scan's backward pass when nothing is known of pointers and sizes."""
     _, kernel, constants, warps, dtype = next(x for x in kernels(MAIN) if x[0] == name)
-    constants = {**constants, "D": 4099, "FULL": False, "EVEN": False}
+    constants = {**constants, "DIM": 4099, "EVEN_D": False, "EVEN_T": False}
     return blocks(binary_of(kernel, signature(kernel, constants, dtype), constants, MAIN, warps, aligned=False))
 
 

@@ -127,8 +127,8 @@ FAULTS = (
         "kernels",
         "Mamba with zero-order hold in Triton: a document's start does not end what enters its piece of the sequence",
         "kernels/diagonal_scan/triton_forward.py",
-        "total += first if KIND == MAMBA else tl.where(fresh, FORGET, taken)",
-        "total += first if KIND == MAMBA else taken",
+        "total += first if RECURRENCE == MAMBA else tl.where(starts_document, FORGET_ALL, x_scale)",
+        "total += first if RECURRENCE == MAMBA else x_scale",
         ("tests/kernels/test_triton_scan.py -k hold_is_the_definitions", "tests/kernels/test_triton_scan.py"),
     ),
     Fault(

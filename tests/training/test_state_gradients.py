@@ -21,7 +21,7 @@ CARRIED = {
     "mamba": {"mamba short_conv-silu": ["conv"], "mamba selective_scan-euler-gated": ["scan"]},
     "gsa": {"gsa gated_slot_attention-softmax-projected": ["k", "v"]},
     "lattice": {"lattice lattice-dec-project": ["S"]},
-    "mamba2": {"mamba2 short_conv-silu": ["conv_u", "conv_bc"], "mamba2 gated_linear_attention-scalar": ["S"]},
+    "mamba2": {"mamba2 short_conv-silu": ["conv_x", "conv_bc"], "mamba2 gated_linear_attention-scalar": ["S"]},
     "attention": {"attention window_attention-4": ["k", "v"]},
 }
 
