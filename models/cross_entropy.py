@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from baton.kernels.cross_entropy import gradient, partial_sums
 from baton.parallel.linear import add_product
 from baton.parallel.megatron import parallel_state
+from baton.parallel.tensor import tensor_size
 
 
 def linear_cross_entropy(
@@ -43,11 +44,11 @@ def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def _summed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     """Of rows: their loss, largest logit, sum of exponentials relative to it, all over the whole vocabulary; this rank's first
     column."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
+    several = tensor_size() > 1
+    first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[1] if several else 0
     found = partial_sums(logits, labels, first)
     largest, total, own = found
-    if size > 1:
+    if several:
         group = parallel_state.get_tensor_model_parallel_group()
         largest = largest.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -79,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dparameter is not None:
                 add_product(dparameter, dlogits.mT, hidden[rows], first=begin == 0)
             del logits, dlogits
-        if dhidden is not None and sum_gradient and parallel_state.get_tensor_model_parallel_world_size() > 1:
+        if dhidden is not None and sum_gradient and tensor_size() > 1:
             dist.all_reduce(dhidden, group=parallel_state.get_tensor_model_parallel_group())
         ctx.found = dhidden, dparameter
         return loss

@@ -22,10 +22,16 @@ from baton.models.mixer import Mixer, MixerContext
 from baton.models.norm import RMSNorm, Stream, summed
 from baton.models.stages import Stage, whole
 from baton.parallel.context_parallel import SequenceLink
-from baton.parallel.megatron import tensor_parallel
 from baton.parallel.param_layout import declare, layout_of
 from baton.parallel.pipeline import PipelineLink
-from baton.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, gather_tokens, megatron_config, part_of
+from baton.parallel.tensor import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    gather_from_tensor_group,
+    gather_tokens,
+    megatron_config,
+    part_of,
+)
 
 States = dict[str, State]
 """State of each layer, by the layer's number in the whole model."""
@@ -201,4 +207,4 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the whole (padded) vocabulary, fp32, on every tensor rank: [.., d_model] to [.., vocab]. For decoding."""
-        return tensor_parallel.gather_from_tensor_model_parallel_region(self.local_logits(hidden)).float()
+        return gather_from_tensor_group(self.local_logits(hidden)).float()

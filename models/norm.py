@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from baton.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from baton.models import cached_constants, init
 from baton.models.mixer import MixerContext
-from baton.parallel.megatron import tensor_parallel
 from baton.parallel.param_layout import ParameterLayout, declare
+from baton.parallel.tensor import copy_to_tensor_group, sum_over_tensor_group
 
 Stream = tuple[Tensor, Tensor | None]
 """A residual stream in two parts: the second, if any, is still to be added to the first, which the next norm does in passing."""
@@ -74,6 +74,5 @@ class SplitRMSNorm(nn.Module):
         x = (F.silu(x) if silu else x).to(self.weight.dtype)
         squares = x.square().sum(-1, keepdim=True)
         # summed forwards; and since every rank's outputs depend on the sum, its gradient is summed backwards
-        squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares)
-        squares = tensor_parallel.copy_to_tensor_model_parallel_region(squares)
+        squares = copy_to_tensor_group(sum_over_tensor_group(squares))
         return (x * torch.rsqrt(squares / self.width + self.eps) * self.weight).to(dtype)

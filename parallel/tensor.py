@@ -22,11 +22,29 @@ from baton.parallel.config import divisors
 from baton.parallel.embedding import embedding
 from baton.parallel.errors import LayoutError
 from baton.parallel.linear import linear
-from baton.parallel.megatron import ModelParallelConfig, tensor_parallel
+from baton.parallel.megatron import ModelParallelConfig, parallel_state, tensor_parallel
 from baton.parallel.param_layout import Init, ParameterLayout, declare
 
-copy_to_tensor_group = tensor_parallel.copy_to_tensor_model_parallel_region
-"""Identity whose backward sums the gradient over the tensor group: for a replicated input of split channels."""
+
+def tensor_size() -> int:
+    """Ranks of this process's tensor group; 1 where no groups were made, as in a program that uses the modules alone."""
+    ready = parallel_state.model_parallel_is_initialized()
+    return int(parallel_state.get_tensor_model_parallel_world_size()) if ready else 1
+
+
+def copy_to_tensor_group(x: Tensor) -> Tensor:
+    """Identity whose backward sums the gradient over the tensor group: for a replicated input of split channels."""
+    return x if tensor_size() == 1 else tensor_parallel.copy_to_tensor_model_parallel_region(x)
+
+
+def sum_over_tensor_group(x: Tensor) -> Tensor:
+    """The sum of all tensor ranks' x, whose backward is the identity."""
+    return x if tensor_size() == 1 else tensor_parallel.reduce_from_tensor_model_parallel_region(x)
+
+
+def gather_from_tensor_group(x: Tensor) -> Tensor:
+    """All tensor ranks' x, one after the other in the last dimension."""
+    return x if tensor_size() == 1 else tensor_parallel.gather_from_tensor_model_parallel_region(x)
 
 
 def megatron_config(tensor_size: int) -> ModelParallelConfig:
@@ -161,9 +179,11 @@ class RowParallelLinear(ComputeCopy, tensor_parallel.RowParallelLinear):
         x = x.to(self.compute_dtype)
         if return_input:
             x, y = linear(x, self.weight, self.plain_weight(), return_input=True)
-            return x, tensor_parallel.reduce_from_tensor_model_parallel_region(y, group=self.tp_group)
+            return x, sum_over_tensor_group(y)
         if self.sequence_parallel:
             x = _whole_parts(x.flatten(0, 1), self.config.tensor_model_parallel_size)
+        elif self.config.tensor_model_parallel_size == 1:
+            return self._forward_impl(x, self.weight)
         y, _ = super().forward(x)
         return y
 
@@ -192,11 +212,11 @@ class VocabParallelEmbedding(ComputeCopy, tensor_parallel.VocabParallelEmbedding
 
     def forward(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """dtype: of the result; None: fp32."""
-        ranks = self.tp_group.size()
+        ranks = tensor_size()
         first = self.vocab_start_index if ranks > 1 else None
         if not self.reduce_scatter_embeddings:
             x = embedding(ids, self.weight, first, dtype=dtype)
-            return tensor_parallel.reduce_from_tensor_model_parallel_region(x, group=self.tp_group)
+            return sum_over_tensor_group(x)
         # no rank has id -1, so its row is zero
         x = embedding(_whole_parts(ids.flatten(), ranks, value=-1), self.weight, first, dtype=dtype)
         return tensor_parallel.reduce_scatter_to_sequence_parallel_region(x, group=self.tp_group)

@@ -1,0 +1,56 @@
+"""Examples in README.md and docs/ do what they say."""
+
+import re
+import shlex
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language):
+    for page in PAGES:
+        for number, match in enumerate(_BLOCK.finditer(page.read_text(encoding="utf-8"))):
+            if match[1] == language:
+                yield pytest.param(match[2], id=f"{page.name}-{number}")
+
+
+@pytest.mark.parametrize("code", [block for block in blocks("python") if "add-a-recurrence" not in block.id])
+def test_python_examples_run(code):
+    """Those of add-a-recurrence.md are files that tests/test_add_a_recurrence.py puts together."""
+    exec(compile(code, "example", "exec"), {})
+
+
+@pytest.mark.parametrize("text", list(blocks("yaml")))
+def test_yaml_examples_are_settings_that_exist(text):
+    """A whole run file loads; a part of one has keys that the settings have."""
+    from baton.launcher.config import RunConfig
+
+    values = yaml.safe_load(text)
+    assert isinstance(values, dict)
+    unknown = values.keys() - RunConfig.model_fields.keys()
+    assert unknown <= {"nodes", "time", "environment"}, f"no such settings: {sorted(unknown)}"
+
+
+def test_commands_in_examples_exist(capsys):
+    from baton.launcher.cli import main
+
+    lines = [line for block in blocks("sh") for line in block.values[0].splitlines() if line.startswith("baton ")]
+    commands = {shlex.split(line, comments=True)[1] for line in lines}
+    assert len(commands) > 5
+    for command in sorted(commands):
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--help"])
+        assert ended.value.code == 0, command
+
+
+def test_models_and_run_files_in_examples_exist():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    shipped = files("baton.configs")
+    for kind, name in set(re.findall(r"configs/(models|runs)/([\w./-]+)\.yaml", text)):
+        assert (shipped / kind / f"{name}.yaml").is_file(), f"configs/{kind}/{name}.yaml"
