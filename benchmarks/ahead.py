@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import yaml
-from archive import noting, pack
+from archive import pack, record_cache_keys
 from torch import Tensor
 from triton import knobs
 
@@ -249,7 +249,7 @@ def main() -> None:
     )
     parser.add_argument("--archive", type=Path, help="also pack all of it for another installation: see archive.py")
     arguments = parser.parse_args()
-    with noting() as keys:
+    with record_cache_keys() as keys:
         for what in arguments.what:
             kind, *rest = what.split(":")
             if kind not in KINDS:

@@ -28,7 +28,7 @@ GROUP = "__grp__"
 
 
 @contextmanager
-def noting() -> Iterator[dict[str, str]]:
+def record_cache_keys() -> Iterator[dict[str, str]]:
     """Within it, what `compiling` collects: by a kernel's folder, what its name is made from beside Triton's files."""
     import triton.runtime.jit as jit
     from triton.runtime.cache import triton_key
@@ -57,7 +57,7 @@ def folder_of(key: str) -> str:
 
 
 def pack(keys: dict[str, str], cache: Path, archive: Path) -> int:
-    """Write an archive of those kernels of `noting` that are in the cache, and return how many they are."""
+    """Write an archive of those kernels of `record_cache_keys` that are in the cache, and return how many they are."""
     there = {folder: key for folder, key in sorted(keys.items()) if (cache / folder).is_dir()}
     new = archive.with_name(f"{archive.name}.new")
     with tarfile.open(new, "w:xz", preset=3) as tar, tempfile.TemporaryDirectory() as temporary:

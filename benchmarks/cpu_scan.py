@@ -91,7 +91,7 @@ class Case:
         pos = (torch.arange(length) + torch.arange(1, LANES + 1)[:, None] * 111) % DOCUMENT
         with torch.no_grad():
             y, leaving = recurrence.run(inputs, pos, state)
-        moving = {leaf.name for leaf in recurrence.leaves(inputs) if leaf.grad}
+        moving = {leaf.name for leaf in recurrence.state_specs(inputs) if leaf.grad}
         outputs = [y, *(x for name, x in leaving.items() if name in moving)]
         cotangents = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in outputs]
         return cls(recurrence, inputs, state, pos, cotangents, moving)

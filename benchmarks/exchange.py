@@ -104,7 +104,7 @@ class Ranked:
                     stack.callback(setattr, mixer, "link", mixer.link)
                     mixer.link = self.itself
             else:
-                stack.enter_context(self.link.alone())
+                stack.enter_context(self.link.local_only())
                 if form == "all-to-all":
                     stack.enter_context(over_heads(self.heads))
             yield

@@ -57,9 +57,9 @@ class HeadExchange:
     ) -> tuple[Tensor, State]:  # fmt: skip
         """In the place of `parallel.state_passing.carry`, for inputs that all have heads; no State leaves, for nothing comes
         behind."""
-        along = recurrence.along
-        own = (*self.to_heads(*inputs[:along]), *map(self.share, inputs[along:]))
-        return self.to_tokens(recurrence.outputs(own, self.pos, None)), {}
+        num_time_inputs = recurrence.num_time_inputs
+        own = (*self.to_heads(*inputs[:num_time_inputs]), *map(self.share, inputs[num_time_inputs:]))
+        return self.to_tokens(recurrence.forward_no_state(own, self.pos, None)), {}
 
     def gated_scan(self, of: SSMBlock, x_BTM: Tensor) -> tuple[Tensor, State]:
         """In the place of `SSMBlock.forward`."""
@@ -70,8 +70,8 @@ class HeadExchange:
         code, into, out = _Summed.apply(self, part).split([of.dt_rank, d_state, d_state], dim=-1)
         step_proj, bias = getattr(of, f"{of._step}_proj"), getattr(of, f"{of._step}_bias")
         step = F.linear(code, self.share(step_proj.weight).to(code.dtype))
-        inputs, along = of.scanned(u, step, into, out, z, bias), of.recurrence.along
-        y, _ = of.recurrence.run((*inputs[:along], *map(self.share, inputs[along:])), self.pos, None)
+        inputs, num_time_inputs = of.scanned(u, step, into, out, z, bias), of.recurrence.num_time_inputs
+        y, _ = of.recurrence.run((*inputs[:num_time_inputs], *map(self.share, inputs[num_time_inputs:])), self.pos, None)
         return of.out_proj(self.to_tokens(y)), {}
 
     def move_to_heads(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -72,7 +72,7 @@ def measure(mixer: str, tokens: int) -> dict[str, float]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     seconds = step(tokens)
     peak = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    border = sum(leaf.nbytes(1) for leaves in built.model.leaves.values() for leaf in leaves)
+    border = sum(leaf.nbytes(1) for leaves in built.model.state_specs.values() for leaf in leaves)
     scores = 4 * LAYERS if mixer == "bmojo" else 0
     meshes.shutdown()
     return {"peak": peak * 1024, "seconds": seconds / tokens, "border": border, "token": 8 + 8 + 8 + 4 + scores}

@@ -73,7 +73,7 @@ def numbers_carried(model: LanguageModel) -> int:
     """What goes from token to token per sequence; of what grows, all of an example's."""
     return sum(
         math.prod((LENGTH, *leaf.shape[1:]) if leaf.grows else leaf.shape)
-        for leaves in model.leaves.values()
+        for leaves in model.state_specs.values()
         for leaf in leaves
         if leaf.shape
     )

@@ -4,6 +4,6 @@ The one thing to know: every recurrence takes the state that arrives and returns
 sequence anywhere changes neither. `protocol` says what a State is; each folder's `op.py` holds its public function.
 """
 
-from baton.kernels.common.mkl_warmup import settle
+from baton.kernels.common.mkl_warmup import warm_up
 
-settle()  # here, because whoever computes anything imports this before it starts a thread
+warm_up()  # here, because whoever computes anything imports this before it starts a thread

@@ -56,7 +56,7 @@ def expect_tensor(
         raise KernelError(f"{kernel}: {name} is on {tensor.device}, expected {device} like the other arguments")
 
 
-def expect_leaves(kernel: str, name: str, state: object, leaves: Collection[str]) -> None:
+def expect_state_keys(kernel: str, name: str, state: object, leaves: Collection[str]) -> None:
     """Refuse `state` unless it is a mapping with exactly these keys. What it holds is checked by `expect_tensor`.
 
     Raises:

@@ -23,7 +23,7 @@ _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Leaf:
+class StateSpec:
     """One tensor of a State.
 
     Attributes:
@@ -45,16 +45,16 @@ class Leaf:
 
     def __post_init__(self) -> None:
         if self.tp is not None and not 0 <= self.tp < len(self.shape):
-            raise KernelError(f"Leaf: {self.name} has tp {self.tp}, expected None or a dimension of its shape {self.shape}")
+            raise KernelError(f"StateSpec: {self.name} has tp {self.tp}, expected None or a dimension of its shape {self.shape}")
         if self.grad and not self.dtype.is_floating_point:
-            raise KernelError(f"Leaf: {self.name} has dtype {self.dtype} and grad, expected a floating dtype or grad=False")
+            raise KernelError(f"StateSpec: {self.name} has dtype {self.dtype} and grad, expected a floating dtype or grad=False")
 
     def nbytes(self, batch: int) -> int:
         """Bytes of this leaf for `batch` lanes."""
         return batch * math.prod(self.shape) * self.dtype.itemsize
 
 
-def zeros(leaves: Sequence[Leaf], batch: int, device: torch.device | str) -> State:
+def zeros(leaves: Sequence[StateSpec], batch: int, device: torch.device | str) -> State:
     """The State of nothing read yet, for recurrences that begin from zero."""
     return {leaf.name: torch.zeros(batch, *leaf.shape, dtype=leaf.dtype, device=device) for leaf in leaves}
 
@@ -64,7 +64,7 @@ def detach(state: State) -> State:
     return {name: leaf.detach() for name, leaf in state.items()}
 
 
-class _NotMade:
+class _AbsentTensor:
     """In the place of a leaf that nobody wants. Whatever is asked of it is refused."""
 
     def __init__(self, name: str) -> None:
@@ -79,12 +79,12 @@ class _NotMade:
         raise KernelError(f"state: {self._name} was not made: the pass that it leaves was told that no State is wanted of it")
 
 
-def unwanted(leaves: Sequence[Leaf]) -> State:
+def absent_state(leaves: Sequence[StateSpec]) -> State:
     """In the place of a leaving State that nobody wants: its names, and no tensors. Whoever takes a leaf for one gets an error."""
-    return {leaf.name: cast(Tensor, _NotMade(leaf.name)) for leaf in leaves}
+    return {leaf.name: cast(Tensor, _AbsentTensor(leaf.name)) for leaf in leaves}
 
 
-def check(state: State, leaves: Sequence[Leaf], batch: int) -> None:
+def check(state: State, leaves: Sequence[StateSpec], batch: int) -> None:
     """Refuse a State that is not exactly what `leaves` describe, for `batch` lanes.
 
     Raises:
@@ -103,12 +103,12 @@ def check(state: State, leaves: Sequence[Leaf], batch: int) -> None:
             raise KernelError(f"state: {leaf.name} has dtype {tensor.dtype}, expected {leaf.dtype}")
 
 
-def flat_nbytes(leaves: Sequence[Leaf], batch: int) -> int:
+def flat_nbytes(leaves: Sequence[StateSpec], batch: int) -> int:
     """Bytes of the message that `to_flat` makes: what a receiver must have ready."""
     return sum(_padded(leaf.nbytes(batch)) for leaf in leaves)
 
 
-def to_flat(state: State, leaves: Sequence[Leaf]) -> Tensor:
+def to_flat(state: State, leaves: Sequence[StateSpec]) -> Tensor:
     """One contiguous message for a whole State: uint8 [flat_nbytes], each leaf in its own dtype, in the order of `leaves`.
 
     The message is a copy and carries no gradient: whoever sends it also sends the cotangents back. Padding is zero, so equal
@@ -126,7 +126,7 @@ def to_flat(state: State, leaves: Sequence[Leaf]) -> Tensor:
     return message
 
 
-def from_flat(message: Tensor, leaves: Sequence[Leaf], batch: int) -> State:
+def from_flat(message: Tensor, leaves: Sequence[StateSpec], batch: int) -> State:
     """The State in a message of `to_flat`. The leaves are views of `message`: no copy, so do not reuse its memory while they live.
 
     Raises:
@@ -145,7 +145,7 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _views(message: Tensor, leaves: Sequence[Leaf], batch: int) -> list[Tensor]:
+def _views(message: Tensor, leaves: Sequence[StateSpec], batch: int) -> list[Tensor]:
     views, start = [], 0
     for leaf in leaves:
         nbytes = leaf.nbytes(batch)
@@ -155,23 +155,23 @@ def _views(message: Tensor, leaves: Sequence[Leaf], batch: int) -> list[Tensor]:
 
 
 Inputs = tuple[Tensor, ...]
-"""What a recurrence reads: `along` tensors [batch, T, ...], then the parameters that all tokens share."""
+"""What a recurrence reads: `num_time_inputs` tensors [batch, T, ...], then the parameters that all tokens share."""
 
 
-class Effect(ABC):
+class StateTransition(ABC):
     """What a span of tokens does to the State that enters it, known without that State."""
 
     @abstractmethod
-    def advance(self, state: State) -> State:
+    def apply(self, state: State) -> State:
         """The State that leaves the span when `state` enters it."""
 
     @abstractmethod
-    def then(self, later: "Effect") -> "Effect":
+    def compose(self, later: "StateTransition") -> "StateTransition":
         """The effect of this span followed by `later`."""
 
 
 @dataclass(frozen=True)
-class Affine(Effect):
+class Affine(StateTransition):
     """S -> decay S + add, elementwise, leaf by leaf. decay broadcasts against its leaf; a start in the span makes it 0.
 
     The order of operations is fixed, multiply then add, so equal spans make equal bits wherever they are folded.
@@ -180,27 +180,27 @@ class Affine(Effect):
     decay: State
     add: State
 
-    def advance(self, state: State) -> State:
+    def apply(self, state: State) -> State:
         return {name: self.decay[name] * state[name] + add for name, add in self.add.items()}
 
-    def then(self, later: Effect) -> "Affine":
+    def compose(self, later: StateTransition) -> "Affine":
         assert isinstance(later, Affine)
-        return Affine({name: later.decay[name] * decay for name, decay in self.decay.items()}, later.advance(self.add))
+        return Affine({name: later.decay[name] * decay for name, decay in self.decay.items()}, later.apply(self.add))
 
 
 @dataclass(frozen=True)
-class MatrixAffine(Effect):
+class MatrixAffine(StateTransition):
     """S -> M S + add for leaves [batch, heads, d_key, d_value], M [batch, heads, d_key, d_key]; M is 0 where a document starts."""
 
     matrix: State
     add: State
 
-    def advance(self, state: State) -> State:
+    def apply(self, state: State) -> State:
         return {name: self.matrix[name] @ state[name] + add for name, add in self.add.items()}
 
-    def then(self, later: Effect) -> "MatrixAffine":
+    def compose(self, later: StateTransition) -> "MatrixAffine":
         assert isinstance(later, MatrixAffine)
-        return MatrixAffine({name: later.matrix[name] @ matrix for name, matrix in self.matrix.items()}, later.advance(self.add))
+        return MatrixAffine({name: later.matrix[name] @ matrix for name, matrix in self.matrix.items()}, later.apply(self.add))
 
 
 class Recurrence(ABC):
@@ -209,23 +209,23 @@ class Recurrence(ABC):
     Attributes:
         name: of the recurrence with its options, for messages and tests.
         input_names: of its inputs in order, as errors call them.
-        along: how many of the inputs, the first ones, run along time.
+        num_time_inputs: how many of the inputs, the first ones, run along time.
         needs_pos: whether `run` must be told positions also where no document starts.
         differentiable: whether anything it returns has a gradient.
-        chaotic: whether an error in a last bit grows from token to token until it is all there is.
+        error_amplifying: whether an error in a last bit grows from token to token until it is all there is.
         bfloat16_limit: relative error that outputs and gradients may have with inputs in bfloat16.
-        exact_cuts: whether the forms in PyTorch keep every bit of outputs and states wherever a sequence is cut; all keep them to
-            rounding.
+        split_bitwise_exact: whether the forms in PyTorch keep every bit of outputs and states wherever a sequence is cut; all keep
+            them to rounding.
     """
 
     name: str
     input_names: ClassVar[tuple[str, ...]]
-    along: ClassVar[int]
+    num_time_inputs: ClassVar[int]
     needs_pos: ClassVar[bool] = False
     differentiable: ClassVar[bool] = True
-    chaotic: bool = False
+    error_amplifying: bool = False
     bfloat16_limit: ClassVar[float] = 5e-3
-    exact_cuts: ClassVar[bool] = False
+    split_bitwise_exact: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return self.name
@@ -240,14 +240,14 @@ class Recurrence(ABC):
         return None
 
     @abstractmethod
-    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+    def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         """What is carried, for inputs of these shapes and dtypes."""
 
     @abstractmethod
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         """Outputs [batch, T, ...] and the leaving State, with exact gradients to inputs and state. state None: nothing read yet."""
 
-    def outputs(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
+    def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
         """The outputs alone, every bit as `run` returns them, and gradients too, for passes that drop the leaving State.
 
         To be overridden where making that costs something.
@@ -265,7 +265,7 @@ class Recurrence(ABC):
         Tests and checks on the machine compare the forms on them. wide: larger than one vector or tile.
         """
 
-    def early(self, inputs: Inputs, pos: Tensor | None) -> State | None:
+    def tail_state(self, inputs: Inputs, pos: Tensor | None) -> State | None:
         """The leaving State where it does not depend on the entering one, as a tail of enough tokens; else None. Differentiable."""
         return None
 
@@ -273,7 +273,7 @@ class Recurrence(ABC):
         """An example's inputs moved to where finite differences are accurate."""
         return inputs
 
-    def pull_back(
+    def vjp(
         self, inputs: Inputs, pos: Tensor | None, state: State | None, dy: Tensor, dstate: State | None
     ) -> tuple[tuple[Tensor, ...], State]:
         """Gradients of inputs and entering state ({} for None) for the cotangents dy and dstate; what dstate leaves out is zero."""
@@ -300,10 +300,10 @@ class LinearRecurrence(Recurrence):
     """
 
     @abstractmethod
-    def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
+    def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
         """The span's decay, or matrix, of each leaf, as `effect` takes it; 0 where a document starts in the span."""
 
-    def effect(self, transition: State, add: State) -> Effect:
+    def state_transition(self, transition: State, add: State) -> StateTransition:
         """The effect made of a transition and of what the span adds to a State of zeros."""
         return Affine(transition, add)
 
@@ -312,25 +312,25 @@ class LinearRecurrence(Recurrence):
         return transition
 
     @torch.no_grad()
-    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
         """States only, from nothing: the span's transition, which `begin_backward` is given again, and its effect."""
-        transition = self.transition(inputs, pos)
+        transition = self.transition_matrix(inputs, pos)
         _, add = self.run(inputs, pos, None)
-        return transition, self.effect(transition, add)
+        return transition, self.state_transition(transition, add)
 
     @torch.no_grad()
     def finish(self, inputs: Inputs, pos: Tensor | None, state: State) -> Tensor:
         """Outputs, given the State that entered."""
-        return self.outputs(inputs, pos, state)
+        return self.forward_no_state(inputs, pos, state)
 
-    def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> Effect:
+    def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> StateTransition:
         """The effect on cotangents: what dy alone adds to the entering State's cotangent, and the adjoint transition."""
-        _, add = self.pull_back(inputs, pos, state, dy, None)
-        return self.effect(self.adjoint(transition), add)
+        _, add = self.vjp(inputs, pos, state, dy, None)
+        return self.state_transition(self.adjoint(transition), add)
 
     def finish_backward(self, inputs: Inputs, pos: Tensor | None, state: State, dy: Tensor, dstate: State) -> tuple[Tensor, ...]:
         """Gradients of the inputs, given the leaving State's cotangent."""
-        return self.pull_back(inputs, pos, state, dy, dstate)[0]
+        return self.vjp(inputs, pos, state, dy, dstate)[0]
 
 
 class SequentialRecurrence(Recurrence):
@@ -358,5 +358,5 @@ class StateFirstRecurrence(Recurrence):
         """The State of nothing read, which `run` takes None for."""
 
     @abstractmethod
-    def leave(self, inputs: Inputs, pos: Tensor | None, state: State) -> State:
+    def final_state(self, inputs: Inputs, pos: Tensor | None, state: State) -> State:
         """The leaving State alone, every bit as `run` returns it; by plain autograd, with exact gradients to inputs and state."""

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
-from baton.kernels.protocol import Leaf, State
+from baton.kernels.protocol import State, StateSpec
 from baton.models.config import ModelConfig
-from baton.models.mixer import Mixer, MixerContext, build_mixer, leaving
+from baton.models.mixer import Mixer, MixerContext, build_mixer, need_final_state
 from baton.models.norm import RMSNorm, Stream, summed
 from baton.parallel.context_parallel import SequenceLink
 from baton.parallel.tensor import gather_tokens
@@ -32,7 +32,7 @@ class SubBlock(nn.Module):
     """Stream [B, T, d_model] (or this rank's part [part_of(B T), d_model]), pos [B, T], State or None -> stream, State.
 
     The stream's first part is in the residual stream's type, the second in the compute type. state_wanted: whether the State that
-    leaves will be taken; else it is not made, and what stands in its place refuses (baton.kernels.protocol.unwanted).
+    leaves will be taken; else it is not made, and what stands in its place refuses (baton.kernels.protocol.absent_state).
     """
 
     mixer: Mixer
@@ -48,7 +48,7 @@ class SubBlock(nn.Module):
         x, normed = self.norm(stream, self._compute_dtype)
         if self._split:
             normed = gather_tokens(normed, pos.shape)
-        with leaving(state_wanted):
+        with need_final_state(state_wanted):
             y, state = self.mixer(normed, pos, state)
         return (x, y), state
 
@@ -60,11 +60,11 @@ class Layer(nn.ModuleDict):
         super().__init__({name: SubBlock(name, config, context) for name in names})
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def state_specs(self) -> tuple[StateSpec, ...]:
         """What the layer carries per sequence."""
         found = []
         for name, block in self.items():
-            found += [dataclasses.replace(leaf, name=f"{name}.{leaf.name}") for leaf in cast(SubBlock, block).mixer.leaves]
+            found += [dataclasses.replace(leaf, name=f"{name}.{leaf.name}") for leaf in cast(SubBlock, block).mixer.state_specs]
         return tuple(found)
 
     def forward(self, stream: Stream, pos: Tensor, state: State | None, state_wanted: bool = True) -> tuple[Stream, State]:

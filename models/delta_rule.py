@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from baton.kernels.delta_rule.recurrence import DeltaRule
-from baton.kernels.protocol import Leaf, State
+from baton.kernels.protocol import State, StateSpec
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import cached_constants, init
 from baton.models.mixer import Mixer, MixerContext
@@ -46,12 +46,12 @@ class DeltaRuleMixer(Mixer):
         self.out_proj = context.output(values)
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def state_specs(self) -> tuple[StateSpec, ...]:
         """What is carried per sequence: the convolutions' last inputs and the state (fp32 whatever the matmuls use)."""
         d_key, d_value, tail = self.config.d_key, self.config.d_value, self.config.d_conv - 1
         widths = {"q": self.heads * d_key, "k": self.heads * d_key, "v": self.heads * d_value}
-        convs = (Leaf(f"conv_{name}", (tail, width), self.compute_dtype, tp=1, grad=True) for name, width in widths.items())
-        return (*convs, Leaf("S", (self.heads, d_key, d_value), self.norm.weight.dtype, tp=0, grad=True))
+        convs = (StateSpec(f"conv_{name}", (tail, width), self.compute_dtype, tp=1, grad=True) for name, width in widths.items())
+        return (*convs, StateSpec("S", (self.heads, d_key, d_value), self.norm.weight.dtype, tp=0, grad=True))
 
     @abstractmethod
     def log_decay(self, extra: Sequence[Tensor]) -> Tensor | None:

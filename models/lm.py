@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from baton.kernels.protocol import Leaf, State
+from baton.kernels.protocol import State, StateSpec
 from baton.models import init
 from baton.models.block import Layer, recomputation
 from baton.models.config import ModelConfig
@@ -120,7 +120,7 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, pos: Tensor, states: States | None = None, state_wanted: bool = True
     ) -> tuple[Tensor, States]:
         """state_wanted: whether the States that leave will be taken; else they are not made, and what is returned in their place
-        refuses (baton.kernels.protocol.unwanted), but where a link has handed them on."""
+        refuses (baton.kernels.protocol.absent_state), but where a link has handed them on."""
         stream: Stream = (self.embedding(tokens, self.hidden_dtype) if self.stage.first else tokens, None)
         leaving: States = {}
         for number, layer in self.layers.items():
@@ -153,9 +153,9 @@ class LanguageModel(nn.Module):
         return first, again
 
     @property
-    def leaves(self) -> dict[str, tuple[Leaf, ...]]:
+    def state_specs(self) -> dict[str, tuple[StateSpec, ...]]:
         """What each layer carries per sequence, in whole shapes, by the layer's number."""
-        return {number: cast(Layer, layer).leaves for number, layer in self.layers.items()}
+        return {number: cast(Layer, layer).state_specs for number, layer in self.layers.items()}
 
     @torch.no_grad()
     def through_stages(
@@ -182,9 +182,9 @@ class LanguageModel(nn.Module):
         """Of the same, and of the residual stream: less precise than parameters only where that is asked for."""
         return self._hidden_dtype if self._hidden_dtype != torch.float32 else next(self.parameters()).dtype
 
-    def alone(self) -> AbstractContextManager[None]:
+    def local_only(self) -> AbstractContextManager[None]:
         """Within it this rank has whole sequences: decoding."""
-        return nullcontext() if self.link is None else self.link.alone()
+        return nullcontext() if self.link is None else self.link.local_only()
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Summed negative log-likelihood (nats, fp32 scalar) of labels [B, T] int64; IGNORE_INDEX ones count nothing.

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
+from baton.kernels.protocol import Inputs, Recurrence, State, StateSpec
 from baton.models import init
 from baton.models.settings import MixerConfig
 from baton.parallel.context_parallel import SequenceLink
@@ -112,9 +112,9 @@ class Mixer(nn.Module, ABC):
     link: SequenceLink | None = None
     """The sequence group's neighbours; None: this rank has whole sequences."""
     seen: ClassVar[set[Recurrence] | None] = None
-    """Where recurrences that are carried are noted, within `noting`: they are then run as they are defined."""
+    """Where recurrences that are carried are noted, within `record_recurrences`: they are then run as they are defined."""
     state_wanted: ClassVar[bool] = True
-    """Whether the States that leave are wanted, within `leaving`. Else they are not made where nothing is handed on."""
+    """Whether the States that leave are wanted, within `need_final_state`. Else they are not made where nothing is handed on."""
     where: str = "a mixer"
     """This mixer's name in the model, "layers.3.mamba", as errors and counts of messages call it."""
 
@@ -135,7 +135,7 @@ class Mixer(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def leaves(self) -> tuple[Leaf, ...]:
+    def state_specs(self) -> tuple[StateSpec, ...]:
         """What is carried per sequence, in whole shapes (all tensor ranks together); () for what looks at one token at a time."""
 
     @abstractmethod
@@ -154,7 +154,7 @@ def build_mixer(config: MixerConfig, context: MixerContext) -> Mixer:
 
 
 @contextmanager
-def leaving(wanted: bool) -> Iterator[None]:
+def need_final_state(wanted: bool) -> Iterator[None]:
     """Within it mixers are run whose leaving States are wanted, or not. To be entered also where a layer is run again."""
     before, Mixer.state_wanted = Mixer.state_wanted, wanted
     try:
@@ -165,7 +165,7 @@ def leaving(wanted: bool) -> Iterator[None]:
 
 @torch.no_grad()
 @contextmanager
-def noting() -> Iterator[set[Recurrence]]:
+def record_recurrences() -> Iterator[set[Recurrence]]:
     """Within it, what mixers carry."""
     Mixer.seen = set()
     try:
@@ -179,7 +179,7 @@ def recurrences_of(model: nn.Module, d_model: int, dtype: torch.dtype) -> list[R
     step, so that no kernel is needed that steps do not need. A tensor group calls it together."""
     nested = {part for module in model.modules() if isinstance(module, Mixer) for part in module.modules() if part is not module}
     outer = {type(module): module for module in model.modules() if isinstance(module, Mixer) and module not in nested}
-    with noting() as seen:
+    with record_recurrences() as seen:
         for mixer in outer.values():
             device = next(mixer.parameters()).device
             pos = torch.arange(16, dtype=torch.int32, device=device)[None]

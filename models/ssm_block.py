@@ -11,7 +11,7 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from baton.kernels.protocol import Inputs, Leaf, LinearRecurrence, State
+from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import cached_constants, init
 from baton.models.mixer import Mixer, MixerContext
@@ -64,12 +64,12 @@ class SSMBlock(Mixer):
         self.out_proj = context.output(d_inner)
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def state_specs(self) -> tuple[StateSpec, ...]:
         """What is carried per sequence: the convolution's last inputs and the scan's state (fp32 whatever the matmuls use)."""
         (d_inner,) = layout_of(self.conv_bias).shape
         return (
-            Leaf("conv", (self.config.d_conv - 1, d_inner), self.compute_dtype, tp=1, grad=True),
-            Leaf("scan", (d_inner, self.config.d_state), self.conv_bias.dtype, tp=0, grad=True),
+            StateSpec("conv", (self.config.d_conv - 1, d_inner), self.compute_dtype, tp=1, grad=True),
+            StateSpec("scan", (d_inner, self.config.d_state), self.conv_bias.dtype, tp=0, grad=True),
         )
 
     @abstractmethod
@@ -94,7 +94,7 @@ class SSMBlock(Mixer):
         before = None if state is None else {"tail": state["conv"]}
         x_BTD, tail = self.carry(_CONV, conv_inputs, pos_BT, before)
         with recompute_in_backward(selective) as discard:
-            discard(x_BTD, lambda: _CONV.outputs(conv_inputs, pos_BT, before))
+            discard(x_BTD, lambda: _CONV.forward_no_state(conv_inputs, pos_BT, before))
             x_BTD, projected = self.x_proj(x_BTD, return_input=True)
             projected = copy_to_tensor_group(projected)
             dt_low_rank_BTR, B_BTN, C_BTN = projected.split([self.dt_rank, self.config.d_state, self.config.d_state], dim=-1)
@@ -102,7 +102,7 @@ class SSMBlock(Mixer):
             dt_BTD = dt_proj(dt_low_rank_BTR)
             D_D, dt_bias_D = self._or_zeros(self.D), self._or_zeros(getattr(self, f"{self._step}_bias"))
             inputs = self.scan_inputs(x_BTD, dt_BTD, B_BTN, C_BTN, D_D, z_BTD, dt_bias_D)
-            (leaf,) = self.recurrence.leaves(inputs)
+            (leaf,) = self.recurrence.state_specs(inputs)
             entering = None if state is None else {leaf.name: state["scan"]}
             discard(dt_BTD, lambda: dt_proj(dt_low_rank_BTR))
             y_BTD, scan = self.carry(self.recurrence, inputs, pos_BT, entering)

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from baton.kernels.protocol import Leaf, State, flat_nbytes, from_flat, to_flat
+from baton.kernels.protocol import State, StateSpec, flat_nbytes, from_flat, to_flat
 from baton.parallel import compat
 from baton.parallel.config import LayoutConfig
 from baton.parallel.errors import ExchangeError, LayoutError
@@ -131,7 +131,7 @@ class SequenceLink:
         self._here: defaultdict[tuple[Direction, Place, str, str], deque[State]] = defaultdict(deque)
         self._kept: list[State | None] | None = None
         self._replay: Iterator[State | None] | None = None
-        self._alone = False
+        self._local_only = False
         self._around: list[tuple[Direction, Carrier, Tensor, int]] = []
         self.observer: Callable[[Direction, Carrier, State], None] | None = None
         self.counted: Counter[tuple[str, str]] = Counter()
@@ -140,7 +140,7 @@ class SequenceLink:
     @property
     def active(self) -> bool:
         """Whether States go through here: not while every rank works for itself."""
-        return not self._alone
+        return not self._local_only
 
     @property
     def place(self) -> Place:
@@ -157,13 +157,13 @@ class SequenceLink:
         return self.exchange == "all_gather" and self.size > 1 and self._place.segments == 1
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def local_only(self) -> Iterator[None]:
         """Within it every rank has whole sequences: decoding, a monitor's text."""
-        before, self._alone = self._alone, True
+        before, self._local_only = self._local_only, True
         try:
             yield
         finally:
-            self._alone = before
+            self._local_only = before
 
     @contextmanager
     def segment(self, number: int, *, of: int) -> Iterator[None]:
@@ -193,7 +193,7 @@ class SequenceLink:
         finally:
             self._place = before
 
-    def send(self, direction: Direction, carrier: Carrier, state: State, leaves: tuple[Leaf, ...]) -> None:
+    def send(self, direction: Direction, carrier: Carrier, state: State, leaves: tuple[StateSpec, ...]) -> None:
         """Hand a State on without waiting, one message of each leaf's own type. Not at the end it goes to."""
         target = carrier.place.beyond(direction)
         assert target is not None
@@ -212,7 +212,7 @@ class SequenceLink:
         else:
             channel.send(message, self._ranks[target.rank], carrier.what(direction))
 
-    def receive(self, direction: Direction, carrier: Carrier, leaves: tuple[Leaf, ...], batch: int) -> Callable[[], State]:
+    def receive(self, direction: Direction, carrier: Carrier, leaves: tuple[StateSpec, ...], batch: int) -> Callable[[], State]:
         """Begin to receive the State that goes in `direction` to here; the result waits for it. Not at the end it comes from.
 
         On a GPU it begins as soon as it can, and spins until the message is there. Begun only when the computing stream comes to
@@ -240,7 +240,7 @@ class SequenceLink:
 
     def gather(self, direction: Direction, carrier: Carrier, parts: list[Tensor]) -> Callable[[], list[list[Tensor]]]:
         """Begin to gather every rank's `parts`, of the same shapes, strides and types everywhere; the result waits for all."""
-        leaves = tuple(Leaf(str(n), tuple(x.shape[1:]), x.dtype, None, grad=False) for n, x in enumerate(parts))
+        leaves = tuple(StateSpec(str(n), tuple(x.shape[1:]), x.dtype, None, grad=False) for n, x in enumerate(parts))
         message = to_flat({leaf.name: x for leaf, x in zip(leaves, parts, strict=True)}, leaves)
         arrival = self.channels["gather"].gather(message, carrier.what(direction))
         self._count(direction, carrier, message.numel() * (self.size - 1))
@@ -255,14 +255,14 @@ class SequenceLink:
 
         return wait
 
-    def send_around(self, state: State, leaves: tuple[Leaf, ...]) -> None:
+    def send_around(self, state: State, leaves: tuple[StateSpec, ...]) -> None:
         """From the last rank to the first: what leaves the last virtual segment of all layers, as one message."""
         message = to_flat(state, leaves)
         carrier = Carrier("all recurrences", "all layers", self._place)
         self.channels["around right"].send(message, self._ranks[0], carrier.what("right"))
         self._count("right", carrier, message.numel())
 
-    def receive_around(self, leaves: tuple[Leaf, ...], batch: int) -> State:
+    def receive_around(self, leaves: tuple[StateSpec, ...], batch: int) -> State:
         """On the first rank: what the last one sent by `send_around`."""
         carrier = Carrier("all recurrences", "all layers", self._place)
         with self.aside.stream():

@@ -23,7 +23,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, Recurrence, State, StateFirstRecurrence, unwanted, zeros
+from baton.kernels.protocol import (
+    Inputs,
+    LinearRecurrence,
+    Recurrence,
+    State,
+    StateFirstRecurrence,
+    StateSpec,
+    StateTransition,
+    absent_state,
+    zeros,
+)
 from baton.parallel.context_parallel import Carrier, Direction, SequenceLink
 from baton.parallel.profiler_ranges import RECURRENCE, span
 
@@ -46,7 +56,7 @@ def carry(
             return _linked(link, recurrence, inputs, pos, state, where)
         if state_wanted:
             return recurrence.run(inputs, pos, state)
-        return recurrence.outputs(inputs, pos, state), unwanted(recurrence.leaves(inputs))
+        return recurrence.forward_no_state(inputs, pos, state), absent_state(recurrence.state_specs(inputs))
 
 
 def _linked(
@@ -55,7 +65,7 @@ def _linked(
     passage = _Passage(link, recurrence, inputs, where)
     given = state if passage.place.before("right") is None else None
     if passage.makes_effects:
-        tensors = () if given is None else tuple(given[leaf.name] for leaf in passage.leaves)
+        tensors = () if given is None else tuple(given[leaf.name] for leaf in passage.state_specs)
         y, *found = _ByEffect.apply(passage, recurrence, pos, len(inputs), *inputs, *tensors)
         return y, passage.named(found)
     with torch.set_grad_enabled(torch.is_grad_enabled() and recurrence.differentiable):
@@ -68,8 +78,8 @@ class _Passage:
     def __init__(self, link: SequenceLink, recurrence: Recurrence, inputs: Inputs, where: str) -> None:
         self.link, self.place = link, link.place
         self.carrier = Carrier(recurrence.name, where, link.place)
-        self.leaves = recurrence.leaves(inputs)
-        self.moving = tuple(leaf for leaf in self.leaves if leaf.grad)
+        self.state_specs = recurrence.state_specs(inputs)
+        self.moving = tuple(leaf for leaf in self.state_specs if leaf.grad)
         self.batch = inputs[0].shape[0]
         self.gathers = link.gathers and isinstance(recurrence, LinearRecurrence)
         self.makes_effects = self.gathers or (link.exchange == "early" and isinstance(recurrence, LinearRecurrence))
@@ -91,7 +101,7 @@ class _Passage:
                 self.link.send(direction, self.carrier, {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in leaves}, leaves)
         return state
 
-    def fold(self, direction: Direction, effect: Effect, given: State | None) -> State | None:
+    def fold(self, direction: Direction, effect: StateTransition, given: State | None) -> State | None:
         """The State that reaches this rank in `direction`: all ranks gather their spans' effects, and each applies those before it.
 
         The first rank in that direction, whose entering State nobody else has, gives what leaves it in place of what its span adds.
@@ -103,7 +113,7 @@ class _Passage:
         with self.link.aside.stream():
             if first:
                 assert given is not None
-                fields = {**fields, "add": effect.advance(given)}
+                fields = {**fields, "add": effect.apply(given)}
             wait = self.link.gather(direction, self.carrier, [fields[field][name] for field, name in names])
             if first:
                 return given
@@ -115,7 +125,7 @@ class _Passage:
             for n, span in enumerate(spans[:here]):
                 for (field, name), x in zip(names, span, strict=True):
                     fields[field] = {**fields[field], name: x}
-                state = fields["add"] if n == 0 else type(effect)(**fields).advance(state)
+                state = fields["add"] if n == 0 else type(effect)(**fields).apply(state)
                 # as it would have come in a message
                 state = {name: x.contiguous() for name, x in state.items()}
         self.link.aside.join(state)
@@ -123,10 +133,10 @@ class _Passage:
 
     def named(self, leaves: Sequence[Tensor]) -> State:
         """Tensors in the order of the leaves, as a State."""
-        return {leaf.name: x for leaf, x in zip(self.leaves, leaves, strict=True)}
+        return {leaf.name: x for leaf, x in zip(self.state_specs, leaves, strict=True)}
 
-    def _leaves(self, direction: Direction) -> tuple[Leaf, ...]:
-        return self.leaves if direction == "right" else self.moving
+    def _leaves(self, direction: Direction) -> tuple[StateSpec, ...]:
+        return self.state_specs if direction == "right" else self.moving
 
 
 Make = Callable[[Inputs, State], State]
@@ -140,22 +150,24 @@ def _around(passage: "_Passage", recurrence: Recurrence, inputs: Inputs, pos: Te
     if isinstance(recurrence, StateFirstRecurrence):
         entering = _enter(passage, given, lambda: recurrence.initial(inputs))
         assert entering is not None
-        inputs, entering, leaving = _hand_on_first(passage, lambda x, s: recurrence.leave(x, pos, s), None, inputs, entering)
-        return recurrence.outputs(inputs, pos, entering), leaving
+        inputs, entering, leaving = _hand_on_first(passage, lambda x, s: recurrence.final_state(x, pos, s), None, inputs, entering)
+        return recurrence.forward_no_state(inputs, pos, entering), leaving
     with torch.no_grad():
-        tail = recurrence.early(inputs, pos)
+        tail = recurrence.tail_state(inputs, pos)
     if tail is not None:
         rows = max(x.shape[1] for x in tail.values() if x.dim() > 1)
 
         def last(x: Inputs, _: State) -> State:
-            found = recurrence.early(x, pos[:, -x[0].shape[1] :])
+            found = recurrence.tail_state(x, pos[:, -x[0].shape[1] :])
             assert found is not None
             return found
 
-        piece = slice(inputs[0].shape[1] - rows, None), recurrence.along
+        piece = slice(inputs[0].shape[1] - rows, None), recurrence.num_time_inputs
         inputs, _, leaving = _hand_on_first(passage, last, piece, inputs, {})
-        return recurrence.outputs(inputs, pos, _enter(passage, given)), leaving
-    nothing = (lambda: zeros(passage.leaves, passage.batch, inputs[0].device)) if isinstance(recurrence, LinearRecurrence) else None
+        return recurrence.forward_no_state(inputs, pos, _enter(passage, given)), leaving
+    nothing = (
+        (lambda: zeros(passage.state_specs, passage.batch, inputs[0].device)) if isinstance(recurrence, LinearRecurrence) else None
+    )
     entering = _enter(passage, given, nothing)
     y, leaving = recurrence.run(inputs, pos, entering)
     return _hand_on(passage, y, leaving, entering or {})
@@ -174,7 +186,7 @@ def _enter(passage: _Passage, given: State | None, nothing: Callable[[], State] 
             return None
         with torch.no_grad():
             state = nothing()
-    tensors = () if given is None else tuple(given[leaf.name] for leaf in passage.leaves)
+    tensors = () if given is None else tuple(given[leaf.name] for leaf in passage.state_specs)
     return passage.named(_Enter.apply(passage, state, _anchor(state), *tensors))
 
 
@@ -190,18 +202,18 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, passage: _Passage, state: State, anchor: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.passage, ctx.given = passage, bool(given)
         # views: in a recomputation the tensors themselves are the first pass's
-        found = [state[leaf.name].view_as(state[leaf.name]) for leaf in passage.leaves]
-        ctx.mark_non_differentiable(*(x for x, leaf in zip(found, passage.leaves, strict=True) if not leaf.grad))
+        found = [state[leaf.name].view_as(state[leaf.name]) for leaf in passage.state_specs]
+        ctx.mark_non_differentiable(*(x for x, leaf in zip(found, passage.state_specs, strict=True) if not leaf.grad))
         return tuple(found)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dstate: Tensor) -> tuple[Any, ...]:
         passage = ctx.passage
-        dentering = {leaf.name: dx for leaf, dx in zip(passage.leaves, dstate, strict=True) if leaf.grad}
+        dentering = {leaf.name: dx for leaf, dx in zip(passage.state_specs, dstate, strict=True) if leaf.grad}
         passage.send("left", lambda: dentering)
         passage.link.aside.join(dentering)
-        return (None, None, None, *([dentering.get(leaf.name) for leaf in passage.leaves] if ctx.given else []))
+        return (None, None, None, *([dentering.get(leaf.name) for leaf in passage.state_specs] if ctx.given else []))
 
 
 def _hand_on(passage: _Passage, y: Tensor, leaving: State, entering: State) -> tuple[Tensor, State]:
@@ -209,7 +221,7 @@ def _hand_on(passage: _Passage, y: Tensor, leaving: State, entering: State) -> t
 
     entering: what `_enter` gave, so that the backward pass comes there whatever the outputs hang on.
     """
-    own = [leaving[leaf.name] for leaf in passage.leaves]
+    own = [leaving[leaf.name] for leaf in passage.state_specs]
     y, *found = _HandOn.apply(passage, y, *own, *entering.values())
     return y, passage.named(found)
 
@@ -219,11 +231,11 @@ class _HandOn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, passage: _Passage, y: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.passage, ctx.entering = passage, len(tensors) - len(passage.leaves)
-        leaving = tensors[: len(passage.leaves)]
+        ctx.passage, ctx.entering = passage, len(tensors) - len(passage.state_specs)
+        leaving = tensors[: len(passage.state_specs)]
         _send(passage, passage.named(leaving))
-        found = [x if leaf.grad else x.detach() for x, leaf in zip(leaving, passage.leaves, strict=True)]
-        ctx.mark_non_differentiable(*(x for x, leaf in zip(found, passage.leaves, strict=True) if not leaf.grad))
+        found = [x if leaf.grad else x.detach() for x, leaf in zip(leaving, passage.state_specs, strict=True)]
+        ctx.mark_non_differentiable(*(x for x, leaf in zip(found, passage.state_specs, strict=True) if not leaf.grad))
         return y, *found
 
     @staticmethod
@@ -231,7 +243,7 @@ class _HandOn(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *dleaving: Tensor) -> tuple[Any, ...]:
         passage = ctx.passage
         arrived = _arrived(passage, dleaving)
-        return (None, dy, *(arrived.get(leaf.name) for leaf in passage.leaves), *(None,) * ctx.entering)
+        return (None, dy, *(arrived.get(leaf.name) for leaf in passage.state_specs), *(None,) * ctx.entering)
 
 
 def _hand_on_first(
@@ -260,10 +272,10 @@ class _HandOnFirst(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         leaving = make(tensors[:n], dict(zip(names, tensors[n:], strict=True)))
         _send(passage, leaving)
-        found = [leaving[leaf.name] for leaf in passage.leaves]
+        found = [leaving[leaf.name] for leaf in passage.state_specs]
         ctx.mark_non_differentiable(
             *(x for x in tensors if not x.is_floating_point()),
-            *(x for x, leaf in zip(found, passage.leaves, strict=True) if not leaf.grad),
+            *(x for x, leaf in zip(found, passage.state_specs, strict=True) if not leaf.grad),
         )
         return *tensors, *found
 
@@ -304,7 +316,7 @@ def _send(passage: _Passage, leaving: State) -> None:
 
 def _arrived(passage: _Passage, dleaving: Sequence[Tensor]) -> State:
     """The leaving State's cotangent: from the right, or what the caller's use of it gave."""
-    used = {leaf.name: dx for leaf, dx in zip(passage.leaves, dleaving, strict=True) if leaf.grad}
+    used = {leaf.name: dx for leaf, dx in zip(passage.state_specs, dleaving, strict=True) if leaf.grad}
     found = passage.arriving("left", used)()
     assert found is not None
     return found
@@ -317,7 +329,7 @@ class _ByEffect(torch.autograd.Function):
     def forward(
         ctx: Any, passage: _Passage, recurrence: LinearRecurrence, pos: Tensor, n_inputs: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        inputs, leaves, link = tensors[:n_inputs], passage.leaves, passage.link
+        inputs, leaves, link = tensors[:n_inputs], passage.state_specs, passage.link
         given = passage.named(tensors[n_inputs:]) if len(tensors) > n_inputs else None
         nothing = given is None and passage.place.before("right") is None
         first = zeros(leaves, passage.batch, inputs[0].device) if nothing else given
@@ -335,9 +347,7 @@ class _ByEffect(torch.autograd.Function):
         entering = state
         link.keep(entering)
         leaving = (
-            effect.advance(entering)
-            if link.replaying or passage.gathers
-            else passage.send("right", lambda: effect.advance(entering))
+            effect.apply(entering) if link.replaying or passage.gathers else passage.send("right", lambda: effect.apply(entering))
         )
         y = recurrence.finish(inputs, pos, entering)
         link.aside.join(leaving)
@@ -354,7 +364,7 @@ class _ByEffect(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *dleft: Tensor) -> tuple[Any, ...]:
-        passage, recurrence, leaves = ctx.passage, ctx.recurrence, ctx.passage.leaves
+        passage, recurrence, leaves = ctx.passage, ctx.recurrence, ctx.passage.state_specs
         pos, *saved = ctx.saved_tensors
         inputs, rest = tuple(saved[: ctx.n_inputs]), saved[ctx.n_inputs :]
         entering = passage.named(rest[: len(leaves)])
@@ -365,7 +375,7 @@ class _ByEffect(torch.autograd.Function):
         dleaving = passage.fold("left", effect, used) if arriving is None else arriving()
         assert dleaving is not None
         arrived = dleaving
-        dentering = effect.advance(arrived) if passage.gathers else passage.send("left", lambda: effect.advance(arrived))
+        dentering = effect.apply(arrived) if passage.gathers else passage.send("left", lambda: effect.apply(arrived))
         grads = recurrence.finish_backward(inputs, pos, entering, dy, arrived)
         passage.link.aside.join(dentering)
         return (None, None, None, None, *grads, *([dentering[leaf.name] for leaf in leaves] if ctx.given else []))

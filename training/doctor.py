@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from baton.kernels.common.kernel_check import Finding, check, launch
+from baton.kernels.common.kernel_check import KernelCheckResult, check, launch
 from baton.kernels.compile.aot import META, Compiled, Target, compiling
 from baton.kernels.registry import recurrences
 from baton.models.mixer import recurrences_of
@@ -24,7 +24,7 @@ def compile_checks(wanted: Target, say: Callable[[str], None], processes: int | 
     return compiled
 
 
-def findings_on(device: torch.device) -> Iterator[Finding]:
+def findings_on(device: torch.device) -> Iterator[KernelCheckResult]:
     """Of every recurrence there is, in every precision that runs can have."""
     for recurrence in recurrences():
         for dtype in DTYPES.values():

@@ -9,28 +9,28 @@ import torch
 from torch import Tensor
 
 
-def runs(xs: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
+def merge_adjacent(xs: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
     """Of xs [..., width] those that follow each other in the rows of one tensor as one, and their widths."""
     found: list[tuple[Tensor, list[int]]] = []
     for x in xs:
         last = found[-1][0] if found else None
-        if last is not None and _follows(last, x):
+        if last is not None and _is_adjacent(last, x):
             found[-1] = last.as_strided((*x.shape[:-1], last.shape[-1] + x.shape[-1]), last.stride()), [*found[-1][1], x.shape[-1]]
         else:
             found.append((x, [x.shape[-1]]))
     return found
 
 
-def like(xs: Sequence[Tensor]) -> list[Tensor]:
+def empty_like_adjacent(xs: Sequence[Tensor]) -> list[Tensor]:
     """Memory for as many numbers; in rows that neighbours have together and to themselves."""
     return [
         part
-        for whole, widths in runs(xs)
+        for whole, widths in merge_adjacent(xs)
         for part in torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).split(widths, dim=-1)
     ]
 
 
-def _follows(left: Tensor, right: Tensor) -> bool:
+def _is_adjacent(left: Tensor, right: Tensor) -> bool:
     width, rows = left.shape[-1], left.stride()[:-1]
     return (
         left.untyped_storage()._cdata == right.untyped_storage()._cdata

@@ -25,24 +25,24 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if {x.dtype for x in tensors} == {torch.float64} else torch.float32
 
 
-def in_chunks(
-    step: Step, inputs: Inputs, along: int, *, pos: Tensor | None, state: State, chunk: int, last: Step | None = None
+def run_chunked(
+    step: Step, inputs: Inputs, num_time_inputs: int, *, pos: Tensor | None, state: State, chunk: int, last: Step | None = None
 ) -> tuple[Tensor, State]:
     """Run `step` over [batch, T, ...] inputs, `chunk` tokens at a time.
 
-    inputs: the first `along` run along time, the others are parameters. state: the entering one; leaves that are not floating
-    point are carried without a gradient. last: what the last chunk does instead, where the leaving State is not wanted: as `step`,
-    with {} for its State.
+    inputs: the first `num_time_inputs` run along time, the others are parameters. state: the entering one; leaves that are not
+    floating point are carried without a gradient. last: what the last chunk does instead, where the leaving State is not wanted:
+    as `step`, with {} for its State.
 
     Returns:
         outputs [batch, T, ...] and the leaving State ({} with `last`), with exact gradients to inputs and state.
     """
     names = tuple(state)
-    y, *leaves = _InChunks.apply(step, last or step, along, names, chunk, pos, *inputs, *state.values())
+    y, *leaves = _RunChunked.apply(step, last or step, num_time_inputs, names, chunk, pos, *inputs, *state.values())
     return y, dict(zip(names if last is None else (), leaves, strict=True))
 
 
-def _pull_back(outputs: list[Tensor], leaves: list[Tensor], cotangents: list[Tensor | None]) -> list[Tensor | None]:
+def _vjp(outputs: list[Tensor], leaves: list[Tensor], cotangents: list[Tensor | None]) -> list[Tensor | None]:
     """A gradient for each leaf, None for one that has none; outputs that no leaf reaches count nothing."""
     reached = [(y, dy) for y, dy in zip(outputs, cotangents, strict=True) if y.requires_grad]
     wanted = [x for x in leaves if x.requires_grad]
@@ -52,14 +52,21 @@ def _pull_back(outputs: list[Tensor], leaves: list[Tensor], cotangents: list[Ten
     return [next(found) if x.requires_grad else None for x in leaves]
 
 
-def _piece(inputs: Inputs, along: int, begin: int, end: int) -> Inputs:
-    return (*(x[:, begin:end] for x in inputs[:along]), *inputs[along:])
+def _piece(inputs: Inputs, num_time_inputs: int, begin: int, end: int) -> Inputs:
+    return (*(x[:, begin:end] for x in inputs[:num_time_inputs]), *inputs[num_time_inputs:])
 
 
-class _InChunks(torch.autograd.Function):
+class _RunChunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, step: Step, last: Step, along: int, names: tuple[str, ...], chunk: int, pos: Tensor | None, *tensors: Tensor
+        ctx: Any,
+        step: Step,
+        last: Step,
+        num_time_inputs: int,
+        names: tuple[str, ...],
+        chunk: int,
+        pos: Tensor | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         inputs, state = tensors[: len(tensors) - len(names)], dict(zip(names, tensors[len(tensors) - len(names) :], strict=True))
         length, kept = inputs[0].shape[1], any(ctx.needs_input_grad)
@@ -71,9 +78,9 @@ class _InChunks(torch.autograd.Function):
                 if kept:
                     borders.extend(state.values())
                 run = step if end < length else last
-                y, state = run(_piece(inputs, along, begin, end), None if pos is None else pos[:, begin:end], state)
+                y, state = run(_piece(inputs, num_time_inputs, begin, end), None if pos is None else pos[:, begin:end], state)
                 outputs.append(y)
-        ctx.step, ctx.last, ctx.along, ctx.names, ctx.chunk, ctx.pos = step, last, along, names, chunk, pos
+        ctx.step, ctx.last, ctx.num_time_inputs, ctx.names, ctx.chunk, ctx.pos = step, last, num_time_inputs, names, chunk, pos
         ctx.save_for_backward(*inputs, *borders)
         ctx.n_inputs = len(inputs)
         # contiguous copies: an input handed through unchanged may not be an output, and views would keep the piece alive
@@ -84,7 +91,7 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *dleaves: Tensor) -> tuple[Any, ...]:
-        saved, along, chunk, pos = ctx.saved_tensors, ctx.along, ctx.chunk, ctx.pos
+        saved, num_time_inputs, chunk, pos = ctx.saved_tensors, ctx.num_time_inputs, ctx.chunk, ctx.pos
         inputs, borders = saved[: ctx.n_inputs], saved[ctx.n_inputs :]
         length, width = inputs[0].shape[1], len(ctx.names)
         grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
@@ -92,7 +99,7 @@ class _InChunks(torch.autograd.Function):
         for number in reversed(range(-(-length // chunk))):
             begin, end = number * chunk, min((number + 1) * chunk, length)
             with torch.enable_grad(), without_autocast(dy):
-                leaves = [x.detach().requires_grad_() for x in _piece(inputs, along, begin, end)]
+                leaves = [x.detach().requires_grad_() for x in _piece(inputs, num_time_inputs, begin, end)]
                 entering = [
                     x.detach().requires_grad_(x.is_floating_point()) for x in borders[number * width : (number + 1) * width]
                 ]
@@ -100,10 +107,10 @@ class _InChunks(torch.autograd.Function):
                 y, leaving = run(
                     tuple(leaves), None if pos is None else pos[:, begin:end], dict(zip(ctx.names, entering, strict=True))
                 )
-                found = _pull_back([y, *leaving.values()], [*leaves, *entering], [dy[:, begin:end], *cotangents])
+                found = _vjp([y, *leaving.values()], [*leaves, *entering], [dy[:, begin:end], *cotangents])
             for n, (grad, part) in enumerate(zip(grads, found, strict=False)):
                 assert part is not None  # inputs are floating point
-                if n < along:
+                if n < num_time_inputs:
                     grad[:, begin:end] = part
                 else:
                     grad += part

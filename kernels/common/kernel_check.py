@@ -20,7 +20,7 @@ _BATCH, _TOKENS = 3, 70
 
 
 @dataclass(frozen=True)
-class Finding:
+class KernelCheckResult:
     """What a check found.
 
     tensor: the one that is worst beside what it may be off, "y", "leaving NAME", "d input N" or "d entering NAME". error:
@@ -45,7 +45,7 @@ class Finding:
         return f"{self.recurrence:<44} {dtype:<9} {self.error:.1e} of {self.limit:.1e} ({self.tensor}){said}: {verdict}"
 
 
-def check(recurrence: Recurrence, device: torch.device, dtype: torch.dtype, *, extreme: bool = False) -> Finding:
+def check(recurrence: Recurrence, device: torch.device, dtype: torch.dtype, *, extreme: bool = False) -> KernelCheckResult:
     """Compare. dtype: of what runs along time; extreme: gates, steps and keys that reach the ends of their ranges."""
     example = _example(recurrence, dtype, extreme)
 
@@ -54,7 +54,7 @@ def check(recurrence: Recurrence, device: torch.device, dtype: torch.dtype, *, e
 
     cpu = torch.device("cpu")
     expected, found, again = run(True, cpu, torch.float64), run(False, device, None), run(False, device, None)
-    loose = extreme or recurrence.chaotic
+    loose = extreme or recurrence.error_amplifying
     rounded = run(True, cpu, torch.float32) if loose else expected
     least = FLOAT32_LIMIT if dtype == torch.float32 else recurrence.bfloat16_limit
     rows = []
@@ -63,7 +63,9 @@ def check(recurrence: Recurrence, device: torch.device, dtype: torch.dtype, *, e
         rows.append((_error(found[name], want), limit, name))
     # nan first: it is larger than any limit, but compares as smaller
     error, limit, worst = max(rows, key=lambda row: (row[0] != row[0], row[0] / row[1]))
-    return Finding(str(recurrence), dtype, worst, error, limit, all(torch.equal(again[name], x) for name, x in found.items()))
+    return KernelCheckResult(
+        str(recurrence), dtype, worst, error, limit, all(torch.equal(again[name], x) for name, x in found.items())
+    )
 
 
 def launch(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) -> None:
@@ -78,8 +80,8 @@ _Example = tuple[Inputs, State, Tensor]
 def _example(recurrence: Recurrence, dtype: torch.dtype, extreme: bool) -> _Example:
     inputs, state = recurrence.example(torch.Generator().manual_seed(0), _BATCH, _TOKENS, torch.float32, wide=True)
     inputs = inputs if extreme else recurrence.smooth(inputs)
-    inputs = (*(x.to(dtype) for x in inputs[: recurrence.along]), *inputs[recurrence.along :])
-    state = {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.leaves(inputs)}
+    inputs = (*(x.to(dtype) for x in inputs[: recurrence.num_time_inputs]), *inputs[recurrence.num_time_inputs :])
+    state = {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.state_specs(inputs)}
     return inputs, state, positions(torch.Generator().manual_seed(1), _BATCH, _TOKENS, 0.05).to(torch.int32)
 
 
@@ -94,7 +96,7 @@ def _run(
         x = x.to(cast or x.dtype) if x.is_floating_point() else x
         return (_part_of_wider(x, dim=-1) if view else x).requires_grad_(x.is_floating_point())
 
-    own = tuple(leaf(x, view=n < recurrence.along and not defined) for n, x in enumerate(inputs))
+    own = tuple(leaf(x, view=n < recurrence.num_time_inputs and not defined) for n, x in enumerate(inputs))
     entering = {name: leaf(x) for name, x in state.items()}
     with torch.enable_grad():
         y, leaving = (recurrence.reference if defined else recurrence.run)(own, _part_of_wider(pos.to(where), dim=1), entering)

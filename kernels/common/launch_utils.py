@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def in_rows(x: Tensor) -> Tensor:
+def contiguous_last_dim(x: Tensor) -> Tensor:
     """x, or a copy of it whose last dimension is contiguous; kernels are given the other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -23,12 +23,12 @@ def strides(*tensors: Tensor | None) -> tuple[int, ...]:
     return found
 
 
-def positions(pos: Tensor | None) -> Tensor | None:
+def int32_positions(pos: Tensor | None) -> Tensor | None:
     """int32 [B, T], contiguous, of positions as callers have them."""
     return None if pos is None else pos.to(torch.int32).contiguous()
 
 
-def aligned(x: Tensor) -> Tensor:
+def contiguous_aligned(x: Tensor) -> Tensor:
     """x, or a copy of it, contiguous and where kernels may read 16 bytes at once."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -15,7 +15,7 @@ FUNCTIONS = (
 """What ATen/cpu/vml.h hands on, for float32 and for float64."""
 
 
-def settle() -> None:
+def warm_up() -> None:
     """Call each once for each dtype. What is forked from this process need not."""
     for dtype in (torch.float32, torch.float64):
         x = torch.full((1,), 0.5, dtype=dtype, device="cpu")

@@ -2,7 +2,7 @@
 
 The one thing to know: a load is worth nothing ahead of time if the compiler does something with what was loaded: it waits. So rows
 are held as they are in memory, in registers of 32 bits. There are too few of those for the time that device memory takes, so what
-will be loaded is asked for earlier still, which takes none: then it is `near`.
+will be loaded is asked for earlier still, which takes none: then it is in the cache (`prefetch`).
 """
 
 import triton
@@ -36,7 +36,7 @@ def load_row(row, inside, present, FULL: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def held(x):
+def pack_bits(x):
     """What was loaded, in registers of 32 bits: narrower ones the compiler packs in pairs, and waits for the load to do it."""
     if x.dtype == tl.float32:
         return x
@@ -45,7 +45,7 @@ def held(x):
 
 
 @triton.jit
-def released(x, like):
+def unpack_bits(x, like):
     """What is held, in fp32. like: a pointer to where it was loaded from."""
     if like.dtype.element_ty == tl.float32:
         return x
@@ -61,12 +61,12 @@ def load_rows(base, t0, row, inside, end, STEPS: tl.constexpr, FULL: tl.constexp
     base += t0 * row
     found = ()
     for s in tl.static_range(STEPS):
-        found += (held(load_row(base + s * row, inside, t0 + s < end, FULL, EVEN)),)
+        found += (pack_bits(load_row(base + s * row, inside, t0 + s < end, FULL, EVEN)),)
     return found
 
 
 @triton.jit
-def loads_begun():
+def issue_loads():
     """Loads written before it begin before what is written behind it: a memory may be written anew behind a barrier. Without it the
     assembler moves a load down to where it is used, to save registers, and the load is not ahead of anything. With one warp it
     costs nothing."""
@@ -74,15 +74,15 @@ def loads_begun():
 
 
 @triton.constexpr_function
-def interpreted():
+def is_interpreted():
     return triton.knobs.runtime.interpret
 
 
 @triton.jit
-def near(at):
+def prefetch(at):
     """Asks for the lines of memory that the pointers `at` (or addresses, int64) point into, to be in the GPU's cache when they are
     loaded: nothing waits for it, and it takes no registers. A pointer must point at what is there."""
-    if not interpreted():
+    if not is_interpreted():
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [tl.cast(at, tl.int64, bitcast=True)], dtype=tl.int32, is_pure=False,
             pack=1,
@@ -90,38 +90,38 @@ def near(at):
 
 
 @triton.constexpr_function
-def in_a_line(pointer):
+def elements_per_line(pointer):
     """Elements, of what a pointer of this type points at."""
     return LINE.value * 8 // pointer.element_ty.primitive_bitwidth
 
 
 @triton.constexpr_function
-def lines_in(count, pointer):
+def num_lines(count, pointer):
     """Lines that `count` elements fill from a line's begin on; a power of two."""
-    return triton.next_power_of_2(-(-count // in_a_line(pointer)))
+    return triton.next_power_of_2(-(-count // elements_per_line(pointer)))
 
 
 @triton.jit
-def lines_from(first, count, MOST: tl.constexpr):
+def line_pointers(first, count, MOST: tl.constexpr):
     """Lines of `count` elements, MOST at most, that lie side by side from the pointer `first` on: a pointer in each lane."""
-    line = tl.arange(0, lines_in(MOST, first.dtype))
-    return first + tl.minimum(line * in_a_line(first.dtype), count - 1)
+    line = tl.arange(0, num_lines(MOST, first.dtype))
+    return first + tl.minimum(line * elements_per_line(first.dtype), count - 1)
 
 
 @triton.jit
-def lines_of(tensors, rows, channel, tokens, D: tl.constexpr, BD: tl.constexpr, TOKENS: tl.constexpr):
+def row_lines(tensors, rows, channel, tokens, D: tl.constexpr, BD: tl.constexpr, TOKENS: tl.constexpr):
     """Lines of the rows that the first TOKENS tokens, of `tokens`, have in a few tensors, BD channels, of D, from `channel` on: an
     address in each lane, and how many bytes further the next token's is. tensors: pointers to token 0's rows; rows: elements from
     one to the next. As many lines of a row as the first tensor's fills, if it begins where a line does."""
-    LINES: tl.constexpr = lines_in(BD, tensors[0].dtype)
+    LINES: tl.constexpr = num_lines(BD, tensors[0].dtype)
     EACH: tl.constexpr = LINES * triton.next_power_of_2(TOKENS)
     lane = tl.arange(0, triton.next_power_of_2(len(tensors)) * EACH)
     line, token = lane % LINES, tl.minimum(lane % EACH // LINES, tl.minimum(tokens, TOKENS) - 1)
     at, row = tl.zeros(lane.shape, tl.int64), tl.zeros(lane.shape, tl.int32)
     # lanes behind the last tensor's have the last one's again
     for i in tl.static_range(len(tensors)):
-        d = tl.minimum(channel + line * in_a_line(tensors[i].dtype), tl.minimum(channel + BD, D) - 1)
+        d = tl.minimum(channel + line * elements_per_line(tensors[i].dtype), tl.minimum(channel + BD, D) - 1)
         own = tensors[i] + (token.to(tl.int64) * rows[i] + d)
         at = tl.where(lane >= i * EACH, tl.cast(own, tl.int64, bitcast=True), at)
-        row = tl.where(lane >= i * EACH, rows[i] * (LINE // in_a_line(tensors[i].dtype)), row)
+        row = tl.where(lane >= i * EACH, rows[i] * (LINE // elements_per_line(tensors[i].dtype)), row)
     return at, row

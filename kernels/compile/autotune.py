@@ -313,7 +313,7 @@ def _eidetic_attention(request: launch_configs.Request, device: torch.device, dt
     leaves = [randn(sizes["heads"]), *(randn(sizes["groups"]) for _ in range(4))]
     score, dy = torch.rand(shape, generator=g, device=device), torch.randn_like(leaves[0])
     options = eidetic_attention.Options(window, min(16, window), 64, False, dim**-0.5)
-    state = eidetic.empty(eidetic.leaves(options, leaves[1], torch.float32), sizes["batch"], device)
+    state = eidetic.empty(eidetic.state_specs(options, leaves[1], torch.float32), sizes["batch"], device)
     pos = torch.arange(sizes["tokens"], device=device).expand(shape)
 
     def call(config: eidetic_attention.LaunchConfig) -> list[Tensor]:

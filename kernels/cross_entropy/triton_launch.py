@@ -18,7 +18,7 @@ def in_triton(logits: Tensor) -> bool:
 
 def partial_sums_triton(logits: Tensor, labels: Tensor, first: int, columns: int = COLUMNS) -> tuple[Tensor, Tensor, Tensor]:
     """As `op.partial_sums`. columns: of a step, a power of two."""
-    logits, labels = launch_utils.in_rows(logits), labels.contiguous()
+    logits, labels = launch_utils.contiguous_last_dim(logits), labels.contiguous()
     largest, total, own = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     _kernels().sums_kernel[(len(logits),)](
         logits, labels, largest, total, own, first, logits.stride(0), V=logits.shape[1], BV=columns, num_warps=8
@@ -30,7 +30,7 @@ def gradient_triton(
     logits: Tensor, labels: Tensor, first: int, largest: Tensor, total: Tensor, columns: int = COLUMNS
 ) -> Tensor:  # fmt: skip
     """As `op.gradient`. columns: of a program, a power of two."""
-    rows = launch_utils.in_rows(logits)
+    rows = launch_utils.contiguous_last_dim(logits)
     _kernels().gradient_kernel[(len(rows), -(-rows.shape[1] // columns))](
         rows, labels.contiguous(), largest.contiguous(), total.contiguous(), first, rows.stride(0), V=rows.shape[1], BV=columns,
         num_warps=8,

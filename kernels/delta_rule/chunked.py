@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.kernels.common.chunked_autograd import compute_dtype, in_chunks
+from baton.kernels.common.chunked_autograd import compute_dtype, run_chunked
 from baton.kernels.common.launch_utils import without_autocast
 from baton.kernels.protocol import Inputs, State
 
@@ -42,7 +42,7 @@ def delta_rule_chunked(
     if initial_state is None:
         initial_state = k.new_zeros(k.shape[0], *k.shape[2:], v.shape[3], dtype=dtype)
     step = partial(_step, scale=scale, dtype=dtype)
-    y, state = in_chunks(step, inputs, len(inputs), pos=pos, state={"S": initial_state}, chunk=chunk)
+    y, state = run_chunked(step, inputs, len(inputs), pos=pos, state={"S": initial_state}, chunk=chunk)
     return y, state["S"]
 
 

@@ -15,7 +15,7 @@ from baton.kernels.delta_rule.op import delta_rule
 from baton.kernels.delta_rule.reference import delta_rule_reference
 from baton.kernels.delta_rule.triton_launch import delta_rule_effect_triton
 from baton.kernels.gated_linear_attention.triton_launch import in_triton
-from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, MatrixAffine, State
+from baton.kernels.protocol import Inputs, LinearRecurrence, MatrixAffine, State, StateSpec, StateTransition
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class DeltaRule(LinearRecurrence):
         return ("q", "k", "v", "beta", "g") if self.gated else ("q", "k", "v", "beta")
 
     @property
-    def along(self) -> int:  # type: ignore[override]
+    def num_time_inputs(self) -> int:  # type: ignore[override]
         return len(self.input_names)
 
-    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+    def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         shape = (*inputs[1].shape[2:], inputs[2].shape[3])
-        return (Leaf("S", shape, compute_dtype(*inputs), tp=0, grad=True),)
+        return (StateSpec("S", shape, compute_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         y, S = delta_rule(*inputs, scale=self.scale, pos=pos, initial_state=None if state is None else state["S"])
@@ -52,20 +52,20 @@ class DeltaRule(LinearRecurrence):
         y, S = delta_rule_reference(*inputs, scale=self.scale, pos=pos, initial_state=None if state is None else state["S"])
         return y, {"S": S}
 
-    def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
+    def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
         """The product of all exp(g) (I - beta k k^T), the last one leftmost, [batch, heads, d_key, d_key]."""
         return {"S": self._effect(inputs, pos)[0]}
 
-    def effect(self, transition: State, add: State) -> Effect:
+    def state_transition(self, transition: State, add: State) -> StateTransition:
         return MatrixAffine(transition, add)
 
     def adjoint(self, transition: State) -> State:
         return {"S": transition["S"].transpose(2, 3)}
 
-    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
         """One pass without queries for both parts: the transition and what is added share everything but their columns."""
         matrix, add = self._effect(inputs, pos)
-        return {"S": matrix}, self.effect({"S": matrix}, {"S": add})
+        return {"S": matrix}, self.state_transition({"S": matrix}, {"S": add})
 
     def _effect(self, inputs: Inputs, pos: Tensor | None) -> tuple[Tensor, Tensor]:
         _, k, v, beta, *gate = inputs

@@ -76,7 +76,7 @@ def delta_rule_triton(
 ) -> tuple[Tensor, Tensor]:
     """As `op.delta_rule`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits, the inverse's not."""
     config = config or _launch_config_for(k, v, g)
-    y, leaving = _DeltaRule.apply(q, k, v, beta, g, initial_state, scale, launch_utils.positions(pos), config)
+    y, leaving = _DeltaRule.apply(q, k, v, beta, g, initial_state, scale, launch_utils.int32_positions(pos), config)
     return y, leaving
 
 
@@ -84,7 +84,7 @@ def delta_rule_effect_triton(
     k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, pos: Tensor | None, config: LaunchConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `chunked.delta_rule_effect`, of arguments that `delta_rule_triton` takes."""
-    run = _Run(k, k, v, beta, g, 1.0, launch_utils.positions(pos), config or _launch_config_for(k, v, g))
+    run = _Run(k, k, v, beta, g, 1.0, launch_utils.int32_positions(pos), config or _launch_config_for(k, v, g))
     X, Y = run.sum.sizes
     effects = run.effects(run.inverses(), run.pieces(-(-(Y + X) // run.walk(run.config.values)["BY"])))
     total, *others = effects.unbind(2)
@@ -127,7 +127,7 @@ class _Run:
         given = Given.of(q, k, v)
         self.sum = Sum("none" if g is None else "scalar", scale, pos, g, given, config, low=given.low)
         self.config = config if given.low else config.for_float32
-        self.beta, self.scale, (self.kernels, self.gradients) = launch_utils.in_rows(beta), scale, _kernels()
+        self.beta, self.scale, (self.kernels, self.gradients) = launch_utils.contiguous_last_dim(beta), scale, _kernels()
         self.sums = self.sum.prepare(None, None).sums
 
     def options(self, **own: int) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class _DeltaRule(torch.autograd.Function):
         q, k, v, beta, g, initial_state, inverse, pos = ctx.saved_tensors
         run = _Run(q, k, v, beta, g, ctx.scale, pos, ctx.config)
         dq, dk, dv, dbeta, dg, dfirst = run.backward(
-            _contiguous(initial_state), inverse, launch_utils.in_rows(dy), dlast.contiguous()
+            _contiguous(initial_state), inverse, launch_utils.contiguous_last_dim(dy), dlast.contiguous()
         )
         grads = (dq, dk, dv, dbeta.to(beta.dtype), None if g is None else dg.to(g.dtype), dfirst)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 3)

@@ -16,7 +16,16 @@ Shapes and layouts: see `triton_common`.
 import triton
 import triton.language as tl
 
-from baton.kernels.common.triton_prefetch import lines_from, lines_of, load_rows, loads_begun, near, reciprocal, released, sigmoid
+from baton.kernels.common.triton_prefetch import (
+    issue_loads,
+    line_pointers,
+    load_rows,
+    prefetch,
+    reciprocal,
+    row_lines,
+    sigmoid,
+    unpack_bits,
+)
 from baton.kernels.diagonal_scan.channel_reduce import store_channel_sums, sum_over_channels
 from baton.kernels.diagonal_scan.triton_common import (
     LN_2,
@@ -63,7 +72,7 @@ def diagonal_scan_transition_backward_kernel(
         tensors += (z + b * z_batch,)
         lengths += (z_row,)
     begin, end = p * split_len, tl.minimum((p + 1) * split_len, T)
-    lines, line_row = lines_of(tensors, lengths, tl.program_id(0) * BLOCK_D, end - begin, DIM, BLOCK_D, BLOCK_T)
+    lines, line_row = row_lines(tensors, lengths, tl.program_id(0) * BLOCK_D, end - begin, DIM, BLOCK_D, BLOCK_T)
     dt += b * dt_batch + d
     z += b * z_batch + d
     dy += b * dy_batch + d
@@ -85,8 +94,8 @@ def diagonal_scan_transition_backward_kernel(
         t1 = b * 0 + tl.maximum(t0 - BLOCK_T, begin)
         # what is loaded next time
         t2 = b * 0 + tl.maximum(t0 - 2 * BLOCK_T, begin)
-        near(lines + t2 * line_row)
-        near(bc_lines + t2 * bc_row_size(RECURRENCE, BLOCK_N))
+        prefetch(lines + t2 * line_row)
+        prefetch(bc_lines + t2 * bc_row_size(RECURRENCE, BLOCK_N))
         next_dts = load_rows(dt, t1, dt_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
         next_positions = load_positions(t1, end, pos, BLOCK_T, HAS_POS, EVEN_T)
         bits = document_start_bits(positions, BLOCK_T, HAS_POS)
@@ -95,17 +104,17 @@ def diagonal_scan_transition_backward_kernel(
         for s in tl.static_range(BLOCK_T - 1, -1, -1):
             t_next = b * 0 + t0 + (s - PREFETCH_T) if s >= PREFETCH_T else t1 + (BLOCK_T + s - PREFETCH_T)
             ahead += load_bc(t_next, end, bc, n, BLOCK_N, True, RECURRENCE, EVEN_T)
-            loads_begun()
+            issue_loads()
             B_t, C_t, k_square = ahead[:3]
             ahead = ahead[3:]
             present = True if EVEN_T else t0 + s < end
             starts_document = is_document_start(bits, s, HAS_POS)
-            dt_t, _ = activate_dt(RECURRENCE, ACTIVATE, released(dts[s], dt) + bias_d)
+            dt_t, _ = activate_dt(RECURRENCE, ACTIVATE, unpack_bits(dts[s], dt) + bias_d)
             _, first, second = decay_coefficients(RECURRENCE, dt_t, k_square, present, starts_document)
             decay = decay_block(RECURRENCE, A_log2e, first, second, B_t, BLOCK_N)
-            dy_t = released(dys[s], dy)
+            dy_t = unpack_bits(dys[s], dy)
             if HAS_Z:
-                z_t = released(zs[s], z)
+                z_t = unpack_bits(zs[s], z)
                 dy_t *= z_t * sigmoid(z_t)
             dh_next = decay * (dh_next + broadcast_channels(dy_t, BLOCK_N) * C_t[:, None, :, :])
         dts, dys, zs, positions = next_dts, next_dys, next_zs, next_positions
@@ -139,7 +148,7 @@ def diagonal_scan_backward_kernel(
         tensors += (z + b * z_batch,)
         lengths += (z_row,)
     begin, end = p * split_len, tl.minimum((p + 1) * split_len, T)
-    lines, line_row = lines_of(tensors, lengths, block * BLOCK_D, end - begin, DIM, BLOCK_D, CHECKPOINT_INTERVAL)
+    lines, line_row = row_lines(tensors, lengths, block * BLOCK_D, end - begin, DIM, BLOCK_D, CHECKPOINT_INTERVAL)
     x += b * x_batch + d
     dt += b * dt_batch + d
     z += b * z_batch + d
@@ -149,7 +158,7 @@ def diagonal_scan_backward_kernel(
     bc_lines = bc_cache_lines(bc, end - begin, BLOCK_N, RECURRENCE, CHECKPOINT_INTERVAL)
     pos += b * T
     checkpoint_lines = checkpoints + b * tl.cdiv(T, CHECKPOINT_INTERVAL) * DIM * DSTATE + block * (BLOCK_D * DSTATE)
-    checkpoint_lines = lines_from(checkpoint_lines, tl.minimum(DIM - block * BLOCK_D, BLOCK_D) * DSTATE, BLOCK_D * DSTATE)
+    checkpoint_lines = line_pointers(checkpoint_lines, tl.minimum(DIM - block * BLOCK_D, BLOCK_D) * DSTATE, BLOCK_D * DSTATE)
     dbc_partial += (block.to(tl.int64) * batch + b) * T * (2 * DSTATE)
     split_offset = (b * num_splits + p) * DIM
     scratch += ((b * num_splits + p) * tl.num_programs(0) + block) * (CHECKPOINT_INTERVAL // BLOCK_T * BLOCK_D * BLOCK_N)
@@ -164,9 +173,9 @@ def diagonal_scan_backward_kernel(
         c0 = b * 0 + begin + (chunks - 1 - k) * CHECKPOINT_INTERVAL
         # what is loaded next time
         c1 = b * 0 + tl.maximum(begin + (chunks - 2 - k) * CHECKPOINT_INTERVAL, begin)
-        near(lines + c1 * line_row)
-        near(bc_lines + c1 * bc_row_size(RECURRENCE, BLOCK_N))
-        near(checkpoint_lines + c1 // CHECKPOINT_INTERVAL * (DIM * DSTATE))
+        prefetch(lines + c1 * line_row)
+        prefetch(bc_lines + c1 * bc_row_size(RECURRENCE, BLOCK_N))
+        prefetch(checkpoint_lines + c1 // CHECKPOINT_INTERVAL * (DIM * DSTATE))
         # dy and z of the last block, which only the adjoint reads; x, dt, B and C of all tokens
         t0 = c0 + (BLOCKS - 1) * BLOCK_T
         dys = load_rows(dy, t0, dy_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
@@ -186,22 +195,22 @@ def diagonal_scan_backward_kernel(
         )
         bits = document_start_bits(positions, CHECKPOINT_INTERVAL, HAS_POS)
         # every thread has read the scratch memory before it is overwritten; the barrier below orders writes before reads
-        loads_begun()
+        issue_loads()
         for j in tl.static_range(BLOCKS - 1):
             next_bcs = ()
             for s in tl.static_range(BLOCK_T):
                 t = c0 + (j + 1) * BLOCK_T + s
                 next_bcs += load_bc(t, end, bc, n, BLOCK_N, j == BLOCKS - 2, RECURRENCE, EVEN_T)
-            loads_begun()
+            issue_loads()
             store_states(scratch + j * BLOCK_D * BLOCK_N, scratch_offset, h, True, BLOCK_N, True)
             for s in tl.static_range(BLOCK_T):
                 B_t, _C_t, k_square = bcs[3 * s : 3 * s + 3]
                 present = True if EVEN_T else c0 + j * BLOCK_T + s < end
                 starts_document = is_document_start(bits, j * BLOCK_T + s, HAS_POS)
-                dt_t, _ = activate_dt(RECURRENCE, ACTIVATE, released(dts[j * BLOCK_T + s], dt) + bias_d)
+                dt_t, _ = activate_dt(RECURRENCE, ACTIVATE, unpack_bits(dts[j * BLOCK_T + s], dt) + bias_d)
                 w, first, second = decay_coefficients(RECURRENCE, dt_t, k_square, present, starts_document)
                 decay = decay_block(RECURRENCE, A_log2e, first, second, B_t, BLOCK_N)
-                h = decay * h + input_block(RECURRENCE, A_log2e, w, released(xs[j * BLOCK_T + s], x), B_t, BLOCK_N)
+                h = decay * h + input_block(RECURRENCE, A_log2e, w, unpack_bits(xs[j * BLOCK_T + s], x), B_t, BLOCK_N)
             bcs = next_bcs
         xs, dts = xs[CHECKPOINT_INTERVAL - BLOCK_T :], dts[CHECKPOINT_INTERVAL - BLOCK_T :]
         tl.debug_barrier()
@@ -213,23 +222,23 @@ def diagonal_scan_backward_kernel(
             next_dts = load_rows(dt, t1, dt_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
             next_dys = load_rows(dy, t1, dy_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
             next_zs = load_rows(z, t1, z_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T) if HAS_Z else next_dys
-            loads_begun()
+            issue_loads()
             # the last token first
             dt_ts, ddt_slopes, dy_ts, h_befores, decays, dC_ts, dB_ts = (), (), (), (), (), (), ()
             for s in tl.static_range(BLOCK_T):
                 B_t, C_t, k_square = bcs[3 * s : 3 * s + 3]
                 present = True if EVEN_T else t0 + s < end
                 starts_document = is_document_start(bits, (BLOCKS - 1 - j) * BLOCK_T + s, HAS_POS)
-                dt_t, slope = activate_dt(RECURRENCE, ACTIVATE, released(dts[s], dt) + bias_d)
+                dt_t, slope = activate_dt(RECURRENCE, ACTIVATE, unpack_bits(dts[s], dt) + bias_d)
                 w, first, second = decay_coefficients(RECURRENCE, dt_t, k_square, present, starts_document)
                 decay = decay_block(RECURRENCE, A_log2e, first, second, B_t, BLOCK_N)
                 h_before = tl.where(starts_document, 0.0, h) if RECURRENCE == LONGHORN and HAS_POS else h
-                h = decay * h + input_block(RECURRENCE, A_log2e, w, released(xs[s], x), B_t, BLOCK_N)
-                dy_t = released(dys[s], dy)
+                h = decay * h + input_block(RECURRENCE, A_log2e, w, unpack_bits(xs[s], x), B_t, BLOCK_N)
+                dy_t = unpack_bits(dys[s], dy)
                 if HAS_Z:
-                    z_t = released(zs[s], z)
+                    z_t = unpack_bits(zs[s], z)
                     sigmoid_z = sigmoid(z_t)
-                    y_t = sum_over_states(h * C_t[:, None, :, :]) + D_d * released(xs[s], x)
+                    y_t = sum_over_states(h * C_t[:, None, :, :]) + D_d * unpack_bits(xs[s], x)
                     dz_t = dy_t * y_t * sigmoid_z * (1.0 + z_t * (1.0 - sigmoid_z))
                     tl.store(dz + (out + (t0 + s) * DIM), dz_t.to(dz.dtype.element_ty), mask=d_in & present)
                     dy_t *= z_t * sigmoid_z
@@ -251,11 +260,11 @@ def diagonal_scan_backward_kernel(
                     h = load_states(
                         scratch + tl.maximum(BLOCKS - 2 - j, 0) * (BLOCK_D * BLOCK_N), scratch_offset, True, BLOCK_N, True
                     )
-                    loads_begun()
+                    issue_loads()
                 t = t0 + BLOCK_T - 1 - r
                 exists = d_in if EVEN_T else d_in & (t < end)
                 B_t, C_t, _k_square = bcs[3 * (BLOCK_T - 1 - r) : 3 * (BLOCK_T - r)]
-                x_t = released(xs[BLOCK_T - 1 - r], x)
+                x_t = unpack_bits(xs[BLOCK_T - 1 - r], x)
                 dh = dh_next + broadcast_channels(dy_ts[r], BLOCK_N) * C_t[:, None, :, :]
                 dh_next = decays[r] * dh
                 if RECURRENCE == MAMBA_ZOH:

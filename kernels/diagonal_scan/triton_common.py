@@ -15,7 +15,7 @@ channel i ^ s.
 import triton
 import triton.language as tl
 
-from baton.kernels.common.triton_prefetch import LOG2_E, lines_from, load_row, reciprocal, sigmoid
+from baton.kernels.common.triton_prefetch import LOG2_E, line_pointers, load_row, reciprocal, sigmoid
 
 # MAMBA_ZOH: Mamba with the input held between tokens (zero-order hold) instead of Euler's rule
 MAMBA, LONGHORN, MAMBA_ZOH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -240,7 +240,9 @@ def load_bc(
 @triton.jit
 def bc_cache_lines(bc, tokens, BLOCK_N: tl.constexpr, RECURRENCE: tl.constexpr, TOKENS: tl.constexpr):
     """Pointers, one a lane, to the cache lines of `bc` that the first TOKENS of `tokens` tokens lie in."""
-    return lines_from(bc, tl.minimum(tokens, TOKENS) * bc_row_size(RECURRENCE, BLOCK_N), TOKENS * bc_row_size(RECURRENCE, BLOCK_N))
+    return line_pointers(
+        bc, tl.minimum(tokens, TOKENS) * bc_row_size(RECURRENCE, BLOCK_N), TOKENS * bc_row_size(RECURRENCE, BLOCK_N)
+    )
 
 
 @triton.jit

@@ -13,7 +13,7 @@ Shapes and layouts: see `triton_common`.
 import triton
 import triton.language as tl
 
-from baton.kernels.common.triton_prefetch import lines_of, load_rows, loads_begun, near, released, sigmoid
+from baton.kernels.common.triton_prefetch import issue_loads, load_rows, prefetch, row_lines, sigmoid, unpack_bits
 from baton.kernels.diagonal_scan.triton_common import (
     FORGET_ALL,
     LONGHORN,
@@ -52,7 +52,7 @@ def diagonal_scan_transition_kernel(
     bias_d = tl.load(dt_bias + d, mask=d_in, other=0.0).to(tl.float32) if ACTIVATE else 0.0
     begin, end = p * split_len, tl.minimum((p + 1) * split_len, T)
     tensors, lengths = (x + b * x_batch, dt + b * dt_batch), (x_row, dt_row)
-    lines, line_row = lines_of(tensors, lengths, tl.program_id(0) * BLOCK_D, end - begin, DIM, BLOCK_D, BLOCK_T)
+    lines, line_row = row_lines(tensors, lengths, tl.program_id(0) * BLOCK_D, end - begin, DIM, BLOCK_D, BLOCK_T)
     x += b * x_batch + d
     dt += b * dt_batch + d
     bc += b * T * bc_row_size(RECURRENCE, BLOCK_N)
@@ -73,8 +73,8 @@ def diagonal_scan_transition_kernel(
         t1 = b * 0 + (tl.minimum(t0 + BLOCK_T, end - BLOCK_T) if EVEN_T else t0 + BLOCK_T)
         # prefetch what the next iteration loads
         t2 = b * 0 + tl.minimum(t0 + 2 * BLOCK_T, last)
-        near(lines + t2 * line_row)
-        near(bc_lines + t2 * bc_row_size(RECURRENCE, BLOCK_N))
+        prefetch(lines + t2 * line_row)
+        prefetch(bc_lines + t2 * bc_row_size(RECURRENCE, BLOCK_N))
         next_xs = load_rows(x, t1, x_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
         next_dts = load_rows(dt, t1, dt_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
         next_positions = load_positions(t1, end, pos, BLOCK_T, HAS_POS, EVEN_T)
@@ -82,19 +82,19 @@ def diagonal_scan_transition_kernel(
         for s in tl.static_range(BLOCK_T):
             t_next = b * 0 + t0 + (s + PREFETCH_T) if s + PREFETCH_T < BLOCK_T else t1 + (s + PREFETCH_T - BLOCK_T)
             ahead += load_bc(t_next, end, bc, n, BLOCK_N, False, RECURRENCE, EVEN_T)
-            loads_begun()
+            issue_loads()
             B_t, _C_t, k_square = ahead[:3]
             ahead = ahead[3:]
             present = True if EVEN_T else t0 + s < end
             starts_document = is_document_start(bits, s, HAS_POS)
-            dt_t, _ = activate_dt(RECURRENCE, ACTIVATE, released(dts[s], dt) + bias_d)
+            dt_t, _ = activate_dt(RECURRENCE, ACTIVATE, unpack_bits(dts[s], dt) + bias_d)
             x_scale, first, second = decay_coefficients(RECURRENCE, dt_t, k_square, present, starts_document)
             decay = decay_block(RECURRENCE, A_log2e, first, second, B_t, BLOCK_N)
             if RECURRENCE == LONGHORN:
                 total_decay *= decay
             else:
                 total += first if RECURRENCE == MAMBA else tl.where(starts_document, FORGET_ALL, x_scale)
-            h = decay * h + input_block(RECURRENCE, A_log2e, x_scale, released(xs[s], x), B_t, BLOCK_N)
+            h = decay * h + input_block(RECURRENCE, A_log2e, x_scale, unpack_bits(xs[s], x), B_t, BLOCK_N)
         xs, dts, positions = next_xs, next_dts, next_positions
     if RECURRENCE != LONGHORN:
         total_decay = tl.exp2(broadcast_channels(tl.minimum(total, FORGET_ALL), BLOCK_N) * A_log2e)
@@ -146,7 +146,7 @@ def diagonal_scan_forward_kernel(
         tensors += (z + b * z_batch,)
         lengths += (z_row,)
     begin, end = p * split_len, tl.minimum((p + 1) * split_len, T)
-    lines, line_row = lines_of(tensors, lengths, tl.program_id(0) * BLOCK_D, end - begin, DIM, BLOCK_D, BLOCK_T)
+    lines, line_row = row_lines(tensors, lengths, tl.program_id(0) * BLOCK_D, end - begin, DIM, BLOCK_D, BLOCK_T)
     x += b * x_batch + d
     dt += b * dt_batch + d
     z += b * z_batch + d
@@ -180,8 +180,8 @@ def diagonal_scan_forward_kernel(
         t1 = b * 0 + (tl.minimum(t0 + BLOCK_T, end - BLOCK_T) if EVEN_T else t0 + BLOCK_T)
         # prefetch what the next iteration loads
         t2 = b * 0 + tl.minimum(t0 + 2 * BLOCK_T, last)
-        near(lines + t2 * line_row)
-        near(bc_lines + t2 * bc_row_size(RECURRENCE, BLOCK_N))
+        prefetch(lines + t2 * line_row)
+        prefetch(bc_lines + t2 * bc_row_size(RECURRENCE, BLOCK_N))
         next_xs = load_rows(x, t1, x_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
         next_dts = load_rows(dt, t1, dt_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
         next_positions = load_positions(t1, end, pos, BLOCK_T, HAS_POS, EVEN_T)
@@ -192,19 +192,19 @@ def diagonal_scan_forward_kernel(
         for s in tl.static_range(BLOCK_T):
             t_next = t0_64 + (s + PREFETCH_T) if s + PREFETCH_T < BLOCK_T else t1 + (s + PREFETCH_T - BLOCK_T)
             ahead += load_bc(t_next, end, bc, n, BLOCK_N, True, RECURRENCE, EVEN_T)
-            loads_begun()
+            issue_loads()
             B_t, C_t, k_square = ahead[:3]
             ahead = ahead[3:]
             present = True if EVEN_T else t0 + s < end
             starts_document = is_document_start(bits, s, HAS_POS)
-            dt_t, _ = activate_dt(RECURRENCE, ACTIVATE, released(dts[s], dt) + bias_d)
+            dt_t, _ = activate_dt(RECURRENCE, ACTIVATE, unpack_bits(dts[s], dt) + bias_d)
             x_scale, first, second = decay_coefficients(RECURRENCE, dt_t, k_square, present, starts_document)
             decay = decay_block(RECURRENCE, A_log2e, first, second, B_t, BLOCK_N)
-            x_t = released(xs[s], x)
+            x_t = unpack_bits(xs[s], x)
             h = decay * h + input_block(RECURRENCE, A_log2e, x_scale, x_t, B_t, BLOCK_N)
             y_t = sum_over_states(h * C_t[:, None, :, :]) + D_d * x_t
             if HAS_Z:
-                z_t = released(zs[s], z)
+                z_t = unpack_bits(zs[s], z)
                 y_t *= z_t * sigmoid(z_t)
             outputs += (y_t,)
         # last: the compiler does not move later loads above a store

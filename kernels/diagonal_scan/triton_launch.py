@@ -125,7 +125,9 @@ def diagonal_scan_triton(
         y [batch, T, channels] in x's dtype and the final state [batch, channels, d_state] in float32, with exact gradients to all
         inputs and the initial state.
     """
-    launch = _ScanLaunch(inputs, activate, zoh, launch_utils.positions(pos), config or _launch_config_for(inputs, activate, zoh))
+    launch = _ScanLaunch(
+        inputs, activate, zoh, launch_utils.int32_positions(pos), config or _launch_config_for(inputs, activate, zoh)
+    )
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state)):
         y, final = _Scan.apply(launch, initial_state, *inputs)
         return y, final
@@ -137,7 +139,9 @@ def state_transition_triton(
     inputs: ScanInputs, *, pos: Tensor | None, activate: bool = False, zoh: bool = False, config: LaunchConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """decay and add of h_T = decay h_0 + add, float32 [batch, channels, d_state] each, without computing outputs."""
-    launch = _ScanLaunch(inputs, activate, zoh, launch_utils.positions(pos), config or _launch_config_for(inputs, activate, zoh))
+    launch = _ScanLaunch(
+        inputs, activate, zoh, launch_utils.int32_positions(pos), config or _launch_config_for(inputs, activate, zoh)
+    )
     decay, add = launch.transitions()
     if launch.num_splits > 1:
         decay, add = decay.prod(1), launch.combine(decay, add, None)[1]
@@ -154,7 +158,9 @@ def state_transition_backward_triton(
     config: LaunchConfig | None = None,
 ) -> Tensor:
     """The part of the initial state's gradient that comes from dy [batch, T, channels], float32 [batch, channels, d_state]."""
-    launch = _ScanLaunch(inputs, activate, zoh, launch_utils.positions(pos), config or _launch_config_for(inputs, activate, zoh))
+    launch = _ScanLaunch(
+        inputs, activate, zoh, launch_utils.int32_positions(pos), config or _launch_config_for(inputs, activate, zoh)
+    )
     add = launch.transitions_backward(dy)
     return add[:, 0] if launch.num_splits == 1 else launch.combine(launch.transitions()[0], add, None, reverse=True)[1]
 
@@ -163,7 +169,7 @@ class _ScanLaunch:
     """Shapes, options and launches of one call."""
 
     def __init__(self, inputs: ScanInputs, activate: bool, zoh: bool, pos: Tensor | None, config: LaunchConfig) -> None:
-        self.inputs = ScanInputs(*(None if x is None else launch_utils.in_rows(x) for x in inputs))  # type: ignore[arg-type]
+        self.inputs = ScanInputs(*(None if x is None else launch_utils.contiguous_last_dim(x) for x in inputs))  # type: ignore[arg-type]
         self.pos, self.config = pos, config
         self.forward_kernels, self.backward_kernels = _kernels()
         self.batch, self.length, self.channels = inputs.x.shape
@@ -174,7 +180,7 @@ class _ScanLaunch:
         self.A = (
             inputs.x.new_zeros(self.channels, self.d_state, dtype=torch.float32)
             if inputs.A is None
-            else launch_utils.aligned(inputs.A)
+            else launch_utils.contiguous_aligned(inputs.A)
         )
         block_n = max(4, 1 << (self.d_state - 1).bit_length())
         self.bc = self.pack_bc(block_n)
@@ -218,7 +224,7 @@ class _ScanLaunch:
         once; see `diagonal_scan_pack_bc_kernel`."""
         from baton.kernels.diagonal_scan.triton_common import bc_row_size
 
-        B, C = launch_utils.in_rows(self.inputs.B), launch_utils.in_rows(self.inputs.C)
+        B, C = launch_utils.contiguous_last_dim(self.inputs.B), launch_utils.contiguous_last_dim(self.inputs.C)
         bc, tokens = self.empty(self.batch, self.length, bc_row_size(self.recurrence, block_n)), max(1, 1024 // block_n)
         self.forward_kernels.diagonal_scan_pack_bc_kernel[(-(-self.length // tokens), self.batch)](
             B, C, bc, self.length, self.d_state, *B.stride()[:2], *C.stride()[:2],
@@ -250,7 +256,7 @@ class _ScanLaunch:
         """The part of the gradient of each split's initial state that comes from the split's dy, [batch, num_splits, channels,
         d_state]."""
         _, dt, _, _, _, _, z, dt_bias = self.inputs
-        dy, add = launch_utils.in_rows(dy), self.empty(self.batch, self.num_splits, self.channels, self.d_state)
+        dy, add = launch_utils.contiguous_last_dim(dy), self.empty(self.batch, self.num_splits, self.channels, self.d_state)
         self.launch(
             self.backward_kernels.diagonal_scan_transition_backward_kernel, self.config.steps_summary, dt, self.A, self.bc,
             self.or_x(z), self.or_x(dt_bias), dy, self.or_x(self.pos), add, **self.strides(dt=dt, z=z, dy=dy),
@@ -273,7 +279,7 @@ class _ScanLaunch:
         """y, the final state and, if keep, what `backward` needs: checkpointed states [batch, chunks, channels, d_state] and, where
         the sequence is split, the decays of the splits."""
         x, dt, _, _, _, D, z, dt_bias = self.inputs
-        initial_states, decay = None if initial_state is None else launch_utils.aligned(initial_state), None
+        initial_states, decay = None if initial_state is None else launch_utils.contiguous_aligned(initial_state), None
         if self.num_splits > 1:
             decay, add = self.transitions()
             initial_states, _ = self.combine(decay, add, initial_states)
@@ -294,7 +300,11 @@ class _ScanLaunch:
     def backward(self, checkpoints: Tensor, decay: Tensor | None, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the initial state and of all inputs."""
         x, dt, A, B, C, D, z, dt_bias = self.inputs
-        dy, dfinal_states, block_t = launch_utils.in_rows(dy), launch_utils.aligned(dfinal), self.config.steps_back
+        dy, dfinal_states, block_t = (
+            launch_utils.contiguous_last_dim(dy),
+            launch_utils.contiguous_aligned(dfinal),
+            self.config.steps_back,
+        )
         batch, length, channels, d_state = self.batch, self.length, self.channels, self.d_state
         if decay is not None:
             dfinal_states = self.combine(decay, self.transitions_backward(dy), dfinal_states, reverse=True)[0]

@@ -3,7 +3,8 @@
 The one thing to know: a document publishes its memory every `window` tokens, at multiples of the window counted from its start, so
 a block of at most `window` tokens, wherever it is cut, meets at most one publication per lane. So every query sees its window, and
 either the memory that was frozen when the block began or the one published within it; one softmax covers all of them. The State
-that leaves a span needs no attention, and of all that was published in the span only the last: `leave` selects once for all blocks.
+that leaves a span needs no attention, and of all that was published in the span only the last: `final_state` selects once for all
+blocks.
 
 Shape suffixes: B batch, L tokens of a block or span, G key heads, K dim, M memory rows (eidetic, then fading), E eidetic, J keys.
 """
@@ -14,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.kernels.common.chunked_autograd import in_chunks
+from baton.kernels.common.chunked_autograd import run_chunked
 from baton.kernels.eidetic_attention.topk_memory import largest, take
 from baton.kernels.protocol import Inputs, State
 from baton.kernels.window_attention.chunked import attend, history, new_tails, read_so_far, visible
@@ -52,10 +53,10 @@ def eidetic_attention_chunked(
         return _step(inputs, pos.to(torch.int64), state, options, state_wanted)
 
     last = None if state_wanted else partial(step, state_wanted=False)
-    return in_chunks(step, inputs, len(inputs), pos=pos, state=state, chunk=min(chunk or _BLOCK, options.window), last=last)
+    return run_chunked(step, inputs, len(inputs), pos=pos, state=state, chunk=min(chunk or _BLOCK, options.window), last=last)
 
 
-def leave(inputs: Inputs, options: Options, *, pos: Tensor, state: State) -> State:
+def final_state(inputs: Inputs, options: Options, *, pos: Tensor, state: State) -> State:
     """The State that leaves a span of any length, as `eidetic_attention_chunked` returns it, to the bit; plain autograd."""
     pos = pos.to(torch.int64)
     rows = {name: x for name, x in zip(TAILS, inputs[1:], strict=False) if name in state}

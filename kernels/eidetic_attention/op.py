@@ -11,11 +11,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked, leave
+from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked, final_state
 from baton.kernels.eidetic_attention.joint_attention_launch import in_triton
 from baton.kernels.eidetic_attention.triton_launch import eidetic_attention_triton, innovation_triton
-from baton.kernels.errors import KernelError, expect_dtype, expect_leaves, expect_one_precision, expect_positions, expect_tensor
-from baton.kernels.protocol import Inputs, Leaf, State
+from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_state_keys, expect_tensor
+from baton.kernels.protocol import Inputs, State, StateSpec
 
 Norm = Literal["l2", "l1", "max"]
 
@@ -58,7 +58,7 @@ def eidetic_attention(
         score: innovation of each token, [batch, T], compared in float32 (float64); no gradient flows through it.
         window, n_fading, n_eidetic: numbers of tokens. n_fading is at most the window, and 0 with `sliding`.
         pos: position of each token in its document, int32 or int64 [batch, T].
-        state: what a call before returned (`leaves` describes it); None: nothing has been read, even where pos says that the
+        state: what a call before returned (`state_specs` describes it); None: nothing has been read, even where pos says that the
             document began earlier.
         scale: of the attention scores; None: dim^-1/2.
         state_wanted: whether the leaving State will be taken; else it is not made, and {} is returned.
@@ -75,7 +75,7 @@ def eidetic_attention(
     inputs, options, state = _checked((q, k, v, fading_k, fading_v, score), window, n_fading, n_eidetic, sliding, pos, state, scale)
     fused = in_triton(q, inputs[-1].dtype)
     if state is None:
-        state = {} if fused and not state_wanted else empty(leaves(options, k, inputs[-1].dtype), len(q), q.device)
+        state = {} if fused and not state_wanted else empty(state_specs(options, k, inputs[-1].dtype), len(q), q.device)
     if fused:
         return eidetic_attention_triton(inputs, options, pos=pos, state=state, fresh=fresh, state_wanted=state_wanted)
     return eidetic_attention_chunked(inputs, options, pos=pos, state=state, state_wanted=state_wanted)
@@ -106,8 +106,8 @@ def leaving_state(
     """
     inputs, options, state = _checked((q, k, v, fading_k, fading_v, score), window, n_fading, n_eidetic, sliding, pos, state, None)
     if state is None:
-        state = empty(leaves(options, k, inputs[-1].dtype), len(q), q.device)
-    return leave(inputs, options, pos=pos, state=state)
+        state = empty(state_specs(options, k, inputs[-1].dtype), len(q), q.device)
+    return final_state(inputs, options, pos=pos, state=state)
 
 
 def _checked(
@@ -135,11 +135,11 @@ def _checked(
     dtype = expect_one_precision(_KERNEL, q=q, k=k, v=v, fading_k=fading_k, fading_v=fading_v, score=score)
     expect_positions(_KERNEL, pos, batch, length, device)
     options = Options(window, n_fading, n_eidetic, sliding, dim**-0.5 if scale is None else scale)
-    expected = leaves(options, k, dtype)
+    expected = state_specs(options, k, dtype)
     inputs = (q, k, v, fading_k, fading_v, score.detach().to(dtype))
     if state is None:
         return inputs, options, None
-    expect_leaves(_KERNEL, "state", state, [leaf.name for leaf in expected])
+    expect_state_keys(_KERNEL, "state", state, [leaf.name for leaf in expected])
     for leaf in expected:
         state_axes = ("batch", "rows", "key heads", "dim")[: 1 + len(leaf.shape)]
         expect_tensor(_KERNEL, f"state {leaf.name}", state[leaf.name], state_axes, (batch, *leaf.shape), device)
@@ -147,33 +147,33 @@ def _checked(
     return inputs, options, {leaf.name: state[leaf.name] for leaf in expected}
 
 
-def leaves(options: Options, k: Tensor, score_dtype: torch.dtype) -> tuple[Leaf, ...]:
+def state_specs(options: Options, k: Tensor, score_dtype: torch.dtype) -> tuple[StateSpec, ...]:
     """What is carried: window and fading tails, the best tokens so far, the memory in use; heads split over the tensor group."""
     return _leaves(options, tuple(k.shape[2:]), k.dtype, score_dtype)
 
 
 @cache
-def _leaves(options: Options, heads: tuple[int, ...], dtype: torch.dtype, score_dtype: torch.dtype) -> tuple[Leaf, ...]:
-    found: list[Leaf] = []
+def _leaves(options: Options, heads: tuple[int, ...], dtype: torch.dtype, score_dtype: torch.dtype) -> tuple[StateSpec, ...]:
+    found: list[StateSpec] = []
 
     def rows(names: tuple[str, ...], n: int) -> None:
-        found.extend(Leaf(name, (n, *heads), dtype, tp=1, grad=True) for name in names)
+        found.extend(StateSpec(name, (n, *heads), dtype, tp=1, grad=True) for name in names)
 
     rows(("k", "v"), options.window - 1)
-    found.append(Leaf("seen", (), torch.int64, tp=None, grad=False))
+    found.append(StateSpec("seen", (), torch.int64, tp=None, grad=False))
     if options.fading_rows:
         rows(("fading_k", "fading_v"), options.fading_rows)
     if options.n_eidetic:
         rows(("best_k", "best_v"), options.n_eidetic)
-        found.append(Leaf("score", (options.n_eidetic,), score_dtype, tp=None, grad=False))
-        found.append(Leaf("where", (options.n_eidetic,), torch.int64, tp=None, grad=False))
+        found.append(StateSpec("score", (options.n_eidetic,), score_dtype, tp=None, grad=False))
+        found.append(StateSpec("where", (options.n_eidetic,), torch.int64, tp=None, grad=False))
     if options.n_eidetic + options.n_fading:
         rows(("frozen_k", "frozen_v"), options.n_eidetic + options.n_fading)
-        found.append(Leaf("frozen", (options.n_eidetic + options.n_fading,), torch.bool, tp=None, grad=False))
+        found.append(StateSpec("frozen", (options.n_eidetic + options.n_fading,), torch.bool, tp=None, grad=False))
     return tuple(found)
 
 
-def empty(expected: tuple[Leaf, ...], batch: int, device: torch.device) -> State:
+def empty(expected: tuple[StateSpec, ...], batch: int, device: torch.device) -> State:
     """The State of nothing read: zeros, and -1 for where an entry's token is."""
     fills = {"where": -1}
     return {

@@ -10,9 +10,9 @@ from torch import Tensor
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import randn
 from baton.kernels.eidetic_attention.chunked import Options
-from baton.kernels.eidetic_attention.op import Norm, eidetic_attention, empty, innovation, leaves, leaving_state
+from baton.kernels.eidetic_attention.op import Norm, eidetic_attention, empty, innovation, leaving_state, state_specs
 from baton.kernels.eidetic_attention.reference import eidetic_attention_reference
-from baton.kernels.protocol import Inputs, Leaf, Recurrence, State, StateFirstRecurrence
+from baton.kernels.protocol import Inputs, Recurrence, State, StateFirstRecurrence, StateSpec
 from baton.kernels.window_attention.chunked import new_tails
 
 
@@ -25,7 +25,7 @@ class EideticAttention(StateFirstRecurrence):
     n_eidetic: int
     sliding: bool = False
     input_names = ("q", "k", "v", "fading_k", "fading_v", "score")
-    along = 6
+    num_time_inputs = 6
     needs_pos = True
     bfloat16_limit = 2e-2  # on a GPU the fused attention rounds its weights too
 
@@ -37,23 +37,23 @@ class EideticAttention(StateFirstRecurrence):
     def _options(self, inputs: Inputs) -> Options:
         return Options(self.window, self.n_fading, self.n_eidetic, self.sliding, inputs[0].shape[-1] ** -0.5)
 
-    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
-        return leaves(self._options(inputs), inputs[1], compute_dtype(*inputs))
+    def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
+        return state_specs(self._options(inputs), inputs[1], compute_dtype(*inputs))
 
     @property
     def _sizes(self) -> dict[str, Any]:
         return {"window": self.window, "n_fading": self.n_fading, "n_eidetic": self.n_eidetic, "sliding": self.sliding}
 
     def initial(self, inputs: Inputs) -> State:
-        return empty(self.leaves(inputs), inputs[0].shape[0], inputs[0].device)
+        return empty(self.state_specs(inputs), inputs[0].shape[0], inputs[0].device)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         return eidetic_attention(*inputs, **self._sizes, pos=pos, state=state)  # type: ignore[arg-type]
 
-    def leave(self, inputs: Inputs, pos: Tensor | None, state: State) -> State:
+    def final_state(self, inputs: Inputs, pos: Tensor | None, state: State) -> State:
         return leaving_state(*inputs, **self._sizes, pos=pos, state=state)  # type: ignore[arg-type]
 
-    def outputs(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
+    def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
         return eidetic_attention(*inputs, **self._sizes, pos=pos, state=state, state_wanted=False)[0]  # type: ignore[arg-type]
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
@@ -88,13 +88,13 @@ class Innovation(Recurrence):
     norm: Norm = "l2"
     name = "innovation"
     input_names = ("y", "weights")
-    along = 1
+    num_time_inputs = 1
     needs_pos = True
     differentiable = False
 
-    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+    def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         y, weights = inputs
-        return (Leaf("tail", (weights.shape[0], y.shape[2]), y.dtype, tp=None, grad=False),)
+        return (StateSpec("tail", (weights.shape[0], y.shape[2]), y.dtype, tp=None, grad=False),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         y, weights = inputs
@@ -102,7 +102,7 @@ class Innovation(Recurrence):
         score, tail = innovation(y, weights, pos, self._tail(inputs, state), norm=self.norm)
         return score, {"tail": tail}
 
-    def outputs(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
+    def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
         y, weights = inputs
         assert pos is not None
         return innovation(y, weights, pos, self._tail(inputs, state), norm=self.norm, tail_wanted=False)[0]
@@ -112,7 +112,7 @@ class Innovation(Recurrence):
         y, weights = inputs
         return y.new_zeros(y.shape[0], weights.shape[0], y.shape[2]) if state is None else state["tail"]
 
-    def early(self, inputs: Inputs, pos: Tensor | None) -> State | None:
+    def tail_state(self, inputs: Inputs, pos: Tensor | None) -> State | None:
         y, weights = inputs
         assert pos is not None
         n = weights.shape[0]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.common import launch_utils
-from baton.kernels.common.launch_utils import positions
+from baton.kernels.common.launch_utils import int32_positions
 from baton.kernels.eidetic_attention.chunked import Options
 from baton.kernels.eidetic_attention.joint_attention_launch import Seen
 from baton.kernels.protocol import State
@@ -22,9 +22,9 @@ def publish(
 ) -> tuple[Seen, Tensor | None]:
     """What the tokens of a span of any length see, and the best tokens of the last one's document at the span's end.
 
-    score: float32 [B, T], on a GPU. pos: int32 or int64 [B, T]. state: as `op.leaves` describes it; None: nothing has been read.
-    The best are rows of the entries followed by the span's tokens, int32 [B, n_eidetic] in the order of time, -1 behind them; None
-    where they are not wanted, and without eidetic tokens.
+    score: float32 [B, T], on a GPU. pos: int32 or int64 [B, T]. state: as `op.state_specs` describes it; None: nothing has been
+    read. The best are rows of the entries followed by the span's tokens, int32 [B, n_eidetic] in the order of time, -1 behind
+    them; None where they are not wanted, and without eidetic tokens.
     """
     from baton.kernels.eidetic_attention import topk_memory_kernels
 
@@ -50,7 +50,7 @@ def publish(
         entered["frozen"] = entered["frozen"].view(torch.int8)
     read = (entered.get("seen"), score.contiguous(), *(entered.get(name) for name in ("score", "where", "frozen")))
     topk_memory_kernels.topk_memory_kernel[(blocks + (last is not None), batch)](
-        positions(pos), *(limit if x is None else x for x in (*read, *seen, last)), length, blocks,
+        int32_positions(pos), *(limit if x is None else x for x in (*read, *seen, last)), length, blocks,
         WINDOW=options.window, EIDETIC=eidetic, FADING=fading, FAR=int(options.sliding), OLD=int(old),
         BM=launch_utils.next_power_of_2(max(eidetic, 16)), BF=launch_utils.next_power_of_2(max(fading, 16)), BT=_TOKENS,
         num_warps=1,

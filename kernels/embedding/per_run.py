@@ -9,7 +9,7 @@ kernel adds them up.
 import triton
 import triton.language as tl
 
-from baton.kernels.common.triton_prefetch import held, released
+from baton.kernels.common.triton_prefetch import pack_bits, unpack_bits
 
 
 @triton.jit
@@ -35,13 +35,13 @@ def runs_kernel(
         for s in tl.static_range(STEPS):
             here = (own[s] >= 0) & (own[s] < vocabulary)
             row = tl.load(order + t + s, mask=t + s < tokens, other=0)  # does not wait for the id
-            loaded += (held(tl.load(rows + row * D + d, mask=here & inside, other=0.0)),)
+            loaded += (pack_bits(tl.load(rows + row * D + d, mask=here & inside, other=0.0)),)
             whole = here & (own[s] != before) & (own[s] != own[s + 1])
             added_to += (tl.load(into + own[s].to(tl.int64) * D + d, mask=whole & inside, other=0.0),)
         for s in tl.static_range(STEPS):
             here = (own[s] >= 0) & (own[s] < vocabulary)
             arrived, ends, last = own[s] == before, own[s] != own[s + 1], t + s == end - 1
-            total += released(loaded[s], rows)
+            total += unpack_bits(loaded[s], rows)
             whole = here & ends & (own[s] != before)
             tl.store(into + own[s].to(tl.int64) * D + d, added_to[s] + total, mask=whole & inside)
             part = here & ((arrived & (ends | last)) | (last & (own[s] == own[s + 1])))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
-from baton.kernels.common.adjacent_views import like, runs
+from baton.kernels.common.adjacent_views import empty_like_adjacent, merge_adjacent
 from baton.kernels.compile.aot import on_gpu
 
 _COLUMNS = 1024  # of a program
@@ -37,7 +37,7 @@ def activate(*xs: Tensor, logs: float | None = None) -> tuple[Tensor, ...]:
     of what is not in rows.
     """
     made = list[Tensor]()
-    for x, widths in runs(xs):
+    for x, widths in merge_adjacent(xs):
         rows = _rows(x)
         y = torch.empty(rows.shape, dtype=x.dtype if logs is None else torch.float32, device=x.device)
         grid, sizes = _launch(rows)
@@ -85,7 +85,7 @@ def _rows(x: Tensor) -> Tensor:
 def _gradients(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for them, whichever comes first."""
     turned = z.storage_offset() < x.storage_offset()
-    left, right = like((z, x) if turned else (x, z))
+    left, right = empty_like_adjacent((z, x) if turned else (x, z))
     return (right, left) if turned else (left, right)
 
 

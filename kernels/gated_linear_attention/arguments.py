@@ -74,8 +74,11 @@ class Given(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Given":
         heads = v.shape[2]
-        q, k = (x.expand(-1, -1, heads, -1) if x.shape[2] == 1 else x for x in (launch_utils.in_rows(q), launch_utils.in_rows(k)))
-        return cls(q, k, launch_utils.in_rows(v))
+        q, k = (
+            x.expand(-1, -1, heads, -1) if x.shape[2] == 1 else x
+            for x in (launch_utils.contiguous_last_dim(q), launch_utils.contiguous_last_dim(k))
+        )
+        return cls(q, k, launch_utils.contiguous_last_dim(v))
 
 
 class Side(NamedTuple):

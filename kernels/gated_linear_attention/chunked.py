@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.kernels.common.chunked_autograd import compute_dtype, in_chunks
+from baton.kernels.common.chunked_autograd import compute_dtype, run_chunked
 from baton.kernels.common.launch_utils import next_power_of_2, without_autocast
 from baton.kernels.gated_linear_attention.block import (
     ChannelDecay,
@@ -45,7 +45,7 @@ def gla_chunked(
     dtype = compute_dtype(*inputs)
     step = partial(_step, gate=gate, scale=scale, dtype=dtype)
     state = {"S": empty_state(k, v, dtype) if initial_state is None else initial_state}
-    y, leaving = in_chunks(step, inputs, len(inputs), pos=pos, state=state, chunk=chunk)
+    y, leaving = run_chunked(step, inputs, len(inputs), pos=pos, state=state, chunk=chunk)
     return y, leaving["S"]
 
 

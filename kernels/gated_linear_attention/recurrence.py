@@ -12,7 +12,7 @@ from baton.kernels.gated_linear_attention.chunked import gla_state
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate, along_state, gla_reference
 from baton.kernels.gated_linear_attention.triton_launch import gla_effect, in_triton
-from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
+from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, StateTransition
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class GatedLinearAttention(LinearRecurrence):
         return ("q", "k", "v") if self.gate == "none" else ("q", "k", "v", "g")
 
     @property
-    def along(self) -> int:  # type: ignore[override]
+    def num_time_inputs(self) -> int:  # type: ignore[override]
         return len(self.input_names)
 
-    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+    def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         k, v = inputs[1], inputs[2]
-        return (Leaf("S", (v.shape[2], k.shape[3], v.shape[3]), compute_dtype(*inputs), tp=0, grad=True),)
+        return (StateSpec("S", (v.shape[2], k.shape[3], v.shape[3]), compute_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         initial = None if state is None else state["S"]
@@ -55,7 +55,7 @@ class GatedLinearAttention(LinearRecurrence):
         y, S = gla_reference(*inputs, gate=self.gate, scale=self.scale, pos=pos, initial_state=initial)
         return y, {"S": S}
 
-    def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
+    def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
         """exp(sum of g): the product of the decays needs one sum over time."""
         dtype, v = compute_dtype(*inputs), inputs[2]
         total = v.new_zeros(v.shape[0], v.shape[2], dtype=dtype) if self.gate == "none" else inputs[3].to(dtype).sum(1)
@@ -63,13 +63,13 @@ class GatedLinearAttention(LinearRecurrence):
         return {"S": decay if pos is None else decay.masked_fill((pos == 0).any(1)[:, None, None, None], 0.0)}
 
     @torch.no_grad()
-    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
         """States only: this much less than a run is what can be sent before any output exists."""
-        transition = self.transition(inputs, pos)
+        transition = self.transition_matrix(inputs, pos)
         _, k, v, *gates = inputs
         implementation = gla_effect if in_triton(k, compute_dtype(*inputs)) else gla_state
         S = implementation(k, v, gates[0] if gates else None, gate=self.gate, pos=pos)
-        return transition, self.effect(transition, {"S": S})
+        return transition, self.state_transition(transition, {"S": S})
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         heads, d_key, d_value = (3, 17, 35) if wide else (2, 5, 3)

@@ -57,7 +57,7 @@ def gla_triton(
 ) -> tuple[Tensor, Tensor]:
     """As `op.gated_linear_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits."""
     config = config or launch_config_for(gate, Given(q, k, v))
-    y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch_utils.positions(pos), config)
+    y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch_utils.int32_positions(pos), config)
     return y, leaving
 
 
@@ -75,7 +75,7 @@ def gla_effect(
     products are of bfloat16 (default: where k and v have 16 bits)."""
     given = Given.of(k, k, v)
     low = given.low if low is None else low
-    run = Sum(gate, 1.0, launch_utils.positions(pos), g, given, config or launch_config_for(gate, Given(k, k, v)), low=low)
+    run = Sum(gate, 1.0, launch_utils.int32_positions(pos), g, given, config or launch_config_for(gate, Given(k, k, v)), low=low)
     wx, wy = run.writes
     prepared = run.prepare(None, wx)
     assert prepared.written is not None
@@ -93,7 +93,12 @@ class Sum:
         self.shared = not self.swapped and given.v.shape[2] > 1 and given.q.stride(2) == given.k.stride(2) == 0
         self.batch, self.length, self.heads, d_value = given.v.shape
         self.query_heads, d_key = given.q.shape[2], given.k.shape[3]
-        self.given, self.device, self.g, self.pos = given, given.v.device, None if g is None else launch_utils.in_rows(g), pos
+        self.given, self.device, self.g, self.pos = (
+            given,
+            given.v.device,
+            None if g is None else launch_utils.contiguous_last_dim(g),
+            pos,
+        )
         self.config = config if low else config.for_float32
         self.sizes = (d_value, d_key) if self.swapped else (d_key, d_value)
         self.scale = scale
@@ -234,7 +239,10 @@ class Sum:
             w = None if write is None else self.new(*shape, self.heads, Y, dtype=write)
             raw = Side(None, None)
         else:
-            (r, w), raw = projected.gradients, Side(*(None if of is None else launch_utils.in_rows(of) for of in projected.given))
+            (r, w), raw = (
+                projected.gradients,
+                Side(*(None if of is None else launch_utils.contiguous_last_dim(of) for of in projected.given)),
+            )
         BX, BY = self.block(X, self.config.x), self.block(Y, self.config.y)
         self.kernels.plain_kernel[(-(-Y // BY), self.chunks, self.batch * self.heads)](
             self.or_v(x.read), self.or_v(y.r), self.or_v(x.written), self.or_v(y.w), self.or_v(x.sums), self.or_v(self.pos), scores,
@@ -339,7 +347,7 @@ class _Gla(torch.autograd.Function):
             dy = q.new_zeros(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
         given = Given.of(q, k, v)
         run = Sum(ctx.gate, ctx.scale, pos, g, given, ctx.config, low=given.low)
-        dq, dk, dv, dg, dfirst = run.backward(initial_state, scores, launch_utils.in_rows(dy), dlast)
+        dq, dk, dv, dg, dfirst = run.backward(initial_state, scores, launch_utils.contiguous_last_dim(dy), dlast)
         # a head that all share was given to each, or to several at a time
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))
         grads = (dq, dk, dv, None if g is None else dg.to(g.dtype), dfirst)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.kernels.common.chunked_autograd import compute_dtype, in_chunks
+from baton.kernels.common.chunked_autograd import compute_dtype, run_chunked
 from baton.kernels.common.launch_utils import next_power_of_2, without_autocast
 from baton.kernels.gated_linear_attention.block import (
     ChannelDecay,
@@ -43,7 +43,7 @@ def gsa_chunked(
     dtype = compute_dtype(*inputs)
     state = empty_state(k, v, log_alpha, dtype) if initial_state is None else initial_state
     step = partial(_step, scale=scale, slot_activation=slot_activation, gate_logit_normalizer=gate_logit_normalizer, dtype=dtype)
-    return in_chunks(step, inputs, len(inputs), pos=pos, state={"k": state["k"], "v": state["v"]}, chunk=chunk)
+    return run_chunked(step, inputs, len(inputs), pos=pos, state={"k": state["k"], "v": state["v"]}, chunk=chunk)
 
 
 def empty_state(k: Tensor, v: Tensor, log_alpha: Tensor, dtype: torch.dtype) -> State:

@@ -9,7 +9,7 @@ from typing import get_args
 
 from torch import Tensor
 
-from baton.kernels.errors import KernelError, expect_dtype, expect_leaves, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_state_keys, expect_tensor
 from baton.kernels.gated_linear_attention.op import expect_attention
 from baton.kernels.gated_linear_attention.triton_launch import in_triton
 from baton.kernels.gated_slot_attention.chunked import gsa_chunked
@@ -81,7 +81,7 @@ def gated_slot_attention(
     slots = log_alpha.shape[3]
     dtype = expect_one_precision(_KERNEL, q=q, k=k, v=v, log_alpha=log_alpha)
     if initial_state is not None:
-        expect_leaves(_KERNEL, "initial_state", initial_state, ("k", "v"))
+        expect_state_keys(_KERNEL, "initial_state", initial_state, ("k", "v"))
         axes, sizes = ("batch", "heads", "d_key", "slots"), (batch, heads, d_key, slots)
         expect_tensor(_KERNEL, "initial_state k", initial_state["k"], axes, sizes, device)
         axes, sizes = ("batch", "heads", "slots", "d_value"), (batch, heads, slots, d_value)

@@ -14,7 +14,7 @@ from baton.kernels.gated_slot_attention.chunked import gsa_state
 from baton.kernels.gated_slot_attention.op import gated_slot_attention
 from baton.kernels.gated_slot_attention.reference import SlotActivation, activated, gsa_reference
 from baton.kernels.gated_slot_attention.triton_launch import gsa_effect
-from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
+from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, StateTransition
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class GatedSlotAttention(LinearRecurrence):
     remake: bool = False
     group: int = 1
     input_names = ("q", "k", "v", "log_alpha")
-    along = 4
+    num_time_inputs = 4
     # of products of bfloat16 a score is a thousandth of its size off, and the link multiplies what comes of it with its size; slots
     # that enter, of a few tokens' queries in groups, have a gradient 5.9e-3 off, all else is under 5.1e-3
     bfloat16_limit = 6.5e-3
@@ -42,12 +42,12 @@ class GatedSlotAttention(LinearRecurrence):
         projected = "" if self.gate_logit_normalizer is None else "-projected"
         return f"gated_slot_attention-{self.slot_activation}{projected}" + (f"-grouped-{self.group}" if self.group > 1 else "")
 
-    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+    def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         _, k, v, log_alpha = inputs
         heads, slots, dtype = k.shape[2], log_alpha.shape[3], compute_dtype(*inputs)
         return (
-            Leaf("k", (heads, k.shape[3], slots), dtype, tp=0, grad=True),
-            Leaf("v", (heads, slots, v.shape[3]), dtype, tp=0, grad=True),
+            StateSpec("k", (heads, k.shape[3], slots), dtype, tp=0, grad=True),
+            StateSpec("v", (heads, slots, v.shape[3]), dtype, tp=0, grad=True),
         )
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
@@ -60,7 +60,7 @@ class GatedSlotAttention(LinearRecurrence):
     def _options(self) -> dict[str, Any]:
         return {"scale": self.scale, "slot_activation": self.slot_activation, "gate_logit_normalizer": self.gate_logit_normalizer}
 
-    def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
+    def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
         """exp(sum of log_alpha), the same along either leaf's slots."""
         (log_alpha,) = activated(inputs[3:], self.gate_logit_normalizer)
         decay = log_alpha.to(compute_dtype(*inputs)).sum(1).exp()
@@ -69,11 +69,11 @@ class GatedSlotAttention(LinearRecurrence):
         return {"k": decay[:, :, None, :], "v": decay[:, :, :, None]}
 
     @torch.no_grad()
-    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
         """States only: this much less than a run is what can be sent before any output exists."""
-        transition = self.transition(inputs, pos)
+        transition = self.transition_matrix(inputs, pos)
         implementation = gsa_effect if in_triton(inputs[0], compute_dtype(*inputs)) else gsa_state
-        return transition, self.effect(
+        return transition, self.state_transition(
             transition, implementation(*inputs[1:], gate_logit_normalizer=self.gate_logit_normalizer, pos=pos)
         )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
-from baton.kernels.common.adjacent_views import like
+from baton.kernels.common.adjacent_views import empty_like_adjacent
 from baton.kernels.gate.triton_launch import activate
 from baton.kernels.gated_linear_attention.arguments import Given, LaunchConfig, Projected, Side
 from baton.kernels.gated_linear_attention.triton_launch import Sum, gla_effect, launch_config_for
@@ -44,7 +44,7 @@ def gsa_triton(
     """As `op.gated_slot_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. config: of
     both passes."""
     first = {"k": None, "v": None} if initial_state is None else initial_state
-    options = scale, slot_activation, gate_logit_normalizer, remake, launch_utils.positions(pos), config
+    options = scale, slot_activation, gate_logit_normalizer, remake, launch_utils.int32_positions(pos), config
     y, keys, values = _Gsa.apply(q, k, v, log_alpha, first["k"], first["v"], *options)
     return y, {"k": keys, "v": values}
 
@@ -112,7 +112,7 @@ class _Gsa(torch.autograd.Function):
         of_values = _values(weights_of(scores, ctx.slot_activation, q.dtype), write, v, log_alpha, pos, ctx.config, low)
         # of weights and strengths only differences reach what they are made of
         dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(
-            first_v, among_v, launch_utils.in_rows(dy), dvalues, wide="q", projected=values
+            first_v, among_v, launch_utils.contiguous_last_dim(dy), dvalues, wide="q", projected=values
         )
         dscores = weights_backward(scores, dweights, ctx.slot_activation)
         of_keys = _keys(q, k, write, log_alpha, ctx.scale, pos, ctx.config, low)
@@ -130,7 +130,7 @@ def _activated(*projected: Tensor, gate_logit_normalizer: float | None = None) -
 
 def _like(projected: Sequence[Tensor]) -> list[Tensor]:
     """Memory for gradients, [B, T, heads, width] each: neighbours' are neighbours."""
-    made = like([x.flatten(2) for x in projected])
+    made = empty_like_adjacent([x.flatten(2) for x in projected])
     return [y.unflatten(2, x.shape[2:]) for x, y in zip(projected, made, strict=True)]
 
 
@@ -195,7 +195,7 @@ def _gates_backward(
 ) -> Tensor:  # fmt: skip
     """The gradient of the gates that were given, in their dtype; into: memory for it, in which tokens are rows."""
     gates = log_alpha.contiguous()
-    raw, out = launch_utils.in_rows(given.flatten(2).flatten(0, 1)), torch.empty_like(gates) if into is None else into
+    raw, out = launch_utils.contiguous_last_dim(given.flatten(2).flatten(0, 1)), torch.empty_like(gates) if into is None else into
     grid, sizes = _rows(gates)
     _kernels().gates_backward_kernel[grid](
         gates, dg_k, dg_v, dwrite_k, dwrite_v, raw, out, gates.numel() // sizes["M"],

@@ -23,7 +23,7 @@ Shape suffixes as in `triton_forward`; a chunk has C tokens (BORDER), and what i
 import triton
 import triton.language as tl
 
-from baton.kernels.common.triton_prefetch import interpreted
+from baton.kernels.common.triton_prefetch import is_interpreted
 from baton.kernels.lattice.triton_forward import ENC
 
 # A slot's turn by a token has at least this cosine, so that f keeps all but two of its digits.
@@ -114,7 +114,7 @@ def numbers_at(at, N: tl.constexpr):
     """N numbers that lie side by side, as a tuple. Four at a time where they are as many and lie on 16 bytes: each load takes its
     turn, of one number as of four, and Triton loads single ones alone."""
     found = ()
-    if N % 4 == 0 and not interpreted():
+    if N % 4 == 0 and not is_interpreted():
         for n in tl.static_range(0, N, 4):
             found += tl.inline_asm_elementwise(
                 "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l,~{memory}", [tl.cast(at + n, tl.int64, bitcast=True)],

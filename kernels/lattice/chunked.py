@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.kernels.common.chunked_autograd import compute_dtype, in_chunks
+from baton.kernels.common.chunked_autograd import compute_dtype, run_chunked
 from baton.kernels.lattice.qr_chunk import Span, run_span, span_of
 from baton.kernels.lattice.sequential import run_steps
 from baton.kernels.lattice.step_loop import Starts, Tokens
@@ -31,7 +31,7 @@ class Options(NamedTuple):
     sparse: bool
 
     @property
-    def along(self) -> int:
+    def num_time_inputs(self) -> int:
         return 4 + self.forget + self.sparse
 
 
@@ -75,7 +75,7 @@ def lattice_chunked(
         y, S = advance(options, prepare(options, piece, pos), state["S"])
         return y.to(dtype), {"S": S}
 
-    y, state = in_chunks(step, inputs, options.along, pos=pos, state={"S": S}, chunk=chunk or chunk_length(options))
+    y, state = run_chunked(step, inputs, options.num_time_inputs, pos=pos, state={"S": S}, chunk=chunk or chunk_length(options))
     return y, state["S"]
 
 

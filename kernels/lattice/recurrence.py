@@ -15,7 +15,7 @@ from baton.kernels.lattice.op import lattice
 from baton.kernels.lattice.reference import lattice_reference
 from baton.kernels.lattice.triton_launch import in_triton, lattice_triton, no_kernel
 from baton.kernels.lattice.variant import Rule, Variant
-from baton.kernels.protocol import Inputs, Leaf, SequentialRecurrence, State, check
+from baton.kernels.protocol import Inputs, SequentialRecurrence, State, StateSpec, check
 
 
 class Context(NamedTuple):
@@ -48,11 +48,11 @@ class Lattice(SequentialRecurrence):
         return ("q", "k", "v", "gamma", *("mu" for _ in range(self.forget)), *("tau" for _ in range(self.sparse)), "S0")
 
     @property
-    def along(self) -> int:  # type: ignore[override]
-        return self.options.along
+    def num_time_inputs(self) -> int:  # type: ignore[override]
+        return self.options.num_time_inputs
 
     @property
-    def chaotic(self) -> bool:  # type: ignore[override]
+    def error_amplifying(self) -> bool:  # type: ignore[override]
         """Enc is, most of all with keys of 30: over a dozen seeds its error in float32 is up to 30 times that of the definition in
         float32, and as often smaller."""
         return self.variant == "enc"
@@ -65,8 +65,8 @@ class Lattice(SequentialRecurrence):
     def options(self) -> Options:
         return Options(Rule(self.variant, self.project), self.forget, self.sparse)
 
-    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
-        return (Leaf("S", tuple(inputs[-1].shape), compute_dtype(*inputs), tp=0, grad=True),)
+    def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
+        return (StateSpec("S", tuple(inputs[-1].shape), compute_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         arguments, initial = dict(zip(self.input_names, inputs, strict=True)), None if state is None else state["S"]
@@ -81,20 +81,20 @@ class Lattice(SequentialRecurrence):
     @torch.no_grad()
     def prepare(self, inputs: Inputs, pos: Tensor | None) -> Context:
         """Casts, masks, and an orthonormal basis of each chunk's values where the recurrence runs in one."""
-        along, length, step = self.along, inputs[0].shape[1], chunk_length(self.options)
+        num_inputs, length, step = self.num_time_inputs, inputs[0].shape[1], chunk_length(self.options)
         chunks = []
         with without_autocast(inputs[0]):
             limited = within_limits(self.options, inputs)
             if in_triton(inputs[0], compute_dtype(*inputs), sparse=self.sparse):
                 return Context(limited, pos, None)
             for begin in range(0, length, step):
-                piece = (*(x[:, begin : begin + step] for x in limited[:along]), *limited[along:])
+                piece = (*(x[:, begin : begin + step] for x in limited[:num_inputs]), *limited[num_inputs:])
                 chunks.append(prepare(self.options, piece, None if pos is None else pos[:, begin : begin + step]))
         return Context(limited, pos, chunks)
 
     @torch.no_grad()
     def run_prepared(self, context: Context, state: State) -> tuple[Tensor, State]:
-        check(state, self.leaves(context.inputs), context.inputs[0].shape[0])
+        check(state, self.state_specs(context.inputs), context.inputs[0].shape[0])
         ys = []
         with without_autocast(context.inputs[0]):
             S = entering(self.options, context.inputs, context.pos, state["S"])

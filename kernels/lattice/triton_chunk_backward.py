@@ -19,7 +19,7 @@ Shape suffixes: see `triton_forward`.
 import triton
 import triton.language as tl
 
-from baton.kernels.common.triton_prefetch import near
+from baton.kernels.common.triton_prefetch import prefetch
 from baton.kernels.lattice.chunk_kernel_utils import (
     exact,
     leave,
@@ -67,9 +67,9 @@ def ask_for_rows(rows, next_rows, first, C: tl.constexpr, BM: tl.constexpr, N: t
     row = number + (number > 0).to(tl.int32) + (number > 3).to(tl.int32)
     at = row * (C * BM) + tl.minimum(line % EACH * 32, N * BM - 1)
     if first > 0:
-        near(rows + (first - N) * BM + at)
+        prefetch(rows + (first - N) * BM + at)
     else:
-        near(next_rows + (C - N) * BM + at)
+        prefetch(next_rows + (C - N) * BM + at)
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def lattice_backward_pre_kernel(
     numbers += at * (BORDER * (BORDER + 3))
     rows += ((bh.to(tl.int64) * P + p) * chunks + n) * (ROWS * BORDER * BM)
     at_rows = rows + c[None, :] * BM + lane[:, None]
-    near(line_of(numbers, tl.arange(0, triton.next_power_of_2(LINES)), BORDER * (BORDER + 3)))
+    prefetch(line_of(numbers, tl.arange(0, triton.next_power_of_2(LINES)), BORDER * (BORDER + 3)))
     if tl.load(unsafe + (p * tl.num_programs(1) + bh) * chunks + n) == 0:
         h_t = tile(v + b * v_batch + h * v_head + here[:, None] * v_row + d[None, :], of_d, ALL)
         k_t = tile(k + b * k_batch + h * k_head + here[None, :] * k_row + m[:, None], of_m, ALL)
@@ -274,7 +274,7 @@ def lattice_chunk_backward_kernel(
         before = tl.cast(tl.maximum(n - 1, 0), tl.int64)
         next_rows, next_numbers = rows + before * (ROWS * BORDER * BM), numbers + before * N
         at_line = tl.where(line < ROW, next_rows + 5 * BORDER * BM, of_chunk) + tl.minimum(line, 2 * ROW - 1) * 32
-        near(tl.where(line < 2 * ROW, at_line, line_of(next_numbers, tl.maximum(line - 2 * ROW, 0), N)))
+        prefetch(tl.where(line < 2 * ROW, at_line, line_of(next_numbers, tl.maximum(line - 2 * ROW, 0), N)))
         if tl.load(unsafe + n) == 0:
             at_rows = of_chunk + c[None, :] * BM + lane[:, None]
             t = n * BORDER + c

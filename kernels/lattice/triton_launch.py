@@ -112,7 +112,7 @@ def lattice_triton(
         batch, length, heads, m = q.shape
         sizes = {"batch": batch, "tokens": length, "heads": heads, "d": v.shape[3], "m": m}
         config = launch_configs.choose(KERNEL, _DEFAULT, q.device, shape_of(rule, v.shape[3], m), sizes)
-    y, leaving = _Lattice.apply(q, k, v, gamma, mu, S0, S, rule, launch_utils.positions(pos), config)
+    y, leaving = _Lattice.apply(q, k, v, gamma, mu, S0, S, rule, launch_utils.int32_positions(pos), config)
     return y, leaving
 
 
@@ -133,7 +133,7 @@ class _Run:
         self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, mu: Tensor | None, S0: Tensor, rule: Rule, pos: Tensor | None,
         config: LaunchConfig,
     ) -> None:  # fmt: skip
-        self.q, self.k, self.v = (launch_utils.in_rows(x) for x in (q, k, v))
+        self.q, self.k, self.v = (launch_utils.contiguous_last_dim(x) for x in (q, k, v))
         self.gamma, self.mu, self.S0, self.pos, self.config = gamma, mu, S0.mT.contiguous(), pos, config
         self.kernels, self.variant, self.all = _kernels(), rule.variant, rule.variant == "dec"
         self.project = rule.project
@@ -238,7 +238,7 @@ class _Run:
             cut = self.cut(
                 slots, *((config.warps_all_back, config.parts_all_back) if self.all else (config.warps_back, config.parts_back))
             )
-        shape, steps, dy = (self.batch, self.length, self.heads), config.steps_back, launch_utils.in_rows(dy)
+        shape, steps, dy = (self.batch, self.length, self.heads), config.steps_back, launch_utils.contiguous_last_dim(dy)
         dq, dk = (self.new(*shape, self.m, dtype=x.dtype) for x in (self.q, self.k))
         dv = self.new(parts, *shape, self.d, dtype=self.v.dtype if parts == 1 else torch.float32)
         dgamma, dmu = self.new(parts, *shape), None if self.mu is None else self.new(parts, *shape)

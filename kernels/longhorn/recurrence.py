@@ -17,7 +17,7 @@ from baton.kernels.diagonal_scan.triton_launch import (
 )
 from baton.kernels.longhorn.op import longhorn
 from baton.kernels.longhorn.reference import longhorn_reference
-from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
+from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, StateTransition
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Longhorn(LinearRecurrence):
         return ("x", "k", "q", "beta", "z", "D", "beta_bias") if self.gated else ("x", "k", "q", "beta", "D")
 
     @property
-    def along(self) -> int:  # type: ignore[override]
+    def num_time_inputs(self) -> int:  # type: ignore[override]
         return 5 if self.gated else 4
 
     @property
-    def exact_cuts(self) -> bool:  # type: ignore[override]
+    def split_bitwise_exact(self) -> bool:  # type: ignore[override]
         return not self.gated
 
-    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+    def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         shape = (inputs[0].shape[2], inputs[1].shape[2])
-        return (Leaf("S", shape, compute_dtype(*inputs), tp=0, grad=True),)
+        return (StateSpec("S", shape, compute_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         given = {**self._named(inputs), "beta_sigmoid": self.gated}
@@ -61,7 +61,7 @@ class Longhorn(LinearRecurrence):
         y, S = longhorn_reference(x, k, q, beta, D, pos=pos, initial_state=None if state is None else state["S"])
         return (y * F.silu(named["z"]) if self.gated else y), {"S": S}
 
-    def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
+    def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
         """The product of the decays: the final state of a run that starts from ones and has x = 0."""
         named, dtype = self._named(inputs), compute_dtype(*inputs)
         x, k, q, beta, D = (named[name] for name in ("x", "k", "q", "beta", "D"))
@@ -69,16 +69,16 @@ class Longhorn(LinearRecurrence):
         options = {"beta_bias": named.get("beta_bias"), "beta_sigmoid": self.gated, "pos": pos, "initial_state": ones}
         return {"S": longhorn(torch.zeros_like(x), k, q, beta, D, **options)[1]}  # type: ignore[arg-type]
 
-    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
         if not in_triton(inputs[0], compute_dtype(*inputs)):
             return super().begin(inputs, pos)
         decay, add = state_transition_triton(self._scanned(inputs), pos=pos, activate=self.gated)
-        return {"S": decay}, self.effect({"S": decay}, {"S": add})
+        return {"S": decay}, self.state_transition({"S": decay}, {"S": add})
 
-    def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> Effect:
+    def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> StateTransition:
         if not in_triton(inputs[0], compute_dtype(*inputs)):
             return super().begin_backward(inputs, pos, transition, state, dy)
-        return self.effect(
+        return self.state_transition(
             transition, {"S": state_transition_backward_triton(self._scanned(inputs), dy, pos=pos, activate=self.gated)}
         )
 

@@ -57,7 +57,7 @@ class _RMSNorm(torch.autograd.Function):
         blocks: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         # where it lies among others of odd sizes differs from what is compiled beforehand
-        x, weight = x.contiguous(), launch_utils.aligned(weight)
+        x, weight = x.contiguous(), launch_utils.contiguous_aligned(weight)
         stream = x if added is None else torch.empty_like(x)
         ctx.added = None if added is None else added.dtype
         added = x if added is None else added.contiguous()

@@ -61,7 +61,7 @@ class _Rotary(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, back: bool) -> None:
     """y becomes x turned, forwards or back."""
-    x, (batch, length, heads, dim) = launch_utils.in_rows(x), x.shape
+    x, (batch, length, heads, dim) = launch_utils.contiguous_last_dim(x), x.shape
     sizes = sizes_of(heads, dim)
     grid = (-(-length // sizes["BT"]), -(-heads // sizes["BH"]), batch)
     _kernels().turn_kernel[grid](x, cos, sin, y, length, *launch_utils.strides(x, y), BACK=back, **sizes)

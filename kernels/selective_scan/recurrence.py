@@ -15,7 +15,7 @@ from baton.kernels.diagonal_scan.triton_launch import (
     state_transition_backward_triton,
     state_transition_triton,
 )
-from baton.kernels.protocol import Effect, Inputs, Leaf, LinearRecurrence, State
+from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, StateTransition
 from baton.kernels.selective_scan.op import Discretization, selective_scan
 from baton.kernels.selective_scan.reference import selective_scan_reference
 
@@ -39,15 +39,15 @@ class SelectiveScan(LinearRecurrence):
         return ("x", "dt", "B", "C", "z", "A", "D", "dt_bias") if self.gated else ("x", "dt", "B", "C", "A", "D")
 
     @property
-    def along(self) -> int:  # type: ignore[override]
+    def num_time_inputs(self) -> int:  # type: ignore[override]
         return 5 if self.gated else 4
 
     @property
-    def exact_cuts(self) -> bool:  # type: ignore[override]
+    def split_bitwise_exact(self) -> bool:  # type: ignore[override]
         return not self.gated
 
-    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
-        return (Leaf("h", tuple(self._named(inputs)["A"].shape), compute_dtype(*inputs), tp=0, grad=True),)
+    def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
+        return (StateSpec("h", tuple(self._named(inputs)["A"].shape), compute_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         given = {**self._named(inputs), "dt_softplus": self.gated, "discretization": self.discretization}
@@ -63,7 +63,7 @@ class SelectiveScan(LinearRecurrence):
         y, h = selective_scan_reference(x, dt, A, B, C, D, pos=pos, initial_state=initial, discretization=self.discretization)
         return (y * F.silu(named["z"]) if self.gated else y), {"h": h}
 
-    def transition(self, inputs: Inputs, pos: Tensor | None) -> State:
+    def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
         """exp(A sum of dt): the product of the decays needs one sum over time."""
         named, dtype = self._named(inputs), compute_dtype(*inputs)
         dt = named["dt"].to(dtype)
@@ -72,17 +72,17 @@ class SelectiveScan(LinearRecurrence):
         decay = torch.exp(dt.sum(1)[:, :, None] * named["A"].to(dtype))
         return {"h": decay if pos is None else decay.masked_fill((pos == 0).any(1)[:, None, None], 0.0)}
 
-    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, Effect]:
+    def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
         if not self._in_triton(inputs):
             return super().begin(inputs, pos)
         decay, add = state_transition_triton(self._scanned(inputs), pos=pos, activate=self.gated, zoh=self._zoh)
-        return {"h": decay}, self.effect({"h": decay}, {"h": add})
+        return {"h": decay}, self.state_transition({"h": decay}, {"h": add})
 
-    def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> Effect:
+    def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> StateTransition:
         if not self._in_triton(inputs):
             return super().begin_backward(inputs, pos, transition, state, dy)
         add = state_transition_backward_triton(self._scanned(inputs), dy, pos=pos, activate=self.gated, zoh=self._zoh)
-        return self.effect(transition, {"h": add})
+        return self.state_transition(transition, {"h": add})
 
     def _in_triton(self, inputs: Inputs) -> bool:
         return in_triton(inputs[0], compute_dtype(*inputs))

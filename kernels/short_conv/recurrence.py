@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.common.example_inputs import randn
-from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
+from baton.kernels.protocol import Inputs, Recurrence, State, StateSpec
 from baton.kernels.short_conv.op import Activation, short_conv
 from baton.kernels.short_conv.reference import short_conv_reference
 
@@ -18,22 +18,22 @@ class ShortConv(Recurrence):
 
     activation: Activation | None = None
     input_names = ("x", "weight", "bias")
-    along = 1
-    exact_cuts = True
+    num_time_inputs = 1
+    split_bitwise_exact = True
 
     @property
     def name(self) -> str:  # type: ignore[override]
         return f"short_conv-{self.activation}"
 
-    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+    def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         channels, width = inputs[1].shape
-        return (Leaf("tail", (width - 1, channels), inputs[0].dtype, tp=1, grad=True),)
+        return (StateSpec("tail", (width - 1, channels), inputs[0].dtype, tp=1, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         y, tail = short_conv(*inputs, pos=pos, tail=None if state is None else state["tail"], activation=self.activation)
         return y, {"tail": tail}
 
-    def outputs(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
+    def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
         tail = None if state is None else state["tail"]
         return short_conv(*inputs, pos=pos, tail=tail, activation=self.activation, tail_wanted=False)[0]
 
@@ -42,7 +42,7 @@ class ShortConv(Recurrence):
         y, tail = short_conv_reference(*inputs, pos=pos, tail=tail, activation=self.activation)
         return y, {"tail": tail}
 
-    def early(self, inputs: Inputs, pos: Tensor | None) -> State | None:
+    def tail_state(self, inputs: Inputs, pos: Tensor | None) -> State | None:
         n = inputs[1].shape[1] - 1
         return {"tail": inputs[0][:, inputs[0].shape[1] - n :].contiguous()} if inputs[0].shape[1] >= n else None
 

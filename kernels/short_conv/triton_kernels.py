@@ -13,7 +13,7 @@ Shape suffixes: B batch, T time, W width, D channels, S spans. A program's block
 import triton
 import triton.language as tl
 
-from baton.kernels.common.triton_prefetch import lines_of, load_rows, loads_begun, near, released, sigmoid
+from baton.kernels.common.triton_prefetch import issue_loads, load_rows, prefetch, row_lines, sigmoid, unpack_bits
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def asked_ahead(steps):
 def near_first(lines, line_row, begin, last, STEPS: tl.constexpr):
     """Asks for rows that are loaded before those that the loop asks for, but not the first block's, which are loaded at once."""
     for t in tl.static_range(STEPS, asked_ahead(STEPS), STEPS):
-        near(lines + tl.minimum(begin + t, last).to(tl.int64) * line_row)
+        prefetch(lines + tl.minimum(begin + t, last).to(tl.int64) * line_row)
 
 
 @triton.jit
@@ -115,11 +115,11 @@ def short_conv_forward_kernel(
         t1 = b * 0 + (tl.minimum(t0 + STEPS, end - STEPS) if EVEN else t0 + STEPS)
         next_xs = load_rows(x, t1, x_row, d_in, end, STEPS, FULL, EVEN)
         next_at = positions(pos, t1, end, STEPS, EVEN, HAS_POS)
-        loads_begun()
+        issue_loads()
         outputs = ()
         for s in tl.static_range(STEPS):
             fresh = at[s] == 0 if HAS_POS else False
-            window, x_t = forgotten(window, fresh, HAS_POS, W), released(xs[s], x)
+            window, x_t = forgotten(window, fresh, HAS_POS, W), unpack_bits(xs[s], x)
             total = convolved(shift, taps, window, x_t, W)
             outputs += (total * sigmoid(total) if SILU else total,)
             window = moved_on(window, x_t, W)
@@ -144,8 +144,8 @@ def block_backward(
     window, waiting, dtaps, dshift = carried
     done = ()
     for s in tl.static_range(STEPS):
-        window, x_t = forgotten(window, at[s] == 0 if HAS_POS else False, HAS_POS, W), released(xs[s], x)
-        g = released(dys[s], dy)
+        window, x_t = forgotten(window, at[s] == 0 if HAS_POS else False, HAS_POS, W), unpack_bits(xs[s], x)
+        g = unpack_bits(dys[s], dy)
         if SILU:
             total = convolved(shift, taps, window, x_t, W)
             open_t = sigmoid(total)
@@ -197,7 +197,7 @@ def short_conv_backward_kernel(
     d_in = d < D
     begin, end = tl.program_id(2) * span, tl.minimum((tl.program_id(2) + 1) * span, T)
     tensors = (x + b * x_batch, dy + b * dy_batch)
-    lines, line_row = lines_of(tensors, (x_row, dy_row), tl.program_id(0) * BD, T - begin, D, BD, STEPS)
+    lines, line_row = row_lines(tensors, (x_row, dy_row), tl.program_id(0) * BD, T - begin, D, BD, STEPS)
     last = tl.maximum(tl.minimum(end, T - STEPS), begin)
     near_first(lines, line_row, begin, last, STEPS)
     x += b * x_batch + d
@@ -221,11 +221,11 @@ def short_conv_backward_kernel(
     for t0 in range(begin, end, STEPS):
         # behind the last token there may be no memory: the last ones again, of which nothing is used
         t1 = b * 0 + (tl.minimum(t0 + STEPS, T - STEPS) if EVEN else t0 + STEPS)
-        near(lines + (b * 0 + tl.minimum(t0 + asked_ahead(STEPS), last)) * line_row)
+        prefetch(lines + (b * 0 + tl.minimum(t0 + asked_ahead(STEPS), last)) * line_row)
         next_xs = load_rows(x, t1, x_row, d_in, T, STEPS, FULL, EVEN)
         next_dys = load_rows(dy, t1, dy_row, d_in, T, STEPS, FULL, EVEN)
         next_at = positions(pos, t1, T, STEPS, EVEN, HAS_POS)
-        loads_begun()
+        issue_loads()
         window, waiting, dtaps, dshift = block_backward(
             xs, dys, at, b * 0 + t0, (window, waiting, dtaps, dshift), taps, shift, x, dy, dtail_out, dx, dtail, begin, end, d_in,
             T, D, W, HAS_TAIL, HAS_POS, SILU, TAKEN, STEPS, not EVEN,

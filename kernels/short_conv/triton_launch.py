@@ -49,7 +49,7 @@ def short_conv_triton(
     config: LaunchConfig | None = None, tail_wanted: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `op.short_conv`, which checks the arguments."""
-    config, pos = _with_room(config or _launch_config_for(x, weight), weight.shape[1]), launch_utils.positions(pos)
+    config, pos = _with_room(config or _launch_config_for(x, weight), weight.shape[1]), launch_utils.int32_positions(pos)
     inputs = (x, weight, bias, tail)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         y, leaving = _ShortConv.apply(*inputs, pos, silu, config, tail_wanted)
@@ -117,11 +117,12 @@ def _forward(
     config: LaunchConfig,
     tail_wanted: bool,
 ) -> tuple[Tensor, Tensor]:
-    rows, width = launch_utils.in_rows(x), weight.shape[1]
+    rows, width = launch_utils.contiguous_last_dim(x), weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _kernels().short_conv_forward_kernel[_grid(x, config)](
-        rows, launch_utils.aligned(weight), launch_utils.aligned(bias), x if tail is None else tail.contiguous(),
-        x if pos is None else pos, y, EVEN=x.shape[1] % config.steps == 0, **_options(rows, width, tail, pos, silu, config),
+        rows, launch_utils.contiguous_aligned(weight), launch_utils.contiguous_aligned(bias),
+        x if tail is None else tail.contiguous(), x if pos is None else pos, y, EVEN=x.shape[1] % config.steps == 0,
+        **_options(rows, width, tail, pos, silu, config),
     )  # fmt: skip
     return y, new_tail(x, tail, width - 1) if tail_wanted else x.new_empty(x.shape[0], 0, x.shape[2])
 
@@ -142,17 +143,22 @@ class _ShortConv(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dleaving: Tensor | None) -> tuple[Any, ...]:
         x, weight, bias, tail, pos = ctx.saved_tensors
         dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if dy is None else dy
-        rows, dy, config, width = launch_utils.in_rows(x), launch_utils.in_rows(dy), ctx.config, weight.shape[1]
+        rows, dy, config, width = (
+            launch_utils.contiguous_last_dim(x),
+            launch_utils.contiguous_last_dim(dy),
+            ctx.config,
+            weight.shape[1],
+        )
         batch, length, channels = x.shape
         grid, even = _grid(x, config), length % config.steps == 0
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dtail = x if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
         sums = torch.empty(batch * grid[2], width + 1, channels, dtype=torch.float32, device=x.device)
         _kernels().short_conv_backward_kernel[grid](
-            rows, launch_utils.aligned(weight), launch_utils.aligned(bias), x if tail is None else tail.contiguous(),
-            x if pos is None else pos, dy, x if dleaving is None else dleaving.contiguous(), dx, dtail, sums,
-            dy_batch=dy.stride(0), dy_row=dy.stride(1), EVEN=even, TAKEN=dleaving is not None, **_options(rows, width, tail, pos,
-            ctx.silu, config),
+            rows, launch_utils.contiguous_aligned(weight), launch_utils.contiguous_aligned(bias),
+            x if tail is None else tail.contiguous(), x if pos is None else pos, dy,
+            x if dleaving is None else dleaving.contiguous(), dx, dtail, sums, dy_batch=dy.stride(0), dy_row=dy.stride(1),
+            EVEN=even, TAKEN=dleaving is not None, **_options(rows, width, tail, pos, ctx.silu, config),
         )  # fmt: skip
         whole = sums.sum(0)
         grads = (dx, whole[:width].t().to(weight.dtype), whole[width].to(bias.dtype), None if tail is None else dtail)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.common.chunked_autograd import in_chunks
+from baton.kernels.common.chunked_autograd import run_chunked
 from baton.kernels.errors import REDUCED_DTYPES
 from baton.kernels.protocol import Inputs, State
 
@@ -32,7 +32,7 @@ def window_attention_chunked(
     else:
         step, length = partial(_window_step, window=window, scale=scale), chunk or max(_BLOCK, window)
     last = None if state_wanted else partial(step, state_wanted=False)
-    return in_chunks(step, (q, k, v), 3, pos=pos, state=state, chunk=length, last=last)
+    return run_chunked(step, (q, k, v), 3, pos=pos, state=state, chunk=length, last=last)
 
 
 def attend(q_BLHK: Tensor, k_BJGK: Tensor, v_BJGK: Tensor, seen_BLJ: Tensor, scale: float) -> Tensor:

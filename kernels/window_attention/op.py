@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.eidetic_attention.joint_attention_launch import in_triton
-from baton.kernels.errors import KernelError, expect_dtype, expect_leaves, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_state_keys, expect_tensor
 from baton.kernels.protocol import State
 from baton.kernels.window_attention.chunked import window_attention_chunked
 from baton.kernels.window_attention.triton_launch import SHORT, window_attention_triton
@@ -71,7 +71,7 @@ def window_attention(
     if state is None:
         state = empty(k, v, 0 if window is None else window - 1)
     else:
-        expect_leaves(_KERNEL, "state", state, ("k", "v", "seen"))
+        expect_state_keys(_KERNEL, "state", state, ("k", "v", "seen"))
         check_tail(_KERNEL, state, {"k": k, "v": v}, None if window is None else window - 1)
     scale = dim**-0.5 if scale is None else scale
     if length >= SHORT and in_triton(q, compute_dtype(q, k, v)):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.common.example_inputs import randn
-from baton.kernels.protocol import Inputs, Leaf, Recurrence, State
+from baton.kernels.protocol import Inputs, Recurrence, State, StateSpec
 from baton.kernels.window_attention.chunked import new_tails, read_so_far
 from baton.kernels.window_attention.op import window_attention
 from baton.kernels.window_attention.reference import window_attention_reference
@@ -20,27 +20,27 @@ class WindowAttention(Recurrence):
     window: int | None
     grouped: bool = False
     input_names = ("q", "k", "v")
-    along = 3
+    num_time_inputs = 3
     bfloat16_limit = 2e-2  # on a GPU the fused attention rounds its weights too
 
     @property
     def name(self) -> str:  # type: ignore[override]
         return f"window_attention-{self.window}{'-grouped' if self.grouped else ''}"
 
-    def leaves(self, inputs: Inputs) -> tuple[Leaf, ...]:
+    def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         return tail_leaves(inputs[1], inputs[2], self.window)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         return window_attention(*inputs, window=self.window, pos=pos, state=state)
 
-    def outputs(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
+    def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
         return window_attention(*inputs, window=self.window, pos=pos, state=state, state_wanted=False)[0]
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         scale = inputs[0].shape[-1] ** -0.5
         return window_attention_reference(*inputs, window=self.window, pos=pos, state=state, scale=scale)
 
-    def early(self, inputs: Inputs, pos: Tensor | None) -> State | None:
+    def tail_state(self, inputs: Inputs, pos: Tensor | None) -> State | None:
         _, k, v = inputs
         if self.window is None or k.shape[1] < self.window - 1:
             return None
@@ -60,13 +60,13 @@ class WindowAttention(Recurrence):
         return (3 * normal(batch, length, heads, dim), normal(*shape), normal(*shape)), state
 
 
-def tail_leaves(k: Tensor, v: Tensor, window: int | None) -> tuple[Leaf, ...]:
+def tail_leaves(k: Tensor, v: Tensor, window: int | None) -> tuple[StateSpec, ...]:
     """Leaves of a tail of keys and values, split over the tensor group by heads."""
     rows, grows = (0, True) if window is None else (window - 1, False)
     return (
-        Leaf("k", (rows, *k.shape[2:]), k.dtype, tp=1, grad=True, grows=grows),
-        Leaf("v", (rows, *v.shape[2:]), v.dtype, tp=1, grad=True, grows=grows),
-        Leaf("seen", (), torch.int64, tp=None, grad=False),
+        StateSpec("k", (rows, *k.shape[2:]), k.dtype, tp=1, grad=True, grows=grows),
+        StateSpec("v", (rows, *v.shape[2:]), v.dtype, tp=1, grad=True, grows=grows),
+        StateSpec("seen", (), torch.int64, tp=None, grad=False),
     )
 
 

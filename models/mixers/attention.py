@@ -7,7 +7,7 @@ window. Heads are split over the tensor group.
 import torch
 from torch import Tensor
 
-from baton.kernels.protocol import Leaf, State
+from baton.kernels.protocol import State, StateSpec
 from baton.kernels.rotary import rotary
 from baton.kernels.window_attention.recurrence import WindowAttention
 from baton.models.mixer import Mixer, MixerContext
@@ -27,14 +27,14 @@ class Attention(Mixer, settings=AttentionConfig):
         self._tensor_size = context.tensor_size
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def state_specs(self) -> tuple[StateSpec, ...]:
         """Keys and values by head; all of the document's without a window."""
         window = self.config.window
         shape = (0 if window is None else window - 1, self.kv_heads, self.config.head_dim)
         return (
-            Leaf("k", shape, self.compute_dtype, tp=1, grad=True, grows=window is None),
-            Leaf("v", shape, self.compute_dtype, tp=1, grad=True, grows=window is None),
-            Leaf("seen", (), torch.int64, tp=None, grad=False),
+            StateSpec("k", shape, self.compute_dtype, tp=1, grad=True, grows=window is None),
+            StateSpec("v", shape, self.compute_dtype, tp=1, grad=True, grows=window is None),
+            StateSpec("seen", (), torch.int64, tp=None, grad=False),
         )
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:

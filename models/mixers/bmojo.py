@@ -41,9 +41,9 @@ import torch
 from torch import Tensor, nn
 
 from baton.kernels.eidetic_attention.chunked import Options
-from baton.kernels.eidetic_attention.op import leaves
+from baton.kernels.eidetic_attention.op import state_specs
 from baton.kernels.eidetic_attention.recurrence import EideticAttention, Innovation
-from baton.kernels.protocol import Leaf, State
+from baton.kernels.protocol import State, StateSpec
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import cached_constants, init
 from baton.models.mixer import Mixer, MixerContext
@@ -78,18 +78,20 @@ class BMojo(Mixer, settings=BMojoConfig):
         self.out_proj = context.output(width)
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
-        config, ssm = self.config, self.ssm.leaves
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        config, ssm = self.config, self.ssm.state_specs
         options = Options(config.window, config.n_fading, config.eidetic, config.fading == "sliding", 1.0)
         like = torch.empty(0, 0, self.kv_heads, config.head_dim, dtype=self.compute_dtype, device="meta")
         score_dtype = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
         kv_width = self.kv_heads * config.head_dim
-        convs = [Leaf(f"conv_{name}", ((config.d_conv or 1) - 1, kv_width), self.compute_dtype, tp=1, grad=True) for name in "kv"]
+        convs = [
+            StateSpec(f"conv_{name}", ((config.d_conv or 1) - 1, kv_width), self.compute_dtype, tp=1, grad=True) for name in "kv"
+        ]
         return (
             *(dataclasses.replace(leaf, name=f"ssm.{leaf.name}") for leaf in ssm),
             *(() if config.d_conv is None else convs),
-            Leaf("y", (config.predictor, self.d_model), self.compute_dtype, tp=None, grad=False),
-            *leaves(options, like, score_dtype),
+            StateSpec("y", (config.predictor, self.d_model), self.compute_dtype, tp=None, grad=False),
+            *state_specs(options, like, score_dtype),
         )
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:

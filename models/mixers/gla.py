@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.kernels.gate import gated
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
-from baton.kernels.protocol import Leaf, State
+from baton.kernels.protocol import State, StateSpec
 from baton.models import init
 from baton.models.feature_map import FEATURE_MAPS
 from baton.models.mixer import Mixer, MixerContext
@@ -47,9 +47,9 @@ class GLA(Mixer, settings=GLAConfig):
         self.out_proj = context.output(heads * d_value)
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def state_specs(self) -> tuple[StateSpec, ...]:
         """The state, fp32 whatever the matmuls use."""
-        return (Leaf("S", tuple(self.sizes), self.norm.weight.dtype, tp=0, grad=True),)
+        return (StateSpec("S", tuple(self.sizes), self.norm.weight.dtype, tp=0, grad=True),)
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         _, d_key, d_value = self.sizes

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
-from baton.kernels.protocol import Leaf, State
+from baton.kernels.protocol import State, StateSpec
 from baton.models.mixer import Mixer, MixerContext
 from baton.models.norm import SplitRMSNorm
 from baton.models.selective_recompute import recompute_in_backward
@@ -43,12 +43,12 @@ class GSA(Mixer, settings=GSAConfig):
         self._selective, self._alone = context.selective_recompute, context.tensor_size == 1
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def state_specs(self) -> tuple[StateSpec, ...]:
         """The slots, fp32 whatever the matmuls use."""
         head_dim, slots, dtype = self.config.head_dim, self.config.slots, self.norm.weight.dtype
         return (
-            Leaf("k", (self.kv_heads, head_dim, slots), dtype, tp=0, grad=True),
-            Leaf("v", (self.kv_heads, slots, head_dim), dtype, tp=0, grad=True),
+            StateSpec("k", (self.kv_heads, head_dim, slots), dtype, tp=0, grad=True),
+            StateSpec("v", (self.kv_heads, slots, head_dim), dtype, tp=0, grad=True),
         )
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:

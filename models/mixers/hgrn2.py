@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
-from baton.kernels.protocol import Leaf, State
+from baton.kernels.protocol import State, StateSpec
 from baton.models.mixer import Mixer, MixerContext
 from baton.models.norm import SplitRMSNorm
 from baton.models.settings.hgrn2 import HGRN2Config
@@ -33,9 +33,9 @@ class HGRN2(Mixer, settings=HGRN2Config):
         self.out_proj = context.output(heads * d_value)
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def state_specs(self) -> tuple[StateSpec, ...]:
         """The state, fp32 whatever the matmuls use."""
-        return (Leaf("S", tuple(self.sizes), self.norm.weight.dtype, tp=0, grad=True),)
+        return (StateSpec("S", tuple(self.sizes), self.norm.weight.dtype, tp=0, grad=True),)
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         _, d_key, d_value = self.sizes

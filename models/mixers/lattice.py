@@ -28,7 +28,7 @@ from torch import Tensor
 
 from baton.kernels.gate import gated
 from baton.kernels.lattice import recurrence
-from baton.kernels.protocol import Leaf, State
+from baton.kernels.protocol import State, StateSpec
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import cached_constants, init
 from baton.models.mixer import Mixer, MixerContext
@@ -62,12 +62,12 @@ class Lattice(Mixer, settings=LatticeConfig):
         self.out_proj = context.output(values)
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def state_specs(self) -> tuple[StateSpec, ...]:
         """What is carried per sequence: the convolutions' last inputs and the slots (fp32 whatever the matmuls use)."""
         config = self.config
         return (
-            Leaf("conv", (config.d_conv - 1, self.heads * config.slots), self.compute_dtype, tp=1, grad=True),
-            Leaf("S", (self.heads, config.head_dim, config.slots), self.step_bias.dtype, tp=0, grad=True),
+            StateSpec("conv", (config.d_conv - 1, self.heads * config.slots), self.compute_dtype, tp=1, grad=True),
+            StateSpec("S", (self.heads, config.head_dim, config.slots), self.step_bias.dtype, tp=0, grad=True),
         )
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.kernels.gate import gated
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.head_scale import head_scale
-from baton.kernels.protocol import Leaf, State
+from baton.kernels.protocol import State, StateSpec
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import init
 from baton.models.mixer import Mixer, MixerContext
@@ -52,13 +52,13 @@ class Mamba2(Mixer, settings=Mamba2Config):
         self.out_proj = context.output(self.d_inner)
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def state_specs(self) -> tuple[StateSpec, ...]:
         """The convolutions' last inputs and the state (fp32 whatever the matmuls use)."""
         tail, d_state = self.config.d_conv - 1, self.config.d_state
         return (
-            Leaf("conv_x", (tail, self.d_inner), self.compute_dtype, tp=1, grad=True),
-            Leaf("conv_bc", (tail, 2 * d_state), self.compute_dtype, tp=None, grad=True),
-            Leaf("S", (self.heads, d_state, self.config.head_dim), self.D.dtype, tp=0, grad=True),
+            StateSpec("conv_x", (tail, self.d_inner), self.compute_dtype, tp=1, grad=True),
+            StateSpec("conv_bc", (tail, 2 * d_state), self.compute_dtype, tp=None, grad=True),
+            StateSpec("S", (self.heads, d_state, self.config.head_dim), self.D.dtype, tp=0, grad=True),
         )
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.kernels.gate import gated
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
-from baton.kernels.protocol import Leaf, State
+from baton.kernels.protocol import State, StateSpec
 from baton.kernels.rotary import rotary
 from baton.models.feature_map import FEATURE_MAPS
 from baton.models.mixer import Mixer, MixerContext
@@ -37,9 +37,9 @@ class RetNet(Mixer, settings=RetNetConfig):
         self.out_proj = context.output(heads * d_value)
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def state_specs(self) -> tuple[StateSpec, ...]:
         """The state, fp32 whatever the matmuls use."""
-        return (Leaf("S", tuple(self.sizes), self.norm.weight.dtype, tp=0, grad=True),)
+        return (StateSpec("S", tuple(self.sizes), self.norm.weight.dtype, tp=0, grad=True),)
 
     def log_decay(self, like: Tensor) -> Tensor:
         """log a of this rank's heads, [heads], on the device of `like`, fp32."""

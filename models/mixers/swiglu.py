@@ -7,7 +7,7 @@ from torch import Tensor
 
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gate import gated
-from baton.kernels.protocol import Leaf, State
+from baton.kernels.protocol import State, StateSpec
 from baton.models.mixer import Mixer, MixerContext
 from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings.swiglu import SwiGLUConfig
@@ -25,7 +25,7 @@ class SwiGLU(Mixer, settings=SwiGLUConfig):
         self._widths = (hidden // context.tensor_size,) * 2
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def state_specs(self) -> tuple[StateSpec, ...]:
         return ()
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:

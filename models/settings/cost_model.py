@@ -140,7 +140,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class StateLeaf:
-    """One tensor of a State, as baton.kernels.protocol.Leaf. tp: the dimension split over the tensor group. grad: whether a
+    """One tensor of a State, as baton.kernels.protocol.StateSpec. tp: the dimension split over the tensor group. grad: whether a
     cotangent comes back for it. grows: dimension 0 is as long as the document."""
 
     name: str

@@ -61,11 +61,11 @@ def test_what_a_span_does_to_states_and_cotangents_is_known_early(recurrence, de
 
     def begun(device, dtype):
         own = tuple(x.to(device, dtype) for x in inputs)
-        entering = {leaf.name: state[leaf.name].to(device, leaf.dtype) for leaf in recurrence.leaves(own)}
+        entering = {leaf.name: state[leaf.name].to(device, leaf.dtype) for leaf in recurrence.state_specs(own)}
         transition, effect = recurrence.begin(own, pos.to(device))
         dy = torch.randn(recurrence.run(own, pos.to(device), entering)[0].shape, generator=g.manual_seed(3)).to(device, dtype)
         cotangents = recurrence.begin_backward(own, pos.to(device), transition, entering, dy)
-        left, right = cotangents.advance(entering), effect.advance(entering)
+        left, right = cotangents.apply(entering), effect.apply(entering)
         return {**{f"{name} right": x for name, x in right.items()}, **{f"{name} left": x for name, x in left.items()}}
 
     expected, found = begun("cpu", torch.float64), begun("cuda", torch.float32)
@@ -201,7 +201,7 @@ def spans(mesh, pieces=None, exchange="ring"):
         pos = positions(seeded(4), 2, length, 0.08).to(mesh.device)
         entering, outputs, cuts = None, [], []
         if link.rank == 0:
-            with torch.no_grad(), link.alone():
+            with torch.no_grad(), link.local_only():
                 _, entering = layer(x[:, :12].flip(1), torch.arange(12, device=mesh.device).repeat(2, 1), None)
             entering = {name: s.clone().requires_grad_(s.is_floating_point()) for name, s in entering.items()}
         state = entering

@@ -18,13 +18,13 @@ import triton.runtime.cache as cache
 sys.path.insert(0, {benchmarks!r})
 act, build, archive = sys.argv[1:]
 cache.triton_key = lambda: build  # what another build of Triton has
-from archive import noting, pack, unpack
+from archive import record_cache_keys, pack, unpack
 from baton.kernels.compile.aot import META, Target, compiling
 from baton.kernels.rms_norm import rms_norm
 folder = Path(os.environ["TRITON_CACHE_DIR"])
 if act == "unpack":
     unpack(Path(archive), folder)
-with noting() as keys, compiling(Target(90)) as compiled:
+with record_cache_keys() as keys, compiling(Target(90)) as compiled:
     rms_norm(torch.empty(4, 64, device=META), torch.empty(64, device=META), 1e-5)
 if act == "pack":
     assert pack(keys, folder, Path(archive)) == len(keys) > 0

@@ -178,10 +178,10 @@ def test_a_state_that_leaves_first_has_every_bit_of_the_walk(
     with torch.no_grad():
         _, state = attention.run(piece(attention, inputs, 0, before), pos[:, :before], None)
         inputs, pos = piece(attention, inputs, before, before + length), pos[:, before:]
-        found = attention.leave(inputs, pos, state)
+        found = attention.final_state(inputs, pos, state)
         walked = [attention.run(inputs, pos, state)[1], attention.reference(inputs, pos, state)[1], state]
         for begin, end in itertools.pairwise([0, *sorted({cut for cut in cuts if cut < length}), length]):
-            walked[2] = attention.leave(piece(attention, inputs, begin, end), pos[:, begin:end], walked[2])
+            walked[2] = attention.final_state(piece(attention, inputs, begin, end), pos[:, begin:end], walked[2])
     for expected in walked:
         assert found.keys() == expected.keys()
         for name, x in expected.items():
@@ -215,13 +215,13 @@ def test_nothing_is_attended_to_for_the_leaving_state_forwards_or_backwards(atte
     pos = positions(seeded(12), 1, length, 0.002)
     inputs, state = fresh(*example)
     with Operators() as ran, LargestTensor() as most:
-        left = attention.leave(inputs, pos, state)
+        left = attention.final_state(inputs, pos, state)
         grads = gradients([*moving(left).values()], [*inputs, *moving(state).values()], seeded(13))
     assert any(grad.any() for grad in grads)
     assert not _attended(ran.names)
     assert most.numel <= max(x.numel() for x in inputs)
     with Operators() as ran:
-        attention.outputs(inputs, pos, state).sum().backward()
+        attention.forward_no_state(inputs, pos, state).sum().backward()
     assert _attended(ran.names)
 
 
@@ -231,7 +231,7 @@ def test_the_score_alone_is_the_runs():
         inputs, state = recurrence.example(seeded(3), 2, length, torch.float32, wide=False)
         pos = positions(seeded(4), 2, length, 0.3)
         for entering in (state, None):
-            assert torch.equal(recurrence.outputs(inputs, pos, entering), recurrence.run(inputs, pos, entering)[0])
+            assert torch.equal(recurrence.forward_no_state(inputs, pos, entering), recurrence.run(inputs, pos, entering)[0])
 
 
 def test_no_gradient_flows_through_a_score():

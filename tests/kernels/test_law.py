@@ -38,7 +38,7 @@ every_linear = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if 
 every_sequential = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if isinstance(r, SequentialRecurrence)], ids=str)
 every_state_first = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if isinstance(r, StateFirstRecurrence)], ids=str)
 every_optional = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if not r.needs_pos], ids=str)
-every_exact = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if r.exact_cuts], ids=str)
+every_exact = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if r.split_bitwise_exact], ids=str)
 
 
 def assert_equal(found, expected, tolerance, context=""):
@@ -131,7 +131,7 @@ def _assert_pieces_equal_whole(recurrence, example, pos, many_cuts) -> None:
         inputs, state = fresh(*example)
         pieces = results(*run_in_pieces(recurrence, inputs, pos, state, cuts), inputs, state, 5)
         assert_equal(pieces, whole, TOLERANCE, f"cut at {cuts}")
-        if recurrence.exact_cuts:
+        if recurrence.split_bitwise_exact:
             assert all(torch.equal(pieces[name], x) for name, x in whole.items() if not name.startswith("d "))
 
 
@@ -165,10 +165,10 @@ def test_begin_advance_finish_is_the_run_and_so_is_its_mirror(
     grads = torch.autograd.grad([y, *leaving.values()], [*inputs, *state.values()], [dy, *dleaving.values()])
 
     transition, effect = recurrence.begin(inputs, pos)
-    sent = effect.advance(state)
+    sent = effect.apply(state)
     effect_back = recurrence.begin_backward(inputs, pos, transition, state, dy)
     found = [recurrence.finish(inputs, pos, state), *sent.values()]
-    found += [*recurrence.finish_backward(inputs, pos, state, dy, dleaving), *effect_back.advance(dleaving).values()]
+    found += [*recurrence.finish_backward(inputs, pos, state, dy, dleaving), *effect_back.apply(dleaving).values()]
     for one, other in zip(found, [y, *leaving.values(), *grads], strict=True):
         assert relative_error(one, other) <= TOLERANCE
 
@@ -187,11 +187,11 @@ def test_composed_effects_are_the_effect_of_the_joined_span(
     effects = [recurrence.begin(piece(recurrence, inputs, a, b), pos[:, a:b])[1] for a, b in itertools.pairwise(edges)]
     composed = effects[0]
     for effect in effects[1:]:
-        composed = composed.then(effect)
+        composed = composed.compose(effect)
     joined = recurrence.begin(inputs, pos)[1]
-    assert_equal(composed.advance(state), joined.advance(state), TOLERANCE)
+    assert_equal(composed.apply(state), joined.apply(state), TOLERANCE)
     nothing = {name: torch.zeros_like(x) for name, x in state.items()}
-    assert_equal(composed.advance(nothing), joined.advance(nothing), TOLERANCE)
+    assert_equal(composed.apply(nothing), joined.apply(nothing), TOLERANCE)
 
 
 @every_recurrence
@@ -199,9 +199,9 @@ def test_composed_effects_are_the_effect_of_the_joined_span(
 def test_what_leaves_early_is_what_leaves(recurrence: Recurrence, length: int):
     inputs, state = recurrence.example(seeded(10), 2, length, torch.float64, wide=False)
     for pos in (no_starts(recurrence, 2, length), positions(seeded(11), 2, length, 0.1)):
-        early = recurrence.early(inputs, pos)
+        early = recurrence.tail_state(inputs, pos)
         if early is not None:
-            check(early, recurrence.leaves(inputs), 2)
+            check(early, recurrence.state_specs(inputs), 2)
             assert_equal(early, recurrence.run(inputs, pos, state)[1], 0.0)
 
 
@@ -227,15 +227,15 @@ def test_leave_and_outputs_are_the_run_and_so_are_their_gradients(
     for given_state in (example[1], None):
         inputs, entering = fresh(example[0], recurrence.initial(example[0]) if given_state is None else given_state)
         y, leaving = recurrence.run(inputs, pos, None if given_state is None else entering)
-        assert torch.equal(recurrence.outputs(inputs, pos, entering), y)
-        left = recurrence.leave(inputs, pos, entering)
-        check(left, recurrence.leaves(inputs), batch)
+        assert torch.equal(recurrence.forward_no_state(inputs, pos, entering), y)
+        left = recurrence.final_state(inputs, pos, entering)
+        check(left, recurrence.state_specs(inputs), batch)
         assert left.keys() == leaving.keys()
         for name, x in leaving.items():
             assert torch.equal(left[name], x), name
     inputs, entering = fresh(*example)
     expected = results(*recurrence.run(inputs, pos, entering), inputs, entering, seed + 1)
-    y, left = recurrence.outputs(inputs, pos, entering), recurrence.leave(inputs, pos, entering)
+    y, left = recurrence.forward_no_state(inputs, pos, entering), recurrence.final_state(inputs, pos, entering)
     assert_equal(results(y, left, inputs, entering, seed + 1), expected, TOLERANCE)
 
 
@@ -252,7 +252,7 @@ def test_outputs_alone_are_the_runs_and_so_are_their_gradients(
     for entered in (True, False):
         inputs, entering = fresh(*example)
         given_state = entering if entered else None
-        kept, alone = recurrence.run(inputs, pos, given_state)[0], recurrence.outputs(inputs, pos, given_state)
+        kept, alone = recurrence.run(inputs, pos, given_state)[0], recurrence.forward_no_state(inputs, pos, given_state)
         assert torch.equal(alone, kept)
         wanted = [*inputs, *(moving(entering).values() if entered else ())]
         for found, expected in zip(*(gradients([y], wanted, seeded(seed + 1)) for y in (alone, kept)), strict=True):
@@ -264,9 +264,9 @@ def test_leaves_describe_the_state(recurrence: Recurrence):
     for dtype in (torch.float64, torch.float32):
         inputs, state = recurrence.example(seeded(9), 2, 5, dtype, wide=False)
         assert len(recurrence.input_names) == len(inputs)
-        check(state, recurrence.leaves(inputs), 2)
+        check(state, recurrence.state_specs(inputs), 2)
         for entering in (state, None):
-            check(recurrence.run(inputs, no_starts(recurrence, 2, 5), entering)[1], recurrence.leaves(inputs), 2)
+            check(recurrence.run(inputs, no_starts(recurrence, 2, 5), entering)[1], recurrence.state_specs(inputs), 2)
 
 
 @every_exact
@@ -293,8 +293,8 @@ def _doubled(inputs, state):
 def _lowered(recurrence, example, dtype):
     """Inputs along time in a lower precision, the state in what that makes of it."""
     inputs, state = example
-    inputs = (*(x.to(dtype) for x in inputs[: recurrence.along]), *inputs[recurrence.along :])
-    return inputs, {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.leaves(inputs)}
+    inputs = (*(x.to(dtype) for x in inputs[: recurrence.num_time_inputs]), *inputs[recurrence.num_time_inputs :])
+    return inputs, {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.state_specs(inputs)}
 
 
 @every_recurrence
@@ -318,7 +318,7 @@ def test_documents_do_not_leak_into_each_other(recurrence: Recurrence, perturbed
     pos = torch.cat([torch.arange(n) for n in lengths]).expand(2, length)
     example = recurrence.example(seeded(23), 2, length, torch.float32, wide=False)
     others = document != perturbed
-    along = recurrence.along
+    along = recurrence.num_time_inputs
     kept = []
     for factor in (1.0, 0.5):
         inputs, state = fresh(*example)
@@ -346,7 +346,7 @@ def test_a_document_in_a_pack_is_the_document_alone(recurrence: Recurrence):
         assert relative_error(alone, y[:, begin : begin + n]) <= TOLERANCE
         begin += n
     if "tail" not in leaving:  # a convolution's tail holds tokens of earlier documents, which positions hide
-        for leaf in recurrence.leaves(inputs):
+        for leaf in recurrence.state_specs(inputs):
             if leaf.grows:
                 leaving[leaf.name] = leaving[leaf.name][:, -n:]
         assert_equal(last, leaving, TOLERANCE)
@@ -398,7 +398,7 @@ def test_memory_layout_of_the_arguments_does_not_matter(recurrence: Recurrence):
         assert y.is_contiguous()
         assert all(x.is_contiguous() for x in leaving.values())
         found.append(results(y, leaving, inputs, state, 45))
-    assert_equal(found[1], found[0], 0.0 if recurrence.exact_cuts else 1e-5)
+    assert_equal(found[1], found[0], 0.0 if recurrence.split_bitwise_exact else 1e-5)
 
 
 @every_recurrence
@@ -453,7 +453,7 @@ def test_a_nan_stays_in_its_lane_and_is_not_swallowed(recurrence: Recurrence):
     pos = no_starts(recurrence, 2, 9)
     y, leaving = recurrence.run(inputs, pos, state)
     weighted = results(*recurrence.run(*(own := fresh(inputs, state))[:1], pos, own[1]), *own, 58)
-    for n in range(recurrence.along):
+    for n in range(recurrence.num_time_inputs):
         if not weighted[f"d input {n}"].any():
             continue  # a score chooses and is not computed with
         broken = inputs[n].clone()
@@ -482,7 +482,7 @@ def test_every_input_of_another_shape_kind_or_place_is_refused_by_name(recurrenc
         refused(swap(inputs[n].double()), "float64")
         refused(swap(inputs[n].to("meta")), "is on .*expected")
         refused(swap([1.0]), f"{name} is a list, expected a tensor of shape")
-        if 0 < n < recurrence.along:
+        if 0 < n < recurrence.num_time_inputs:
             refused(swap(inputs[n][:1]), rf"{name} has shape .*expected")
             refused(swap(inputs[n][:, :1]), rf"{name} has shape .*expected")
     refused(piece(recurrence, inputs, 0, 0), "at least 1")

@@ -44,7 +44,7 @@ print(len(wanted - called["now"]), len(wanted))
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["exp", "log", "sqrt", "tanh"])
 def test_first_calls_on_four_threads_are_right(name):
-    """Without `settle` one process in several hundred has a quarter of its elements wrong by 1e-4."""
+    """Without `warm_up` one process in several hundred has a quarter of its elements wrong by 1e-4."""
     code = f"""
 import os, torch
 import baton.kernels

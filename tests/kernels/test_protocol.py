@@ -5,14 +5,14 @@ import torch
 
 from baton.kernels import protocol
 from baton.kernels.errors import KernelError
-from baton.kernels.protocol import Leaf
+from baton.kernels.protocol import StateSpec
 
 LEAVES = (
-    Leaf("h", (3, 5), torch.float32, tp=0, grad=True),
-    Leaf("tail", (1, 3), torch.bfloat16, tp=1, grad=True),
-    Leaf("valid", (7,), torch.bool, tp=None, grad=False),
-    Leaf("where", (2,), torch.int64, tp=None, grad=False),
-    Leaf("nothing", (0, 3), torch.float64, tp=1, grad=True),
+    StateSpec("h", (3, 5), torch.float32, tp=0, grad=True),
+    StateSpec("tail", (1, 3), torch.bfloat16, tp=1, grad=True),
+    StateSpec("valid", (7,), torch.bool, tp=None, grad=False),
+    StateSpec("where", (2,), torch.int64, tp=None, grad=False),
+    StateSpec("nothing", (0, 3), torch.float64, tp=1, grad=True),
 )
 
 
@@ -78,7 +78,7 @@ def test_a_state_that_is_not_as_described_is_refused_by_name():
 
 def test_what_was_not_wanted_is_taken_for_no_state():
     """By nobody: not to be shipped, detached, saved or computed with."""
-    state = protocol.unwanted(LEAVES)
+    state = protocol.absent_state(LEAVES)
     assert list(state) == [leaf.name for leaf in LEAVES]
     said = r"^state: h was not made: the pass that it leaves was told that no State is wanted of it$"
     for use in (
@@ -107,6 +107,6 @@ def test_a_message_of_another_size_is_refused():
 
 def test_a_leaf_that_cannot_be_is_refused():
     with pytest.raises(KernelError, match="h has tp 2"):
-        Leaf("h", (3, 5), torch.float32, tp=2, grad=True)
+        StateSpec("h", (3, 5), torch.float32, tp=2, grad=True)
     with pytest.raises(KernelError, match="where has dtype"):
-        Leaf("where", (2,), torch.int64, tp=None, grad=True)
+        StateSpec("where", (2,), torch.int64, tp=None, grad=True)

@@ -116,7 +116,10 @@ def example(recurrence: Recurrence, device: torch.device, length: int, start: bo
 
 def split(recurrence: Recurrence, tensors: Sequence[Tensor]) -> tuple[Inputs, State, Tensor | None]:
     """The other way round."""
-    n, names = len(recurrence.input_names), [leaf.name for leaf in recurrence.leaves(tuple(tensors[: len(recurrence.input_names)]))]
+    n, names = (
+        len(recurrence.input_names),
+        [leaf.name for leaf in recurrence.state_specs(tuple(tensors[: len(recurrence.input_names)]))],
+    )
     last = n + len(names)
     return tuple(tensors[:n]), dict(zip(names, tensors[n:last], strict=True)), tensors[last] if len(tensors) > last else None
 
@@ -134,13 +137,13 @@ def check_phases(recurrence: Recurrence, device: torch.device, length: int, layo
     watched.add(names, own)
     inputs, state, pos = split(recurrence, own)
     leaving = recurrence.run(inputs, pos, state)[1]
-    y = recurrence.outputs(inputs, pos, state)
+    y = recurrence.forward_no_state(inputs, pos, state)
     cotangents = laid_out([torch.randn(x.shape, generator=seeded(5)).to(x) for x in (y, *moving(leaving).values())], layout)
     dy, dstate = cotangents[0], dict(zip(moving(leaving), cotangents[1:], strict=True))
     watched.add(["dy", *(f"cotangent of {name}" for name in dstate)], cotangents)
-    recurrence.early(inputs, pos)
+    recurrence.tail_state(inputs, pos)
     if isinstance(recurrence, StateFirstRecurrence):
-        recurrence.leave(inputs, pos, state)
+        recurrence.final_state(inputs, pos, state)
     if isinstance(recurrence, SequentialRecurrence):
         recurrence.run_prepared(recurrence.prepare(inputs, pos), state)
     if isinstance(recurrence, LinearRecurrence):
@@ -148,12 +151,12 @@ def check_phases(recurrence: Recurrence, device: torch.device, length: int, layo
         given = laid_out(list(transition.values()), layout)
         transition = dict(zip(transition, given, strict=True))
         watched.add([f"transition of {name}" for name in transition], given)
-        effect.then(effect).advance(state)
+        effect.compose(effect).apply(state)
         recurrence.finish(inputs, pos, state)
-        recurrence.begin_backward(inputs, pos, transition, state, dy).advance(dstate)
+        recurrence.begin_backward(inputs, pos, transition, state, dy).apply(dstate)
         recurrence.finish_backward(inputs, pos, state, dy, dstate)
     if recurrence.differentiable:
-        recurrence.pull_back(inputs, pos, state, dy, dstate)
+        recurrence.vjp(inputs, pos, state, dy, dstate)
     assert watched.changed() == [], layout
 
 

@@ -10,7 +10,7 @@ from support.recurrences import positions, seeded
 
 from baton.kernels.common.kernel_check import gradients, moving
 from baton.kernels.eidetic_attention import innovation
-from baton.kernels.eidetic_attention.chunked import Options, leave
+from baton.kernels.eidetic_attention.chunked import Options, final_state
 from baton.kernels.eidetic_attention.joint_attention_launch import LaunchConfig, Sources, _Run
 from baton.kernels.eidetic_attention.recurrence import RECURRENCES, EideticAttention
 from baton.kernels.eidetic_attention.topk_memory_launch import publish
@@ -34,7 +34,7 @@ def compare(
     pos[0] = torch.arange(length) + 2 * recurrence.window + 3
     # scores are compared in float32 whatever the others are in
     inputs = (*(x.to(dtype) for x in inputs[:5]), inputs[5].float())
-    state = {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.leaves(inputs)}
+    state = {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.state_specs(inputs)}
     scale = inputs[0].shape[-1] ** -0.5
     options = Options(recurrence.window, recurrence.n_fading, recurrence.n_eidetic, recurrence.sliding, scale)
 
@@ -251,7 +251,7 @@ def test_what_is_chosen_is_what_the_definition_keeps(lengths):
     for n in lengths:
         begun, given = tuple(x[:, :n] for x in inputs), {"pos": pos[:, :n], "state": state}
         _, found = eidetic_attention_triton(begun, options, config=SMALL, **given)
-        for name, leaf in leave(begun, options, **given).items():
+        for name, leaf in final_state(begun, options, **given).items():
             assert torch.equal(found[name], leaf), name
             assert found[name].dtype == leaf.dtype
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from support.compare import relative_error
 from support.recurrences import seeded
 
-from baton.kernels.common.adjacent_views import like, runs
+from baton.kernels.common.adjacent_views import empty_like_adjacent, merge_adjacent
 from baton.kernels.errors import KernelError
 from baton.kernels.gate import gated
 from baton.kernels.gate.triton_launch import activate, gated_triton
@@ -103,7 +103,7 @@ def test_neighbours_are_activated_each(lies, dtype, logs):
     taken = slice(1, 8) if lies == "in time" else slice(None)
     xs = rows[:, taken, 3 : 3 + width].split(WIDTHS, dim=-1)
     xs = [x.contiguous() if lies == "apart" else x for x in xs]
-    assert [widths for _, widths in runs(xs)] == ([[n] for n in WIDTHS] if lies == "apart" else [list(WIDTHS)])
+    assert [widths for _, widths in merge_adjacent(xs)] == ([[n] for n in WIDTHS] if lies == "apart" else [list(WIDTHS)])
     found = activate(*xs, logs=logs)
     for x, y in zip(xs, found, strict=True):
         exact = x.double().cpu()
@@ -117,11 +117,11 @@ def test_neighbours_are_activated_each(lies, dtype, logs):
 def test_memory_of_neighbours_is_in_rows_of_their_own():
     rows = torch.randn(3, 4, 20)
     a, b, c = rows[..., 1:6], rows[..., 6:9], rows[..., 10:]
-    like_a, like_b, like_c = like([a, b, c])
+    like_a, like_b, like_c = empty_like_adjacent([a, b, c])
     assert like_a.stride() == like_b.stride() == (32, 8, 1)
     assert like_b.storage_offset() - like_a.storage_offset() == 5
     assert like_c.is_contiguous()
     # overlapping rows, other numbers of rows, another type, turned columns: nothing of that is taken for neighbours
     overlapping = torch.as_strided(rows, (6, 5), (8, 1)), torch.as_strided(rows, (6, 5), (8, 1), 5)
     for left, right in (overlapping, (a, b[:2]), (a, b.bfloat16()), (b, a), (a.mT, b.mT)):
-        assert len(runs([left, right])) == 2
+        assert len(merge_adjacent([left, right])) == 2

@@ -10,7 +10,7 @@ from support.compare import relative_error
 from support.recurrences import positions, seeded
 from support.rounding import products_are_rounded
 
-from baton.kernels.common.adjacent_views import runs
+from baton.kernels.common.adjacent_views import merge_adjacent
 from baton.kernels.gated_linear_attention import triton_launch
 from baton.kernels.gated_linear_attention.arguments import LaunchConfig
 from baton.kernels.gated_linear_attention.reference import gla_reference
@@ -267,7 +267,7 @@ def test_slots_of_what_is_projected(dtype, lies, monkeypatch):
         assert torch.equal(have, same), name
     grads = [x.flatten(2) for x in found[3:7]]
     assert [x.dtype for x in grads] == [dtype] * 4
-    assert [whole.shape[2] for whole, _ in runs(grads)] == (widths if lies == "apart" else [sum(widths)])
+    assert [whole.shape[2] for whole, _ in merge_adjacent(grads)] == (widths if lies == "apart" else [sum(widths)])
     effect = gsa_effect(*given[1:], gate_logit_normalizer=2.0, pos=pos.to(DEVICE), config=SMALL)
     _, whole = gsa_reference(*(x.double().cpu() for x in given), gate_logit_normalizer=2.0, pos=pos)
     for name, x in whole.items():

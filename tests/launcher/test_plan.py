@@ -113,7 +113,7 @@ def test_states_are_the_modules(variant):
     types = {"compute": "bfloat16", "float32": "float32", "int64": "int64", "bool": "bool"}
     (name,) = config.model.mixers
     model = on_meta(config.model, "bfloat16")
-    by_module = {x.name: (x.shape, str(x.dtype), x.tp, x.grad, x.grows) for x in model.layers["0"].leaves}
+    by_module = {x.name: (x.shape, str(x.dtype), x.tp, x.grad, x.grows) for x in model.layers["0"].state_specs}
     leaves = config.model.mixers[name].footprint(SMALL_WIDTH).leaves
     counted = {f"{name}.{x.name}": (x.shape, f"torch.{types[x.dtype]}", x.tp, x.grad, x.grows) for x in leaves}
     assert counted == by_module

@@ -228,7 +228,7 @@ def test_sizes_are_the_papers(kind):
         mixer = build_mixer(kinds()[kind](), MixerContext(D, 24, 1e-5, megatron_config(1), torch.bfloat16))
     squares, rest = PARAMETERS[kind]
     assert parameter_count(mixer) == squares * D**2 + rest
-    carried = sum(torch.Size(leaf.shape).numel() for leaf in mixer.leaves if not leaf.name.startswith("conv"))
+    carried = sum(torch.Size(leaf.shape).numel() for leaf in mixer.state_specs if not leaf.name.startswith("conv"))
     assert carried == STATE[kind] * D
 
 
@@ -241,7 +241,7 @@ def test_bfloat16_matmuls_leave_gates_and_states_in_float32(kind):
     y, state = single(x, pos, None)
     low_y, low_state = low(x, pos, None)
     assert relative_error(low_y, y) <= 3e-2
-    for leaf in low.leaves:
+    for leaf in low.state_specs:
         assert low_state[leaf.name].dtype == leaf.dtype == (torch.bfloat16 if leaf.name.startswith("conv") else torch.float32)
         assert relative_error(low_state[leaf.name], state[leaf.name]) <= 3e-2
 

@@ -63,7 +63,7 @@ def a_state_of_some_tokens(layer, pos):
 
 def test_leaves_describe_the_state(layer):
     pos = torch.tensor(DOCUMENTS["packed"], dtype=torch.int32)
-    protocol.check(a_state_of_some_tokens(layer, pos), layer.leaves, B)
+    protocol.check(a_state_of_some_tokens(layer, pos), layer.state_specs, B)
 
 
 FEW_CUTS = [[1], [T - 1], [2, 3, 9], list(range(1, T))]
@@ -133,4 +133,4 @@ def test_decoding_a_token_at_a_time_from_any_point_is_the_parallel_form(layer):
             for t in range(prompt, T):
                 y, state = layer(x[:, t : t + 1], pos[:, t : t + 1], state)
                 assert relative_error(y[:, 0], whole[:, t]) <= 1e-10
-                protocol.check(state, layer.leaves, B)
+                protocol.check(state, layer.state_specs, B)

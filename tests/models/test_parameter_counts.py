@@ -183,5 +183,5 @@ def test_lattices_state_is_a_slot_matrix_per_head(name, numbers):
 
 def recurrent_numbers(model):
     """Numbers carried per sequence, without the convolutions' tails."""
-    leaves = [leaf for layer in model.layers.values() for leaf in layer.leaves]
+    leaves = [leaf for layer in model.layers.values() for leaf in layer.state_specs]
     return sum(math.prod(leaf.shape) for leaf in leaves if "conv" not in leaf.name)

@@ -42,7 +42,7 @@ def example(mixer, batch, length):
     pos = positions(generator, batch, 9 + length, 0.15)
     with torch.no_grad():
         _, entering = layer.whole(before, pos[:, :9], None)
-    names = [leaf.name for leaf in layer.leaves if leaf.grad]
+    names = [leaf.name for leaf in layer.state_specs if leaf.grad]
     moving = {name: torch.randn(entering[name].shape, generator=generator, dtype=entering[name].dtype) for name in names}
     return x, pos[:, 9:], entering, dy, moving
 
@@ -65,7 +65,7 @@ def on_ranks(mesh, mixer, x, pos, entering, dy, moving):
     """The same from ranks that have a part of x each."""
     rank, size = mesh.tensor_rank, mesh.layout.tensor
     layer = layer_of(mixer, rank, size)
-    places = {leaf.name: leaf.tp for leaf in layer.leaves}
+    places = {leaf.name: leaf.tp for leaf in layer.state_specs}
     rows = part_of(pos.numel(), size)
 
     def part(whole):

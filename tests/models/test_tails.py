@@ -46,7 +46,7 @@ def carriers_of(settings, monkeypatch):
 
 def is_early(recurrence, inputs, n):
     pos = 100 + torch.arange(T).repeat(2, 1)
-    return recurrence.early(piece(recurrence, inputs, T - n, T), pos[:, T - n :]) is not None
+    return recurrence.tail_state(piece(recurrence, inputs, T - n, T), pos[:, T - n :]) is not None
 
 
 def forgets(recurrence, inputs, n):

@@ -17,7 +17,7 @@ from baton.kernels.window_attention.recurrence import WindowAttention
 from baton.models.block import SubBlock
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
-from baton.models.mixer import Mixer, MixerContext, build_mixer, leaving
+from baton.models.mixer import Mixer, MixerContext, build_mixer, need_final_state
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
@@ -47,7 +47,7 @@ def test_every_mixers_outputs_and_gradients_are_the_same(mixer, entered):
     for wanted in (True, False):
         own = x.clone().requires_grad_()
         entering = {name: leaf.clone().requires_grad_(leaf.is_floating_point()) for name, leaf in state.items()}
-        with leaving(wanted):
+        with need_final_state(wanted):
             y, left = mixer(own, POS, entering if entered else None)
         assert left.keys() == state.keys()
         leaves = [own, *mixer.parameters(), *(leaf for leaf in entering.values() if entered and leaf.requires_grad)]
@@ -89,7 +89,7 @@ def test_a_models_losses_and_gradients_are_the_same(kind, how, single_mesh):
     for kept, dropped in zip(*found, strict=True):
         assert torch.equal(dropped, kept)
     assert {number: list(state) for number, state in states.items()} == {
-        number: [leaf.name for leaf in leaves] for number, leaves in model.leaves.items()
+        number: [leaf.name for leaf in leaves] for number, leaves in model.state_specs.items()
     }
 
 

@@ -224,10 +224,10 @@ def test_the_cotangents_that_come_to_what_is_handed_on_first_keep_their_bits(sin
     came = []
 
     class Watched(ShortConv):
-        def outputs(self, inputs, pos, state):
+        def forward_no_state(self, inputs, pos, state):
             for x in inputs:
                 x.register_hook(lambda cotangent: came.append((cotangent, cotangent.clone())))
-            return super().outputs(inputs, pos, state)
+            return super().forward_no_state(inputs, pos, state)
 
     g, link, recurrence = seeded(5), SequenceLink(0, [0], CPU), Watched()
     inputs, tail = recurrence.example(g, B, 2 * 9, torch.float64, wide=False)
@@ -259,7 +259,7 @@ def test_what_waits_for_the_next_segment_takes_no_more_memory_than_it_needs(sing
     with torch.no_grad(), link.segment(0, of=2):
         layer(x, pos, None)
     waiting = [x for states in link._here.values() for state in states for x in state.values()]
-    assert bool(waiting) == bool(layer.leaves)
+    assert bool(waiting) == bool(layer.state_specs)
     for tensor in waiting:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
@@ -329,7 +329,7 @@ def carriers_of(kind):
     carry = Mixer.carry
 
     def noted(self, recurrence, inputs, pos, state):
-        calls.append((recurrence, recurrence.leaves(inputs), recurrence.name))
+        calls.append((recurrence, recurrence.state_specs(inputs), recurrence.name))
         return carry(self, recurrence, inputs, pos, state)
 
     Mixer.carry = noted
@@ -339,7 +339,7 @@ def carriers_of(kind):
         Mixer.carry = carry
     shapes = {(leaf.shape, leaf.dtype, leaf.grad) for _, leaves, _ in calls for leaf in leaves}
     # nothing is carried that the mixer does not say, and it says nothing that is not carried
-    assert shapes == {(leaf.shape, leaf.dtype, leaf.grad) for leaf in layer.leaves}
+    assert shapes == {(leaf.shape, leaf.dtype, leaf.grad) for leaf in layer.state_specs}
     return calls
 
 

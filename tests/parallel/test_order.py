@@ -25,11 +25,11 @@ LINEAR = {
 ORDERS = {
     **{kind: (carrier, ["arrival", "run"], [], ["arrival"], []) for kind, carrier in LINEAR.items()},
     "lattice": ("lattice", ["arrival", "run"], [], ["arrival"], []),
-    "bmojo": ("eidetic_attention", ["arrival", "leave"], ["outputs"], ["arrival", "leave"], []),
-    "attention": ("window_attention", ["early"], ["arrival", "outputs"], [], ["arrival"]),
+    "bmojo": ("eidetic_attention", ["arrival", "final_state"], ["forward_no_state"], ["arrival", "final_state"], []),
+    "attention": ("window_attention", ["tail_state"], ["arrival", "forward_no_state"], [], ["arrival"]),
 }
 EARLY = {kind: (carrier, ["begin"], ["finish"], ["begin_backward"], ["finish_backward"]) for kind, carrier in LINEAR.items()}
-PHASES = ("begin", "finish", "begin_backward", "finish_backward", "leave", "outputs", "early", "run", "pull_back")
+PHASES = ("begin", "finish", "begin_backward", "finish_backward", "final_state", "forward_no_state", "tail_state", "run", "vjp")
 
 
 @contextmanager
@@ -121,9 +121,9 @@ def test_a_recurrence_runs_once_forwards_and_not_again_backwards(pool):
     _, middle, _ = pool.run(events, list(ORDERS), context=3)
     for kind, (carrier, *_) in ORDERS.items():
         forward, backward = ([event for name, event in log if name.startswith(carrier)] for log in middle[kind])
-        phase = "outputs" if kind in ("bmojo", "attention") else "run"
+        phase = "forward_no_state" if kind in ("bmojo", "attention") else "run"
         assert forward.count(phase) == 1, (kind, forward)
-        assert not {"run", "outputs", "pull_back", "begin_backward"} & set(backward), (kind, backward)
+        assert not {"run", "forward_no_state", "vjp", "begin_backward"} & set(backward), (kind, backward)
 
 
 @pytest.mark.parametrize("kind", ["mamba", "attention"])

@@ -30,7 +30,7 @@ def kind_of(value: Any) -> str:
 
 
 @contextmanager
-def noting() -> Iterator[set[str]]:
+def record_launches() -> Iterator[set[str]]:
     """Within it every launch is noted instead."""
     from triton.runtime.jit import KernelInterface
 
@@ -103,7 +103,7 @@ def main() -> None:
 
     launch_configs.table_names = lambda device: GPU.names
     results = {}
-    with noting() as found:
+    with record_launches() as found:
         for mixer in mixers:
             found.clear()
             (real if form == "real" else compiled)(model_of(mixer), training(compute_dtype="bfloat16"))

@@ -1,8 +1,8 @@
 """What kernels in Triton's interpreter ask for ahead of time: that it is there, and what they load without having asked for it.
 
 The one thing to know: whatever is asked for, the numbers are the same, so no comparison notices lines that are asked for in vain,
-too late or not at all. The interpreter leaves `rows.near` out; here a byte of each line is read instead, which `bounds_checked`
-watches.
+too late or not at all. The interpreter leaves `triton_prefetch.prefetch` out; here a byte of each line is read instead, which
+`bounds_checked` watches.
 """
 
 from collections import defaultdict
@@ -24,9 +24,9 @@ def asking_watched() -> Iterator[Lines]:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from baton.kernels.common.triton_prefetch import near
+    from baton.kernels.common.triton_prefetch import prefetch
 
-    executor, builder, rewrite = interpreter.GridExecutor, interpreter.InterpreterBuilder, near.rewrite
+    executor, builder, rewrite = interpreter.GridExecutor, interpreter.InterpreterBuilder, prefetch.rewrite
     prepare, load, begin_program = executor._init_args_hst, builder.create_masked_load, builder.set_grid_idx
     spans, kernel, asking = [], "", False
     asked: set[tuple[str, int]] = set()
@@ -68,9 +68,9 @@ def asking_watched() -> Iterator[Lines]:
         asking = False
 
     executor._init_args_hst, builder.create_masked_load, builder.set_grid_idx = preparing, loading, beginning
-    near.rewrite = lambda: reading
+    prefetch.rewrite = lambda: reading
     try:
         yield unasked
     finally:
         executor._init_args_hst, builder.create_masked_load, builder.set_grid_idx = prepare, load, begin_program
-        near.rewrite = rewrite
+        prefetch.rewrite = rewrite

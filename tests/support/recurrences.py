@@ -41,7 +41,7 @@ def no_starts(recurrence: Recurrence, batch: int, length: int) -> Tensor | None:
 
 
 def piece(recurrence: Recurrence, inputs: Inputs, begin: int, end: int) -> Inputs:
-    return (*(x[:, begin:end] for x in inputs[: recurrence.along]), *inputs[recurrence.along :])
+    return (*(x[:, begin:end] for x in inputs[: recurrence.num_time_inputs]), *inputs[recurrence.num_time_inputs :])
 
 
 def run_in_pieces(

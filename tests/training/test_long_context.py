@@ -86,7 +86,7 @@ def expected_of(mixer, spans):
         live = batch.labels[:, border - 1] >= 0
         with torch.no_grad():
             _, states = model(batch.tokens[live, :border], batch.pos[live, :border])
-        for layer, leaves in model.leaves.items():
+        for layer, leaves in model.state_specs.items():
             for leaf in leaves:
                 if leaf.grad:
                     mean_square = float(states[layer][leaf.name].square().sum()) / int(live.sum())

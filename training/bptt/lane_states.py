@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.kernels.protocol import Leaf, State, zeros
+from baton.kernels.protocol import State, StateSpec, zeros
 from baton.models.lm import LanguageModel, States
 from baton.parallel.mesh import Mesh
 from baton.training.checkpoint.shard_boxes import Rectangle
@@ -28,11 +28,11 @@ class LaneStates:
 
     def __init__(self, model: LanguageModel, training: TrainingConfig, mesh: Mesh) -> None:
         self._mesh, self._count = mesh, training.lane_count
-        self._whole = model.leaves
-        self.leaves = {number: tuple(_local(leaf, mesh) for leaf in leaves) for number, leaves in self._whole.items()}
+        self._whole = model.state_specs
+        self.state_specs = {number: tuple(_local(leaf, mesh) for leaf in leaves) for number, leaves in self._whole.items()}
         lanes = range(mesh.data_rank, self._count, mesh.layout.data)
         self._rows = {lane: row for row, lane in enumerate(lanes)} if mesh.context_rank == 0 else {}
-        self._states = {number: zeros(leaves, len(self._rows), mesh.device) for number, leaves in self.leaves.items()}
+        self._states = {number: zeros(leaves, len(self._rows), mesh.device) for number, leaves in self.state_specs.items()}
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
         self._before: dict[tuple[int, ...], tuple[torch.Tensor, States]] | None = None
 
@@ -83,10 +83,12 @@ class LaneStates:
         return sum(x.nbytes for _, states in (self._before or {}).values() for state in states.values() for x in state.values())
 
     @property
-    def message(self) -> tuple[Leaf, ...]:
+    def message(self) -> tuple[StateSpec, ...]:
         """All layers' leaves, as `to_message` calls them."""
         return tuple(
-            dataclasses.replace(leaf, name=f"{number}.{leaf.name}") for number, leaves in self.leaves.items() for leaf in leaves
+            dataclasses.replace(leaf, name=f"{number}.{leaf.name}")
+            for number, leaves in self.state_specs.items()
+            for leaf in leaves
         )
 
     @staticmethod
@@ -96,14 +98,16 @@ class LaneStates:
 
     def from_message(self, message: State) -> States:
         """What `to_message` was given."""
-        return {number: {leaf.name: message[f"{number}.{leaf.name}"] for leaf in leaves} for number, leaves in self.leaves.items()}
+        return {
+            number: {leaf.name: message[f"{number}.{leaf.name}"] for leaf in leaves} for number, leaves in self.state_specs.items()
+        }
 
     def rectangles(self, *, for_save: bool) -> dict[str, list[Rectangle]]:
         """Key "carried.layers.<number>.<leaf>", a tensor [lanes, ...], to this rank's part of it. for_save: leave out what tensor
         rank 0 writes too."""
         found: dict[str, list[Rectangle]] = {}
         for number, leaves in self._whole.items():
-            for leaf, local in zip(leaves, self.leaves[number], strict=True):
+            for leaf, local in zip(leaves, self.state_specs[number], strict=True):
                 if for_save and leaf.tp is None and self._mesh.tensor_rank:
                     continue
                 x = self._states[number][leaf.name]
@@ -121,7 +125,7 @@ class LaneStates:
         return self._indices[key]
 
 
-def _local(leaf: Leaf, mesh: Mesh) -> Leaf:
+def _local(leaf: StateSpec, mesh: Mesh) -> StateSpec:
     """This tensor rank's part of it."""
     shape = tuple(n // mesh.layout.tensor if d == leaf.tp else n for d, n in enumerate(leaf.shape))
     return dataclasses.replace(leaf, shape=shape)

@@ -29,7 +29,7 @@ def generate(
     piece = torch.tensor([prompt], dtype=torch.int64, device=device)
     pos = torch.arange(len(prompt), dtype=torch.int32, device=device)[None]
     states: States | None = None
-    with model.alone():
+    with model.local_only():
         while len(written) < tokens:
             hidden, states = model.through_stages(piece, pos, states)
             token = -1

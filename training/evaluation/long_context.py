@@ -124,7 +124,7 @@ def look(model: LanguageModel, groups: Iterable[Iterable[TokenBatch]], mesh: Mes
     # tensor ranks have parts of what is split, and all of what is not
     leaves = {
         (number, leaf.name): torch.zeros(len(kept), dtype=torch.float64, device=mesh.device)
-        for number, of_layer in model.leaves.items()
+        for number, of_layer in model.state_specs.items()
         for leaf in of_layer
         if leaf.grad and (leaf.tp is not None or mesh.tensor_rank == 0)
     }

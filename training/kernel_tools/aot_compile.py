@@ -13,7 +13,7 @@ from baton.kernels.common.kernel_check import launch
 from baton.kernels.compile.aot import META, Compiled, Target, compiling
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
-from baton.models.mixer import noting
+from baton.models.mixer import record_recurrences
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.parallel.context_parallel import SequenceLink
@@ -54,7 +54,7 @@ def compile_for(
             mesh = replace(mesh, link=SequenceLink(0, [0], META, exchange="early" if early else "ring"))
         try:
             built = build_model(layers, training, META, mesh)
-            with noting() as carried:
+            with record_recurrences() as carried:
                 for at in {(at.micro_batch_size, at.sequence_length): at for _, at in training.stretches}.values():
                     _step(built, at, layout.context, LaneStates(built, at, mesh) if at.carries else None)
             for recurrence in sorted(carried, key=str):

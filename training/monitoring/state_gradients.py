@@ -72,7 +72,7 @@ class Watch:
         # an observer sees tensors alone: what is held whole is known by its shape
         self._whole = {
             number: {leaf.shape for leaf in leaves if leaf.grad and leaf.tp is None and not model.sequence_parallel}
-            for number, leaves in model.leaves.items()
+            for number, leaves in model.state_specs.items()
         }
         self._squares: defaultdict[tuple[str, str], dict[int, Tensor]] = defaultdict(dict)
         self._count = 0

@@ -90,7 +90,7 @@ class Passes:
         """Leaves of States that a segment did not leave with the same bits both times, by name."""
         if not self._compared:
             return []
-        names = [f"{leaf.name} of layer {n}" for n, leaves in self._model.leaves.items() for leaf in leaves]
+        names = [f"{leaf.name} of layer {n}" for n, leaves in self._model.state_specs.items() for leaf in leaves]
         found = []
         for segment, same in zip([s for s, _ in self._compared], torch.stack([x for _, x in self._compared]).tolist(), strict=True):
             found += [f"{name}, segment {segment}" for name, equal in zip(names, same, strict=True) if not equal]
