@@ -31,7 +31,7 @@ from baton.models.lm import LanguageModel
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.parallel.param_layout import initialize_parameters
-from baton.parallel.tensor import drop_compute_copies
+from baton.parallel.tensor import drop_cast_weights
 
 AGREE = 2e-2  # of two bfloat16 computations that round in other places
 CHOOSES = {"bmojo"}  # what is remembered, by scores that rounding puts in another order
@@ -176,7 +176,7 @@ def our_step(block: nn.Module, given: Inputs) -> Call:
     parameters = dict(block.mixer.named_parameters())
 
     def step() -> Found:
-        drop_compute_copies(block)
+        drop_cast_weights(block)
         (stream, out), _ = block((given.residual, given.hidden), given.pos, None, False)  # as in a step
         leaves = [given.residual, block.norm.weight, *parameters.values()]
         grads = torch.autograd.grad([out, stream], leaves, [given.dy.to(out.dtype), given.dy])

@@ -47,8 +47,8 @@ from baton.models.lm import LanguageModel
 from baton.models.mixer import Mixer
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
-from baton.parallel.context_parallel import SequenceLink
-from baton.parallel.linear import adding_gradients
+from baton.parallel.context_parallel import ContextLink
+from baton.parallel.linear import fused_grad_accumulation
 from baton.parallel.param_layout import named_layouts
 from baton.training.step.microbatch_runner import TokenBatch
 
@@ -90,7 +90,7 @@ class Ranked:
         self.span = slice(self.link.rank * tokens, (self.link.rank + 1) * tokens)
         self.own = TokenBatch(*(x[:, self.span].contiguous().to(mesh.device) for x in parts))
         self.heads = HeadExchange(self.link.rank, self.ranks, self.whole.pos)
-        self.itself = SequenceLink(0, [mesh.rank], mesh.device)
+        self.itself = ContextLink(0, [mesh.rank], mesh.device)
 
     @contextmanager
     def form(self, form: str) -> Iterator[None]:
@@ -112,7 +112,7 @@ class Ranked:
     def run(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Forward and backward as in a training step, of the mean loss over all ranks' labels; hidden vectors, this rank's part of
         the loss. What is sent may still be on its way."""
-        with adding_gradients():
+        with fused_grad_accumulation():
             hidden, _ = self.model(batch.tokens, batch.pos)
             loss = self.model.loss(hidden, batch.labels) / (self.ranks * self.tokens)
             loss.backward()
@@ -153,14 +153,14 @@ class Ranked:
         losses, sent = dict[str, Tensor](), dict[str, Tensor]()
         for number in range(warm_up + repetitions):
             for form in FORMS:
-                self.link.counted.clear()
+                self.link.sent.clear()
                 self.heads.messages = self.heads.bytes = 0
                 with self.form(form):
                     took, losses[form] = self._timed(lambda: self.run(self.own)[1])
                 if number >= warm_up:
                     ms[form].append(took)
                 sent[form] = torch.tensor([self.heads.messages, self.heads.bytes], device=device)
-                for (what, _), count in self.link.counted.items():
+                for (what, _), count in self.link.sent.items():
                     sent[form][int(what.endswith("bytes"))] += count
         own = torch.tensor([ms[form] for form in FORMS], dtype=torch.float64, device=device)
         of_ranks = [torch.empty_like(own) for _ in range(self.ranks)]

@@ -4,7 +4,7 @@ The one thing to know: between the two all-to-alls a rank computes what a tensor
 tensor is sent once, in its own type, and copied once. Of Mamba and Longhorn the exchange covers convolution and scan, as
 megatron-core's Mamba with context parallelism does: x and z come before the convolution, y goes back behind the scan, and of what
 x_proj makes, a sum over all channels, each rank adds its own part: half the bytes of exchanging what either recurrence reads and
-gives. All else goes through `carry`, whose inputs are exchanged as they are.
+gives. All else goes through `run_recurrence`, whose inputs are exchanged as they are.
 
 Parameters are whole on every rank, as in the other forms; a rank reads its share, and the gradient of the others' is zero.
 
@@ -25,7 +25,7 @@ from baton.kernels.protocol import Inputs, Recurrence, State
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import mixer
 from baton.models.ssm_block import SSMBlock
-from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.context_parallel import ContextLink
 
 _CONV = ShortConv("silu")
 
@@ -51,12 +51,12 @@ class HeadExchange:
         """This rank's rows, or columns, of a parameter."""
         return x.chunk(self.ranks, dim)[self.rank]
 
-    def carry(
-        self, link: SequenceLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str,
+    def run_recurrence(
+        self, link: ContextLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str,
         state_wanted: bool = True,
     ) -> tuple[Tensor, State]:  # fmt: skip
-        """In the place of `parallel.state_passing.carry`, for inputs that all have heads; no State leaves, for nothing comes
-        behind."""
+        """In the place of `parallel.state_passing.run_recurrence`, for inputs that all have heads; no State leaves, for nothing
+        comes behind."""
         num_time_inputs = recurrence.num_time_inputs
         own = (*self.to_heads(*inputs[:num_time_inputs]), *map(self.share, inputs[num_time_inputs:]))
         return self.to_tokens(recurrence.forward_no_state(own, self.pos, None)), {}
@@ -116,12 +116,12 @@ def over_heads(exchange: HeadExchange) -> Iterator[None]:
     def forward(self: SSMBlock, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         return exchange.gated_scan(self, x_BTM)
 
-    before = mixer.carry, SSMBlock.forward
-    mixer.carry, SSMBlock.forward = exchange.carry, forward  # type: ignore[assignment, method-assign]
+    before = mixer.run_recurrence, SSMBlock.forward
+    mixer.run_recurrence, SSMBlock.forward = exchange.run_recurrence, forward  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        mixer.carry, SSMBlock.forward = before  # type: ignore[method-assign]
+        mixer.run_recurrence, SSMBlock.forward = before  # type: ignore[method-assign]
 
 
 class _ToHeads(torch.autograd.Function):

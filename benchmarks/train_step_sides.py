@@ -23,7 +23,7 @@ from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
-from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.context_parallel import ContextLink
 from baton.parallel.param_layout import initialize_parameters
 from baton.training.config_checks import with_vocabulary
 from baton.training.evaluation.evaluate import through_segments
@@ -54,7 +54,7 @@ def reference_loss(config: RunConfig, seed: int, mesh: meshes.Mesh) -> float:
     """Nats per label of the run's first step, in float64. seed: of the initial values."""
     settings, batches = first_step(config, mesh)
     segments = config.training.segments
-    link = SequenceLink(0, [mesh.rank], mesh.device) if segments > 1 else None
+    link = ContextLink(0, [mesh.rank], mesh.device) if segments > 1 else None
     with mesh.device:
         model = LanguageModel(settings, compute_dtype=torch.float64, link=link)
     initialize_parameters(model, seed, 0, 1)

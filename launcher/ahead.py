@@ -157,6 +157,6 @@ def await_node(ahead: Ahead | None, store: Any, rank: int, local_rank: int, say:
             ahead.wait(say)
         store.set(key, "compiled")
         return
-    with comm_timing.reporting(f"kernels, which rank {first} compiles"):
+    with comm_timing.reported_wait(f"kernels, which rank {first} compiles"):
         while not store.check([key]):
             time.sleep(0.1)

@@ -150,7 +150,7 @@ class Arithmetic:
         return tuple(replace(p, partial=True) if self.work.sequence_parallel and p.split is None else p for p in found)
 
     @cached_property
-    def lent(self) -> tuple[Parameter, ...]:
+    def tied_replicas(self) -> tuple[Parameter, ...]:
         """Parameters of another stage that this one reads: it has their values and gradients, and no optimizer for them."""
         return (self._embedding(uses=1),) if self.model.tie_embeddings and self.stage.last and not self.stage.first else ()
 
@@ -169,11 +169,11 @@ class Arithmetic:
 
     @cached_property
     def _held(self) -> int:
-        return self.local_count + sum(p.local(self.tensor) for p in self.lent)
+        return self.local_count + sum(p.local(self.tensor) for p in self.tied_replicas)
 
     @cached_property
     def _copied(self) -> int:
-        return sum(p.local(self.tensor) for p in (*self.parameters, *self.lent) if p.uses)
+        return sum(p.local(self.tensor) for p in (*self.parameters, *self.tied_replicas) if p.uses)
 
     @property
     def _part(self) -> int:
@@ -355,7 +355,7 @@ class Arithmetic:
 
     def _matmuls(self, *, head: bool) -> int:
         """Numbers of this rank that a token is multiplied with: the head's, or the layers'."""
-        names, every = ("embedding.weight", "head.weight"), (*self.parameters, *self.lent)
+        names, every = ("embedding.weight", "head.weight"), (*self.parameters, *self.tied_replicas)
         return sum(p.uses * p.local(self.tensor) for p in every if (p.name in names) is head)
 
     @property
@@ -366,7 +366,7 @@ class Arithmetic:
 
     def useful_flops(self) -> float:
         """Per token and training step, of the stage on all tensor ranks: matmuls and recurrences once forwards, twice backwards."""
-        flops = 2.0 * sum(p.uses * p.numel for p in (*self.parameters, *self.lent))
+        flops = 2.0 * sum(p.uses * p.numel for p in (*self.parameters, *self.tied_replicas))
         return 3 * (flops + sum(sum(block.recurrence_flops(self.training.sequence_length)) for block in self.every_block))
 
 

@@ -160,7 +160,7 @@ def _run(path: Path) -> None:
     from baton.parallel import comm_timing
 
     comm_timing.install()
-    comm_timing.report_to(heartbeat.own().waits)
+    comm_timing.set_wait_reporter(heartbeat.own().waits)
     from baton.parallel import mesh as meshes
     from baton.training.loop import train
     from baton.training.run import RunSettings
@@ -191,7 +191,7 @@ def _run(path: Path) -> None:
         notices = tuple(map(str, slow_paths(known, device.type)))
     watched = heartbeat.FOLDER in os.environ
     if watched and device.type == "cuda":
-        heartbeat.own().look_after(comm_timing.on_gpu)
+        heartbeat.own().look_after(comm_timing.current_gpu_wait)
     if device.type == "cuda":
         _hear_of_kernels()
     patience_s = PATIENCE * max(config.layout.timeout_s, config.jobs.startup_timeout_s) if watched else None

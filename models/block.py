@@ -18,7 +18,7 @@ from baton.kernels.protocol import State, StateSpec
 from baton.models.config import ModelConfig
 from baton.models.mixer import Mixer, MixerContext, build_mixer, need_final_state
 from baton.models.norm import RMSNorm, Stream, summed
-from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.context_parallel import ContextLink
 from baton.parallel.tensor import gather_tokens
 
 
@@ -29,7 +29,7 @@ def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any
 
 
 class SubBlock(nn.Module):
-    """Stream [B, T, d_model] (or this rank's part [part_of(B T), d_model]), pos [B, T], State or None -> stream, State.
+    """Stream [B, T, d_model] (or this rank's part [tokens_per_rank(B T), d_model]), pos [B, T], State or None -> stream, State.
 
     The stream's first part is in the residual stream's type, the second in the compute type. state_wanted: whether the State that
     leaves will be taken; else it is not made, and what stands in its place refuses (baton.kernels.protocol.absent_state).
@@ -108,7 +108,7 @@ class _Kept(TorchDispatchMode):
         return next(self._taken)
 
 
-def recomputation(layers: Iterable[nn.Module], link: SequenceLink | None) -> Any:
+def recomputation(layers: Iterable[nn.Module], link: ContextLink | None) -> Any:
     """Contexts of a first forward pass through layers and of its recomputation, as torch's checkpoint takes them."""
     exchanges = noop_context_fn() if link is None else link.recomputation()
     blocks = [cast(SubBlock, block) for layer in layers for block in cast(Layer, layer).values()]

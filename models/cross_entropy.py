@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.cross_entropy import gradient, partial_sums
-from baton.parallel.linear import add_product
+from baton.parallel.linear import accumulate_product
 from baton.parallel.megatron import parallel_state
 from baton.parallel.tensor import tensor_size
 
@@ -78,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dhidden is not None:
                 torch.mm(dlogits, weight, out=dhidden[rows])
             if dparameter is not None:
-                add_product(dparameter, dlogits.mT, hidden[rows], first=begin == 0)
+                accumulate_product(dparameter, dlogits.mT, hidden[rows], first=begin == 0)
             del logits, dlogits
         if dhidden is not None and sum_gradient and tensor_size() > 1:
             dist.all_reduce(dhidden, group=parallel_state.get_tensor_model_parallel_group())

@@ -37,7 +37,7 @@ class DeltaRuleMixer(Mixer):
         self.heads = config.head_count(context.d_model)
         keys, values = self.heads * config.d_key, self.heads * config.d_value
         parts = (("q", keys), ("k", keys), ("v", values), ("beta", self.heads), *extra)
-        self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
+        self.in_proj = context.column(sum(width for _, width in parts), fused_splits=parts)
         self._widths = [width // context.tensor_size for _, width in parts]
         self.conv_weights = nn.ParameterDict(
             {name: context.split((width, config.d_conv), init.linear(config.d_conv), decay=True) for name, width in parts[:3]}

@@ -21,7 +21,7 @@ from baton.models.cross_entropy import linear_cross_entropy
 from baton.models.mixer import Mixer, MixerContext
 from baton.models.norm import RMSNorm, Stream, summed
 from baton.models.stages import Stage, whole
-from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.context_parallel import ContextLink
 from baton.parallel.param_layout import declare, layout_of
 from baton.parallel.pipeline import PipelineLink
 from baton.parallel.tensor import (
@@ -30,7 +30,7 @@ from baton.parallel.tensor import (
     gather_from_tensor_group,
     gather_tokens,
     megatron_config,
-    part_of,
+    tokens_per_rank,
 )
 
 States = dict[str, State]
@@ -48,8 +48,8 @@ class LanguageModel(nn.Module):
     recompute: keep only each layer's input for backward and run the layer again there; selective_recompute: only what costs little
     is not kept. link: the neighbours that have the tokens before and after this rank's, or None. stage: which layers this rank has
     (None: all); pipeline: the stages before and after it, or None. sequence_parallel: tensor ranks share the residual stream and
-    the norms, each a part of the tokens, [part_of(B T), d_model]: such a part goes from stage to stage. The last stage's hidden
-    vectors are gathered.
+    the norms, each a part of the tokens, [tokens_per_rank(B T), d_model]: such a part goes from stage to stage. The last stage's
+    hidden vectors are gathered.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LanguageModel(nn.Module):
         residual_dtype: torch.dtype = torch.float32,
         recompute: bool = False,
         selective_recompute: bool = False,
-        link: SequenceLink | None = None,
+        link: ContextLink | None = None,
         stage: Stage | None = None,
         pipeline: PipelineLink | None = None,
         sequence_parallel: bool = False,
@@ -86,7 +86,7 @@ class LanguageModel(nn.Module):
             )
             if config.tie_embeddings and self.stage.count > 1:
                 layout = layout_of(self.embedding.weight)
-                declare(self.embedding.weight, replace(layout, lends=self.stage.first, lent=self.stage.last))
+                declare(self.embedding.weight, replace(layout, tied_owner=self.stage.first, tied_replica=self.stage.last))
         context = MixerContext(
             config.d_model,
             config.residual_adds,
@@ -113,7 +113,7 @@ class LanguageModel(nn.Module):
                 megatron,
                 compute_dtype=compute_dtype,
                 decay=config.decay_embedding,
-                own_input=self.sequence_parallel,
+                disable_grad_reduce=self.sequence_parallel,
             )
 
     def forward(
@@ -165,7 +165,7 @@ class LanguageModel(nn.Module):
         pipeline = self.pipeline
         if pipeline is None:
             return self(tokens, pos, states, state_wanted)
-        x = tokens if pipeline.first else pipeline.expect("forward", self.hidden_shape(tokens), self.hidden_dtype).wait()
+        x = tokens if pipeline.first else pipeline.irecv("forward", self.hidden_shape(tokens), self.hidden_dtype).wait()
         hidden, leaving = self(x, pos, states, state_wanted)
         if pipeline.last:
             return hidden, leaving
@@ -174,7 +174,7 @@ class LanguageModel(nn.Module):
 
     def hidden_shape(self, tokens: Tensor) -> tuple[int, ...]:
         """Of what goes from stage to stage for tokens [B, T]."""
-        rows = (part_of(tokens.numel(), self.tensor_size),) if self.sequence_parallel else tokens.shape
+        rows = (tokens_per_rank(tokens.numel(), self.tensor_size),) if self.sequence_parallel else tokens.shape
         return (*rows, self.config.d_model)
 
     @property
@@ -195,7 +195,7 @@ class LanguageModel(nn.Module):
         return linear_cross_entropy(
             hidden.flatten(0, 1).to(self.compute_dtype),
             head.weight,
-            head.plain_weight(),
+            head.cast_weight(),
             labels.flatten(),
             chunk=self.config.loss_chunk,
             sum_gradient=not self.sequence_parallel,

@@ -4,8 +4,8 @@ A mixer maps (x [B, T, d_model], pos [B, T], State or None) to (y [B, T, d_model
 written like single-device code over tensor-parallel projections; its file says how its heads or channels split.
 
 Where tensor ranks share the residual stream, x is gathered for the mixer and its output projection gives each rank its part of the
-tokens, y [part_of(B T), d_model]. Whoever reads x then finds only this rank's part of x's gradient, and gathering sums the parts:
-so the projections of a MixerContext sum nothing, and what every rank computes alike must not sum either
+tokens, y [tokens_per_rank(B T), d_model]. Whoever reads x then finds only this rank's part of x's gradient, and gathering sums the
+parts: so the projections of a MixerContext sum nothing, and what every rank computes alike must not sum either
 (models.replicated_linear).
 """
 
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from baton.kernels.protocol import Inputs, Recurrence, State, StateSpec
 from baton.models import init
 from baton.models.settings import MixerConfig
-from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.context_parallel import ContextLink
 from baton.parallel.megatron import ModelParallelConfig
 from baton.parallel.param_layout import Init, ParameterLayout, declare
-from baton.parallel.state_passing import carry
+from baton.parallel.state_passing import run_recurrence
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 _CLASSES: dict[type[MixerConfig], type["Mixer"]] = {}
@@ -67,7 +67,7 @@ class MixerContext:
         return init.linear(fan_in, scale) if self.init_std is None else init.normal(scale * self.init_std)
 
     def column(
-        self, out_features: int, *, parts: Iterable[tuple[str, int]] = (), initializer: Init | None = None
+        self, out_features: int, *, fused_splits: Iterable[tuple[str, int]] = (), initializer: Init | None = None
     ) -> ColumnParallelLinear:
         """A projection from d_model to features that are split over the tensor group."""
         initializer = initializer or self.initializer(self.d_model)
@@ -77,8 +77,8 @@ class MixerContext:
             initializer,
             self.megatron,
             compute_dtype=self.compute_dtype,
-            parts=tuple(parts),
-            own_input=self.sequence_parallel,
+            fused_splits=tuple(fused_splits),
+            disable_grad_reduce=self.sequence_parallel,
         )
 
     def output(self, in_features: int) -> RowParallelLinear:
@@ -109,7 +109,7 @@ class Mixer(nn.Module, ABC):
     """
 
     kept_operators: ClassVar[tuple[Any, ...]] = ()
-    link: SequenceLink | None = None
+    link: ContextLink | None = None
     """The sequence group's neighbours; None: this rank has whole sequences."""
     seen: ClassVar[set[Recurrence] | None] = None
     """Where recurrences that are carried are noted, within `record_recurrences`: they are then run as they are defined."""
@@ -126,7 +126,7 @@ class Mixer(nn.Module, ABC):
                 # of a few tokens, for which nothing has to be compiled: no kernel takes float64, and what comes behind has a step's
                 y, leaving = recurrence.reference(tuple(x.double() if x.is_floating_point() else x for x in inputs), pos, state)
                 return y.to(inputs[0].dtype), leaving
-        return carry(self.link, recurrence, inputs, pos, state, self.where, Mixer.state_wanted)
+        return run_recurrence(self.link, recurrence, inputs, pos, state, self.where, Mixer.state_wanted)
 
     def __init_subclass__(cls, settings: type[MixerConfig] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from baton.models.mixer import MixerContext
 from baton.parallel.linear import linear
 from baton.parallel.param_layout import Init, ParameterLayout, declare
-from baton.parallel.tensor import ComputeCopy, copy_to_tensor_group
+from baton.parallel.tensor import CastWeightCache, copy_to_tensor_group
 
 
-class ReplicatedLinear(ComputeCopy, nn.Module):
+class ReplicatedLinear(CastWeightCache, nn.Module):
     """y = x W^T: x [B, T, d_model] and y [B, T, out_features], the same on every rank of the tensor group."""
 
     def __init__(self, out_features: int, context: MixerContext) -> None:
@@ -26,7 +26,7 @@ class ReplicatedLinear(ComputeCopy, nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        (y,) = linear(x.to(self.compute_dtype), self.weight, self.plain_weight())
+        (y,) = linear(x.to(self.compute_dtype), self.weight, self.cast_weight())
         return y
 
     def for_own_heads(self, y: Tensor) -> Tensor:

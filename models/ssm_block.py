@@ -43,7 +43,7 @@ class SSMBlock(Mixer):
             context.selective_recompute,
         )
         self.dt_rank = config.dt_rank or -(-context.d_model // 16)
-        self.in_proj = context.column(2 * d_inner, parts=(("x", d_inner), ("z", d_inner)))
+        self.in_proj = context.column(2 * d_inner, fused_splits=(("x", d_inner), ("z", d_inner)))
         self.conv_weight = context.split((d_inner, config.d_conv), init.linear(config.d_conv), decay=True)
         self.conv_bias = context.split((d_inner,), init.linear(config.d_conv), decay=False)
         self.x_proj = RowParallelLinear(
@@ -55,7 +55,12 @@ class SSMBlock(Mixer):
         )
         # every rank's channels use the same code and vectors: copy_to_tensor_group sums their gradient once for all three
         projection = ColumnParallelLinear(
-            self.dt_rank, d_inner, init.linear(self.dt_rank), context.megatron, compute_dtype=context.compute_dtype, own_input=True
+            self.dt_rank,
+            d_inner,
+            init.linear(self.dt_rank),
+            context.megatron,
+            compute_dtype=context.compute_dtype,
+            disable_grad_reduce=True,
         )
         self.add_module(f"{step}_proj", projection)
         bias = context.split((d_inner,), step_bias, decay=False) if config.has_step_bias else None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from baton.parallel.profiler_ranges import EXCHANGE, span
+from baton.parallel.profiler_ranges import EXCHANGE, profiler_range
 
 _CALLS = (
     "all_reduce",
@@ -35,23 +35,23 @@ _CALLS = (
 )
 
 
-class _Waited:
+class _WaitState:
     """Of this process, since it was last read."""
 
     def __init__(self) -> None:
         self.inside = False
         self.seconds = 0.0
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event, str]] = []
-        self.told: Callable[[str], None] = lambda what: None
+        self.reporter: Callable[[str], None] = lambda what: None
         self.names: dict[tuple[str, int], tuple[str, Any]] = {}
 
 
-_waited = _Waited()
+_wait_state = _WaitState()
 
 
-def report_to(told: Callable[[str], None]) -> None:
+def set_wait_reporter(reporter: Callable[[str], None]) -> None:
     """From now on `told` is called with what this rank waits for when it begins to, and with "" when that has come."""
-    _waited.told = told
+    _wait_state.reporter = reporter
 
 
 def install() -> None:
@@ -67,79 +67,79 @@ def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def timed(*words: Any, **named: Any) -> Any:
-        if _waited.inside or named.get("async_op"):
+        if _wait_state.inside or named.get("async_op"):
             return call(*words, **named)
         group = words[place] if len(words) > place else named.get("group")
-        with waiting(collective(call.__name__, group)):
+        with timed_wait(describe_collective(call.__name__, group)):
             return call(*words, **named)
 
     timed._baton_timed = True  # type: ignore[attr-defined]
     return timed
 
 
-def collective(name: str, group: "dist.ProcessGroup | None") -> str:
+def describe_collective(name: str, group: "dist.ProcessGroup | None") -> str:
     """What is waited for in a collective: its name, and the ranks that take part, as "all_reduce over ranks 0, 1"."""
     group = dist.group.WORLD if group is None else group
     key = name, id(group)
-    if key not in _waited.names:
+    if key not in _wait_state.names:
         try:
             ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
         except (RuntimeError, KeyError, ValueError):  # not a member, or no world yet: the call itself says so
             return name
-        _waited.names[key] = f"{name} over ranks {ranks}", group  # kept: another group must not get its id
-    return _waited.names[key][0]
+        _wait_state.names[key] = f"{name} over ranks {ranks}", group  # kept: another group must not get its id
+    return _wait_state.names[key][0]
 
 
 @contextmanager
-def waiting(what: str = "other ranks") -> Iterator[None]:
+def timed_wait(what: str = "other ranks") -> Iterator[None]:
     """The time inside is spent waiting for other ranks. what: for, in words."""
-    if _waited.inside:
+    if _wait_state.inside:
         yield
         return
-    _waited.inside, events = True, None
-    _waited.told(what)
+    _wait_state.inside, events = True, None
+    _wait_state.reporter(what)
     began = time.perf_counter()
     recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     if torch.cuda.is_initialized() and not recorded:
         events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
         events[0].record()
     try:
-        with span(EXCHANGE, "waiting"):
+        with profiler_range(EXCHANGE, "waiting"):
             yield
     finally:
-        _waited.inside = False
-        _waited.told("")
+        _wait_state.inside = False
+        _wait_state.reporter("")
         if events is not None:
             events[1].record()
-            _waited.events.append((events[0], events[1], what))
+            _wait_state.events.append((events[0], events[1], what))
         elif not recorded:
-            _waited.seconds += time.perf_counter() - began
+            _wait_state.seconds += time.perf_counter() - began
 
 
-def seconds() -> float:
+def take_wait_seconds() -> float:
     """Waited since this was last asked. On a GPU its stream has come so far by then, or is waited for."""
-    total = _waited.seconds
-    for before, after, _ in _waited.events:
+    total = _wait_state.seconds
+    for before, after, _ in _wait_state.events:
         after.synchronize()
         total += before.elapsed_time(after) / 1000.0
-    _waited.seconds, _waited.events = 0.0, []
+    _wait_state.seconds, _wait_state.events = 0.0, []
     return total
 
 
 @contextmanager
-def reporting(what: str) -> Iterator[None]:
+def reported_wait(what: str) -> Iterator[None]:
     """Within it this rank waits for others. It is not counted: most of that time went by while something was computed."""
-    _waited.told(what)
+    _wait_state.reporter(what)
     try:
         yield
     finally:
-        _waited.told("")
+        _wait_state.reporter("")
 
 
-def on_gpu() -> str:
+def current_gpu_wait() -> str:
     """What one of this rank's streams waits for at this moment; "" where all compute, or are done. From another thread, while the
     host is silent: it asks the GPU, which may not be asked while a graph is recorded."""
-    for before, after, what in list(_waited.events):
+    for before, after, what in list(_wait_state.events):
         if before.query() and not after.query():
             return what
     return ""

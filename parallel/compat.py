@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-_OF_CUDA = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize")}
+_CUDA_FUNCTIONS = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize")}
 
 
 def install(device: torch.device) -> None:
@@ -27,7 +27,7 @@ def install(device: torch.device) -> None:
     process groups are destroyed: Triton's driver asks one of them too.
     """
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed insists on it and takes it for the CUDA device
-    # a hardware queue per stream: see sequence_link, which refuses a single one
+    # a hardware queue per stream: see context_link, which refuses a single one
     os.environ.setdefault(QUEUES, "32")
     if device.type != "cuda":
         torch.cuda.current_device = lambda: device  # type: ignore[assignment, return-value]
@@ -60,23 +60,23 @@ def _not_of_the_optimizer(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def compiling_later() -> Iterator[None]:
+def lazy_compile() -> Iterator[None]:
     """Within it torch.compile, as a decorator, compiles at the first call of the function.
 
     torch.compile imports TorchDynamo and Inductor when it decorates (1.3 s of processor time and 130 MiB in every process), and
     both libraries decorate functions that nothing here calls.
     """
     compile = torch.compile
-    torch.compile = _compile_later
+    torch.compile = _lazy_compile
     try:
         yield
     finally:
         torch.compile = compile
 
 
-def _compile_later(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+def _lazy_compile(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
     if model is None:
-        return functools.partial(_compile_later, **options)
+        return functools.partial(_lazy_compile, **options)
     compiled: list[Callable[..., Any]] = []
 
     @functools.wraps(model)
@@ -105,5 +105,5 @@ def destroy_process_groups() -> None:
             groups.mpu = None
     if dist.is_initialized():
         dist.destroy_process_group()
-    for name, function in _OF_CUDA.items():
+    for name, function in _CUDA_FUNCTIONS.items():
         setattr(torch.cuda, name, function)

@@ -21,8 +21,8 @@ from torch import Tensor
 from baton.kernels.protocol import State, StateSpec, flat_nbytes, from_flat, to_flat
 from baton.parallel import compat
 from baton.parallel.config import LayoutConfig
-from baton.parallel.errors import ExchangeError, LayoutError
-from baton.parallel.p2p import Channel, channels
+from baton.parallel.errors import CommError, LayoutError
+from baton.parallel.p2p import Channel, make_channels
 
 Direction = Literal["right", "left"]
 """States go right, cotangents left."""
@@ -32,7 +32,7 @@ _NOUN: dict[Direction, str] = {"right": "the State", "left": "the cotangent of t
 
 
 @dataclass(frozen=True)
-class Place:
+class VirtualRank:
     """A virtual segment: `segment` of `segments` on `rank` of `size`."""
 
     rank: int
@@ -40,34 +40,34 @@ class Place:
     segment: int = 0
     segments: int = 1
 
-    def beside(self, step: int) -> "Place | None":
+    def offset(self, step: int) -> "VirtualRank | None":
         """The virtual segment `step` after this one; None beyond the first and the last."""
         segment, rank = divmod(self.segment * self.size + self.rank + step, self.size)
-        return Place(rank, self.size, segment, self.segments) if 0 <= segment < self.segments else None
+        return VirtualRank(rank, self.size, segment, self.segments) if 0 <= segment < self.segments else None
 
-    def beyond(self, direction: Direction) -> "Place | None":
+    def next(self, direction: Direction) -> "VirtualRank | None":
         """Where what goes in `direction` goes from here."""
-        return self.beside(_STEP[direction])
+        return self.offset(_STEP[direction])
 
-    def before(self, direction: Direction) -> "Place | None":
+    def prev(self, direction: Direction) -> "VirtualRank | None":
         """Where what goes in `direction` comes from."""
-        return self.beside(-_STEP[direction])
+        return self.offset(-_STEP[direction])
 
 
 @dataclass(frozen=True)
-class Carrier:
+class MessageTag:
     """One recurrence of one layer at one place: what errors and counts call a message. where: the mixer's name in the model."""
 
     name: str
     where: str
-    place: Place
+    virtual_rank: VirtualRank
 
     def what(self, direction: Direction) -> str:
-        segment = f", segment {self.place.segment}" if self.place.segments > 1 else ""
+        segment = f", segment {self.virtual_rank.segment}" if self.virtual_rank.segments > 1 else ""
         return f"{_NOUN[direction]} of {self.name} in {self.where}{segment}"
 
 
-class Aside:
+class SideStream:
     """A stream beside the one that computes, for what waits for messages; on a CPU, nothing of that.
 
     What was made on one of the two and is read on the other must not be freed for reuse too early: tensors of the computing stream
@@ -78,7 +78,7 @@ class Aside:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
-    def stream(self) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
         """Within it work goes aside."""
         if self._stream is None:
             yield
@@ -86,7 +86,7 @@ class Aside:
             with torch.cuda.stream(self._stream):
                 yield
 
-    def follow(self) -> None:
+    def wait_current_stream(self) -> None:
         """What goes aside from here waits for what the computing stream has been given so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -100,12 +100,12 @@ class Aside:
                 x.record_stream(current)
 
 
-class SequenceLink:
+class ContextLink:
     """This rank's place in the sequence group, and its neighbours.
 
-    rank, ranks: its number in the group and the group's global ranks. channels: "right", "left", "around right" (from the last rank
-    to the first's next segment), "around left" and, where exchange is "all_gather", "gather"; none for a group of one.
-    A link of one rank exchanges nothing, but takes the same steps: so one rank with P segments has the bits of P ranks.
+    rank, ranks: its number in the group and the group's global ranks. channels: "right", "left", "wraparound right" (from the last
+    rank to the first's next segment), "wraparound left" and, with exchange "all_gather", "gather"; none for a group of one. A link
+    of one rank exchanges nothing, but takes the same steps: so one rank with P segments has the bits of P ranks.
 
     exchange: how States of linear recurrences cross the group: relayed, made and relayed early, or gathered by all and folded in
     rank order, which are early's bits.
@@ -125,17 +125,17 @@ class SequenceLink:
     ) -> None:
         self.rank, self.size, self.device, self.exchange = rank, len(ranks), device, exchange
         self.channels = dict(channels or {})
-        self.aside = Aside(device)
+        self.side_stream = SideStream(device)
         self._ranks = ranks
-        self._place = Place(rank, self.size)
-        self._here: defaultdict[tuple[Direction, Place, str, str], deque[State]] = defaultdict(deque)
-        self._kept: list[State | None] | None = None
-        self._replay: Iterator[State | None] | None = None
+        self._virtual_rank = VirtualRank(rank, self.size)
+        self._local_states: defaultdict[tuple[Direction, VirtualRank, str, str], deque[State]] = defaultdict(deque)
+        self._states_to_save: list[State | None] | None = None
+        self._saved_states: Iterator[State | None] | None = None
         self._local_only = False
-        self._around: list[tuple[Direction, Carrier, Tensor, int]] = []
-        self.observer: Callable[[Direction, Carrier, State], None] | None = None
-        self.counted: Counter[tuple[str, str]] = Counter()
-        self.counted_by_layer: Counter[tuple[str, str, str]] = Counter()
+        self._wraparounds: list[tuple[Direction, MessageTag, Tensor, int]] = []
+        self.observer: Callable[[Direction, MessageTag, State], None] | None = None
+        self.sent: Counter[tuple[str, str]] = Counter()
+        self.sent_by_layer: Counter[tuple[str, str, str]] = Counter()
 
     @property
     def active(self) -> bool:
@@ -143,9 +143,9 @@ class SequenceLink:
         return not self._local_only
 
     @property
-    def place(self) -> Place:
+    def virtual_rank(self) -> VirtualRank:
         """The virtual segment that this rank works on."""
-        return self._place
+        return self._virtual_rank
 
     @property
     def gathers(self) -> bool:
@@ -154,7 +154,7 @@ class SequenceLink:
         Not over several segments: the first rank's next segment begins with what leaves the last rank, so a collective would keep
         all ranks in one layer of one segment, where a relay lets the first go on.
         """
-        return self.exchange == "all_gather" and self.size > 1 and self._place.segments == 1
+        return self.exchange == "all_gather" and self.size > 1 and self._virtual_rank.segments == 1
 
     @contextmanager
     def local_only(self) -> Iterator[None]:
@@ -174,76 +174,76 @@ class SequenceLink:
 
         Raises:
             ValueError: there is no such segment.
-            ExchangeError: with one rank, when the pass before did not go to its last segment and back.
+            CommError: with one rank, when the pass before did not go to its last segment and back.
         """
         if not 0 <= number < of:
             raise ValueError(f"segment {number} of {of}: segments are numbered from 0 to {of - 1}")
-        if number == 0 and not self.replaying and (left := [key for key, states in self._here.items() if states]):
-            direction, place, name, where = left[0]
-            what = Carrier(name, where, place).what(direction)
-            raise ExchangeError(
+        if number == 0 and not self.recomputing and (left := [key for key, states in self._local_states.items() if states]):
+            direction, virtual_rank, name, where = left[0]
+            what = MessageTag(name, where, virtual_rank).what(direction)
+            raise CommError(
                 f"rank {self._ranks[self.rank]}: {what} was not taken in the pass before: go to the last segment forwards, "
                 f"and to the first backwards"
             )
-        self._go_around()
-        before, self._place = self._place, Place(self.rank, self.size, number, of)
+        self._send_wraparounds()
+        before, self._virtual_rank = self._virtual_rank, VirtualRank(self.rank, self.size, number, of)
         try:
             yield
-            self._go_around()
+            self._send_wraparounds()
         finally:
-            self._place = before
+            self._virtual_rank = before
 
-    def send(self, direction: Direction, carrier: Carrier, state: State, leaves: tuple[StateSpec, ...]) -> None:
+    def send(self, direction: Direction, tag: MessageTag, state: State, leaves: tuple[StateSpec, ...]) -> None:
         """Hand a State on without waiting, one message of each leaf's own type. Not at the end it goes to."""
-        target = carrier.place.beyond(direction)
+        target = tag.virtual_rank.next(direction)
         assert target is not None
         if not leaves:
             return
         if self.size == 1:
             own = {leaf.name: _compact(state[leaf.name]) for leaf in leaves}
-            self._here[direction, target, carrier.name, carrier.where].append(own)
+            self._local_states[direction, target, tag.name, tag.where].append(own)
             return
-        self._go_around(but=(direction, carrier.place.segment))
+        self._send_wraparounds(but=(direction, tag.virtual_rank.segment))
         message = to_flat(state, leaves)
-        self._count(direction, carrier, message.numel())
-        channel, around = self._channel(direction, carrier.place, target)
-        if around:
-            self._around.append((direction, carrier, message, self._ranks[target.rank]))
+        self._count(direction, tag, message.numel())
+        channel, wraparound = self._channel(direction, tag.virtual_rank, target)
+        if wraparound:
+            self._wraparounds.append((direction, tag, message, self._ranks[target.rank]))
         else:
-            channel.send(message, self._ranks[target.rank], carrier.what(direction))
+            channel.send(message, self._ranks[target.rank], tag.what(direction))
 
-    def receive(self, direction: Direction, carrier: Carrier, leaves: tuple[StateSpec, ...], batch: int) -> Callable[[], State]:
+    def irecv(self, direction: Direction, tag: MessageTag, leaves: tuple[StateSpec, ...], batch: int) -> Callable[[], State]:
         """Begin to receive the State that goes in `direction` to here; the result waits for it. Not at the end it comes from.
 
         On a GPU it begins as soon as it can, and spins until the message is there. Begun only when the computing stream comes to
         here, each receive kept that waiting: between two H200s a pass of Mamba 1.4B over 16k tokens a rank took 459 ms, not 428.
         """
-        source = carrier.place.before(direction)
+        source = tag.virtual_rank.prev(direction)
         assert source is not None
         if not leaves:
             return dict
         if self.size == 1:
-            return lambda: self._take(direction, carrier)
-        self._go_around(but=(direction, carrier.place.segment))
-        channel, _ = self._channel(direction, source, carrier.place)
-        with self.aside.stream():
+            return lambda: self._take_local(direction, tag)
+        self._send_wraparounds(but=(direction, tag.virtual_rank.segment))
+        channel, _ = self._channel(direction, source, tag.virtual_rank)
+        with self.side_stream.use():
             message = torch.empty(flat_nbytes(leaves, batch), dtype=torch.uint8, device=self.device)
-            arrival = channel.expect(message, self._ranks[source.rank], carrier.what(direction))
+            arrival = channel.irecv(message, self._ranks[source.rank], tag.what(direction))
 
         def wait() -> State:
-            with self.aside.stream():
+            with self.side_stream.use():
                 state = from_flat(arrival.wait(), leaves, batch)
-            self.aside.join(state)
+            self.side_stream.join(state)
             return state
 
         return wait
 
-    def gather(self, direction: Direction, carrier: Carrier, parts: list[Tensor]) -> Callable[[], list[list[Tensor]]]:
+    def gather(self, direction: Direction, tag: MessageTag, parts: list[Tensor]) -> Callable[[], list[list[Tensor]]]:
         """Begin to gather every rank's `parts`, of the same shapes, strides and types everywhere; the result waits for all."""
         leaves = tuple(StateSpec(str(n), tuple(x.shape[1:]), x.dtype, None, grad=False) for n, x in enumerate(parts))
         message = to_flat({leaf.name: x for leaf, x in zip(leaves, parts, strict=True)}, leaves)
-        arrival = self.channels["gather"].gather(message, carrier.what(direction))
-        self._count(direction, carrier, message.numel() * (self.size - 1))
+        arrival = self.channels["gather"].gather(message, tag.what(direction))
+        self._count(direction, tag, message.numel() * (self.size - 1))
 
         def wait() -> list[list[Tensor]]:
             found = []
@@ -255,27 +255,27 @@ class SequenceLink:
 
         return wait
 
-    def send_around(self, state: State, leaves: tuple[StateSpec, ...]) -> None:
+    def send_wraparound(self, state: State, leaves: tuple[StateSpec, ...]) -> None:
         """From the last rank to the first: what leaves the last virtual segment of all layers, as one message."""
         message = to_flat(state, leaves)
-        carrier = Carrier("all recurrences", "all layers", self._place)
-        self.channels["around right"].send(message, self._ranks[0], carrier.what("right"))
-        self._count("right", carrier, message.numel())
+        tag = MessageTag("all recurrences", "all layers", self._virtual_rank)
+        self.channels["wraparound right"].send(message, self._ranks[0], tag.what("right"))
+        self._count("right", tag, message.numel())
 
-    def receive_around(self, leaves: tuple[StateSpec, ...], batch: int) -> State:
+    def recv_wraparound(self, leaves: tuple[StateSpec, ...], batch: int) -> State:
         """On the first rank: what the last one sent by `send_around`."""
-        carrier = Carrier("all recurrences", "all layers", self._place)
-        with self.aside.stream():
+        tag = MessageTag("all recurrences", "all layers", self._virtual_rank)
+        with self.side_stream.use():
             message = torch.empty(flat_nbytes(leaves, batch), dtype=torch.uint8, device=self.device)
             state = from_flat(
-                self.channels["around right"].expect(message, self._ranks[-1], carrier.what("right")).wait(), leaves, batch
+                self.channels["wraparound right"].irecv(message, self._ranks[-1], tag.what("right")).wait(), leaves, batch
             )
-        self.aside.join(state)
+        self.side_stream.join(state)
         return state
 
     def wait(self) -> None:
         """Until everything sent has left this rank."""
-        self._go_around()
+        self._send_wraparounds()
         for channel in self.channels.values():
             channel.flush()
 
@@ -289,48 +289,48 @@ class SequenceLink:
 
         @contextmanager
         def first() -> Iterator[None]:
-            before, self._kept = self._kept, kept
+            before, self._states_to_save = self._states_to_save, kept
             try:
                 yield
             finally:
-                self._kept = before
+                self._states_to_save = before
 
         @contextmanager
         def again() -> Iterator[None]:
             # what is kept of a recomputation is for one of its own parts: activations of a segment that is itself run again
-            before, self._replay, self._kept = (self._replay, self._kept), iter(kept), None
+            before, self._saved_states, self._states_to_save = (self._saved_states, self._states_to_save), iter(kept), None
             try:
                 yield
             finally:
-                self._replay, self._kept = before
+                self._saved_states, self._states_to_save = before
 
         return first(), again()
 
     @property
-    def replaying(self) -> bool:
+    def recomputing(self) -> bool:
         """Whether this is a recomputation."""
-        return self._replay is not None
+        return self._saved_states is not None
 
-    def replayed(self) -> State | None:
+    def saved_state(self) -> State | None:
         """The State that entered here in the first pass."""
-        assert self._replay is not None
-        return next(self._replay)
+        assert self._saved_states is not None
+        return next(self._saved_states)
 
-    def keep(self, state: State | None) -> None:
+    def save_state(self, state: State | None) -> None:
         """Remember what entered here, for a recomputation."""
-        if self._kept is not None:
-            self._kept.append(state)
+        if self._states_to_save is not None:
+            self._states_to_save.append(state)
 
-    def _take(self, direction: Direction, carrier: Carrier) -> State:
-        waiting = self._here[direction, carrier.place, carrier.name, carrier.where]
+    def _take_local(self, direction: Direction, tag: MessageTag) -> State:
+        waiting = self._local_states[direction, tag.virtual_rank, tag.name, tag.where]
         if not waiting:
-            raise ExchangeError(
-                f"rank {self._ranks[self.rank]}: {carrier.what(direction)} is not there: go from the first segment to the last "
+            raise CommError(
+                f"rank {self._ranks[self.rank]}: {tag.what(direction)} is not there: go from the first segment to the last "
                 f"forwards, and from the last to the first backwards"
             )
         return waiting.popleft()
 
-    def _go_around(self, but: tuple[Direction, int] | None = None) -> None:
+    def _send_wraparounds(self, but: tuple[Direction, int] | None = None) -> None:
         """Send what waits to go from one end of the group to the other's next segment. but: not while (direction, segment) is what
         is being done.
 
@@ -339,25 +339,25 @@ class SequenceLink:
         this rank goes on receiving. Yet CUDA waits for what spins when it connects two ranks or loads a kernel for the first time.
         The rank at the other end is late by no more than the State takes through the group: that is how far behind this one is.
         """
-        if not self._around or (self._around[0][0], self._around[0][1].place.segment) == but:
+        if not self._wraparounds or (self._wraparounds[0][0], self._wraparounds[0][1].virtual_rank.segment) == but:
             return
-        waiting, self._around = self._around, []
-        with self.aside.stream():
-            for direction, carrier, message, target in waiting:
-                self.channels[f"around {direction}"].send(message, target, carrier.what(direction))
+        waiting, self._wraparounds = self._wraparounds, []
+        with self.side_stream.use():
+            for direction, tag, message, target in waiting:
+                self.channels[f"wraparound {direction}"].send(message, target, tag.what(direction))
 
-    def _channel(self, direction: Direction, source: Place, target: Place) -> tuple[Channel, bool]:
+    def _channel(self, direction: Direction, source: VirtualRank, target: VirtualRank) -> tuple[Channel, bool]:
         """The one for a message, and whether it goes around."""
         # A backend that works through a communicator's operations in order would deadlock with two ranks if both kinds met in one:
         # rank 1's hand-over to rank 0's next segment waits until rank 0 takes it, rank 0 takes it after all that it sends for this
         # segment, and of that rank 1 takes nothing before its own hand-over is done.
-        around = source.segment != target.segment
-        return self.channels[f"around {direction}" if around else direction], around
+        wraparound = source.segment != target.segment
+        return self.channels[f"wraparound {direction}" if wraparound else direction], wraparound
 
-    def _count(self, direction: Direction, carrier: Carrier, nbytes: int) -> None:
+    def _count(self, direction: Direction, tag: MessageTag, nbytes: int) -> None:
         for key, n in ((direction, 1), (f"{direction} bytes", nbytes)):
-            self.counted[key, carrier.name] += n
-            self.counted_by_layer[key, carrier.where, carrier.name] += n
+            self.sent[key, tag.name] += n
+            self.sent_by_layer[key, tag.where, tag.name] += n
 
 
 def _compact(x: Tensor) -> Tensor:
@@ -365,7 +365,7 @@ def _compact(x: Tensor) -> Tensor:
     return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
-def sequence_link(layout: LayoutConfig, rank: int, device: torch.device, timeout_s: float) -> SequenceLink | None:
+def context_link(layout: LayoutConfig, rank: int, device: torch.device, timeout_s: float) -> ContextLink | None:
     """This rank's link; None where the layout's sequence groups are one rank each. Every rank of the world calls it.
 
     timeout_s: seconds that a State may take to come.
@@ -382,10 +382,10 @@ def sequence_link(layout: LayoutConfig, rank: int, device: torch.device, timeout
         )
     firsts = [rank for rank in range(layout.world_size) if rank // layout.tensor % layout.context == 0]
     groups = [[first + n * layout.tensor for n in range(layout.context)] for first in firsts]
-    made = dict(zip(("right", "left"), channels(groups, 2, device, timeout_s) or (), strict=True))
-    ends = channels([[ranks[0], ranks[-1]] for ranks in groups], 2, device, timeout_s)
-    made |= dict(zip(("around right", "around left"), ends or (), strict=False))
+    made = dict(zip(("right", "left"), make_channels(groups, 2, device, timeout_s) or (), strict=True))
+    ends = make_channels([[ranks[0], ranks[-1]] for ranks in groups], 2, device, timeout_s)
+    made |= dict(zip(("wraparound right", "wraparound left"), ends or (), strict=False))
     if layout.context_comm == "all_gather":
-        made |= dict(zip(("gather",), channels(groups, 1, device, timeout_s) or (), strict=True))
+        made |= dict(zip(("gather",), make_channels(groups, 1, device, timeout_s) or (), strict=True))
     own = next(ranks for ranks in groups if rank in ranks)
-    return SequenceLink(own.index(rank), own, device, made, layout.context_comm)
+    return ContextLink(own.index(rank), own, device, made, layout.context_comm)

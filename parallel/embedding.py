@@ -1,7 +1,7 @@
 """Rows of a table that is split over a tensor group, looked up by their ids.
 
-The one thing to know: on a GPU, rows' gradients are added up by `baton.kernels.embedding`, and within `adding_gradients` in `.grad`
-itself: the dense gradient that autograd would make and add is mostly zeros. On a CPU it is autograd's.
+The one thing to know: on a GPU, rows' gradients are added up by `baton.kernels.embedding`, and within `fused_grad_accumulation` in
+`.grad` itself: the dense gradient that autograd would make and add is mostly zeros. On a CPU it is autograd's.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.embedding import add_rows, in_triton
-from baton.parallel.linear import gradients_are_added
+from baton.parallel.linear import accumulates_fused
 
 
 def embedding(ids: Tensor, parameter: nn.Parameter, first: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -42,7 +42,7 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,), parameter = ctx.saved_tensors, ctx.parameter
-        adding = gradients_are_added()
+        adding = accumulates_fused()
         grad = parameter.grad if adding else None
         if grad is None:
             grad = torch.zeros_like(parameter)

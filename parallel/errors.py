@@ -7,7 +7,7 @@ class LayoutError(Exception):
     exit_status = 2
 
 
-class ExchangeError(Exception):
+class CommError(Exception):
     """A message between ranks did not come: one of them has died or hangs. It is named, with the rank and the layer."""
 
     exit_status = 1

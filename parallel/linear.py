@@ -1,8 +1,8 @@
 """y = x W^T over a tensor group, whose backward pass makes as few passes over memory as it can.
 
-The one thing to know: within `adding_gradients` a weight's gradient is added to `.grad` by the very product that makes it, in fp32;
-autograd never sees it, so it is neither rounded to the compute type nor read and written again. megatron-core's layers do the same
-with an extension that has to be compiled; PyTorch's products can add to another type by now.
+The one thing to know: within `fused_grad_accumulation` a weight's gradient is added to `.grad` by the very product that makes it,
+in fp32; autograd never sees it, so it is neither rounded to the compute type nor read and written again. megatron-core's layers do
+the same with an extension that has to be compiled; PyTorch's products can add to another type by now.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from baton.parallel.comm_timing import collective, reporting
+from baton.parallel.comm_timing import describe_collective, reported_wait
 
 _NARROW = 512
 """Columns below which parts of an output have their gradients put together: a product of its own would cost more than the copy."""
@@ -25,7 +25,7 @@ _adding = False
 
 
 @contextmanager
-def adding_gradients() -> Iterator[None]:
+def fused_grad_accumulation() -> Iterator[None]:
     """Within it backward passes leave gradients of `linear`'s weights, and of `embedding`'s on a GPU, in `.grad`, whatever is asked
     for: for plain backward passes, not for autograd.grad, nor for hooks on parameters. Of the whole process, since autograd has
     threads of its own."""
@@ -37,8 +37,8 @@ def adding_gradients() -> Iterator[None]:
         _adding = before
 
 
-def gradients_are_added() -> bool:
-    """Whether this is within `adding_gradients`."""
+def accumulates_fused() -> bool:
+    """Whether this is within `fused_grad_accumulation`."""
     return _adding
 
 
@@ -47,7 +47,7 @@ def linear(
     parameter: nn.Parameter,
     weight: Tensor,
     *,
-    widths: Sequence[int] | None = None,
+    split_sizes: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
     return_input: bool = False,
 ) -> tuple[Tensor, ...]:
@@ -63,11 +63,11 @@ def linear(
     Returns:
         y [.., width] of each part, in x's dtype; parts are views of one tensor.
     """
-    found: tuple[Tensor, ...] = _Linear.apply(x, parameter, weight, tuple(widths or (len(weight),)), group, return_input)
+    found: tuple[Tensor, ...] = _Linear.apply(x, parameter, weight, tuple(split_sizes or (len(weight),)), group, return_input)
     return found
 
 
-def add_product(into: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+def accumulate_product(into: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """into [M, N] (contiguous, at least as precise as a) += a [M, K] b [K, N]; first: into = a b, whatever was there."""
     if into.dtype == a.dtype:
         torch.mm(a, b, out=into) if first else into.addmm_(a, b)
@@ -85,13 +85,13 @@ def add_product(into: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, parameter: Tensor, weight: Tensor, widths: tuple[int, ...], group: Any, return_input: bool
+        ctx: Any, x: Tensor, parameter: Tensor, weight: Tensor, split_sizes: tuple[int, ...], group: Any, return_input: bool
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.widths, ctx.group, ctx.return_input = parameter, widths, group, return_input
+        ctx.parameter, ctx.split_sizes, ctx.group, ctx.return_input = parameter, split_sizes, group, return_input
         y = F.linear(x, weight)
-        parts = (y,) if len(widths) == 1 else y.split(widths, dim=-1)
+        parts = (y,) if len(split_sizes) == 1 else y.split(split_sizes, dim=-1)
         return (x.view_as(x), *parts) if return_input else parts
 
     @staticmethod
@@ -99,7 +99,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx, grads = (grads[0], grads[1:]) if ctx.return_input else (None, grads)
-        runs = _runs(ctx.widths, grads)
+        runs = _runs(ctx.split_sizes, grads)
         for_x, for_weight = ctx.needs_input_grad[:2]
         work = None
         if for_x:
@@ -108,16 +108,16 @@ class _Linear(torch.autograd.Function):
                 work = dist.all_reduce(dx, group=ctx.group, async_op=True)
         dweight = _weight_gradient(ctx.parameter, runs, x) if for_weight else None
         if work is not None:
-            with reporting(collective("all_reduce", ctx.group)):
+            with reported_wait(describe_collective("all_reduce", ctx.group)):
                 work.wait()
         return (dx if for_x else None), dweight, None, None, None, None
 
 
-def _runs(widths: Sequence[int], grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
+def _runs(split_sizes: Sequence[int], grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
     """Gradients of y [tokens, columns], and where their columns begin: neighbours as one where they lie side by side in memory, or
     are narrow; none of what has none."""
     runs: list[tuple[int, Tensor]] = []
-    for begin, width, grad in zip(accumulate(widths, initial=0), widths, grads, strict=False):
+    for begin, width, grad in zip(accumulate(split_sizes, initial=0), split_sizes, grads, strict=False):
         if grad is None:
             continue
         flat = grad.reshape(-1, width)
@@ -169,7 +169,7 @@ def _weight_gradient(parameter: nn.Parameter, runs: Sequence[tuple[int, Tensor]]
     grad = before if before is not None else torch.empty_like(parameter) if whole else torch.zeros_like(parameter)
     rows = x.reshape(-1, x.shape[-1])
     for begin, dy in runs:
-        add_product(grad[begin : begin + dy.shape[1]], dy.mT, rows, first=before is None and whole)
+        accumulate_product(grad[begin : begin + dy.shape[1]], dy.mT, rows, first=before is None and whole)
     if not _adding:
         return grad
     parameter.grad = grad

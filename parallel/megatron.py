@@ -37,7 +37,7 @@ def _parts_alone() -> Iterator[None]:
     absent = [name for name in _OPTIONAL if name not in sys.modules]
     sys.modules |= dict.fromkeys(absent)  # type: ignore[arg-type]  # None: an import of it raises ImportError
     try:
-        with compat.compiling_later():
+        with compat.lazy_compile():
             yield
     except BaseException:
         sys.modules.pop(_CORE, None)

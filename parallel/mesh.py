@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from baton.parallel import compat
 from baton.parallel.config import LayoutConfig
-from baton.parallel.context_parallel import SequenceLink, sequence_link
+from baton.parallel.context_parallel import ContextLink, context_link
 from baton.parallel.errors import LayoutError
 from baton.parallel.pipeline import PipelineLink, pipeline_link
 
@@ -41,7 +41,7 @@ class Mesh:
     """The first and the last stage's ranks that share an embedding; None on others, and where there is one stage."""
     model_group: dist.ProcessGroup
     """Ranks that hold one copy of the model together (tensor x pipeline)."""
-    link: SequenceLink | None
+    link: ContextLink | None
     """The neighbours in the sequence group; None where it is one rank."""
     pipeline: PipelineLink | None
     """The stages before and after this one; None where there is one."""
@@ -116,7 +116,7 @@ def initialize(
         stage_group=_own_group(stages, timeout) if piped else None,
         embedding_group=parallel_state.get_embedding_group() if has_embedding else None,
         model_group=parallel_state.get_model_parallel_group(),
-        link=sequence_link(layout, rank, device, timeout_s),
+        link=context_link(layout, rank, device, timeout_s),
         pipeline=pipeline_link(layout, rank, parallel_state.get_pipeline_model_parallel_group(), device, timeout_s),
     )
 

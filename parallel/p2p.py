@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from baton.parallel.comm_timing import reporting, waiting
-from baton.parallel.errors import ExchangeError
+from baton.parallel.comm_timing import reported_wait, timed_wait
+from baton.parallel.errors import CommError
 
 _POLL_S = 0.5
 _LEAVING = "its messages to leave, which other ranks receive"
 
 
 @dataclass(frozen=True)
-class Arrival:
+class PendingRecv:
     """A message that is on its way.
 
     message: its memory, not to be read before `wait`. what: it is, and from whom. sentence: what to say if it does not come, given
@@ -36,23 +36,23 @@ class Arrival:
     """
 
     message: Tensor
-    what: str
-    sentence: Callable[[float], str]
+    label: str
+    error_text: Callable[[float], str]
     _work: dist.Work
-    kept: Tensor | None = None
+    keepalive: Tensor | None = None
 
     def wait(self) -> Tensor:
         """The message. On a GPU the current stream waits for it and the host does not.
 
         Raises:
-            ExchangeError: on a CPU, when the other rank is gone or did not send in time.
+            CommError: on a CPU, when the other rank is gone or did not send in time.
         """
         since = time.monotonic()
         try:
-            with waiting(self.what):
+            with timed_wait(self.label):
                 self._work.wait()
         except RuntimeError as error:
-            raise ExchangeError(f"{self.sentence(time.monotonic() - since)} ({_first_line(error)})") from None
+            raise CommError(f"{self.error_text(time.monotonic() - since)} ({_first_line(error)})") from None
         return self.message
 
 
@@ -62,103 +62,103 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
         self._group, self._device, self._timeout_s = group, device, timeout_s
         self._rank = dist.get_rank()
-        self._sending: deque[tuple[dist.Work, Tensor, Callable[[float], str]]] = deque()
+        self._pending_sends: deque[tuple[dist.Work, Tensor, Callable[[float], str]]] = deque()
         self._lock = threading.Lock()
-        self._seeing_off: threading.Thread | None = None
+        self._drain_thread: threading.Thread | None = None
         self._failed: str | None = None
 
-    def send(self, message: Tensor, to: int, what: str) -> None:
+    def send(self, message: Tensor, to: int, label: str) -> None:
         """Hand a contiguous tensor to a global rank, without waiting; it must not be changed afterwards. what: for errors.
 
         Raises:
-            ExchangeError: this message, or one sent before, cannot reach its rank.
+            CommError: this message, or one sent before, cannot reach its rank.
         """
 
-        def sentence(waited: float) -> str:
-            return f"rank {self._rank}: {what} did not reach rank {to} {self._why(waited)}"
+        def error_text(waited: float) -> str:
+            return f"rank {self._rank}: {label} did not reach rank {to} {self._why(waited)}"
 
         if self._failed is not None:
-            raise ExchangeError(self._failed)
+            raise CommError(self._failed)
         try:
             work = dist.isend(message, dst=to, group=self._group)
         except RuntimeError as error:
-            raise ExchangeError(f"{sentence(0.0)} ({_first_line(error)})") from None
+            raise CommError(f"{error_text(0.0)} ({_first_line(error)})") from None
         assert work is not None
         if self._device.type == "cuda":
-            while self._sending and self._sending[0][0].is_completed():
-                self._sending.popleft()
-            _watch(work, sentence, self._timeout_s)
+            while self._pending_sends and self._pending_sends[0][0].is_completed():
+                self._pending_sends.popleft()
+            _watch(work, error_text, self._timeout_s)
         with self._lock:
-            self._sending.append((work, message, sentence))  # the memory must live until it has left
-            if self._device.type == "cpu" and self._seeing_off is None:
-                self._seeing_off = threading.Thread(target=self._see_off, name="exchange sends", daemon=True)
-                self._seeing_off.start()
+            self._pending_sends.append((work, message, error_text))  # the memory must live until it has left
+            if self._device.type == "cpu" and self._drain_thread is None:
+                self._drain_thread = threading.Thread(target=self._drain_sends, name="exchange sends", daemon=True)
+                self._drain_thread.start()
 
-    def expect(self, message: Tensor, source: int, what: str) -> Arrival:
+    def irecv(self, message: Tensor, source: int, label: str) -> PendingRecv:
         """Begin to receive into a contiguous tensor from a global rank. Messages arrive in the order in which they are expected."""
 
-        def sentence(waited: float) -> str:
-            return f"rank {self._rank}: {what} did not come from rank {source} {self._why(waited)}"
+        def error_text(waited: float) -> str:
+            return f"rank {self._rank}: {label} did not come from rank {source} {self._why(waited)}"
 
         try:
             work = dist.irecv(message, src=source, group=self._group)
         except RuntimeError as error:
-            raise ExchangeError(f"{sentence(0.0)} ({_first_line(error)})") from None
+            raise CommError(f"{error_text(0.0)} ({_first_line(error)})") from None
         assert work is not None
-        return self._begun(Arrival(message, f"{what}, from rank {source}", sentence, work))
+        return self._begun(PendingRecv(message, f"{label}, from rank {source}", error_text, work))
 
-    def gather(self, message: Tensor, what: str) -> Arrival:
+    def gather(self, message: Tensor, label: str) -> PendingRecv:
         """Begin to gather a flat tensor of every rank of the channel, which all call it: [ranks, numel], in the channel's order."""
 
-        def sentence(waited: float) -> str:
-            return f"rank {self._rank}: {what} was not gathered {self._why(waited)}"
+        def error_text(waited: float) -> str:
+            return f"rank {self._rank}: {label} was not gathered {self._why(waited)}"
 
         found = message.new_empty(self._group.size(), message.numel())
         try:
             work = dist.all_gather(list(found.unbind()), message, group=self._group, async_op=True)
         except RuntimeError as error:
-            raise ExchangeError(f"{sentence(0.0)} ({_first_line(error)})") from None
+            raise CommError(f"{error_text(0.0)} ({_first_line(error)})") from None
         assert work is not None
-        return self._begun(Arrival(found, f"{what}, gathered", sentence, work, kept=message))
+        return self._begun(PendingRecv(found, f"{label}, gathered", error_text, work, keepalive=message))
 
     def flush(self) -> None:
         """Wait until everything sent has left this rank.
 
         Raises:
-            ExchangeError: on a CPU, when something cannot leave.
+            CommError: on a CPU, when something cannot leave.
         """
         if self._device.type == "cuda":
-            while self._sending:
-                self._sending.popleft()[0].wait()
-            with reporting(_LEAVING):
+            while self._pending_sends:
+                self._pending_sends.popleft()[0].wait()
+            with reported_wait(_LEAVING):
                 torch.cuda.current_stream(self._device).synchronize()
             return
-        while (thread := self._seeing_off) is not None:
-            with reporting(_LEAVING):
+        while (thread := self._drain_thread) is not None:
+            with reported_wait(_LEAVING):
                 thread.join()
         if self._failed is not None:
-            raise ExchangeError(self._failed)
+            raise CommError(self._failed)
 
-    def _begun(self, arrival: Arrival) -> Arrival:
+    def _begun(self, arrival: PendingRecv) -> PendingRecv:
         if self._device.type == "cuda":
-            _watch(arrival._work, arrival.sentence, self._timeout_s)
+            _watch(arrival._work, arrival.error_text, self._timeout_s)
         return arrival
 
-    def _see_off(self) -> None:
+    def _drain_sends(self) -> None:
         """Release messages as they leave: gloo says that a send is complete to nobody but who waits for it."""
         while True:
             with self._lock:
-                if not self._sending:
-                    self._seeing_off = None
+                if not self._pending_sends:
+                    self._drain_thread = None
                     return
-                work, _, sentence = self._sending[0]
+                work, _, error_text = self._pending_sends[0]
             since = time.monotonic()
             try:
                 work.wait()
             except RuntimeError as error:
-                self._failed = self._failed or f"{sentence(time.monotonic() - since)} ({_first_line(error)})"
+                self._failed = self._failed or f"{error_text(time.monotonic() - since)} ({_first_line(error)})"
             with self._lock:
-                self._sending.popleft()
+                self._pending_sends.popleft()
 
     def _why(self, waited: float) -> str:
         return (
@@ -167,7 +167,7 @@ class Channel:
         )
 
 
-def channels(groups: Sequence[Sequence[int]], count: int, device: torch.device, timeout_s: float) -> list[Channel] | None:
+def make_channels(groups: Sequence[Sequence[int]], count: int, device: torch.device, timeout_s: float) -> list[Channel] | None:
     """`count` channels for each list of global ranks; those of this rank's list, None if it is in none.
 
     Every rank of the world calls it with the same lists: making a communicator is collective.
@@ -182,13 +182,13 @@ def channels(groups: Sequence[Sequence[int]], count: int, device: torch.device, 
     return found
 
 
-class Completes(Protocol):
+class SupportsIsCompleted(Protocol):
     """Work that knows whether it is done."""
 
     def is_completed(self) -> bool: ...
 
 
-class Watch:
+class Watchdog:
     """Works with deadlines. end: called with the sentence of the one that is overdue the longest. clock: seconds.
 
     A deadline counts from when the work was handed over, so on a GPU it includes what is queued before it.
@@ -197,44 +197,44 @@ class Watch:
     def __init__(self, end: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._end, self._clock = end, clock
         self._lock = threading.Lock()
-        self._works: list[tuple[float, float, Completes, Callable[[float], str]]] = []
+        self._works: list[tuple[float, float, SupportsIsCompleted, Callable[[float], str]]] = []
 
-    def add(self, work: Completes, sentence: Callable[[float], str], timeout_s: float) -> None:
+    def add(self, work: SupportsIsCompleted, error_text: Callable[[float], str], timeout_s: float) -> None:
         """Watch a work until it is completed. sentence: given the seconds waited."""
         now = self._clock()
         with self._lock:
-            self._works.append((now + timeout_s, now, work, sentence))
+            self._works.append((now + timeout_s, now, work, error_text))
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Forget what is completed, and end with what is overdue."""
         with self._lock:
             # another channel's messages may be done before older ones, and may have less time
             self._works = [watched for watched in self._works if not watched[2].is_completed()]
             now, works = self._clock(), list(self._works)
-        overdue = [(deadline, since, sentence) for deadline, since, _, sentence in works if now > deadline]
+        overdue = [(deadline, since, error_text) for deadline, since, _, error_text in works if now > deadline]
         if overdue:
-            _, since, sentence = min(overdue, key=lambda one: one[0])
-            self._end(sentence(now - since))
+            _, since, error_text = min(overdue, key=lambda one: one[0])
+            self._end(error_text(now - since))
 
     def __len__(self) -> int:
         return len(self._works)
 
 
-def _end_process(sentence: str) -> None:
+def _end_process(error_text: str) -> None:
     # the host may be stuck in a call that never returns, so nobody could catch an exception
     with contextlib.suppress(OSError):
-        print(f"baton: {sentence}", flush=True)
+        print(f"baton: {error_text}", flush=True)
         sys.stderr.flush()
-    os._exit(ExchangeError.exit_status)
+    os._exit(CommError.exit_status)
 
 
-_works = Watch(_end_process)
+_works = Watchdog(_end_process)
 _watcher: threading.Thread | None = None
 
 
-def _watch(work: dist.Work, sentence: Callable[[float], str], timeout_s: float) -> None:
+def _watch(work: dist.Work, error_text: Callable[[float], str], timeout_s: float) -> None:
     global _watcher
-    _works.add(work, sentence, timeout_s)
+    _works.add(work, error_text, timeout_s)
     if _watcher is None:
         _watcher = threading.Thread(target=_watch_forever, name="exchange watch", daemon=True)
         _watcher.start()
@@ -242,7 +242,7 @@ def _watch(work: dist.Work, sentence: Callable[[float], str], timeout_s: float) 
 
 def _watch_forever() -> None:
     while True:
-        _works.look()
+        _works.check()
         time.sleep(_POLL_S)
 
 

@@ -37,20 +37,20 @@ class ParameterLayout:
     shape: tuple[int, ...]
     init: Init
     split: int | None = None
-    parts: tuple[tuple[str, int], ...] = ()
+    fused_splits: tuple[tuple[str, int], ...] = ()
     partial_over: frozenset[str] = field(default_factory=frozenset)
     decay: bool = True
-    lent: bool = False
-    lends: bool = False
+    tied_replica: bool = False
+    tied_owner: bool = False
 
     def __post_init__(self) -> None:
-        if self.parts and (self.split != 0 or sum(n for _, n in self.parts) != self.shape[0]):
-            raise ValueError(f"parts {self.parts} must be split along dimension 0 and add up to {self.shape[0]}")
+        if self.fused_splits and (self.split != 0 or sum(n for _, n in self.fused_splits) != self.shape[0]):
+            raise ValueError(f"parts {self.fused_splits} must be split along dimension 0 and add up to {self.shape[0]}")
 
     @property
-    def named_parts(self) -> tuple[tuple[str, int], ...]:
+    def named_splits(self) -> tuple[tuple[str, int], ...]:
         """The parts as (suffix, rows), one with an empty suffix where the parameter is not fused."""
-        return self.parts or (("", self.shape[0]),)
+        return self.fused_splits or (("", self.shape[0]),)
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
         """Shape of one tensor rank's share."""
@@ -58,31 +58,31 @@ class ParameterLayout:
             return self.shape
         return tuple(n // tensor_size if d == self.split else n for d, n in enumerate(self.shape))
 
-    def part_name(self, name: str, part: str) -> str:
+    def split_name(self, name: str, part: str) -> str:
         """Fully qualified name of a part: `in_proj.weight` and `x` give `in_proj.x.weight`."""
         if not part:
             return name
         head, _, leaf = name.rpartition(".")
         return f"{head}.{part}.{leaf}"
 
-    def global_blocks(self, name: str, tensor_rank: int, tensor_size: int) -> "list[Block]":
+    def shard_boxes(self, name: str, tensor_rank: int, tensor_size: int) -> "list[ShardBox]":
         """Where this tensor rank's rows lie in the whole: one block per part, in the order of the local rows."""
         blocks = []
         row = 0
-        for part, rows in self.named_parts:
+        for part, rows in self.named_splits:
             whole = (rows, *self.shape[1:])
             extent = list(whole)
             offset = [0] * len(whole)
             if self.split is not None:
                 extent[self.split] = whole[self.split] // tensor_size
                 offset[self.split] = tensor_rank * extent[self.split]
-            blocks.append(Block(self.part_name(name, part), whole, tuple(offset), tuple(extent), row))
+            blocks.append(ShardBox(self.split_name(name, part), whole, tuple(offset), tuple(extent), row))
             row += extent[0]
         return blocks
 
 
 @dataclass(frozen=True)
-class Block:
+class ShardBox:
     """A rank's rectangle of one named tensor: whole shape, offset and extent in it, and its first row in the local tensor."""
 
     name: str
@@ -117,7 +117,7 @@ def named_layouts(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Parame
 
 def parameter_count(module: nn.Module) -> int:
     """Number of parameters of a model or stage, all tensor ranks together, lent ones left out; works on the meta device."""
-    return sum(torch.Size(layout.shape).numel() for _, _, layout in named_layouts(module) if not layout.lent)
+    return sum(torch.Size(layout.shape).numel() for _, _, layout in named_layouts(module) if not layout.tied_replica)
 
 
 def initialize_parameters(module: nn.Module, seed: int, tensor_rank: int, tensor_size: int) -> None:
@@ -129,7 +129,7 @@ def initialize_parameters(module: nn.Module, seed: int, tensor_rank: int, tensor
     @torch.no_grad()  # of a thread
     def fill(named: tuple[str, nn.Parameter, ParameterLayout]) -> None:
         name, parameter, layout = named
-        for block in layout.global_blocks(name, tensor_rank, tensor_size):
+        for block in layout.shard_boxes(name, tensor_rank, tensor_size):
             whole = torch.empty(block.whole, dtype=torch.float32)
             layout.init(whole, torch.Generator().manual_seed(_stable_seed(seed, block.name)))
             share = whole[tuple(slice(o, o + e) for o, e in zip(block.offset, block.extent))]
@@ -164,7 +164,7 @@ def gather_parameters(
         shares = [torch.empty_like(local) for _ in range(size)]
         dist.all_gather(shares, local, group=group)
         for rank, share in enumerate(shares):
-            for block in layout.global_blocks(name, rank, size):
+            for block in layout.shard_boxes(name, rank, size):
                 into = whole.setdefault(block.name, torch.empty(block.whole, dtype=local.dtype))
                 index = tuple(slice(o, o + e) for o, e in zip(block.offset, block.extent))
                 into[index].copy_(share[block.local_row : block.local_row + block.extent[0]])

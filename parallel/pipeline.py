@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from baton.parallel.config import LayoutConfig
-from baton.parallel.p2p import Arrival, Channel, channels
+from baton.parallel.p2p import Channel, PendingRecv, make_channels
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class PipelineLink:
         to = self.stage + (1 if kind == "forward" else -1)
         self._channels[kind].send(x.detach().contiguous(), self._ranks[to], f"stage {self.stage}'s {_NAMES[kind]}")
 
-    def expect(self, kind: Literal["forward", "backward"], shape: tuple[int, ...], dtype: torch.dtype) -> Arrival:
+    def irecv(self, kind: Literal["forward", "backward"], shape: tuple[int, ...], dtype: torch.dtype) -> PendingRecv:
         """Begin to receive hidden vectors of `shape` from the stage before, or their gradient from the next one."""
         source = self.stage - (1 if kind == "forward" else -1)
         message = torch.empty(shape, dtype=dtype, device=self._device)
         what = f"{_NAMES[kind]} for stage {self.stage} from stage {source}"
-        return self._channels[kind].expect(message, self._ranks[source], what)
+        return self._channels[kind].irecv(message, self._ranks[source], what)
 
     def wait(self) -> None:
         """Wait until everything sent has left this rank."""
@@ -116,6 +116,6 @@ def pipeline_link(
         return None
     stride = layout.world_size // layout.pipeline
     pipelines = [[first + n * stride for n in range(layout.pipeline)] for first in range(stride)]
-    found = channels(pipelines, 2, device, timeout_s)
+    found = make_channels(pipelines, 2, device, timeout_s)
     assert found is not None
     return PipelineLink(rank // stride, pipelines[rank % stride], found[0], found[1], group, device)

@@ -16,6 +16,6 @@ EXCHANGE, RECURRENCE, MARK, STEP = "exchange: ", "recurrence: ", "mark: ", "Prof
 _NOTHING = nullcontext()
 
 
-def span(kind: str, name: object) -> AbstractContextManager[Any]:
+def profiler_range(kind: str, name: object) -> AbstractContextManager[Any]:
     """What happens within it is called kind and name in the trace that is being made; nothing, where none is."""
     return record_function(f"{kind}{name}") if torch.autograd._profiler_enabled() else _NOTHING

@@ -34,12 +34,12 @@ from baton.kernels.protocol import (
     absent_state,
     zeros,
 )
-from baton.parallel.context_parallel import Carrier, Direction, SequenceLink
-from baton.parallel.profiler_ranges import RECURRENCE, span
+from baton.parallel.context_parallel import ContextLink, Direction, MessageTag
+from baton.parallel.profiler_ranges import RECURRENCE, profiler_range
 
 
-def carry(
-    link: SequenceLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str,
+def run_recurrence(
+    link: ContextLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str,
     state_wanted: bool = True,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """`recurrence.run` over a sequence that the sequence group shares, each rank having the tokens that follow the last one's.
@@ -49,9 +49,9 @@ def carry(
     errors and counts. state_wanted: whether the caller takes what leaves; else it is made only where it is handed on.
 
     Raises:
-        ExchangeError: on a CPU, when a neighbour is gone or sends nothing.
+        CommError: on a CPU, when a neighbour is gone or sends nothing.
     """
-    with span(RECURRENCE, recurrence):
+    with profiler_range(RECURRENCE, recurrence):
         if link is not None and link.active:
             return _linked(link, recurrence, inputs, pos, state, where)
         if state_wanted:
@@ -60,45 +60,45 @@ def carry(
 
 
 def _linked(
-    link: SequenceLink, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str
+    link: ContextLink, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str
 ) -> tuple[Tensor, State]:
-    passage = _Passage(link, recurrence, inputs, where)
-    given = state if passage.place.before("right") is None else None
-    if passage.makes_effects:
-        tensors = () if given is None else tuple(given[leaf.name] for leaf in passage.state_specs)
-        y, *found = _ByEffect.apply(passage, recurrence, pos, len(inputs), *inputs, *tensors)
-        return y, passage.named(found)
+    channel = _StateChannel(link, recurrence, inputs, where)
+    given = state if channel.virtual_rank.prev("right") is None else None
+    if channel.uses_transitions:
+        tensors = () if given is None else tuple(given[leaf.name] for leaf in channel.state_specs)
+        y, *found = _TransitionScan.apply(channel, recurrence, pos, len(inputs), *inputs, *tensors)
+        return y, channel.named(found)
     with torch.set_grad_enabled(torch.is_grad_enabled() and recurrence.differentiable):
-        return _around(passage, recurrence, inputs, pos, given)
+        return _around(channel, recurrence, inputs, pos, given)
 
 
-class _Passage:
+class _StateChannel:
     """One carrier's messages: what arrives from either side and what leaves to it, or what the caller has there."""
 
-    def __init__(self, link: SequenceLink, recurrence: Recurrence, inputs: Inputs, where: str) -> None:
-        self.link, self.place = link, link.place
-        self.carrier = Carrier(recurrence.name, where, link.place)
+    def __init__(self, link: ContextLink, recurrence: Recurrence, inputs: Inputs, where: str) -> None:
+        self.link, self.virtual_rank = link, link.virtual_rank
+        self.tag = MessageTag(recurrence.name, where, link.virtual_rank)
         self.state_specs = recurrence.state_specs(inputs)
         self.moving = tuple(leaf for leaf in self.state_specs if leaf.grad)
         self.batch = inputs[0].shape[0]
         self.gathers = link.gathers and isinstance(recurrence, LinearRecurrence)
-        self.makes_effects = self.gathers or (link.exchange == "early" and isinstance(recurrence, LinearRecurrence))
+        self.uses_transitions = self.gathers or (link.exchange == "early" and isinstance(recurrence, LinearRecurrence))
 
     def arriving(self, direction: Direction, given: State | None) -> Callable[[], State | None]:
         """Begin to receive, where there is somebody to receive from; the result waits. given: the caller's, where nobody is."""
-        if self.place.before(direction) is None:
+        if self.virtual_rank.prev(direction) is None:
             return lambda: given
-        return self.link.receive(direction, self.carrier, self._leaves(direction), self.batch)
+        return self.link.irecv(direction, self.tag, self._leaves(direction), self.batch)
 
     def send(self, direction: Direction, make: Callable[[], State]) -> State:
         """Make a State and hand it on, both aside."""
-        self.link.aside.follow()
-        with self.link.aside.stream():
+        self.link.side_stream.wait_current_stream()
+        with self.link.side_stream.use():
             state, leaves = make(), self._leaves(direction)
             if self.link.observer is not None:
-                self.link.observer(direction, self.carrier, state)
-            if self.place.beyond(direction) is not None:
-                self.link.send(direction, self.carrier, {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in leaves}, leaves)
+                self.link.observer(direction, self.tag, state)
+            if self.virtual_rank.next(direction) is not None:
+                self.link.send(direction, self.tag, {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in leaves}, leaves)
         return state
 
     def fold(self, direction: Direction, effect: StateTransition, given: State | None) -> State | None:
@@ -106,21 +106,21 @@ class _Passage:
 
         The first rank in that direction, whose entering State nobody else has, gives what leaves it in place of what its span adds.
         """
-        first = self.place.before(direction) is None
+        first = self.virtual_rank.prev(direction) is None
         fields = {field.name: getattr(effect, field.name) for field in dataclasses.fields(effect)}  # type: ignore[arg-type]
         names = [(field, name) for field, state in fields.items() for name in state]
-        self.link.aside.follow()
-        with self.link.aside.stream():
+        self.link.side_stream.wait_current_stream()
+        with self.link.side_stream.use():
             if first:
                 assert given is not None
                 fields = {**fields, "add": effect.apply(given)}
-            wait = self.link.gather(direction, self.carrier, [fields[field][name] for field, name in names])
+            wait = self.link.gather(direction, self.tag, [fields[field][name] for field, name in names])
             if first:
                 return given
             spans = wait()
             if direction == "left":
                 spans.reverse()
-            here = self.place.rank if direction == "right" else self.place.size - 1 - self.place.rank
+            here = self.virtual_rank.rank if direction == "right" else self.virtual_rank.size - 1 - self.virtual_rank.rank
             state: State = {}
             for n, span in enumerate(spans[:here]):
                 for (field, name), x in zip(names, span, strict=True):
@@ -128,7 +128,7 @@ class _Passage:
                 state = fields["add"] if n == 0 else type(effect)(**fields).apply(state)
                 # as it would have come in a message
                 state = {name: x.contiguous() for name, x in state.items()}
-        self.link.aside.join(state)
+        self.link.side_stream.join(state)
         return state
 
     def named(self, leaves: Sequence[Tensor]) -> State:
@@ -145,12 +145,16 @@ Piece = tuple[slice, int]
 """The tokens that a tail is made of, and how many of the inputs, the first ones, run along time."""
 
 
-def _around(passage: "_Passage", recurrence: Recurrence, inputs: Inputs, pos: Tensor, given: State | None) -> tuple[Tensor, State]:
+def _around(
+    channel: "_StateChannel", recurrence: Recurrence, inputs: Inputs, pos: Tensor, given: State | None
+) -> tuple[Tensor, State]:
     """The recurrence as it is, between what receives and what hands on."""
     if isinstance(recurrence, StateFirstRecurrence):
-        entering = _enter(passage, given, lambda: recurrence.initial(inputs))
+        entering = _recv_state(channel, given, lambda: recurrence.initial(inputs))
         assert entering is not None
-        inputs, entering, leaving = _hand_on_first(passage, lambda x, s: recurrence.final_state(x, pos, s), None, inputs, entering)
+        inputs, entering, leaving = _send_state_early(
+            channel, lambda x, s: recurrence.final_state(x, pos, s), None, inputs, entering
+        )
         return recurrence.forward_no_state(inputs, pos, entering), leaving
     with torch.no_grad():
         tail = recurrence.tail_state(inputs, pos)
@@ -163,31 +167,31 @@ def _around(passage: "_Passage", recurrence: Recurrence, inputs: Inputs, pos: Te
             return found
 
         piece = slice(inputs[0].shape[1] - rows, None), recurrence.num_time_inputs
-        inputs, _, leaving = _hand_on_first(passage, last, piece, inputs, {})
-        return recurrence.forward_no_state(inputs, pos, _enter(passage, given)), leaving
+        inputs, _, leaving = _send_state_early(channel, last, piece, inputs, {})
+        return recurrence.forward_no_state(inputs, pos, _recv_state(channel, given)), leaving
     nothing = (
-        (lambda: zeros(passage.state_specs, passage.batch, inputs[0].device)) if isinstance(recurrence, LinearRecurrence) else None
+        (lambda: zeros(channel.state_specs, channel.batch, inputs[0].device)) if isinstance(recurrence, LinearRecurrence) else None
     )
-    entering = _enter(passage, given, nothing)
+    entering = _recv_state(channel, given, nothing)
     y, leaving = recurrence.run(inputs, pos, entering)
-    return _hand_on(passage, y, leaving, entering or {})
+    return _send_state(channel, y, leaving, entering or {})
 
 
-def _enter(passage: _Passage, given: State | None, nothing: Callable[[], State] | None = None) -> State | None:
+def _recv_state(channel: _StateChannel, given: State | None, nothing: Callable[[], State] | None = None) -> State | None:
     """What enters here: received, or the caller's, or what a recurrence enters with that has read nothing (None: None)."""
-    link = passage.link
-    arriving = link.replayed if link.replaying else passage.arriving("right", given)
+    link = channel.link
+    arriving = link.saved_state if link.recomputing else channel.arriving("right", given)
     state = arriving()
     if state is not None:
         state = {name: x.detach() for name, x in state.items()}
-    link.keep(state)
+    link.save_state(state)
     if state is None:
         if nothing is None:
             return None
         with torch.no_grad():
             state = nothing()
-    tensors = () if given is None else tuple(given[leaf.name] for leaf in passage.state_specs)
-    return passage.named(_Enter.apply(passage, state, _anchor(state), *tensors))
+    tensors = () if given is None else tuple(given[leaf.name] for leaf in channel.state_specs)
+    return channel.named(_RecvState.apply(channel, state, _anchor(state), *tensors))
 
 
 def _anchor(state: State) -> Tensor:
@@ -195,59 +199,59 @@ def _anchor(state: State) -> Tensor:
     return torch.empty(0, device=next(iter(state.values())).device, requires_grad=True)
 
 
-class _Enter(torch.autograd.Function):
+class _RecvState(torch.autograd.Function):
     """The entering State; backwards its cotangent leaves."""
 
     @staticmethod
-    def forward(ctx: Any, passage: _Passage, state: State, anchor: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        ctx.passage, ctx.given = passage, bool(given)
+    def forward(ctx: Any, channel: _StateChannel, state: State, anchor: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.channel, ctx.given = channel, bool(given)
         # views: in a recomputation the tensors themselves are the first pass's
-        found = [state[leaf.name].view_as(state[leaf.name]) for leaf in passage.state_specs]
-        ctx.mark_non_differentiable(*(x for x, leaf in zip(found, passage.state_specs, strict=True) if not leaf.grad))
+        found = [state[leaf.name].view_as(state[leaf.name]) for leaf in channel.state_specs]
+        ctx.mark_non_differentiable(*(x for x, leaf in zip(found, channel.state_specs, strict=True) if not leaf.grad))
         return tuple(found)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dstate: Tensor) -> tuple[Any, ...]:
-        passage = ctx.passage
-        dentering = {leaf.name: dx for leaf, dx in zip(passage.state_specs, dstate, strict=True) if leaf.grad}
-        passage.send("left", lambda: dentering)
-        passage.link.aside.join(dentering)
-        return (None, None, None, *([dentering.get(leaf.name) for leaf in passage.state_specs] if ctx.given else []))
+        channel = ctx.channel
+        dentering = {leaf.name: dx for leaf, dx in zip(channel.state_specs, dstate, strict=True) if leaf.grad}
+        channel.send("left", lambda: dentering)
+        channel.link.side_stream.join(dentering)
+        return (None, None, None, *([dentering.get(leaf.name) for leaf in channel.state_specs] if ctx.given else []))
 
 
-def _hand_on(passage: _Passage, y: Tensor, leaving: State, entering: State) -> tuple[Tensor, State]:
+def _send_state(channel: _StateChannel, y: Tensor, leaving: State, entering: State) -> tuple[Tensor, State]:
     """Send what leaves; the outputs and the leaving State, for whose cotangent the backward pass waits before it goes on.
 
-    entering: what `_enter` gave, so that the backward pass comes there whatever the outputs hang on.
+    entering: what `_recv_state` gave, so that the backward pass comes there whatever the outputs hang on.
     """
-    own = [leaving[leaf.name] for leaf in passage.state_specs]
-    y, *found = _HandOn.apply(passage, y, *own, *entering.values())
-    return y, passage.named(found)
+    own = [leaving[leaf.name] for leaf in channel.state_specs]
+    y, *found = _SendState.apply(channel, y, *own, *entering.values())
+    return y, channel.named(found)
 
 
-class _HandOn(torch.autograd.Function):
+class _SendState(torch.autograd.Function):
     """Outputs and leaving State as they are, which leaves; backwards its cotangent arrives."""
 
     @staticmethod
-    def forward(ctx: Any, passage: _Passage, y: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.passage, ctx.entering = passage, len(tensors) - len(passage.state_specs)
-        leaving = tensors[: len(passage.state_specs)]
-        _send(passage, passage.named(leaving))
-        found = [x if leaf.grad else x.detach() for x, leaf in zip(leaving, passage.state_specs, strict=True)]
-        ctx.mark_non_differentiable(*(x for x, leaf in zip(found, passage.state_specs, strict=True) if not leaf.grad))
+    def forward(ctx: Any, channel: _StateChannel, y: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.channel, ctx.entering = channel, len(tensors) - len(channel.state_specs)
+        leaving = tensors[: len(channel.state_specs)]
+        _send(channel, channel.named(leaving))
+        found = [x if leaf.grad else x.detach() for x, leaf in zip(leaving, channel.state_specs, strict=True)]
+        ctx.mark_non_differentiable(*(x for x, leaf in zip(found, channel.state_specs, strict=True) if not leaf.grad))
         return y, *found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *dleaving: Tensor) -> tuple[Any, ...]:
-        passage = ctx.passage
-        arrived = _arrived(passage, dleaving)
-        return (None, dy, *(arrived.get(leaf.name) for leaf in passage.state_specs), *(None,) * ctx.entering)
+        channel = ctx.channel
+        arrived = _arrived(channel, dleaving)
+        return (None, dy, *(arrived.get(leaf.name) for leaf in channel.state_specs), *(None,) * ctx.entering)
 
 
-def _hand_on_first(
-    passage: _Passage, make: Make, piece: Piece | None, inputs: Inputs, entering: State
+def _send_state_early(
+    channel: _StateChannel, make: Make, piece: Piece | None, inputs: Inputs, entering: State
 ) -> tuple[Inputs, State, State]:
     """Make what leaves and send it before there are outputs; inputs and entering State as they are, for what makes the outputs,
     and the leaving State. piece: what of the inputs it is made of; None: all.
@@ -255,41 +259,41 @@ def _hand_on_first(
     Backwards the leaving State's cotangent is waited for when the outputs' has gone through.
     """
     n = len(inputs)
-    tensors = _HandOnFirst.apply(passage, make, piece, n, tuple(entering), *inputs, *entering.values())
+    tensors = _SendStateEarly.apply(channel, make, piece, n, tuple(entering), *inputs, *entering.values())
     state = dict(zip(entering, tensors[n : n + len(entering)], strict=True))
-    return tensors[:n], state, passage.named(tensors[n + len(entering) :])
+    return tensors[:n], state, channel.named(tensors[n + len(entering) :])
 
 
-class _HandOnFirst(torch.autograd.Function):
+class _SendStateEarly(torch.autograd.Function):
     """Inputs and entering State as they are, and what is made of them, which leaves; backwards its cotangent arrives, and what it
     gives is added to theirs."""
 
     @staticmethod
     def forward(
-        ctx: Any, passage: _Passage, make: Make, piece: Piece | None, n: int, names: tuple[str, ...], *tensors: Tensor
+        ctx: Any, channel: _StateChannel, make: Make, piece: Piece | None, n: int, names: tuple[str, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.passage, ctx.make, ctx.piece, ctx.n, ctx.names = passage, make, piece, n, names
+        ctx.channel, ctx.make, ctx.piece, ctx.n, ctx.names = channel, make, piece, n, names
         ctx.save_for_backward(*tensors)
         leaving = make(tensors[:n], dict(zip(names, tensors[n:], strict=True)))
-        _send(passage, leaving)
-        found = [leaving[leaf.name] for leaf in passage.state_specs]
+        _send(channel, leaving)
+        found = [leaving[leaf.name] for leaf in channel.state_specs]
         ctx.mark_non_differentiable(
             *(x for x in tensors if not x.is_floating_point()),
-            *(x for x, leaf in zip(found, passage.state_specs, strict=True) if not leaf.grad),
+            *(x for x, leaf in zip(found, channel.state_specs, strict=True) if not leaf.grad),
         )
         return *tensors, *found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        passage, tensors, n = ctx.passage, ctx.saved_tensors, ctx.n
+        channel, tensors, n = ctx.channel, ctx.saved_tensors, ctx.n
         grads = list(cotangents[: len(tensors)])
-        arrived = _arrived(passage, cotangents[len(tensors) :])
+        arrived = _arrived(channel, cotangents[len(tensors) :])
         taken = [_taken(ctx.piece, number, x) for number, x in enumerate(tensors)]
         with torch.enable_grad():
             copies = [x.detach().requires_grad_(x.is_floating_point()) for x in taken]
             leaving = ctx.make(tuple(copies[:n]), dict(zip(ctx.names, copies[n:], strict=True)))
-        reached = [leaf.name for leaf in passage.moving if leaving[leaf.name].requires_grad]
+        reached = [leaf.name for leaf in channel.moving if leaving[leaf.name].requires_grad]
         wanted = [number for number, x in enumerate(copies) if x.requires_grad and ctx.needs_input_grad[5 + number]]
         if reached and wanted:
             outputs, found = [leaving[name] for name in reached], [copies[number] for number in wanted]
@@ -307,52 +311,52 @@ def _taken(piece: Piece | None, number: int, x: Tensor) -> Tensor:
     return x if piece is None or number >= piece[1] else x[:, piece[0]]
 
 
-def _send(passage: _Passage, leaving: State) -> None:
+def _send(channel: _StateChannel, leaving: State) -> None:
     """To the right, but not again in a recomputation."""
-    if not passage.link.replaying:
-        passage.send("right", lambda: leaving)
-    passage.link.aside.join(leaving)
+    if not channel.link.recomputing:
+        channel.send("right", lambda: leaving)
+    channel.link.side_stream.join(leaving)
 
 
-def _arrived(passage: _Passage, dleaving: Sequence[Tensor]) -> State:
+def _arrived(channel: _StateChannel, dleaving: Sequence[Tensor]) -> State:
     """The leaving State's cotangent: from the right, or what the caller's use of it gave."""
-    used = {leaf.name: dx for leaf, dx in zip(passage.state_specs, dleaving, strict=True) if leaf.grad}
-    found = passage.arriving("left", used)()
+    used = {leaf.name: dx for leaf, dx in zip(channel.state_specs, dleaving, strict=True) if leaf.grad}
+    found = channel.arriving("left", used)()
     assert found is not None
     return found
 
 
-class _ByEffect(torch.autograd.Function):
+class _TransitionScan(torch.autograd.Function):
     """A linear recurrence by its phases: what its span does to any State is made before one arrives."""
 
     @staticmethod
     def forward(
-        ctx: Any, passage: _Passage, recurrence: LinearRecurrence, pos: Tensor, n_inputs: int, *tensors: Tensor
+        ctx: Any, channel: _StateChannel, recurrence: LinearRecurrence, pos: Tensor, n_inputs: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        inputs, leaves, link = tensors[:n_inputs], passage.state_specs, passage.link
-        given = passage.named(tensors[n_inputs:]) if len(tensors) > n_inputs else None
-        nothing = given is None and passage.place.before("right") is None
-        first = zeros(leaves, passage.batch, inputs[0].device) if nothing else given
-        if link.replaying:
+        inputs, leaves, link = tensors[:n_inputs], channel.state_specs, channel.link
+        given = channel.named(tensors[n_inputs:]) if len(tensors) > n_inputs else None
+        nothing = given is None and channel.virtual_rank.prev("right") is None
+        first = zeros(leaves, channel.batch, inputs[0].device) if nothing else given
+        if link.recomputing:
             transition, effect = recurrence.begin(inputs, pos)
-            state = link.replayed()
-        elif passage.gathers:
+            state = link.saved_state()
+        elif channel.gathers:
             transition, effect = recurrence.begin(inputs, pos)
-            state = passage.fold("right", effect, first)
+            state = channel.fold("right", effect, first)
         else:
-            arriving = passage.arriving("right", first)
+            arriving = channel.arriving("right", first)
             transition, effect = recurrence.begin(inputs, pos)
             state = arriving()
         assert state is not None
         entering = state
-        link.keep(entering)
+        link.save_state(entering)
         leaving = (
-            effect.apply(entering) if link.replaying or passage.gathers else passage.send("right", lambda: effect.apply(entering))
+            effect.apply(entering) if link.recomputing or channel.gathers else channel.send("right", lambda: effect.apply(entering))
         )
         y = recurrence.finish(inputs, pos, entering)
-        link.aside.join(leaving)
-        ctx.passage, ctx.recurrence, ctx.n_inputs, ctx.given, ctx.names = (
-            passage,
+        link.side_stream.join(leaving)
+        ctx.channel, ctx.recurrence, ctx.n_inputs, ctx.given, ctx.names = (
+            channel,
             recurrence,
             n_inputs,
             given is not None,
@@ -364,18 +368,18 @@ class _ByEffect(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *dleft: Tensor) -> tuple[Any, ...]:
-        passage, recurrence, leaves = ctx.passage, ctx.recurrence, ctx.passage.state_specs
+        channel, recurrence, leaves = ctx.channel, ctx.recurrence, ctx.channel.state_specs
         pos, *saved = ctx.saved_tensors
         inputs, rest = tuple(saved[: ctx.n_inputs]), saved[ctx.n_inputs :]
-        entering = passage.named(rest[: len(leaves)])
+        entering = channel.named(rest[: len(leaves)])
         transition = dict(zip(ctx.names, rest[len(leaves) :], strict=True))
-        used = passage.named(dleft)
-        arriving = None if passage.gathers else passage.arriving("left", used)
+        used = channel.named(dleft)
+        arriving = None if channel.gathers else channel.arriving("left", used)
         effect = recurrence.begin_backward(inputs, pos, transition, entering, dy)
-        dleaving = passage.fold("left", effect, used) if arriving is None else arriving()
+        dleaving = channel.fold("left", effect, used) if arriving is None else arriving()
         assert dleaving is not None
         arrived = dleaving
-        dentering = effect.apply(arrived) if passage.gathers else passage.send("left", lambda: effect.apply(arrived))
+        dentering = effect.apply(arrived) if channel.gathers else channel.send("left", lambda: effect.apply(arrived))
         grads = recurrence.finish_backward(inputs, pos, entering, dy, arrived)
-        passage.link.aside.join(dentering)
+        channel.link.side_stream.join(dentering)
         return (None, None, None, None, *grads, *([dentering[leaf.name] for leaf in leaves] if ctx.given else []))

@@ -1,7 +1,7 @@
 """Tensor-parallel layers: megatron-core's, with fp32 parameters, a layout each, and matmuls in the compute type.
 
 A parameter stays fp32 (ZeRO's master copy is cut from it) and is cast for the matmul once per optimizer step, not once per
-micro-batch: `drop_compute_copies` after every change of the parameters makes the next forward cast anew.
+micro-batch: `drop_cast_weights` after every change of the parameters makes the next forward cast anew.
 
 Where tensor ranks share the residual stream (layout.sequence_parallel), each has a part of the tokens: of the N = B T tokens of a
 micro-batch, flat in memory, rank r has tokens [r n, (r + 1) n) with n = ceil(N / ranks). Where ranks do not divide N, as in
@@ -58,13 +58,13 @@ def megatron_config(tensor_size: int) -> ModelParallelConfig:
     )
 
 
-def part_of(tokens: int, tensor_size: int) -> int:
+def tokens_per_rank(tokens: int, tensor_size: int) -> int:
     """Rows of each rank's part of so many tokens."""
     return -(-tokens // tensor_size)
 
 
 def gather_tokens(part: Tensor, shape: Sequence[int]) -> Tensor:
-    """Every rank's part [part_of(N), d_model] put together on every rank: [*shape, d_model], N tokens in `shape`.
+    """Every rank's part [tokens_per_rank(N), d_model] put together on every rank: [*shape, d_model], N tokens in `shape`.
 
     For consumers that each find only this rank's part of the gradient: in backward the parts are summed, each rank having the sum
     for its own tokens.
@@ -79,27 +79,27 @@ def _whole_parts(x: Tensor, tensor_size: int, value: int = 0) -> Tensor:
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing), value=value) if missing else x
 
 
-class ComputeCopy:
+class CastWeightCache:
     """Mixin: the low-precision copy of `self.weight` that matmuls read."""
 
     weight: nn.Parameter
     compute_dtype: torch.dtype = torch.float32
-    _compute_copy: Tensor | None = None
+    _cast_weight_cache: Tensor | None = None
 
-    def plain_weight(self) -> Tensor:
-        """The weight in the compute type, [out, in], without a graph; cast at most once between two `drop_compute_copies`."""
+    def cast_weight(self) -> Tensor:
+        """The weight in the compute type, [out, in], without a graph; cast at most once between two `drop_cast_weights`."""
         if self.compute_dtype == self.weight.dtype:
             return self.weight.detach()
-        if self._compute_copy is None:
-            self._compute_copy = self.weight.detach().to(self.compute_dtype)
-        return self._compute_copy
+        if self._cast_weight_cache is None:
+            self._cast_weight_cache = self.weight.detach().to(self.compute_dtype)
+        return self._cast_weight_cache
 
 
-def drop_compute_copies(module: nn.Module) -> None:
+def drop_cast_weights(module: nn.Module) -> None:
     """Forget every low-precision copy. Call after the parameters change: an optimizer step, a load, an edit by hand."""
     for child in module.modules():
-        if isinstance(child, ComputeCopy):
-            child._compute_copy = None
+        if isinstance(child, CastWeightCache):
+            child._cast_weight_cache = None
 
 
 def require_divisible(name: str, size: int, tensor_size: int) -> None:
@@ -108,7 +108,7 @@ def require_divisible(name: str, size: int, tensor_size: int) -> None:
         raise LayoutError(f"layout.tensor={tensor_size} does not divide {name}={size}; sizes that do: {divisors(size)}")
 
 
-class ColumnParallelLinear(ComputeCopy, tensor_parallel.ColumnParallelLinear):
+class ColumnParallelLinear(CastWeightCache, tensor_parallel.ColumnParallelLinear):
     """y = x W^T with W split by output rows: x [B, T, in] on every rank, y [B, T, out / tensor ranks].
 
     parts: named parts of a fused projection (each split on its own). own_input: the input is already this rank's business
@@ -123,28 +123,28 @@ class ColumnParallelLinear(ComputeCopy, tensor_parallel.ColumnParallelLinear):
         config: ModelParallelConfig,
         *,
         compute_dtype: torch.dtype,
-        parts: Sequence[tuple[str, int]] = (),
-        own_input: bool = False,
+        fused_splits: Sequence[tuple[str, int]] = (),
+        disable_grad_reduce: bool = False,
     ) -> None:
-        for part, rows in parts or (("out_features", out_features),):
+        for part, rows in fused_splits or (("out_features", out_features),):
             require_divisible(part, rows, config.tensor_model_parallel_size)
         super().__init__(
-            in_features, out_features, config=config, init_method=lambda w: w, bias=False, disable_grad_reduce=own_input
+            in_features, out_features, config=config, init_method=lambda w: w, bias=False, disable_grad_reduce=disable_grad_reduce
         )
         self.compute_dtype = compute_dtype
-        declare(self.weight, ParameterLayout((out_features, in_features), init, split=0, parts=tuple(parts)))
+        declare(self.weight, ParameterLayout((out_features, in_features), init, split=0, fused_splits=tuple(fused_splits)))
 
-    def forward(self, x: Tensor, widths: Sequence[int] | None = None) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, x: Tensor, split_sizes: Sequence[int] | None = None) -> Tensor | tuple[Tensor, ...]:
         """widths: y in parts of so many of this rank's columns, whose gradients need not be put together."""
         group = self.tp_group if self.allreduce_dgrad else None
-        parts = linear(x.to(self.compute_dtype), self.weight, self.plain_weight(), widths=widths, group=group)
-        return parts if widths is not None else parts[0]
+        parts = linear(x.to(self.compute_dtype), self.weight, self.cast_weight(), split_sizes=split_sizes, group=group)
+        return parts if split_sizes is not None else parts[0]
 
 
-class RowParallelLinear(ComputeCopy, tensor_parallel.RowParallelLinear):
+class RowParallelLinear(CastWeightCache, tensor_parallel.RowParallelLinear):
     """y = x W^T with W split by input columns: x [B, T, in / tensor ranks], y [B, T, out] summed over the tensor group.
 
-    scatter: each rank has the sum for its part of the tokens only, y [part_of(B T), out].
+    scatter: each rank has the sum for its part of the tokens only, y [tokens_per_rank(B T), out].
     """
 
     def __init__(
@@ -171,14 +171,14 @@ class RowParallelLinear(ComputeCopy, tensor_parallel.RowParallelLinear):
         declare(self.weight, ParameterLayout((out_features, in_features), init, split=1))
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        (y,) = linear(input, self.weight, self.plain_weight())
+        (y,) = linear(input, self.weight, self.cast_weight())
         return y
 
     def forward(self, x: Tensor, return_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """return_input: x in the compute type, for what else reads it, and y: see `linear`. Not where y is scattered."""
         x = x.to(self.compute_dtype)
         if return_input:
-            x, y = linear(x, self.weight, self.plain_weight(), return_input=True)
+            x, y = linear(x, self.weight, self.cast_weight(), return_input=True)
             return x, sum_over_tensor_group(y)
         if self.sequence_parallel:
             x = _whole_parts(x.flatten(0, 1), self.config.tensor_model_parallel_size)
@@ -188,10 +188,10 @@ class RowParallelLinear(ComputeCopy, tensor_parallel.RowParallelLinear):
         return y
 
 
-class VocabParallelEmbedding(ComputeCopy, tensor_parallel.VocabParallelEmbedding):
+class VocabParallelEmbedding(CastWeightCache, tensor_parallel.VocabParallelEmbedding):
     """Token embedding split by vocabulary rows: ids [B, T] int64 to [B, T, d_model] on every rank.
 
-    scatter: to this rank's part of the tokens only, [part_of(B T), d_model]; and the head's input comes from gather_tokens.
+    scatter: to this rank's part of the tokens only, [tokens_per_rank(B T), d_model]; and the head's input comes from gather_tokens.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class VocabParallelEmbedding(ComputeCopy, tensor_parallel.VocabParallelEmbedding
         """Logits of this rank's share of the vocabulary with the tied weight: [.., d_model] to [.., vocab / tensor ranks]."""
         several = self.tp_group is not None and self.tp_group.size() > 1 and not self.reduce_scatter_embeddings
         group = self.tp_group if several else None
-        (logits,) = linear(h.to(self.compute_dtype), self.weight, self.plain_weight(), group=group)
+        (logits,) = linear(h.to(self.compute_dtype), self.weight, self.cast_weight(), group=group)
         return logits
 
 
@@ -244,7 +244,7 @@ class VocabParallelHead(ColumnParallelLinear):
         *,
         compute_dtype: torch.dtype,
         decay: bool,
-        own_input: bool = False,
+        disable_grad_reduce: bool = False,
     ) -> None:
-        super().__init__(d_model, vocab_size, init, config, compute_dtype=compute_dtype, own_input=own_input)
+        super().__init__(d_model, vocab_size, init, config, compute_dtype=compute_dtype, disable_grad_reduce=disable_grad_reduce)
         declare(self.weight, ParameterLayout((vocab_size, d_model), init, split=0, decay=decay))

@@ -130,7 +130,7 @@ def parameter_groups(
     for name, parameter, layout in named_layouts(module):
         matching = [rate for rate in lr_overrides if fnmatchcase(name, rate)]
         unused = [rate for rate in unused if rate not in matching]
-        if parameter.requires_grad and not layout.lent:
+        if parameter.requires_grad and not layout.tied_replica:
             groups[matching[0] if matching else "", layout.decay]["params"].append(parameter)
     if unused:
         raise LayoutError(f"training.optimizer.lr_overrides: no parameter's name matches {unused[0]!r}")
@@ -317,7 +317,7 @@ class Engine:
         """Give the module what the master copies hold, after somebody wrote there."""
         if self.stage:
             self._engine.optimizer.update_lp_params()
-        lend(self._module, self._mesh)
+        broadcast_tied(self._module, self._mesh)
 
 
 def _remove(hooks: Iterable[Any]) -> None:
@@ -330,7 +330,7 @@ def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh
     deepspeed = compat.import_deepspeed(mesh.device.type)
     config = deepspeed_config(clip_norm, mesh.layout.zero)
     members = {group["name"]: list(group["params"]) for group in optimizer.param_groups}
-    with compat.compiling_later():  # it imports optimizers whose functions are decorated with torch.compile
+    with compat.lazy_compile():  # it imports optimizers whose functions are decorated with torch.compile
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=config, mpu=DeepSpeedGroups(mesh), dist_init_required=False
         )
@@ -343,7 +343,7 @@ def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh
     return Engine(module, engine, mesh, clip_norm, members)
 
 
-def finalise_gradients(module: nn.Module, mesh: Mesh) -> None:
+def finalize_model_grads(module: nn.Module, mesh: Mesh) -> None:
     """Add up the gradients that the layouts call partial, one coalesced all-reduce per group, before the engine's step; and give
     gradients of lent parameters to their owners.
 
@@ -362,12 +362,12 @@ def finalise_gradients(module: nn.Module, mesh: Mesh) -> None:
     for parameter in _shared_embedding(module, mesh):
         assert parameter.grad is not None
         dist.reduce(parameter.grad, dst=dist.get_global_rank(_group(mesh), 0), group=_group(mesh))
-        if layout_of(parameter).lent:
+        if layout_of(parameter).tied_replica:
             parameter.grad = None
 
 
 @torch.no_grad()
-def lend(module: nn.Module, mesh: Mesh) -> None:
+def broadcast_tied(module: nn.Module, mesh: Mesh) -> None:
     """Give the values of lent parameters to the stage that reads them, after they changed: bit for bit the owner's."""
     for parameter in _shared_embedding(module, mesh):
         dist.broadcast(parameter, src=dist.get_global_rank(_group(mesh), 0), group=_group(mesh))
@@ -377,7 +377,7 @@ def _shared_embedding(module: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
     """The tied embedding on the first and on the last of several stages; nothing elsewhere."""
     if mesh.embedding_group is None:
         return []
-    return [p for _, p, layout in named_layouts(module) if layout.lent or layout.lends]
+    return [p for _, p, layout in named_layouts(module) if layout.tied_replica or layout.tied_owner]
 
 
 def _group(mesh: Mesh) -> dist.ProcessGroup:

@@ -10,7 +10,7 @@ from baton.models import stages
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel import zero
-from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.context_parallel import ContextLink
 from baton.parallel.mesh import Mesh
 from baton.parallel.param_layout import initialize_parameters, parameter_count
 from baton.training.adamw import AdamW
@@ -75,9 +75,9 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
         )
 
 
-def _link(training: TrainingConfig, mesh: Mesh) -> SequenceLink | None:
+def _link(training: TrainingConfig, mesh: Mesh) -> ContextLink | None:
     """The neighbours; where segments follow one another on one rank, it is its own."""
-    return SequenceLink(0, [mesh.rank], mesh.device) if mesh.link is None and training.bptt is not None else mesh.link
+    return ContextLink(0, [mesh.rank], mesh.device) if mesh.link is None and training.bptt is not None else mesh.link
 
 
 def model_fingerprint(config: ModelConfig) -> str:

@@ -8,7 +8,7 @@ from baton.kernels.common.kernel_check import KernelCheckResult, check, launch
 from baton.kernels.compile.aot import META, Compiled, Target, compiling
 from baton.kernels.registry import recurrences
 from baton.models.mixer import recurrences_of
-from baton.parallel.tensor import drop_compute_copies
+from baton.parallel.tensor import drop_cast_weights
 from baton.training.build import DTYPES, Built
 from baton.training.config import TrainingConfig
 from baton.training.errors import KernelCheckError
@@ -45,4 +45,4 @@ def check_kernels(built: Built, training: TrainingConfig) -> None:
                 f"rank {mesh.rank}: on {mesh.device} a kernel does not compute what its definition says: {finding}; see "
                 f"`baton doctor`, and try another version of Triton or of the driver"
             )
-    drop_compute_copies(model)
+    drop_cast_weights(model)

@@ -11,7 +11,7 @@ from baton.data_pipeline.steps import Steps
 from baton.models.mixer import Mixer
 from baton.parallel import comm_timing
 from baton.parallel.mesh import Mesh
-from baton.parallel.tensor import drop_compute_copies
+from baton.parallel.tensor import drop_cast_weights
 from baton.training import preemption
 from baton.training.bptt.lane_states import CARRIED, LaneStates
 from baton.training.build import Built, build, make_deterministic
@@ -201,7 +201,7 @@ def _steps(
             data = next(batches)
             clock.mark("data")
             account.spent("data")
-            comm_timing.seconds()
+            comm_timing.take_wait_seconds()
             executor.segments = data.segments
             executor.watch_update = bool(every) and (progress.step + 1) % every == 0
             result = executor.step(data.batches, learning_rates(progress.step, training), data.consumed)
@@ -212,7 +212,7 @@ def _steps(
             progress.advance(training.at(progress.step).global_batch_tokens, data.cursors)
             progress.ending, progress.waited = preemption.agreed(mesh, data.waited)
             account.spent("compute")
-            account.move("compute", "exchange", comm_timing.seconds())
+            account.move("compute", "exchange", comm_timing.take_wait_seconds())
             due = schedule.due(progress.step, ending=progress.ending)
             signs.warm()
             for callback in callbacks:
@@ -261,7 +261,7 @@ def begin_with(built: Built, path: Path) -> None:
     """Give the model somebody's weights. Raises CheckpointError."""
     load_weights(path, optimizer_rectangles(built.model, built.engine, built.mesh, for_save=False))
     built.engine.masters_changed()
-    drop_compute_copies(built.model)
+    drop_cast_weights(built.model)
     if built.mesh.is_main:
         print(f"beginning with the weights of {path}", flush=True)
 
@@ -326,7 +326,7 @@ def resume(
     store.read(path, rectangles)
     built.engine.updates = manifest.adam_steps
     built.engine.masters_changed()
-    drop_compute_copies(built.model)
+    drop_cast_weights(built.model)
     mesh = built.mesh
     cursors = {int(j): cursor(c) for j, c in manifest.cursors.items() if int(j) % mesh.layout.data == mesh.data_rank}
     if mesh.is_main:

@@ -22,7 +22,7 @@ class Attention(Mixer, settings=AttentionConfig):
         self.config, self.compute_dtype = config, context.compute_dtype
         heads, self.kv_heads = config.head_counts(context.d_model)
         self.widths = [heads * config.head_dim, self.kv_heads * config.head_dim, self.kv_heads * config.head_dim]
-        self.in_proj = context.column(sum(self.widths), parts=zip(("q", "k", "v"), self.widths, strict=True))
+        self.in_proj = context.column(sum(self.widths), fused_splits=zip(("q", "k", "v"), self.widths, strict=True))
         self.out_proj = context.output(self.widths[0])
         self._tensor_size = context.tensor_size
 

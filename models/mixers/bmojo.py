@@ -70,7 +70,7 @@ class BMojo(Mixer, settings=BMojoConfig):
         self.d_model = context.d_model
         self.q_proj = context.column(width)
         # keys and values of the window, the fading and the eidetic tokens come from the same projection
-        self.kv_proj = context.column(2 * kv_width, parts=(("k", kv_width), ("v", kv_width)))
+        self.kv_proj = context.column(2 * kv_width, fused_splits=(("k", kv_width), ("v", kv_width)))
         self.conv_weights = nn.ParameterDict()
         if config.d_conv is not None:
             for name in "kv":

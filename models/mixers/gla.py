@@ -31,7 +31,7 @@ class GLA(Mixer, settings=GLAConfig):
         self.config, self.sizes = config, config.head_sizes(context.d_model)
         heads, d_key, d_value = self.sizes
         parts = (("q", heads * d_key), ("k", heads * d_key), ("v", heads * d_value), ("gate", heads * d_value))
-        self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
+        self.in_proj = context.column(sum(width for _, width in parts), fused_splits=parts)
         self._widths = [width // context.tensor_size for _, width in parts]
         self.code_proj = ReplicatedLinear(config.gate_low_rank_dim, context)
         self.decay_proj = ColumnParallelLinear(
@@ -40,7 +40,7 @@ class GLA(Mixer, settings=GLAConfig):
             context.initializer(config.gate_low_rank_dim),
             context.megatron,
             compute_dtype=context.compute_dtype,
-            own_input=True,
+            disable_grad_reduce=True,
         )
         self.decay_bias = context.split((heads * d_key,), init.constant(0.0), decay=False)
         self.norm = HeadRMSNorm(d_value, context.norm_eps)

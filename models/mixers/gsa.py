@@ -36,7 +36,7 @@ class GSA(Mixer, settings=GSAConfig):
         heads, self.kv_heads = config.head_counts(context.d_model)
         width, kv_width = heads * config.head_dim, self.kv_heads * config.head_dim
         parts = (("q", width), ("k", kv_width), ("v", kv_width), ("alpha", self.kv_heads * config.slots))
-        self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
+        self.in_proj = context.column(sum(width for _, width in parts), fused_splits=parts)
         self._widths = tuple(width // context.tensor_size for _, width in parts)
         self.norm = SplitRMSNorm(width, context)
         self.out_proj = context.output(width)

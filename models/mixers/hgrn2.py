@@ -27,7 +27,7 @@ class HGRN2(Mixer, settings=HGRN2Config):
         self.config, self.sizes = config, config.head_sizes(context.d_model)
         heads, d_key, d_value = self.sizes
         parts = (("q", heads * d_key), ("f", heads * d_key), ("v", heads * d_value))
-        self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
+        self.in_proj = context.column(sum(width for _, width in parts), fused_splits=parts)
         self._widths = [width // context.tensor_size for _, width in parts]
         self.norm = SplitRMSNorm(heads * d_value, context)
         self.out_proj = context.output(heads * d_value)

@@ -53,7 +53,7 @@ class Lattice(Mixer, settings=LatticeConfig):
         if config.forget:
             parts.append(("forget", self.heads))
             self.forget_bias = context.split((self.heads,), init.constant(config.forget_bias), decay=False)
-        self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
+        self.in_proj = context.column(sum(width for _, width in parts), fused_splits=parts)
         self._widths = [width // context.tensor_size for _, width in parts]
         self.conv_q, self.conv_k = (context.split((keys, config.d_conv), init.linear(config.d_conv), decay=True) for _ in "qk")
         if config.initial_slots == "learned":

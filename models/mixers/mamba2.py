@@ -36,7 +36,7 @@ class Mamba2(Mixer, settings=Mamba2Config):
         self.config, self.compute_dtype = config, context.compute_dtype
         self.d_inner, self.heads = config.expand * context.d_model, config.head_count(context.d_model)
         parts = (("z", self.d_inner), ("x", self.d_inner), ("dt", self.heads))
-        self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
+        self.in_proj = context.column(sum(width for _, width in parts), fused_splits=parts)
         self._widths = [width // context.tensor_size for _, width in parts]
         self.bc_proj = ReplicatedLinear(2 * config.d_state, context)
         initializer = init.linear(config.d_conv)

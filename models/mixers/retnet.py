@@ -28,7 +28,7 @@ class RetNet(Mixer, settings=RetNetConfig):
         self.config, self.sizes = config, config.head_sizes(context.d_model)
         heads, d_key, d_value = self.sizes
         parts = (("q", heads * d_key), ("k", heads * d_key), ("v", heads * d_value), ("gate", heads * d_value))
-        self.in_proj = context.column(sum(width for _, width in parts), parts=parts)
+        self.in_proj = context.column(sum(width for _, width in parts), fused_splits=parts)
         self._widths = [width // context.tensor_size for _, width in parts]
         own = heads // context.tensor_size
         first = own * self.in_proj.tp_group.rank() if context.tensor_size > 1 else 0

@@ -19,7 +19,7 @@ class SwiGLU(Mixer, settings=SwiGLUConfig):
     def __init__(self, config: SwiGLUConfig, context: MixerContext) -> None:
         super().__init__()
         hidden = config.width(context.d_model)
-        self.in_proj = context.column(2 * hidden, parts=(("gate", hidden), ("up", hidden)))
+        self.in_proj = context.column(2 * hidden, fused_splits=(("gate", hidden), ("up", hidden)))
         self.out_proj = context.output(hidden)
         self._selective = context.selective_recompute
         self._widths = (hidden // context.tensor_size,) * 2

@@ -12,7 +12,7 @@ from baton.kernels.registry import recurrences
 from baton.models.mixer import Mixer, MixerContext, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.config import LayoutConfig
-from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.context_parallel import ContextLink
 from baton.parallel.param_layout import gather_parameters, initialize_parameters
 from baton.parallel.tensor import megatron_config
 from baton.training.build import build, make_deterministic
@@ -182,7 +182,7 @@ def held_to(alone, layouts):
 def spans(mesh, pieces=None, exchange="ring"):
     """Of a mixer of each kind with a State: outputs of this rank's span (or of all pieces), leaving State, entering cotangent."""
     torch.use_deterministic_algorithms(True)
-    link = mesh.link or SequenceLink(0, [0], mesh.device, exchange=exchange)
+    link = mesh.link or ContextLink(0, [0], mesh.device, exchange=exchange)
     count, results = pieces or mesh.layout.context, {}
     for kind, settings in kinds().items():
         if settings.small().state_grows:

@@ -68,21 +68,22 @@ def planned(model, stages=1):
 
 def assert_parameters(config, stages=1):
     from baton.parallel.param_layout import named_layouts, parameter_count
-    from baton.parallel.tensor import ComputeCopy
+    from baton.parallel.tensor import CastWeightCache
 
     total = 0
     for one in planned(config, stages):
         model = on_meta(config, stage=one.stage)
         by_module = {
-            name: (layout.shape, layout.split, bool(layout.partial_over), layout.lent) for name, _, layout in named_layouts(model)
+            name: (layout.shape, layout.split, bool(layout.partial_over), layout.tied_replica)
+            for name, _, layout in named_layouts(model)
         }
-        counted = {p.name: (p.shape, p.split, p.partial, p in one.lent) for p in (*one.parameters, *one.lent)}
+        counted = {p.name: (p.shape, p.split, p.partial, p in one.tied_replicas) for p in (*one.parameters, *one.tied_replicas)}
         assert counted == by_module
         assert one.parameter_count == parameter_count(model)
-        copied = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, ComputeCopy)}
+        copied = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, CastWeightCache)}
         if not (config.tie_embeddings and one.stage.last):
             copied.discard("embedding.weight")  # looked up in float32
-        assert {p.name for p in (*one.parameters, *one.lent) if p.uses} == copied
+        assert {p.name for p in (*one.parameters, *one.tied_replicas) if p.uses} == copied
         total += one.parameter_count
     return total
 

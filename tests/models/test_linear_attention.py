@@ -263,7 +263,7 @@ def test_long_memories_survive_bfloat16(kind):
         # all of alpha's rows read the first feature, which is made 1
         mixer.in_proj.weight[-4 * 5 :, 0] = 7.0
     for module in mixer.modules():
-        module._compute_copy = None
+        module._cast_weight_cache = None
     silent = torch.zeros(B, T, M)
     silent[..., 0] = 1.0
     _, after = mixer(silent, pos + T, before)

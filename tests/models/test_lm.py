@@ -9,7 +9,7 @@ from baton.data_pipeline.batches import IGNORE_INDEX
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel.param_layout import initialize_parameters
-from baton.parallel.tensor import ComputeCopy, drop_compute_copies
+from baton.parallel.tensor import CastWeightCache, drop_cast_weights
 
 CONFIG = ModelConfig(d_model=16, n_layers=3, vocab_size=37, loss_chunk=7, mixers={"mamba": {"d_state": 4}})
 
@@ -98,13 +98,13 @@ def test_weights_are_cast_once_until_they_change(single_mesh):
     tokens, _, pos = batch()
     model = build(compute_dtype=torch.bfloat16)
     before, _ = model(tokens, pos)
-    copies = [m._compute_copy for m in model.modules() if isinstance(m, ComputeCopy)]
+    copies = [m._cast_weight_cache for m in model.modules() if isinstance(m, CastWeightCache)]
     again, _ = model(tokens, pos)
-    assert all(m._compute_copy is c for m, c in zip((m for m in model.modules() if isinstance(m, ComputeCopy)), copies))
+    assert all(m._cast_weight_cache is c for m, c in zip((m for m in model.modules() if isinstance(m, CastWeightCache)), copies))
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.5)
-    drop_compute_copies(model)
+    drop_cast_weights(model)
     after, _ = model(tokens, pos)
     assert torch.equal(before, again)
     assert not torch.equal(before, after)

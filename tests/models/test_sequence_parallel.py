@@ -18,8 +18,8 @@ from baton.models.lm import LanguageModel
 from baton.models.mixer import MixerContext
 from baton.models.settings import kinds
 from baton.parallel.param_layout import gather_parameters, initialize_parameters, named_layouts
-from baton.parallel.tensor import gather_tokens, megatron_config, part_of
-from baton.parallel.zero import finalise_gradients
+from baton.parallel.tensor import gather_tokens, megatron_config, tokens_per_rank
+from baton.parallel.zero import finalize_model_grads
 
 MODELS = [*kinds(), "hybrid"]
 
@@ -56,7 +56,7 @@ def on_one(mixer, x, pos, entering, dy, moving):
     found = {"y": y, "dx": x.grad, **{f"leaving {name}": leaf for name, leaf in leaving.items()}}
     found |= {f"d entering {name}": given[name].grad for name in moving}
     for name, parameter, layout in named_layouts(layer):
-        for block in layout.global_blocks(name, 0, 1):
+        for block in layout.shard_boxes(name, 0, 1):
             found[f"d {block.name}"] = parameter.grad[block.local_row : block.local_row + block.extent[0]]
     return found
 
@@ -66,7 +66,7 @@ def on_ranks(mesh, mixer, x, pos, entering, dy, moving):
     rank, size = mesh.tensor_rank, mesh.layout.tensor
     layer = layer_of(mixer, rank, size)
     places = {leaf.name: leaf.tp for leaf in layer.state_specs}
-    rows = part_of(pos.numel(), size)
+    rows = tokens_per_rank(pos.numel(), size)
 
     def part(whole):
         # whatever stands in the rows that are no token
@@ -92,7 +92,7 @@ def on_ranks(mesh, mixer, x, pos, entering, dy, moving):
     # of what all ranks carry alike, each has a part of the cotangent
     cotangents = [own(name, leaf) * (places[name] is not None or rank == 0) for name, leaf in moving.items()]
     torch.autograd.backward([y, *(leaving[name] for name in moving)], [part(dy), *cotangents])
-    finalise_gradients(layer, mesh)
+    finalize_model_grads(layer, mesh)
     found = {"y": gather_tokens(y.detach(), pos.shape), "dx": gather_tokens(here.grad, pos.shape)}
     found |= {f"leaving {name}": whole(name, leaf, same) for name, leaf in leaving.items()}
     found |= {f"d entering {name}": whole(name, given[name].grad, sum) for name in moving}
@@ -136,7 +136,10 @@ def kept(mesh, mixer, recompute):
     """How many numbers of each type autograd keeps of a forward pass in bfloat16; parameters and their copies are not counted."""
     model, tokens, _, pos = model_on(mesh, mixer, torch.bfloat16, recompute)
     model(tokens, pos)  # casts the weights
-    weights = [*model.parameters(), *(m._compute_copy for m in model.modules() if getattr(m, "_compute_copy", None) is not None)]
+    weights = [
+        *model.parameters(),
+        *(m._cast_weight_cache for m in model.modules() if getattr(m, "_cast_weight_cache", None) is not None),
+    ]
     theirs = {x.untyped_storage().data_ptr() for x in weights}
     storages = {}
 

@@ -47,7 +47,7 @@ def late(mesh, folder):
             "nothing": lambda: None,
         }.items():
             dist.barrier()
-            comm_timing.seconds()
+            comm_timing.take_wait_seconds()
             began, inside = clock(), folder / f"{name}-inside"
             if mesh.rank == 0:
                 clock.mark = inside
@@ -57,9 +57,9 @@ def late(mesh, folder):
                 clock.advance(LATE_S)
             call()
             clock.mark = None
-            found[name] = comm_timing.seconds(), clock() - began
+            found[name] = comm_timing.take_wait_seconds(), clock() - began
         work = dist.all_reduce(torch.ones(3), async_op=True)
-        found["asynchronous"] = comm_timing.seconds(), 1.0
+        found["asynchronous"] = comm_timing.take_wait_seconds(), 1.0
         work.wait()
     return found
 
@@ -81,15 +81,15 @@ def reported(mesh):
 
     told = []
     comm_timing.install()
-    comm_timing.report_to(told.append)
+    comm_timing.set_wait_reporter(told.append)
     try:
         dist.all_reduce(torch.ones(3), group=mesh.tensor_group)
         dist.broadcast(torch.ones(3), 0)
-        with comm_timing.reporting(comm_timing.collective("all_reduce", mesh.tensor_group)):
+        with comm_timing.reported_wait(comm_timing.describe_collective("all_reduce", mesh.tensor_group)):
             pass
         dist.all_reduce(torch.ones(3), async_op=True).wait()
     finally:
-        comm_timing.report_to(lambda what: None)
+        comm_timing.set_wait_reporter(lambda what: None)
     return told
 
 

@@ -14,10 +14,10 @@ from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models.mixer import Mixer, MixerContext, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.config import LayoutConfig
-from baton.parallel.context_parallel import SequenceLink, sequence_link
-from baton.parallel.errors import ExchangeError, LayoutError
+from baton.parallel.context_parallel import ContextLink, context_link
+from baton.parallel.errors import CommError, LayoutError
 from baton.parallel.param_layout import initialize_parameters
-from baton.parallel.state_passing import carry
+from baton.parallel.state_passing import run_recurrence
 from baton.parallel.tensor import megatron_config
 
 B, T = 2, 53  # spans of eight ranks are as long as the longest tail, and not all of one length
@@ -83,7 +83,7 @@ def roots_of(state, cotangents):
 def by_hand(kind, carried, dtype, pieces, exchange="ring"):
     """One rank, which hands the States on from call to call and leaves the cotangents to autograd."""
     x, pos, dy, cotangents, state = case(kind, carried, dtype)
-    layer = layer_of(kind, SequenceLink(0, [0], CPU, exchange=exchange), dtype)
+    layer = layer_of(kind, ContextLink(0, [0], CPU, exchange=exchange), dtype)
     x.requires_grad_()
     entering = None if state is None else {name: leaf(s) for name, s in state.items()}
     outputs, states, passed = {}, {}, entering
@@ -103,7 +103,7 @@ def through_the_link(kind, carried, dtype, link, segments, *, at_once=True, reco
     numbers = {}
 
     def noted(direction, carrier, state, leaves):
-        v = carrier.place.segment * link.size + link.rank
+        v = carrier.virtual_rank.segment * link.size + link.rank
         n = numbers[direction, v] = numbers.get((direction, v), -1) + 1
         sent[direction, v, n, carrier.name] = {leaf.name: state[leaf.name].detach().clone() for leaf in leaves}
         send(direction, carrier, state, leaves)
@@ -129,9 +129,9 @@ def through_the_link(kind, carried, dtype, link, segments, *, at_once=True, reco
         torch.autograd.backward(roots, cots)
     link.wait()
     link.send = send
-    result = found(outputs, states, x, entering, layer, sent=sent, counted=dict(link.counted), layers=dict(link.counted_by_layer))
-    link.counted.clear()
-    link.counted_by_layer.clear()
+    result = found(outputs, states, x, entering, layer, sent=sent, counted=dict(link.sent), layers=dict(link.sent_by_layer))
+    link.sent.clear()
+    link.sent_by_layer.clear()
     return result
 
 
@@ -171,7 +171,7 @@ def assert_same_messages(ranks, expected, kind):
 
 @cache
 def alone(kind, carried, segments):
-    return through_the_link(kind, carried, torch.float32, SequenceLink(0, [0], CPU), segments)
+    return through_the_link(kind, carried, torch.float32, ContextLink(0, [0], CPU), segments)
 
 
 @pytest.mark.parametrize(
@@ -212,11 +212,11 @@ def test_a_ring_of_ranks_and_segments_is_all_segments_on_one_rank(pool, single_m
 @pytest.mark.parametrize("options", [{}, {"at_once": False}, {"recompute": True}], ids=str)
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_one_rank_with_segments_is_that_rank_handing_states_on(single_mesh, kind, options):
-    link = SequenceLink(0, [0], CPU)
+    link = ContextLink(0, [0], CPU)
     result = through_the_link(kind, True, torch.float32, link, 4, **options)
     assert_same_bits([result], by_hand(kind, True, torch.float32, 4), kind)
     assert not result["counted"], "messages to itself"
-    assert not any(link._here.values())
+    assert not any(link._local_states.values())
 
 
 def test_the_cotangents_that_come_to_what_is_handed_on_first_keep_their_bits(single_mesh):
@@ -229,7 +229,7 @@ def test_the_cotangents_that_come_to_what_is_handed_on_first_keep_their_bits(sin
                 x.register_hook(lambda cotangent: came.append((cotangent, cotangent.clone())))
             return super().forward_no_state(inputs, pos, state)
 
-    g, link, recurrence = seeded(5), SequenceLink(0, [0], CPU), Watched()
+    g, link, recurrence = seeded(5), ContextLink(0, [0], CPU), Watched()
     inputs, tail = recurrence.example(g, B, 2 * 9, torch.float64, wide=False)
     inputs = tuple(x.requires_grad_() for x in inputs)
     pos = torch.arange(5, 5 + 2 * 9).expand(B, -1)
@@ -237,7 +237,9 @@ def test_the_cotangents_that_come_to_what_is_handed_on_first_keep_their_bits(sin
     for n in range(2):
         span = slice(9 * n, 9 * (n + 1))
         with link.segment(n, of=2):
-            y, _ = carry(link, recurrence, (inputs[0][:, span], *inputs[1:]), pos[:, span], tail if n == 0 else None, "conv")
+            y, _ = run_recurrence(
+                link, recurrence, (inputs[0][:, span], *inputs[1:]), pos[:, span], tail if n == 0 else None, "conv"
+            )
         outputs.append(y)
     dy = torch.randn(B, 2 * 9, 5, generator=g, dtype=torch.float64)
     torch.autograd.backward(outputs, list(dy.split(9, dim=1)))
@@ -254,11 +256,11 @@ def test_the_cotangents_that_come_to_what_is_handed_on_first_keep_their_bits(sin
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_what_waits_for_the_next_segment_takes_no_more_memory_than_it_needs(single_mesh, kind):
     """A tail is the end of a span; it must not keep the span."""
-    link, (x, pos, *_) = SequenceLink(0, [0], CPU), case(kind, False, torch.float32)
+    link, (x, pos, *_) = ContextLink(0, [0], CPU), case(kind, False, torch.float32)
     layer = layer_of(kind, link, torch.float32)
     with torch.no_grad(), link.segment(0, of=2):
         layer(x, pos, None)
-    waiting = [x for states in link._here.values() for state in states for x in state.values()]
+    waiting = [x for states in link._local_states.values() for state in states for x in state.values()]
     assert bool(waiting) == bool(layer.state_specs)
     for tensor in waiting:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -324,19 +326,19 @@ def test_ranks_are_the_whole_sequence(pool, single_mesh):
 
 @cache
 def carriers_of(kind):
-    """(recurrence, its leaves, its name) of every call of `carry`, and the mixer's leaves."""
+    """(recurrence, its leaves, its name) of every call of `run_recurrence`, and the mixer's leaves."""
     calls, layer = [], layer_of(kind, None, torch.float32)
-    carry = Mixer.carry
+    run_recurrence = Mixer.carry
 
     def noted(self, recurrence, inputs, pos, state):
         calls.append((recurrence, recurrence.state_specs(inputs), recurrence.name))
-        return carry(self, recurrence, inputs, pos, state)
+        return run_recurrence(self, recurrence, inputs, pos, state)
 
     Mixer.carry = noted
     try:
         layer(torch.zeros(B, 8, SMALL_WIDTH), torch.arange(8).expand(B, -1), None)
     finally:
-        Mixer.carry = carry
+        Mixer.carry = run_recurrence
     shapes = {(leaf.shape, leaf.dtype, leaf.grad) for _, leaves, _ in calls for leaf in leaves}
     # nothing is carried that the mixer does not say, and it says nothing that is not carried
     assert shapes == {(leaf.shape, leaf.dtype, leaf.grad) for leaf in layer.state_specs}
@@ -420,23 +422,23 @@ def test_nothing_leaks_into_a_document_from_the_one_before(pool):
 
 
 def test_segments_out_of_order_are_refused(single_mesh):
-    link = SequenceLink(0, [0], CPU)
+    link = ContextLink(0, [0], CPU)
     layer, x, pos = layer_of("mamba", link, torch.float32), torch.zeros(1, 8, SMALL_WIDTH), torch.arange(8)[None]
     with pytest.raises(ValueError, match="segment 2 of 2"), link.segment(2, of=2):
         pass
     with (
         link.segment(1, of=2),
-        pytest.raises(ExchangeError, match=r"State of short_conv-silu in layers\.0\.mamba, segment 1 is not there"),
+        pytest.raises(CommError, match=r"State of short_conv-silu in layers\.0\.mamba, segment 1 is not there"),
     ):
         layer(x, pos, None)
     with link.segment(0, of=2):
         layer(x, pos, None)
-    with pytest.raises(ExchangeError, match="was not taken in the pass before"), link.segment(0, of=2):
+    with pytest.raises(CommError, match="was not taken in the pass before"), link.segment(0, of=2):
         pass
 
 
 def test_one_hardware_queue_is_refused_before_any_group_is_made(monkeypatch):
-    """On a GPU with one the ring would stand still: see sequence_link."""
+    """On a GPU with one the ring would stand still: see context_link."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(LayoutError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 is set"):
-        sequence_link(LayoutConfig(context=2), 0, torch.device("cuda"), 1.0)
+        context_link(LayoutConfig(context=2), 0, torch.device("cuda"), 1.0)

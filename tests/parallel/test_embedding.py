@@ -8,7 +8,7 @@ from torch import nn
 from baton.kernels.embedding import triton_launch as kernels
 from baton.parallel import embedding as embeddings
 from baton.parallel.embedding import embedding
-from baton.parallel.linear import adding_gradients
+from baton.parallel.linear import fused_grad_accumulation
 
 ROWS, WIDTH = 12, 6
 
@@ -58,9 +58,9 @@ def test_rows_and_their_gradient(taken, first, dtype):
 
 
 def test_gradients_are_added_where_they_are(taken):
-    """Three passes within `adding_gradients`, each of other ids, leave their sum in `.grad`, in one tensor all along."""
+    """Three passes within `fused_grad_accumulation`, each of other ids, leave their sum in `.grad`, in one tensor all along."""
     parameter, total, places = parameter_of(), 0, set()
-    with adding_gradients():
+    with fused_grad_accumulation():
         for seed in range(3):
             ids, dy = case(seed)
             embedding(ids, parameter).backward(dy)
@@ -77,7 +77,7 @@ def test_what_else_has_a_gradient_of_it_adds_its_own(taken, before):
     total = expected(parameter, ids, dy)[1] + 3.0
     if before:
         parameter.grad, total = torch.ones_like(parameter), total + 1.0
-    with adding_gradients():
+    with fused_grad_accumulation():
         ((embedding(ids, parameter) * dy).sum() + 3.0 * parameter.sum()).backward()
     assert relative(parameter.grad, total) <= 1e-6
 
@@ -90,7 +90,7 @@ def test_on_a_cpu_it_is_torchs_bit_for_bit():
             for seed in range(2):
                 ids, dy = case(seed)
                 if adding:
-                    with adding_gradients():
+                    with fused_grad_accumulation():
                         look_up(ids, parameter).backward(dy)
                 else:
                     look_up(ids, parameter).backward(dy)

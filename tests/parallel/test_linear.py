@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from baton.parallel import linear as linears
-from baton.parallel.linear import add_product, adding_gradients, linear
+from baton.parallel.linear import accumulate_product, fused_grad_accumulation, linear
 
 WIDTHS = (7, 3, 2, 5, 1)
 SOME_READ = ((True,) * 5, (True, False, True, True, True), (False, False, True, False, False))
@@ -36,7 +36,7 @@ def expected(x, parameter, dy, dx, read, return_input):
 
 def run(x, parameter, dy, dx, read, return_input):
     """A backward pass through parts that are read, and through x where something else reads it; the parts."""
-    found = linear(x, parameter, parameter.detach().to(x.dtype), widths=WIDTHS, return_input=return_input)
+    found = linear(x, parameter, parameter.detach().to(x.dtype), split_sizes=WIDTHS, return_input=return_input)
     first, parts = (found[0], found[1:]) if return_input else (None, found)
     chosen = [(y, d) for y, d, on in zip(parts, dy.split(WIDTHS, dim=-1), read, strict=True) if on]
     chosen += [(first, dx)] if first is not None else []
@@ -65,11 +65,11 @@ def test_gradients_of_parts(monkeypatch, dtype, return_input, read, narrow):
 @pytest.mark.parametrize("read", SOME_READ)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_added_where_they_are(monkeypatch, dtype, read, narrow):
-    """Three passes within `adding_gradients`, each of other numbers, leave their sum in `.grad`, in one tensor all along."""
+    """Three passes within `fused_grad_accumulation`, each of other numbers, leave their sum in `.grad`, in one tensor all along."""
     monkeypatch.setattr(linears, "_NARROW", narrow)
     _, parameter, *_ = case(dtype)
     total, places = 0, set()
-    with adding_gradients():
+    with fused_grad_accumulation():
         for seed in range(3):
             x, _, dy, dx = case(dtype, seed)
             run(x, parameter, dy, dx, read, False)
@@ -90,13 +90,13 @@ def test_gradients_that_lie_side_by_side(monkeypatch, adjacent):
         parts = torch.cat([dys[n] for n in numbers], -1).split([WIDTHS[n] for n in numbers], dim=-1)
         for n, part in zip(numbers, parts, strict=True):
             dys[n] = part
-    parts = linear(x, parameter, parameter.detach(), widths=WIDTHS)
+    parts = linear(x, parameter, parameter.detach(), split_sizes=WIDTHS)
     torch.autograd.backward(parts, dys)
     for found, exact in zip((x.grad, parameter.grad), expected(x, parameter, dy, dy[..., :4], (True,) * 5, False), strict=True):
         assert relative(found, exact) <= 1e-14
     calls = []
     monkeypatch.setattr(linears, "add_product", lambda into, a, b, *, first: calls.append(len(into)))
-    parts = linear(x, parameter, parameter.detach(), widths=WIDTHS)
+    parts = linear(x, parameter, parameter.detach(), split_sizes=WIDTHS)
     torch.autograd.backward(parts, dys)
     assert calls == {((1, 2),): [7, 5, 5, 1], ((0, 1, 2), (3, 4)): [12, 6], ((0, 1), (1, 2)): [7, 5, 5, 1]}[adjacent]
 
@@ -117,7 +117,7 @@ def test_what_needs_no_gradient_gets_none():
         parameter.requires_grad_(of_weight)
         (y,) = linear(x.detach().requires_grad_(of_x), parameter, parameter.detach())
         assert y.requires_grad == (of_x or of_weight)
-        with adding_gradients():
+        with fused_grad_accumulation():
             if y.requires_grad:
                 y.backward(dy)
         assert (parameter.grad is not None) == of_weight
@@ -130,7 +130,7 @@ def test_a_product_is_added(dtype, first):
     a, b = (torch.randn(*shape, generator=g).to(dtype) for shape in ((5, 7), (7, 3)))
     before = torch.randn(5, 3, generator=g).to(torch.promote_types(dtype, torch.float32))
     into = torch.full_like(before, float("nan")) if first else before.clone()
-    add_product(into, a, b, first=first)
+    accumulate_product(into, a, b, first=first)
     exact = a.double() @ b.double() + (0 if first else before.double())
     assert relative(into, exact) <= {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
 
@@ -146,5 +146,5 @@ def test_a_product_is_added_in_float32_on_a_gpu(first):
     exact[64:160] = a.double() @ b.double() + (0 if first else exact[64:160])
     if first:
         whole[64:160] = float("nan")
-    add_product(whole[64:160], a, b, first=first)
+    accumulate_product(whole[64:160], a, b, first=first)
     assert relative(whole, exact) <= 1e-6

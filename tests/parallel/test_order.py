@@ -9,7 +9,7 @@ import torch
 from baton.kernels.registry import recurrences
 from baton.models.mixer import Mixer, MixerContext, build_mixer
 from baton.models.settings import SMALL_WIDTH, kinds
-from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.context_parallel import ContextLink
 from baton.parallel.p2p import Channel
 from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
@@ -49,7 +49,7 @@ def logged(log):
 
         return call
 
-    send, receive = SequenceLink.send, SequenceLink.receive
+    send, receive = ContextLink.send, ContextLink.irecv
 
     def sent(self, direction, carrier, *args):
         log.append((carrier.name, f"sent {direction}"))
@@ -69,8 +69,8 @@ def logged(log):
             for name in PHASES:
                 if hasattr(cls, name):
                     stack.enter_context(patch.object(cls, name, watch(name, getattr(cls, name))))
-        stack.enter_context(patch.object(SequenceLink, "send", sent))
-        stack.enter_context(patch.object(SequenceLink, "receive", received))
+        stack.enter_context(patch.object(ContextLink, "send", sent))
+        stack.enter_context(patch.object(ContextLink, "irecv", received))
         yield
 
 
@@ -154,7 +154,7 @@ def messages(mesh):
             module.link = link
     with (
         patch.object(Channel, "send", noted("send", Channel.send)),
-        patch.object(Channel, "expect", noted("expect", Channel.expect)),
+        patch.object(Channel, "irecv", noted("irecv", Channel.irecv)),
     ):
         total = 0.0
         for s in range(3):
@@ -168,11 +168,11 @@ def messages(mesh):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_goes_around_waits_until_the_segment_is_done(pool, ranks):
-    """Else, on a GPU, all ranks may wait for each other: see SequenceLink."""
+    """Else, on a GPU, all ranks may wait for each other: see ContextLink."""
     logs = pool.run(messages, context=ranks)
     for direction, noun, log in (("right", "the State", logs[-1]), ("left", "the cotangent", logs[0])):
         own = [(channel, act, what) for channel, act, what in log if what.startswith(noun)]
-        sent = [n for n, (channel, act, _) in enumerate(own) if (channel, act) == (f"around {direction}", "send")]
+        sent = [n for n, (channel, act, _) in enumerate(own) if (channel, act) == (f"wraparound {direction}", "send")]
         assert len(sent) == 2 * 2  # two carriers, two borders between segments
         for n in sent:
             segment = own[n][2].rpartition(", ")[2]

@@ -10,8 +10,8 @@ import torch
 from support.gone_rank import FAULTY, RANKS, TIMEOUT_S, one_rank
 from support.pool import processes
 
-from baton.parallel.errors import ExchangeError
-from baton.parallel.p2p import Watch, channels
+from baton.parallel.errors import CommError
+from baton.parallel.p2p import Watchdog, make_channels
 
 DEADLINE_S = 240.0
 """Far beyond what anything here takes on a busy machine. That a rank ends in time is tested with a Watch and a clock of its own."""
@@ -40,7 +40,7 @@ class Work:
 
 def watch():
     ended, clock = [], Clock()
-    return Watch(ended.append, clock), clock, ended
+    return Watchdog(ended.append, clock), clock, ended
 
 
 def say(name):
@@ -54,11 +54,11 @@ def test_watch_lets_what_comes_in_time_go():
         watching.add(work, say(str(n)), 10.0)
     works[1].done = True  # not the oldest
     clock.now += 9.0
-    watching.look()
+    watching.check()
     assert len(watching) == 2
     works[0].done = works[2].done = True
     clock.now += 100.0  # late to look, but they had come
-    watching.look()
+    watching.check()
     assert not ended
     assert len(watching) == 0
 
@@ -70,7 +70,7 @@ def test_watch_ends_with_what_is_overdue_the_longest():
     clock.now -= 2.0
     watching.add(Work(), say("first"), 10.0)
     clock.now += 11.0
-    watching.look()
+    watching.check()
     assert ended == ["first after 11 s"]
 
 
@@ -78,16 +78,16 @@ def test_watch_ends_at_a_deadline_and_not_before():
     watching, clock, ended = watch()
     watching.add(Work(), say("a"), 10.0)
     clock.now += 10.0
-    watching.look()
+    watching.check()
     assert not ended
     clock.now += 0.5
-    watching.look()
+    watching.check()
     assert ended == ["a after 10.5 s"]
 
 
 def sending(mesh):
     """Whether messages are released once they are gone, without anybody waiting; and what is gathered."""
-    right, around = channels([[0, 1]], 2, mesh.device, 30.0)
+    right, around = make_channels([[0, 1]], 2, mesh.device, 30.0)
     if mesh.rank == 0:
         messages = [torch.full((1000,), n, dtype=torch.uint8) for n in range(5)]
         for message in messages:
@@ -102,7 +102,7 @@ def sending(mesh):
         result = kept, [r() is None for r in released]
     else:
         torch.distributed.barrier()
-        result = [int(right.expect(torch.empty(1000, dtype=torch.uint8), 0, "a message").wait()[7]) for _ in range(5)]
+        result = [int(right.irecv(torch.empty(1000, dtype=torch.uint8), 0, "a message").wait()[7]) for _ in range(5)]
     gathered = around.gather(torch.full((3,), 10 + mesh.rank), "numbers").wait()
     right.flush()
     return result, gathered.tolist()
@@ -118,10 +118,10 @@ def test_messages_are_released_when_they_have_left(pool):
 
 def refused(mesh):
     """What is said about a message to a rank that has given up."""
-    (channel,) = channels([[0, 1]], 1, mesh.device, 1.0)
+    (channel,) = make_channels([[0, 1]], 1, mesh.device, 1.0)
     if mesh.rank == 0:
-        with pytest.raises(ExchangeError) as error:
-            channel.expect(torch.empty(4), 1, "an answer").wait()
+        with pytest.raises(CommError) as error:
+            channel.irecv(torch.empty(4), 1, "an answer").wait()
         return str(error.value)
     time.sleep(3.0)
     return ""
@@ -157,7 +157,7 @@ def test_a_rank_that_is_gone_ends_all_ranks_in_time(tmp_path, fault, direction):
         others = [rank for rank in range(RANKS) if rank != FAULTY]
         for rank in others:
             ranks[rank].join(DEADLINE_S)
-        assert all(ranks[rank].exitcode == ExchangeError.exit_status for rank in others), [said(rank) for rank in others]
+        assert all(ranks[rank].exitcode == CommError.exit_status for rank in others), [said(rank) for rank in others]
     finally:
         for p in ranks:
             p.kill()

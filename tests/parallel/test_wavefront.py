@@ -53,8 +53,8 @@ class Late:
         now = torch.tensor([CLOCK.now], dtype=torch.float64)
         self.channel.send(torch.cat((message, now.view(torch.uint8))), to, what)
 
-    def expect(self, message, source, what):
-        return LateArrival(self.channel.expect(message.new_empty(message.numel() + 8), source, what))
+    def irecv(self, message, source, what):
+        return LateArrival(self.channel.irecv(message.new_empty(message.numel() + 8), source, what))
 
 
 class LateArrival:
@@ -198,7 +198,7 @@ def jobs():
 
 
 def formula(case, segments, backward):
-    """L t + (P - 1) (m + w). What goes around from the last rank to the first leaves when the segment is done, see SequenceLink:
+    """L t + (P - 1) (m + w). What goes around from the last rank to the first leaves when the segment is done, see ContextLink:
     segments follow one another, with a message between."""
     wave = LAYERS * nominal(case, backward) + (RANKS - 1) * (LATENCY + (case.back if backward else case.w))
     return segments * wave + (segments - 1) * LATENCY

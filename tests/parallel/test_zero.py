@@ -137,7 +137,7 @@ def drive(mesh, way):
     for step in range(STEPS):
         with engine.gradients():
             accumulate(module, step, range(mesh.data_rank * per_rank, (mesh.data_rank + 1) * per_rank), way, scale=24.0)
-            zero.finalise_gradients(module, mesh)
+            zero.finalize_model_grads(module, mesh)
             if way == "edit":
                 edit(module)
         norms.append(engine.step())
@@ -182,7 +182,7 @@ def test_adapter_answers_what_deepspeed_asks_and_nothing_that_confuses_it(pool):
 def no_gradient(mesh):
     module = TwoOutputs()
     try:
-        zero.finalise_gradients(module, mesh)
+        zero.finalize_model_grads(module, mesh)
     except RuntimeError as error:
         return str(error)
     return None

@@ -293,7 +293,7 @@ FAULTS = (
         "checkpoint",
         "after a rollback the first step in bfloat16 reads copies of the weights that were given up",
         "training/loop.py",
-        "    built.engine.masters_changed()\n    drop_compute_copies(built.model)\n    mesh = built.mesh\n",
+        "    built.engine.masters_changed()\n    drop_cast_weights(built.model)\n    mesh = built.mesh\n",
         "    built.engine.masters_changed()\n    mesh = built.mesh\n",
         (
             "tests/training/test_checkpoint.py -k going_back",

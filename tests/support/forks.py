@@ -139,7 +139,7 @@ def serve(number: int) -> None:
     from baton.parallel import compat
 
     import_for("cpu")
-    with compat.compiling_later():
+    with compat.lazy_compile():
         for name in IMPORTED:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)

@@ -17,7 +17,7 @@ def one_rank(rank: int, folder: Path, fault: str, direction: str) -> None:
     fault: "killed" or "hanging", of rank FAULTY where it would send a State to the "right", or a cotangent to the "left", from
     layer 1; the folder then has a file "fault".
     """
-    from baton.parallel.errors import ExchangeError
+    from baton.parallel.errors import CommError
 
     said = os.open(folder / f"said-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 1)
@@ -25,7 +25,7 @@ def one_rank(rank: int, folder: Path, fault: str, direction: str) -> None:
     status = 1
     try:
         _steps(rank, folder, fault, direction)
-    except ExchangeError as error:
+    except CommError as error:
         print(f"baton: {error}", flush=True)
         status = error.exit_status
     except BaseException:

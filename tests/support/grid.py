@@ -167,7 +167,7 @@ def one_process(mixer: str, precision: str, scores_of: str | None = None) -> Tra
             group["lr"] = learning_rates(step, config)[group["lr_override"]]
         optimizer.step()
         for module in model.modules():
-            module._compute_copy = None
+            module._cast_weight_cache = None
         found.rows.append((loss.item(), norm.item()))
         found.scores |= {(step, layer): values[0] for layer, values in scores.items()}
     parameters = dict(model.named_parameters())
@@ -180,7 +180,7 @@ def one_process(mixer: str, precision: str, scores_of: str | None = None) -> Tra
 def _blocks(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name, rows) of the blocks of each parameter, or of a tensor of its shape."""
     for name, p in parameters.items():
-        for block in p.baton_layout.global_blocks(name, 0, 1):
+        for block in p.baton_layout.shard_boxes(name, 0, 1):
             whole = p.detach() if tensors is None else tensors[name]
             yield block.name, whole[block.local_row : block.local_row + block.extent[0]]
 

@@ -108,7 +108,7 @@ def measure():
     from baton.models import stages
     from baton.models.lm import LanguageModel
     from baton.parallel import mesh as meshes
-    from baton.parallel.context_parallel import SequenceLink
+    from baton.parallel.context_parallel import ContextLink
     from baton.parallel.param_layout import initialize_parameters, named_layouts
     from baton.parallel.pipeline import PipelineLink, schedule
     from baton.training.bptt.lane_states import LaneStates
@@ -178,7 +178,7 @@ def measure():
         )
         initialize_parameters(model, 0, 0, tensor)
         model.logits(model(read.tokens, read.pos)[0])
-        copies = [copy for module in model.modules() if (copy := getattr(module, "_compute_copy", None)) is not None]
+        copies = [copy for module in model.modules() if (copy := getattr(module, "_cast_weight_cache", None)) is not None]
         return model, {x.untyped_storage()._cdata for x in (*model.parameters(), *copies)}
 
     def saved(model, known, read):
@@ -247,7 +247,7 @@ def measure():
     meshes.shutdown()
     read = batch()
 
-    from_here = SequenceLink.receive
+    from_here = ContextLink.irecv
 
     def receive(link, direction, carrier, leaves, batch):
         """Whatever, instead of what nobody sends: a State is only counted here."""
@@ -255,18 +255,18 @@ def measure():
             return from_here(link, direction, carrier, leaves, batch)
         return lambda: {leaf.name: torch.ones(batch, *leaf.shape, dtype=leaf.dtype) for leaf in leaves}
 
-    SequenceLink.receive = receive
+    ContextLink.irecv = receive
     results["handed on"] = {variant: {} for variant in HANDED_ON}
     for rank, direction in ((0, "right"), (1, "left")):
         mesh = meshes.initialize(run_of("mamba", context=2).layout, device=torch.device("cpu"), rank=rank, store=None)
         results["saved of a segment"] = {}
         span = slice(rank * SEQUENCE_LENGTH // 2, (rank + 1) * SEQUENCE_LENGTH // 2)
         for variant in HANDED_ON:
-            mesh.link.counted.clear()
+            mesh.link.sent.clear()
             model = LanguageModel(run_of(variant).model, link=mesh.link)
             initialize_parameters(model, 0, 0, 1)
             model(read.tokens[:, span], read.pos[:, span])[0].sum().backward()
-            sent = sum(n for (what, _), n in mesh.link.counted.items() if what == f"{direction} bytes")
+            sent = sum(n for (what, _), n in mesh.link.sent.items() if what == f"{direction} bytes")
             results["handed on"][variant][direction] = sent
             part = TokenBatch(read.tokens[:, span], read.labels[:, span], read.pos[:, span])
             known = {x.untyped_storage()._cdata for x in model.parameters()}
@@ -277,12 +277,12 @@ def measure():
     mesh = meshes.initialize(layout, device=torch.device("cpu"), rank=1, store=None)
     results["gathered"], span = {}, slice(SEQUENCE_LENGTH // SPANS, 2 * SEQUENCE_LENGTH // SPANS)
     for variant in HANDED_ON:
-        mesh.link.counted.clear()
+        mesh.link.sent.clear()
         model = LanguageModel(run_of(variant).model, link=mesh.link)
         initialize_parameters(model, 0, 0, 1)
         model(read.tokens[:, span], read.pos[:, span])[0].sum().backward()
         found = results["gathered"][variant] = Counter()
-        for (what, _), n in mesh.link.counted.items():
+        for (what, _), n in mesh.link.sent.items():
             found[what] += n
     meshes.shutdown()
 
@@ -307,7 +307,7 @@ def measure():
         def wait(self):
             return torch.ones(self.shape)
 
-    PipelineLink.expect = lambda link, kind, shape, dtype: Came(shape)
+    PipelineLink.irecv = lambda link, kind, shape, dtype: Came(shape)
 
     def step_of(rank, tied=True, **layout):
         """Bytes by collective of a rank's step of two micro-batches."""
@@ -323,7 +323,7 @@ def measure():
     results["stages"] = {f"{rank} {tied}": step_of(rank, tied, pipeline=STAGES) for rank in range(STAGES) for tied in (True, False)}
     results["shared stages"] = [step_of(rank, pipeline=STAGES, **SHARED_BY)["send"] for rank in (0, SHARED_BY["tensor"])]
 
-    SequenceLink.receive_around = lambda link, leaves, batch: {x.name: torch.ones(batch, *x.shape, dtype=x.dtype) for x in leaves}
+    ContextLink.recv_wraparound = lambda link, leaves, batch: {x.name: torch.ones(batch, *x.shape, dtype=x.dtype) for x in leaves}
 
     def passes_of(variant, bptt, rank=0, recompute=False, **layout):
         """Of a micro-batch on a rank: bytes that live after the first group's surveys, and at most after the first passes forwards;
@@ -360,7 +360,7 @@ def measure():
                     found[operation.kind] = max(found[operation.kind], living.nbytes(known | taken_back()))
             passes.finish()
         found["sent"], found["handed on"] = sent.bytes, Counter()
-        for (what, name), n in model.link.counted.items():
+        for (what, name), n in model.link.sent.items():
             if "bytes" in what:
                 found["handed on"]["around" if name == "all recurrences" else what.removesuffix(" bytes")] += n
         found["lanes"] = sum(x.nbytes for x in carried)

@@ -10,7 +10,7 @@ from baton.models.settings import kinds
 from baton.parallel import comm_timing
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
-from baton.parallel.tensor import drop_compute_copies
+from baton.parallel.tensor import drop_cast_weights
 from baton.training.build import build, make_deterministic
 from baton.training.step.cuda_graphs import CudaRecorder, Graphs
 from baton.training.step.executor import StepExecutor
@@ -50,7 +50,7 @@ def steps(mesh, mixer, recorder, compute_dtype="bfloat16"):
         if planted:
             with torch.no_grad():
                 victim[:, 1] = torch.nan
-            drop_compute_copies(built.model)
+            drop_cast_weights(built.model)
         own = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch_size)
         result = executor.step([cut(b, 24 if step < 2 else 13, mesh.device) for b in own], 3e-3)
         assert result.made is not planted, result
@@ -58,7 +58,7 @@ def steps(mesh, mixer, recorder, compute_dtype="bfloat16"):
         if planted:
             with torch.no_grad():
                 victim.copy_(before)
-            drop_compute_copies(built.model)
+            drop_cast_weights(built.model)
     return found, {name: p.detach().clone() for name, p in built.model.named_parameters()}
 
 
@@ -120,7 +120,7 @@ from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel import mesh as meshes
 from baton.parallel import waiting
 from baton.parallel.config import LayoutConfig
-from baton.parallel.linear import adding_gradients
+from baton.parallel.linear import fused_grad_accumulation
 from baton.training.build import build_model
 from baton.training.config import TrainingConfig
 from baton.training.step.cuda_graphs import Graphs
@@ -162,7 +162,7 @@ for (name, settings), (changes, tensor) in product(kinds().items(), [*((form, 1)
         mesh = meshes.initialize(LayoutConfig(tensor=tensor), device=META, rank=0, store=FakeStore())
         built = build_model(model, TrainingConfig(**values, optimizer={"lr": 1e-3}), META, mesh)
         ids, pos = (torch.empty(2, 64, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
-        with adding_gradients():
+        with fused_grad_accumulation():
             Graphs(built, Recorder).passes([TokenBatch(ids, ids, pos)], 1.0)
         meshes.shutdown()
 print("\\n".join(seen))
@@ -240,18 +240,18 @@ def test_a_graph_is_launched_and_not_its_kernels(on_gpu, monkeypatch):
 @pytest.mark.gpu
 def test_what_a_graph_waits_for_is_not_timed(on_gpu):
     """Events that were recorded have no time."""
-    comm_timing.seconds()
+    comm_timing.take_wait_seconds()
     x, recorder = torch.ones(3, device=on_gpu.device), CudaRecorder(on_gpu.device)
-    with comm_timing.waiting():
+    with comm_timing.timed_wait():
         x += 1
-    assert comm_timing.seconds() > 0
+    assert comm_timing.take_wait_seconds() > 0
 
     def run():
-        with comm_timing.waiting():
+        with comm_timing.timed_wait():
             x.add_(1)
 
     recorder.warm_up(run)
-    comm_timing.seconds()
+    comm_timing.take_wait_seconds()
     recorder.record(run)()
-    assert comm_timing.seconds() == 0
+    assert comm_timing.take_wait_seconds() == 0
     assert x.tolist() == [4.0] * 3

@@ -54,7 +54,7 @@ def oracle(compute_dtype="float32", mixer="mamba"):
             group["lr"] = learning_rates(step, config)[group["lr_override"]]
         optimizer.step()
         for module in model.modules():
-            module._compute_copy = None
+            module._cast_weight_cache = None
         rows.append((loss.item(), norm.item()))
     return rows, model, start
 
@@ -78,7 +78,7 @@ def whole(model, values):
     """The oracle's parameters under the names of their parts."""
     found = {}
     for name, p in model.named_parameters():
-        for block in p.baton_layout.global_blocks(name, 0, 1):
+        for block in p.baton_layout.shard_boxes(name, 0, 1):
             found[block.name] = values[name][block.local_row : block.local_row + block.extent[0]]
     return found
 
@@ -128,7 +128,7 @@ def test_recomputation_exchanges_nothing(pool, mixer):
 
 def messages(mesh, mixer, recompute=False):
     rows, _, _ = steps_on_a_layout(mesh, mixer=mixer, recompute=recompute)
-    return rows, dict(mesh.link.counted)
+    return rows, dict(mesh.link.sent)
 
 
 def test_recomputation_and_bfloat16_on_a_layout(pool, single_mesh):

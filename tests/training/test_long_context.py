@@ -30,7 +30,7 @@ from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.models.settings import SMALL_WIDTH, kinds
-from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.context_parallel import ContextLink
 from baton.parallel.param_layout import initialize_parameters
 from baton.training.config import BpttConfig, EvaluationConfig, ScheduleConfig
 from baton.training.config_checks import check_long_rows
@@ -49,7 +49,7 @@ def validated(mesh, mixers):
     """Of each mixer: loss, loss and accuracy at labels, and what is seen by position."""
     found = []
     for mixer in mixers:
-        model = model_on(mesh, model_for(mixer), link=SequenceLink(0, [mesh.rank], mesh.device))
+        model = model_on(mesh, model_for(mixer), link=ContextLink(0, [mesh.rank], mesh.device))
         rows = torch.arange(mesh.data_rank, ROWS, mesh.layout.data)
         batches = [own_spans(rows_of(whole_batch(), part), mesh, SEGMENTS) for part in rows.split(2)]
         labels = int(whole_batch().count_labels())

@@ -22,7 +22,7 @@ from baton.models.lm import LanguageModel
 from baton.models.mixers.bmojo import BMojo, Innovation
 from baton.models.settings import kinds
 from baton.parallel import zero
-from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.context_parallel import ContextLink
 from baton.parallel.param_layout import initialize_parameters, named_layouts
 from baton.parallel.pipeline import schedule
 from baton.training.bptt.lane_states import LaneStates
@@ -129,7 +129,7 @@ def reference(case):
 def gradients(mesh, case, scores):
     """Of this stage's parameters, summed over the sequence ranks."""
     stage = stages.cut(model_for(case.mixer), mesh.layout.pipeline, 64)[mesh.pipeline_rank]
-    link = mesh.link or SequenceLink(0, [mesh.rank], mesh.device)
+    link = mesh.link or ContextLink(0, [mesh.rank], mesh.device)
     place = {"link": link, "stage": stage, "pipeline": mesh.pipeline}
     model = model_in(case.mixer, case.dtype, mesh.device, recompute=case.recompute, **place)
     segments = Segments(case.segments, case.gradient or case.segments)
@@ -143,8 +143,8 @@ def gradients(mesh, case, scores):
             run_step(mesh, model, batch, segments, lanes, case.micro_batch_size, wanted)
     finally:
         torch.set_default_dtype(torch.float32)
-    zero.finalise_gradients(model, mesh)
-    owned = {name: p.grad for name, p, layout in named_layouts(model) if not layout.lent}
+    zero.finalize_model_grads(model, mesh)
+    owned = {name: p.grad for name, p, layout in named_layouts(model) if not layout.tied_replica}
     for grad in owned.values():
         dist.all_reduce(grad, group=mesh.data_group)
     return {name: grad.cpu() for name, grad in owned.items()}
@@ -266,7 +266,7 @@ def test_without_what_is_carried_the_gradient_is_another(single_mesh):
 def test_a_segment_that_does_not_repeat_itself_stops_the_step(single_mesh):
     """A kernel whose second run has other bits: a named error before the update."""
     case = Case("mamba", 3, torch.float32)
-    link = SequenceLink(0, [0], torch.device("cpu"))
+    link = ContextLink(0, [0], torch.device("cpu"))
     model = model_in(case.mixer, case.dtype, link=link)
     optimizer = torch.optim.AdamW(zero.parameter_groups(model, 0.1, ()), lr=1e-3)
     engine = zero.build_engine(model, optimizer, single_mesh, 1.0)

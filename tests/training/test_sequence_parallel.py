@@ -49,7 +49,7 @@ def in_parts(model, of):
     """By the names of parts, copied."""
     found = {}
     for name, parameter, layout in named_layouts(model):
-        for block in layout.global_blocks(name, 0, 1):
+        for block in layout.shard_boxes(name, 0, 1):
             found[block.name] = of(parameter)[block.local_row : block.local_row + block.extent[0]].clone()
     return found
 
@@ -60,7 +60,7 @@ def steps(mesh, mixer, recompute=False, compute_dtype="float32"):
     built = build(model_of(mixer), config, mesh)
     gradients, update = [], built.engine.step
 
-    lent = {name for name, _, layout in named_layouts(built.model) if layout.lent}
+    lent = {name for name, _, layout in named_layouts(built.model) if layout.tied_replica}
 
     def summed(parameter):
         # what is lent has none: its owner has it

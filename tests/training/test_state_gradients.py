@@ -10,7 +10,7 @@ from support.long_rows import ROWS, SEGMENT, SEGMENTS, TOKENS, Float64, joined, 
 from support.recurrences import seeded
 
 from baton.models.config import ModelConfig
-from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.context_parallel import ContextLink
 from baton.parallel.pipeline import schedule
 from baton.training.monitoring.long_context_plots import picture
 from baton.training.monitoring.state_gradients import Cotangents, Watch, credit
@@ -30,7 +30,7 @@ def watched(mesh, mixers, last_only):
     """Of each mixer what a step's passes, or the credit of the last span alone, are seen to send left."""
     found = []
     for mixer in mixers:
-        link = mesh.link or SequenceLink(0, [mesh.rank], mesh.device)
+        link = mesh.link or ContextLink(0, [mesh.rank], mesh.device)
         model = model_on(mesh, model_for(mixer), link)
         whole = whole_batch()
         rows = torch.arange(mesh.data_rank, ROWS - 1, mesh.layout.data)

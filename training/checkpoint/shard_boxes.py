@@ -73,7 +73,7 @@ def optimizer_rectangles(module: nn.Module, engine: Engine, mesh: Mesh, *, for_s
         if for_save and layout.split is None and mesh.tensor_rank != 0:
             continue
         columns = math.prod(fragment.parameter.shape[1:])
-        for block in layout.global_blocks(name, mesh.tensor_rank, mesh.layout.tensor):
+        for block in layout.shard_boxes(name, mesh.tensor_rank, mesh.layout.tensor):
             block_start = block.local_row * columns
             start = max(fragment.start, block_start)
             stop = min(fragment.start + fragment.master.numel(), block_start + math.prod(block.extent))
@@ -94,7 +94,7 @@ def parameter_rectangles(module: nn.Module, mesh: Mesh) -> dict[str, list[Rectan
     """The same keys' master copies with the module's own parameters as memory: for loading weights without an engine."""
     found: dict[str, list[Rectangle]] = {}
     for name, parameter, layout in named_layouts(module):
-        for block in layout.global_blocks(name, mesh.tensor_rank, mesh.layout.tensor):
+        for block in layout.shard_boxes(name, mesh.tensor_rank, mesh.layout.tensor):
             rows = parameter.detach()[block.local_row : block.local_row + block.extent[0]]
             found[f"master.{block.name}"] = [Rectangle(block.whole, block.offset, rows)]
     return found

@@ -22,7 +22,7 @@ from baton.data_pipeline.token_chunks import id_pieces
 from baton.data_pipeline.tokenizer import Tokenizer
 from baton.models.lm import LanguageModel
 from baton.models.mixer import Mixer
-from baton.parallel.context_parallel import SequenceLink
+from baton.parallel.context_parallel import ContextLink
 from baton.parallel.mesh import Mesh
 from baton.training.evaluation.evaluate import add_up, through_segments, token_losses
 from baton.training.step import batch_distribution
@@ -160,12 +160,12 @@ def borders(count: int) -> list[int]:
 
 
 @contextmanager
-def linked(model: LanguageModel, mesh: Mesh) -> Iterator[SequenceLink]:
+def linked(model: LanguageModel, mesh: Mesh) -> Iterator[ContextLink]:
     """Within it segments can follow one another, also where training does not cut sequences."""
     if model.link is not None:
         yield model.link
         return
-    link = model.link = SequenceLink(0, [mesh.rank], mesh.device)
+    link = model.link = ContextLink(0, [mesh.rank], mesh.device)
     mixers = [module for module in model.modules() if isinstance(module, Mixer)]
     for mixer in mixers:
         mixer.link = link

@@ -16,10 +16,10 @@ from baton.models.lm import LanguageModel
 from baton.models.mixer import record_recurrences
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
-from baton.parallel.context_parallel import SequenceLink
-from baton.parallel.linear import adding_gradients
+from baton.parallel.context_parallel import ContextLink
+from baton.parallel.linear import fused_grad_accumulation
 from baton.parallel.pipeline import Operation, schedule
-from baton.parallel.tensor import drop_compute_copies
+from baton.parallel.tensor import drop_cast_weights
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import DTYPES, build_model
 from baton.training.config import TrainingConfig
@@ -51,7 +51,7 @@ def compile_for(
         if layout.context > 1:
             # what is gathered is made as what is sent early
             early = layout.context_comm != "ring"
-            mesh = replace(mesh, link=SequenceLink(0, [0], META, exchange="early" if early else "ring"))
+            mesh = replace(mesh, link=ContextLink(0, [0], META, exchange="early" if early else "ring"))
         try:
             built = build_model(layers, training, META, mesh)
             with record_recurrences() as carried:
@@ -87,12 +87,12 @@ def _step(model: LanguageModel, training: TrainingConfig, sequence: int, lanes: 
     if lanes is not None:
         lanes.begin()
     passes = Passes(model, [batch, batch], 1.0, segments, lanes)
-    with adding_gradients():
+    with fused_grad_accumulation():
         for operation in order:
             passes.do(operation)
         passes.finish()
     with torch.no_grad():
         y, _ = model(ids[:, :span], pos[:, :span], state_wanted=False)
         model.loss(y, ids[:, :span])
-    drop_compute_copies(model)
+    drop_cast_weights(model)
     model.zero_grad()

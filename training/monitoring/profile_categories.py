@@ -42,7 +42,8 @@ RULES = (
     Rule(
         "scan",
         named=r"^diagonal_scan_|selective_scan|flash_|fmha|sdpa|attention",
-        inside=r"^recurrence: |^_(Carry|Scan|DiagonalScan|InChunks|Gla|Gsa|DeltaRule|Lattice|Joint)(Backward)?$"
+        inside=r"^recurrence: |^_(SendState|SendStateEarly|TransitionScan)(Backward)?$"
+        r"|^_(Scan|DiagonalScan|InChunks|Gla|Gsa|DeltaRule|Lattice|Joint)(Backward)?$"
         r"|^aten::_?scaled_dot_product|^baton::innovation",
     ),
     Rule("norm", named=r"rms_?norm|layer_?norm", inside=r"^_RMSNorm|^aten::_?(fused_)?(rms|layer|native_layer)_norm"),

@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from baton.parallel.mesh import Mesh
-from baton.parallel.profiler_ranges import MARK, STEP, span
+from baton.parallel.profiler_ranges import MARK, STEP, profiler_range
 from baton.training.monitoring.metrics import Monitor
 from baton.training.monitoring.peak_flops import Utilisation, peak_of
 from baton.training.monitoring.profile_table import TimeTable, tabulate
@@ -58,7 +58,7 @@ class Profiler:
     def mark(self, part: str) -> None:
         """A part of the step ends here."""
         if self._step is not None:
-            with span(MARK, part):
+            with profiler_range(MARK, part):
                 pass
 
     def before_first_step(self, progress: Progress) -> None:

@@ -124,7 +124,7 @@ def _lent(built: Built) -> list[Difference]:
     """Of what is lent from stage to stage: between this rank and its counterpart."""
     found, group = [], built.mesh.embedding_group
     for name, parameter, layout in named_layouts(built.model):
-        if group is not None and (layout.lends or layout.lent):
+        if group is not None and (layout.tied_owner or layout.tied_replica):
             prints = [torch.empty((), dtype=torch.int64, device=parameter.device) for _ in range(2)]
             dist.all_gather(prints, fingerprint(parameter), group=group)
             if not torch.equal(*prints):

@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.data_pipeline.batches import IGNORE_INDEX
 from baton.kernels.protocol import State
 from baton.models.lm import LanguageModel
-from baton.parallel.context_parallel import Carrier, Direction, SequenceLink
+from baton.parallel.context_parallel import ContextLink, Direction, MessageTag
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import schedule
 from baton.training.evaluation.long_context import linked, sum_over_ranks
@@ -67,7 +67,7 @@ class Watch:
     the parts' squares are added up.
     """
 
-    def __init__(self, model: LanguageModel, link: SequenceLink, mesh: Mesh) -> None:
+    def __init__(self, model: LanguageModel, link: ContextLink, mesh: Mesh) -> None:
         self._link, self._mesh = link, mesh
         # an observer sees tensors alone: what is held whole is known by its shape
         self._whole = {
@@ -120,10 +120,10 @@ class Watch:
             norms.setdefault(name, {})[layer] = [square**0.5 if passed else None for square, passed in found][first:]
         return Cotangents(span, list(range(first, count)), norms)
 
-    def _see(self, direction: Direction, carrier: Carrier, state: State) -> None:
+    def _see(self, direction: Direction, carrier: MessageTag, state: State) -> None:
         if direction == "right":
             return
-        place = carrier.place
+        place = carrier.virtual_rank
         self._count = place.segments * place.size
         _, layer, block = carrier.where.split(".", 2)
         border = place.segment * place.size + place.rank

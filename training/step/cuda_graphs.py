@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from baton.models.lm import LanguageModel
 from baton.parallel.pipeline import Operation
-from baton.parallel.tensor import ComputeCopy
+from baton.parallel.tensor import CastWeightCache
 from baton.training.step.microbatch_runner import TokenBatch
 
 Run = Callable[[], None]
@@ -65,7 +65,7 @@ class _Recorded:
     batch: TokenBatch
     scale: Tensor
     total: Tensor
-    copies: Sequence[tuple[ComputeCopy, Tensor]]
+    copies: Sequence[tuple[CastWeightCache, Tensor]]
     gradients: Sequence[tuple[nn.Parameter, Tensor]]
     read: tuple[int, ...]
 
@@ -86,9 +86,9 @@ class Graphs:
             found = self._recorded = None  # gives its memory back first
             found = self._recorded = self._record(batches[0])
         for module, copy in found.copies:
-            if module._compute_copy is not copy:  # dropped, since the weight has changed
+            if module._cast_weight_cache is not copy:  # dropped, since the weight has changed
                 copy.copy_(module.weight.detach())
-                module._compute_copy = copy
+                module._cast_weight_cache = copy
         _clear(found)
         found.scale.fill_(scale)
         return GraphedPasses(found, batches)
@@ -118,7 +118,11 @@ class Graphs:
         for p, gradient in gradients:
             p.grad = gradient.detach()
         recorder.warm_up(both)
-        copies = [(m, m._compute_copy) for m in model.modules() if isinstance(m, ComputeCopy) and m._compute_copy is not None]
+        copies = [
+            (m, m._cast_weight_cache)
+            for m in model.modules()
+            if isinstance(m, CastWeightCache) and m._cast_weight_cache is not None
+        ]
         passes = recorder.record(forward), recorder.record(backward)
         return _Recorded(*passes, batch, scale, total, copies, gradients, self._addresses())
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from baton.models.lm import LanguageModel
 from baton.parallel import zero
-from baton.parallel.linear import adding_gradients
+from baton.parallel.linear import fused_grad_accumulation
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import schedule
-from baton.parallel.tensor import drop_compute_copies
+from baton.parallel.tensor import drop_cast_weights
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.errors import RunError
 from baton.training.monitoring.anomaly_detection import Judge
@@ -109,8 +109,8 @@ class StepExecutor:
             if self.lanes is not None:
                 self.lanes.forget()
         elif not refused:
-            zero.lend(self.model, self.mesh)
-            drop_compute_copies(self.model)
+            zero.broadcast_tied(self.model, self.mesh)
+            drop_cast_weights(self.model)
             if self.judge is not None:
                 self.judge.accept(loss, norm)
         update, made = None, not refused
@@ -124,7 +124,7 @@ class StepExecutor:
         """Forward and backward, up to whole gradients; the global loss, and the segments that differed when run twice."""
         stage, segments = self.model.stage, self.segments
         # what looks at gradients sees those that autograd hands to parameters
-        with self.engine.gradients(), adding_gradients() if trace is None else nullcontext():
+        with self.engine.gradients(), fused_grad_accumulation() if trace is None else nullcontext():
             passes: Passes | GraphedPasses
             if self._graphs is not None and trace is None:
                 passes = self._graphs.passes(batches, scale)
@@ -139,7 +139,7 @@ class StepExecutor:
             self._wait_for_sends()
             if trace is not None:
                 trace.loss(passes.total)
-            zero.finalise_gradients(self.model, self.mesh)
+            zero.finalize_model_grads(self.model, self.mesh)
             total = passes.total
             dist.all_reduce(total, group=self.mesh.data_group)
             if self.mesh.pipeline is not None:

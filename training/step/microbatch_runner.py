@@ -160,7 +160,7 @@ class Passes:
         if link is None or link.size == 1:
             self._lanes.write(self._batches[n].lanes, leaving)
         elif link.rank == link.size - 1:
-            link.send_around(self._lanes.to_message(leaving), self._lanes.message)
+            link.send_wraparound(self._lanes.to_message(leaving), self._lanes.message)
         elif link.rank == 0:
             self._leaving = n
 
@@ -170,14 +170,14 @@ class Passes:
             link, lanes, batch = self._model.link, self._lanes, self._batches[self._leaving]
             assert link is not None
             assert lanes is not None
-            lanes.write(batch.lanes, lanes.from_message(link.receive_around(lanes.message, len(batch.lanes))))
+            lanes.write(batch.lanes, lanes.from_message(link.recv_wraparound(lanes.message, len(batch.lanes))))
             self._leaving = None
 
     def _receive(self, kind: Literal["forward", "backward"], batch: TokenBatch) -> Tensor:
         """Not a moment before its operation: on a GPU a receive is a kernel that spins, and CUDA, which loads a kernel when it is
         first launched, waits for what is running. With receives ahead of the schedule two stages would wait for each other."""
         assert self._link is not None
-        return self._link.expect(kind, self._model.hidden_shape(batch.tokens), self._model.hidden_dtype).wait()
+        return self._link.irecv(kind, self._model.hidden_shape(batch.tokens), self._model.hidden_dtype).wait()
 
 
 def _fingerprints(states: States) -> Tensor:
