@@ -1,6 +1,6 @@
 """What megatron-core and DeepSpeed assume about the machine, undone in this one file.
 
-megatron-core 0.16.1 asks torch.cuda for the current device in its collectives, and DeepSpeed 0.19.8 compiles a C++ extension
+megatron-core asks torch.cuda for the current device in its collectives, and DeepSpeed 0.19.8 compiles a C++ extension
 at start-up that only inference uses. Without a CUDA device the first fails and the second needs a compiler. With one, DeepSpeed
 imports Inductor for a compiler of its own that training does not use.
 """

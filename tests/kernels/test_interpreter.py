@@ -1,4 +1,5 @@
-"""bfloat16 in Triton's interpreter, as `support.bfloat16` makes it, is PyTorch's to the bit; as it comes, it is not."""
+"""Triton's interpreter as the tests change it: its bfloat16 (`support.bfloat16`) is PyTorch's to the bit, and a comparison of
+scalars masks a block (`support.interpreter`). As it comes, neither holds in every version."""
 
 import numpy as np
 import pytest
@@ -44,3 +45,16 @@ def test_bits_there_and_back():
     keep = ~np.isnan(numbers)
     assert (rounded(numbers)[keep] == bits[keep]).all()
     assert np.isnan(widened(rounded(numbers[~keep]))).all()
+
+
+@triton.jit
+def masked_by_scalar(out, wanted, N: tl.constexpr):
+    """out: int32 [programs, N]; one program writes."""
+    program, i = tl.program_id(0), tl.arange(0, N)
+    tl.store(out + program * N + i, i, mask=(i < 3) & (program == wanted))
+
+
+def test_a_comparison_of_scalars_masks_a_block():
+    out = torch.full((2, 4), -1, dtype=torch.int32)
+    masked_by_scalar[(2,)](out, 1, 4)
+    assert out.tolist() == [[-1] * 4, [0, 1, 2, -1]]

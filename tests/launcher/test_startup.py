@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 COMPILERS = {"torch._dynamo", "torch._inductor", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp"}
-NEVER = {"matplotlib", "transformers", "torch.distributed.checkpoint"}
+NEVER = {"matplotlib", "transformers", "torch.distributed.checkpoint", "torch.utils.cpp_extension"}
 TRAINING = {"deepspeed", "tensorboard", "torch.utils.tensorboard"}
 ALL = COMPILERS | NEVER | TRAINING | {"torch", "megatron", "triton"}
 
