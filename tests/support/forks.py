@@ -95,7 +95,8 @@ class Nursery:
             with theirs:
                 code = f"import sys; sys.path.append({str(TESTS)!r}); from support import forks; forks.serve({theirs.fileno()})"
                 # DeepSpeed reads this when it is imported (parallel.compat)
-                environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+                # no device is visible: what DeepSpeed imports late asks CUDA for them, and a rank that is forked then starts afresh
+                environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
                 environment.pop("PYTHONPATH", None)  # a test's, for the processes that are forked for it
                 words = [sys.executable, "-P", "-c", code]
                 subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
