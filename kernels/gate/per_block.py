@@ -23,8 +23,8 @@ def activation(z, GELU: tl.constexpr):
     if GELU:
         share = 0.5 + 0.5 * tl.erf(z * 0.7071067811865476)
         # the normal density
-        return z * share, share + z * tl.exp2(z * (-0.5 * LOG2_E) * z) * 0.3989422804014327
-    share = 1.0 / (1.0 + tl.exp2(z * -LOG2_E))
+        return z * share, share + z * tl.exp2(-0.5 * LOG2_E * z * z) * 0.3989422804014327
+    share = 1.0 / (1.0 + tl.exp2(-LOG2_E * z))
     return z * share, share * (1.0 + z * (1.0 - share))
 
 

@@ -95,5 +95,5 @@ def gates_backward_kernel(
     token, column = at // (H * M), at % (H * M)
     if LOGS:
         x = tl.load(raw + token * raw_row + column, mask=inside, other=0.0).to(tl.float32)
-        found /= (1.0 + tl.exp2(x * LOG2_E)) * divisor
+        found /= (1.0 + tl.exp2(LOG2_E * x)) * divisor
     tl.store(dgates + token * dgates_row + column, found.to(dgates.dtype.element_ty), mask=inside)

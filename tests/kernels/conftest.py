@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.bfloat16 import bfloat16_is_rounded
 from support.bounds import bounds_checked
-from support.interpreter import booleans_are_kept, interpreted_quickly
+from support.interpreter import errors_corrected, interpreted_quickly
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def interpreter() -> Iterator[None]:
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
-    with bounds_checked(), bfloat16_is_rounded(), booleans_are_kept(), interpreted_quickly():
+    with bounds_checked(), bfloat16_is_rounded(), errors_corrected(), interpreted_quickly():
         yield
 
 

@@ -1,5 +1,6 @@
-"""Triton's interpreter as the tests change it: its bfloat16 (`support.bfloat16`) is PyTorch's to the bit, and a comparison of
-scalars masks a block (`support.interpreter`). As it comes, neither holds in every version."""
+"""Triton's interpreter as the tests change it: its bfloat16 (`support.bfloat16`) is PyTorch's to the bit, a comparison of
+scalars masks a block, and a constant times a tensor is a tensor (`support.interpreter`). As it comes, none of it holds in every
+version."""
 
 import numpy as np
 import pytest
@@ -47,6 +48,9 @@ def test_bits_there_and_back():
     assert np.isnan(widened(rounded(numbers[~keep]))).all()
 
 
+TWO = tl.constexpr(2.0)
+
+
 @triton.jit
 def masked_by_scalar(out, wanted, N: tl.constexpr):
     """out: int32 [programs, N]; one program writes."""
@@ -58,3 +62,16 @@ def test_a_comparison_of_scalars_masks_a_block():
     out = torch.full((2, 4), -1, dtype=torch.int32)
     masked_by_scalar[(2,)](out, 1, 4)
     assert out.tolist() == [[-1] * 4, [0, 1, 2, -1]]
+
+
+@triton.jit
+def powers(out, N: tl.constexpr):
+    """out: float32 [N]."""
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.exp2(TWO * i.to(tl.float32)))
+
+
+def test_a_constant_times_a_tensor_is_a_tensor():
+    out = torch.empty(4)
+    powers[(1,)](out, 4)
+    assert out.tolist() == [1.0, 4.0, 16.0, 64.0]

@@ -1,11 +1,13 @@
-"""Triton's interpreter without the work that it repeats, and with one of its errors corrected.
+"""Triton's interpreter without the work that it repeats, and with errors corrected.
 
 `interpreted_quickly`: the same operations on the same numbers in a third of the time. As it comes, the interpreter replaces the
 functions of `triton.language` again at each call of a device function, although the launch has done that. At each operation it
 makes a table of types and new objects for a block's shape.
 
-`booleans_are_kept`: a scalar comparison that is broadcast to a block stays boolean. The interpreter gives a comparison the type of
-its operands, and a broadcast converts to it; since Triton 3.9 a load or store refuses a mask that is not boolean.
+`errors_corrected`: two things work as on a GPU in every version of Triton.
+- A scalar comparison that is broadcast to a block stays boolean. The interpreter gives a comparison the type of its operands, and a
+  broadcast converts to it; since Triton 3.9 a load or store refuses a mask that is not boolean.
+- A constant times a tensor is a tensor for tl.exp2 and the like. The interpreter makes a constant of it, which 3.9 refuses there.
 """
 
 import math
@@ -92,20 +94,24 @@ def interpreted_quickly() -> Iterator[None]:
 
 
 @contextmanager
-def booleans_are_kept() -> Iterator[None]:
-    """Within it a scalar comparison that is broadcast to a block stays boolean. Not for two threads."""
+def errors_corrected() -> Iterator[None]:
+    """Within it comparisons stay boolean and products with constants are tensors. Not for two threads."""
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
-    splat = builder.create_splat
+    splat, to_tensor = builder.create_splat, TritonSemantic.to_tensor
 
     def splat_boolean(self: object, block: tl.block_type, scalar: interpreter.TensorHandle) -> interpreter.TensorHandle:
         if scalar.data.dtype == np.bool_:
             scalar = interpreter.TensorHandle(scalar.data, tl.int1)
         return splat(self, block, scalar)
 
-    builder.create_splat = splat_boolean
+    def tensor_of(self: object, x: object, *rest: object, **named: object) -> tl.tensor:
+        return to_tensor(self, x.value if isinstance(x, tl.constexpr) else x, *rest, **named)
+
+    builder.create_splat, TritonSemantic.to_tensor = splat_boolean, tensor_of
     try:
         yield
     finally:
-        builder.create_splat = splat
+        builder.create_splat, TritonSemantic.to_tensor = splat, to_tensor
