@@ -34,8 +34,8 @@ from baton.kernels.compile import aot
 from baton.kernels.compile.aot import META, Compiled, Target, compiling
 from baton.kernels.compile.autotune import _SETUPS, STEPS, _fits
 from baton.launcher.config import RunConfig, load
-from baton.training.kernel_tools.aot_compile import compile_for
-from baton.training.kernel_tools.autotune import requests_of
+from baton.training.kernel_tools.aot_compile import compile_run_kernels
+from baton.training.kernel_tools.autotune import launch_requests
 
 H200 = {"max_shared_mem": 232448, "multiprocessor_count": 132}
 SEGMENT = 16384
@@ -71,7 +71,7 @@ def train(target: Target, model: str, shape: str, *settings: str) -> Compiled:
     rows, sequence_length = map(int, shape.split("x"))
     name, own = MODELS.get(model, (model, []))
     config = run_of(name, [*own, *settings], rows, sequence_length)
-    return compile_for(config.model, config.training, config.layout, target)
+    return compile_run_kernels(config.model, config.training, config.layout, target)
 
 
 def tune(target: Target, model: str) -> Compiled:
@@ -79,7 +79,7 @@ def tune(target: Target, model: str) -> Compiled:
     from train_step import MODELS
 
     config, found = run_of(*MODELS.get(model, (model, [])), 8, 2048), Compiled("")
-    for request in requests_of(config.model, config.training, config.layout, target):
+    for request in launch_requests(config.model, config.training, config.layout, target):
         for step in STEPS[request.kernel]:
             with compiling(target) as compiled:
                 call, _, used = _SETUPS[request.kernel](request, META, torch.bfloat16)

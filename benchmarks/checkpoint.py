@@ -24,7 +24,7 @@ from baton.parallel.config import LayoutConfig
 from baton.parallel.param_layout import parameter_count
 from baton.training.build import build
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.checkpoint.shard_boxes import optimizer_rectangles
+from baton.training.checkpoint.shard_boxes import optimizer_boxes
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.config import OptimizerConfig, TrainingConfig
 from baton.training.errors import CheckpointError
@@ -50,14 +50,14 @@ def measure(folder: Path, layers: int, repeat: int, saves: int) -> None:
     training = TrainingConfig(
         steps=1, sequence_length=1, global_batch_tokens=1, compute_dtype="float32", optimizer=OptimizerConfig(lr=1e-3)
     )
-    built = build(ModelConfig(d_model=512, n_layers=layers, vocab_size=8192), training, mesh)
-    state = optimizer_rectangles(built.model, built.engine, mesh, for_save=True)
+    train_state = build(ModelConfig(d_model=512, n_layers=layers, vocab_size=8192), training, mesh)
+    state = optimizer_boxes(train_state.model, train_state.engine, mesh, for_save=True)
     generator = torch.Generator().manual_seed(0)
     for rectangle in (r for rectangles in state.values() for r in rectangles):
         rectangle.data.normal_(generator=generator)  # moments of zeros would be cheap on a disk that compresses
     kept = {key: [r.data.clone() for r in rectangles] for key, rectangles in state.items()}
     size = sum(t.numel() * 4 for tensors in kept.values() for t in tensors)
-    report.say(f"{parameter_count(built.model):,} parameters, {size / 1e6:,.0f} MB of tensors, {repeat} repetitions, medians")
+    report.say(f"{parameter_count(train_state.model):,} parameters, {size / 1e6:,.0f} MB of tensors, {repeat} repetitions, medians")
 
     store = CheckpointStore(folder / "checkpoints", mesh, keep_last=1)
     manifest = Manifest(step=1, tokens=0, adam_steps=0, cursors={}, fingerprints={}, layout={}, versions={})

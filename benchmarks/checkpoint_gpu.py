@@ -26,9 +26,9 @@ from report import Report
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
-from baton.training.build import Built, build, make_deterministic
+from baton.training.build import TrainState, build, make_deterministic
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.checkpoint.shard_boxes import optimizer_rectangles
+from baton.training.checkpoint.shard_boxes import optimizer_boxes
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.config import OptimizerConfig, TrainingConfig
 from baton.training.step.executor import StepExecutor
@@ -72,18 +72,18 @@ def timed(work: Any) -> float:
     return time.perf_counter() - start
 
 
-def rectangles(built: Built, *, for_save: bool) -> dict[str, Any]:
-    return optimizer_rectangles(built.model, built.engine, built.mesh, for_save=for_save)
+def boxes(train_state: TrainState, *, for_save: bool) -> dict[str, Any]:
+    return optimizer_boxes(train_state.model, train_state.engine, train_state.mesh, for_save=for_save)
 
 
 def stall(model: str, folder: Path, rows: int, repeat: int) -> None:
     report = Report("checkpoint_gpu", torch.cuda.get_device_name())
     mesh = meshes.initialize(LayoutConfig(), device=torch.device("cuda", 0), rank=0, store=dist.HashStore())
     config, training = settings(model, rows, deterministic=False)
-    built = build(config, training, mesh)
-    executor, data = StepExecutor(built.model, built.engine, mesh), batch(config, rows, mesh.device)
+    train_state = build(config, training, mesh)
+    executor, data = StepExecutor(train_state.model, train_state.engine, mesh), batch(config, rows, mesh.device)
     store = CheckpointStore(folder / "stall", mesh, keep_last=1, async_save=True)
-    state = rectangles(built, for_save=True)
+    state = boxes(train_state, for_save=True)
     size = sum(box.data.nbytes for boxes in state.values() for box in boxes)
     for _ in range(3):
         executor.step([data], 1e-4)
@@ -132,19 +132,19 @@ def layouts(model: str, folder: Path, rows: int) -> None:
         )
         mesh = meshes.initialize(layout, device=torch.device("cuda", rank % gpus), rank=rank, store=store)
         config, training = settings(model, rows, deterministic=True)
-        built = build(config, training, mesh)
+        train_state = build(config, training, mesh)
         place = CheckpointStore(folder / str(number), mesh, keep_last=1)
         seconds = 0.0
         if number:
             found = CheckpointStore(folder / "0", mesh, keep_last=1).load_newest(lambda m: None)
             assert found is not None
-            wanted = rectangles(built, for_save=False)
+            wanted = boxes(train_state, for_save=False)
             seconds = timed(lambda place=place, path=found[0], wanted=wanted: place.read(path, wanted))
-            built.engine.updates = found[1].adam_steps
-            built.engine.masters_changed()
+            train_state.engine.updates = found[1].adam_steps
+            train_state.engine.masters_changed()
         else:
-            StepExecutor(built.model, built.engine, mesh).step([batch(config, rows, mesh.device)], 1e-4)
-        saved = place.save(rectangles(built, for_save=True), manifest(1))
+            StepExecutor(train_state.model, train_state.engine, mesh).step([batch(config, rows, mesh.device)], 1e-4)
+        saved = place.save(boxes(train_state, for_save=True), manifest(1))
         assert saved is not None
         written = Manifest.read(folder / str(number) / saved.name)
         checksums.append({key: of["checksum"] for key, of in written.tensors.items()})
@@ -170,8 +170,8 @@ def deterministic(model: str, rows: int, repeat: int) -> None:
         torch.use_deterministic_algorithms(on)
         runs = []
         for _ in range(2):
-            built = build(config, training, mesh)
-            executor, data = StepExecutor(built.model, built.engine, mesh), batch(config, rows, mesh.device)
+            train_state = build(config, training, mesh)
+            executor, data = StepExecutor(train_state.model, train_state.engine, mesh), batch(config, rows, mesh.device)
             runs.append([executor.step([data], 1e-4).loss for _ in range(4)])
             taken = [timed(lambda executor=executor, data=data: executor.step([data], 1e-4)) for _ in range(repeat)]
         seconds[on], losses[on] = statistics.median(taken), runs

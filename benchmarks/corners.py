@@ -109,8 +109,8 @@ def batches(step: int, run: RunConfig, mesh: meshes.Mesh) -> list[TokenBatch]:
 
 
 def losses(run: RunConfig, mesh: meshes.Mesh, steps: int) -> list[float]:
-    built = build(run.model, run.training, mesh)
-    executor = StepExecutor(built.model, built.engine, mesh)
+    train_state = build(run.model, run.training, mesh)
+    executor = StepExecutor(train_state.model, train_state.engine, mesh)
     return [executor.step(batches(n, run, mesh), learning_rates(n, run.training)).loss for n in range(steps)]
 
 

@@ -27,7 +27,7 @@ from report import Report
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
-from baton.training.build import Built, build, make_deterministic
+from baton.training.build import TrainState, build, make_deterministic
 from baton.training.config import OptimizerConfig, TrainingConfig
 from baton.training.step.executor import StepExecutor
 from baton.training.step.microbatch_runner import Segments, TokenBatch
@@ -60,12 +60,12 @@ def batch_of(model: ModelConfig, training: TrainingConfig, mesh: meshes.Mesh) ->
     return TokenBatch(tokens, labels, pos.to(torch.int32))
 
 
-def measure(built: Built, training: TrainingConfig, steps: int, warm: bool) -> dict[str, float] | None:
+def measure(train_state: TrainState, training: TrainingConfig, steps: int, warm: bool) -> dict[str, float] | None:
     """Loss and norm, bytes at the peak, seconds per token; None: out of memory. Steps have a learning rate of 0, so that all begin
     with the same values. warm: whether this process has done such steps before, so that the first counts as well."""
     segments = Segments(training.segments, training.gradient_segments)
-    executor = StepExecutor(built.model, built.engine, built.mesh, segments=segments)
-    batch, seconds = batch_of(built.model.config, training, built.mesh), []
+    executor = StepExecutor(train_state.model, train_state.engine, train_state.mesh, segments=segments)
+    batch, seconds = batch_of(train_state.model.config, training, train_state.mesh), []
     torch.cuda.reset_peak_memory_stats()
     try:
         for n in range(max(1, steps + (not warm))):
@@ -91,10 +91,10 @@ def rank_main(rank: int, ranks: int, folder: str, model: ModelConfig, trainings:
     make_deterministic(trainings[0])
     store = torch.distributed.FileStore(f"{folder}/store", ranks)
     mesh = meshes.initialize(LayoutConfig(context=ranks, timeout_s=TIMEOUT_S), device=device, rank=rank, store=store)
-    built = build(model, trainings[0], mesh)
+    train_state = build(model, trainings[0], mesh)
     found: list[Any] = []
     for training in trainings:
-        found.append(measure(built, training, steps, warm=bool(found)))
+        found.append(measure(train_state, training, steps, warm=bool(found)))
         if found[-1] is None:  # a step that is broken off leaves States behind
             break
     if rank == 0:

@@ -55,7 +55,7 @@ def measure(mixer: str, tokens: int) -> dict[str, float]:
         bptt={"mode": "exact", "segment": SEGMENT},
         optimizer=OptimizerConfig(lr=1e-3),
     )
-    built = build(model, training, mesh)
+    train_state = build(model, training, mesh)
 
     def step(count: int) -> float:
         generator = torch.Generator().manual_seed(0)
@@ -63,7 +63,7 @@ def measure(mixer: str, tokens: int) -> dict[str, float]:
         # documents of a quarter of a segment to the whole context, one after the other
         pos = torch.arange(count, dtype=torch.int32)[None] % max(count // 2 + 1, SEGMENT)
         segments = count // SEGMENT
-        executor = StepExecutor(built.model, built.engine, mesh, segments=Segments(segments, segments))
+        executor = StepExecutor(train_state.model, train_state.engine, mesh, segments=Segments(segments, segments))
         begin = time.perf_counter()
         executor.step([TokenBatch(ids, ids.roll(-1, 1), pos)], 1e-3)
         return time.perf_counter() - begin
@@ -72,7 +72,7 @@ def measure(mixer: str, tokens: int) -> dict[str, float]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     seconds = step(tokens)
     peak = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    border = sum(leaf.nbytes(1) for leaves in built.model.state_specs.values() for leaf in leaves)
+    border = sum(leaf.nbytes(1) for leaves in train_state.model.state_specs.values() for leaf in leaves)
     scores = 4 * LAYERS if mixer == "bmojo" else 0
     meshes.shutdown()
     return {"peak": peak * 1024, "seconds": seconds / tokens, "border": border, "token": 8 + 8 + 8 + 4 + scores}

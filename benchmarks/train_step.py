@@ -39,7 +39,7 @@ from train_step_sides import PEERS, peer_main, reference_main
 
 from baton.launcher.arithmetic import flops_per_token, of_stages
 from baton.launcher.config import RunConfig, load
-from baton.training.monitoring.peak_flops import Utilisation, peak_of
+from baton.training.monitoring.peak_flops import Utilisation, device_peak
 
 NEAR = 3e-4  # relative, of losses that are means over 16k tokens and more: bfloat16's rounding averages out
 OTHER_TEXT = 0.02  # relative, of an untrained model's losses
@@ -280,7 +280,7 @@ class Bench:
             tokens=training.micro_batch_size * training.sequence_length * count,
             seconds=seconds,
             devices=1,
-            peak=peak_of(device, training.compute_dtype, 0.1 if self.arguments.tiny else None),
+            peak=device_peak(device, training.compute_dtype, 0.1 if self.arguments.tiny else None),
         )
         spread = f"{1000 * min(found.seconds):,.1f} to {1000 * max(found.seconds):,.1f}"
         again = ", recomputed" if training.recompute else ", cheap parts recomputed" if training.selective_recompute else ""

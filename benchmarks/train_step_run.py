@@ -22,7 +22,7 @@ def steps_of(config: RunConfig) -> list[dict[str, Any]]:
 def start_of(config: RunConfig, began: float, first: float) -> dict[str, float]:
     """Seconds from the command, at `began`, to the end of the first step, at `first`: until the ranks began, and then as far as the
     run's ledger has said by now."""
-    rows = [row for row in time_ledger.read(config.folder) if row["kind"] == "spans"]
+    rows = [row for row in time_ledger.read_rows(config.folder) if row["kind"] == "spans"]
     found = {"launcher": rows[0]["since"] - began} if rows else {}
     for part in ("start-up", "compile"):
         seconds = sum(row["seconds"].get(part, 0.0) for row in rows)

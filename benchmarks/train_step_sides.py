@@ -26,9 +26,9 @@ from baton.parallel.config import LayoutConfig
 from baton.parallel.context_parallel import ContextLink
 from baton.parallel.param_layout import initialize_parameters
 from baton.training.config_checks import with_vocabulary
-from baton.training.evaluation.evaluate import through_segments
+from baton.training.evaluation.evaluate import forward_segments
 from baton.training.loop import open_stream
-from baton.training.run import Progress, RunSettings
+from baton.training.run import RunProgress, RunSettings
 from baton.training.step import batch_distribution
 from baton.training.step.microbatch_runner import TokenBatch
 
@@ -38,8 +38,8 @@ def first_step(config: RunConfig, mesh: meshes.Mesh) -> tuple[ModelConfig, list[
     training, source = config.training, open_source(config.data)
     source.fingerprint(seed=training.seed, lanes=training.lane_count)
     settings = RunSettings(config.folder, config.model, config.data, training, "")
-    with open_stream(source, settings, mesh, Progress(0, 0, {})) as stream:
-        batches = next(batch_distribution.steps(stream, mesh, training)).batches
+    with open_stream(source, settings, mesh, RunProgress(0, 0, {})) as stream:
+        batches = next(batch_distribution.step_batches(stream, mesh, training)).batches
     return with_vocabulary(config.model, source.vocab_size, None), batches
 
 
@@ -61,7 +61,7 @@ def reference_loss(config: RunConfig, seed: int, mesh: meshes.Mesh) -> float:
     model.double()
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:
-        for part, hidden, _ in through_segments(model, (batch.segment(s, segments) for s in range(segments)), segments):
+        for part, hidden, _ in forward_segments(model, (batch.segment(s, segments) for s in range(segments)), segments):
             assert hidden is not None
             total += model.loss(hidden, part.labels)
     return float(total) / sum(int(batch.count_labels()) for batch in batches)

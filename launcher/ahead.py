@@ -65,13 +65,13 @@ def start(config: RunConfig) -> Ahead | None:
 def compile_run(config: RunConfig, say: Say) -> None:
     """Compile what the run launches on this machine's GPU, and list it."""
     from baton.launcher.inputs import with_known_vocabulary
-    from baton.training.kernel_tools.aot_compile import Target, compile_for
+    from baton.training.kernel_tools.aot_compile import Target, compile_run_kernels
 
     wanted = Target.asked()
     if wanted is None:
         return
     known = with_known_vocabulary(config)
-    compiled = compile_for(known.model, known.training, known.layout, wanted, say=say)
+    compiled = compile_run_kernels(known.model, known.training, known.layout, wanted, say=say)
     for failure in compiled.failures:
         say(f"{failure}; it is compiled when it is first launched")
     if not compiled.failures:
@@ -135,8 +135,8 @@ def _run(compile: Callable[[Say], None], sender: connection.Connection, parent: 
     # a rank's signals ask for a save, and its signs of life are its own
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
-    os.environ.pop(heartbeat.FOLDER, None)
-    heartbeat.forget()
+    os.environ.pop(heartbeat.HEARTBEAT_DIR, None)
+    heartbeat.reset()
     try:
         compile(sender.send)
     except Exception as error:

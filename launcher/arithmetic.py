@@ -228,7 +228,7 @@ class Arithmetic:
         surveyed = self.together - 1
         if not surveyed:
             return 0
-        first = self.entering if self.layout.context > 1 else self.states * self.training.carries
+        first = self.entering if self.layout.context > 1 else self.states * self.training.carries_lane_states
         return first + (surveyed - 1) * self.entering + surveyed * self._decided
 
     @property
@@ -259,14 +259,14 @@ class Arithmetic:
     @property
     def lanes(self) -> int:
         """What the lanes of a data rank carry from step to step; the first rank of a sequence has it."""
-        if not self.training.carries:
+        if not self.training.carries_lane_states:
             return 0
         return self.training.lane_count // self.layout.data * self.states // self.work.batch
 
     @property
     def before(self) -> int:
         """What of `lanes` a step is about to overwrite, kept until the next one begins."""
-        return self.micro_batches * self.states if self.training.carries else 0
+        return self.micro_batches * self.states if self.training.carries_lane_states else 0
 
     @property
     def saved(self) -> int:

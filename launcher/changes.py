@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.launcher.config import RunConfig
-from baton.training.lr_schedule import steps_alike
+from baton.training.lr_schedule import equal_lr_steps
 
 MAY_CHANGE = (
     "device",
@@ -130,7 +130,7 @@ def refusal(folder: Path, old: RunConfig, new: RunConfig, done: int, *, change: 
     others = [each for each in different if not each.is_of(IN_PLACE)]
     if not others:
         return _refusal_in_place(folder, old, new, different, done, change=change)
-    anew = any(each.is_of(ORDER) for each in others) or (new.training.carries and not old.training.carries)
+    anew = any(each.is_of(ORDER) for each in others) or (new.training.carries_lane_states and not old.training.carries_lane_states)
     advice = "Use another name (name=...) or directory (directory=...)"
     if not any(each.is_of(BEGINNING) for each in others):
         how = " with its data begun anew" if anew else ""
@@ -161,7 +161,7 @@ def _refusal_in_place(
             f"{folder} belongs to another configuration: {listed}. Add --change to go on in this run, which records it in "
             f"events.jsonl, or fork the run ({fork}), or take the changes back"
         )
-    alike = steps_alike(old.training, steps)
+    alike = equal_lr_steps(old.training, steps)
     if done <= alike:
         return None
     kind, where = old.training.schedule.kind, ""

@@ -255,13 +255,13 @@ def _tune(arguments: argparse.Namespace) -> int:
     from baton.launcher.errors import ConfigError
     from baton.launcher.inputs import with_known_vocabulary
     from baton.parallel.mesh import local_device
-    from baton.training.kernel_tools.autotune import PATH, tune_for
+    from baton.training.kernel_tools.autotune import PATH, tune_run_kernels
 
     config, device = with_known_vocabulary(load(arguments.config, arguments.overrides)), local_device(0, 1, "auto")
     if device.type != "cuda":
         raise ConfigError("there is no GPU here: kernels are tuned on a GPU of the kind that will run them")
     path = arguments.table or PATH
-    for tuned in tune_for(config.model, config.training, config.layout, device, path, arguments.kernel):
+    for tuned in tune_run_kernels(config.model, config.training, config.layout, device, path, arguments.kernel):
         print(tuned, flush=True)
     print(f"written to {path}")
     return 0
@@ -335,7 +335,7 @@ def _checkpoint_prune(arguments: argparse.Namespace) -> None:
     from baton.training.checkpoint.tools import pruned
 
     retention = Retention(arguments.keep_last, arguments.keep_every, arguments.keep_best)
-    gone = pruned(arguments.place, retention, really=not arguments.dry_run)
+    gone = pruned(arguments.place, retention, delete=not arguments.dry_run)
     for path in gone:
         print(f"{'would delete' if arguments.dry_run else 'deleted'} {path}")
     print(f"{len(gone)} checkpoints" + (" would be deleted" if arguments.dry_run else " deleted"))
@@ -357,9 +357,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _plot(arguments: argparse.Namespace) -> None:
-    from baton.training.monitoring.plots import draw
+    from baton.training.monitoring.plots import plot_runs
 
-    print(draw(arguments.folders, arguments.out))
+    print(plot_runs(arguments.folders, arguments.out))
 
 
 def _prepare(arguments: argparse.Namespace) -> None:

@@ -23,8 +23,8 @@ from baton.models.stages import cut
 from baton.parallel.config import LayoutConfig, divisors
 from baton.slurm.config import JobsConfig
 from baton.training.config import ComputeDtype, ProfileConfig, TrainingConfig
-from baton.training.config_checks import check_long_rows, with_vocabulary
-from baton.training.micro_batch_size import with_fitting_micro_batch
+from baton.training.config_checks import check_long_evaluation, with_vocabulary
+from baton.training.micro_batch_size import fit_micro_batch_size
 
 
 class RunConfig(BaseModel):
@@ -77,7 +77,7 @@ class RunConfig(BaseModel):
             self.profile.check(self.training.steps)
         self._check_graphs()
         self._check_sequence(self.layout.context)
-        check_long_rows(self.model, self.training, self.layout.context, documents=not isinstance(self.data, TaskConfig))
+        check_long_evaluation(self.model, self.training, self.layout.context, documents=not isinstance(self.data, TaskConfig))
         cut(self.model, self.layout.pipeline, self.training.sequence_length)
         tensor, model = self.layout.tensor, self.model
         if isinstance(self.data, TaskConfig):
@@ -133,7 +133,7 @@ class RunConfig(BaseModel):
         tokens = training.segment
         if tokens % ranks:
             raise ConfigError(f"layout.context={ranks} does not divide {key}={tokens}; those that do: {divisors(tokens)}")
-        carried = training.carries or training.segments > 1
+        carried = training.carries_lane_states or training.segments > 1
         for name, settings in self.model.mixers.items():
             if ranks > 1 and settings.state_grows:
                 raise ConfigError(
@@ -179,7 +179,7 @@ class RunConfig(BaseModel):
         """Warnings of the model's mixers, a line each: what this run's documents are too short for."""
         if isinstance(self.data, TaskConfig):
             key, tokens = "data.length", self.data.length
-        elif self.training.carries:
+        elif self.training.carries_lane_states:
             return
         else:
             key, tokens = "training.sequence_length", self.training.sequence_length
@@ -216,7 +216,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_problem(error, RunConfig)}") from None
-    training = with_fitting_micro_batch(config.training, config.layout.data)
+    training = fit_micro_batch_size(config.training, config.layout.data)
     given, cut_to = config.training.micro_batch_size, training.micro_batch_size
     config = config.model_copy(update={"training": training})
     config.check()

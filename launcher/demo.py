@@ -21,7 +21,7 @@ import numpy as np
 
 from baton.data_pipeline.stream import Dataset, documents
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
-from baton.training.monitoring.metrics import duration, read_metrics
+from baton.training.monitoring.metrics import format_duration, read_metrics
 
 FOLDER = Path("demo")
 VOCABULARY = 1024
@@ -65,7 +65,7 @@ def main() -> int:
     print(f"curves:       {run / 'curves.png'}")
     print(f"TensorBoard:  {os.path.relpath(sys.executable)} -m tensorboard.main --logdir {run / 'tensorboard'}")
     print(f"all numbers:  {run / 'metrics.jsonl'}")
-    print(f"\nThe demo took {duration(time.monotonic() - start)}.")
+    print(f"\nThe demo took {format_duration(time.monotonic() - start)}.")
     return 0 if identical and better else 1
 
 

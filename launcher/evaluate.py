@@ -17,15 +17,15 @@ from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import read_config
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
-from baton.training.build import Built, build_model, make_deterministic, model_fingerprint
-from baton.training.callbacks import Evaluator, TaskEvaluator
+from baton.training.build import TrainState, build_model, make_deterministic, model_fingerprint
+from baton.training.callbacks import TaskEvaluationCallback, TextEvaluationCallback
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.checkpoint.shard_boxes import parameter_rectangles
+from baton.training.checkpoint.shard_boxes import parameter_boxes
 from baton.training.checkpoint.store import CheckpointStore, newest
 from baton.training.config_checks import with_vocabulary
 from baton.training.errors import CheckpointError
-from baton.training.monitoring.metrics import Monitor
-from baton.training.run import Callback, Progress, RunSettings
+from baton.training.monitoring.metrics import MetricsLogger
+from baton.training.run import Callback, RunProgress, RunSettings
 from baton.training.step.executor import StepResult
 
 NAME = "evaluations.jsonl"
@@ -44,10 +44,10 @@ class _Sheet:
                 raise
             raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another file with --out") from None
 
-    def evaluation(self, step: int, tokens: int, loss: float, bits_per_byte: float, sample: str | None) -> None:
+    def log_evaluation(self, step: int, tokens: int, loss: float, bits_per_byte: float, sample: str | None) -> None:
         self._write({"step": step, "tokens": tokens, "loss": loss, "bits_per_byte": bits_per_byte, "sample": sample})
 
-    def accuracy(self, step: int, tokens: int, cases: dict[str, tuple[float, float]]) -> None:
+    def log_task_evaluation(self, step: int, tokens: int, cases: dict[str, tuple[float, float]]) -> None:
         named = {name: {"loss": loss, "accuracy": accuracy} for name, (loss, accuracy) in cases.items()}
         means = {what: sum(of[what] for of in named.values()) / len(named) for what in ("loss", "accuracy")}
         self._write({"step": step, "tokens": tokens, **means, "cases": named})
@@ -72,7 +72,7 @@ def evaluate_checkpoint(folder: Path, step: int | None = None, device: str = "au
     if not path.is_dir():
         kept = config.training.checkpoint.keep_last
         raise ConfigError(f"{path}: no such checkpoint; the run keeps training.checkpoint.keep_last={kept}")
-    sheet = cast(Monitor, _Sheet(folder / NAME if out is None else out))
+    sheet = cast(MetricsLogger, _Sheet(folder / NAME if out is None else out))
     make_deterministic(config.training)
     source = open_source(config.data)
     tokenizer = source.config.tokenizer if isinstance(source, ShardSource) else None
@@ -81,23 +81,23 @@ def evaluate_checkpoint(folder: Path, step: int | None = None, device: str = "au
     training = config.training.model_copy(update={"evaluation": evaluation})
     mesh = meshes.initialize(LayoutConfig(), device=meshes.local_device(0, 1, device), rank=0, store=torch.distributed.HashStore())
     try:
-        built = Built(build_model(model_config, training, mesh.device, mesh), cast(Any, None), mesh)
+        train_state = TrainState(build_model(model_config, training, mesh.device, mesh), cast(Any, None), mesh)
         store = CheckpointStore(path.parent, mesh, keep_last=1)
 
         def accept(manifest: Manifest) -> None:
             if manifest.fingerprints.get("model") != model_fingerprint(model_config):
                 raise CheckpointError(f"{path}: the checkpoint is not of the model that config.yaml describes")
 
-        found = store.load_newest(accept, tidy=False, only=path)
+        found = store.load_newest(accept, cleanup=False, only=path)
         if found is None:
             raise CheckpointError(f"{path}: it has been removed meanwhile")
-        store.read(found[0], parameter_rectangles(built.model, mesh))
+        store.read(found[0], parameter_boxes(train_state.model, mesh))
         settings = RunSettings(folder, model_config, config.data, training, "")
         evaluator: Callback
         if isinstance(source, ShardSource):
-            evaluator = Evaluator(built, source, sheet, settings)
+            evaluator = TextEvaluationCallback(train_state, source, sheet, settings)
         else:
-            evaluator = TaskEvaluator(built, source, sheet, settings)
-        evaluator.after_step(Progress(found[1].step, found[1].tokens, {}), StepResult(0.0, 0.0, 0))
+            evaluator = TaskEvaluationCallback(train_state, source, sheet, settings)
+        evaluator.after_step(RunProgress(found[1].step, found[1].tokens, {}), StepResult(0.0, 0.0, 0))
     finally:
         meshes.shutdown()

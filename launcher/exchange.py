@@ -143,7 +143,7 @@ def _over_sequence(one: Arithmetic) -> dict[str, Exchange]:
         for name in ("States: all-gather over context", "cotangents: all-gather over context"):
             found[name] = Exchange((ranks - 1) * effects * one.passes, ranks, p)
     whole = sum(block.message_bytes(work) for block in one.every_block)
-    if one.training.carries and whole:
+    if one.training.carries_lane_states and whole:
         found["States of lanes: to the first rank"] = Exchange(whole * one.passes // one.together, ranks, p, pairs=True)
     return found
 

@@ -57,7 +57,7 @@ def fork(run: Path, out: Path, overrides: Sequence[str], *, step: int | None = N
     _check_place(run, out)
     new = _new_config(run, out, overrides)
     different = all_changes(old, new)
-    _check_changes(run, old.training.carries, new.training.carries, different, restart_data=restart_data)
+    _check_changes(run, old.training.carries_lane_states, new.training.carries_lane_states, different, restart_data=restart_data)
 
     def describe(manifest: Manifest) -> Manifest:
         if new.training.steps <= manifest.step:

@@ -13,7 +13,7 @@ from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.training.build import build_model, model_fingerprint
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.checkpoint.shard_boxes import parameter_rectangles
+from baton.training.checkpoint.shard_boxes import parameter_boxes
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.config_checks import with_vocabulary
 from baton.training.errors import CheckpointError
@@ -43,10 +43,10 @@ def generate_text(
             if manifest.fingerprints.get("model") != model_fingerprint(model_config):
                 raise CheckpointError(f"{folder}: the checkpoint is not of the model that config.yaml describes")
 
-        found = store.load_newest(accept, tidy=False)
+        found = store.load_newest(accept, cleanup=False)
         if found is None:
             raise CheckpointError(f"{folder}: no checkpoint yet; train first with `baton train`")
-        store.read(found[0], parameter_rectangles(model, mesh))
+        store.read(found[0], parameter_boxes(model, mesh))
         ids = generate(
             model,
             [tokenizer.doc, *tokenizer.encode(prompt).tolist()],

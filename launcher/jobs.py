@@ -109,11 +109,11 @@ def _readmit(arguments: argparse.Namespace) -> None:
 def _goodput(arguments: argparse.Namespace) -> None:
     import json
 
-    from baton.training.monitoring.goodput import account, draw
+    from baton.training.monitoring.goodput import compute_goodput, plot_goodput
 
-    found = account(arguments.folder)
+    found = compute_goodput(arguments.folder)
     if arguments.json:
         print(json.dumps(found.to_json(), indent=2))
         return
     print("\n".join(found.lines()))
-    print(draw(found, arguments.out or arguments.folder / "goodput.png"))
+    print(plot_goodput(found, arguments.out or arguments.folder / "goodput.png"))

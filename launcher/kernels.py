@@ -10,7 +10,7 @@ from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
 from baton.parallel.mesh import local_device
 from baton.training.doctor import compile_checks, findings_on
-from baton.training.kernel_tools.aot_compile import Target, compile_for
+from baton.training.kernel_tools.aot_compile import Target, compile_run_kernels
 
 
 def check_machine(wanted: str) -> int:
@@ -45,7 +45,7 @@ def compile_run(
     if wanted is None:
         raise ConfigError("there is no GPU here: say which to compile for, e.g. --capability 9.0")
     config, began = with_known_vocabulary(load(path, overrides)), time.monotonic()
-    compiled = compile_for(
+    compiled = compile_run_kernels(
         config.model, config.training, config.layout, wanted, processes, partial(print, file=sys.stderr, flush=True)
     )
     for failure in compiled.failures:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.launcher.ranks import Process
-from baton.training.monitoring.heartbeat import FOLDER, Beat, prepare, read_beat
+from baton.training.monitoring.heartbeat import HEARTBEAT_DIR, Beat, create_file, read_beat
 
 LOOK_S = 0.25
 LAST_WORDS_S = 3.0
@@ -63,7 +63,7 @@ class Watch:
         self._count, self.seen = len(ranks), {rank: Seen() for rank in ranks}
         try:
             for rank in ranks:
-                prepare(self.folder, rank)
+                create_file(self.folder, rank)
         except OSError:
             self.close()
             raise
@@ -71,7 +71,7 @@ class Watch:
     @property
     def environment(self) -> dict[str, str]:
         """What ranks need to be watched."""
-        return {FOLDER: str(self.folder)}
+        return {HEARTBEAT_DIR: str(self.folder)}
 
     def look(self, now: float, running: Mapping[int, int]) -> None:
         """Look at the ranks that run, {rank: process id}. now: seconds of a steady clock."""

@@ -127,7 +127,7 @@ def start_ranks(
         descriptors = [log.fileno() for log in opened]
         start = {"ranks": [numbers.start, len(numbers)], "logs": descriptors, "told": tell, "listen": listen, "stacks": str(stacks)}
         handed = [*descriptors, tell] + ([] if listen is None else [listen])
-        # a signal that comes before a rank can take it waits until then (training.preemption.install)
+        # a signal that comes before a rank can take it waits until then (training.preemption.install_handlers)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGTERM))
         _subreaper(True)
         try:

@@ -108,7 +108,7 @@ def new_attempt(config: RunConfig, **what: Any) -> Path:
         attempt = folder / "attempts" / f"{1 + last_attempt(folder):04d}"
         attempt.mkdir()
         write_whole(attempt / "config.yaml", config.to_yaml())
-        time_ledger.append(folder, "attempt", attempt=int(attempt.name), layout=config.layout.sizes(), **what)
+        time_ledger.append_row(folder, "attempt", attempt=int(attempt.name), layout=config.layout.sizes(), **what)
     return attempt
 
 
@@ -116,7 +116,7 @@ def end_attempt(attempt: Path, status: int) -> int:
     """Put down how a start ended; the exit status for the command: a start is not a success whose end could not be recorded."""
     folder = attempt.parent.parent
     try:
-        time_ledger.append(folder, "end", attempt=int(attempt.name), status=status, step=last_step(folder))
+        time_ledger.append_row(folder, "end", attempt=int(attempt.name), status=status, step=last_step(folder))
     except OSError as error:
         print(f"baton: {folder / time_ledger.NAME}: the end could not be recorded ({error.strerror}); make room", file=sys.stderr)
         return status or StorageError.exit_status
@@ -133,7 +133,7 @@ def changed_since_last_start(attempt: Path, config: RunConfig) -> dict[str, tupl
     """Settings of what is learned that differ between the start of `attempt` and the last start before it that had steps to do:
     key to (old, new)."""
     folder = attempt.parent.parent
-    starts = [row for row in time_ledger.read(folder) if row["kind"] == "start" and row["attempt"] < int(attempt.name)]
+    starts = [row for row in time_ledger.read_rows(folder) if row["kind"] == "start" and row["attempt"] < int(attempt.name)]
     for row in sorted(starts, key=lambda row: row["attempt"], reverse=True):
         try:
             before = read_config(attempt.with_name(f"{row['attempt']:04d}") / "config.yaml")

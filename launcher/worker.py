@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TextIO
 from baton.launcher import ranks
 from baton.training import preemption
 from baton.training.monitoring import heartbeat
-from baton.training.monitoring.time_ledger import BEGAN, process_began
+from baton.training.monitoring.time_ledger import PROCESS_START_VARIABLE, process_start_time
 
 PATIENCE = 10
 """Times the longest silence of a rank that ranks wait for one another, where the process that started them reads their signs of
@@ -63,8 +63,8 @@ def main() -> int:
             _import_and_fork(path, json.loads(start))
         ranks.name_process(f"rank-{os.environ['RANK']}")
         _stacks_into(os.environ.get("BATON_STACKS"))
-        preemption.install()
-        heartbeat.own().beat(0, "imports")
+        preemption.install_handlers()
+        heartbeat.own_heartbeat().beat(0, "imports")
         _run(path)
     except Exception as error:
         from baton.launcher.errors import explained
@@ -91,10 +91,10 @@ def _import_and_fork(path: Path, start: dict[str, Any]) -> None:
     """Import what ranks need and fork them; returns in each rank."""
     first, count = start["ranks"]
     _stacks_into(str(Path(start["stacks"]) / f"rank-{first}"))
-    if folder := os.environ.get(heartbeat.FOLDER):
+    if folder := os.environ.get(heartbeat.HEARTBEAT_DIR):
         for rank in range(first, first + count):
-            heartbeat.Heartbeat(heartbeat.path_of(Path(folder), rank)).beat(0, "imports")
-    os.environ[BEGAN] = str(process_began())
+            heartbeat.Heartbeat(heartbeat.heartbeat_path(Path(folder), rank)).beat(0, "imports")
+    os.environ[PROCESS_START_VARIABLE] = str(process_start_time())
     os.environ[IMPORTED] = _import_for(path)
     gc.collect()
     gc.freeze()  # so that a rank's garbage collector does not write to, and copy, what all share
@@ -160,7 +160,7 @@ def _run(path: Path) -> None:
     from baton.parallel import comm_timing
 
     comm_timing.install()
-    comm_timing.set_wait_reporter(heartbeat.own().waits)
+    comm_timing.set_wait_reporter(heartbeat.own_heartbeat().set_waiting)
     from baton.parallel import mesh as meshes
     from baton.training.loop import train
     from baton.training.run import RunSettings
@@ -169,7 +169,7 @@ def _run(path: Path) -> None:
     if os.environ.get(IMPORTED, device.type) != device.type:  # a driver that has GPUs, and a CUDA that does not run
         _start_afresh(path)
     listening = os.environ.get("BATON_LISTEN_FD")
-    heartbeat.own().beat(0, "meeting the other ranks")
+    heartbeat.own_heartbeat().beat(0, "meeting the other ranks")
     store = torch.distributed.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -189,9 +189,9 @@ def _run(path: Path) -> None:
         known = with_known_vocabulary(config)
         flops_per_token = partial(arithmetic.flops_per_token, known)
         notices = tuple(map(str, slow_paths(known, device.type)))
-    watched = heartbeat.FOLDER in os.environ
+    watched = heartbeat.HEARTBEAT_DIR in os.environ
     if watched and device.type == "cuda":
-        heartbeat.own().look_after(comm_timing.current_gpu_wait)
+        heartbeat.own_heartbeat().watch_gpu(comm_timing.current_gpu_wait)
     if device.type == "cuda":
         _hear_of_kernels()
     patience_s = PATIENCE * max(config.layout.timeout_s, config.jobs.startup_timeout_s) if watched else None
@@ -216,7 +216,7 @@ def _run(path: Path) -> None:
 def _say_of_kernels(line: str) -> None:
     """A line about kernels that are compiled ahead, which is a sign of life too."""
     print(line, flush=True)
-    heartbeat.own().at(line)
+    heartbeat.own_heartbeat().set_location(line)
 
 
 def _hear_of_kernels() -> None:
@@ -225,7 +225,7 @@ def _hear_of_kernels() -> None:
 
     def heard(*, src: Any, times: Any, cache_hit: bool, **of: Any) -> None:
         name = getattr(src, "name", "a kernel")
-        heartbeat.own().at(f"compiled {name}")
+        heartbeat.own_heartbeat().set_location(f"compiled {name}")
         if not cache_hit:
             seconds = (times.ir_initialization + sum(took for _, took in times.lowering_stages)) / 1e6
             print(f"compiled {name} in {seconds:.1f} s as it was launched: it was not compiled ahead", flush=True)

@@ -22,7 +22,7 @@ from baton.parallel.p2p import Channel, PendingRecv, make_channels
 class Operation:
     """One pass of one segment of a micro-batch through this stage. survey: forward for the States alone, without a graph."""
 
-    kind: Literal["survey", "forward", "backward"]
+    kind: Literal["forward_no_grad", "forward", "backward"]
     micro_batch: int
     segment: int = 0
 
@@ -46,7 +46,7 @@ def schedule(stage: int, stages: int, micro_batches: int, segments: int = 1, gra
     for n in range(micro_batches):
         for first in range(0, segments, gradient_segments):
             group = range(first, first + gradient_segments)
-            found += [Operation("survey", n, s) for s in group[:-1]]
+            found += [Operation("forward_no_grad", n, s) for s in group[:-1]]
             for s in reversed(group):
                 found += [Operation("forward", n, s), Operation("backward", n, s)]
     return found

@@ -48,4 +48,4 @@ def write_excluded(run: Path) -> None:
     slurm = cluster_of(run).slurm
     options = () if slurm is None else slurm.options
     named = [found[1] for option in options if (found := re.fullmatch(r"(?:--exclude[= ]|-x ?)\s*(\S+)", option.strip()))]
-    write_whole(run / "excluded.txt", ",".join([*named, *policy.excluded(time_ledger.read(run))]))
+    write_whole(run / "excluded.txt", ",".join([*named, *policy.excluded(time_ledger.read_rows(run))]))

@@ -47,14 +47,14 @@ def say(text: str) -> None:
 def begin(run: Path) -> int:
     """Make the next attempt's folder and print it; else a code for the script."""
     config = read_config(run / "config.yaml")
-    rows = time_ledger.read(run)
+    rows = time_ledger.read_rows(run)
     try:
         with hold(run, LOCK_S):
             pass
     except BusyError as busy:
         say(f"baton: {busy}")
         return _give_way(busy, rows)
-    rows = time_ledger.read(run)
+    rows = time_ledger.read_rows(run)
     if not (allocated := _told("BATON_NODES")):
         raise ConfigError(f"the script did not say which nodes the job has; `baton submit` writes {run / 'job.sbatch'} anew")
     if (unclosed := _unclosed(run, rows)) is not None:
@@ -62,14 +62,14 @@ def begin(run: Path) -> int:
         if not decision.goes_on:
             return _over(run, decision)
         # SLURM queued it again by itself, at once
-        time_ledger.append(run, "submitted", job=os.environ["SLURM_JOB_ID"], by="slurm", time=outcome_time(unclosed))
+        time_ledger.append_row(run, "submitted", job=os.environ["SLURM_JOB_ID"], by="slurm", time=outcome_time(unclosed))
     elif (run / "stop").exists():
         return _over(run, Decision(Exit.STOPPED, "the run is stopped, as asked"))
     _exclude(run, dict.fromkeys(_down(allocated), "SLURM holds it for down or failing"))
     leaving = _leaving(allocated)
     for node in leaving:
         say(f"{node} is being drained, and is not used by this attempt")
-    bad = policy.excluded(time_ledger.read(run))
+    bad = policy.excluded(time_ledger.read_rows(run))
     usable = [node for node in allocated if node not in (*bad, *leaving)]
     least, most = _wanted(rows)
     if len(usable) < least:
@@ -113,12 +113,12 @@ def judge(attempt: Path) -> int:
         return Exit.NOT_STARTED
     bad = {result.node: result.problem for result in found if result.problem is not None}
     seconds = max((result.seconds for result in found), default=0.0)
-    time_ledger.append(run, "preflight", attempt=int(attempt.name), seconds=seconds, bad=bad, passed=len(found) - len(bad))
+    time_ledger.append_row(run, "preflight", attempt=int(attempt.name), seconds=seconds, bad=bad, passed=len(found) - len(bad))
     for node, problem in bad.items():
         say(f"{node}: {problem}")
     _exclude(run, {node: f"preflight: {problem}" for node, problem in bad.items()})
     good = [node for node in allocated if node not in bad]
-    least, most = _wanted(time_ledger.read(run))
+    least, most = _wanted(time_ledger.read_rows(run))
     if len(good) < least:
         say(f"baton: {len(good)} of {len(allocated)} nodes passed preflight, and {least} are needed")
         return Exit.PREFLIGHT
@@ -135,13 +135,13 @@ def after(attempt: Path, code: int, time_is_up: bool) -> int:
     if not decision.goes_on:
         return _over(run, decision)
     say(decision.sentence)
-    time_ledger.append(run, "submitted", job=os.environ.get("SLURM_JOB_ID"), by="job", next=decision.code)
+    time_ledger.append_row(run, "submitted", job=os.environ.get("SLURM_JOB_ID"), by="job", next=decision.code)
     return decision.code
 
 
 def refused(run: Path) -> int:
     """SLURM takes no further job."""
-    bad = ", ".join(policy.excluded(time_ledger.read(run)))
+    bad = ", ".join(policy.excluded(time_ledger.read_rows(run)))
     without = f" without {bad}: repair them and `baton readmit` them" if bad else "; what it said is above"
     return _over(run, Decision(Exit.NO_JOB, f"the run is stopped: SLURM takes no job{without}"))
 
@@ -152,7 +152,7 @@ def _close(attempt: Path, code: int | None, allocated: list[str], *, time_is_up:
     outcome = gather(attempt, code)
     if code is None and (dead := _down(nodes_of(attempt))):
         outcome = Outcome(Exit.NODE_LOST, f"node {', '.join(dead)} went down under the job", dead=tuple(dead))
-    time_ledger.append(
+    time_ledger.append_row(
         run,
         "end",
         attempt=int(attempt.name),
@@ -163,9 +163,9 @@ def _close(attempt: Path, code: int | None, allocated: list[str], *, time_is_up:
         **({} if code is not None else {"time": outcome_time(attempt), "seen": False}),
     )
     say(f"attempt {int(attempt.name)}: {outcome.reason}")
-    rows = time_ledger.read(run)
+    rows = time_ledger.read_rows(run)
     _exclude(run, policy.struck_out(rows, outcome, config.jobs.max_node_failures))
-    rows, (least, _) = time_ledger.read(run), _wanted(rows)
+    rows, (least, _) = time_ledger.read_rows(run), _wanted(rows)
     slurm = cluster_of(run).slurm
     assert slurm is not None
     decision = policy.decide(
@@ -179,13 +179,13 @@ def _close(attempt: Path, code: int | None, allocated: list[str], *, time_is_up:
 def outcome_time(attempt: Path) -> float:
     """When an attempt whose end nobody saw was last seen alive: its newest file's time."""
     files = [p.stat().st_mtime for p in (attempt, *attempt.rglob("*")) if not p.is_symlink()]
-    rows = [row["time"] for row in time_ledger.read(attempt.parent.parent) if row.get("attempt") == int(attempt.name)]
+    rows = [row["time"] for row in time_ledger.read_rows(attempt.parent.parent) if row.get("attempt") == int(attempt.name)]
     return min(time.time(), max([*files, *rows]))
 
 
 def _over(run: Path, decision: Decision) -> int:
     """Nobody starts the run again by itself."""
-    time_ledger.append(run, "stopped", status=decision.code, reason=decision.sentence)
+    time_ledger.append_row(run, "stopped", status=decision.code, reason=decision.sentence)
     say(f"baton: {decision.sentence}")
     tell(read_config(run / "config.yaml").jobs.hooks.finish, "finish", run, f"{last_attempt(run):04d}", decision.sentence)
     return decision.code
@@ -207,10 +207,10 @@ def _wanted(rows: ROWS) -> tuple[int, int]:
 
 
 def _exclude(run: Path, nodes: dict[str, str]) -> None:
-    known = policy.excluded(time_ledger.read(run))
+    known = policy.excluded(time_ledger.read_rows(run))
     for node, reason in nodes.items():
         if node not in known:
-            time_ledger.append(run, "excluded", node=node, reason=reason)
+            time_ledger.append_row(run, "excluded", node=node, reason=reason)
             say(f"{node} is not used any more: {reason}")
     write_excluded(run)
 

@@ -51,10 +51,12 @@ def _print(run: Path, log: Path, number: int, *, follow: bool) -> None:
 
 
 def _has_ended(run: Path, number: int) -> bool:
-    return last_attempt(run) > number or any(row["kind"] == "end" and row["attempt"] == number for row in time_ledger.read(run))
+    return last_attempt(run) > number or any(
+        row["kind"] == "end" and row["attempt"] == number for row in time_ledger.read_rows(run)
+    )
 
 
 def _is_over(run: Path) -> bool:
     """Whether nobody starts the run again by itself."""
-    rows = [row["kind"] for row in time_ledger.read(run)]
+    rows = [row["kind"] for row in time_ledger.read_rows(run)]
     return not rows or rows[-1] in ("stopped", "end")

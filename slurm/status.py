@@ -17,7 +17,7 @@ from baton.slurm.exits import MEANING, Exit
 from baton.slurm.files import cluster_of, write_excluded
 from baton.slurm.script import job_name
 from baton.training.monitoring import time_ledger
-from baton.training.monitoring.goodput import account
+from baton.training.monitoring.goodput import compute_goodput
 
 RECENT = 50
 """Steps that the present speed is taken over."""
@@ -96,7 +96,7 @@ def _advice(job: dict[str, str]) -> str:
 
 def read_status(run: Path) -> Status:
     """Raises ConfigError for what is not a run."""
-    config, rows = read_config(run / "config.yaml"), time_ledger.read(run)
+    config, rows = read_config(run / "config.yaml"), time_ledger.read_rows(run)
     train = [row for row in recent_metrics(run) if row.get("kind") == "train"]
     last = train[-1] if train else None
     speed = _speed(train)
@@ -115,7 +115,7 @@ def read_status(run: Path) -> Status:
         loss=last["loss"] if last else None,
         tokens_per_s=speed,
         mfu=None if speed is None else _mfu(run, speed),
-        goodput=account(run).goodput if any(row["kind"] == "attempt" for row in rows) else None,
+        goodput=compute_goodput(run).goodput if any(row["kind"] == "attempt" for row in rows) else None,
         saved=None if saved is None else saved[0],
         saved_ago_s=None if saved is None else max(0.0, now - saved[1]),  # by the clock of the file server
         eta_s=left / speed if speed and left else None,
@@ -146,11 +146,11 @@ def cancel(run: Path, *, now: bool) -> str:
 def readmit(run: Path, nodes: list[str]) -> str:
     """Use excluded nodes again, from the next attempt on; what was done. Raises ConfigError for nodes that are not excluded."""
     read_config(run / "config.yaml")
-    known = policy.excluded(time_ledger.read(run))
+    known = policy.excluded(time_ledger.read_rows(run))
     if strangers := [node for node in nodes if node not in known]:
         raise ConfigError(f"{', '.join(strangers)}: not excluded from {run}; excluded are {', '.join(known) or 'none'}")
     for node in nodes:
-        time_ledger.append(run, "readmitted", node=node)
+        time_ledger.append_row(run, "readmitted", node=node)
     write_excluded(run)
     return f"{', '.join(nodes)}: used again from the next attempt on"
 

@@ -214,11 +214,11 @@ def submit(submission: Submission) -> str:
     if submission.evaluation is not None:
         (run / "evaluations").mkdir(exist_ok=True)
         write_whole(run / evaluation.NAME, submission.evaluation)
-    bad = policy.excluded(time_ledger.read(run))
+    bad = policy.excluded(time_ledger.read_rows(run))
     write_excluded(run)
     (run / "stop").unlink(missing_ok=True)
     exclude = [f"--exclude={(run / 'excluded.txt').read_text(encoding='utf-8')}"] if bad else []
-    time_ledger.append(run, "submitted", by="user", nodes=[submission.nodes.least, submission.nodes.most])
+    time_ledger.append_row(run, "submitted", by="user", nodes=[submission.nodes.least, submission.nodes.most])
     job = _hand_in(submission, *exclude)
     write_whole(run / "submitted.json", json.dumps({"job": job, "host": os.uname().nodename, "user": getpass.getuser()}))
     return job

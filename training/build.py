@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Built:
+class TrainState:
     """A model, or this rank's stage of it, its engine, and the mesh they live on."""
 
     model: LanguageModel
@@ -33,7 +33,7 @@ class Built:
         return int(count if self.mesh.pipeline is None else self.mesh.pipeline.sum(count))
 
 
-def build(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> Built:
+def build(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> TrainState:
     """Model, optimizer and engine with the values that (seed, name) give each parameter."""
     model = build_model(config, training, mesh.device, mesh)
     initialize_parameters(model, training.seed, mesh.tensor_rank, mesh.layout.tensor)
@@ -47,7 +47,7 @@ def build(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> Built:
     )
     engine = zero.build_engine(model, optimizer, mesh, settings.clip_norm)
     engine.create_state()
-    return Built(model, engine, mesh)
+    return TrainState(model, engine, mesh)
 
 
 def _names_elsewhere(model: LanguageModel, mesh: Mesh) -> list[str]:

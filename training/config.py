@@ -274,7 +274,7 @@ class TrainingConfig(_Settings):
         return (self.bptt.gradient_segments if self.bptt is not None else None) or self.segments
 
     @property
-    def carries(self) -> bool:
+    def carries_lane_states(self) -> bool:
         """Whether lanes carry their States from step to step."""
         return self.bptt is not None and self.bptt.mode == "truncated"
 

@@ -7,7 +7,7 @@ from baton.training.config import TrainingConfig
 from baton.training.errors import RunError
 
 
-def check_long_rows(model: ModelConfig, training: TrainingConfig, ranks: int, *, documents: bool) -> None:
+def check_long_evaluation(model: ModelConfig, training: TrainingConfig, ranks: int, *, documents: bool) -> None:
     """Refuse to look at long rows where there are none, or where their States cannot be handed on. ranks: that share a sequence.
     documents: whether the run reads any. Raises RunError."""
     evaluation = training.evaluation

@@ -9,7 +9,7 @@ from baton.kernels.compile.aot import META, Compiled, Target, compiling
 from baton.kernels.registry import recurrences
 from baton.models.mixer import recurrences_of
 from baton.parallel.tensor import drop_cast_weights
-from baton.training.build import DTYPES, Built
+from baton.training.build import DTYPES, TrainState
 from baton.training.config import TrainingConfig
 from baton.training.errors import KernelCheckError
 
@@ -31,13 +31,13 @@ def findings_on(device: torch.device) -> Iterator[KernelCheckResult]:
             yield check(recurrence, device, dtype)
 
 
-def check_kernels(built: Built, training: TrainingConfig) -> None:
+def check_kernels(train_state: TrainState, training: TrainingConfig) -> None:
     """Compare every recurrence that this rank's layers use with its definition, on this rank's device.
 
     Raises:
         KernelCheckError: one computes something else.
     """
-    model, mesh = built.model, built.mesh
+    model, mesh = train_state.model, train_state.mesh
     for recurrence in recurrences_of(model, model.config.d_model, model.compute_dtype):
         finding = check(recurrence, mesh.device, DTYPES[training.compute_dtype_on(mesh.device.type)])
         if not finding.passed:

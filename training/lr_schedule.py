@@ -27,7 +27,7 @@ def learning_rate(step: int, training: TrainingConfig, peak: float | None = None
     return peak
 
 
-def steps_alike(training: TrainingConfig, steps: int) -> float:
+def equal_lr_steps(training: TrainingConfig, steps: int) -> float:
     """How many of a run's first steps have the same learning rates if `steps` takes the place of training.steps; inf: all."""
     schedule = training.schedule
     if schedule.kind == "constant" or steps == training.steps or (schedule.kind == "wsd" and not schedule.decay_steps):

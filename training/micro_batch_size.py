@@ -4,7 +4,7 @@ from baton.parallel.config import divisors
 from baton.training.config import TrainingConfig
 
 
-def with_fitting_micro_batch(training: TrainingConfig, data_size: int) -> TrainingConfig:
+def fit_micro_batch_size(training: TrainingConfig, data_size: int) -> TrainingConfig:
     """The settings with the largest micro-batch, at most their own, that divides what a data rank takes in every step.
 
     data_size: data-parallel ranks. Where no size divides, as for a batch that is no multiple of the context, the settings come

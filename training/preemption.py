@@ -13,32 +13,32 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 """SIGUSR1: the job's time is nearly up. SIGTERM: the job is being ended (preempted, requeued, cancelled)."""
 
-_asked: list[int] = []
+_received: list[int] = []
 
 
-def install() -> None:
+def install_handlers() -> None:
     """From here on the signals ask for an end instead of bringing it. Whoever starts a rank may block them until then."""
     for number in SIGNALS:
-        signal.signal(number, _ask)
+        signal.signal(number, _on_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def _ask(number: int, frame: Any) -> None:
-    _asked.append(number)  # a second signal, and a second of the same, changes nothing
+def _on_signal(number: int, frame: Any) -> None:
+    _received.append(number)  # a second signal, and a second of the same, changes nothing
 
 
-def asked() -> bool:
+def stop_requested() -> bool:
     """Whether this rank has been asked to end."""
-    return bool(_asked)
+    return bool(_received)
 
 
-def agreed(mesh: "Mesh", waited: float = 0.0) -> tuple[bool, float]:
+def sync_stop_request(mesh: "Mesh", waited: float = 0.0) -> tuple[bool, float]:
     """Whether any rank has been asked, and the longest of what the ranks waited for data (seconds), which travels with it; the same
     answer on all. Every rank calls it, at the same step boundary."""
     import torch
     import torch.distributed as dist
 
-    both = torch.tensor([float(asked()), waited], dtype=torch.float64, device=mesh.device)
+    both = torch.tensor([float(stop_requested()), waited], dtype=torch.float64, device=mesh.device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     flag, longest = both.tolist()
     return bool(flag), longest

@@ -35,7 +35,7 @@ class RunSettings:
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """Where the run stands: optimizer steps and tokens done, and the cursor of every lane that this rank reads. validation: loss
     measured at this very step, if it was. ending: the run was asked to end here, and goes on in another start. waited: seconds that
     the slowest reading rank waited for this step's batches."""
@@ -43,21 +43,21 @@ class Progress:
     step: int
     tokens: int
     cursors: dict[int, Any]
-    validation: float | None = None
-    ending: bool = False
-    waited: float = 0.0
+    validation_loss: float | None = None
+    stop_requested: bool = False
+    data_wait_s: float = 0.0
 
     def advance(self, tokens: int, cursors: dict[int, Any]) -> None:
         """A step of so many tokens is done."""
-        self.step, self.tokens, self.cursors, self.validation = self.step + 1, self.tokens + tokens, cursors, None
+        self.step, self.tokens, self.cursors, self.validation_loss = self.step + 1, self.tokens + tokens, cursors, None
 
 
 class Callback(Protocol):
     """Called by all ranks after every step. time_is: what the ledger counts its time as."""
 
-    time_is: str
+    time_category: str
 
-    def after_step(self, progress: Progress, result: StepResult) -> None: ...
+    def after_step(self, progress: RunProgress, result: StepResult) -> None: ...
 
 
 def stream_order(training: TrainingConfig) -> dict[str, int]:
@@ -68,6 +68,6 @@ def stream_order(training: TrainingConfig) -> dict[str, int]:
 def fingerprints_of(model: ModelConfig, source: ShardSource | TaskSource, training: TrainingConfig) -> dict[str, str]:
     """Of what must be the same when a run goes on from a checkpoint. model: with its vocabulary."""
     found = {"model": model_fingerprint(model), "stream": source.fingerprint(**stream_order(training))}
-    if training.carries:
+    if training.carries_lane_states:
         found["set of carried States"] = f"{training.lane_count} lanes"
     return found

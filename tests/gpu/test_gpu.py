@@ -16,7 +16,7 @@ from baton.parallel.context_parallel import ContextLink
 from baton.parallel.param_layout import gather_parameters, initialize_parameters
 from baton.parallel.tensor import megatron_config
 from baton.training.build import build, make_deterministic
-from baton.training.checkpoint.shard_boxes import optimizer_rectangles
+from baton.training.checkpoint.shard_boxes import optimizer_boxes
 from baton.training.lr_schedule import learning_rate
 from baton.training.step.executor import StepExecutor
 from baton.training.step.microbatch_runner import TokenBatch
@@ -81,8 +81,8 @@ def steps(mesh, compute_dtype="float32", save_at=None, mixer="mamba"):
     """Losses and norms of a few steps, the parameters after them, and the optimizer state at `save_at`."""
     config = training(compute_dtype=compute_dtype)
     make_deterministic(config)
-    built = build(model_of(mixer), config, mesh)
-    executor, rows, saved = StepExecutor(built.model, built.engine, mesh), [], None
+    train_state = build(model_of(mixer), config, mesh)
+    executor, rows, saved = StepExecutor(train_state.model, train_state.engine, mesh), [], None
     for step in range(STEPS):
         spans = (mesh.context_rank, mesh.layout.context)
         own = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch_size, *spans)
@@ -90,9 +90,9 @@ def steps(mesh, compute_dtype="float32", save_at=None, mixer="mamba"):
         result = executor.step(batches, learning_rate(step, config))
         rows.append((result.loss, result.grad_norm))
         if step == save_at:
-            found = optimizer_rectangles(built.model, built.engine, mesh, for_save=False)
-            saved = {key: [r.data.cpu().clone() for r in rectangles] for key, rectangles in found.items()}
-    return rows, gather_parameters(built.model, mesh.tensor_group), saved
+            found = optimizer_boxes(train_state.model, train_state.engine, mesh, for_save=False)
+            saved = {key: [r.data.cpu().clone() for r in boxes] for key, boxes in found.items()}
+    return rows, gather_parameters(train_state.model, mesh.tensor_group), saved
 
 
 def same_rows(found, expected, rel):

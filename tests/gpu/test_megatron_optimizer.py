@@ -91,10 +91,10 @@ def megatron_steps(mesh, mixer):
 
 def baton_steps(mesh, mixer):
     config = training()
-    built = build(model_of(mixer), config, mesh)
-    executor = StepExecutor(built.model, built.engine, mesh)
+    train_state = build(model_of(mixer), config, mesh)
+    executor = StepExecutor(train_state.model, train_state.engine, mesh)
     found = [executor.step(own(mesh, step, config), learning_rate(step, config)) for step in range(STEPS)]
-    return [(r.loss, r.grad_norm) for r in found], gather_parameters(built.model, mesh.tensor_group)
+    return [(r.loss, r.grad_norm) for r in found], gather_parameters(train_state.model, mesh.tensor_group)
 
 
 @pytest.mark.parametrize("mixer", ["mamba", "gsa", "mamba2"])

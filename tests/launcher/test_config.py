@@ -13,7 +13,7 @@ from baton.launcher.errors import ConfigError
 from baton.training.config import TrainingConfig
 from baton.training.errors import RunError
 from baton.training.lr_schedule import learning_rate
-from baton.training.micro_batch_size import with_fitting_micro_batch
+from baton.training.micro_batch_size import fit_micro_batch_size
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_cut_micro_batch_fits_every_length_and_batch_of_the_run():
             return True
 
         assert not passes(given)
-        fitting = with_fitting_micro_batch(training, data)
+        fitting = fit_micro_batch_size(training, data)
         assert fitting.micro_batch_size == max(size for size in range(1, given) if passes(size))
     with pytest.raises(RunError, match=r"training\.micro_batch_size=25 does not divide the 24 sequences"):
         training.check(1)
@@ -226,7 +226,7 @@ def test_where_no_micro_batch_divides_the_settings_stay():
         training = TrainingConfig(
             steps=1, sequence_length=32, global_batch_tokens=tokens, micro_batch_size=4, optimizer={"lr": 1e-3}
         )
-        assert with_fitting_micro_batch(training, data) == training
+        assert fit_micro_batch_size(training, data) == training
 
 
 SHORT = {

@@ -16,7 +16,7 @@ STEPS = 4
 
 
 def agree(mesh):
-    return preemption.agreed(mesh, 0.25 * mesh.data_rank)
+    return preemption.sync_stop_request(mesh, 0.25 * mesh.data_rank)
 
 
 def test_the_slowest_reader_counts(pool):
@@ -47,7 +47,7 @@ def test_a_source_that_is_waited_for_is_seen_in_the_record_and_in_the_ledger(inp
     # rank 0 may have been kept from reading the clock for a moment after its sign of life
     assert rows[0]["data_wait_s"] > HELD_S / 2
     assert rows[0]["seconds"]["data"] > HELD_S / 2
-    spans = [row["seconds"] for row in time_ledger.read(tmp_path / "run") if row["kind"] == "spans"]
+    spans = [row["seconds"] for row in time_ledger.read_rows(tmp_path / "run") if row["kind"] == "spans"]
     own, ledgered = sum(row["seconds"]["data"] for row in rows), sum(seconds.get("data", 0.0) for seconds in spans)
     # the ledger's times have no gaps, so they begin a little before the step's own
     assert own - 1e-3 <= ledgered <= sum(sum(seconds.values()) for seconds in spans)

@@ -113,7 +113,7 @@ def begin(pool, tmp_path_factory):
 
 
 def last_end(folder):
-    return [row for row in time_ledger.read(folder) if row["kind"] == "end"][-1]["status"]
+    return [row for row in time_ledger.read_rows(folder) if row["kind"] == "end"][-1]["status"]
 
 
 @pytest.fixture(scope="module")

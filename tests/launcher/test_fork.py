@@ -24,7 +24,7 @@ from baton.launcher.config import RunConfig, load
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import changed_since_last_start, check_run, open_attempt, read_config
 from baton.training.config import TrainingConfig
-from baton.training.lr_schedule import learning_rate, steps_alike
+from baton.training.lr_schedule import equal_lr_steps, learning_rate
 from baton.training.monitoring import time_ledger
 from baton.training.monitoring.anomaly_detection import read_events
 from baton.training.monitoring.metrics import read_metrics
@@ -310,7 +310,7 @@ def test_the_steps_that_keep_their_learning_rates_are_counted(kind, decay, warmu
     for steps in (6, 7, 8, 9, 20):
         values = {"sequence_length": 1, "global_batch_tokens": 1, "optimizer": {"lr": 1.0}}
         schedule = {"kind": kind, "decay_steps": decay, "warmup_steps": warmup, "final_lr": 0.1}
-        alike = steps_alike(TrainingConfig(steps=8, schedule=schedule, **values), steps)
+        alike = equal_lr_steps(TrainingConfig(steps=8, schedule=schedule, **values), steps)
         both = list(zip(rates(8), rates(steps)))
         first = next((step for step, (a, b) in enumerate(both) if a != b), len(both))
         assert min(alike, len(both)) == first
@@ -371,7 +371,7 @@ def test_a_change_is_recorded_by_the_first_start_that_has_steps_to_do(configured
     for number, (config, step) in enumerate([(first, 0), (other, STEPS), (longer, STEPS), (longer, STEPS)], start=1):
         with open_attempt(config, change=True) as attempt:
             changed.append(changed_since_last_start(attempt, config))
-            time_ledger.append(folder, "start", attempt=number, step=step)
+            time_ledger.append_row(folder, "start", attempt=number, step=step)
     of_rate = {"training.optimizer.lr": (0.01, 0.005)}
     assert changed == [{}, of_rate, of_rate | {"training.steps": (STEPS, 20)}, {}]
 

@@ -14,7 +14,7 @@ from support.runs import wait_until
 from baton.launcher.liveness import Culprit, Watch, account, is_blocked, is_stopped
 from baton.launcher.processes import HUNG, end_ranks, rank_environment, start_of
 from baton.slurm.exits import Exit
-from baton.training.monitoring.heartbeat import SIZE, Beat, Heartbeat, path_of, read_beat
+from baton.training.monitoring.heartbeat import SIZE, Beat, Heartbeat, heartbeat_path, read_beat
 
 LIMIT_S, STARTUP_S = 10, 100
 
@@ -24,12 +24,12 @@ class Ranks:
 
     def __init__(self, count):
         self.watch = Watch(range(count), LIMIT_S, STARTUP_S)
-        self.signs = [Heartbeat(path_of(self.watch.folder, rank)) for rank in range(count)]
+        self.signs = [Heartbeat(heartbeat_path(self.watch.folder, rank)) for rank in range(count)]
         self.running = dict.fromkeys(range(count), os.getpid())
         self.now = 0.0
         self.watch.look(self.now, self.running)
         for signs in self.signs:
-            signs.warm()
+            signs.set_warm()
             signs.beat(1, "after forward")
 
     def pass_by(self, seconds, *, signs_of=()):
@@ -38,7 +38,7 @@ class Ranks:
         for _ in range(seconds):
             self.now += 1.0
             for rank in signs_of:
-                self.signs[rank].at("in layers.0")
+                self.signs[rank].set_location("in layers.0")
             self.watch.look(self.now, self.running)
         return self.watch.hung()
 
@@ -68,31 +68,31 @@ def stopped():
 
 
 def test_a_sign_is_read_as_it_was_given(tmp_path):
-    path_of(tmp_path, 3).write_bytes(bytes(SIZE))
+    heartbeat_path(tmp_path, 3).write_bytes(bytes(SIZE))
     assert read_beat(tmp_path, 3) is None
-    signs = Heartbeat(path_of(tmp_path, 3))
+    signs = Heartbeat(heartbeat_path(tmp_path, 3))
     signs.beat(7, "after forward")
     first = read_beat(tmp_path, 3)
     assert (first.step, first.doing, first.count, first.pulse, first.slow) == (7, "after forward", 1, 1, True), (
         "no step is done yet"
     )
-    signs.warm()
-    signs.at("in layers.1.mamba")
-    signs.waits("all_reduce over ranks 0, 1")
+    signs.set_warm()
+    signs.set_location("in layers.1.mamba")
+    signs.set_waiting("all_reduce over ranks 0, 1")
     found = read_beat(tmp_path, 3)
     assert (found.doing, found.waiting) == ("after forward, in layers.1.mamba", "all_reduce over ranks 0, 1")
     assert (found.count, found.pulse, found.slow) == (1, 3, False)
-    signs.waits("")
+    signs.set_waiting("")
     assert read_beat(tmp_path, 3).waiting == ""
     signs.beat(8, "ö" * 500)
-    signs.waits("x" * 5000)
+    signs.set_waiting("x" * 5000)
     assert set(read_beat(tmp_path, 3).waiting) == {"x"}, "long texts are cut"
     Heartbeat(None).beat(1, "nobody reads it")
 
 
 def test_a_rank_that_only_waits_for_one_that_goes_on_is_left_alone(ranks):
     world = ranks(2)
-    world.signs[0].waits("all_reduce over ranks 0, 1")
+    world.signs[0].set_waiting("all_reduce over ranks 0, 1")
     assert world.pass_by(1000, signs_of=[1]) == {}
 
 
@@ -104,7 +104,7 @@ def test_a_silent_rank_that_nobody_waits_for_is_left_alone(ranks):
 def test_a_silent_rank_that_another_waits_for_is_named(ranks):
     world = ranks(3)
     for rank in (0, 2):
-        world.signs[rank].waits("all_reduce over ranks 0, 1, 2")
+        world.signs[rank].set_waiting("all_reduce over ranks 0, 1, 2")
     assert world.pass_by(LIMIT_S) == {}
     late = world.pass_by(1)
     assert late == {1: LIMIT_S + 1}
@@ -117,7 +117,7 @@ def test_a_silent_rank_that_another_waits_for_is_named(ranks):
 
 def test_a_phase_that_compiles_has_as_much_time_as_a_start(ranks):
     world = ranks(2)
-    world.signs[0].waits("all_reduce over ranks 0, 1")
+    world.signs[0].set_waiting("all_reduce over ranks 0, 1")
     world.signs[1].beat(10, "evaluation", slow=True)
     assert world.pass_by(STARTUP_S) == {}
     assert world.pass_by(1) == {1: STARTUP_S + 1}
@@ -125,17 +125,17 @@ def test_a_phase_that_compiles_has_as_much_time_as_a_start(ranks):
 
 def test_before_the_first_step_all_is_slow(ranks):
     world = ranks(2)
-    world.signs[1].warm(False)
+    world.signs[1].set_warm(False)
     world.signs[1].beat(0, "imports")
-    world.signs[0].waits("all_reduce over ranks 0, 1")
+    world.signs[0].set_waiting("all_reduce over ranks 0, 1")
     assert world.pass_by(STARTUP_S) == {}
     assert list(world.pass_by(2)) == [1]
 
 
 def test_ranks_that_all_wait_for_one_another_hang(ranks):
     world = ranks(2)
-    world.signs[0].waits("all_reduce over ranks 0, 1")
-    world.signs[1].waits("broadcast over ranks 0, 1")
+    world.signs[0].set_waiting("all_reduce over ranks 0, 1")
+    world.signs[1].set_waiting("broadcast over ranks 0, 1")
     late = world.pass_by(LIMIT_S + 2)
     assert set(late) == {0, 1}
     sentence = account(world.watch.culprit(late), late, world.watch.beats())
@@ -205,7 +205,7 @@ def test_a_rank_that_is_left_when_all_others_have_ended_is_waited_for(ranks):
 
 def test_time_in_which_the_watcher_did_not_run_is_no_silence(ranks):
     world = ranks(2)
-    world.signs[0].waits("all_reduce over ranks 0, 1")
+    world.signs[0].set_waiting("all_reduce over ranks 0, 1")
     world.pass_by(3)
     world.now += 10_000
     assert world.pass_by(2) == {}

@@ -44,7 +44,7 @@ def assert_kept(one, seen, rel=0.03):
     between processes it has been sent."""
     memory, waiting = one.memory(), one.entering if one.layout.context == 1 else 0
     if one.together > 1:
-        assert memory.borders + memory.inputs + waiting == pytest.approx(seen["survey"], rel=rel)
+        assert memory.borders + memory.inputs + waiting == pytest.approx(seen["forward_no_grad"], rel=rel)
     kept = memory.borders + memory.inputs + one.activations(recompute=one.training.recompute)
     # the loss has made the head's gradient
     kept += 4 * one.head_count * one.stage.last
@@ -91,7 +91,7 @@ def test_segments_over_sequence_ranks_keep_and_send_what_is_counted(measured, va
     assert sent.get("States of lanes: to the first rank", 0) == last["handed on"].get("around", 0)
     groups = one.passes // one.together
     assert last["handed on"].get("right", 0) * one.passes == first["handed on"]["right"] * (one.passes - groups)
-    assert ("around" in last["handed on"]) is one.training.carries
+    assert ("around" in last["handed on"]) is one.training.carries_lane_states
 
 
 @pytest.mark.parametrize("bptt", BPTT)
@@ -168,7 +168,7 @@ def kept_at_once(stage, *sizes):
 
     kept = most = 0
     for operation in schedule(stage, *sizes):
-        kept += {"survey": 0, "forward": 1, "backward": -1}[operation.kind]
+        kept += {"forward_no_grad": 0, "forward": 1, "backward": -1}[operation.kind]
         most = max(most, kept)
     return most
 

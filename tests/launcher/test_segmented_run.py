@@ -26,17 +26,17 @@ FATE = """
 import os, signal, sys
 
 if "BATON_START" in os.environ:
-    from baton.training.step.microbatch_runner import Passes
+    from baton.training.step.microbatch_runner import MicrobatchRunner
 
-    done, do = [], Passes.do
+    done, run_operation = [], MicrobatchRunner.run_operation
 
-    def fateful(passes, operation):
-        do(passes, operation)
+    def fateful(runner, operation):
+        run_operation(runner, operation)
         done.append(operation)
         if os.environ["RANK"] == "1" and len(done) == AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Passes.do = fateful
+    MicrobatchRunner.run_operation = fateful
 """
 """A sitecustomize that kills rank 1 after so many operations."""
 

@@ -243,12 +243,12 @@ VOCABULARY, WIDTH, EXAMPLES = 13, 6, 400
 
 
 def answers_of_ranks(mesh):
-    """What `likeliest` finds on this layout, and the model's own whole logits."""
+    """What `greedy_tokens` finds on this layout, and the model's own whole logits."""
     from support.models import training
 
     from baton.models.config import ModelConfig
     from baton.training.build import build_model
-    from baton.training.evaluation.evaluate import likeliest
+    from baton.training.evaluation.evaluate import greedy_tokens
 
     config = ModelConfig(d_model=WIDTH, n_layers=1, vocab_size=VOCABULARY, pad_vocab_to=8, loss_chunk=64)
     model = build_model(config, training(), mesh.device, mesh)
@@ -259,7 +259,7 @@ def answers_of_ranks(mesh):
     with torch.no_grad():
         model.embedding.weight.copy_(rows[mesh.tensor_rank * share :][:share])
     hidden = torch.randint(-1, 2, (EXAMPLES, WIDTH), generator=g).float()
-    return likeliest(model, hidden, mesh), hidden @ rows[:VOCABULARY].T
+    return greedy_tokens(model, hidden, mesh), hidden @ rows[:VOCABULARY].T
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
@@ -281,22 +281,22 @@ def scores_of_ranks(mesh):
     from baton.models.config import ModelConfig
     from baton.parallel.param_layout import gather_parameters
     from baton.training.build import build
-    from baton.training.evaluation.evaluate import score
-    from baton.training.step.batch_distribution import share
+    from baton.training.evaluation.evaluate import evaluate_task
+    from baton.training.step.batch_distribution import distribute
 
     task = MqarConfig(length=16, pairs=2, vocab_size=12)
-    built = build(ModelConfig(d_model=16, n_layers=1, vocab_size=12, loss_chunk=5), training(), mesh)
+    train_state = build(ModelConfig(d_model=16, n_layers=1, vocab_size=12, loss_chunk=5), training(), mesh)
 
     def batches(data_rank, data_size):
         chosen = task_set(task, tokens=16 * 21, sequence_length=16, micro_batch_size=2, data_rank=data_rank, data_size=data_size)
-        return chosen.labels, [share(b if mesh.tensor_rank == 0 else None, mesh, b.tokens.shape) for b in chosen.batches]
+        return chosen.labels, [distribute(b if mesh.tensor_rank == 0 else None, mesh, b.tokens.shape) for b in chosen.batches]
 
     labels, own = batches(mesh.data_rank, mesh.layout.data)
-    found = score(built.model, own, labels, mesh)
-    weight = gather_parameters(built.model, mesh.tensor_group)["embedding.weight"][:16]
+    found = evaluate_task(train_state.model, own, labels, mesh)
+    weight = gather_parameters(train_state.model, mesh.tensor_group)["embedding.weight"][:16]
     log_p, right, asked = 0.0, 0, 0
     for batch in batches(0, 1)[1]:
-        logits = built.model(batch.tokens, batch.pos)[0].detach() @ weight.T
+        logits = train_state.model(batch.tokens, batch.pos)[0].detach() @ weight.T
         places = batch.labels != -1
         log_p -= torch.log_softmax(logits[places], -1)[range(int(places.sum())), batch.labels[places]].sum().item()
         right += (logits[places][:, :12].argmax(-1) == batch.labels[places]).sum().item()

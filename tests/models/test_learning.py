@@ -13,7 +13,7 @@ from baton.models.config import ModelConfig
 from baton.models.settings import kinds
 from baton.training.build import build
 from baton.training.config import TrainingConfig
-from baton.training.evaluation.evaluate import score
+from baton.training.evaluation.evaluate import evaluate_task
 from baton.training.lr_schedule import learning_rate
 from baton.training.step import batch_distribution
 from baton.training.step.executor import StepExecutor
@@ -42,18 +42,20 @@ def learn(mesh, pattern, mixers, task, *, steps, enough=0.99, seed=0):
         schedule={"kind": "constant", "warmup_steps": 10},
     )
     named = {name: {"kind": name, **settings} for name, settings in mixers.items()}
-    built = build(ModelConfig(d_model=32, n_layers=2, pattern=pattern, mixers=named, vocab_size=task.vocab_size), training, mesh)
-    executor = StepExecutor(built.model, built.engine, mesh)
+    train_state = build(
+        ModelConfig(d_model=32, n_layers=2, pattern=pattern, mixers=named, vocab_size=task.vocab_size), training, mesh
+    )
+    executor = StepExecutor(train_state.model, train_state.engine, mesh)
     one_rank = {"sequence_length": task.length, "micro_batch_size": ROWS, "data_rank": 0, "data_size": 1}
     held_out = task_set(task, tokens=HELD_OUT * task.length, **one_rank)
-    batches = [batch_distribution.share(batch, mesh, batch.tokens.shape) for batch in held_out.batches]
+    batches = [batch_distribution.distribute(batch, mesh, batch.tokens.shape) for batch in held_out.batches]
     plan = StepPlan.constant(**one_rank, lanes=ROWS, lanes_per_step=ROWS, start_step=0, prefetch=2)
     accuracy = 0.0
     with TaskStream(task, plan, seed=seed) as stream:
-        for step, data in zip(range(steps), batch_distribution.steps(stream, mesh, training)):
+        for step, data in zip(range(steps), batch_distribution.step_batches(stream, mesh, training)):
             executor.step(data.batches, learning_rate(step, training))
             if (step + 1) % LOOK_EVERY == 0 or step + 1 == steps:
-                accuracy = score(built.model, batches, held_out.labels, mesh).accuracy
+                accuracy = evaluate_task(train_state.model, batches, held_out.labels, mesh).accuracy
                 if accuracy >= enough:
                     break
     return accuracy

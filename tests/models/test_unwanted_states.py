@@ -23,7 +23,7 @@ from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
 from baton.training.build import build
 from baton.training.evaluation.evaluate import evaluate
-from baton.training.step.cuda_graphs import Graphs
+from baton.training.step.cuda_graphs import CudaGraphs
 from baton.training.step.executor import StepExecutor
 
 B, T, M = 2, 21, SMALL_WIDTH
@@ -178,9 +178,9 @@ def test_steps_and_evaluations_of_whole_sequences_want_none(kind, single_mesh, m
     batches = micro_batches(0, 0, 1, 2)
     for recurrence in (WindowAttention, EideticAttention, Innovation, ShortConv):
         monkeypatch.setattr(recurrence, "run", lambda self, *given: pytest.fail(f"{self} makes a State"))
-    built = build(model_of(kind), training(), single_mesh)
-    for graphs in (None, Graphs(built.model, Again)):
-        assert StepExecutor(built.model, built.engine, single_mesh, graphs=graphs).step(batches, 1e-3).made
-    evaluate(built.model, batches, 1, 1, single_mesh)
+    train_state = build(model_of(kind), training(), single_mesh)
+    for graphs in (None, CudaGraphs(train_state.model, Again)):
+        assert StepExecutor(train_state.model, train_state.engine, single_mesh, cuda_graphs=graphs).step(batches, 1e-3).made
+    evaluate(train_state.model, batches, 1, 1, single_mesh)
     with pytest.raises(pytest.fail.Exception, match="makes a State"):
-        built.model(batches[0].tokens, batches[0].pos)
+        train_state.model(batches[0].tokens, batches[0].pos)

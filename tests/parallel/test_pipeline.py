@@ -11,11 +11,11 @@ from support.models import MODEL, micro_batches, model_of, training
 from baton.models import stages
 from baton.parallel.pipeline import Operation, schedule
 from baton.training.build import build, build_model
-from baton.training.evaluation.evaluate import evaluate, score
+from baton.training.evaluation.evaluate import evaluate, evaluate_task
 from baton.training.evaluation.generation import generate
 from baton.training.lr_schedule import learning_rates
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import Passes, Segments
+from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
 
 
 @settings(derandomize=True, deadline=None)
@@ -43,10 +43,13 @@ def test_a_schedule_of_segments_surveys_what_runs_twice_and_keeps_one(count, mic
     orders = [schedule(stage, count, micro_batches, segments, together) for stage in range(count)]
     every = [(n, s) for n in range(micro_batches) for s in range(segments)]
     for stage, order in enumerate(orders):
-        of = {kind: [(o.micro_batch, o.segment) for o in order if o.kind == kind] for kind in ("survey", "forward", "backward")}
-        assert of["survey"] == [(n, s) for n, s in every if (s + 1) % together]
+        of = {
+            kind: [(o.micro_batch, o.segment) for o in order if o.kind == kind]
+            for kind in ("forward_no_grad", "forward", "backward")
+        }
+        assert of["forward_no_grad"] == [(n, s) for n, s in every if (s + 1) % together]
         assert of["forward"] == of["backward"] == sorted(every, key=lambda at: (at[0], at[1] // together, -at[1]))
-        held = list(itertools.accumulate({"survey": 0, "forward": 1, "backward": -1}[o.kind] for o in order))
+        held = list(itertools.accumulate({"forward_no_grad": 0, "forward": 1, "backward": -1}[o.kind] for o in order))
         assert max(held) == (1 if together > 1 else min(count - stage, len(every)))
         assert min(held) == 0
     assert_finishes(orders)
@@ -73,18 +76,18 @@ def needs(stage, count, operation, orders):
     if operation.kind == "backward":
         found = {(stage, Operation("forward", *at))}
         return found | ({(stage + 1, operation)} if stage < count - 1 else set())
-    first = operation.kind == "survey" or Operation("survey", *at) not in orders[stage]
+    first = operation.kind == "forward_no_grad" or Operation("forward_no_grad", *at) not in orders[stage]
     return {(stage - 1, operation)} if stage and first else set()
 
 
 def held_at_once(mesh):
     """The most micro-batches that this stage keeps in a step."""
     config = training(micro_batch_size=1)
-    built, most = build(MODEL, config, mesh), 0
-    passes = Passes(built.model, micro_batches(0, 0, 1, 1), 1.0, Segments(), None)
-    for operation in schedule(built.model.stage.index, built.model.stage.count, 8):
-        passes.do(operation)
-        most = max(most, len(passes._kept))
+    train_state, most = build(MODEL, config, mesh), 0
+    runner = MicrobatchRunner(train_state.model, micro_batches(0, 0, 1, 1), 1.0, Segments(), None)
+    for operation in schedule(train_state.model.stage.index, train_state.model.stage.count, 8):
+        runner.run_operation(operation)
+        most = max(most, len(runner._activations))
     mesh.pipeline.wait()
     return most
 
@@ -96,14 +99,18 @@ def test_a_stage_keeps_no_more_micro_batches_than_stages_follow(pool):
 def embeddings(mesh, mixer):
     """The tied embedding's bits after each of some steps; None where there is none."""
     config = training()
-    built, found = build(model_of(mixer), config, mesh), []
-    executor = StepExecutor(built.model, built.engine, mesh)
+    train_state, found = build(model_of(mixer), config, mesh), []
+    executor = StepExecutor(train_state.model, train_state.engine, mesh)
     for step in range(3):
         executor.step(micro_batches(step, mesh.data_rank, mesh.layout.data, 2), learning_rates(step, config))
-        weight = built.model.embedding.weight if hasattr(built.model, "embedding") else None
+        weight = train_state.model.embedding.weight if hasattr(train_state.model, "embedding") else None
         found.append(None if weight is None else weight.detach().clone())
-    owned = {id(p) for group in built.engine.param_groups for p in group["params"]}
-    return found, hasattr(built.model, "embedding") and id(built.model.embedding.weight) in owned, hasattr(built.model, "head")
+    owned = {id(p) for group in train_state.engine.param_groups for p in group["params"]}
+    return (
+        found,
+        hasattr(train_state.model, "embedding") and id(train_state.model.embedding.weight) in owned,
+        hasattr(train_state.model, "head"),
+    )
 
 
 def test_a_tied_embedding_is_lent_bit_for_bit_and_updated_by_its_owner_alone(pool):
@@ -120,9 +127,9 @@ def test_a_tied_embedding_is_lent_bit_for_bit_and_updated_by_its_owner_alone(poo
 
 def owners(mesh):
     """Whether the optimizer has the embedding, and the stage."""
-    built = build(MODEL, training(), mesh)
-    held = {f.parameter for f in built.engine.fragments()}
-    return built.model.embedding.weight in held, built.model.stage.index
+    train_state = build(MODEL, training(), mesh)
+    held = {f.parameter for f in train_state.engine.fragments()}
+    return train_state.model.embedding.weight in held, train_state.model.stage.index
 
 
 def test_an_untied_head_needs_no_embedding_on_the_last_stage(pool):
@@ -140,7 +147,7 @@ def without_gradients(mesh):
     spans = (mesh.context_rank, mesh.layout.context)
     batches = micro_batches(0, mesh.data_rank, mesh.layout.data, 2, *spans)
     found = evaluate(model, batches, 1000, 180, mesh)
-    scored = score(model, batches, 180, mesh)
+    scored = evaluate_task(model, batches, 180, mesh)
     text = generate(model, [1, 5, 7], tokens=6, vocab_size=61, stop=None, temperature=0.8, seed=2)
     return found.loss, scored.loss, scored.accuracy, text
 

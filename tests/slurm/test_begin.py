@@ -31,14 +31,14 @@ def run(tmp_path, monkeypatch):
     values["slurm"]["options"] = ["--exclude=n[8-9]"]
     (config.folder / "cluster.yaml").write_text(yaml.safe_dump(values))
     (config.folder / "job.sbatch").write_text("")
-    time_ledger.append(config.folder, "submitted", by="user", nodes=[1, 2])
+    time_ledger.append_row(config.folder, "submitted", by="user", nodes=[1, 2])
     for name, value in {"SLURM_JOB_ID": "7", "BATON_NODES": "n1,n2", "BATON_STATES": "n1 allocated,n2 allocated"}.items():
         monkeypatch.setenv(name, value)
     return config.folder
 
 
 def rows(run, kind):
-    return [row for row in time_ledger.read(run) if row["kind"] == kind]
+    return [row for row in time_ledger.read_rows(run) if row["kind"] == kind]
 
 
 @pytest.mark.parametrize("state", ["drained", "draining", "draining@", "drained$"])
@@ -113,7 +113,7 @@ def held_by(run, monkeypatch):
     ],
 )
 def test_a_job_comes_again_unless_another_job_of_the_run_trains_it(run, held_by, capsys, holder, known, code):
-    time_ledger.append(run, "attempt", attempt=1, job=known, nodes=["n1"], layout={})
+    time_ledger.append_row(run, "attempt", attempt=1, job=known, nodes=["n1"], layout={})
     pid = held_by(holder)
     assert job.begin(run) == code
     said = capsys.readouterr().err

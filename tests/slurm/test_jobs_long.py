@@ -15,7 +15,7 @@ from support.runs import BATON, wait_until
 
 from baton.launcher.run_directory import last_step
 from baton.slurm.exits import Exit
-from baton.training.monitoring.goodput import account
+from baton.training.monitoring.goodput import compute_goodput
 from baton.training.monitoring.metrics import read_metrics
 
 pytestmark = [pytest.mark.long_slurm, pytest.mark.timeout(600)]
@@ -32,23 +32,23 @@ SLOW = """
 import os, time
 
 if "BATON_START" in os.environ:
-    from baton.training.monitoring.step_timer import StepClock
+    from baton.training.monitoring.step_timer import StepTimer
 
-    start = StepClock.start
+    start = StepTimer.start
 
     def slow(clock):
         if os.environ["RANK"] == "0":
             time.sleep(SECONDS)
         start(clock)
 
-    StepClock.start = slow
+    StepTimer.start = slow
 """
 
 
 def adds_up(job) -> None:
     """The ledger accounts for every second between its first and its last row."""
     rows = [row["time"] for kind in ("submitted", "stopped") for row in job.rows(kind)]
-    found = account(job.folder)
+    found = compute_goodput(job.folder)
     assert sum(found.seconds.values()) == pytest.approx(max(rows) - min(rows), rel=0.01)
 
 

@@ -109,7 +109,7 @@ def test_a_job_hands_nothing_of_its_own_to_the_next_and_says_that_srun_did_not_s
     (asked,) = Path("srun.words").read_text().splitlines()
     assert "--nodelist=n1,n2" in asked
     assert "--overlap --immediate=60" in asked
-    (end,) = (row for row in time_ledger.read(Path("runs/run")) if row["kind"] == "end")
+    (end,) = (row for row in time_ledger.read_rows(Path("runs/run")) if row["kind"] == "end")
     assert (end["status"], end["reason"].startswith("the checks did not start on any node: ")) == (84, True)
 
 
@@ -118,7 +118,7 @@ def test_a_job_whose_srun_never_starts_is_not_repeated_without_end(submit):
     codes = [start_job().returncode for _ in range(2)]
     assert Path("requeued").exists()
     assert codes[1] == 80, "NO_PROGRESS"
-    assert not any(row["kind"] == "excluded" for row in time_ledger.read(Path("runs/run")))
+    assert not any(row["kind"] == "excluded" for row in time_ledger.read_rows(Path("runs/run")))
 
 
 def test_a_successor_that_is_not_needed_is_cancelled_by_its_number(submit, site):
@@ -202,7 +202,7 @@ def test_a_controller_that_does_not_answer_is_no_bad_input(site, submit):
 
 def test_status_does_not_take_a_controller_that_is_away_for_an_empty_queue(submit, site, capsys):
     assert submit()[0] == 0
-    time_ledger.append(Path("runs/run"), "attempt", attempt=1, job="123", nodes=["n1"], layout={})
+    time_ledger.append_row(Path("runs/run"), "attempt", attempt=1, job="123", nodes=["n1"], layout={})
     site("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
     assert main(["status", "runs/run"]) == 0
     assert "runs/run: not known, because SLURM's controller does not answer\n" in capsys.readouterr().out

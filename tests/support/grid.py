@@ -25,7 +25,7 @@ from baton.models.settings import kinds
 from baton.parallel.param_layout import gather_parameters, initialize_parameters
 from baton.parallel.zero import parameter_groups
 from baton.training.build import DTYPES, build
-from baton.training.checkpoint.shard_boxes import KINDS, optimizer_rectangles
+from baton.training.checkpoint.shard_boxes import KINDS, optimizer_boxes
 from baton.training.lr_schedule import learning_rates
 from baton.training.step.executor import StepExecutor
 from support.compare import relative_error
@@ -208,8 +208,8 @@ def cells(mesh, tasks: Sequence[tuple[str, str, dict | None]]) -> list[Share]:
 def cell(mesh, mixer: str, precision: str, forced: dict | None, changes: dict | None = None) -> Share:
     config = settings_of(mixer, precision)
     config = config.model_copy(update={"micro_batch_size": SEQUENCES // (mesh.layout.data * ACCUMULATION), **(changes or {})})
-    built = build(model_for(mixer), config, mesh)
-    executor = StepExecutor(built.model, built.engine, mesh)
+    train_state = build(model_for(mixer), config, mesh)
+    executor = StepExecutor(train_state.model, train_state.engine, mesh)
     rows = torch.arange(mesh.data_rank, SEQUENCES, mesh.layout.data).split(config.micro_batch_size)
     size = SEQUENCE_LENGTH // mesh.layout.context
     span = slice(mesh.context_rank * size, (mesh.context_rank + 1) * size)
@@ -225,9 +225,9 @@ def cell(mesh, mixer: str, precision: str, forced: dict | None, changes: dict | 
         share.rows.append((result.loss, result.grad_norm, result.labels))
         for layer, values in scores.items():
             share.scores[step, layer] = [(r, span, own) for r, own in zip(rows, values, strict=True)]
-    found = optimizer_rectangles(built.model, built.engine, mesh, for_save=True)
+    found = optimizer_boxes(train_state.model, train_state.engine, mesh, for_save=True)
     share.boxes = {key: [(r.whole, r.offset, r.data.clone()) for r in boxes] for key, boxes in found.items()}
-    share.parameters = gather_parameters(built.model, mesh.tensor_group)
+    share.parameters = gather_parameters(train_state.model, mesh.tensor_group)
     return share
 
 

@@ -98,7 +98,7 @@ class Job:
         return sorted(set(out.split()), key=int)
 
     def rows(self, kind: str) -> list[dict]:
-        return [row for row in time_ledger.read(self.folder) if row["kind"] == kind]
+        return [row for row in time_ledger.read_rows(self.folder) if row["kind"] == kind]
 
     def wait_for_step(self, step: int, attempt: int = 1) -> None:
         """Until this attempt has started and the run has done `step`."""

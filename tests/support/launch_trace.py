@@ -67,10 +67,10 @@ def real(model: Any, training: Any) -> None:
 
     mesh = meshes.initialize(LayoutConfig(), device=torch.device("cpu"), rank=0, store=torch.distributed.HashStore())
     try:
-        built = build(model, training, mesh)
+        train_state = build(model, training, mesh)
         with suppress(KernelCheckError):  # nothing is computed
-            check_kernels(built, training)
-        StepExecutor(built.model, built.engine, mesh).step(micro_batches(0, 0, 1, 2), 1e-3)
+            check_kernels(train_state, training)
+        StepExecutor(train_state.model, train_state.engine, mesh).step(micro_batches(0, 0, 1, 2), 1e-3)
     finally:
         meshes.shutdown()
 
@@ -88,7 +88,7 @@ def compiled(model: Any, training: Any) -> None:
             ahead._target = None
 
     ahead_of.compiling = compiling
-    ahead_of.compile_for(model, training, LayoutConfig(), GPU)
+    ahead_of.compile_run_kernels(model, training, LayoutConfig(), GPU)
 
 
 def main() -> None:

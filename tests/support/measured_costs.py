@@ -114,7 +114,7 @@ def measure():
     from baton.training.bptt.lane_states import LaneStates
     from baton.training.build import DTYPES, build, build_model
     from baton.training.step.executor import StepExecutor
-    from baton.training.step.microbatch_runner import Passes, Segments, TokenBatch
+    from baton.training.step.microbatch_runner import MicrobatchRunner, Segments, TokenBatch
 
     torch.set_num_threads(1)
     gc.freeze()  # what is there already is not looked at again and again
@@ -313,9 +313,9 @@ def measure():
         """Bytes by collective of a rank's step of two micro-batches."""
         config = run_of("gla", **layout)
         mesh = meshes.initialize(config.layout, device=torch.device("cpu"), rank=rank, store=None)
-        built = build(config.model.model_copy(update={"tie_embeddings": tied}), config.training, mesh)
+        train_state = build(config.model.model_copy(update={"tie_embeddings": tied}), config.training, mesh)
         with Sent() as sent:
-            StepExecutor(built.model, built.engine, mesh).step([batch() for _ in range(2)], 0.0)
+            StepExecutor(train_state.model, train_state.engine, mesh).step([batch() for _ in range(2)], 0.0)
         meshes.shutdown()
         return sent.bytes
 
@@ -332,7 +332,7 @@ def measure():
         training, mesh = run.training, meshes.initialize(run.layout, device=torch.device("cpu"), rank=rank, store=None)
         model = build_model(run.model, training, mesh.device, mesh)
         initialize_parameters(model, 0, mesh.tensor_rank, mesh.layout.tensor)
-        lanes = LaneStates(model, training, mesh) if training.carries else None
+        lanes = LaneStates(model, training, mesh) if training.carries_lane_states else None
         whole, together = batch(CUT_SEQUENCE_LENGTH // run.layout.context), training.gradient_segments
         read = TokenBatch(whole.tokens, whole.labels, whole.pos, (0, 1))
         for p in model.parameters():
@@ -340,7 +340,7 @@ def measure():
         carried = [] if lanes is None else [x for state in lanes._states.values() for x in state.values()]
         counted = [whole.tokens, whole.labels, whole.pos, *carried, *(x for p in model.parameters() for x in (p, p.grad))]
         known = {x.untyped_storage()._cdata for x in counted}
-        found = {"survey": 0, "forward": 0}
+        found = {"forward_no_grad": 0, "forward": 0}
 
         def taken_back():
             """Storages of what lanes carried before; they are counted for themselves."""
@@ -348,23 +348,23 @@ def measure():
             return {x.untyped_storage()._cdata for _, states in before for state in states.values() for x in state.values()}
 
         if lanes is not None:
-            lanes.begin()
+            lanes.begin_step()
         with Sent() as sent, Living() as living:
-            passes = Passes(model, [read], 1.0, Segments(training.segments, together), lanes)
+            runner = MicrobatchRunner(model, [read], 1.0, Segments(training.segments, together), lanes)
             for n, operation in enumerate(schedule(mesh.pipeline_rank, run.layout.pipeline, 1, training.segments, together)):
-                passes.do(operation)
+                runner.run_operation(operation)
                 for channel in model.link.channels.values() if model.link is not None else ():
                     channel.flush()  # a thread lets go of what has left, some time later
                 # the last survey, and the two that run forwards after it
                 if together - 2 <= n <= together + 1 and operation.kind != "backward":
                     found[operation.kind] = max(found[operation.kind], living.nbytes(known | taken_back()))
-            passes.finish()
+            runner.finish()
         found["sent"], found["handed on"] = sent.bytes, Counter()
         for (what, name), n in model.link.sent.items():
             if "bytes" in what:
                 found["handed on"]["around" if name == "all recurrences" else what.removesuffix(" bytes")] += n
         found["lanes"] = sum(x.nbytes for x in carried)
-        found["before"] = 0 if lanes is None else lanes.kept_bytes
+        found["before"] = 0 if lanes is None else lanes.backup_bytes
         meshes.shutdown()
         return found
 

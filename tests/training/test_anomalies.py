@@ -23,7 +23,7 @@ from baton.training.build import build
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.config import CheckpointConfig, EvaluationConfig, GuardConfig, MonitoringConfig
 from baton.training.errors import RunError
-from baton.training.monitoring.anomaly_detection import Judge, read_events
+from baton.training.monitoring.anomaly_detection import AnomalyDetector, read_events
 from baton.training.monitoring.metrics import read_metrics
 from baton.training.run import RunSettings
 from baton.training.step.executor import StepExecutor
@@ -40,44 +40,44 @@ class Refusing:
         self._calls[what] += 1
         return f"{what} refused" if self._calls[what] - 1 in self._bad[what] else None
 
-    def loss(self, loss):
+    def check_loss(self, loss):
         return self._next("loss")
 
-    def norm(self, norm):
+    def check_grad_norm(self, norm):
         assert math.isfinite(norm)
         assert norm > 0
         return self._next("norm")
 
-    def update(self, norm):
+    def check_update_norm(self, norm):
         return None
 
-    def accept(self, loss, norm):
+    def record(self, loss, norm):
         pass
 
 
-def state_of(built):
+def state_of(train_state):
     """Bits of everything that an update changes, on this rank."""
-    state = {name: p.detach().clone() for name, p in built.model.named_parameters()}
-    for n, fragment in enumerate(built.engine.fragments()):
+    state = {name: p.detach().clone() for name, p in train_state.model.named_parameters()}
+    for n, fragment in enumerate(train_state.engine.fragments()):
         state |= {f"{n}.{what}": getattr(fragment, what).clone() for what in ("master", "exp_avg", "exp_avg_sq")}
-    return state | {name: count.clone() for name, count in built.engine.update_counts().items()}
+    return state | {name: count.clone() for name, count in train_state.engine.update_counts().items()}
 
 
 def with_refusals(mesh):
     """Steps of which the second and the fourth are refused, and the same without them: (results, states equal)."""
     results, states = [], []
-    for judge, steps in ((Refusing(loss=(1,), norm=(2,)), (0, 5, 1, 6, 2)), (None, (0, 1, 2))):
-        built = build(MODEL, training(), mesh)
-        executor = StepExecutor(built.model, built.engine, mesh, judge=judge)
+    for anomaly_detector, steps in ((Refusing(loss=(1,), norm=(2,)), (0, 5, 1, 6, 2)), (None, (0, 1, 2))):
+        train_state = build(MODEL, training(), mesh)
+        executor = StepExecutor(train_state.model, train_state.engine, mesh, anomaly_detector=anomaly_detector)
         made = []
         for step in steps:
-            before = state_of(built)
+            before = state_of(train_state)
             result = executor.step(micro_batches(step, mesh.data_rank, mesh.layout.data, 2), 3e-3)
-            made.append((result.loss, result.grad_norm, result.refused, result.made))
-            same = all(torch.equal(x, before[name]) for name, x in state_of(built).items())
-            assert same is not result.made
+            made.append((result.loss, result.grad_norm, result.anomaly, result.updated))
+            same = all(torch.equal(x, before[name]) for name, x in state_of(train_state).items())
+            assert same is not result.updated
         results.append([one for one in made if one[3]])
-        states.append(state_of(built))
+        states.append(state_of(train_state))
     return results, all(torch.equal(x, states[1][name]) for name, x in states[0].items())
 
 
@@ -93,13 +93,13 @@ def test_a_refused_step_changes_nothing_and_the_next_ones_are_as_without_it(pool
 
 def update_norms(mesh):
     """The engine's norm of each update, and the norm of what parameters changed by, all tensor parts together."""
-    built, found = build(MODEL, training(), mesh), []
-    executor = StepExecutor(built.model, built.engine, mesh)
-    executor.watch_update = True
+    train_state, found = build(MODEL, training(), mesh), []
+    executor = StepExecutor(train_state.model, train_state.engine, mesh)
+    executor.compute_update_norm = True
     for step in range(3):
-        before = {name: p.detach().clone().double() for name, p in built.model.named_parameters()}
+        before = {name: p.detach().clone().double() for name, p in train_state.model.named_parameters()}
         result = executor.step(micro_batches(step, mesh.data_rank, mesh.layout.data, 2), 3e-3)
-        after = {name: p.detach().double() for name, p in built.model.named_parameters()}
+        after = {name: p.detach().double() for name, p in train_state.model.named_parameters()}
         found.append((result.update_norm, sum(float((after[n] - before[n]).square().sum()) for n in after) ** 0.5))
     return found
 
@@ -119,11 +119,11 @@ def test_the_norm_of_an_update_is_the_same_on_any_layout(pool):
 
 def planted(mesh, what, victim):
     """A NaN planted on one rank; what the step says."""
-    built = build(MODEL, training(), mesh)
-    executor = StepExecutor(built.model, built.engine, mesh, segments=Segments())
+    train_state = build(MODEL, training(), mesh)
+    executor = StepExecutor(train_state.model, train_state.engine, mesh, segments=Segments())
     executor.step(micro_batches(0, mesh.data_rank, mesh.layout.data, 2, mesh.context_rank, mesh.layout.context), 1e-3)
     if mesh.rank == victim:
-        block = None if what == "tokens" else built.model.layers["1"]["mamba"]
+        block = None if what == "tokens" else train_state.model.layers["1"]["mamba"]
         if what == "weight":
             with torch.no_grad():
                 block.mixer.D[3] = torch.nan
@@ -136,16 +136,16 @@ def planted(mesh, what, victim):
                 return output
 
             calls = []
-            built.model.embedding.register_forward_hook(poison)
+            train_state.model.embedding.register_forward_hook(poison)
         elif what == "gradient":
             block.mixer.D.register_hook(lambda gradient: torch.where(gradient == gradient.max(), torch.nan, gradient))
         else:
             glitch = iter([True])
             block.register_forward_hook(lambda m, a, o: ((o[0][0], o[0][1] * torch.nan), o[1]) if next(glitch, False) else o)
-    before = state_of(built)
+    before = state_of(train_state)
     result = executor.step(micro_batches(1, mesh.data_rank, mesh.layout.data, 2, mesh.context_rank, mesh.layout.context), 1e-3)
-    unchanged = all(x.isnan().any() or torch.equal(x, before[name]) for name, x in state_of(built).items())
-    return result.refused, None if result.where is None else asdict(result.where), unchanged
+    unchanged = all(x.isnan().any() or torch.equal(x, before[name]) for name, x in state_of(train_state).items())
+    return result.anomaly, None if result.nonfinite is None else asdict(result.nonfinite), unchanged
 
 
 LAYOUTS = [{"data": 2}, {"data": 2, "zero": 2}, {"tensor": 2}, {"pipeline": 3}, {"context": 2}]
@@ -190,19 +190,19 @@ def test_a_nan_that_does_not_come_back_is_said_to_be_none_of_the_steps(pool):
 
 
 def test_spikes_are_judged_against_the_median_of_accepted_steps():
-    judge = Judge(GuardConfig(loss_spike=2.0, norm_spike=5.0, update_spike=3.0, window=4))
-    assert judge.loss(1000.0) is None, "nothing is known yet"
+    anomaly_detector = AnomalyDetector(GuardConfig(loss_spike=2.0, norm_spike=5.0, update_spike=3.0, window=4))
+    assert anomaly_detector.check_loss(1000.0) is None, "nothing is known yet"
     for loss in (3.0, 4.0, 5.0):
-        judge.accept(loss, loss / 10)
-    assert judge.loss(7.9) is None
-    assert judge.loss(8.1) == "the loss 8.1 is more than 2 times 4, the median of the last 3 steps"
-    assert judge.norm(2.1).startswith("the gradient norm 2.1 is more than 5 times 0.4")
-    assert judge.norm(1.9) is None
-    assert [judge.update(x) is None for x in (1.0, 1.0, 1.0, 3.5, 2.5)] == [True, True, True, False, True]
-    off = Judge(GuardConfig())
+        anomaly_detector.record(loss, loss / 10)
+    assert anomaly_detector.check_loss(7.9) is None
+    assert anomaly_detector.check_loss(8.1) == "the loss 8.1 is more than 2 times 4, the median of the last 3 steps"
+    assert anomaly_detector.check_grad_norm(2.1).startswith("the gradient norm 2.1 is more than 5 times 0.4")
+    assert anomaly_detector.check_grad_norm(1.9) is None
+    assert [anomaly_detector.check_update_norm(x) is None for x in (1.0, 1.0, 1.0, 3.5, 2.5)] == [True, True, True, False, True]
+    off = AnomalyDetector(GuardConfig())
     for _ in range(99):
-        off.accept(1.0, 1.0)
-    assert off.loss(1e9) is off.norm(1e9) is None
+        off.record(1.0, 1.0)
+    assert off.check_loss(1e9) is off.check_grad_norm(1e9) is None
 
 
 @pytest.fixture(scope="module")
@@ -250,13 +250,13 @@ def run(mesh, corpus, bad, folder, policy, bptt=None):
     theirs = loop.build
 
     def build_poisoned(*arguments):
-        built = theirs(*arguments)
+        train_state = theirs(*arguments)
 
         def poison(module, arguments, output):
             return torch.where((arguments[0] == bad)[..., None], torch.nan, output)
 
-        built.model.embedding.register_forward_hook(poison)
-        return built
+        train_state.model.embedding.register_forward_hook(poison)
+        return train_state
 
     loop.build = build_poisoned
     try:

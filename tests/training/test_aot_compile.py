@@ -119,7 +119,7 @@ from baton.kernels.compile.aot import Target
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.config import LayoutConfig
-from baton.training.kernel_tools.aot_compile import compile_for
+from baton.training.kernel_tools.aot_compile import compile_run_kernels
 from baton.training.config import TrainingConfig
 
 def note(self, key, signature, device, constexprs, options, attrs, warmup):
@@ -143,7 +143,7 @@ for number, (name, settings) in enumerate(kinds().items()):
     for case, bptt, layout in (CASES + CASES)[first : first + count]:
         values = {"steps": 1, "sequence_length": 64, "global_batch_tokens": 128, "micro_batch_size": 2, "compute_dtype": "bfloat16"}
         launched = []
-        compile_for(model, TrainingConfig(**values, bptt=bptt, optimizer={"lr": 1e-3}), LayoutConfig(**layout), Target(90))
+        compile_run_kernels(model, TrainingConfig(**values, bptt=bptt, optimizer={"lr": 1e-3}), LayoutConfig(**layout), Target(90))
         found[f"{name}, {case}"] = sorted(set(launched))
 print(json.dumps(found))
 """
@@ -201,7 +201,7 @@ for depth in (None, 5):
         mixers = {name: kinds()[name].small() for layer in pattern for name in layer.split("+")}
         model = ModelConfig(d_model=SMALL_WIDTH, n_layers=6, vocab_size=64, pattern=pattern, mixers=mixers)
         values = {"steps": 1, "sequence_length": 64, "global_batch_tokens": 128, "micro_batch_size": 2, "compute_dtype": "bfloat16"}
-        compiling.compile_for(model, TrainingConfig(**values, optimizer={"lr": 1e-3}), LayoutConfig(), Target(90))
+        compiling.compile_run_kernels(model, TrainingConfig(**values, optimizer={"lr": 1e-3}), LayoutConfig(), Target(90))
         found.setdefault(str(pattern), []).append(sorted(launched))
 print(json.dumps({name: [few == many, len(few)] for name, (few, many) in found.items()}))
 """
@@ -293,12 +293,12 @@ def test_a_step_on_a_gpu_compiles_nothing_more(mixer, tmp_path, monkeypatch):
     monkeypatch.setattr(knobs.compilation, "listener", note)
     mesh = meshes.initialize(LayoutConfig(), device=torch.device("cuda", 0), rank=0, store=torch.distributed.HashStore())
     try:
-        built = build(ModelConfig(**model), training, mesh)
-        check_kernels(built, training)
+        train_state = build(ModelConfig(**model), training, mesh)
+        check_kernels(train_state, training)
         batches = [
             TokenBatch(b.tokens.to(mesh.device), b.labels.to(mesh.device), b.pos.to(mesh.device)) for b in micro_batches(0, 0, 1, 2)
         ]
-        StepExecutor(built.model, built.engine, mesh).step(batches, 1e-3)
+        StepExecutor(train_state.model, train_state.engine, mesh).step(batches, 1e-3)
     finally:
         meshes.shutdown()
     assert missed == []

@@ -12,7 +12,7 @@ from baton.models.config import ModelConfig
 from baton.models.settings import kinds
 from baton.parallel.config import LayoutConfig
 from baton.training.config import TrainingConfig
-from baton.training.kernel_tools.autotune import chosen, requests_of, tune_for
+from baton.training.kernel_tools.autotune import launch_requests, select_requests, tune_run_kernels
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -36,7 +36,7 @@ def settings(*pattern):
 
 
 def test_a_runs_shapes_are_those_of_a_rank():
-    found = {(r.kernel, r.shape.get("kind")): r for r in requests_of(*settings(), Target(90))}
+    found = {(r.kernel, r.shape.get("kind")): r for r in launch_requests(*settings(), Target(90))}
     assert found.keys() == {("short_conv", None), ("diagonal_scan", "mamba"), ("diagonal_scan", "longhorn")}
     for request in found.values():
         assert {**request.sizes, "activate": True, "gated": True} == {
@@ -49,7 +49,7 @@ def test_a_runs_shapes_are_those_of_a_rank():
 def test_each_mixer_asks_for_what_can_be_tuned(kind):
     """And of half the heads or channels on each of two tensor ranks."""
     model, training, layout = settings(kind)
-    whole, half = (requests_of(model, training, one, Target(90)) for one in (LayoutConfig(), layout))
+    whole, half = (launch_requests(model, training, one, Target(90)) for one in (LayoutConfig(), layout))
     assert whole
     assert [request.kernel for request in whole] == [request.kernel for request in half]
     assert {request.kernel for request in whole} <= STEPS.keys()
@@ -67,16 +67,16 @@ def test_each_mixer_asks_for_what_can_be_tuned(kind):
 def test_a_process_that_has_seen_the_meta_device_can_use_its_gpu():
     """Triton's driver asks torch.cuda for the device, which a world on another device answers for."""
     before = torch.cuda.current_device, torch.cuda.synchronize
-    requests_of(*settings(), Target(90))
+    launch_requests(*settings(), Target(90))
     assert (torch.cuda.current_device, torch.cuda.synchronize) == before
 
 
 def test_some_kernels_alone():
-    requests = requests_of(*settings(), Target(90))
-    assert {request.kernel for request in chosen(requests, ["short_conv"])} == {"short_conv"}
-    assert chosen(requests, []) == requests
+    requests = launch_requests(*settings(), Target(90))
+    assert {request.kernel for request in select_requests(requests, ["short_conv"])} == {"short_conv"}
+    assert select_requests(requests, []) == requests
     with pytest.raises(LaunchConfigError, match="the run has no kernel called 'delta_rule'; it has diagonal_scan, short_conv"):
-        chosen(requests, ["short_conv", "delta_rule"])
+        select_requests(requests, ["short_conv", "delta_rule"])
 
 
 @pytest.mark.gpu
@@ -86,7 +86,7 @@ def test_what_was_tuned_is_in_the_table(tmp_path, monkeypatch):
     )
     device, path = torch.device("cuda", 0), tmp_path / "launch_configs.json"
     launch_configs.write(launch_configs.table(), path)
-    found = list(tune_for(*settings("mamba"), device, path))
+    found = list(tune_run_kernels(*settings("mamba"), device, path))
     rows = {
         (row.kernel, *sorted(row.shape.items())): row
         for row in launch_configs.read(path)
@@ -108,6 +108,6 @@ def test_every_kernel_is_tuned(kind, tmp_path, monkeypatch):
     model, training, _ = settings(kind)
     device, path = torch.device("cuda", 0), tmp_path / "launch_configs.json"
     launch_configs.write(launch_configs.table(), path)
-    found = list(tune_for(model, training, LayoutConfig(), device, path))
+    found = list(tune_run_kernels(model, training, LayoutConfig(), device, path))
     assert found
     assert all(0 < tuned.after_ms <= tuned.before_ms < 1000 for tuned in found)

@@ -25,9 +25,9 @@ from baton.training.checkpoint.manifest import Manifest, check_file
 from baton.training.checkpoint.retention import Retention
 from baton.training.checkpoint.shard_boxes import (
     KINDS,
-    Rectangle,
+    ShardBox,
     flat_range_boxes,
-    optimizer_rectangles,
+    optimizer_boxes,
 )
 from baton.training.checkpoint.store import CheckpointStore, published
 from baton.training.errors import CheckpointError
@@ -48,11 +48,11 @@ def test_a_flat_range_is_a_few_boxes(shape, data):
     assert torch.equal(torch.cat(found) if found else whole[:0], whole[start:stop])
 
 
-def manifest(step, built=None):
+def manifest(step, train_state=None):
     return Manifest(
         step=step,
         tokens=step * 100,
-        adam_steps=built.engine.updates if built else step,
+        adam_steps=train_state.engine.updates if train_state else step,
         cursors={"0": [1, 2, 3]},
         fingerprints={"model": "m"},
         layout={},
@@ -66,19 +66,19 @@ def batches(mesh, step):
 
 
 def trained(mesh, steps=2):
-    built = build(MODEL, training(), mesh)
-    executor = StepExecutor(built.model, built.engine, mesh)
+    train_state = build(MODEL, training(), mesh)
+    executor = StepExecutor(train_state.model, train_state.engine, mesh)
     for step in range(steps):
         executor.step(batches(mesh, step), 1e-3)
-    return built, executor
+    return train_state, executor
 
 
-def whole_state(mesh, built):
+def whole_state(mesh, train_state):
     """Every tensor of the optimizer state, put together from all ranks' rectangles: an independent gather."""
     mine = [
         (key, r.whole, r.offset, r.data.clone())
-        for key, rectangles in optimizer_rectangles(built.model, built.engine, mesh, for_save=False).items()
-        for r in rectangles
+        for key, boxes in optimizer_boxes(train_state.model, train_state.engine, mesh, for_save=False).items()
+        for r in boxes
     ]
     parts = [None] * mesh.world_size
     torch.distributed.all_gather_object(parts, mine)
@@ -93,13 +93,13 @@ def whole_state(mesh, built):
 
 def save(mesh, folder, steps=(2,)):
     store = CheckpointStore(Path(folder), mesh, keep_last=3)
-    built, executor = trained(mesh, 0)
+    train_state, executor = trained(mesh, 0)
     for step in range(max(steps)):
         executor.step(batches(mesh, step), 1e-3)
         if step + 1 in steps:
-            rectangles = optimizer_rectangles(built.model, built.engine, mesh, for_save=True)
-            assert store.save(rectangles, manifest(step + 1, built))
-    state = whole_state(mesh, built)
+            boxes = optimizer_boxes(train_state.model, train_state.engine, mesh, for_save=True)
+            assert store.save(boxes, manifest(step + 1, train_state))
+    state = whole_state(mesh, train_state)
     after = executor.step(batches(mesh, 7), 1e-3)
     return state, after.loss, after.grad_norm
 
@@ -107,18 +107,18 @@ def save(mesh, folder, steps=(2,)):
 def load(mesh, folder, again=None):
     """From a freshly initialised, differently trained engine, so that nothing can be right by chance. again: where to save what was
     loaded."""
-    built, executor = trained(mesh, 1)
+    train_state, executor = trained(mesh, 1)
     said = []
     store = CheckpointStore(Path(folder), mesh, keep_last=3, say=said.append)
     path, found = store.load_newest(lambda m: None)
-    store.read(path, optimizer_rectangles(built.model, built.engine, mesh, for_save=False))
-    built.engine.updates = found.adam_steps
-    built.engine.masters_changed()
-    state = whole_state(mesh, built)
+    store.read(path, optimizer_boxes(train_state.model, train_state.engine, mesh, for_save=False))
+    train_state.engine.updates = found.adam_steps
+    train_state.engine.masters_changed()
+    state = whole_state(mesh, train_state)
     checksums = None
     if again is not None:
         store = CheckpointStore(Path(again), mesh, keep_last=1)
-        assert store.save(optimizer_rectangles(built.model, built.engine, mesh, for_save=True), found)
+        assert store.save(optimizer_boxes(train_state.model, train_state.engine, mesh, for_save=True), found)
         checksums = checksums_of(Path(again) / path.name)
     after = executor.step(batches(mesh, 7), 1e-3)
     return path.name, found, state, after.loss, after.grad_norm, said, checksums
@@ -175,12 +175,12 @@ def test_any_layout_reads_any_other_bit_for_bit(pool, tmp_path, writer, readers)
 def test_parts_that_do_not_cover_a_box_are_refused(tmp_path):
     """A hole would keep what was in memory before, as a fresh model's weights."""
     whole = torch.arange(24.0).view(6, 4)
-    halves = [Rectangle((6, 4), (first, 0), whole[first : first + 3]) for first in (0, 3)]
+    halves = [ShardBox((6, 4), (first, 0), whole[first : first + 3]) for first in (0, 3)]
     parts, memory = Staging(torch.device("cpu")).copy({"x": halves})
     write_file(tmp_path / "file", parts, memory)
     tensor = describe(parts)["x"]
     both = [["file", *part] for part in tensor["parts"]]
-    box = Rectangle((6, 4), (1, 1), torch.zeros(4, 2))
+    box = ShardBox((6, 4), (1, 1), torch.zeros(4, 2))
     CheckpointFiles(tmp_path, {"x": {**tensor, "parts": both}}).fill("x", box)
     assert torch.equal(box.data, whole[1:5, 1:3])
     with pytest.raises(CheckpointError, match=r"the checkpoint holds 4 of 8 elements of x at \(1, 1\)"):
@@ -189,17 +189,20 @@ def test_parts_that_do_not_cover_a_box_are_refused(tmp_path):
 
 def test_going_back_after_a_refused_step_computes_with_the_checkpoints_weights(single_mesh, tmp_path):
     """In bfloat16 a refused step leaves copies of its weights, which have to go with them."""
-    built = build(MODEL, training(compute_dtype="bfloat16"), single_mesh)
-    executor, store = StepExecutor(built.model, built.engine, single_mesh), CheckpointStore(tmp_path, single_mesh, keep_last=1)
+    train_state = build(MODEL, training(compute_dtype="bfloat16"), single_mesh)
+    executor, store = (
+        StepExecutor(train_state.model, train_state.engine, single_mesh),
+        CheckpointStore(tmp_path, single_mesh, keep_last=1),
+    )
     executor.step(batches(single_mesh, 0), 1e-2)
-    kept = manifest(1, built)
+    kept = manifest(1, train_state)
     kept.cursors.clear()
-    store.save(optimizer_rectangles(built.model, built.engine, single_mesh, for_save=True), kept)
+    store.save(optimizer_boxes(train_state.model, train_state.engine, single_mesh, for_save=True), kept)
     expected = executor.step(batches(single_mesh, 1), 1e-2)
-    executor.judge = SimpleNamespace(loss=lambda loss: "refused")
-    assert executor.step(batches(single_mesh, 2), 1e-2).refused == "refused"
-    executor.judge = None
-    resume(built, None, store, {}, Cursor.from_json)
+    executor.anomaly_detector = SimpleNamespace(check_loss=lambda loss: "refused")
+    assert executor.step(batches(single_mesh, 2), 1e-2).anomaly == "refused"
+    executor.anomaly_detector = None
+    resume(train_state, None, store, {}, Cursor.from_json)
     again = executor.step(batches(single_mesh, 1), 1e-2)
     assert (again.loss, again.grad_norm) == (expected.loss, expected.grad_norm)
 
@@ -352,15 +355,15 @@ def test_nothing_of_a_checkpoint_is_a_pickle(saved):
 
 def save_into_a_small_disk(mesh, folder):
     """Two saves; before the second, the disk is filled up to a few KiB."""
-    built, executor = trained(mesh, 1)
+    train_state, executor = trained(mesh, 1)
     said = []
     store = CheckpointStore(Path(folder), mesh, keep_last=3, say=said.append)
-    first = store.save(optimizer_rectangles(built.model, built.engine, mesh, for_save=True), manifest(1, built))
+    first = store.save(optimizer_boxes(train_state.model, train_state.engine, mesh, for_save=True), manifest(1, train_state))
     if mesh.is_main:
         free = shutil.disk_usage(folder).free
         (Path(folder) / "ballast").write_bytes(b"x" * (free - 8192))
     torch.distributed.barrier()
-    second = store.save(optimizer_rectangles(built.model, built.engine, mesh, for_save=True), manifest(2, built))
+    second = store.save(optimizer_boxes(train_state.model, train_state.engine, mesh, for_save=True), manifest(2, train_state))
     loss = executor.step(batches(mesh, 3), 1e-3).loss
     return first, second, said, sorted(os.listdir(folder)), loss
 
@@ -379,27 +382,27 @@ def test_a_full_disk_costs_only_that_checkpoint(pool, small_disk):
 
 def save_while_training(mesh, folder):
     """A save under way while everything it saves is changed; then one that cannot be written."""
-    built, _ = trained(mesh, 1)
+    train_state, _ = trained(mesh, 1)
     said = []
     store = CheckpointStore(Path(folder), mesh, keep_last=9, say=said.append, async_save=True)
-    rectangles = optimizer_rectangles(built.model, built.engine, mesh, for_save=True)
-    before = whole_state(mesh, built)
-    assert store.save(rectangles, manifest(1, built)) is None, "it is not published yet"
+    boxes = optimizer_boxes(train_state.model, train_state.engine, mesh, for_save=True)
+    before = whole_state(mesh, train_state)
+    assert store.save(boxes, manifest(1, train_state)) is None, "it is not published yet"
     early = sorted(os.listdir(folder))
-    for box in (box for boxes in rectangles.values() for box in boxes):
+    for box in (box for boxes in boxes.values() for box in boxes):
         box.data.add_(1.0)
     published = None
     while published is None:
         published = store.poll()
     assert store.poll() is store.finish() is None
-    store.save(rectangles, manifest(2, built))
+    store.save(boxes, manifest(2, train_state))
     # a file that a rank makes meanwhile would keep the folder
     while mesh.is_main and (unfinished := Path(folder) / ".saving-step-00000002").exists():
         shutil.rmtree(unfinished, ignore_errors=True)
     store.finish()
     problems = [store.problem]
-    store.save(rectangles, manifest(3, built))
-    store.save(rectangles, manifest(4, built))  # waits for the one before
+    store.save(boxes, manifest(3, train_state))
+    store.save(boxes, manifest(4, train_state))  # waits for the one before
     last = store.finish()
     return before, early, published, said, last, [*problems, store.problem]
 
@@ -431,11 +434,11 @@ def test_retention_keeps_the_last_the_nth_and_the_best():
 
 
 def prune(mesh, folder):
-    built, _ = trained(mesh, 0)
+    train_state, _ = trained(mesh, 0)
     store = CheckpointStore(Path(folder), mesh, keep_last=2)
     (Path(folder) / ".saving-step-00000009").mkdir(parents=True)  # what a kill in a save leaves behind
     for step in (1, 2, 3):
-        store.save(optimizer_rectangles(built.model, built.engine, mesh, for_save=True), manifest(step, built))
+        store.save(optimizer_boxes(train_state.model, train_state.engine, mesh, for_save=True), manifest(step, train_state))
     kept = sorted(os.listdir(folder))
     store.load_newest(lambda m: None)
     return kept, sorted(os.listdir(folder))

@@ -17,17 +17,17 @@ from baton.launcher.cli import main
 from baton.training.build import build
 from baton.training.checkpoint.files import CheckpointFiles
 from baton.training.checkpoint.manifest import Manifest, checksum
-from baton.training.checkpoint.shard_boxes import optimizer_rectangles
+from baton.training.checkpoint.shard_boxes import optimizer_boxes
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.checkpoint.tools import differences, load_weights, problems
 from baton.training.errors import CheckpointError
-from baton.training.loop import begin_with
+from baton.training.loop import load_initial_weights
 from baton.training.step.executor import StepExecutor
 
 
 def write(mesh, folder):
-    built = build(MODEL, training(), mesh)
-    executor = StepExecutor(built.model, built.engine, mesh)
+    train_state = build(MODEL, training(), mesh)
+    executor = StepExecutor(train_state.model, train_state.engine, mesh)
     store = CheckpointStore(Path(folder) / "checkpoints", mesh, keep_last=9)
     for step in range(1, 4):
         executor.step(micro_batches(step, mesh.data_rank, mesh.layout.data, 2), 3e-3)
@@ -41,7 +41,7 @@ def write(mesh, folder):
             versions={},
             validation={1: 3.0, 2: 2.5}.get(step),
         )
-        assert store.save(optimizer_rectangles(built.model, built.engine, mesh, for_save=True), manifest)
+        assert store.save(optimizer_boxes(train_state.model, train_state.engine, mesh, for_save=True), manifest)
 
 
 @pytest.fixture(scope="module")
@@ -170,19 +170,21 @@ def test_weights_leave_whole_and_begin_another_run(runs, tmp_path, capsys, singl
     exported = load_file(out)
     assert exported.keys() == masters.keys()
     assert all(torch.equal(exported[name], masters[name].to(getattr(torch, dtype))) for name in masters)
-    built = build(MODEL, training(seed=9), single_mesh)
-    begin_with(built, out)
-    held = optimizer_rectangles(built.model, built.engine, single_mesh, for_save=False)
+    train_state = build(MODEL, training(seed=9), single_mesh)
+    load_initial_weights(train_state, out)
+    held = optimizer_boxes(train_state.model, train_state.engine, single_mesh, for_save=False)
     for name, boxes in ((name, held[f"master.{name}"]) for name in masters):
         for box in boxes:
             place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape))
             assert torch.equal(box.data, exported[name][place].float()), name
-    assert all(torch.equal(dict(built.model.named_parameters())[n], x.float()) for n, x in exported.items() if n == "norm.weight")
+    assert all(
+        torch.equal(dict(train_state.model.named_parameters())[n], x.float()) for n, x in exported.items() if n == "norm.weight"
+    )
 
 
 def test_weights_of_another_model_are_refused(runs, tmp_path, capsys, single_mesh):
-    built = build(MODEL, training(), single_mesh)
-    held = optimizer_rectangles(built.model, built.engine, single_mesh, for_save=False)
+    train_state = build(MODEL, training(), single_mesh)
+    held = optimizer_boxes(train_state.model, train_state.engine, single_mesh, for_save=False)
     whole = CheckpointFiles(p := runs / "one" / "checkpoints" / "step-00000001", Manifest.read(p).tensors)
     weights = {key.removeprefix("master."): whole.whole(key) for key in held if key.startswith("master.")}
     cases = {

@@ -11,7 +11,7 @@ from support.pool_runs import train_run
 
 from baton.data_pipeline.batches import Batch
 from baton.launcher.config import load
-from baton.training.step.batch_distribution import checksum
+from baton.training.step.batch_distribution import batch_checksum
 
 SEQUENCE_LENGTH, LANES = 7, 12
 
@@ -32,7 +32,7 @@ def batches(rows, micro_batch_size, data_size):
 
 
 def total(rows, micro_batch_size=1, data_size=1):
-    return sum(checksum(of_rank) for of_rank in batches(rows, micro_batch_size, data_size)) % 2**64
+    return sum(batch_checksum(of_rank) for of_rank in batches(rows, micro_batch_size, data_size)) % 2**64
 
 
 @pytest.mark.parametrize(("micro_batch_size", "data_size"), [(12, 1), (5, 1), (2, 2), (3, 4), (1, 12)])
@@ -41,8 +41,8 @@ def test_it_is_the_same_however_rows_are_divided(micro_batch_size, data_size):
     assert total(rows, micro_batch_size, data_size) == total(rows)
     plain = sum(multiplier(0, lane) * plain_digest(list(zip(*row.tolist()))) for lane, row in rows.items())
     assert total(rows) == plain % 2**64
-    assert all(-(2**63) <= checksum(of_rank) < 2**63 for of_rank in batches(rows, micro_batch_size, data_size)), "an int64"
-    assert checksum([]) == 0, "of a rank that does not read"
+    assert all(-(2**63) <= batch_checksum(of_rank) < 2**63 for of_rank in batches(rows, micro_batch_size, data_size)), "an int64"
+    assert batch_checksum([]) == 0, "of a rank that does not read"
 
 
 def test_every_mistake_shows():

@@ -12,7 +12,7 @@ from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.parallel.tensor import drop_cast_weights
 from baton.training.build import build, make_deterministic
-from baton.training.step.cuda_graphs import CudaRecorder, Graphs
+from baton.training.step.cuda_graphs import CudaGraphRecorder, CudaGraphs
 from baton.training.step.executor import StepExecutor
 from baton.training.step.microbatch_runner import TokenBatch
 
@@ -41,25 +41,25 @@ def cut(batch, tokens, device):
 def steps(mesh, mixer, recorder, compute_dtype="bfloat16"):
     """Results of steps, and the parameters behind them: shorter sequences after two, then one that a NaN makes be refused."""
     config = training(compute_dtype=compute_dtype)
-    built = build(model_of(mixer), config, mesh)
-    graphs = None if recorder is None else Graphs(built.model, recorder)
-    executor, found = StepExecutor(built.model, built.engine, mesh, graphs=graphs), []
-    victim = built.model.embedding.weight
+    train_state = build(model_of(mixer), config, mesh)
+    graphs = None if recorder is None else CudaGraphs(train_state.model, recorder)
+    executor, found = StepExecutor(train_state.model, train_state.engine, mesh, cuda_graphs=graphs), []
+    victim = train_state.model.embedding.weight
     for step in range(5):
         planted, before = step == 3, victim.detach().clone()
         if planted:
             with torch.no_grad():
                 victim[:, 1] = torch.nan
-            drop_cast_weights(built.model)
+            drop_cast_weights(train_state.model)
         own = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch_size)
         result = executor.step([cut(b, 24 if step < 2 else 13, mesh.device) for b in own], 3e-3)
-        assert result.made is not planted, result
-        found.append((str(result.loss), str(result.grad_norm), result.labels, str(result.where)))
+        assert result.updated is not planted, result
+        found.append((str(result.loss), str(result.grad_norm), result.labels, str(result.nonfinite)))
         if planted:
             with torch.no_grad():
                 victim.copy_(before)
-            drop_cast_weights(built.model)
-    return found, {name: p.detach().clone() for name, p in built.model.named_parameters()}
+            drop_cast_weights(train_state.model)
+    return found, {name: p.detach().clone() for name, p in train_state.model.named_parameters()}
 
 
 def differences(mesh, mixers, recorder, compute_dtype="bfloat16"):
@@ -118,12 +118,12 @@ from baton.kernels.compile.aot import META, Target, compiling
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel import mesh as meshes
-from baton.parallel import waiting
+from baton.parallel import comm_timing
 from baton.parallel.config import LayoutConfig
 from baton.parallel.linear import fused_grad_accumulation
 from baton.training.build import build_model
 from baton.training.config import TrainingConfig
-from baton.training.step.cuda_graphs import Graphs
+from baton.training.step.cuda_graphs import CudaGraphs
 from baton.training.step.microbatch_runner import TokenBatch
 
 JITFunction._do_compile = lambda self, key, *_: self  # nothing is compiled here
@@ -163,7 +163,7 @@ for (name, settings), (changes, tensor) in product(kinds().items(), [*((form, 1)
         built = build_model(model, TrainingConfig(**values, optimizer={"lr": 1e-3}), META, mesh)
         ids, pos = (torch.empty(2, 64, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
         with fused_grad_accumulation():
-            Graphs(built, Recorder).passes([TokenBatch(ids, ids, pos)], 1.0)
+            CudaGraphs(built, Recorder).runner([TokenBatch(ids, ids, pos)], 1.0)
         meshes.shutdown()
 print("\\n".join(seen))
 seen.clear()
@@ -218,7 +218,7 @@ def on_gpu():
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_graphs_are_plain_passes_to_the_bit(mixer, on_gpu):
     for compute_dtype in ("bfloat16", "float32"):
-        assert differences(on_gpu, [mixer], CudaRecorder, compute_dtype) == {mixer: []}
+        assert differences(on_gpu, [mixer], CudaGraphRecorder, compute_dtype) == {mixer: []}
 
 
 @pytest.mark.gpu
@@ -227,8 +227,8 @@ def test_a_graph_is_launched_and_not_its_kernels(on_gpu, monkeypatch):
 
     launched, run = [], JITFunction.run
     monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: (launched.append(self), run(self, *a, **k))[1])
-    built = build(model_of("hybrid"), training(), on_gpu)
-    executor = StepExecutor(built.model, built.engine, on_gpu, graphs=Graphs(built.model))
+    train_state = build(model_of("hybrid"), training(), on_gpu)
+    executor = StepExecutor(train_state.model, train_state.engine, on_gpu, cuda_graphs=CudaGraphs(train_state.model))
     batches = [cut(b, 24, on_gpu.device) for b in micro_batches(0, 0, 1, 2)]
     executor.step(batches, 1e-3)
     assert launched
@@ -241,7 +241,7 @@ def test_a_graph_is_launched_and_not_its_kernels(on_gpu, monkeypatch):
 def test_what_a_graph_waits_for_is_not_timed(on_gpu):
     """Events that were recorded have no time."""
     comm_timing.take_wait_seconds()
-    x, recorder = torch.ones(3, device=on_gpu.device), CudaRecorder(on_gpu.device)
+    x, recorder = torch.ones(3, device=on_gpu.device), CudaGraphRecorder(on_gpu.device)
     with comm_timing.timed_wait():
         x += 1
     assert comm_timing.take_wait_seconds() > 0

@@ -18,12 +18,12 @@ from baton.training.step.executor import StepExecutor
 
 def checked(mesh, mixer):
     """Names of what a model's mixers carry, as found and as they then do; and the check itself."""
-    built = build(model_of(mixer), training(), mesh)
-    found = recurrences_of(built.model, built.model.config.d_model, built.model.compute_dtype)
-    check_kernels(built, training())
+    train_state = build(model_of(mixer), training(), mesh)
+    found = recurrences_of(train_state.model, train_state.model.config.d_model, train_state.model.compute_dtype)
+    check_kernels(train_state, training())
     Mixer.seen = seen = set()
     tokens = torch.randint(32, (2, 32), generator=torch.Generator().manual_seed(0))
-    built.model(tokens, torch.arange(32).repeat(2, 1))
+    train_state.model(tokens, torch.arange(32).repeat(2, 1))
     Mixer.seen = None
     return [str(r) for r in found], sorted(str(r) for r in seen)
 
@@ -46,9 +46,9 @@ def test_ranks_find_the_same(pool, layout):
 
 
 def stepped_in_bfloat16(mesh, mixer):
-    built = build(model_of(mixer), training(compute_dtype="bfloat16"), mesh)
-    check_kernels(built, training(compute_dtype="bfloat16"))
-    return StepExecutor(built.model, built.engine, mesh).step(micro_batches(0, 0, 1, 2), 1e-3).loss
+    train_state = build(model_of(mixer), training(compute_dtype="bfloat16"), mesh)
+    check_kernels(train_state, training(compute_dtype="bfloat16"))
+    return StepExecutor(train_state.model, train_state.engine, mesh).step(micro_batches(0, 0, 1, 2), 1e-3).loss
 
 
 @pytest.mark.parametrize("mixer", [pytest.param(mixer, marks=pytest.mark.long if n % 2 else ()) for n, mixer in enumerate(MIXERS)])
@@ -58,16 +58,20 @@ def test_a_model_is_checked_and_takes_a_step_in_bfloat16(pool, mixer):
 
 
 def found_by(mesh):
-    built = build(model_of("hybrid"), training(), mesh)
-    return [str(r) for r in recurrences_of(built.model, built.model.config.d_model, built.model.compute_dtype)], None
+    train_state = build(model_of("hybrid"), training(), mesh)
+    return [
+        str(r) for r in recurrences_of(train_state.model, train_state.model.config.d_model, train_state.model.compute_dtype)
+    ], None
 
 
 def found_without_kernels(mesh):
     """What a model carries, found while its scan cannot run."""
-    built, right = build(ModelConfig(**model_of("mamba").model_dump()), training(), mesh), SelectiveScan.run
+    train_state, right = build(ModelConfig(**model_of("mamba").model_dump()), training(), mesh), SelectiveScan.run
     SelectiveScan.run = None
     try:
-        return [str(r) for r in recurrences_of(built.model, built.model.config.d_model, built.model.compute_dtype)]
+        return [
+            str(r) for r in recurrences_of(train_state.model, train_state.model.config.d_model, train_state.model.compute_dtype)
+        ]
     finally:
         SelectiveScan.run = right
 
@@ -80,7 +84,7 @@ def test_looking_for_what_is_carried_runs_no_kernel(pool):
 def wrong_scan(mesh):
     """The message when a scan's state is off by a thousandth, and what a check of the right one says."""
     config = ModelConfig(**model_of("mamba").model_dump())
-    built, right = build(config, training(), mesh), SelectiveScan.run
+    train_state, right = build(config, training(), mesh), SelectiveScan.run
 
     def wrong(self, inputs, pos, state):
         y, leaving = right(self, inputs, pos, state)
@@ -88,7 +92,7 @@ def wrong_scan(mesh):
 
     SelectiveScan.run = wrong
     try:
-        check_kernels(built, training(compute_dtype="float32"))
+        check_kernels(train_state, training(compute_dtype="float32"))
     except KernelCheckError as error:
         return str(error), str(check(SelectiveScan("zoh"), mesh.device, torch.float32))
     finally:

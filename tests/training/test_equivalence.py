@@ -61,9 +61,9 @@ def oracle(compute_dtype="float32", mixer="mamba"):
 
 def steps_on_a_layout(mesh, compute_dtype="float32", recompute=False, mixer="mamba"):
     config = settings_of(mixer, compute_dtype=compute_dtype, recompute=recompute)
-    built = build(model_of(mixer), config, mesh)
-    initial = gather_parameters(built.model, mesh.tensor_group)
-    executor = StepExecutor(built.model, built.engine, mesh)
+    train_state = build(model_of(mixer), config, mesh)
+    initial = gather_parameters(train_state.model, mesh.tensor_group)
+    executor = StepExecutor(train_state.model, train_state.engine, mesh)
     rows = []
     for step in range(STEPS):
         batches = micro_batches(
@@ -71,7 +71,7 @@ def steps_on_a_layout(mesh, compute_dtype="float32", recompute=False, mixer="mam
         )
         result = executor.step(batches, learning_rates(step, config))
         rows.append((result.loss, result.grad_norm, result.labels))
-    return rows, initial, gather_parameters(built.model, mesh.tensor_group)
+    return rows, initial, gather_parameters(train_state.model, mesh.tensor_group)
 
 
 def whole(model, values):
@@ -167,8 +167,11 @@ def test_a_run_is_its_steps_made_by_hand(single_mesh, tmp_path):
     loop.train(RunSettings(tmp_path, model, task, config, "name: test"), single_mesh)
     recorded = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
 
-    built = build(with_vocabulary(model, task.vocab_size, None), config, single_mesh)
-    executor, stretches = StepExecutor(built.model, built.engine, single_mesh), (Stretch(0, 12, 2, 2), Stretch(2, 12, 4, 2))
+    train_state = build(with_vocabulary(model, task.vocab_size, None), config, single_mesh)
+    executor, stretches = (
+        StepExecutor(train_state.model, train_state.engine, single_mesh),
+        (Stretch(0, 12, 2, 2), Stretch(2, 12, 4, 2)),
+    )
     plan = StepPlan(lanes=config.lane_count, stretches=stretches, data_rank=0, data_size=1, start_step=0, prefetch=1)
     found = []
     with open_source(task).stream(plan, seed=config.seed, cursors=None) as stream:

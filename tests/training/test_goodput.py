@@ -10,14 +10,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from baton.data_pipeline import file_io
 from baton.training.errors import RunError
 from baton.training.monitoring import time_ledger
-from baton.training.monitoring.goodput import PARTS, account, draw
-from baton.training.monitoring.goodput_tensorboard import LedgerBoard
-from baton.training.monitoring.time_ledger import Account
+from baton.training.monitoring.goodput import PARTS, compute_goodput, plot_goodput
+from baton.training.monitoring.goodput_tensorboard import GoodputTensorBoard
+from baton.training.monitoring.time_ledger import TimeLedger
 
 
 def write(folder, *rows):
     for kind, time, values in rows:
-        time_ledger.append(folder, kind, **{"time": time, **values})
+        time_ledger.append_row(folder, kind, **{"time": time, **values})
 
 
 HISTORY = [
@@ -40,21 +40,21 @@ HISTORY = [
 
 def test_every_second_is_counted_once(tmp_path):
     write(tmp_path, *HISTORY)
-    found = account(tmp_path)
+    found = compute_goodput(tmp_path)
     assert found.wall == pytest.approx(154.5)
     assert sum(found.seconds.values()) == pytest.approx(found.wall)
     expected = {"queue": 60.0, "preflight": 10.0, "start-up": 18.0, "compute": 27.0, "save": 5.0, "lost": 10.0, "failing": 20.0,
                 "exchange": 2.0, "other": 1.0, "idle": 1.5}  # fmt: skip
     assert {part: s for part, s in found.seconds.items() if s} == pytest.approx(expected)
     assert found.goodput == pytest.approx(29 / 154.5)
-    assert found.in_job == pytest.approx(29 / (154.5 - 61.5))
+    assert found.goodput_in_job == pytest.approx(29 / (154.5 - 61.5))
     assert (found.failures, sorted(found.attempts)) == (1, [1, 2])
     assert found.attempts[1]["lost"] == 10.0, "steps 11 to 14 were done again"
 
 
 def test_a_running_attempt_is_counted_up_to_now(tmp_path):
     write(tmp_path, *HISTORY[:5])
-    found = account(tmp_path, now=175.0)
+    found = compute_goodput(tmp_path, now=175.0)
     assert (found.wall, found.seconds["other"]) == pytest.approx((75.0, 5.0))
 
 
@@ -67,10 +67,10 @@ def test_any_history_adds_up(tmp_path):
         rows = [row for row in HISTORY[1:] if rng.random() < 0.8]
         shifted = [(kind, time + rng.choice([0.0, 0.0, -40.0, 40.0]), values) for kind, time, values in rows]
         write(folder, HISTORY[1], *shifted)
-        found = account(folder, now=300.0)
+        found = compute_goodput(folder, now=300.0)
         assert sum(found.seconds.values()) == pytest.approx(found.wall), number
         assert all(seconds >= 0 for seconds in found.seconds.values())
-        for (_, until, _), (since, _, _) in itertools.pairwise(found.pieces):
+        for (_, until, _), (since, _, _) in itertools.pairwise(found.intervals):
             assert since <= until + 1e-9
 
 
@@ -87,7 +87,7 @@ def told(folder, skews, *starts):
 
         def row(kind, true, skew=skew, up=up, number=number, machine=machine, **values):
             own = {"time": true + skew, "boot": machine, "up": true - up}
-            time_ledger.append(folder, kind, **own, attempt=number, **values)
+            time_ledger.append_row(folder, kind, **own, attempt=number, **values)
 
         row("attempt", began, layout={})
         row("start", began + 0.5, step=before)
@@ -113,63 +113,63 @@ def test_the_ledgers_order_decides_and_not_the_clocks_of_machines(tmp_path, case
     skews, machines, wall = case
     spans = [(1000.0, 1030.0, 0, 10), (1040.0, 1070.0, 10, 20), (1080.0, 1120.0, 20, 30)]
     told(tmp_path, skews, *((machine, *span) for machine, span in zip(machines, spans, strict=True)))
-    found = account(tmp_path)
+    found = compute_goodput(tmp_path)
     assert found.wall == pytest.approx(wall)
     assert sum(found.seconds.values()) == pytest.approx(wall)
     expected = {"compute": 91.0, "start-up": 6.0, "other": 3.0, "idle": wall - 100.0}
     assert {part: s for part, s in found.seconds.items() if s > 1e-6} == pytest.approx({k: v for k, v in expected.items() if v})
     assert [sum(of.values()) for of in found.attempts.values()] == pytest.approx([30.0, 30.0, 40.0])
-    assert all(since <= until for since, until, _ in found.pieces)
+    assert all(since <= until for since, until, _ in found.intervals)
 
 
 def test_a_clock_that_is_set_in_the_middle_of_a_start_changes_nothing(tmp_path, monkeypatch):
-    kept = Account(tmp_path, 1, on=True, since=time_ledger.steady() - 2.0)
+    kept = TimeLedger(tmp_path, 1, enabled=True, since=time_ledger.steady_time() - 2.0)
     kept.start(0)
     for clock in (0.0, 4e9):
         monkeypatch.setattr(time_ledger.time, "time", lambda clock=clock: clock)
-        kept.spent("compute")
-        kept.done(1, write=True)
-    start, *spans = time_ledger.read(tmp_path)
+        kept.charge("compute")
+        kept.step_done(1, write=True)
+    start, *spans = time_ledger.read_rows(tmp_path)
     assert [row["time"] - row["up"] for row in spans] == pytest.approx([start["time"] - start["up"]] * 2)
     assert 2.0 <= sum(row["seconds"]["compute"] for row in spans) < 60.0
 
 
 def test_lines_say_it_all_and_the_picture_is_one(tmp_path):
     write(tmp_path, *HISTORY)
-    found = account(tmp_path)
+    found = compute_goodput(tmp_path)
     text = "\n".join(found.lines())
     assert "154.5 s in 2 attempts, 1 of which failed" in text
     for part, seconds in found.seconds.items():
         assert (f"{part:<12}" in text) == bool(seconds)
     assert "goodput 18.8% of all time, 31.2% of the time that nodes were held" in text
     assert set(found.seconds) == set(PARTS)
-    assert draw(found, tmp_path / "goodput.png").read_bytes()[:4] == b"\x89PNG"
+    assert plot_goodput(found, tmp_path / "goodput.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_folder_without_a_ledger_is_refused(tmp_path):
     with pytest.raises(RunError, match="no attempt is recorded"):
-        account(tmp_path)
+        compute_goodput(tmp_path)
 
 
 def test_lines_that_were_cut_short_are_left_out(tmp_path):
     write(tmp_path, *HISTORY)
     with (tmp_path / time_ledger.NAME).open("a") as f:
         f.write('{"kind": "end", "ti')
-    assert len(time_ledger.read(tmp_path)) == len(HISTORY)
+    assert len(time_ledger.read_rows(tmp_path)) == len(HISTORY)
 
 
 def test_the_main_ranks_time_has_no_gaps(tmp_path, monkeypatch):
     clock = iter(range(1000, 2000))
-    monkeypatch.setattr(time_ledger, "steady", lambda: float(next(clock)))
-    kept = Account(tmp_path, 1, on=True, since=990.0)
+    monkeypatch.setattr(time_ledger, "steady_time", lambda: float(next(clock)))
+    kept = TimeLedger(tmp_path, 1, enabled=True, since=990.0)
     kept.start(5)
     for step in range(6, 12):
-        kept.spent("data")
-        kept.spent("compute")
-        kept.move("compute", "exchange", 0.25)
-        kept.done(step, write=step % 3 == 0)
+        kept.charge("data")
+        kept.charge("compute")
+        kept.reassign("compute", "exchange", 0.25)
+        kept.step_done(step, write=step % 3 == 0)
     kept.flush()
-    start, *spans = time_ledger.read(tmp_path)
+    start, *spans = time_ledger.read_rows(tmp_path)
     assert (start["up"], start["step"]) == (990.0, 5)
     assert [row["step"] for row in spans] == [6, 9, 11]
     for row, before in zip(spans, [start, *spans]):
@@ -179,7 +179,7 @@ def test_the_main_ranks_time_has_no_gaps(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_keeps_rows_waiting(small_disk, capsys):
-    kept = Account(small_disk, 1, on=True, since=0.0)
+    kept = TimeLedger(small_disk, 1, enabled=True, since=0.0)
     filler = small_disk / "filler"
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as f:
         while f.write(bytes(4096)):
@@ -187,9 +187,9 @@ def test_a_full_disk_keeps_rows_waiting(small_disk, capsys):
     kept.start(0)
     assert "ledger.jsonl is behind" in capsys.readouterr().out
     filler.unlink()
-    kept.spent("compute")
-    kept.done(1, write=True)
-    assert [row["kind"] for row in time_ledger.read(small_disk)] == ["start", "spans"]
+    kept.charge("compute")
+    kept.step_done(1, write=True)
+    assert [row["kind"] for row in time_ledger.read_rows(small_disk)] == ["start", "spans"]
 
 
 def test_a_row_is_tried_again_where_nothing_else_has_to_be_done(tmp_path, monkeypatch):
@@ -198,23 +198,23 @@ def test_a_row_is_tried_again_where_nothing_else_has_to_be_done(tmp_path, monkey
     kept = path.rename(tmp_path / "kept")
     path.symlink_to("/dev/full")
     monkeypatch.setattr(file_io.time, "sleep", lambda seconds: kept.exists() and kept.replace(path))
-    time_ledger.append(tmp_path, "end", attempt=1, status=0)
-    assert [row["kind"] for row in time_ledger.read(tmp_path)] == ["submitted", "attempt", "end"]
+    time_ledger.append_row(tmp_path, "end", attempt=1, status=0)
+    assert [row["kind"] for row in time_ledger.read_rows(tmp_path)] == ["submitted", "attempt", "end"]
     path.unlink()
     path.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
-        time_ledger.append(tmp_path, "end", attempt=1, status=0)
+        time_ledger.append_row(tmp_path, "end", attempt=1, status=0)
 
 
 def test_tensorboard_shows_the_account_at_every_save(tmp_path):
     write(tmp_path, *HISTORY)
-    board = LedgerBoard(tmp_path, step=0)
+    board = GoodputTensorBoard(tmp_path, step=0)
     board.show(10)
     board.show(20)
     board.close()
     found = EventAccumulator(str(tmp_path / "tensorboard" / "ledger"))
     found.Reload()
-    expected = account(tmp_path)
+    expected = compute_goodput(tmp_path)
     shown = found.Scalars("goodput/of_all_time")
     assert [e.step for e in shown] == [10, 20]
     assert shown[1].value == pytest.approx(expected.goodput)

@@ -47,10 +47,10 @@ def losses(mesh, steps, bptt):
     )
     mixers = {"mamba": kinds()["mamba"].small()}
     config = ModelConfig(d_model=32, n_layers=1, vocab_size=SYMBOLS + 2, pad_vocab_to=2, pattern=["mamba"], mixers=mixers)
-    built = build(config, training, mesh)
-    lanes = LaneStates(built.model, training, mesh) if training.carries else None
+    train_state = build(config, training, mesh)
+    lanes = LaneStates(train_state.model, training, mesh) if training.carries_lane_states else None
     segments = Segments(training.segments, training.gradient_segments)
-    executor = StepExecutor(built.model, built.engine, mesh, segments=segments, lanes=lanes)
+    executor = StepExecutor(train_state.model, train_state.engine, mesh, segments=segments, lanes=lanes)
     generator, found = torch.Generator().manual_seed(0), []
     for step in range(steps):
         found.append(executor.step([examples(generator)], learning_rate(step, training)).loss)

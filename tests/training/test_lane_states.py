@@ -12,7 +12,7 @@ from baton.models.settings import kinds
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import build
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.checkpoint.shard_boxes import optimizer_rectangles
+from baton.training.checkpoint.shard_boxes import optimizer_boxes
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.errors import CheckpointError
 from baton.training.loop import resume
@@ -21,9 +21,9 @@ TRUNCATED = {"mode": "truncated", "segment": 8}
 WHAT = "set of carried States"
 
 
-def lanes_with_values(built, config, mesh):
+def lanes_with_values(train_state, config, mesh):
     """Lanes whose States are all different."""
-    lanes, g = LaneStates(built.model, config, mesh), torch.Generator().manual_seed(0)
+    lanes, g = LaneStates(train_state.model, config, mesh), torch.Generator().manual_seed(0)
     own = range(mesh.data_rank, config.lane_count, mesh.layout.data)
     for lane in own if mesh.context_rank == 0 else ():
         states = lanes.read([lane])
@@ -45,21 +45,21 @@ def values_of(key, rectangle):
 
 def save_by_name(mesh, kind, folder):
     config = training(bptt=TRUNCATED)
-    built = build(model_of(kind), config, mesh)
-    lanes = LaneStates(built.model, config, mesh)
-    for key, boxes in lanes.rectangles(for_save=False).items():
+    train_state = build(model_of(kind), config, mesh)
+    lanes = LaneStates(train_state.model, config, mesh)
+    for key, boxes in lanes.boxes(for_save=False).items():
         for box in boxes:
             box.data.copy_(values_of(key, box))
-    save(built, lanes, CheckpointStore(folder, mesh, 2), {})
+    save(train_state, lanes, CheckpointStore(folder, mesh, 2), {})
 
 
 def load_by_name(mesh, kind, folder):
     """What is in its place, and what is not, by key."""
     config = training(bptt=TRUNCATED)
-    built = build(model_of(kind), config, mesh)
-    lanes = LaneStates(built.model, config, mesh)
-    resume(built, lanes, CheckpointStore(folder, mesh, 2), {}, Cursor.from_json)
-    boxes = [(key, box) for key, boxes in lanes.rectangles(for_save=False).items() for box in boxes]
+    train_state = build(model_of(kind), config, mesh)
+    lanes = LaneStates(train_state.model, config, mesh)
+    resume(train_state, lanes, CheckpointStore(folder, mesh, 2), {}, Cursor.from_json)
+    boxes = [(key, box) for key, boxes in lanes.boxes(for_save=False).items() for box in boxes]
     return [(key, box.offset, torch.equal(box.data, values_of(key, box))) for key, box in boxes]
 
 
@@ -78,23 +78,23 @@ def test_lanes_move_to_any_other_layout(pool, single_mesh, tmp_path, kind):
         assert {offset[0] for _, offset, _ in found} == set(range(8)), "lanes"
 
 
-def save(built, lanes, store, fingerprints):
+def save(train_state, lanes, store, fingerprints):
     manifest = Manifest(
-        step=3, tokens=9, adam_steps=0, cursors={}, fingerprints=fingerprints, layout=built.mesh.layout.sizes(), versions={}
+        step=3, tokens=9, adam_steps=0, cursors={}, fingerprints=fingerprints, layout=train_state.mesh.layout.sizes(), versions={}
     )
-    rectangles = optimizer_rectangles(built.model, built.engine, built.mesh, for_save=True)
-    assert store.save(rectangles | ({} if lanes is None else lanes.rectangles(for_save=True)), manifest) is not None
+    boxes = optimizer_boxes(train_state.model, train_state.engine, train_state.mesh, for_save=True)
+    assert store.save(boxes | ({} if lanes is None else lanes.boxes(for_save=True)), manifest) is not None
 
 
 @pytest.mark.parametrize("kind", [kind for kind, settings in kinds().items() if not settings.small().state_grows])
 def test_what_is_carried_comes_back_from_a_checkpoint_bit_for_bit(single_mesh, tmp_path, kind):
     """Every leaf of every mixer, of any type."""
     config = training(bptt=TRUNCATED)
-    built = build(model_of(kind), config, single_mesh)
-    lanes, store = lanes_with_values(built, config, single_mesh), CheckpointStore(tmp_path, single_mesh, 2)
-    save(built, lanes, store, {WHAT: "8 lanes"})
-    loaded = LaneStates(built.model, config, single_mesh)
-    resume(built, loaded, store, {WHAT: "8 lanes"}, Cursor.from_json)
+    train_state = build(model_of(kind), config, single_mesh)
+    lanes, store = lanes_with_values(train_state, config, single_mesh), CheckpointStore(tmp_path, single_mesh, 2)
+    save(train_state, lanes, store, {WHAT: "8 lanes"})
+    loaded = LaneStates(train_state.model, config, single_mesh)
+    resume(train_state, loaded, store, {WHAT: "8 lanes"}, Cursor.from_json)
     every = range(config.lane_count)
     for number, state in lanes.read(every).items():
         for name, x in state.items():
@@ -112,23 +112,23 @@ def test_what_is_carried_comes_back_from_a_checkpoint_bit_for_bit(single_mesh, t
 )
 def test_a_checkpoint_of_other_lanes_is_refused_before_the_first_step(single_mesh, tmp_path, saved, wanted, message):
     config = training(bptt=TRUNCATED, lanes=wanted)
-    built = build(MODEL, config, single_mesh)
+    train_state = build(MODEL, config, single_mesh)
     store = CheckpointStore(tmp_path, single_mesh, 2)
-    before = None if saved is None else lanes_with_values(built, training(bptt=TRUNCATED, lanes=saved), single_mesh)
-    save(built, before, store, {} if saved is None else {WHAT: f"{saved} lanes"})
+    before = None if saved is None else lanes_with_values(train_state, training(bptt=TRUNCATED, lanes=saved), single_mesh)
+    save(train_state, before, store, {} if saved is None else {WHAT: f"{saved} lanes"})
     with pytest.raises(CheckpointError, match=message):
-        resume(built, LaneStates(built.model, config, single_mesh), store, {WHAT: f"{wanted} lanes"}, Cursor.from_json)
+        resume(train_state, LaneStates(train_state.model, config, single_mesh), store, {WHAT: f"{wanted} lanes"}, Cursor.from_json)
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_leaf_that_differs(single_mesh, tmp_path):
     """Where fingerprints do not tell: a State of another shape, or none."""
     config = training(bptt=TRUNCATED)
-    built = build(MODEL, config, single_mesh)
+    train_state = build(MODEL, config, single_mesh)
     wide = MODEL.model_copy(update={"mixers": {"mamba": kinds()["mamba"](d_state=8)}})
     store = CheckpointStore(tmp_path, single_mesh, 2)
-    save(built, LaneStates(build(wide, config, single_mesh).model, config, single_mesh), store, {})
+    save(train_state, LaneStates(build(wide, config, single_mesh).model, config, single_mesh), store, {})
     with pytest.raises(CheckpointError, match=r"carried\.layers\.0\.mamba\.scan has shape \(8, 64, 8\), the model's \(8, 64, 4\)"):
-        resume(built, LaneStates(built.model, config, single_mesh), store, {}, Cursor.from_json)
+        resume(train_state, LaneStates(train_state.model, config, single_mesh), store, {}, Cursor.from_json)
 
 
 def test_a_step_is_taken_back_to_its_beginning_though_lanes_were_written_several_times(single_mesh):
@@ -137,14 +137,14 @@ def test_a_step_is_taken_back_to_its_beginning_though_lanes_were_written_several
     lanes = lanes_with_values(build(MODEL, config, single_mesh), config, single_mesh)
     every = range(config.lane_count)
     before = lanes.read(every)
-    lanes.begin()
+    lanes.begin_step()
     for factor in (2, 3):
         for group in ((0, 3), (5, 1)):
             states = {n: {name: factor * x for name, x in state.items()} for n, state in lanes.read(group).items()}
             lanes.write(group, states)
     changed = [not torch.equal(x, y) for x, y in zip(before["0"]["mamba.scan"], lanes.read(every)["0"]["mamba.scan"], strict=True)]
     assert changed == [lane in (0, 1, 3, 5) for lane in every]
-    lanes.take_back()
+    lanes.restore()
     for number, state in lanes.read(every).items():
         for name, x in state.items():
             assert torch.equal(x, before[number][name]), (number, name)

@@ -33,10 +33,10 @@ from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.context_parallel import ContextLink
 from baton.parallel.param_layout import initialize_parameters
 from baton.training.config import BpttConfig, EvaluationConfig, ScheduleConfig
-from baton.training.config_checks import check_long_rows
+from baton.training.config_checks import check_long_evaluation
 from baton.training.errors import RunError
-from baton.training.evaluation.evaluate import evaluate, score
-from baton.training.evaluation.long_context import LongRows, borders, look
+from baton.training.evaluation.evaluate import evaluate, evaluate_task
+from baton.training.evaluation.long_context import LongRows, borders, evaluate_long
 from baton.training.monitoring.metrics import read_metrics
 from baton.training.step.microbatch_runner import TokenBatch
 
@@ -55,12 +55,12 @@ def validated(mesh, mixers):
         labels = int(whole_batch().count_labels())
         with Float64():
             nats = evaluate(model, [joined(b) for b in batches], 1, labels, mesh, segments=SEGMENTS).loss
-            scored = score(model, [joined(b) for b in batches], labels, mesh, segments=SEGMENTS)
+            scored = evaluate_task(model, [joined(b) for b in batches], labels, mesh, segments=SEGMENTS)
             model.link = mesh.link  # as in a run that does not cut sequences
             for module in model.modules():
                 if hasattr(module, "where"):
                     module.link = mesh.link
-            seen = look(model, [iter(b) for b in batches], mesh, segment=SEGMENT, segments=SEGMENTS)
+            seen = evaluate_long(model, [iter(b) for b in batches], mesh, segment=SEGMENT, segments=SEGMENTS)
             assert model.link is mesh.link
         found.append((nats, scored.loss, scored.accuracy, seen.losses, seen.positions, seen.norms))
     return found
@@ -132,8 +132,8 @@ def task_evaluations(mesh, segment):
     from baton.data_pipeline.config import MqarConfig
     from baton.data_pipeline.run_source import TaskSource
     from baton.training.build import build
-    from baton.training.callbacks import TaskEvaluator
-    from baton.training.run import Progress, RunSettings
+    from baton.training.callbacks import TaskEvaluationCallback
+    from baton.training.run import RunProgress, RunSettings
 
     task = MqarConfig(length=16, pairs=2, vocab_size=61, cases=[{}, {"length": 40, "pairs": 4}])
     bptt = None if segment is None else BpttConfig(mode="exact", segment=segment)
@@ -143,11 +143,11 @@ def task_evaluations(mesh, segment):
     rows = []
 
     class Seen:
-        def accuracy(self, step, tokens, cases):
+        def log_task_evaluation(self, step, tokens, cases):
             rows.append(cases)
 
-    evaluator = TaskEvaluator(build(model_for("mamba"), config, mesh), TaskSource(task), Seen(), settings)
-    evaluator.after_step(Progress(3, 192, {}), None)
+    evaluator = TaskEvaluationCallback(build(model_for("mamba"), config, mesh), TaskSource(task), Seen(), settings)
+    evaluator.after_step(RunProgress(3, 192, {}), None)
     return rows
 
 
@@ -220,7 +220,7 @@ def test_long_rows_are_refused_where_there_are_none_or_states_cannot_go_on():
 
     def refused(model, ranks=1, documents=True, **evaluation):
         with pytest.raises(RunError) as caught:
-            check_long_rows(model, training(evaluation=EvaluationConfig(**evaluation)), ranks, documents=documents)
+            check_long_evaluation(model, training(evaluation=EvaluationConfig(**evaluation)), ranks, documents=documents)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -232,7 +232,7 @@ def test_long_rows_are_refused_where_there_are_none_or_states_cannot_go_on():
     assert "model.mixers.attention.window" in refused(full, long_tokens=100)
     assert "layout.context=2 does not divide" in refused(mamba, ranks=2, gradient_reach_segment_length=13)
     assert "make it 6 tokens or more" in refused(mamba, ranks=2, gradient_reach_segment_length=4)
-    check_long_rows(full, training(evaluation=EvaluationConfig(long_tokens=100, every=0)), 1, documents=True)
+    check_long_evaluation(full, training(evaluation=EvaluationConfig(long_tokens=100, every=0)), 1, documents=True)
 
 
 LONG_ROWS, LONG_SEGMENT, WIDTH = 4, 2048, 64
@@ -246,7 +246,7 @@ def peaks(mesh, counts):
     for count in counts:
         parts = (long_part(s) for s in range(count))
         Path("/proc/self/clear_refs").write_text("5")  # begin to count the peak again
-        look(model, [parts], mesh, segment=LONG_SEGMENT, segments=count)
+        evaluate_long(model, [parts], mesh, segment=LONG_SEGMENT, segments=count)
         [line] = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM")]
         found.append(int(line.split()[1]) * 1024)
     return found
@@ -325,7 +325,7 @@ def of_kind(folder, kind):
 
 
 def test_a_resumed_run_records_what_it_sees_without_gap_or_overlap(run, resumed):
-    for kind, steps in {"cotangents": [3, 6], "long_context": [4, 8], "credit": [4, 8]}.items():
+    for kind, steps in {"state_gradients": [3, 6], "long_context": [4, 8], "gradient_reach": [4, 8]}.items():
         assert [row["step"] for row in of_kind(run, kind)] == steps, kind
         assert of_kind(resumed, kind) == of_kind(run, kind), "the same, to the last bit"
 
@@ -338,12 +338,12 @@ def test_the_record_of_a_run_has_what_was_asked_for(run):
         assert row["losses"][0]["labels"] >= 2, "each document's first token"
         assert sum(bucket["labels"] for bucket in row["losses"]) <= 2 * 400
         assert row["losses"][-1]["from"] > 64, "far beyond the training context"
-    for row in of_kind(run, "cotangents"):
-        assert (row["span"], row["borders"]) == (8, [0, 1, 2, 3]), "the cut is a border too"
+    for row in of_kind(run, "state_gradients"):
+        assert (row["span"], row["boundaries"]) == (8, [0, 1, 2, 3]), "the cut is a border too"
         assert {layer for of_layer in row["norms"].values() for layer in of_layer} == {"0", "1"}
         assert min(row["norms"]["mamba selective_scan-euler-gated"]["0"]) > 0
-    for row in of_kind(run, "credit"):
-        assert (row["span"], len(row["borders"])) == (4, 11)
+    for row in of_kind(run, "gradient_reach"):
+        assert (row["span"], len(row["boundaries"])) == (4, 11)
         assert set(row["reach"]) == set(row["norms"])
 
 
@@ -358,9 +358,9 @@ def test_tensorboard_shows_it_as_scalars_and_pictures_also_after_a_restart(resum
     for kind, tag, value in (
         ("long_context", "loss_by_position/from_0000064", lambda row: next(b["loss"] for b in row["losses"] if b["from"] == 64)),
         ("long_context", "state_norm/lattice.S/layer_1", last_measured),
-        ("cotangents", "cotangent_at_first_border/mamba.selective_scan-euler-gated/layer_0",
+        ("state_gradients", "state_gradient_at_first_border/mamba.selective_scan-euler-gated/layer_0",
          lambda row: row["norms"]["mamba selective_scan-euler-gated"]["0"][0]),
-        ("credit", "credit_reach_tokens/lattice.lattice-dec-project/layer_1",
+        ("gradient_reach", "gradient_reach_tokens/lattice.lattice-dec-project/layer_1",
          lambda row: row["reach"]["lattice lattice-dec-project"]["1"]),
     ):  # fmt: skip
         expected = [(row["step"], value(row)) for row in of_kind(resumed, kind)]

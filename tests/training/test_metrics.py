@@ -9,12 +9,12 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from baton.training.monitoring import metrics as monitors
-from baton.training.monitoring.metrics import Monitor, cut_metrics, duration, read_metrics
+from baton.training.monitoring.metrics import MetricsLogger, format_duration, read_metrics, truncate_metrics
 from baton.training.monitoring.plots import curves
 
 
 def open_monitor(folder, step=0):
-    return Monitor(folder, step=step, total_steps=1000, log_every=1000, config_text="name: test")
+    return MetricsLogger(folder, step=step, total_steps=1000, log_every=1000, config_text="name: test")
 
 
 def row(step, loss=None):
@@ -37,13 +37,13 @@ def recorded(folder):
 def test_a_restart_leaves_no_gap_and_no_overlap(tmp_path):
     first = open_monitor(tmp_path)
     for step in range(1, 8):
-        first.train(row(step))
-    first.evaluation(5, 50, 2.0, 1.0, "text")
+        first.log_step(row(step))
+    first.log_evaluation(5, 50, 2.0, 1.0, "text")
     first.close()  # the run is killed here; its last checkpoint is of step 4
     second = open_monitor(tmp_path, step=4)
     for step in range(5, 11):
-        second.train(row(step, loss=step + 0.5))
-    second.evaluation(10, 100, 1.5, 0.9, "better text")
+        second.log_step(row(step, loss=step + 0.5))
+    second.log_evaluation(10, 100, 1.5, 0.9, "better text")
     second.close()
     expected = [(step, float(step) if step <= 4 else step + 0.5) for step in range(1, 11)]
     assert recorded(tmp_path) == expected
@@ -58,10 +58,10 @@ def test_a_restart_under_another_clock_leaves_no_gap_and_no_overlap_either(tmp_p
     clock = monitors.time.time
     for number, ahead in enumerate((0, skew, 0)):
         monkeypatch.setattr(monitors.time, "time", lambda ahead=ahead: clock() + ahead)
-        monitor = open_monitor(tmp_path, step=4 * number)
+        metrics = open_monitor(tmp_path, step=4 * number)
         for step in range(4 * number + 1, 4 * number + 8):
-            monitor.train(row(step, loss=step + number / 4))
-        monitor.close()
+            metrics.log_step(row(step, loss=step + number / 4))
+        metrics.close()
     expected = [(step, step + min((step - 1) // 4, 2) / 4) for step in range(1, 16)]
     assert recorded(tmp_path) == expected
     assert shown(tmp_path)[0] == expected
@@ -71,9 +71,9 @@ def test_a_restart_under_another_clock_leaves_no_gap_and_no_overlap_either(tmp_p
 
 def test_a_restart_from_the_beginning_shows_the_configuration_once(tmp_path):
     for _ in range(2):  # the first start is killed before it has saved a checkpoint
-        monitor = open_monitor(tmp_path)
-        monitor.train(row(1))
-        monitor.close()
+        metrics = open_monitor(tmp_path)
+        metrics.log_step(row(1))
+        metrics.close()
     assert shown(tmp_path)[0] == [(1, 1.0)]
     board = plugin_event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
     board.Reload()  # TensorBoard's own reader: the other one keeps texts from before a restart
@@ -82,23 +82,23 @@ def test_a_restart_from_the_beginning_shows_the_configuration_once(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer thread, as expected
 def test_a_full_disk_delays_the_record_and_loses_nothing_of_it(small_disk, capsys):
-    monitor = open_monitor(small_disk)
+    metrics = open_monitor(small_disk)
     for step in range(1, 6):
-        monitor.train(row(step))
-    monitor.flush()
+        metrics.log_step(row(step))
+    metrics.flush()
     ballast = small_disk / "ballast"
     size = shutil.disk_usage(small_disk).total
     with pytest.raises(OSError, match="No space"):
         ballast.write_bytes(b"x" * size)
     for step in range(6, 60):
-        monitor.train(row(step))
-    monitor.flush()
+        metrics.log_step(row(step))
+    metrics.flush()
     assert recorded(small_disk)[-1][0] < 59, "the disk was not full"
     assert all(json.loads(line) for line in (small_disk / "metrics.jsonl").read_text().splitlines()), "half a row"
     ballast.unlink()
     for step in range(60, 65):
-        monitor.train(row(step))
-    monitor.close()
+        metrics.log_step(row(step))
+    metrics.close()
     expected = [(step, float(step)) for step in range(1, 65)]
     assert recorded(small_disk) == expected
     assert shown(small_disk)[0] == expected
@@ -109,56 +109,56 @@ def test_a_full_disk_delays_the_record_and_loses_nothing_of_it(small_disk, capsy
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer thread, as expected
 def test_rows_that_could_not_be_written_to_the_end_are_named(small_disk, monkeypatch):
-    monitor = open_monitor(small_disk)
-    monitor.train(row(1))
+    metrics = open_monitor(small_disk)
+    metrics.log_step(row(1))
     ballast = small_disk / "ballast"
     with pytest.raises(OSError, match="No space"):
         ballast.write_bytes(b"x" * shutil.disk_usage(small_disk).total)
     for step in range(2, 30):
-        monitor.train(row(step))
+        metrics.log_step(row(step))
     monkeypatch.setattr(monitors.time, "sleep", lambda seconds: None)
     written = len(recorded(small_disk))
     missing = f"{small_disk / 'metrics.jsonl'}: its last {29 - written} rows could not be written (No space left on device)"
-    assert monitor.close() == missing
+    assert metrics.close() == missing
     monkeypatch.setattr(monitors.time, "sleep", lambda seconds: ballast.unlink(missing_ok=True))
-    assert monitor.close() is None, "there is room at a later try"
+    assert metrics.close() is None, "there is room at a later try"
     assert [step for step, _ in recorded(small_disk)] == list(range(1, 30))
 
 
 def test_a_torn_last_line_is_cut_off(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
-    cut_metrics(path, 2)
+    truncate_metrics(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_credit_that_could_not_be_asked_is_said_and_not_recorded(tmp_path, capsys):
-    monitor = open_monitor(tmp_path)
-    monitor.credit(5, 50, None)
+    metrics = open_monitor(tmp_path)
+    metrics.log_gradient_reach(5, 50, None)
     norms = {"mamba": {"0": [0.0, 1.0], "1": [0.5, 1.0]}}
-    monitor.credit(10, 100, {"span": 8, "borders": [1, 2], "norms": norms, "reach": {"mamba": {"0": 0, "1": 8}}})
-    monitor.close()
+    metrics.log_gradient_reach(10, 100, {"span": 8, "boundaries": [1, 2], "norms": norms, "reach": {"mamba": {"0": 0, "1": 8}}})
+    metrics.close()
     [recorded] = read_metrics(tmp_path / "metrics.jsonl")
-    assert (recorded["kind"], recorded["step"]) == ("credit", 10)
+    assert (recorded["kind"], recorded["step"]) == ("gradient_reach", 10)
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("step 5  how far credit travels is not known")
     assert said[1] == "step 10  tokens that credit travels, of 8 looked at  mamba 0 to 8"
-    assert shown(tmp_path, "credit_reach_tokens/mamba/layer_1")[0] == [(10, 8.0)]
+    assert shown(tmp_path, "gradient_reach_tokens/mamba/layer_1")[0] == [(10, 8.0)]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (61, "1m01s"), (3600, "1h00m00s"), (7325, "2h02m05s")])
 def test_durations_are_readable(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(("scale", "norms"), [(1, (0.031, 0.037)), (10**7, (2.5, 7.1))])
 def test_labels_of_a_plot_do_not_overlap(tmp_path, scale, norms):
-    monitor = open_monitor(tmp_path)
+    metrics = open_monitor(tmp_path)
     for step in range(1, 21):
-        monitor.train(row(step) | {"tokens": step * 131 * scale, "grad_norm": norms[step % 2], "lr": 1.5e-4 + step * 1e-9})
+        metrics.log_step(row(step) | {"tokens": step * 131 * scale, "grad_norm": norms[step % 2], "lr": 1.5e-4 + step * 1e-9})
         if step % 10 == 0:
-            monitor.evaluation(step, step * 131 * scale, 1.0 / step, 1e-4, None)
-    monitor.close()
+            metrics.log_evaluation(step, step * 131 * scale, 1.0 / step, 1e-4, None)
+    metrics.close()
     figure = curves(tmp_path)
     figure.canvas.draw()
     texts = []

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.training.monitoring.peak_flops import Utilisation, peak_of
-from baton.training.monitoring.profile_categories import CATEGORIES, around, category, named
+from baton.training.monitoring.peak_flops import Utilisation, device_peak
+from baton.training.monitoring.profile_categories import CATEGORIES, category, name_rules, scope_rules
 from baton.training.monitoring.profile_table import tabulate
 
 HOST, BACKWARD, STREAM, OTHER = 1, 2, 7, 13
@@ -150,15 +150,15 @@ def test_a_trace_without_steps_or_without_kernels_is_said_to_be_one():
     ],
 )
 def test_kernels_are_known_by_what_is_most_certain(name, inside, expected):
-    assert category(named(name) | around(inside)) == expected
+    assert category(name_rules(name) | scope_rules(inside)) == expected
 
 
 def test_utilisation_names_its_peak_and_shares_it_among_devices():
-    peak = peak_of("NVIDIA H200", "bfloat16")
+    peak = device_peak("NVIDIA H200", "bfloat16")
     assert peak.tflops == 989
     used = Utilisation(parameters=10**9, flops=8e9, tokens=1000, seconds=0.01, devices=2, peak=peak)
     assert used.mfu_6n == pytest.approx(6e9 * 1e5 / (2 * 989e12))
     assert used.mfu_model == pytest.approx(8e9 * 1e5 / (2 * 989e12))
     assert "989 TFLOP/s (NVIDIA H200, dense bfloat16, data sheet)" in str(used)
-    assert peak_of("CPU", "float32") is None
-    assert peak_of("CPU", "float32", 0.1).tflops == 0.1
+    assert device_peak("CPU", "float32") is None
+    assert device_peak("CPU", "float32", 0.1).tflops == 0.1

@@ -14,14 +14,14 @@ from baton.models.settings import kinds
 from baton.parallel.param_layout import layout_of
 from baton.training import loop
 from baton.training.build import build
-from baton.training.callbacks import ReplicaCheck
-from baton.training.checkpoint.interval import SaveSchedule
-from baton.training.checkpoint.shard_boxes import optimizer_rectangles
+from baton.training.callbacks import ReplicaCheckCallback
+from baton.training.checkpoint.interval import CheckpointSchedule
+from baton.training.checkpoint.shard_boxes import optimizer_boxes
 from baton.training.config import CheckpointConfig, EvaluationConfig
 from baton.training.errors import RunError
 from baton.training.lr_schedule import learning_rates
 from baton.training.monitoring import replica_check
-from baton.training.run import Progress, RunSettings
+from baton.training.run import RunProgress, RunSettings
 from baton.training.step.executor import StepExecutor, StepResult
 
 REPLICATED, SPLIT = "layers.1.mamba.norm.weight", "layers.1.mamba.mixer.out_proj.weight"
@@ -102,7 +102,7 @@ def permutations_of_two(size):
 
 
 def test_sides_are_named_by_majority():
-    found = replica_check.differences(
+    found = replica_check.find_mismatches(
         ["same", "one", "tie", "three ways", "parts"],
         [False, False, False, False, True],
         [0, 1, 0, 1],
@@ -127,11 +127,11 @@ def signed_bit(bit):
 
 
 def steps(mesh, count, config, mixer="mamba"):
-    built = build(model_of(mixer), config, mesh)
-    executor = StepExecutor(built.model, built.engine, mesh)
+    train_state = build(model_of(mixer), config, mesh)
+    executor = StepExecutor(train_state.model, train_state.engine, mesh)
     for step in range(count):
         result = executor.step(micro_batches(step, mesh.data_rank, mesh.layout.data, 2), learning_rates(step, config))
-        yield built, Progress(step + 1, 0, {}), result
+        yield train_state, RunProgress(step + 1, 0, {}), result
 
 
 def said(check, progress, result):
@@ -143,22 +143,22 @@ def said(check, progress, result):
     return None
 
 
-def check_of(built, config):
-    return ReplicaCheck(built, config, SaveSchedule(config.checkpoint, config.steps, built.mesh, 0))
+def check_of(train_state, config):
+    return ReplicaCheckCallback(train_state, config, CheckpointSchedule(config.checkpoint, config.steps, train_state.mesh, 0))
 
 
 def disturbed(mesh, hurt, every=1):
     """What the check says after a step of which a bit of each of `hurt`, (parameter, rank), is flipped."""
     config = training(replica_check_every=every)
-    for built, progress, result in steps(mesh, 1, config):
-        parameters = dict(built.model.named_parameters())
+    for train_state, progress, result in steps(mesh, 1, config):
+        parameters = dict(train_state.model.named_parameters())
         for name, rank in hurt:
             if mesh.rank == rank:
                 flip(parameters[name], parameters[name].numel() - 1)
         return (
             layout_of(parameters[REPLICATED]).split,
             layout_of(parameters[SPLIT]).split,
-            said(check_of(built, config), progress, result),
+            said(check_of(train_state, config), progress, result),
         )
 
 
@@ -193,10 +193,10 @@ def test_what_is_lent_is_compared_with_the_owners_and_every_stage_hears_of_any(p
 def disturbed_by_name(mesh, name, rank):
     """As `disturbed`, where only one stage has the parameter."""
     config = training(replica_check_every=1)
-    for built, progress, result in steps(mesh, 1, config):
+    for train_state, progress, result in steps(mesh, 1, config):
         if mesh.rank == rank:
-            flip(dict(built.model.named_parameters())[name])
-        return None, said(check_of(built, config), progress, result)
+            flip(dict(train_state.model.named_parameters())[name])
+        return None, said(check_of(train_state, config), progress, result)
 
 
 def test_the_first_of_several_is_named(pool):
@@ -214,11 +214,11 @@ def test_parts_of_tensor_ranks_are_no_replicas_and_zero_is_never(pool):
 
 def another_count(mesh):
     config = training(replica_check_every=1)
-    for built, progress, result in steps(mesh, 1, config):
+    for train_state, progress, result in steps(mesh, 1, config):
         if mesh.rank == 1:
-            state = built.engine._optimizer.state
+            state = train_state.engine._optimizer.state
             list(state.values())[-1]["step"].add_(1)
-        return said(check_of(built, config), progress, result)
+        return said(check_of(train_state, config), progress, result)
 
 
 def test_another_count_of_updates_is_found_and_named(pool):
@@ -230,10 +230,10 @@ def test_another_count_of_updates_is_found_and_named(pool):
 def drifting(mesh):
     """A bit of tensor rank 1's master copy flips after the first step: what the check says after each of three steps."""
     config, found = training(replica_check_every=1), []
-    for built, progress, result in steps(mesh, 3, config):
-        found.append(said(check_of(built, config), progress, result))
+    for train_state, progress, result in steps(mesh, 3, config):
+        found.append(said(check_of(train_state, config), progress, result))
         if progress.step == 1 and mesh.tensor_rank == 1:
-            boxes = optimizer_rectangles(built.model, built.engine, mesh, for_save=False)
+            boxes = optimizer_boxes(train_state.model, train_state.engine, mesh, for_save=False)
             for box in boxes.get(f"master.{REPLICATED}", [])[:1]:
                 flip(box.data, 0, 12)
     return found
@@ -249,7 +249,9 @@ def test_a_master_copy_that_differs_between_tensor_ranks_stays_different(pool):
 
 def sound(mesh, mixer, compute_dtype="float32"):
     config = training(replica_check_every=1, compute_dtype=compute_dtype)
-    return [said(check_of(built, config), progress, result) for built, progress, result in steps(mesh, 3, config, mixer)]
+    return [
+        said(check_of(train_state, config), progress, result) for train_state, progress, result in steps(mesh, 3, config, mixer)
+    ]
 
 
 OFTEN = ("mamba2", "bmojo", "lattice", "hybrid")
@@ -291,10 +293,10 @@ def run(mesh, folder, flip_after=None, flip_loaded=False, **changes):
             flip(dict(executor.model.named_parameters())[REPLICATED])
         return result
 
-    def resumed(built, *args) -> Progress:
-        progress = resume(built, *args)
+    def resumed(train_state, *args) -> RunProgress:
+        progress = resume(train_state, *args)
         if flip_loaded and mesh.rank == 1:
-            flip(dict(built.model.named_parameters())[REPLICATED])
+            flip(dict(train_state.model.named_parameters())[REPLICATED])
         return progress
 
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -20,24 +20,24 @@ from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import build
-from baton.training.callbacks import Saver
-from baton.training.checkpoint.interval import SaveSchedule
+from baton.training.callbacks import CheckpointCallback
+from baton.training.checkpoint.interval import CheckpointSchedule
 from baton.training.checkpoint.store import CheckpointStore, published
-from baton.training.run import Progress, RunSettings
+from baton.training.run import RunProgress, RunSettings
 from baton.training.step.executor import StepExecutor
 from baton.training.step.microbatch_runner import Segments, TokenBatch
 
 TRUNCATED = {"mode": "truncated", "segment": 8}
 
 
-def saver_of(built, config, mesh, folder):
+def saver_of(train_state, config, mesh, folder):
     """What a run saves with, and where to."""
-    lanes = LaneStates(built.model, config, mesh) if config.carries else None
+    lanes = LaneStates(train_state.model, config, mesh) if config.carries_lane_states else None
     store = CheckpointStore(folder / "checkpoints", mesh, 2, async_save=True)
     data = ShardsConfig(path="nowhere", tokenizer="nowhere")
-    settings = RunSettings(folder, built.model.config, data, config, "")
-    schedule = SaveSchedule(config.checkpoint, config.steps, mesh, 0)
-    return Saver(built, lanes, store, None, schedule, settings, lambda: {"fingerprints": {}, "data": {}}), store
+    settings = RunSettings(folder, train_state.model.config, data, config, "")
+    schedule = CheckpointSchedule(config.checkpoint, config.steps, mesh, 0)
+    return CheckpointCallback(train_state, lanes, store, None, schedule, settings, lambda: {"fingerprints": {}, "data": {}}), store
 
 
 # ------------------------------------------------------------------------------------------------------------ what a plan counts
@@ -45,10 +45,10 @@ def saver_of(built, config, mesh, folder):
 
 def held(mesh, model, config, folder):
     """Bytes of host memory that this rank keeps after two saves."""
-    built = build(model, config, mesh)
-    saver, store = saver_of(built, config, mesh, folder)
+    train_state = build(model, config, mesh)
+    saver, store = saver_of(train_state, config, mesh, folder)
     for step in (1, 2):
-        saver.save(Progress(step, 0, {}))
+        saver.save(RunProgress(step, 0, {}))
     saver.finish()
     assert len(published(folder / "checkpoints")) == 2
     return store._staging._memory.nbytes
@@ -88,9 +88,9 @@ def test_a_plan_counts_the_copy_that_a_save_makes(pool, tmp_path, layout, kind, 
 def test_a_plan_counts_what_lanes_carried_before_a_step(single_mesh):
     """Segments write a lane several times in a step; it is kept once."""
     config = training(bptt=TRUNCATED)
-    built = build(model_of("mamba"), config, single_mesh)
-    lanes = LaneStates(built.model, config, single_mesh)
-    executor = StepExecutor(built.model, built.engine, single_mesh, lanes=lanes, segments=Segments(3, 1))
+    train_state = build(model_of("mamba"), config, single_mesh)
+    lanes = LaneStates(train_state.model, config, single_mesh)
+    executor = StepExecutor(train_state.model, train_state.engine, single_mesh, lanes=lanes, segments=Segments(3, 1))
     whole = step_batch(0)
     batches = [TokenBatch(whole.tokens[r : r + 2], whole.labels[r : r + 2], whole.pos[r : r + 2], (r, r + 1)) for r in (0, 2, 4, 6)]
     run = {"name": "small", "device": "cpu", "model": model_of("mamba").model_dump(), "training": config.model_dump()}
@@ -98,7 +98,7 @@ def test_a_plan_counts_what_lanes_carried_before_a_step(single_mesh):
     counted = of_stages(RunConfig.model_validate(run))[0].memory().before
     for _ in range(2):
         executor.step(batches, 1e-3)
-        assert lanes.kept_bytes == counted > 0
+        assert lanes.backup_bytes == counted > 0
 
 
 # ------------------------------------------------------------------------------------------------------------ a hundred saves
@@ -116,10 +116,10 @@ def resident(folder, saves):
     mesh = meshes.initialize(LayoutConfig(), device=torch.device("cpu"), rank=0, store=torch.distributed.HashStore())
     model = ModelConfig(**{**model_of("mamba").model_dump(), "d_model": 192, "n_layers": 4})
     config = training(steps=saves, checkpoint={"every": 1, "keep_last": 2}, global_batch_tokens=48, micro_batch_size=2)
-    built = build(model, config, mesh)
-    saver, store = saver_of(built, config, mesh, folder)
-    executor, whole, seen = StepExecutor(built.model, built.engine, mesh), step_batch(0), []
-    progress, process = Progress(0, 0, {}), psutil.Process()
+    train_state = build(model, config, mesh)
+    saver, store = saver_of(train_state, config, mesh, folder)
+    executor, whole, seen = StepExecutor(train_state.model, train_state.engine, mesh), step_batch(0), []
+    progress, process = RunProgress(0, 0, {}), psutil.Process()
     for _ in range(saves):
         result = executor.step([TokenBatch(whole.tokens[:2], whole.labels[:2], whole.pos[:2])], 1e-3)
         progress.advance(48, {})

@@ -29,7 +29,7 @@ from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import make_deterministic
 from baton.training.errors import RunError
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import Passes, Segments, TokenBatch
+from baton.training.step.microbatch_runner import MicrobatchRunner, Segments, TokenBatch
 
 MIXERS = (*(kind for kind, settings in kinds().items() if not settings.small().state_grows), "hybrid")
 SEGMENTS, RANKS, STAGES = (1, 2, 3, 7, 16), (1, 2, 4), (1, 2)
@@ -161,17 +161,17 @@ def run_step(mesh, model, batch, segments, lanes, micro_batch_size, wanted):
     own, size = own_spans(batch, mesh, segments.count), mesh.layout.context
     rows = torch.arange(ROWS).split(micro_batch_size)
     batches = [TokenBatch(own.tokens[r], own.labels[r], own.pos[r], tuple(r.tolist())) for r in rows]
-    passes = Passes(model, batches, 1.0 / float(batch.count_labels()), segments, lanes)
+    runner = MicrobatchRunner(model, batches, 1.0 / float(batch.count_labels()), segments, lanes)
     with Scores(wanted).used() as scores:
-        for operation in schedule(model.stage.index, model.stage.count, len(batches), segments.count, segments.gradient):
+        for operation in schedule(model.stage.index, model.stage.count, len(batches), segments.count, segments.gradient_segments):
             v = operation.segment * size + mesh.context_rank
             scores.place = rows[operation.micro_batch], v, segments.count * size
-            passes.do(operation)
-    passes.finish()
+            runner.run_operation(operation)
+    runner.finish()
     for link in (model.link, mesh.pipeline):
         if link is not None:
             link.wait()
-    assert not passes.differing()
+    assert not runner.mismatched_states()
 
 
 def on_ranks(mesh, jobs):

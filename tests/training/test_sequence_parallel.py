@@ -57,10 +57,10 @@ def in_parts(model, of):
 def steps(mesh, mixer, recompute=False, compute_dtype="float32"):
     """Loss and norm of each step; whole gradients as they are after the finalise pass, added up over the data ranks; parameters."""
     config = training(compute_dtype=compute_dtype, recompute=recompute)
-    built = build(model_of(mixer), config, mesh)
-    gradients, update = [], built.engine.step
+    train_state = build(model_of(mixer), config, mesh)
+    gradients, update = [], train_state.engine.step
 
-    lent = {name for name, _, layout in named_layouts(built.model) if layout.tied_replica}
+    lent = {name for name, _, layout in named_layouts(train_state.model) if layout.tied_replica}
 
     def summed(parameter):
         # what is lent has none: its owner has it
@@ -69,19 +69,19 @@ def steps(mesh, mixer, recompute=False, compute_dtype="float32"):
         return grad
 
     def step_of_engine(refuse=None):
-        whole = gather_parameters(built.model, mesh.tensor_group, of=summed)
+        whole = gather_parameters(train_state.model, mesh.tensor_group, of=summed)
         gradients.append({name: grad for name, grad in whole.items() if name not in lent})
         return update(refuse)
 
-    built.engine.step = step_of_engine
-    executor, rows = StepExecutor(built.model, built.engine, mesh), []
+    train_state.engine.step = step_of_engine
+    executor, rows = StepExecutor(train_state.model, train_state.engine, mesh), []
     for step in range(STEPS):
         batches = micro_batches(
             step, mesh.data_rank, mesh.layout.data, config.micro_batch_size, mesh.context_rank, mesh.layout.context
         )
         result = executor.step(batches, learning_rates(step, config)[""])
         rows.append((result.loss, result.grad_norm))
-    return rows, gradients, gather_parameters(built.model, mesh.tensor_group)
+    return rows, gradients, gather_parameters(train_state.model, mesh.tensor_group)
 
 
 LAYOUTS = [

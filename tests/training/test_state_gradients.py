@@ -12,12 +12,12 @@ from support.recurrences import seeded
 from baton.models.config import ModelConfig
 from baton.parallel.context_parallel import ContextLink
 from baton.parallel.pipeline import schedule
-from baton.training.monitoring.long_context_plots import picture
-from baton.training.monitoring.state_gradients import Cotangents, Watch, credit
-from baton.training.step.microbatch_runner import Passes, Segments, TokenBatch
+from baton.training.monitoring.long_context_plots import render_row
+from baton.training.monitoring.state_gradients import StateGradientMonitor, StateGradients, gradient_reach
+from baton.training.step.microbatch_runner import MicrobatchRunner, Segments, TokenBatch
 
 # recurrence -> the leaves that its messages hold
-CARRIED = {
+LANE_STATE_PREFIX = {
     "mamba": {"mamba short_conv-silu": ["conv"], "mamba selective_scan-euler-gated": ["scan"]},
     "gsa": {"gsa gated_slot_attention-softmax-projected": ["k", "v"]},
     "lattice": {"lattice lattice-dec-project": ["S"]},
@@ -41,22 +41,22 @@ def watched(mesh, mixers, last_only):
                 marks = {name: torch.full_like(p, 3.0) for name, p in model.named_parameters()}
                 for name, p in model.named_parameters():
                     p.grad = marks[name].clone()
-                seen = credit(model, joined(own_spans(rows_of(whole, rows), mesh, SEGMENTS)), SEGMENTS, span, mesh)
+                seen = gradient_reach(model, joined(own_spans(rows_of(whole, rows), mesh, SEGMENTS)), SEGMENTS, span, mesh)
                 for name, p in model.named_parameters():
                     assert p.requires_grad
                     assert torch.equal(p.grad, marks[name])
             else:
-                watch = Watch(model, link, mesh)
+                watch = StateGradientMonitor(model, link, mesh)
                 scale = 1.0 / float(rows_of(whole, torch.arange(ROWS - 1)).count_labels())
-                with watch.watching():
-                    passes = Passes(model, batches, scale, Segments(SEGMENTS, SEGMENTS), None)
+                with watch.recording():
+                    runner = MicrobatchRunner(model, batches, scale, Segments(SEGMENTS, SEGMENTS), None)
                     for operation in schedule(model.stage.index, model.stage.count, len(batches), SEGMENTS, SEGMENTS):
-                        passes.do(operation)
+                        runner.run_operation(operation)
                 seen = watch.read(span)
             for sent in (link, mesh.pipeline):
                 if sent is not None:
                     sent.wait()
-        found.append((seen.span, seen.borders, seen.norms))
+        found.append((seen.span, seen.boundaries, seen.norms))
     return found
 
 
@@ -78,7 +78,7 @@ def by_autograd(mixer, spans, last_only):
         kept.append(states)
     (total / labels).backward()
     norms = {}
-    for name, leaves in CARRIED[mixer].items():
+    for name, leaves in LANE_STATE_PREFIX[mixer].items():
         for layer in model.layers:
             found = [[state[layer][f"{mixer}.{leaf}"].grad for leaf in leaves] for state in kept[:-1]]
             squares = [sum(float(g.square().sum()) for g in grads if g is not None) for grads in found]
@@ -86,7 +86,7 @@ def by_autograd(mixer, spans, last_only):
     return norms
 
 
-@pytest.mark.parametrize("last_only", [False, True], ids=["step", "credit"])
+@pytest.mark.parametrize("last_only", [False, True], ids=["step", "gradient_reach"])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -126,10 +126,10 @@ def test_credit_vanishes_where_lattice_turns_far_and_not_where_it_hardly_turns(s
 
     def travelled(**settings):
         model = plain(lattice(variant="sim", **settings), torch.float32)
-        found = credit(model, batch, segments, span, single_mesh)
+        found = gradient_reach(model, batch, segments, span, single_mesh)
         assert model.link is None
-        row = {"kind": "credit", "step": 1, "tokens": 1, **found.to_json()}
-        return found.reach()[slots]["0"], found.norms[slots]["0"], black(picture(row))
+        row = {"kind": "gradient_reach", "step": 1, "tokens": 1, **found.to_json()}
+        return found.reach()[slots]["0"], found.norms[slots]["0"], black(render_row(row))
 
     reach, norms, pixels = travelled(step_bias=-9.0)
     assert reach == (segments - 2) * span, "all that was looked at"
@@ -147,16 +147,16 @@ def black(pixels):
 
 def test_what_has_vanished_is_black_and_what_was_not_measured_is_not():
     norms = {"0": [1e-30, 1e-3, 1.0], "1": [1e-20, 1e-3, 1.0]}
-    row = {"kind": "cotangents", "span": 4, "borders": [1, 2, 3], "norms": {"mamba selective_scan-euler-gated": norms}}
-    nothing = black(picture(row))
-    assert black(picture(row | {"norms": {"mamba selective_scan-euler-gated": {**norms, "1": [None, None, 1.0]}}})) <= nothing
-    one, two = (black(picture(row | {"norms": {"x": {**norms, "1": ([0.0] * n + [1.0] * 3)[:3]}}})) for n in (1, 2))
+    row = {"kind": "state_gradients", "span": 4, "boundaries": [1, 2, 3], "norms": {"mamba selective_scan-euler-gated": norms}}
+    nothing = black(render_row(row))
+    assert black(render_row(row | {"norms": {"mamba selective_scan-euler-gated": {**norms, "1": [None, None, 1.0]}}})) <= nothing
+    one, two = (black(render_row(row | {"norms": {"x": {**norms, "1": ([0.0] * n + [1.0] * 3)[:3]}}})) for n in (1, 2))
     assert nothing + 500 < one
     assert two - one == pytest.approx(one - nothing, rel=0.2)
-    assert black(picture(row | {"norms": {"x": {"0": [0.0, 0.0, 0.0]}}})) > two, "nothing but zeros"
+    assert black(render_row(row | {"norms": {"x": {"0": [0.0, 0.0, 0.0]}}})) > two, "nothing but zeros"
 
 
 def test_reach_is_where_credit_has_faded():
     norms = {"0": [1e-9, 2e-4, 0.5, 1.0, 0.1], "1": [None, None, 0.0, 0.0, 0.0], "2": [0.0, 0.0, 0.0, 0.0, 2.0]}
-    found = Cotangents(16, [1, 2, 3, 4, 5], {"x": norms})
+    found = StateGradients(16, [1, 2, 3, 4, 5], {"x": norms})
     assert found.reach() == {"x": {"0": 48, "1": 0, "2": 0}}

@@ -12,10 +12,10 @@ import torch
 from baton.kernels.protocol import State, StateSpec, zeros
 from baton.models.lm import LanguageModel, States
 from baton.parallel.mesh import Mesh
-from baton.training.checkpoint.shard_boxes import Rectangle
+from baton.training.checkpoint.shard_boxes import ShardBox
 from baton.training.config import TrainingConfig
 
-CARRIED = "carried."
+LANE_STATE_PREFIX = "carried."
 """What the keys of lanes' States in a checkpoint begin with."""
 
 
@@ -34,7 +34,7 @@ class LaneStates:
         self._rows = {lane: row for row, lane in enumerate(lanes)} if mesh.context_rank == 0 else {}
         self._states = {number: zeros(leaves, len(self._rows), mesh.device) for number, leaves in self.state_specs.items()}
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
-        self._before: dict[tuple[int, ...], tuple[torch.Tensor, States]] | None = None
+        self._backup: dict[tuple[int, ...], tuple[torch.Tensor, States]] | None = None
 
     def read(self, lanes: Sequence[int]) -> States:
         """Copies of what enters the next tokens of these lanes."""
@@ -44,46 +44,46 @@ class LaneStates:
     def write(self, lanes: Sequence[int], states: States) -> None:
         """Keep what left them."""
         rows = self._index(lanes)
-        if self._before is not None and tuple(lanes) not in self._before:  # every group of segments writes; the first counts
-            self._before[tuple(lanes)] = rows, self.read(lanes)
+        if self._backup is not None and tuple(lanes) not in self._backup:  # every group of segments writes; the first counts
+            self._backup[tuple(lanes)] = rows, self.read(lanes)
         for number, state in self._states.items():
             for name, x in state.items():
                 x[rows] = states[number][name].detach()
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """A step begins: what is written from here on can be taken back, at the memory of the States of its lanes, once each."""
-        self._before = {}
+        self._backup = {}
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """The States are as they were at `begin`."""
-        for rows, states in (self._before or {}).values():
+        for rows, states in (self._backup or {}).values():
             for number, state in self._states.items():
                 for name, x in state.items():
                     x[rows] = states[number][name]
-        self._before = {}
+        self._backup = {}
 
-    def forget(self) -> None:
+    def zero_touched(self) -> None:
         """The lanes written since `begin` carry nothing, as at the beginning."""
-        for rows, _ in (self._before or {}).values():
+        for rows, _ in (self._backup or {}).values():
             for state in self._states.values():
                 for x in state.values():
                     x[rows] = torch.zeros_like(x[rows])
-        self._before = {}
+        self._backup = {}
 
     def clear(self) -> None:
         """All lanes carry nothing, as at the beginning."""
         for state in self._states.values():
             for x in state.values():
                 x.zero_()
-        self._before = None
+        self._backup = None
 
     @property
-    def kept_bytes(self) -> int:
+    def backup_bytes(self) -> int:
         """Of what `take_back` would restore."""
-        return sum(x.nbytes for _, states in (self._before or {}).values() for state in states.values() for x in state.values())
+        return sum(x.nbytes for _, states in (self._backup or {}).values() for state in states.values() for x in state.values())
 
     @property
-    def message(self) -> tuple[StateSpec, ...]:
+    def message_specs(self) -> tuple[StateSpec, ...]:
         """All layers' leaves, as `to_message` calls them."""
         return tuple(
             dataclasses.replace(leaf, name=f"{number}.{leaf.name}")
@@ -102,18 +102,18 @@ class LaneStates:
             number: {leaf.name: message[f"{number}.{leaf.name}"] for leaf in leaves} for number, leaves in self.state_specs.items()
         }
 
-    def rectangles(self, *, for_save: bool) -> dict[str, list[Rectangle]]:
+    def boxes(self, *, for_save: bool) -> dict[str, list[ShardBox]]:
         """Key "carried.layers.<number>.<leaf>", a tensor [lanes, ...], to this rank's part of it. for_save: leave out what tensor
         rank 0 writes too."""
-        found: dict[str, list[Rectangle]] = {}
+        found: dict[str, list[ShardBox]] = {}
         for number, leaves in self._whole.items():
             for leaf, local in zip(leaves, self.state_specs[number], strict=True):
                 if for_save and leaf.tp is None and self._mesh.tensor_rank:
                     continue
                 x = self._states[number][leaf.name]
                 offset = [self._mesh.tensor_rank * n if d == leaf.tp else 0 for d, n in enumerate(local.shape)]
-                found[f"{CARRIED}layers.{number}.{leaf.name}"] = [
-                    Rectangle((self._count, *leaf.shape), (lane, *offset), x[row : row + 1]) for lane, row in self._rows.items()
+                found[f"{LANE_STATE_PREFIX}layers.{number}.{leaf.name}"] = [
+                    ShardBox((self._count, *leaf.shape), (lane, *offset), x[row : row + 1]) for lane, row in self._rows.items()
                 ]
         return {key: boxes for key, boxes in found.items() if boxes}
 

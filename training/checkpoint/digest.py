@@ -23,7 +23,7 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 @torch.no_grad()
-def part_digest(data: Tensor, offset: tuple[int, ...]) -> int:
+def box_digest(data: Tensor, offset: tuple[int, ...]) -> int:
     """Of a box at `offset` of a whole tensor, on a CPU: 0 to 2^64 - 1. Add up the boxes' with `joined`."""
     if data.numel() == 0:
         return 0
@@ -48,7 +48,7 @@ def rows_digest(data: Tensor, places: Sequence[int]) -> int:
     return int((found * _mixed(0, torch.tensor(places, dtype=torch.int64))).sum()) & 0xFFFF_FFFF_FFFF_FFFF
 
 
-def joined(parts: list[int]) -> str:
+def combine_digests(parts: list[int]) -> str:
     """The whole's checksum from its boxes', as 16 hexadecimal digits."""
     return f"{sum(parts) & 0xFFFF_FFFF_FFFF_FFFF:016x}"
 

@@ -21,11 +21,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.data_pipeline.file_io import may_pass, patiently, unreadable
-from baton.training.checkpoint.digest import part_digest
-from baton.training.checkpoint.shard_boxes import Rectangle
+from baton.training.checkpoint.digest import box_digest
+from baton.training.checkpoint.shard_boxes import ShardBox
 from baton.training.errors import CheckpointError
 
-Rectangles = dict[str, list[Rectangle]]
+ShardBoxes = dict[str, list[ShardBox]]
 
 BLOCK = 1 << 23
 """Bytes written at a time."""
@@ -53,7 +53,7 @@ def file_name(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class StagedBox:
     """A rectangle in host memory."""
 
     key: str
@@ -63,10 +63,10 @@ class Part:
 
     @property
     def name(self) -> str:
-        return part_name(self.key, self.offset)
+        return box_key(self.key, self.offset)
 
 
-def part_name(key: str, offset: Sequence[int]) -> str:
+def box_key(key: str, offset: Sequence[int]) -> str:
     """Of a rectangle in its file."""
     return f"{key}@{','.join(map(str, offset))}"
 
@@ -78,18 +78,18 @@ class Staging:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, rectangles: Rectangles) -> tuple[list[Part], Tensor]:
+    def copy(self, boxes: ShardBoxes) -> tuple[list[StagedBox], Tensor]:
         """The rectangles as they are now, and the bytes of all of them, one after the other."""
-        boxes = [(key, box) for key, boxes in rectangles.items() for box in boxes]
-        boxes.sort(key=lambda item: -item[1].data.element_size())  # each begins at a multiple of its elements' size
-        size = sum(box.data.nbytes for _, box in boxes)
+        tensor_boxes = [(key, box) for key, tensor_boxes in boxes.items() for box in tensor_boxes]
+        tensor_boxes.sort(key=lambda item: -item[1].data.element_size())  # each begins at a multiple of its elements' size
+        size = sum(box.data.nbytes for _, box in tensor_boxes)
         if len(self._memory) < size:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         parts, at = [], 0
-        for key, box in boxes:
+        for key, box in tensor_boxes:
             space = self._memory[at : at + box.data.nbytes].view(box.data.dtype).view(box.data.shape)
             space.copy_(box.data, non_blocking=True)
-            parts.append(Part(key, box.whole, box.offset, space))
+            parts.append(StagedBox(key, box.whole, box.offset, space))
             at += box.data.nbytes
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -97,7 +97,7 @@ class Staging:
 
 
 def write_file(
-    path: Path, parts: Sequence[Part], memory: Tensor, told: Callable[[], None] = lambda: None
+    path: Path, parts: Sequence[StagedBox], memory: Tensor, on_block: Callable[[], None] = lambda: None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write what `Staging.copy` gave, synced; {bytes, sha256} of what was meant to be written, and what `describe` says of the
     parts. Both checksums are taken while the disk writes, by threads of their own. told: of each block. Raises OSError."""
@@ -111,7 +111,7 @@ def write_file(
     content = memoryview(memory.numpy().data)
     start, size = len(text).to_bytes(8, "little") + text, 8 + len(text) + len(content)
     with ThreadPoolExecutor(2, thread_name_prefix="checksum") as pool:
-        digest, described = pool.submit(_sha256, start, content, told=told), pool.submit(describe, parts)
+        digest, described = pool.submit(_sha256, start, content, on_block=on_block), pool.submit(describe, parts)
         with open(path, "wb", buffering=0) as f:
             unsynced = 0
             for block in _blocks(start, content):
@@ -121,16 +121,16 @@ def write_file(
                 if unsynced >= SYNC:
                     os.fdatasync(f.fileno())
                     unsynced = 0
-                told()
+                on_block()
             os.fsync(f.fileno())
         return {"bytes": size, "sha256": digest.result()}, described.result()
 
 
-def _sha256(*contents: bytes | memoryview, told: Callable[[], None] = lambda: None) -> str:
+def _sha256(*contents: bytes | memoryview, on_block: Callable[[], None] = lambda: None) -> str:
     digest = hashlib.sha256()
     for block in _blocks(*contents):
         digest.update(block)
-        told()
+        on_block()
     return digest.hexdigest()
 
 
@@ -141,13 +141,13 @@ def _blocks(*contents: bytes | memoryview) -> Iterator[memoryview]:
             yield whole[start : start + BLOCK]
 
 
-def describe(parts: Sequence[Part]) -> dict[str, Any]:
+def describe(parts: Sequence[StagedBox]) -> dict[str, Any]:
     """What the manifest says of a rank's parts: {key: {dtype, shape, digest: of these parts, parts: [[offset, extent], ...]}}."""
     found: dict[str, Any] = {}
     for part in parts:
         entry = {"dtype": DTYPES[part.data.dtype], "shape": list(part.whole), "digest": 0, "parts": []}
         entry = found.setdefault(part.key, entry)
-        entry["digest"] += part_digest(part.data, part.offset)
+        entry["digest"] += box_digest(part.data, part.offset)
         entry["parts"].append([list(part.offset), list(part.data.shape)])
     return found
 
@@ -160,7 +160,7 @@ class CheckpointFiles:
         self._folder, self.tensors = folder, tensors
         self._open: dict[str, Any] = {}
 
-    def fill(self, key: str, box: Rectangle) -> None:
+    def fill(self, key: str, box: ShardBox) -> None:
         """Copy a box of a whole tensor to where it belongs. Raises CheckpointError: no such tensor, another shape or type, or
         parts that do not cover it; StorageError or OSError: a file cannot be read."""
         stored = self.tensors.get(key)
@@ -179,7 +179,7 @@ class CheckpointFiles:
             there = tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, offset))
             here = tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, box.offset))
             with self._reading(file, key):
-                box.data[here].copy_(self._file(file).get_slice(part_name(key, offset))[there])
+                box.data[here].copy_(self._file(file).get_slice(box_key(key, offset))[there])
             covered += math.prod(b - a for a, b in zip(begin, end))
         if covered != box.data.numel():
             raise CheckpointError(f"the checkpoint holds {covered} of {box.data.numel()} elements of {key} at {box.offset}")
@@ -189,7 +189,7 @@ class CheckpointFiles:
         stored = self.tensors[key]
         shape = tuple(stored["shape"])
         dtype = next(dtype for dtype, name in DTYPES.items() if name == stored["dtype"])
-        box = Rectangle(shape, (0,) * len(shape), torch.empty(shape, dtype=dtype))
+        box = ShardBox(shape, (0,) * len(shape), torch.empty(shape, dtype=dtype))
         self.fill(key, box)
         return box.data
 
@@ -198,7 +198,7 @@ class CheckpointFiles:
         found = []
         for file, offset, _ in self.tensors[key]["parts"]:
             with self._reading(file, key):
-                found.append(part_digest(self._file(file).get_tensor(part_name(key, offset)), tuple(offset)))
+                found.append(box_digest(self._file(file).get_tensor(box_key(key, offset)), tuple(offset)))
         return found
 
     def _file(self, name: str) -> Any:

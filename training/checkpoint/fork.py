@@ -22,10 +22,10 @@ from baton.kernels.compile.aot import META
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
-from baton.training.bptt.lane_states import CARRIED, LaneStates
+from baton.training.bptt.lane_states import LANE_STATE_PREFIX, LaneStates
 from baton.training.build import build_model
 from baton.training.checkpoint.manifest import NAME, Manifest, check_file
-from baton.training.checkpoint.shard_boxes import parameter_rectangles
+from baton.training.checkpoint.shard_boxes import parameter_boxes
 from baton.training.checkpoint.store import PREFIX, published
 from baton.training.config import TrainingConfig
 from baton.training.config_checks import with_vocabulary
@@ -111,8 +111,8 @@ def describe_fork(
     config = with_vocabulary(model, source.vocab_size, tokenizer)
     tensors = manifest.tensors
     if restart_data:
-        tensors = {key: of for key, of in tensors.items() if not key.startswith(CARRIED)}
-    problem = misfit(tensors, config, training, carried=training.carries and not restart_data)
+        tensors = {key: of for key, of in tensors.items() if not key.startswith(LANE_STATE_PREFIX)}
+    problem = shape_mismatch(tensors, config, training, carried=training.carries_lane_states and not restart_data)
     if problem is not None:
         raise CheckpointError(problem)
     if not restart_data:
@@ -139,7 +139,9 @@ def _require_same_data(manifest: Manifest, source: ShardSource | TaskSource, tra
         raise DataError(f"the data, its settings or the tokenizer are not what the checkpoint of step {manifest.step} read; {hint}")
 
 
-def misfit(tensors: dict[str, dict[str, Any]], config: ModelConfig, training: TrainingConfig, *, carried: bool) -> str | None:
+def shape_mismatch(
+    tensors: dict[str, dict[str, Any]], config: ModelConfig, training: TrainingConfig, *, carried: bool
+) -> str | None:
     """How the tensors of a checkpoint differ in their names and shapes from what a run with these settings saves, or None.
     carried: whether States of lanes are among them."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -147,9 +149,9 @@ def misfit(tensors: dict[str, dict[str, Any]], config: ModelConfig, training: Tr
     mesh = meshes.initialize(LayoutConfig(), device=META, rank=0, store=FakeStore())
     try:
         model = build_model(config, training, META, mesh)
-        boxes = parameter_rectangles(model, mesh)
+        boxes = parameter_boxes(model, mesh)
         if carried:
-            boxes |= LaneStates(model, training, mesh).rectangles(for_save=True)
+            boxes |= LaneStates(model, training, mesh).boxes(for_save=True)
     finally:
         meshes.shutdown()
     wanted = {key: box[0].whole for key, box in boxes.items()}

@@ -13,30 +13,30 @@ import torch.distributed as dist
 from baton.parallel.mesh import Mesh
 from baton.training.config import CheckpointConfig
 
-FIRST = 10
+FIRST_SAVE_STEPS = 10
 """Steps to the first save where the interval is to be found: enough to know a step's time."""
 
 
-def best_interval(cost_s: float, failures_per_day: float) -> float:
+def optimal_interval_s(cost_s: float, failures_per_day: float) -> float:
     """Seconds between saves. cost_s: seconds that a save stops training for. failures_per_day: of the whole run."""
     return math.sqrt(2 * cost_s * 86400 / failures_per_day)
 
 
-class SaveSchedule:
+class CheckpointSchedule:
     """Which steps are followed by a save. steps: of the whole run, after whose last one there always is one. start: steps done."""
 
     def __init__(self, config: CheckpointConfig, steps: int, mesh: Mesh, start: int) -> None:
         self._config, self._steps, self._mesh = config, steps, mesh
-        self._next = start + FIRST
+        self._next = start + FIRST_SAVE_STEPS
         self._since, self._from, self._stalled = time.perf_counter(), start, 0.0
 
-    def due(self, step: int, *, ending: bool = False) -> bool:
+    def due(self, step: int, *, stop_requested: bool = False) -> bool:
         """Whether to save after step number `step` (counted from 1). ending: this start ends with it. The same on every rank."""
-        if ending or step == self._steps:
+        if stop_requested or step == self._steps:
             return True
         return step == self._next if self._config.every == "auto" else step % self._config.every == 0
 
-    def saved(self, step: int, stall_s: float) -> int | None:
+    def record_save(self, step: int, stall_s: float) -> int | None:
         """A save after this step stopped training for so long: every rank says so. The next step that is due, if it was chosen."""
         if self._config.every != "auto":
             return None
@@ -44,7 +44,7 @@ class SaveSchedule:
         running = time.perf_counter() - self._since - self._stalled
         step_s = max(1e-6, running / max(1, step - self._from))
         failures = self._config.failures_per_rank_day * self._mesh.world_size
-        steps = max(1, round(best_interval(stall_s, failures) / step_s))
+        steps = max(1, round(optimal_interval_s(stall_s, failures) / step_s))
         chosen = torch.tensor(steps, device=self._mesh.device)
         dist.broadcast(chosen, src=0)  # ranks measure different times
         self._next = step + int(chosen)

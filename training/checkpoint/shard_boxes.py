@@ -22,7 +22,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Rectangle:
+class ShardBox:
     """A box of one whole tensor and the memory that holds it (a view, shaped like the box)."""
 
     whole: tuple[int, ...]
@@ -58,14 +58,14 @@ def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[
             yield (stop // row, *offset), (1, *extent)
 
 
-def optimizer_rectangles(module: nn.Module, engine: Engine, mesh: Mesh, *, for_save: bool) -> dict[str, list[Rectangle]]:
+def optimizer_boxes(module: nn.Module, engine: Engine, mesh: Mesh, *, for_save: bool) -> dict[str, list[ShardBox]]:
     """Key ("master.<name>", "exp_avg.<name>", …) to the rectangles of it that this rank's optimizer holds.
 
     for_save: leave out what another rank writes too: replicated parameters are written by tensor rank 0, and at ZeRO stage 0, where
     every data rank holds everything, all by the first of them.
     """
     names = {parameter: (name, layout) for name, parameter, layout in named_layouts(module)}
-    found: dict[str, list[Rectangle]] = {}
+    found: dict[str, list[ShardBox]] = {}
     if for_save and engine.stage == 0 and dist.get_rank(mesh.data_group) != 0:
         return found
     for fragment in engine.fragments():
@@ -81,7 +81,7 @@ def optimizer_rectangles(module: nn.Module, engine: Engine, mesh: Mesh, *, for_s
                 position = block_start + sum(o * math.prod(block.extent[d + 1 :]) for d, o in enumerate(offset))
                 at = position - fragment.start
                 for kind in KINDS:
-                    box = Rectangle(
+                    box = ShardBox(
                         block.whole,
                         tuple(a + b for a, b in zip(block.offset, offset)),
                         getattr(fragment, kind)[at : at + math.prod(extent)].view(extent),
@@ -90,11 +90,11 @@ def optimizer_rectangles(module: nn.Module, engine: Engine, mesh: Mesh, *, for_s
     return found
 
 
-def parameter_rectangles(module: nn.Module, mesh: Mesh) -> dict[str, list[Rectangle]]:
+def parameter_boxes(module: nn.Module, mesh: Mesh) -> dict[str, list[ShardBox]]:
     """The same keys' master copies with the module's own parameters as memory: for loading weights without an engine."""
-    found: dict[str, list[Rectangle]] = {}
+    found: dict[str, list[ShardBox]] = {}
     for name, parameter, layout in named_layouts(module):
         for block in layout.shard_boxes(name, mesh.tensor_rank, mesh.layout.tensor):
             rows = parameter.detach()[block.local_row : block.local_row + block.extent[0]]
-            found[f"master.{block.name}"] = [Rectangle(block.whole, block.offset, rows)]
+            found[f"master.{block.name}"] = [ShardBox(block.whole, block.offset, rows)]
     return found

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from baton.data_pipeline.errors import StorageError
 from baton.data_pipeline.file_io import may_pass, sync_folder, unreadable, why
 from baton.parallel.mesh import Mesh
-from baton.training.checkpoint.digest import joined
-from baton.training.checkpoint.files import CheckpointFiles, Part, Rectangles, Staging, file_name, write_file
+from baton.training.checkpoint.digest import combine_digests
+from baton.training.checkpoint.files import CheckpointFiles, ShardBoxes, StagedBox, Staging, file_name, write_file
 from baton.training.checkpoint.manifest import NAME, Manifest, check_file
 from baton.training.checkpoint.retention import Retention
 from baton.training.errors import CheckpointError
@@ -68,9 +68,9 @@ class CheckpointStore:
         self.say = say if mesh.is_main else lambda text: None
         self.problem: str | None = None
         self._staging = Staging(mesh.device)
-        self._flight: _Flight | None = None
+        self._pending: _PendingSave | None = None
 
-    def save(self, rectangles: Rectangles, manifest: Manifest) -> Saved | None:
+    def save(self, boxes: ShardBoxes, manifest: Manifest) -> Saved | None:
         """Write a checkpoint; one that is still being written is published first.
 
         Returns what was published, if it was this one. A failure (a full disk) is said aloud and costs only itself; `problem`
@@ -84,37 +84,37 @@ class CheckpointStore:
         if problem is not None:
             self._give_up(work, name, problem)
             return None
-        parts, memory = self._staging.copy(rectangles)
-        self._flight = _Flight(name, work, manifest, began, self.mesh.rank, parts, memory)
+        staged, memory = self._staging.copy(boxes)
+        self._pending = _PendingSave(name, work, manifest, began, self.mesh.rank, staged, memory)
         return None if self.async_save else self.finish()
 
     def poll(self) -> Saved | None:
         """Publish what was being written, if every rank has written its part. Every rank calls it after the same steps."""
-        if self._flight is None:
+        if self._pending is None:
             return None
-        written = torch.tensor(int(self._flight.is_written()), device=self.mesh.device)
+        written = torch.tensor(int(self._pending.is_written()), device=self.mesh.device)
         dist.all_reduce(written, op=dist.ReduceOp.MIN)
         return self.finish() if int(written) else None
 
     def finish(self) -> Saved | None:
         """Wait for what is being written, if anything is, and publish it."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return None
-        mine = flight.result()
+        mine = pending.result()
         everybody: list[Any] = [None] * self.mesh.world_size
         dist.all_gather_object(everybody, mine)
         problem = next((each["problem"] for each in everybody if each["problem"] is not None), None)
         size = sum(entry["bytes"] for each in everybody for entry in each["files"].values())
         if problem is None:
-            problem = self._attempt(lambda: self._publish(flight, everybody))
+            problem = self._attempt(lambda: self._publish(pending, everybody))
         if problem is not None:
-            self._give_up(flight.work, flight.name, problem)
+            self._give_up(pending.work, pending.name, problem)
             return None
-        return Saved(flight.name, size, time.perf_counter() - flight.began)
+        return Saved(pending.name, size, time.perf_counter() - pending.began)
 
     def load_newest(
-        self, accept: Callable[[Manifest], None], *, tidy: bool = True, only: Path | None = None
+        self, accept: Callable[[Manifest], None], *, cleanup: bool = True, only: Path | None = None
     ) -> tuple[Path, Manifest] | None:
         """The newest checkpoint that verifies, or None where there is none at all; damaged ones are named.
 
@@ -125,7 +125,7 @@ class CheckpointStore:
         is refused as well. Raises StorageError when a checkpoint cannot be read at present, and CheckpointError when its
         permissions forbid it: it may be sound, so it is neither set aside nor passed over.
         """
-        if tidy:
+        if cleanup:
             self._attempt(self._clean)
         damaged: list[Path] = []
         listed = self._listed() if only is None else [only]
@@ -134,11 +134,11 @@ class CheckpointStore:
             if problem is None:
                 assert manifest is not None
                 accept(manifest)
-                if tidy:
+                if cleanup:
                     for old in damaged:
                         self._attempt(lambda old=old: self._set_aside(old))  # type: ignore[misc]
                 return path, manifest
-            if self._gone(path):
+            if self._was_removed(path):
                 continue  # another process has pruned it meanwhile
             if only is not None:
                 raise CheckpointError(f"{path}: the checkpoint is damaged: {problem}")
@@ -151,19 +151,19 @@ class CheckpointStore:
             )
         return None
 
-    def read(self, path: Path, rectangles: Rectangles) -> None:
+    def read(self, path: Path, boxes: ShardBoxes) -> None:
         """Fill the rectangles in place from a checkpoint that `load_newest` returned. Raises, on all ranks alike, CheckpointError:
         the checkpoint is not of this model; StorageError: it cannot be read at present."""
         problem: Exception | None = None
         try:
             files = CheckpointFiles(path, Manifest.read(path).tensors)
-            for key, boxes in rectangles.items():
-                for box in boxes:
+            for key, tensor_boxes in boxes.items():
+                for box in tensor_boxes:
                     files.fill(key, box)
         except CheckpointError as error:
             problem = CheckpointError(f"{path}: {error}")
         except (StorageError, OSError) as error:
-            problem = _not_read(path, error)
+            problem = _read_error(path, error)
         self._raise_together(problem)
 
     # what one rank, or all, do for the above
@@ -180,19 +180,19 @@ class CheckpointStore:
         self.say(f"checkpoint {name} could not be saved: {problem}; older checkpoints stay")
         dist.barrier()
 
-    def _publish(self, flight: "_Flight", everybody: list[dict[str, Any]]) -> None:
+    def _publish(self, pending: "_PendingSave", everybody: list[dict[str, Any]]) -> None:
         if not self.mesh.is_main:
             return
         files = {name: entry for each in everybody for name, entry in each["files"].items()}
         tensors = _joined([each["tensors"] for each in everybody])
-        dataclasses.replace(flight.manifest, files=files, tensors=tensors).write(flight.work)
-        sync_folder(flight.work)
-        target = self.folder / flight.name
-        replaced = self.folder / f"{UNFINISHED}replaced-{flight.name}"
+        dataclasses.replace(pending.manifest, files=files, tensors=tensors).write(pending.work)
+        sync_folder(pending.work)
+        target = self.folder / pending.name
+        replaced = self.folder / f"{UNFINISHED}replaced-{pending.name}"
         if target.exists():  # the same step again: a resumed run that was told to start from an older one
             os.rename(target, replaced)
         try:
-            os.rename(flight.work, target)
+            os.rename(pending.work, target)
         except OSError:
             if replaced.exists():
                 os.rename(replaced, target)
@@ -216,12 +216,12 @@ class CheckpointStore:
         except CheckpointError as error:
             problem = str(error)
         except (StorageError, OSError) as error:
-            unread = _not_read(path, error)
+            unread = _read_error(path, error)
         problem = self._agree(problem)
         self._raise_together(unread if problem is None else None)
         return manifest, problem
 
-    def _gone(self, path: Path) -> bool:
+    def _was_removed(self, path: Path) -> bool:
         """Whether a checkpoint is not there any more, as the main rank sees it."""
         there = [path.exists() if self.mesh.is_main else None]
         dist.broadcast_object_list(there, src=0)
@@ -266,29 +266,29 @@ class CheckpointStore:
         return next((p for p in problems if p is not None), None)
 
 
-class _Flight:
+class _PendingSave:
     """A checkpoint of which this rank's part is being written by a thread."""
 
     def __init__(
-        self, name: str, work: Path, manifest: Manifest, began: float, rank: int, parts: list[Part], memory: torch.Tensor
+        self, name: str, work: Path, manifest: Manifest, began: float, rank: int, staged: list[StagedBox], memory: torch.Tensor
     ) -> None:
         self.name, self.work, self.manifest, self.began = name, work, manifest, began
         self._result: dict[str, Any] = {"problem": None, "files": {}, "tensors": {}}
         self._blocks = 0
-        self._thread = threading.Thread(target=self._run, args=(file_name(rank), parts, memory), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(file_name(rank), staged, memory), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _run(self, file: str, parts: list[Part], memory: torch.Tensor) -> None:
-        if not parts:
+    def _run(self, file: str, staged: list[StagedBox], memory: torch.Tensor) -> None:
+        if not staged:
             return
         try:
-            entry, described = write_file(self.work / file, parts, memory, self._goes_on)
+            entry, described = write_file(self.work / file, staged, memory, self._count_block)
             tensors = {key: {**of, "file": file} for key, of in described.items()}
             self._result = {"problem": None, "files": {file: entry}, "tensors": tensors}
         except Exception as error:  # whatever it is, it costs this checkpoint and not the run; it is said aloud
             self._result["problem"] = f"{type(error).__name__} {error}"
 
-    def _goes_on(self) -> None:
+    def _count_block(self) -> None:
         self._blocks += 1
 
     def is_written(self) -> bool:
@@ -296,14 +296,14 @@ class _Flight:
 
     def result(self) -> dict[str, Any]:
         """Wait for it: {problem, files: {name: {bytes, sha256}}, tensors: see files.describe, each with its file}."""
-        signs = heartbeat.own()
-        signs.at("writing its file")
+        beats = heartbeat.own_heartbeat()
+        beats.set_location("writing its file")
         while self._thread.is_alive():
             seen = self._blocks
             self._thread.join(timeout=1.0)
             if self._blocks != seen:
-                signs.at("writing its file")
-        signs.at("publishing")
+                beats.set_location("writing its file")
+        beats.set_location("publishing")
         return self._result
 
 
@@ -314,10 +314,10 @@ def _joined(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
         entry = found.setdefault(key, {"dtype": of["dtype"], "shape": of["shape"], "digests": [], "parts": []})
         entry["digests"].append(of["digest"])
         entry["parts"] += [[of["file"], *part] for part in of["parts"]]
-    return {key: {**entry, "checksum": joined(entry.pop("digests"))} for key, entry in found.items()}
+    return {key: {**entry, "checksum": combine_digests(entry.pop("digests"))} for key, entry in found.items()}
 
 
-def prune(folder: Path, retention: Retention, *, really: bool = True) -> list[Path]:
+def prune(folder: Path, retention: Retention, *, delete: bool = True) -> list[Path]:
     """Delete the checkpoints that need not stay; those deleted, or (not really) that would be. One whose manifest is damaged or
     cannot be read stays. Raises OSError."""
     steps, validation = {}, {}
@@ -331,7 +331,7 @@ def prune(folder: Path, retention: Retention, *, really: bool = True) -> list[Pa
     for step, path in steps.items():
         if step in kept:
             continue
-        if really:
+        if delete:
             # a folder without its manifest would look damaged: it goes under another name first
             aside = path.with_name(f"{UNFINISHED}pruned-{path.name}")
             try:
@@ -343,7 +343,7 @@ def prune(folder: Path, retention: Retention, *, really: bool = True) -> list[Pa
     return gone
 
 
-def _not_read(path: Path, error: StorageError | OSError) -> StorageError | CheckpointError:
+def _read_error(path: Path, error: StorageError | OSError) -> StorageError | CheckpointError:
     """The error for a checkpoint that a rank could not read."""
     if isinstance(error, StorageError):
         return error

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from baton.data_pipeline.errors import StorageError
 from baton.data_pipeline.file_io import may_pass, patiently, unreadable, why
-from baton.training.checkpoint.digest import joined
+from baton.training.checkpoint.digest import combine_digests
 from baton.training.checkpoint.files import CheckpointFiles
 from baton.training.checkpoint.manifest import Manifest, check_file
 from baton.training.checkpoint.retention import Retention
-from baton.training.checkpoint.shard_boxes import Rectangle
+from baton.training.checkpoint.shard_boxes import ShardBox
 from baton.training.checkpoint.store import prune, published
 from baton.training.errors import CheckpointError
 
@@ -70,7 +70,7 @@ def problems(path: Path) -> list[str]:
         held = sum(math.prod(extent) for _, _, extent in of["parts"])
         if held != math.prod(of["shape"]):
             found.append(f"{path}: its parts hold {held} of {math.prod(of['shape'])} elements of {key}")
-        elif joined(files.digests(key)) != of["checksum"]:
+        elif combine_digests(files.digests(key)) != of["checksum"]:
             found.append(f"{path}: {key} does not match its checksum: it was written otherwise than it was in memory")
     return found
 
@@ -132,11 +132,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def pruned(place: Path, retention: Retention, *, really: bool) -> list[Path]:
+def pruned(place: Path, retention: Retention, *, delete: bool) -> list[Path]:
     """Delete what the retention does not keep; the checkpoints deleted, or (not really) that would be. Raises CheckpointError."""
     folder = checkpoints_of(place)[0].parent
     try:
-        return prune(folder, retention, really=really)
+        return prune(folder, retention, delete=delete)
     except OSError as error:
         if may_pass(error):
             raise
@@ -173,18 +173,18 @@ def export(place: Path, out: Path, dtype: torch.dtype | None = None) -> Path:
     return path
 
 
-def load_weights(path: Path, rectangles: dict[str, list[Rectangle]]) -> None:
+def load_weights(path: Path, boxes: dict[str, list[ShardBox]]) -> None:
     """Fill masters (or parameters) in place from a file that `export` wrote, or that has the same names. Other rectangles are left
     alone. Raises CheckpointError: it cannot be read, or is of another model."""
     try:
         patiently(lambda: path.open("rb").close())  # safe_open calls every failure a missing file
         with safe_open(path, framework="pt") as file:
-            names, wanted = set(file.keys()), {key.removeprefix(MASTER) for key in rectangles if key.startswith(MASTER)}
+            names, wanted = set(file.keys()), {key.removeprefix(MASTER) for key in boxes if key.startswith(MASTER)}
             if wanted - names:
                 raise CheckpointError(f"{path}: it has no tensor {min(wanted - names)}; it is of another model")
             for name in wanted:
                 there = file.get_slice(name)
-                for box in rectangles[f"{MASTER}{name}"]:
+                for box in boxes[f"{MASTER}{name}"]:
                     if tuple(there.get_shape()) != box.whole:
                         raise CheckpointError(f"{path}: {name} has shape {tuple(there.get_shape())}, the model's {box.whole}")
                     box.data.copy_(there[tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape))])

@@ -22,7 +22,7 @@ from baton.training.step.microbatch_runner import TokenBatch
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class TextEvaluation:
     """loss: nats per token. bits_per_byte: of the documents' UTF-8 text, their end marks included."""
 
     loss: float
@@ -32,22 +32,22 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     model: LanguageModel, batches: Sequence[TokenBatch], text_bytes: int, tokens: int, mesh: Mesh, *, segments: int = 1
-) -> Evaluation:
+) -> TextEvaluation:
     """Every data rank brings its own batches, laid out in `segments`; text_bytes and tokens are of the whole set, all ranks
     together."""
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:
         parts = (batch.segment(s, segments) for s in range(segments))
-        for part, hidden, _ in through_segments(model, parts, segments, state_wanted=False):
+        for part, hidden, _ in forward_segments(model, parts, segments, state_wanted=False):
             if hidden is not None:
                 total += model.loss(hidden, part.labels)
-    add_up(total, mesh)
+    all_reduce_sums(total, mesh)
     nats = float(total)
-    return Evaluation(nats / tokens, nats / math.log(2) / text_bytes)
+    return TextEvaluation(nats / tokens, nats / math.log(2) / text_bytes)
 
 
 @dataclass(frozen=True)
-class TaskScore:
+class TaskEvaluation:
     """loss: nats per label. accuracy: share of the labels that are the model's likeliest token, 0 to 1."""
 
     loss: float
@@ -55,7 +55,9 @@ class TaskScore:
 
 
 @torch.no_grad()
-def score(model: LanguageModel, batches: Sequence[TokenBatch], labels: int, mesh: Mesh, *, segments: int = 1) -> TaskScore:
+def evaluate_task(
+    model: LanguageModel, batches: Sequence[TokenBatch], labels: int, mesh: Mesh, *, segments: int = 1
+) -> TaskEvaluation:
     """Loss and accuracy at the labelled places. Every data rank brings its own batches, laid out in `segments`; labels: how many,
     all ranks together."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -64,20 +66,20 @@ def score(model: LanguageModel, batches: Sequence[TokenBatch], labels: int, mesh
         if mesh.layout.context == 1 and not bool((batch.labels != IGNORE_INDEX).any()):
             continue
         parts = (batch.segment(s, segments) for s in range(segments))
-        for part, hidden, _ in through_segments(model, parts, segments, state_wanted=False):
+        for part, hidden, _ in forward_segments(model, parts, segments, state_wanted=False):
             asked = part.labels != IGNORE_INDEX
             if hidden is None or not bool(asked.any()):
                 continue
             # a task asks at few places: only those need logits
             chosen, wanted = hidden[asked], part.labels[asked]
             sums[0] += model.loss(chosen[None], wanted[None])
-            sums[1] += (likeliest(model, chosen, mesh) == wanted).sum()
-    add_up(sums, mesh)
-    return TaskScore(float(sums[0]) / labels, float(sums[1]) / labels)
+            sums[1] += (greedy_tokens(model, chosen, mesh) == wanted).sum()
+    all_reduce_sums(sums, mesh)
+    return TaskEvaluation(float(sums[0]) / labels, float(sums[1]) / labels)
 
 
 @torch.no_grad()
-def through_segments(
+def forward_segments(
     model: LanguageModel, parts: Iterable[TokenBatch], segments: int, *, state_wanted: bool = True
 ) -> Iterator[tuple[TokenBatch, Tensor | None, States]]:
     """The forward pass of a batch, segment by segment: (this rank's span, its hidden vectors on the last stage and None on the
@@ -109,7 +111,7 @@ def token_losses(model: LanguageModel, hidden: Tensor, labels: Tensor) -> Tensor
     return torch.cat(found).float().view(labels.shape)
 
 
-def add_up(sums: Tensor, mesh: Mesh) -> None:
+def all_reduce_sums(sums: Tensor, mesh: Mesh) -> None:
     """Over data ranks and stages (all but the last have zeros), in place."""
     dist.all_reduce(sums, group=mesh.data_group)
     if mesh.pipeline is not None:
@@ -117,7 +119,7 @@ def add_up(sums: Tensor, mesh: Mesh) -> None:
 
 
 @torch.no_grad()
-def likeliest(model: LanguageModel, hidden: Tensor, mesh: Mesh) -> Tensor:
+def greedy_tokens(model: LanguageModel, hidden: Tensor, mesh: Mesh) -> Tensor:
     """The token with the greatest logit, hidden [N, d_model] to int64 [N]; of equal ones the first, whatever the layout.
 
     Logits stay split over the tensor group: each rank offers its best, the greatest wins. Rows that pad the vocabulary never do.

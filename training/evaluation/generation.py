@@ -34,7 +34,7 @@ def generate(
             hidden, states = model.through_stages(piece, pos, states)
             token = -1
             if hidden is not None:
-                token = _draw(model.logits(hidden[0, -1])[:vocab_size].cpu(), temperature, top_k, generator)
+                token = _sample(model.logits(hidden[0, -1])[:vocab_size].cpu(), temperature, top_k, generator)
             if model.pipeline is not None:
                 token = int(model.pipeline.from_last(torch.tensor(token, device=device)))
             if token == stop:
@@ -45,7 +45,7 @@ def generate(
     return written
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+def _sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
     if top_k:

@@ -24,11 +24,11 @@ from baton.models.lm import LanguageModel
 from baton.models.mixer import Mixer
 from baton.parallel.context_parallel import ContextLink
 from baton.parallel.mesh import Mesh
-from baton.training.evaluation.evaluate import add_up, through_segments, token_losses
+from baton.training.evaluation.evaluate import all_reduce_sums, forward_segments, token_losses
 from baton.training.step import batch_distribution
 from baton.training.step.microbatch_runner import TokenBatch
 
-BORDERS_PER_OCTAVE = 16
+BOUNDARIES_PER_OCTAVE = 16
 """Of the borders between n and 2n spans into a row, so many are looked at: enough for a curve over the logarithm of the position,
 few enough for a line of the record."""
 
@@ -81,17 +81,19 @@ class LongRows:
             yield OpenDocument(id_pieces(self._dataset, self._tokenizer, shard, sample, payload), 0, self._tokenizer.doc)
 
 
-def groups_of(rows: LongRows, mesh: Mesh, *, micro_batch_size: int, segment: int, segments: int) -> Iterator[Iterator[TokenBatch]]:
+def long_row_batches(
+    rows: LongRows, mesh: Mesh, *, micro_batch_size: int, segment: int, segments: int
+) -> Iterator[Iterator[TokenBatch]]:
     """This data rank's rows, `micro_batch_size` at a time: of each group this rank's spans of the segments, read when needed. Every
     rank that works on the same rows takes all of them."""
     for start in range(mesh.data_rank * micro_batch_size, rows.rows, mesh.layout.data * micro_batch_size):
         group = range(start, min(start + micro_batch_size, rows.rows))
-        batches: Iterator[Batch | None] = rows.segments(group, segment) if batch_distribution.reads(mesh) else repeat(None)
-        yield (batch_distribution.share(next(batches), mesh, (len(group), segment)) for _ in range(segments))
+        batches: Iterator[Batch | None] = rows.segments(group, segment) if batch_distribution.is_reader(mesh) else repeat(None)
+        yield (batch_distribution.distribute(next(batches), mesh, (len(group), segment)) for _ in range(segments))
 
 
 @dataclass(frozen=True)
-class LongLook:
+class LongContextResult:
     """What a row's positions do to the loss and to the States.
 
     losses: (first position, mean nats per label, labels) of each bucket of positions, first to 2 first - 1; a document's first
@@ -111,7 +113,9 @@ class LongLook:
 
 
 @torch.no_grad()
-def look(model: LanguageModel, groups: Iterable[Iterable[TokenBatch]], mesh: Mesh, *, segment: int, segments: int) -> LongLook:
+def evaluate_long(
+    model: LanguageModel, groups: Iterable[Iterable[TokenBatch]], mesh: Mesh, *, segment: int, segments: int
+) -> LongContextResult:
     """Score rows of `segments` segments of `segment` tokens, all sequence ranks together. groups: this data rank's batches, each as
     this rank's spans of its segments. Every rank calls it; all have the result.
 
@@ -129,9 +133,9 @@ def look(model: LanguageModel, groups: Iterable[Iterable[TokenBatch]], mesh: Mes
         if leaf.grad and (leaf.tp is not None or mesh.tensor_rank == 0)
     }
     rows = torch.zeros(len(kept), dtype=torch.float64, device=mesh.device)
-    with linked(model, mesh):
+    with self_linked(model, mesh):
         for group in groups:
-            for number, (part, hidden, leaving) in enumerate(through_segments(model, group, segments)):
+            for number, (part, hidden, leaving) in enumerate(forward_segments(model, group, segments)):
                 if hidden is not None:
                     losses += _in_buckets(token_losses(model, hidden, part.labels), part, firsts)
                 if (at := kept.get(number * ranks + mesh.context_rank + 1)) is not None:
@@ -140,7 +144,7 @@ def look(model: LanguageModel, groups: Iterable[Iterable[TokenBatch]], mesh: Mes
                     for (layer, name), squares in leaves.items():
                         norm = torch.linalg.vector_norm(leaving[layer][name].flatten(1), dim=1, dtype=torch.float64)
                         squares[at] += (norm.square() * here).sum()
-    add_up(losses, mesh)
+    all_reduce_sums(losses, mesh)
     own = {key: squares.tolist() for key, squares in leaves.items()}
     if mesh.tensor_rank == mesh.pipeline_rank == 0:
         own["", "rows"] = rows.tolist()
@@ -150,17 +154,17 @@ def look(model: LanguageModel, groups: Iterable[Iterable[TokenBatch]], mesh: Mes
     for (layer, name), of_rows in sorted(sums.items(), key=lambda item: int(item[0][0])):
         norms.setdefault(name, {})[layer] = [(x / n) ** 0.5 if n else None for x, n in zip(of_rows, counts, strict=True)]
     of_buckets = zip(firsts.tolist(), *losses.tolist(), strict=True)
-    return LongLook([(f, nats / n, int(n)) for f, nats, n in of_buckets if n], [span * border for border in kept], norms)
+    return LongContextResult([(f, nats / n, int(n)) for f, nats, n in of_buckets if n], [span * border for border in kept], norms)
 
 
 def borders(count: int) -> list[int]:
     """Of the borders 1 to count after as many spans, those to look at, the last among them: BORDERS_PER_OCTAVE from each power of
     two to the next."""
-    return [n for n in range(1, count + 1) if n % max(1, (1 << (n.bit_length() - 1)) // BORDERS_PER_OCTAVE) == 0 or n == count]
+    return [n for n in range(1, count + 1) if n % max(1, (1 << (n.bit_length() - 1)) // BOUNDARIES_PER_OCTAVE) == 0 or n == count]
 
 
 @contextmanager
-def linked(model: LanguageModel, mesh: Mesh) -> Iterator[ContextLink]:
+def self_linked(model: LanguageModel, mesh: Mesh) -> Iterator[ContextLink]:
     """Within it segments can follow one another, also where training does not cut sequences."""
     if model.link is not None:
         yield model.link

@@ -23,12 +23,12 @@ from baton.parallel.tensor import drop_cast_weights
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import DTYPES, build_model
 from baton.training.config import TrainingConfig
-from baton.training.step.microbatch_runner import Passes, Segments, TokenBatch
+from baton.training.step.microbatch_runner import MicrobatchRunner, Segments, TokenBatch
 
-__all__ = ["Target", "compile_for"]
+__all__ = ["Target", "compile_run_kernels"]
 
 
-def compile_for(
+def compile_run_kernels(
     model: ModelConfig,
     training: TrainingConfig,
     layout: LayoutConfig,
@@ -53,10 +53,10 @@ def compile_for(
             early = layout.context_comm != "ring"
             mesh = replace(mesh, link=ContextLink(0, [0], META, exchange="early" if early else "ring"))
         try:
-            built = build_model(layers, training, META, mesh)
+            rank_model = build_model(layers, training, META, mesh)
             with record_recurrences() as carried:
                 for at in {(at.micro_batch_size, at.sequence_length): at for _, at in training.stretches}.values():
-                    _step(built, at, layout.context, LaneStates(built, at, mesh) if at.carries else None)
+                    _step(rank_model, at, layout.context, LaneStates(rank_model, at, mesh) if at.carries_lane_states else None)
             for recurrence in sorted(carried, key=str):
                 launch(recurrence, META, DTYPES[training.compute_dtype_on(META.type)])
         finally:
@@ -70,7 +70,7 @@ def _step(model: LanguageModel, training: TrainingConfig, sequence: int, lanes: 
     # a first, a middle and a last one of those that a gradient goes through together, and what comes behind them
     gradient = min(training.gradient_segments, 3)
     segments = Segments(gradient if training.gradient_segments == training.segments else 2 * gradient, gradient)
-    order = schedule(0, 1, 2, segments.count, segments.gradient)
+    order = schedule(0, 1, 2, segments.count, segments.gradient_segments)
     if sequence > 1 and training.segments == 1:
         segments = Segments(2, 2)
         order = []
@@ -85,12 +85,12 @@ def _step(model: LanguageModel, training: TrainingConfig, sequence: int, lanes: 
     ids, pos = (torch.empty(shape, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
     batch = TokenBatch(ids, ids, pos, tuple(range(training.micro_batch_size)))
     if lanes is not None:
-        lanes.begin()
-    passes = Passes(model, [batch, batch], 1.0, segments, lanes)
+        lanes.begin_step()
+    runner = MicrobatchRunner(model, [batch, batch], 1.0, segments, lanes)
     with fused_grad_accumulation():
         for operation in order:
-            passes.do(operation)
-        passes.finish()
+            runner.run_operation(operation)
+        runner.finish()
     with torch.no_grad():
         y, _ = model(ids[:, :span], pos[:, :span], state_wanted=False)
         model.loss(y, ids[:, :span])

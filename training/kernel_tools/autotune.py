@@ -17,10 +17,12 @@ from baton.parallel.config import LayoutConfig
 from baton.training.build import DTYPES, build_model
 from baton.training.config import TrainingConfig
 
-__all__ = ["PATH", "chosen", "requests_of", "tune_for"]
+__all__ = ["PATH", "launch_requests", "select_requests", "tune_run_kernels"]
 
 
-def requests_of(model: ModelConfig, training: TrainingConfig, layout: LayoutConfig, wanted: Target) -> list[launch_configs.Request]:
+def launch_requests(
+    model: ModelConfig, training: TrainingConfig, layout: LayoutConfig, wanted: Target
+) -> list[launch_configs.Request]:
     """What a rank's forward pass over a micro-batch asks the table for, found with one of each kind of layer on the meta device.
 
     Tensor parallelism divides channels and heads; sequence parallelism and segments divide tokens.
@@ -44,7 +46,7 @@ def requests_of(model: ModelConfig, training: TrainingConfig, layout: LayoutConf
     return found
 
 
-def chosen(requests: Sequence[launch_configs.Request], kernels: Collection[str]) -> list[launch_configs.Request]:
+def select_requests(requests: Sequence[launch_configs.Request], kernels: Collection[str]) -> list[launch_configs.Request]:
     """Those of the kernels of these names; of all if there are none. Raises LaunchConfigError for a kernel that no request is
     of."""
     known = sorted({request.kernel for request in requests})
@@ -53,7 +55,7 @@ def chosen(requests: Sequence[launch_configs.Request], kernels: Collection[str])
     return [request for request in requests if not kernels or request.kernel in kernels]
 
 
-def tune_for(
+def tune_run_kernels(
     model: ModelConfig,
     training: TrainingConfig,
     layout: LayoutConfig,
@@ -73,7 +75,7 @@ def tune_for(
     launch_configs.write(launch_configs.read(path), path)
     dtype, here = DTYPES[training.compute_dtype_on(device.type)], Target.here()
     assert here is not None
-    for tuned in tune(chosen(requests_of(model, training, layout, here), kernels), device, dtype):
+    for tuned in tune(select_requests(launch_requests(model, training, layout, here), kernels), device, dtype):
         launch_configs.write(_with_row(launch_configs.read(path), tuned.entry(device, dtype)), path)
         yield tuned
 

@@ -19,7 +19,7 @@ from baton.training.config import GuardConfig
 EVENTS = "events.jsonl"
 
 
-class Judge:
+class AnomalyDetector:
     """Compares a step's loss and gradient norm with those of the accepted steps before it. The same on every rank."""
 
     def __init__(self, config: GuardConfig) -> None:
@@ -28,27 +28,27 @@ class Judge:
         self._norms: deque[float] = deque(maxlen=config.window)
         self._updates: deque[float] = deque(maxlen=config.window)
 
-    def loss(self, loss: float) -> str | None:
+    def check_loss(self, loss: float) -> str | None:
         """What is wrong with a loss in nats per label, or None."""
-        return self._beyond("loss", loss, self._losses, self._config.loss_spike)
+        return self._exceeds("loss", loss, self._losses, self._config.loss_spike)
 
-    def norm(self, norm: float) -> str | None:
+    def check_grad_norm(self, norm: float) -> str | None:
         """What is wrong with the gradients' norm before the clip, or None."""
-        return self._beyond("gradient norm", norm, self._norms, self._config.norm_spike)
+        return self._exceeds("gradient norm", norm, self._norms, self._config.norm_spike)
 
-    def update(self, norm: float) -> str | None:
+    def check_update_norm(self, norm: float) -> str | None:
         """What is wrong with the norm of the change that an update has made, or None."""
-        why = self._beyond("norm of the update", norm, self._updates, self._config.update_spike)
+        why = self._exceeds("norm of the update", norm, self._updates, self._config.update_spike)
         if why is None:
             self._updates.append(norm)
         return why
 
-    def accept(self, loss: float, norm: float) -> None:
+    def record(self, loss: float, norm: float) -> None:
         """A step that was made."""
         self._losses.append(loss)
         self._norms.append(norm)
 
-    def _beyond(self, what: str, value: float, before: Sequence[float], factor: float) -> str | None:
+    def _exceeds(self, what: str, value: float, before: Sequence[float], factor: float) -> str | None:
         if not factor or len(before) < self._config.window // 2:
             return None
         middle = statistics.median(before)
@@ -57,17 +57,17 @@ class Judge:
         return f"the {what} {value:.4g} is more than {factor:g} times {middle:.4g}, the median of the last {len(before)} steps"
 
 
-class Events:
+class EventLog:
     """RUN/events.jsonl: a line for everything that interrupted training and for every change of a setting of what is learned,
     appended and synced; only the main rank writes."""
 
-    def __init__(self, folder: Path, writes: bool) -> None:
-        self._path, self._writes = folder / EVENTS, writes
+    def __init__(self, folder: Path, enabled: bool) -> None:
+        self._path, self._enabled = folder / EVENTS, enabled
 
     def write(self, kind: str, step: int, **about: Any) -> None:
         """kind: skip, rollback or stop, with the step whose update was not made, counted from 1; or change, with the number of
         steps done before it."""
-        if not self._writes:
+        if not self._enabled:
             return
         line = json.dumps({"kind": kind, "step": step, "time": time.time(), **about})
         try:

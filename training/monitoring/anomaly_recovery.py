@@ -15,23 +15,23 @@ from baton.data_pipeline.steps import Place, Steps
 from baton.parallel.mesh import Mesh
 from baton.training.config import GuardConfig
 from baton.training.errors import RunError
-from baton.training.monitoring.anomaly_detection import Events
+from baton.training.monitoring.anomaly_detection import EventLog
 from baton.training.step.batch_distribution import StepBatches
 from baton.training.step.executor import StepResult
 
 _SHOWN = 4
 
 
-class Recovery:
+class AnomalyRecovery:
     """Counts what one start of a run has skipped, and decides. Every rank has one and makes the same decisions.
 
     `places`: after a rollback was decided, the documents to leave out, by lane, of this rank.
     """
 
-    def __init__(self, config: GuardConfig, events: Events, mesh: Mesh) -> None:
+    def __init__(self, config: GuardConfig, events: EventLog, mesh: Mesh) -> None:
         self._config, self._events, self._mesh = config, events, mesh
         self._count = 0
-        self.places: dict[int, list[Place]] = {}
+        self.skip_documents: dict[int, list[Place]] = {}
 
     def respond(
         self, result: StepResult, step: int, before: Mapping[int, Any], data: StepBatches, stream: Steps[Any] | None
@@ -40,27 +40,29 @@ class Recovery:
 
         Raises RunError, on all ranks, to stop the run.
         """
-        assert result.refused is not None
-        self.places, exact = self._find(result, step, before, data, stream)
+        assert result.anomaly is not None
+        self.skip_documents, exact = self._find(result, step, before, data, stream)
         of_ranks: list[Any] = [None] * self._mesh.world_size
-        dist.all_gather_object(of_ranks, ([place.name for places in self.places.values() for place in places], exact))
+        dist.all_gather_object(
+            of_ranks, ([place.name for skip_documents in self.skip_documents.values() for place in skip_documents], exact)
+        )
         exact = any(found for _, found in of_ranks)
         names = [name for found, was_exact in of_ranks for name in found if was_exact or not exact]
-        if result.where is not None and result.where.is_parameter:  # no document has done it
-            self.places, names = {}, []
+        if result.nonfinite is not None and result.nonfinite.is_parameter:  # no document has done it
+            self.skip_documents, names = {}, []
         elif exact and not of_ranks[self._mesh.rank][1]:
-            self.places = {}
+            self.skip_documents = {}
         policy = self._config.policy
-        said = f"step {step + 1}: {result.refused}{_listed(names)}"
-        if policy == "skip" and result.made:
-            policy, said = "stop", f"{said}; the update is made, and cannot be skipped any more"
+        message = f"step {step + 1}: {result.anomaly}{_listed(names)}"
+        if policy == "skip" and result.updated:
+            policy, message = "stop", f"{message}; the update is made, and cannot be skipped any more"
         elif policy != "stop" and self._count >= self._config.max_interventions:
-            policy, said = "stop", f"{said}; this was tried {self._count} times (training.guard.max_interventions)"
+            policy, message = "stop", f"{message}; this was tried {self._count} times (training.guard.max_interventions)"
         self._count += 1
-        self._events.write(policy, step + 1, reason=result.refused, documents=names, count=self._count)
+        self._events.write(policy, step + 1, reason=result.anomaly, documents=names, count=self._count)
         if policy == "stop":
             raise RunError(
-                f"{said}. The checkpoints are of before; lower training.optimizer.lr, look at these documents, or set "
+                f"{message}. The checkpoints are of before; lower training.optimizer.lr, look at these documents, or set "
                 f"training.guard.policy to skip or rollback, then start the run again: it resumes from its last checkpoint"
             )
         if self._mesh.is_main:
@@ -69,30 +71,30 @@ class Recovery:
                 if policy == "skip"
                 else "going back to the last checkpoint, without these documents"
             )
-            print(f"{said}; {done} ({policy} {self._count} of {self._config.max_interventions})", flush=True)
+            print(f"{message}; {done} ({policy} {self._count} of {self._config.max_interventions})", flush=True)
         return policy
 
     def _find(
         self, result: StepResult, step: int, before: Mapping[int, Any], data: StepBatches, stream: Steps[Any] | None
     ) -> tuple[dict[int, list[Place]], bool]:
         """Documents of the step that this rank has read, by lane; whether it is the one that did it alone."""
-        if stream is None or data.read is None:
+        if stream is None or data.reader_batches is None:
             return {}, False
-        lanes = [lane for batch in data.read for lane in batch.lanes]
+        lanes = [lane for batch in data.reader_batches for lane in batch.lanes]
         touched = {lane: stream.touched(lane, before.get(lane), data.cursors[lane], step) for lane in lanes}
-        where = result.where
+        where = result.nonfinite
         if where is None or where.row < 0 or where.data_rank != self._mesh.data_rank:
             return touched, False
-        batch = data.read[where.micro_batch]
+        batch = data.reader_batches[where.micro_batch]
         lane, pos = batch.lanes[where.row], batch.pos[where.row]
         number = int((pos[: where.column + 1] == 0).sum()) - int(pos[0] == 0)
         return {lane: touched[lane][number : number + 1]}, bool(touched[lane][number : number + 1])
 
 
-def without(cursors: Mapping[int, Any], places: Mapping[int, list[Place]]) -> dict[int, Any]:
+def with_skipped(cursors: Mapping[int, Any], skip_documents: Mapping[int, list[Place]]) -> dict[int, Any]:
     """The cursors of a checkpoint, with documents to leave out."""
     found = dict(cursors)
-    for lane, of_lane in places.items():
+    for lane, of_lane in skip_documents.items():
         cursor = found.get(lane, Cursor())
         more = tuple((place.source, place.unit, place.document) for place in of_lane)
         found[lane] = replace(cursor, skipped=(*cursor.skipped, *(place for place in more if place not in cursor.skipped)))

@@ -48,7 +48,7 @@ class Goodput:
     attempts: dict[int, dict[str, float]]
     wall: float
     failures: int
-    pieces: tuple[tuple[float, float, str], ...]
+    intervals: tuple[tuple[float, float, str], ...]
 
     @property
     def goodput(self) -> float:
@@ -56,7 +56,7 @@ class Goodput:
         return sum(self.seconds[part] for part in PRODUCTIVE) / self.wall if self.wall else 0.0
 
     @property
-    def in_job(self) -> float:
+    def goodput_in_job(self) -> float:
         """The same, of the time that nodes were held."""
         held = self.wall - self.seconds["queue"] - self.seconds["idle"]
         return sum(self.seconds[part] for part in PRODUCTIVE) / held if held > 0 else 0.0
@@ -66,7 +66,7 @@ class Goodput:
             "wall_s": self.wall,
             "seconds": self.seconds,
             "goodput": self.goodput,
-            "goodput_in_job": self.in_job,
+            "goodput_in_job": self.goodput_in_job,
             "failures": self.failures,
             "attempts": self.attempts,
         }
@@ -77,30 +77,30 @@ class Goodput:
             if self.seconds[part]:
                 yield f"  {part:<12}{self.seconds[part]:>14,.1f} s{self.seconds[part] / self.wall:>8.1%}  {text}"
         yield f"  {'sum':<12}{sum(self.seconds.values()):>14,.1f} s{sum(self.seconds.values()) / self.wall:>8.1%}"
-        yield f"goodput {self.goodput:.1%} of all time, {self.in_job:.1%} of the time that nodes were held"
+        yield f"goodput {self.goodput:.1%} of all time, {self.goodput_in_job:.1%} of the time that nodes were held"
 
 
-def account(folder: Path, now: float | None = None) -> Goodput:
+def compute_goodput(folder: Path, now: float | None = None) -> Goodput:
     """The account of a run. now: until when a running attempt is counted, on the clock of the last row; None: until now. Raises
     RunError without a ledger."""
-    rows, at_present = on_one_clock(time_ledger.read(folder))
+    rows, at_present = align_clocks(time_ledger.read_rows(folder))
     if not any(row["kind"] == "attempt" for row in rows):
         raise RunError(f"{folder / time_ledger.NAME}: no attempt is recorded; is this a run directory?")
-    pieces = list(_pieces(rows, at_present if now is None else now))
+    intervals = list(_intervals(rows, at_present if now is None else now))
     kept = _kept(rows)
     seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     attempts: dict[int, dict[str, float]] = {}
     drawn: list[tuple[float, float, str]] = []
-    for piece in pieces:
-        lost = piece.step is not None and piece.step > kept.get(piece.attempt, piece.step)
-        for part, spent in piece.seconds.items():
+    for interval in intervals:
+        lost = interval.step is not None and interval.step > kept.get(interval.attempt, interval.step)
+        for part, spent in interval.seconds.items():
             known = part if part in PARTS else "other"
             counted = "lost" if lost and part in _OF_STEPS else known
             seconds[counted] += spent
-            of_attempt = attempts.setdefault(piece.attempt, {})
+            of_attempt = attempts.setdefault(interval.attempt, {})
             of_attempt[counted] = of_attempt.get(counted, 0.0) + spent
-            drawn.append((piece.since, piece.until, counted))
-    wall = pieces[-1].until - pieces[0].since
+            drawn.append((interval.since, interval.until, counted))
+    wall = intervals[-1].until - intervals[0].since
     failures = sum(row["kind"] == "end" and row["status"] not in (0, 75, 130, 143) for row in rows)
     attempts.pop(0, None)
     return Goodput(folder, seconds, attempts, wall, failures, tuple(drawn))
@@ -110,7 +110,7 @@ _BEGINS = ("submitted", "attempt")
 """Kinds of rows before which another machine, or nobody, may have had the run."""
 
 
-def on_one_clock(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], float]:
+def align_clocks(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], float]:
     """The rows with times of one clock that never goes back; and the present moment on it.
 
     rows: in the ledger's order, which is the order of what happened. Between rows of one machine the steady clock decides. A
@@ -144,12 +144,12 @@ def on_one_clock(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], floa
     for old, new in zip(rows, placed, strict=True):
         if old["kind"] == "spans":
             new["since"] = new["time"] - (old["time"] - old["since"])
-    here = time_ledger.boot()
-    return placed, max(at, time_ledger.steady() + offsets[here] if here in offsets else time.time())
+    here = time_ledger.boot_id()
+    return placed, max(at, time_ledger.steady_time() + offsets[here] if here in offsets else time.time())
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Interval:
     """A stretch of the clock, and what its seconds went into. step: done at its end, of steps; attempt: 0 between attempts."""
 
     since: float
@@ -159,7 +159,7 @@ class _Piece:
     step: int | None = None
 
 
-def _pieces(rows: list[dict[str, Any]], now: float) -> Iterator[_Piece]:
+def _intervals(rows: list[dict[str, Any]], now: float) -> Iterator[_Interval]:
     """The whole time without gaps and overlaps."""
     at, attempt, waiting, working = rows[0]["time"], 0, False, False
     for row in rows:
@@ -169,23 +169,23 @@ def _pieces(rows: list[dict[str, Any]], now: float) -> Iterator[_Piece]:
             if row["attempt"] != attempt or until <= at:
                 continue  # of an attempt that somebody has closed already
             if since > at:
-                yield _Piece(at, since, {"start-up": since - at}, attempt)
+                yield _Interval(at, since, {"start-up": since - at}, attempt)
             own = sum(row["seconds"].values())
             scale = (until - since) / own if own else 0.0
-            yield _Piece(since, until, {part: s * scale for part, s in row["seconds"].items()}, attempt, row["step"])
+            yield _Interval(since, until, {part: s * scale for part, s in row["seconds"].items()}, attempt, row["step"])
             at, working = until, True
             continue
         if kind == "preflight":
-            yield _Piece(at, until, {"preflight": until - at}, attempt)
+            yield _Interval(at, until, {"preflight": until - at}, attempt)
         elif kind == "start" and row["attempt"] == attempt:
-            yield _Piece(at, until, {"start-up": until - at}, attempt)
+            yield _Interval(at, until, {"start-up": until - at}, attempt)
         elif kind == "end":
             part = ("other" if row["status"] in (0, 75) else "failing") if working else "start-up"
-            yield _Piece(at, until, {part: until - at}, attempt)
+            yield _Interval(at, until, {part: until - at}, attempt)
             attempt, waiting = 0, False
         elif kind in ("attempt", "submitted", "stopped"):
             part = "failing" if attempt else "queue" if waiting else "idle"
-            yield _Piece(at, until, {part: until - at}, attempt)
+            yield _Interval(at, until, {part: until - at}, attempt)
             if kind == "attempt":
                 attempt, working, waiting = row["attempt"], False, False
             elif not attempt:
@@ -195,7 +195,7 @@ def _pieces(rows: list[dict[str, Any]], now: float) -> Iterator[_Piece]:
         at = until
     stopped = any(row["kind"] == "stopped" for row in rows[-1:])
     if not stopped and now > at and (attempt or waiting):
-        yield _Piece(at, now, {("other" if working else "start-up") if attempt else "queue": now - at}, attempt)
+        yield _Interval(at, now, {("other" if working else "start-up") if attempt else "queue": now - at}, attempt)
 
 
 def _kept(rows: list[dict[str, Any]]) -> dict[int, int]:
@@ -209,21 +209,21 @@ def _kept(rows: list[dict[str, Any]]) -> dict[int, int]:
     return kept
 
 
-def draw(found: Goodput, out: Path) -> Path:
+def plot_goodput(found: Goodput, out: Path) -> Path:
     """The picture: the run's time from left to right, a row for each thing it went into, and their shares."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from baton.training.monitoring.long_context_plots import save_picture
+    from baton.training.monitoring.long_context_plots import save_figure
 
     shown = [part for part in PARTS if found.seconds[part] > 0]
     colours = dict(zip(PARTS, pyplot.get_cmap("tab20").colors, strict=False))
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 0.4 * len(shown) + 1.6), width_ratios=(3, 1), sharey=True)
-    begin = found.pieces[0][0]
+    begin = found.intervals[0][0]
     for row, part in enumerate(shown):
-        spans = [(since - begin, until - since) for since, until, of in found.pieces if of == part]
+        spans = [(since - begin, until - since) for since, until, of in found.intervals if of == part]
         left.broken_barh(spans, (row - 0.4, 0.8), color=colours[part])
         share = found.seconds[part] / found.wall
         right.barh(row, 100 * share, color=colours[part])
@@ -233,9 +233,11 @@ def draw(found: Goodput, out: Path) -> Path:
     left.set_xlabel("seconds since the beginning")
     right.set_xlabel("% of all time")
     right.margins(x=0.25)
-    figure.suptitle(f"{found.folder.name}: goodput {found.goodput:.1%} of all time, {found.in_job:.1%} of the time on nodes")
+    figure.suptitle(
+        f"{found.folder.name}: goodput {found.goodput:.1%} of all time, {found.goodput_in_job:.1%} of the time on nodes"
+    )
     figure.tight_layout()
     try:
-        return save_picture(figure, out)
+        return save_figure(figure, out)
     finally:
         pyplot.close(figure)

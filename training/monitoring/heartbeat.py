@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = "BATON_HEARTBEATS"
+HEARTBEAT_DIR = "BATON_HEARTBEATS"
 """The variable that names the folder, on a disk of the node. Where it is not set nobody reads signs, and none are written."""
 
 SIZE = 1024
@@ -65,23 +65,23 @@ class Heartbeat:
         self._doing, self._waiting = doing.encode(), b""
         self._write()
 
-    def at(self, place: str) -> None:
+    def set_location(self, place: str) -> None:
         """The phase has come to a place, as a layer."""
         if self._memory is not None:
             self._doing = f"{self._phase}, {place}".encode()
             self._write()
 
-    def waits(self, what: str) -> None:
+    def set_waiting(self, what: str) -> None:
         """The rank begins to wait for others; "": it no longer does."""
         if self._memory is not None:
             self._waiting = what.encode()
             self._write()
 
-    def warm(self, yes: bool = True) -> None:
+    def set_warm(self, yes: bool = True) -> None:
         """Whether the kernels of the steps to come have been compiled, by a step like them: until then every phase is slow."""
         self._cold = not yes
 
-    def look_after(self, waited_for: Callable[[], str], every_s: float = 1.0) -> None:
+    def watch_gpu(self, waited_for: Callable[[], str], every_s: float = 1.0) -> None:
         """Watch the GPU from a thread: while the host is silent, note the collective that the GPU is inside. That is no sign of
         life. waited_for: that collective, "" if it is in none."""
 
@@ -114,28 +114,28 @@ class Heartbeat:
 _own: Heartbeat | None = None
 
 
-def own() -> Heartbeat:
+def own_heartbeat() -> Heartbeat:
     """This process's signs."""
     global _own
     if _own is None:
-        folder = os.environ.get(FOLDER)
-        _own = Heartbeat(None if folder is None else path_of(Path(folder), int(os.environ["RANK"])))
+        folder = os.environ.get(HEARTBEAT_DIR)
+        _own = Heartbeat(None if folder is None else heartbeat_path(Path(folder), int(os.environ["RANK"])))
     return _own
 
 
-def forget() -> None:
+def reset() -> None:
     """A process that a rank has forked gives no signs in its place."""
     global _own
     _own = None
 
 
-def path_of(folder: Path, rank: int) -> Path:
+def heartbeat_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}"
 
 
-def prepare(folder: Path, rank: int) -> None:
+def create_file(folder: Path, rank: int) -> None:
     """Make a rank's file, before the rank starts. Raises OSError where there is no room: a mapped file must not lack any later."""
-    descriptor = os.open(path_of(folder, rank), os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(heartbeat_path(folder, rank), os.O_RDWR | os.O_CREAT, 0o644)
     try:
         os.posix_fallocate(descriptor, 0, SIZE)
     finally:
@@ -145,7 +145,7 @@ def prepare(folder: Path, rank: int) -> None:
 def read_beat(folder: Path, rank: int) -> Beat | None:
     """A rank's last sign of life; None before the first. Texts may be torn while a rank writes; those of a silent one are whole."""
     try:
-        content = path_of(folder, rank).read_bytes()
+        content = heartbeat_path(folder, rank).read_bytes()
         pulse, count, step, when, slow, gpu, doing, waiting = _HEAD.unpack_from(content)
     except (OSError, struct.error):
         return None

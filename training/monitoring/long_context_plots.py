@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from baton.data_pipeline.file_io import why
 from baton.training.errors import RunError
 
-KINDS = ("long_context", "cotangents", "credit")
+PLOTTED_KINDS = ("long_context", "state_gradients", "gradient_reach")
 """Of the rows that have a picture."""
 
 Panel = Callable[[Axes], None]
@@ -31,14 +31,14 @@ def panels(row: dict[str, Any]) -> list[Panel]:
     if row["kind"] == "long_context":
         maps = [_map(f"norm of {name}", row["positions"], norms, "tokens read") for name, norms in row["states"].items()]
         return [lambda axes: _draw_losses(axes, row["losses"]), *maps]
-    places = [border * row["span"] for border in row["borders"]]
-    if row["kind"] == "cotangents":
+    places = [border * row["span"] for border in row["boundaries"]]
+    if row["kind"] == "state_gradients":
         return [_map(f"cotangent: {name}", places, norms, "border (tokens)") for name, norms in row["norms"].items()]
     before = [places[-1] - place for place in places]
     return [_map(f"credit: {name}", before, norms, "tokens before the loss") for name, norms in row["norms"].items()]
 
 
-def save_picture(figure: Figure, out: Path) -> Path:
+def save_figure(figure: Figure, out: Path) -> Path:
     """Write a figure as a PNG, whole or not at all. Raises RunError when `out` cannot be written."""
     aside = out.with_name(f".{out.name}.new.png")
     try:
@@ -51,7 +51,7 @@ def save_picture(figure: Figure, out: Path) -> Path:
     return out
 
 
-def picture(row: dict[str, Any]) -> npt.NDArray[np.uint8]:
+def render_row(row: dict[str, Any]) -> npt.NDArray[np.uint8]:
     """A row's panels side by side, uint8 [height, width, 3]."""
     drawn = panels(row)
     figure = Figure(figsize=(4.5 * len(drawn), 3.5), dpi=80, layout="constrained")

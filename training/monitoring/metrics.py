@@ -14,10 +14,10 @@ from typing import Any
 from baton.data_pipeline.errors import StorageError
 from baton.data_pipeline.file_io import PAUSES_S, may_pass, why
 from baton.training.errors import RunError
-from baton.training.monitoring.tensorboard import Board
+from baton.training.monitoring.tensorboard import TensorBoardWriter
 
 
-class Monitor:
+class MetricsLogger:
     """Writer of one run's record; only the main rank makes one.
 
     folder: the run directory. step: steps already done when this attempt starts. A full disk is said aloud and does not end the
@@ -30,8 +30,8 @@ class Monitor:
         self._total, self._log_every = total_steps, log_every
         self._waiting: list[str] = []
         try:
-            cut_metrics(self._path, step)
-            self._board = Board(folder / "tensorboard", step, config_text)
+            truncate_metrics(self._path, step)
+            self._tensorboard = TensorBoardWriter(folder / "tensorboard", step, config_text)
         except OSError as error:  # what was recorded before is as it was
             kind = StorageError if may_pass(error) else RunError
             raise kind(f"{folder}: the record cannot be written ({error.strerror}); make room, then start the run again") from None
@@ -39,7 +39,7 @@ class Monitor:
         self._behind: set[str] = set()
         self._problem = ""
 
-    def train(self, row: dict[str, Any]) -> None:
+    def log_step(self, row: dict[str, Any]) -> None:
         """A step's row: {step, tokens, loss, lr, grad_norm, step_tokens, consumed: checksum of its tokens, labels and positions in
         their lanes (feed.checksum), seconds: {part: s}, data_wait_s (of the rank that waited longest for its batches),
         memory_bytes}."""
@@ -53,11 +53,11 @@ class Monitor:
             eta = (self._total - step) * row["step_tokens"] / rate
             print(
                 f"step {step}/{self._total}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  grad norm {row['grad_norm']:.3f}  "
-                f"{rate:,.0f} tokens/s  ETA {duration(eta)}",
+                f"{rate:,.0f} tokens/s  ETA {format_duration(eta)}",
                 flush=True,
             )
 
-    def evaluation(self, step: int, tokens: int, loss: float, bits_per_byte: float, sample: str | None) -> None:
+    def log_evaluation(self, step: int, tokens: int, loss: float, bits_per_byte: float, sample: str | None) -> None:
         """A validation result: loss in nats per token, bits per byte of text, and the text that the model wrote."""
         row = {"kind": "evaluation", "step": step, "tokens": tokens, "loss": loss, "bits_per_byte": bits_per_byte}
         if sample is not None:
@@ -66,7 +66,7 @@ class Monitor:
         print(f"step {step}  validation loss {loss:.4f} nats/token  {bits_per_byte:.4f} bits/byte", flush=True)
         self._restart_window()
 
-    def accuracy(self, step: int, tokens: int, cases: dict[str, tuple[float, float]]) -> None:
+    def log_task_evaluation(self, step: int, tokens: int, cases: dict[str, tuple[float, float]]) -> None:
         """A result on a synthetic task: loss in nats per label and accuracy (0 to 1) of every case, and their means over the
         cases."""
         loss, accuracy = (sum(values) / len(cases) for values in zip(*cases.values()))
@@ -76,18 +76,18 @@ class Monitor:
         print(f"step {step}  validation loss {loss:.4f} nats/label  accuracy {accuracy:.2%}  ({shown})", flush=True)
         self._restart_window()
 
-    def long_context(self, step: int, tokens: int, seen: dict[str, Any]) -> None:
+    def log_long_context(self, step: int, tokens: int, seen: dict[str, Any]) -> None:
         """Loss and norms of States by position: {losses, positions, states}, see training.long_context.LongLook."""
         self._write({"kind": "long_context", "step": step, "tokens": tokens, **seen})
         shown = "  ".join(f"{bucket['from']:,}: {bucket['loss']:.4f}" for bucket in seen["losses"])
         print(f"step {step}  validation loss from position  {shown}", flush=True)
         self._restart_window()
 
-    def cotangents(self, step: int, tokens: int, seen: dict[str, Any]) -> None:
+    def log_state_gradients(self, step: int, tokens: int, seen: dict[str, Any]) -> None:
         """Norms of a step's cotangents: {span, borders, norms}, see training.monitoring.state_gradients.Cotangents."""
-        self._write({"kind": "cotangents", "step": step, "tokens": tokens, **seen})
+        self._write({"kind": "state_gradients", "step": step, "tokens": tokens, **seen})
 
-    def credit(self, step: int, tokens: int, seen: dict[str, Any] | None) -> None:
+    def log_gradient_reach(self, step: int, tokens: int, seen: dict[str, Any] | None) -> None:
         """How far the credit of a few tokens' loss travels: {span, borders, norms, reach: tokens, by recurrence and layer}; None:
         it could not be asked."""
         if seen is None:
@@ -97,18 +97,18 @@ class Monitor:
                 flush=True,
             )
             return
-        self._write({"kind": "credit", "step": step, "tokens": tokens, **seen})
+        self._write({"kind": "gradient_reach", "step": step, "tokens": tokens, **seen})
         shown = "  ".join(f"{name} {min(of.values()):,} to {max(of.values()):,}" for name, of in seen["reach"].items())
-        whole = (seen["borders"][-1] - seen["borders"][0]) * seen["span"]
+        whole = (seen["boundaries"][-1] - seen["boundaries"][0]) * seen["span"]
         print(f"step {step}  tokens that credit travels, of {whole:,} looked at  {shown}", flush=True)
         self._restart_window()
 
-    def profiled(self, text: str) -> None:
+    def log_profile(self, text: str) -> None:
         """The table of a few steps' time."""
         print(text, flush=True)
         self._restart_window()
 
-    def saved(self, name: str, seconds: float, size: int, stall: float) -> None:
+    def log_checkpoint(self, name: str, seconds: float, size: int, stall: float) -> None:
         """A published checkpoint: its name, seconds from its beginning to its end, bytes, seconds that training stood still."""
         print(f"saved {name}: {size / 2**20:.1f} MiB in {seconds:.2f} s, of which training stood still {stall:.2f} s", flush=True)
         self._restart_window()
@@ -116,14 +116,14 @@ class Monitor:
     def flush(self) -> None:
         """Make everything so far durable: called before a checkpoint is published, so no record is behind one."""
         self._guard("metrics.jsonl", lambda: self._append(sync=True))
-        self._guard("TensorBoard", self._board.flush)
+        self._guard("TensorBoard", self._tensorboard.flush)
 
     def rewind(self, step: int) -> None:
         """The run goes on from step `step` again: what was recorded after it is cut off, as on resuming."""
         self.close()
         self._waiting = [line for line in self._waiting if json.loads(line)["step"] <= step]
-        cut_metrics(self._path, step)
-        self._board = Board(self._folder / "tensorboard", step, self._config_text)
+        truncate_metrics(self._path, step)
+        self._tensorboard = TensorBoardWriter(self._folder / "tensorboard", step, self._config_text)
         self._restart_window()
 
     def close(self) -> str | None:
@@ -134,7 +134,7 @@ class Monitor:
                 break
             time.sleep(pause)
             self.flush()
-        self._guard("TensorBoard", self._board.close)
+        self._guard("TensorBoard", self._tensorboard.close)
         if not self._waiting:
             return None
         return f"{self._path}: its last {len(self._waiting)} rows could not be written ({self._problem})"
@@ -146,7 +146,7 @@ class Monitor:
     def _write(self, row: dict[str, Any]) -> None:
         self._waiting.append(json.dumps(row) + "\n")
         self._guard("metrics.jsonl", self._append)
-        self._guard("TensorBoard", lambda: self._board.add(row))
+        self._guard("TensorBoard", lambda: self._tensorboard.add(row))
 
     def _append(self, sync: bool = False) -> None:
         """All waiting rows into the file, or none of them: a write that did not fit is cut off again."""
@@ -188,7 +188,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def cut_metrics(path: Path, step: int) -> None:
+def truncate_metrics(path: Path, step: int) -> None:
     """Keep the rows up to `step`, atomically."""
     rows = [row for row in read_metrics(path) if row["step"] <= step]
     aside = path.with_name(f".{path.name}.new")
@@ -199,7 +199,7 @@ def cut_metrics(path: Path, step: int) -> None:
     os.replace(aside, path)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """1h02m03s, 2m03s or 3s."""
     minutes, s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -19,7 +19,7 @@ from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import Operation
 
 _PHASES = ("parameter", "forward", "loss", "backward", "gradient")
-_SAID = {
+_MESSAGES = {
     "parameter": "parameter {name} holds values that are not finite",
     "forward": "the first value that is not finite comes out of {name}",
     "loss": "the loss is not finite, and all that goes into it is",
@@ -29,7 +29,7 @@ _SAID = {
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class NonFiniteReport:
     """What a rank has found, and when: the least of all ranks' findings is the first.
 
     phase: index in parameter, forward, loss, backward, gradient. micro_batch, segment, then place (of the stage, and of the module
@@ -40,7 +40,7 @@ class Finding:
     micro_batch: int
     segment: int
     stage: int
-    place: int
+    module_index: int
     context_rank: int
     rank: int
     data_rank: int
@@ -54,22 +54,22 @@ class Finding:
         return _PHASES[self.phase] == "parameter"
 
     def __str__(self) -> str:
-        what = _SAID[_PHASES[self.phase]].format(name=self.name)
+        what = _MESSAGES[_PHASES[self.phase]].format(name=self.name)
         return f"{what} (rank {self.rank}" + (")" if self.phase == 0 else f", micro-batch {self.micro_batch})")
 
 
-class Trace:
+class NonFiniteTrace:
     """Looks at one run of a step. at: the operation under way, to be set before each."""
 
     def __init__(self, model: LanguageModel, mesh: Mesh, span: int) -> None:
         """span: tokens of a segment on this rank."""
         self._model, self._mesh, self._span = model, mesh, span
-        self._places = {name: place for place, (name, _) in enumerate(model.named_modules())}
-        self.at: Operation | None = None
-        self._found: list[Finding] = []
+        self._module_index = {name: module_index for module_index, (name, _) in enumerate(model.named_modules())}
+        self.operation: Operation | None = None
+        self._reports: list[NonFiniteReport] = []
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Within it a run of the step is looked at."""
         handles: list[Any] = []
         for name, module in self._model.named_modules():
@@ -86,16 +86,16 @@ class Trace:
             for handle in handles:
                 handle.remove()
 
-    def loss(self, total: Tensor) -> None:
+    def check_loss(self, total: Tensor) -> None:
         """The step's loss on this rank."""
-        if not bool(torch.isfinite(total)) and not any(f.phase <= 1 for f in self._found):
+        if not bool(torch.isfinite(total)) and not any(f.phase <= 1 for f in self._reports):
             self._add("loss", "")
 
-    def first(self) -> Finding | None:
+    def first_report(self) -> NonFiniteReport | None:
         """The first finding of all ranks, on all of them; None: it did not happen again. Every rank calls it."""
         of_ranks: list[Any] = [None] * self._mesh.world_size
-        dist.all_gather_object(of_ranks, astuple(min(self._found)) if self._found else None)
-        return min((Finding(*found) for found in of_ranks if found is not None), default=None)
+        dist.all_gather_object(of_ranks, astuple(min(self._reports)) if self._reports else None)
+        return min((NonFiniteReport(*report) for report in of_ranks if report is not None), default=None)
 
     def _after(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -112,7 +112,7 @@ class Trace:
             # autograd goes on to what it infects: only the first one on this rank says anything
             if (
                 gradient is not None
-                and not any(found.phase >= 3 for found in self._found)
+                and not any(report.phase >= 3 for report in self._reports)
                 and not bool(torch.isfinite(gradient).all())
             ):
                 self._add(phase, name, gradient if phase == "backward" else None)
@@ -120,15 +120,15 @@ class Trace:
         return hook
 
     def _add(self, phase: str, name: str, where: Tensor | None = None) -> None:
-        mesh, at, number = self._mesh, self.at, _PHASES.index(phase)
+        mesh, at, number = self._mesh, self.operation, _PHASES.index(phase)
         n, s = (-1, 0) if at is None or phase == "parameter" else (at.micro_batch, at.segment)
         # backwards the last segment and the last module come first
-        turn, place = (-1, -self._places.get(name, 0)) if number >= 3 else (1, self._places.get(name, 0))
+        turn, module_index = (-1, -self._module_index.get(name, 0)) if number >= 3 else (1, self._module_index.get(name, 0))
         row, column = (-1, -1) if where is None else self._position(where)
         if column >= 0:
             column += (s * mesh.layout.context + mesh.context_rank) * self._span
-        when = number, n, turn * s, turn * mesh.pipeline_rank, place, turn * mesh.context_rank
-        self._found.append(Finding(*when, mesh.rank, mesh.data_rank, name, row, column))
+        when = number, n, turn * s, turn * mesh.pipeline_rank, module_index, turn * mesh.context_rank
+        self._reports.append(NonFiniteReport(*when, mesh.rank, mesh.data_rank, name, row, column))
 
     def _position(self, x: Tensor) -> tuple[int, int]:
         """Row and local column of the first value that is not finite; (-1, -1) where the shape does not tell."""

@@ -23,20 +23,20 @@ _SHEETS = (
 
 
 @dataclass(frozen=True)
-class Peak:
+class DevicePeak:
     """tflops: of one device, 10^12 operations a second. name: whose and by what account."""
 
     tflops: float
     name: str
 
 
-def peak_of(device: str, compute_dtype: str, given: float | None = None) -> Peak | None:
+def device_peak(device: str, compute_dtype: str, given: float | None = None) -> DevicePeak | None:
     """Of a device by its name. given: what the run's settings say. None: not known."""
     if given is not None:
-        return Peak(given, "profile.peak_tflops")
+        return DevicePeak(given, "profile.peak_tflops")
     for name, bfloat16, float32 in _SHEETS:
         if name in device:
-            return Peak(bfloat16 if compute_dtype == "bfloat16" else float32, f"{device}, dense {compute_dtype}, data sheet")
+            return DevicePeak(bfloat16 if compute_dtype == "bfloat16" else float32, f"{device}, dense {compute_dtype}, data sheet")
     return None
 
 
@@ -49,7 +49,7 @@ class Utilisation:
     tokens: int
     seconds: float
     devices: int
-    peak: Peak | None
+    peak: DevicePeak | None
 
     @property
     def tokens_per_s(self) -> float:

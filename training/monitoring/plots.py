@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogFormatter, StrMethodFormatter
 
 from baton.training.errors import RunError
-from baton.training.monitoring.long_context_plots import KINDS, panels, save_picture
+from baton.training.monitoring.long_context_plots import PLOTTED_KINDS, panels, save_figure
 from baton.training.monitoring.metrics import read_metrics
 
 
-def draw(folders: Sequence[Path], out: Path | None = None) -> Path:
+def plot_runs(folders: Sequence[Path], out: Path | None = None) -> Path:
     """`plot` one run, or `compare` several. out: None for curves.png, or compared.png, in the first run's directory."""
     if len(folders) == 1:
         return plot(folders[0], out or folders[0] / "curves.png")
@@ -27,7 +27,7 @@ def plot(folder: Path, out: Path) -> Path:
     """Draw a run's `curves` into `out`. Raises RunError: the run has no steps, or `out` cannot be written."""
     figure = curves(folder)
     try:
-        return save_picture(figure, out)
+        return save_figure(figure, out)
     finally:
         plt.close(figure)
 
@@ -41,8 +41,8 @@ def curves(folder: Path) -> Figure:
         raise RunError(f"{folder}: no steps in metrics.jsonl; is this a run directory that has trained?")
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
     x = [row["tokens"] for row in steps]
-    last = {row["kind"]: row for row in rows if row["kind"] in KINDS}
-    looked = [panel for kind in KINDS if kind in last for panel in panels(last[kind])]
+    last = {row["kind"]: row for row in rows if row["kind"] in PLOTTED_KINDS}
+    looked = [panel for kind in PLOTTED_KINDS if kind in last for panel in panels(last[kind])]
     below = -(-len(looked) // 2)
     figure, axes = plt.subplots(2 + below, 2, figsize=(11, 7 + 3.5 * below), constrained_layout=True)
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06, wspace=0.05)  # between a panel's right label and the next one's left
@@ -117,7 +117,7 @@ def compare(folders: Sequence[Path], out: Path) -> Path:
         for axis in (losses, rates):
             axis.set_xlabel("tokens")
             axis.grid(alpha=0.3)
-        return save_picture(figure, out)
+        return save_figure(figure, out)
     finally:
         plt.close(figure)
 

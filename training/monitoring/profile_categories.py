@@ -19,64 +19,64 @@ class Rule:
     """named: pattern of its own name; inside: of a name around it. Either will do."""
 
     category: str
-    named: str | None = None
-    inside: str | None = None
+    name: str | None = None
+    scope: str | None = None
 
 
 _MATMUL = r"aten::(mm|addmm|bmm|baddbmm|addbmm|mv|dot|matmul|linear|_scaled_mm)$"
 RULES = (
     Rule(
         "exchange",
-        named=r"nccl|^(c10d|gloo|nccl)::?|^record_param_comms|^_(Copy|Reduce|Gather|Scatter)\w*Region(Backward)?$",
-        inside=r"^exchange: |^(c10d|gloo|nccl)::?",
+        name=r"nccl|^(c10d|gloo|nccl)::?|^record_param_comms|^_(Copy|Reduce|Gather|Scatter)\w*Region(Backward)?$",
+        scope=r"^exchange: |^(c10d|gloo|nccl)::?",
     ),
-    Rule("data", inside=rf"^{PHASE}data$"),
+    Rule("data", scope=rf"^{PHASE}data$"),
     # from the last backward pass to the end of the update: the finite check, the norm, the clip, AdamW, and copies for all of it
-    Rule("optimizer", inside=rf"^{PHASE}optimizer$|^Optimizer\.step"),
+    Rule("optimizer", scope=rf"^{PHASE}optimizer$|^Optimizer\.step"),
     Rule(
         "convolution",
-        named=r"^short_conv_|causal_conv1d|^aten::(_?conv|.*convolution)",
-        inside=r"^recurrence: short_conv|^_ShortConv",
+        name=r"^short_conv_|causal_conv1d|^aten::(_?conv|.*convolution)",
+        scope=r"^recurrence: short_conv|^_ShortConv",
     ),
     # whatever mixes tokens: scans, matrix states, attention
     Rule(
         "scan",
-        named=r"^diagonal_scan_|selective_scan|flash_|fmha|sdpa|attention",
-        inside=r"^recurrence: |^_(SendState|SendStateEarly|TransitionScan)(Backward)?$"
+        name=r"^diagonal_scan_|selective_scan|flash_|fmha|sdpa|attention",
+        scope=r"^recurrence: |^_(SendState|SendStateEarly|TransitionScan)(Backward)?$"
         r"|^_(Scan|DiagonalScan|InChunks|Gla|Gsa|DeltaRule|Lattice|Joint)(Backward)?$"
         r"|^aten::_?scaled_dot_product|^baton::innovation",
     ),
-    Rule("norm", named=r"rms_?norm|layer_?norm", inside=r"^_RMSNorm|^aten::_?(fused_)?(rms|layer|native_layer)_norm"),
+    Rule("norm", name=r"rms_?norm|layer_?norm", scope=r"^_RMSNorm|^aten::_?(fused_)?(rms|layer|native_layer)_norm"),
     Rule(
         "matmul",
-        named=rf"gemm|nvjet|cutlass|cublas|xmma|gemv|split_?k|^{_MATMUL}|^LinearWith",
-        inside=rf"^{_MATMUL}|^_Linear(Backward)?$",
+        name=rf"gemm|nvjet|cutlass|cublas|xmma|gemv|split_?k|^{_MATMUL}|^LinearWith",
+        scope=rf"^{_MATMUL}|^_Linear(Backward)?$",
     ),
-    Rule("loss", named=r"^(sums|gradient)_kernel", inside=r"^_LinearCrossEntropy|cross_entropy|^aten::_?(log_softmax|nll_loss)"),
+    Rule("loss", name=r"^(sums|gradient)_kernel", scope=r"^_LinearCrossEntropy|cross_entropy|^aten::_?(log_softmax|nll_loss)"),
     Rule(
         "elementwise",
-        named=r"^(aten|prims|torch|autograd)::|at::native|at_cuda_detail|elementwise|^Mem(cpy|set)|^triton_(poi|red|per)_"
+        name=r"^(aten|prims|torch|autograd)::|at::native|at_cuda_detail|elementwise|^Mem(cpy|set)|^triton_(poi|red|per)_"
         r"|Backward\d*$|^detach_?$",
-        inside=r"^_(Activated|Embedding|HeadScale|Gate|Rotary)(Backward)?$",
+        scope=r"^_(Activated|Embedding|HeadScale|Gate|Rotary)(Backward)?$",
     ),
 )
 CATEGORIES = ("matmul", "scan", "convolution", "norm", "loss", "optimizer", "exchange", "data", "elementwise", UNCLASSIFIED, IDLE)
 """In the order of the table."""
 
-_NAMED = tuple(re.compile(rule.named, re.IGNORECASE) if rule.named else None for rule in RULES)
-_INSIDE = tuple(re.compile(rule.inside) if rule.inside else None for rule in RULES)
+_NAME_PATTERNS = tuple(re.compile(rule.name, re.IGNORECASE) if rule.name else None for rule in RULES)
+_SCOPE_PATTERNS = tuple(re.compile(rule.scope) if rule.scope else None for rule in RULES)
 
 
 @cache
-def named(name: str) -> int:
+def name_rules(name: str) -> int:
     """The rules that apply to something of this name, a bit each."""
-    return sum(1 << n for n, pattern in enumerate(_NAMED) if pattern is not None and pattern.search(name))
+    return sum(1 << n for n, pattern in enumerate(_NAME_PATTERNS) if pattern is not None and pattern.search(name))
 
 
 @cache
-def around(name: str) -> int:
+def scope_rules(name: str) -> int:
     """The rules that apply to whatever is inside something of this name, a bit each."""
-    return sum(1 << n for n, pattern in enumerate(_INSIDE) if pattern is not None and pattern.search(name))
+    return sum(1 << n for n, pattern in enumerate(_SCOPE_PATTERNS) if pattern is not None and pattern.search(name))
 
 
 def category(rules: int) -> str:

@@ -35,7 +35,7 @@ class Kernel:
 
 
 @dataclass
-class TimeTable:
+class ProfileTable:
     """Of profiled steps. steps: of each {step, ms, categories: {category: ms}}; kernels: of each category, the largest first.
     hidden_ms: of exchange, behind computation, per step, in no sum."""
 
@@ -92,7 +92,7 @@ class TimeTable:
 
 
 @dataclass
-class _Piece:
+class _Interval:
     """A stretch of a step, microseconds; what it is counted as, and what ran."""
 
     begin: float
@@ -102,7 +102,7 @@ class _Piece:
     number: int = -1
 
 
-class _Host:
+class _HostTimeline:
     """What the host's threads did: events of each thread, nested."""
 
     def __init__(self, events: Sequence[dict[str, Any]], flows: Iterable[dict[str, Any]]) -> None:
@@ -146,7 +146,7 @@ class _Host:
         n = bisect.bisect_left(self._mark_times, ts)
         return self._mark_names[n] if n < len(self._mark_names) else ""
 
-    def around(self, n: int) -> int:
+    def scope_rules(self, n: int) -> int:
         """The rules that apply to what is inside event n, itself and its phase included."""
         if n < 0 or self.events[n]["name"].startswith(STEP):
             return 0
@@ -154,21 +154,21 @@ class _Host:
         if found is None:
             self._around[n] = 0  # of what is being asked for: a link that leads back ends here
             event = self.events[n]
-            found = classes.around(event["name"]) | self.around(self.parents[n])
+            found = classes.scope_rules(event["name"]) | self.scope_rules(self.parents[n])
             if n in self._forward:
                 # the phase of the forward pass is not that of its gradient, and no rule asks for it
-                found |= self.around(self._forward[n])
+                found |= self.scope_rules(self._forward[n])
             if self.parents[n] < 0 or self.events[self.parents[n]]["name"].startswith(STEP):
-                found |= classes.around(classes.PHASE + self.phase(event["ts"]))
+                found |= classes.scope_rules(classes.PHASE + self.phase(event["ts"]))
             self._around[n] = found
         return found
 
-    def around_launch(self, kernel: dict[str, Any]) -> int:
+    def launch_scope_rules(self, kernel: dict[str, Any]) -> int:
         """The rules that apply to what a kernel was launched in: by its launch or, where that is not in the trace, its operator."""
         for key in ("correlation", "External id"):
             n = self._launches.get((key, kernel.get("args", {}).get(key)))
             if n is not None:
-                return self.around(n)
+                return self.scope_rules(n)
         return 0
 
     def late(self, kernel: dict[str, Any], since: float) -> str:
@@ -187,37 +187,37 @@ class _Host:
         return [(begin, ts) for ts, name in zip(self._mark_times, self._mark_names) if name == "data" and begin < ts < end]
 
 
-def tabulate(events: Sequence[dict[str, Any]], *, on_gpu: bool) -> TimeTable:
+def tabulate(events: Sequence[dict[str, Any]], *, on_gpu: bool) -> ProfileTable:
     """The table of a trace's steps. on_gpu: whether they ran there. Raises ValueError where it holds no step or no kernel."""
     events = [e for e in events if e.get("ph") != "M"]
     steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(STEP)]
     if not steps:
         raise ValueError("the trace holds no whole step")
-    host = _Host(
+    host = _HostTimeline(
         [e for e in events if e.get("ph") == "X" and e.get("cat") in _ON_HOST], (e for e in events if e.get("cat") == "fwdbwd")
     )
     kernels = sorted((e for e in events if e.get("cat") in _ON_GPU and e.get("ph") == "X"), key=lambda e: float(e["ts"]))
     if on_gpu and not kernels:
         raise ValueError("the trace holds no kernels; may this process profile the GPU (CUPTI)?")
-    table, found = TimeTable(on_gpu), defaultdict[tuple[str, str], Kernel](lambda: Kernel(""))
-    labels = [classes.category(classes.named(kernel["name"]) | host.around_launch(kernel)) for kernel in kernels]
+    table, found = ProfileTable(on_gpu), defaultdict[tuple[str, str], Kernel](lambda: Kernel(""))
+    labels = [classes.category(classes.name_rules(kernel["name"]) | host.launch_scope_rules(kernel)) for kernel in kernels]
     for step in steps:
         begin, end = float(step["ts"]), float(step["ts"] + step["dur"])
         if on_gpu:
-            pieces, hidden = _of_gpu(kernels, labels, begin, end)
-            pieces = _explained(pieces, kernels, host)
+            intervals, hidden = _of_gpu(kernels, labels, begin, end)
+            intervals = _explained(intervals, kernels, host)
             table.hidden_ms += hidden / 1000 / len(steps)
         else:
-            pieces = _of_host(host, step["tid"], begin, end)
+            intervals = _of_host(host, step["tid"], begin, end)
         sums, counted = dict.fromkeys(classes.CATEGORIES, 0.0), set[int]()
-        for piece in _waiting_for_data(pieces, host.data_spans(begin, end)):
-            sums[piece.category] += (piece.end - piece.begin) / 1000
-            if piece.number >= 0:
-                kernel = found[piece.category, piece.name]
-                kernel.name = piece.name
-                kernel.ms += (piece.end - piece.begin) / 1000 / len(steps)
-                kernel.calls += (piece.number not in counted) / len(steps)
-                counted.add(piece.number)
+        for interval in _waiting_for_data(intervals, host.data_spans(begin, end)):
+            sums[interval.category] += (interval.end - interval.begin) / 1000
+            if interval.number >= 0:
+                kernel = found[interval.category, interval.name]
+                kernel.name = interval.name
+                kernel.ms += (interval.end - interval.begin) / 1000 / len(steps)
+                kernel.calls += (interval.number not in counted) / len(steps)
+                counted.add(interval.number)
         number = int(step["name"].removeprefix(STEP))
         table.steps.append({"step": number, "ms": (end - begin) / 1000, "categories": sums})
     for category in classes.CATEGORIES:
@@ -225,14 +225,14 @@ def tabulate(events: Sequence[dict[str, Any]], *, on_gpu: bool) -> TimeTable:
     return table
 
 
-def _of_gpu(kernels: Sequence[dict[str, Any]], labels: Sequence[str], begin: float, end: float) -> tuple[list[_Piece], float]:
+def _of_gpu(kernels: Sequence[dict[str, Any]], labels: Sequence[str], begin: float, end: float) -> tuple[list[_Interval], float]:
     """A step's pieces, without gaps; microseconds of exchange behind other kernels."""
     inside = [n for n, k in enumerate(kernels) if k["ts"] < end and k["ts"] + k["dur"] > begin]
     starts = [(max(begin, float(kernels[n]["ts"])), n) for n in inside]
     ends = {n: min(end, float(kernels[n]["ts"] + kernels[n]["dur"])) for n in inside}
     # at every moment the first of those that run, exchanges last
     running: list[tuple[bool, float, int]] = []
-    pieces: list[_Piece] = []
+    intervals: list[_Interval] = []
     now, at, shown = begin, 0, defaultdict[int, float](float)
     while now < end:
         while at < len(starts) and starts[at][0] <= now:
@@ -243,32 +243,32 @@ def _of_gpu(kernels: Sequence[dict[str, Any]], labels: Sequence[str], begin: flo
             heapq.heappop(running)
         following = starts[at][0] if at < len(starts) else end
         if not running:
-            pieces.append(_Piece(now, following, classes.IDLE))
+            intervals.append(_Interval(now, following, classes.IDLE))
             now = following
             continue
         n = running[0][2]
         until = min(ends[n], following)
-        pieces.append(_Piece(now, until, labels[n], kernels[n]["name"], n))
+        intervals.append(_Interval(now, until, labels[n], kernels[n]["name"], n))
         shown[n] += until - now
         now = until
     exchanges = [n for n in inside if labels[n] == "exchange"]
-    return pieces, sum(ends[n] - max(begin, float(kernels[n]["ts"])) - shown[n] for n in exchanges)
+    return intervals, sum(ends[n] - max(begin, float(kernels[n]["ts"])) - shown[n] for n in exchanges)
 
 
-def _explained(pieces: Sequence[_Piece], kernels: Sequence[dict[str, Any]], host: _Host) -> list[_Piece]:
+def _explained(intervals: Sequence[_Interval], kernels: Sequence[dict[str, Any]], host: _HostTimeline) -> list[_Interval]:
     """The pieces, those that are idle named by what the host was late to launch; or by the launch itself, which takes its time."""
-    found: list[_Piece] = []
-    for piece, following in zip_longest(pieces, pieces[1:]):
-        if piece.category == classes.IDLE and following is not None and following.number >= 0:
-            name = host.late(kernels[following.number], piece.begin) or _LAUNCHED
-            piece = replace(piece, name=name, number=len(kernels) + following.number)
-        found.append(piece)
+    found: list[_Interval] = []
+    for interval, following in zip_longest(intervals, intervals[1:]):
+        if interval.category == classes.IDLE and following is not None and following.number >= 0:
+            name = host.late(kernels[following.number], interval.begin) or _LAUNCHED
+            interval = replace(interval, name=name, number=len(kernels) + following.number)
+        found.append(interval)
     return found
 
 
-def _of_host(host: _Host, thread: Any, begin: float, end: float) -> list[_Piece]:
+def _of_host(host: _HostTimeline, thread: Any, begin: float, end: float) -> list[_Interval]:
     """A step's pieces, without gaps: the innermost event of the training thread at every moment."""
-    pieces: list[_Piece] = []
+    intervals: list[_Interval] = []
     stack: list[int] = []
     now = begin
 
@@ -276,7 +276,7 @@ def _of_host(host: _Host, thread: Any, begin: float, end: float) -> list[_Piece]
         nonlocal now
         moment = min(moment, end)
         if moment > now:
-            pieces.append(_host_piece(host, stack[-1] if stack else -1, now, moment))
+            intervals.append(_host_piece(host, stack[-1] if stack else -1, now, moment))
             now = moment
 
     for n, event in enumerate(host.events):
@@ -293,34 +293,34 @@ def _of_host(host: _Host, thread: Any, begin: float, end: float) -> list[_Piece]
         until(host.end(stack[-1]))
         stack.pop()
     until(end)
-    return pieces
+    return intervals
 
 
-def _host_piece(host: _Host, n: int, begin: float, end: float) -> _Piece:
+def _host_piece(host: _HostTimeline, n: int, begin: float, end: float) -> _Interval:
     if n < 0:
-        return _Piece(begin, end, classes.IDLE)
-    event, rules = host.events[n], host.around(n)
+        return _Interval(begin, end, classes.IDLE)
+    event, rules = host.events[n], host.scope_rules(n)
     if event["cat"] == "user_annotation":
         # between operators: nothing but waiting for others has a name there
         waits = classes.category(rules) == "exchange"
-        return _Piece(begin, end, "exchange", event["name"], n) if waits else _Piece(begin, end, classes.IDLE)
-    return _Piece(begin, end, classes.category(rules | classes.named(event["name"])), event["name"], n)
+        return _Interval(begin, end, "exchange", event["name"], n) if waits else _Interval(begin, end, classes.IDLE)
+    return _Interval(begin, end, classes.category(rules | classes.name_rules(event["name"])), event["name"], n)
 
 
-def _waiting_for_data(pieces: Iterable[_Piece], spans: Sequence[tuple[float, float]]) -> Iterator[_Piece]:
+def _waiting_for_data(intervals: Iterable[_Interval], spans: Sequence[tuple[float, float]]) -> Iterator[_Interval]:
     """The pieces, those that are idle while the host gets its batch counted as data."""
-    for piece in pieces:
-        if piece.category != classes.IDLE:
-            yield piece
+    for interval in intervals:
+        if interval.category != classes.IDLE:
+            yield interval
             continue
-        at = piece.begin
+        at = interval.begin
         for begin, end in spans:
-            begin, end = max(begin, at), min(end, piece.end)
+            begin, end = max(begin, at), min(end, interval.end)
             if begin < end:
-                yield replace(piece, begin=at, end=begin)
-                yield _Piece(begin, end, "data")
+                yield replace(interval, begin=at, end=begin)
+                yield _Interval(begin, end, "data")
                 at = end
-        yield replace(piece, begin=at)
+        yield replace(interval, begin=at)
 
 
 def _short(name: str, width: int = 72) -> str:

@@ -20,10 +20,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from baton.parallel.mesh import Mesh
 from baton.parallel.profiler_ranges import MARK, STEP, profiler_range
-from baton.training.monitoring.metrics import Monitor
-from baton.training.monitoring.peak_flops import Utilisation, peak_of
-from baton.training.monitoring.profile_table import TimeTable, tabulate
-from baton.training.run import Progress, RunSettings
+from baton.training.monitoring.metrics import MetricsLogger
+from baton.training.monitoring.peak_flops import Utilisation, device_peak
+from baton.training.monitoring.profile_table import ProfileTable, tabulate
+from baton.training.run import RunProgress, RunSettings
 from baton.training.step.executor import StepResult
 
 FOLDER = "profile"
@@ -34,10 +34,10 @@ class Profiler:
     """Looks at the steps that `settings.profile` names. start: steps done when this start of the run begins; parameters: of the
     whole model."""
 
-    time_is = "other"
+    time_category = "other"
 
-    def __init__(self, settings: RunSettings, mesh: Mesh, monitor: Monitor | None, start: int, parameters: int) -> None:
-        self._settings, self._mesh, self._monitor, self._parameters = settings, mesh, monitor, parameters
+    def __init__(self, settings: RunSettings, mesh: Mesh, metrics: MetricsLogger | None, start: int, parameters: int) -> None:
+        self._settings, self._mesh, self._metrics, self._parameters = settings, mesh, metrics, parameters
         wanted = settings.profile
         looks = wanted is not None and (mesh.is_main or wanted.ranks == "all")
         self._steps = (
@@ -61,7 +61,7 @@ class Profiler:
             with profiler_range(MARK, part):
                 pass
 
-    def before_first_step(self, progress: Progress) -> None:
+    def before_first_step(self, progress: RunProgress) -> None:
         """Also when the run goes back to an earlier step: what was being looked at is thrown away."""
         self._began = None
         if self._step is not None:
@@ -70,12 +70,12 @@ class Profiler:
             self._profile, self._left = None, False
         self._begin(progress.step + 1)
 
-    def after_step(self, progress: Progress, result: StepResult) -> None:
+    def after_step(self, progress: RunProgress, result: StepResult) -> None:
         if not self._left:
             return
         if self._step is not None:
             self._end_step()
-            if progress.step + 1 not in self._steps or progress.ending:
+            if progress.step + 1 not in self._steps or progress.stop_requested:
                 self._finish(progress.step)
                 return
         now = time.perf_counter()
@@ -148,14 +148,14 @@ class Profiler:
         except (OSError, ValueError) as error:
             print(f"the profile cannot be written ({error}); the run goes on", flush=True)
         else:
-            if self._monitor is not None:
-                self._monitor.profiled(f"{text}written to {folder / name}.txt, .json and .trace.json.gz")
+            if self._metrics is not None:
+                self._metrics.log_profile(f"{text}written to {folder / name}.txt, .json and .trace.json.gz")
 
     @property
     def _device(self) -> str:
         return torch.cuda.get_device_name(self._mesh.device) if self._on_gpu else f"CPU ({platform.machine()})"
 
-    def _utilisation(self, table: TimeTable, step: int) -> Utilisation:
+    def _utilisation(self, table: ProfileTable, step: int) -> Utilisation:
         settings = self._settings
         assert settings.profile is not None
         at = settings.training.at(step - 1)
@@ -165,10 +165,12 @@ class Profiler:
             tokens=at.global_batch_tokens,
             seconds=statistics.median(self._before) if self._before else table.ms / 1000,
             devices=self._mesh.world_size,
-            peak=peak_of(self._device, settings.training.compute_dtype_on(self._mesh.device.type), settings.profile.peak_tflops),
+            peak=device_peak(
+                self._device, settings.training.compute_dtype_on(self._mesh.device.type), settings.profile.peak_tflops
+            ),
         )
 
-    def _lines(self, table: TimeTable, used: Utilisation) -> list[str]:
+    def _lines(self, table: ProfileTable, used: Utilisation) -> list[str]:
         first, last = table.steps[0]["step"], table.steps[-1]["step"]
         steps = f"step {first}" if first == last else f"steps {first} to {last}, their mean"
         before = f", without the profiler {used.seconds * 1000:,.2f} ms (median of {len(self._before)} steps before)"

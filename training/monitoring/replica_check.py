@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.parallel.mesh import Mesh
 from baton.parallel.param_layout import named_layouts
-from baton.training.build import Built
+from baton.training.build import TrainState
 from baton.training.errors import RunError
 
 CHUNK = 1 << 20
@@ -26,18 +26,18 @@ MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaMismatch:
     """A tensor whose replicas differ. sides: ranks that agree with each other, the most ranks first, then by lowest rank."""
 
     name: str
-    sides: tuple[tuple[int, ...], ...]
+    rank_groups: tuple[tuple[int, ...], ...]
 
     def __str__(self) -> str:
-        first, *others = self.sides
+        first, *others = self.rank_groups
         if len(first) > len(others[0]):
             odd = sorted(rank for side in others for rank in side)
             return f"{_ranks(odd)} {'disagrees' if len(odd) == 1 else 'disagree'} with {_ranks(first)}"
-        return f"{' against '.join(_ranks(side) for side in self.sides)}, and no majority says which is right"
+        return f"{' against '.join(_ranks(side) for side in self.rank_groups)}, and no majority says which is right"
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -60,9 +60,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
-def differences(
-    names: Sequence[str], split: Sequence[bool], places: Sequence[int], prints: Sequence[Sequence[int]], first: int = 0
-) -> list[Difference]:
+def find_mismatches(
+    names: Sequence[str], split: Sequence[bool], tensor_ranks: Sequence[int], prints: Sequence[Sequence[int]], first: int = 0
+) -> list[ReplicaMismatch]:
     """What differs, in the order of the names.
 
     names, split: of the tensors; whether tensor ranks hold parts of it, not replicas. places: tensor rank of each rank.
@@ -70,18 +70,20 @@ def differences(
     """
     found = []
     for column, (name, is_split) in enumerate(zip(names, split)):
-        for place in sorted(set(places)) if is_split else [None]:
-            sides: dict[int, list[int]] = {}
-            for rank, (own, row) in enumerate(zip(places, prints, strict=True), start=first):
+        for place in sorted(set(tensor_ranks)) if is_split else [None]:
+            rank_groups: dict[int, list[int]] = {}
+            for rank, (own, row) in enumerate(zip(tensor_ranks, prints, strict=True), start=first):
                 if place is None or own == place:
-                    sides.setdefault(row[column], []).append(rank)
-            if len(sides) > 1:
-                found.append(Difference(name, tuple(sorted(map(tuple, sides.values()), key=lambda side: (-len(side), side)))))
+                    rank_groups.setdefault(row[column], []).append(rank)
+            if len(rank_groups) > 1:
+                found.append(
+                    ReplicaMismatch(name, tuple(sorted(map(tuple, rank_groups.values()), key=lambda side: (-len(side), side))))
+                )
     return found
 
 
 @torch.no_grad()
-def require_equal(built: Built, step: int) -> None:
+def check_replicas(train_state: TrainState, step: int) -> None:
     """Compare all parameters, and AdamW's counts of updates, over the ranks that must agree. Every rank calls it.
 
     A parameter must agree over the data ranks, and over the tensor ranks too if its layout does not split it; a count of updates
@@ -91,15 +93,15 @@ def require_equal(built: Built, step: int) -> None:
     Raises:
         RunError: on every rank alike, naming the first parameter that differs and the ranks that the majority contradicts.
     """
-    mesh = built.mesh
+    mesh = train_state.mesh
     if mesh.world_size == 1:
         return
     names, split, prints = [], [], []
-    for name, parameter, layout in named_layouts(built.model):
+    for name, parameter, layout in named_layouts(train_state.model):
         names.append(name)
         split.append(layout.split is not None)
         prints.append(fingerprint(parameter))
-    for what, count in built.engine.update_counts().items():
+    for what, count in train_state.engine.update_counts().items():
         names.append(f"AdamW's count of updates ({what})")
         split.append(False)
         prints.append(fingerprint(count).to(mesh.device))
@@ -107,11 +109,11 @@ def require_equal(built: Built, step: int) -> None:
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(mesh.stage_group))]
     dist.all_gather(rows, mine, group=mesh.stage_group)
     table: list[list[int]] = torch.stack(rows).tolist()
-    found = differences(names, split, [row[0] for row in table], [row[1:] for row in table], mesh.pipeline_rank * len(table))
+    found = find_mismatches(names, split, [row[0] for row in table], [row[1:] for row in table], mesh.pipeline_rank * len(table))
     count = torch.tensor(len(names), device=mesh.device)
     if mesh.pipeline is not None:
         mesh.pipeline.sum(count)
-        found = _of_all_stages(mesh, found + _lent(built))
+        found = _gather_mismatches(mesh, found + _tied_mismatches(train_state))
     if found:
         raise RunError(
             f"after step {step}: {found[0].name} differs between ranks that must hold the same bits: {found[0]}; tensors that "
@@ -120,25 +122,25 @@ def require_equal(built: Built, step: int) -> None:
         )
 
 
-def _lent(built: Built) -> list[Difference]:
+def _tied_mismatches(train_state: TrainState) -> list[ReplicaMismatch]:
     """Of what is lent from stage to stage: between this rank and its counterpart."""
-    found, group = [], built.mesh.embedding_group
-    for name, parameter, layout in named_layouts(built.model):
+    found, group = [], train_state.mesh.embedding_group
+    for name, parameter, layout in named_layouts(train_state.model):
         if group is not None and (layout.tied_owner or layout.tied_replica):
             prints = [torch.empty((), dtype=torch.int64, device=parameter.device) for _ in range(2)]
             dist.all_gather(prints, fingerprint(parameter), group=group)
             if not torch.equal(*prints):
-                found.append(Difference(name, tuple((rank,) for rank in dist.get_process_group_ranks(group))))
+                found.append(ReplicaMismatch(name, tuple((rank,) for rank in dist.get_process_group_ranks(group))))
     return found
 
 
-def _of_all_stages(mesh: Mesh, found: list[Difference]) -> list[Difference]:
+def _gather_mismatches(mesh: Mesh, found: list[ReplicaMismatch]) -> list[ReplicaMismatch]:
     """The differences that any rank has found, on all of them, once each and in the order of the ranks."""
     any_found = torch.tensor(len(found), device=mesh.device)
     dist.all_reduce(any_found)
     if not int(any_found):
         return []
-    of_ranks: list[list[Difference]] = [[]] * mesh.world_size
+    of_ranks: list[list[ReplicaMismatch]] = [[]] * mesh.world_size
     dist.all_gather_object(of_ranks, found)
     return list(dict.fromkeys(difference for rank in of_ranks for difference in rank))
 

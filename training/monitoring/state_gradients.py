@@ -21,10 +21,10 @@ from baton.models.lm import LanguageModel
 from baton.parallel.context_parallel import ContextLink, Direction, MessageTag
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import schedule
-from baton.training.evaluation.long_context import linked, sum_over_ranks
-from baton.training.step.microbatch_runner import Passes, Segments, TokenBatch
+from baton.training.evaluation.long_context import self_linked, sum_over_ranks
+from baton.training.step.microbatch_runner import MicrobatchRunner, Segments, TokenBatch
 
-FADED = 1e-3
+REACH_THRESHOLD = 1e-3
 """Credit has faded where its norm is less than this share of what it is at the border nearest to the loss."""
 
 Norms = dict[str, dict[str, list[float | None]]]
@@ -32,7 +32,7 @@ Norms = dict[str, dict[str, list[float | None]]]
 
 
 @dataclass(frozen=True)
-class Cotangents:
+class StateGradients:
     """What went left.
 
     span: tokens from one border to the next. borders: how many spans are before each. norms: of the cotangent that went left there,
@@ -40,12 +40,12 @@ class Cotangents:
     """
 
     span: int
-    borders: list[int]
+    boundaries: list[int]
     norms: Norms
 
     def to_json(self) -> dict[str, Any]:
         """As it is recorded."""
-        return {"span": self.span, "borders": self.borders, "norms": self.norms}
+        return {"span": self.span, "boundaries": self.boundaries, "norms": self.norms}
 
     def reach(self) -> dict[str, dict[str, int]]:
         """Tokens that credit travels before it has faded, by recurrence and layer: from the nearest border, where the loss begins,
@@ -54,12 +54,16 @@ class Cotangents:
         for name, of_layer in self.norms.items():
             for layer, norms in of_layer.items():
                 nearest = norms[-1] or 0.0
-                far = [border for border, norm in zip(self.borders, norms, strict=True) if norm and norm >= FADED * nearest]
-                found.setdefault(name, {})[layer] = (self.borders[-1] - far[0]) * self.span if nearest and far else 0
+                far = [
+                    boundary
+                    for boundary, norm in zip(self.boundaries, norms, strict=True)
+                    if norm and norm >= REACH_THRESHOLD * nearest
+                ]
+                found.setdefault(name, {})[layer] = (self.boundaries[-1] - far[0]) * self.span if nearest and far else 0
         return found
 
 
-class Watch:
+class StateGradientMonitor:
     """Sees the cotangents that leave segments on this rank. Squares are added up on the device, and read by `read` alone.
 
     Nothing is seen where States of sequence ranks are gathered (layout.context_comm) and sequences are not cut. Of what all
@@ -78,7 +82,7 @@ class Watch:
         self._count = 0
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Within it cotangents are seen."""
         self.start()
         try:
@@ -90,12 +94,12 @@ class Watch:
         """Forget what was seen, and see what comes."""
         self._squares.clear()
         self._count = 0
-        self._link.observer = self._see
+        self._link.observer = self._observe
 
     def stop(self) -> None:
         self._link.observer = None
 
-    def read(self, span: int, *, cut: bool = False) -> Cotangents | None:
+    def read(self, span: int, *, cut: bool = False) -> StateGradients | None:
         """What was seen on all ranks, which all call it; None where no border was passed. span: tokens from one border to the next.
         cut: include border 0, what is left of the cotangent where it is cut off."""
         seen = {key: list(of_border.items()) for key, of_border in self._squares.items()}
@@ -107,10 +111,10 @@ class Watch:
         count = max(counts)
         own: dict[Any, list[float]] = {}
         for key, of_border in seen.items():
-            squares, passes = [0.0] * count, [0.0] * count
-            for border, _ in of_border:
-                squares[border], passes[border] = next(numbers), 1.0
-            own[*key, "squares"], own[*key, "passes"] = squares, passes
+            squares, crossed = [0.0] * count, [0.0] * count
+            for boundary, _ in of_border:
+                squares[boundary], crossed[boundary] = next(numbers), 1.0
+            own[*key, "squares"], own[*key, "passes"] = squares, crossed
         sums = sum_over_ranks(own)
         if count <= first:
             return None
@@ -118,15 +122,15 @@ class Watch:
         for layer, name in sorted({key[:2] for key in sums}, key=lambda key: (int(key[0]), key[1])):
             found = zip(sums[layer, name, "squares"], sums[layer, name, "passes"], strict=True)
             norms.setdefault(name, {})[layer] = [square**0.5 if passed else None for square, passed in found][first:]
-        return Cotangents(span, list(range(first, count)), norms)
+        return StateGradients(span, list(range(first, count)), norms)
 
-    def _see(self, direction: Direction, carrier: MessageTag, state: State) -> None:
+    def _observe(self, direction: Direction, carrier: MessageTag, state: State) -> None:
         if direction == "right":
             return
         place = carrier.virtual_rank
         self._count = place.segments * place.size
         _, layer, block = carrier.where.split(".", 2)
-        border = place.segment * place.size + place.rank
+        boundary = place.segment * place.size + place.rank
         of_border = self._squares[layer, f"{block} {carrier.name}"]
         for x in state.values():
             if not x.is_floating_point():
@@ -135,10 +139,10 @@ class Watch:
             square = torch.linalg.vector_norm(x, dtype=torch.float64).square()
             if self._mesh.tensor_rank and tuple(x.shape[1:]) in self._whole[layer]:
                 square = torch.zeros_like(square)
-            of_border[border] = of_border[border] + square if border in of_border else square
+            of_border[boundary] = of_border[boundary] + square if boundary in of_border else square
 
 
-def credit(model: LanguageModel, batch: TokenBatch | None, segments: int, span: int, mesh: Mesh) -> Cotangents | None:
+def gradient_reach(model: LanguageModel, batch: TokenBatch | None, segments: int, span: int, mesh: Mesh) -> StateGradients | None:
     """Norms at all borders of the gradient of the mean loss of the last span alone: what the tokens before that border are told
     about it. Every rank calls it; all have the result.
 
@@ -154,14 +158,14 @@ def credit(model: LanguageModel, batch: TokenBatch | None, segments: int, span: 
         batch = TokenBatch(batch.tokens, wanted, batch.pos)
         labels += batch.count_labels()
     dist.all_reduce(labels, group=mesh.data_group)
-    with linked(model, mesh) as link, _constant(model):
-        watch = Watch(model, link, mesh)
+    with self_linked(model, mesh) as link, _constant(model):
+        watch = StateGradientMonitor(model, link, mesh)
         if batch is not None and float(labels):
-            with watch.watching():
-                passes = Passes(model, [batch], 1.0 / float(labels), Segments(segments, segments), None)
+            with watch.recording():
+                runner = MicrobatchRunner(model, [batch], 1.0 / float(labels), Segments(segments, segments), None)
                 for operation in schedule(model.stage.index, model.stage.count, 1, segments, segments):
-                    passes.do(operation)
-                passes.finish()
+                    runner.run_operation(operation)
+                runner.finish()
             for sent in (link, mesh.pipeline):
                 if sent is not None:
                     sent.wait()

@@ -9,11 +9,11 @@ PARTS = ("data", "forward", "backward", "optimizer")
 """Of every step; one that surveys segments has that too."""
 
 
-class StepClock:
+class StepTimer:
     """mark(part) closes the span since the last mark; seconds() gives each part's sum and starts anew. told: of each mark."""
 
-    def __init__(self, device: torch.device, told: Callable[[str], None] = lambda part: None) -> None:
-        self._device, self._told = device, told
+    def __init__(self, device: torch.device, on_mark: Callable[[str], None] = lambda part: None) -> None:
+        self._device, self._on_mark = device, on_mark
         self._marks: list[tuple[str, float | torch.cuda.Event]] = []
         self.start()
 
@@ -31,7 +31,7 @@ class StepClock:
     def mark(self, part: str) -> None:
         """The time since the last mark belongs to `part`."""
         self._marks.append((part, self._now()))
-        self._told(part)
+        self._on_mark(part)
 
     def seconds(self) -> dict[str, float]:
         """Seconds per part. On a GPU this waits for the step's last event."""

@@ -22,12 +22,12 @@ def open_writer(folder: Path, step: int) -> "SummaryWriter":
     # only the main rank of a run writes any, and importing TensorBoard takes a fifth of a second
     from torch.utils.tensorboard import SummaryWriter
 
-    _put_before(folder, int(time.time()))
+    _rename_newer(folder, int(time.time()))
     # purge_step makes TensorBoard drop what was written from that step on
     return SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
 
 
-def _put_before(folder: Path, now: int) -> None:
+def _rename_newer(folder: Path, now: int) -> None:
     """Rename the event files that a new one would not follow. TensorBoard reads a folder's files in the order of their names, which
     begin with the time: of a machine whose clock is behind, the new file would come first, and the old ones would replace it."""
     named = [(file, *file.name[len(_EVENTS) :].partition(".")) for file in sorted(folder.glob(f"{_EVENTS}*"))]
@@ -36,14 +36,14 @@ def _put_before(folder: Path, now: int) -> None:
         file.rename(file.with_name(f"{_EVENTS}{now - 1:010d}.{number:06d}.{rest}"))
 
 
-class Board:
+class TensorBoardWriter:
     """Events of one run. folder: where they go. step: steps done before; what an earlier attempt wrote after it is dropped."""
 
     def __init__(self, folder: Path, step: int, config_text: str) -> None:
         self._folder = str(folder)
         self._config_text = config_text
         self._safe_step = step
-        self._kept: list[dict[str, Any]] = []
+        self._pending_rows: list[dict[str, Any]] = []
         self._writer: SummaryWriter | None = None
         self._open()
 
@@ -51,16 +51,16 @@ class Board:
         writer = self._writer = open_writer(Path(self._folder), self._safe_step)
         if self._safe_step == 0:
             writer.add_text("config", f"```yaml\n{self._config_text}\n```", 0)
-        for row in self._kept:
-            _draw(writer, row)
+        for row in self._pending_rows:
+            _write_row(writer, row)
         return writer
 
     def add(self, row: dict[str, Any]) -> None:
         """Show a row of metrics.jsonl. Raises OSError when the disk does not take it; the row is shown by a later flush."""
-        self._kept.append(row)
+        self._pending_rows.append(row)
         if self._writer is not None:
             try:
-                _draw(self._writer, row)
+                _write_row(self._writer, row)
             except OSError:
                 self._writer = None
                 raise
@@ -72,9 +72,9 @@ class Board:
         except OSError:
             self._writer = None
             raise
-        if self._kept:
-            self._safe_step = self._kept[-1]["step"]
-            self._kept = []
+        if self._pending_rows:
+            self._safe_step = self._pending_rows[-1]["step"]
+            self._pending_rows = []
 
     def close(self) -> None:
         """Flush and end the writer's thread."""
@@ -83,7 +83,7 @@ class Board:
             self._writer.close()
 
 
-def _draw(writer: "SummaryWriter", row: dict[str, Any]) -> None:
+def _write_row(writer: "SummaryWriter", row: dict[str, Any]) -> None:
     step = row["step"]
     if row["kind"] == "evaluation":
         for name in ("loss", "bits_per_byte", "accuracy"):
@@ -95,13 +95,13 @@ def _draw(writer: "SummaryWriter", row: dict[str, Any]) -> None:
         if "sample" in row:
             writer.add_text("sample", f"```\n{row['sample']}\n```", step)
         return
-    if row["kind"] in ("long_context", "cotangents", "credit"):
-        for tag, value in _looked_at(row):
+    if row["kind"] in ("long_context", "state_gradients", "gradient_reach"):
+        for tag, value in _long_context_scalars(row):
             writer.add_scalar(tag, value, step)
         # importing matplotlib takes a second that most runs need not wait
-        from baton.training.monitoring.long_context_plots import picture
+        from baton.training.monitoring.long_context_plots import render_row
 
-        writer.add_image(row["kind"], picture(row), step, dataformats="HWC")
+        writer.add_image(row["kind"], render_row(row), step, dataformats="HWC")
         return
     for name in ("loss", "lr", "grad_norm"):
         writer.add_scalar(f"train/{name}", row[name], step)
@@ -113,15 +113,15 @@ def _draw(writer: "SummaryWriter", row: dict[str, Any]) -> None:
         writer.add_scalar("time/data_wait_share", row["data_wait_s"] / max(1e-9, sum(row["seconds"].values())), step)
 
 
-def _looked_at(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def _long_context_scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Tags and values of a row about long context: each bucket's loss, each layer's State where the rows end, the cotangent at the
     first and the last border, the reach of credit."""
     if row["kind"] == "long_context":
         for bucket in row["losses"]:
             yield f"loss_by_position/from_{bucket['from']:07d}", bucket["loss"]
     tables = {"long_context": {"state_norm": ("states", -1)},
-              "cotangents": {"cotangent_at_first_border": ("norms", 0), "cotangent_at_last_border": ("norms", -1)},
-              "credit": {}}  # fmt: skip
+              "state_gradients": {"state_gradient_at_first_border": ("norms", 0), "state_gradient_at_last_border": ("norms", -1)},
+              "gradient_reach": {}}  # fmt: skip
     for tag, (key, place) in tables[row["kind"]].items():
         for name, of_layer in row[key].items():
             for layer, norms in of_layer.items():
@@ -129,4 +129,4 @@ def _looked_at(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
                     yield f"{tag}/{name.replace(' ', '.')}/layer_{layer}", measured[place]
     for name, of_layer in row.get("reach", {}).items():
         for layer, tokens in of_layer.items():
-            yield f"credit_reach_tokens/{name.replace(' ', '.')}/layer_{layer}", tokens
+            yield f"gradient_reach_tokens/{name.replace(' ', '.')}/layer_{layer}", tokens

@@ -37,25 +37,25 @@ EVERY_S = 10.0
 """Seconds between rows of the main rank, at most: what a kill leaves unsaid."""
 
 
-def steady() -> float:
+def steady_time() -> float:
     """Seconds since this machine was started; never set, and the same for all its processes."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-BEGAN = "BATON_BEGAN"
+PROCESS_START_VARIABLE = "BATON_BEGAN"
 """The variable in which a forked rank finds when the process was started that imported for it."""
 
 
-def process_began() -> float:
+def process_start_time() -> float:
     """When this process was started, or the one that it was forked from, by the steady clock."""
-    if (began := os.environ.get(BEGAN)) is not None:
+    if (began := os.environ.get(PROCESS_START_VARIABLE)) is not None:
         return float(began)
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 @lru_cache
-def boot() -> str:
+def boot_id() -> str:
     """Which start of which machine this is; "" where the system does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -63,21 +63,21 @@ def boot() -> str:
         return ""
 
 
-def append(folder: Path, kind: str, **values: Any) -> None:
+def append_row(folder: Path, kind: str, **values: Any) -> None:
     """Add a row to a run directory's ledger; it is tried again for some seconds where the disk does not take it. Raises OSError."""
-    patiently(lambda: append_at_once(folder, kind, **values))
+    patiently(lambda: append_row_once(folder, kind, **values))
 
 
-def append_at_once(folder: Path, kind: str, **values: Any) -> None:
+def append_row_once(folder: Path, kind: str, **values: Any) -> None:
     """Add a row to a run directory's ledger. Raises OSError."""
-    now, up = time.time(), steady()
+    now, up = time.time(), steady_time()
     row: dict[str, Any] = {"kind": kind, "time": now} | values
-    if boot() and "up" not in row:
-        row |= {"boot": boot(), "up": up - (now - row["time"])}
+    if boot_id() and "up" not in row:
+        row |= {"boot": boot_id(), "up": up - (now - row["time"])}
     append_line(folder / NAME, json.dumps(row))
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
+def read_rows(folder: Path) -> list[dict[str, Any]]:
     """All rows; a line that a full disk or a kill cut short is left out."""
     path = folder / NAME
     rows = []
@@ -91,16 +91,16 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class Account:
+class TimeLedger:
     """The main rank's time, from the start of its process on. Rows that the disk does not take wait, and the run goes on.
 
     folder: the run directory. attempt: number of this start. on: whether this rank keeps it. since: when its process began, by the
     steady clock."""
 
-    def __init__(self, folder: Path, attempt: int, *, on: bool, since: float) -> None:
-        self._folder, self._attempt, self._on = folder, attempt, on
+    def __init__(self, folder: Path, attempt: int, *, enabled: bool, since: float) -> None:
+        self._folder, self._attempt, self._enabled = folder, attempt, enabled
         self._since = self._mark = since
-        self._offset = time.time() - steady()  # a clock that is set meanwhile changes nothing
+        self._offset = time.time() - steady_time()  # a clock that is set meanwhile changes nothing
         self._seconds: dict[str, float] = {}
         self._step = 0
         self._waiting: list[tuple[str, dict[str, Any]]] = []
@@ -110,13 +110,13 @@ class Account:
         self._step = step
         self._add("start", self._since, step=step)
 
-    def spent(self, part: str) -> None:
+    def charge(self, part: str) -> None:
         """The time since the last call belongs to `part`."""
-        now = steady()
+        now = steady_time()
         self._seconds[part] = self._seconds.get(part, 0.0) + now - self._mark
         self._mark = now
 
-    def move(self, part: str, to: str, seconds: float) -> None:
+    def reassign(self, part: str, to: str, seconds: float) -> None:
         """So much of what was counted as `part` was really `to`."""
         seconds = min(max(0.0, seconds), self._seconds.get(part, 0.0))
         self._seconds[part] = self._seconds.get(part, 0.0) - seconds
@@ -125,11 +125,11 @@ class Account:
     @contextmanager
     def spending(self, part: str) -> Iterator[None]:
         """What happens inside belongs to `part`; what was before it, to other things."""
-        self.spent("other")
+        self.charge("other")
         yield
-        self.spent(part)
+        self.charge(part)
 
-    def done(self, step: int, *, write: bool = False) -> None:
+    def step_done(self, step: int, *, write: bool = False) -> None:
         """`step` is done. write: put it down now, because a checkpoint holds it; else when it is time to."""
         self._step = step
         if write or self._mark - self._since >= EVERY_S:
@@ -143,14 +143,14 @@ class Account:
         self._since, self._seconds = self._mark, {}
 
     def _add(self, kind: str, up: float, **values: Any) -> None:
-        if not self._on:
+        if not self._enabled:
             return
-        when = {"time": up + self._offset, "boot": boot(), "up": up}
+        when = {"time": up + self._offset, "boot": boot_id(), "up": up}
         self._waiting.append((kind, {"attempt": self._attempt, **when, **values}))
         try:
             while self._waiting:
                 name, row = self._waiting[0]
-                append_at_once(self._folder, name, **row)
+                append_row_once(self._folder, name, **row)
                 self._waiting.pop(0)
         except OSError as error:
             print(f"{NAME} is behind ({error}); it is completed once there is room, the run goes on", flush=True)

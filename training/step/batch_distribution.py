@@ -27,12 +27,12 @@ class StepBatches:
     batches: list[TokenBatch]
     segments: Segments
     cursors: dict[int, Any]
-    read: list[Batch] | None = None
-    waited: float = 0.0
-    consumed: int = 0
+    reader_batches: list[Batch] | None = None
+    wait_s: float = 0.0
+    checksum: int = 0
 
 
-def plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: int) -> StepPlan:
+def step_plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: int) -> StepPlan:
     """Which rows this data rank has in every step from start_step on."""
     stretches = [(first, at.sequence_length, at.sequences_per_step, at.micro_batch_size) for first, at in training.stretches]
     return StepPlan(
@@ -45,7 +45,7 @@ def plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: int) -
     )
 
 
-def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig, start_step: int = 0) -> Iterator[StepBatches]:
+def step_batches(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig, start_step: int = 0) -> Iterator[StepBatches]:
     """Endless steps from start_step on. stream: on a reading rank, None elsewhere."""
     source = iter(stream) if stream is not None else None
     for step in itertools.count(start_step):
@@ -56,15 +56,15 @@ def steps(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig, start
         )
         began = time.perf_counter()
         data = next(source) if source is not None else None
-        waited = time.perf_counter() - began
+        wait_s = time.perf_counter() - began
         arrays = data.micro_batches if data is not None else [None] * micro_batches
-        batches = [share(a, mesh, shape, at.segments) for a in arrays]
+        batches = [distribute(a, mesh, shape, at.segments) for a in arrays]
         segments = Segments(at.segments, at.gradient_segments)
-        cursors, read = ({}, None) if data is None else (dict(data.cursors), data.micro_batches)
-        yield StepBatches(batches, segments, cursors, read, waited, checksum(read or []))
+        cursors, reader_batches = ({}, None) if data is None else (dict(data.cursors), data.micro_batches)
+        yield StepBatches(batches, segments, cursors, reader_batches, wait_s, batch_checksum(reader_batches or []))
 
 
-def checksum(batches: Sequence[Batch]) -> int:
+def batch_checksum(batches: Sequence[Batch]) -> int:
     """Of the rows of some batches, tokens, labels and positions, each row at its lane: an int64. Sums over ranks wrap around to
     the whole step's, however its rows were divided among ranks and micro-batches."""
     found = 0
@@ -74,12 +74,12 @@ def checksum(batches: Sequence[Batch]) -> int:
     return (found + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def reads(mesh: Mesh) -> bool:
+def is_reader(mesh: Mesh) -> bool:
     """Whether this rank reads for the ranks that work on the same sequences."""
     return mesh.tensor_rank == 0 and mesh.context_rank == 0 and mesh.pipeline_rank == 0
 
 
-def share(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int = 1) -> TokenBatch:
+def distribute(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int = 1) -> TokenBatch:
     """This rank's span of each segment of a batch that a reading rank has, on the device. batch: None on the others; shape: of the
     whole batch."""
     rows, sequence_length = shape

@@ -22,7 +22,7 @@ from baton.training.step.microbatch_runner import TokenBatch
 Run = Callable[[], None]
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """What makes graphs of functions that launch kernels."""
 
     def warm_up(self, run: Run) -> None:
@@ -32,7 +32,7 @@ class Recorder(Protocol):
         """What repeats it. Nothing has been computed when this returns. Recorded in the order in which they will be repeated."""
 
 
-class CudaRecorder:
+class CudaGraphRecorder:
     """CUDA graphs that share their memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class CudaRecorder:
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class _RecordedGraphs:
     """The two passes, and the memory that they read and write."""
 
     forward: Run
@@ -70,15 +70,15 @@ class _Recorded:
     read: tuple[int, ...]
 
 
-class Graphs:
+class CudaGraphs:
     """The passes of one model. Gradients keep their memory from step to step; the graphs have that of all activations."""
 
-    def __init__(self, model: LanguageModel, recorder: Callable[[torch.device], Recorder] = CudaRecorder) -> None:
+    def __init__(self, model: LanguageModel, recorder: Callable[[torch.device], GraphRecorder] = CudaGraphRecorder) -> None:
         assert model.stage.count == 1
         self._model, self._recorder = model, recorder
-        self._recorded: _Recorded | None = None
+        self._recorded: _RecordedGraphs | None = None
 
-    def passes(self, batches: Sequence[TokenBatch], scale: float) -> "GraphedPasses":
+    def runner(self, batches: Sequence[TokenBatch], scale: float) -> "CudaGraphRunner":
         """Of a step's micro-batches, all of one shape, before which there are no gradients. The first call, and one with another
         shape, record; no parameter may have moved to other memory since, or they are recorded again."""
         found = self._recorded
@@ -89,14 +89,14 @@ class Graphs:
             if module._cast_weight_cache is not copy:  # dropped, since the weight has changed
                 copy.copy_(module.weight.detach())
                 module._cast_weight_cache = copy
-        _clear(found)
+        _reset_buffers(found)
         found.scale.fill_(scale)
-        return GraphedPasses(found, batches)
+        return CudaGraphRunner(found, batches)
 
     def _addresses(self) -> tuple[int, ...]:
         return tuple(p.data_ptr() for p in self._model.parameters())
 
-    def _record(self, like: TokenBatch) -> _Recorded:
+    def _record(self, like: TokenBatch) -> _RecordedGraphs:
         model, recorder = self._model, self._recorder(like.tokens.device)
         batch = TokenBatch(like.tokens.clone(), like.labels.clone(), like.pos.clone())
         scale, total = torch.ones((), device=like.tokens.device), torch.zeros((), device=like.tokens.device)
@@ -124,23 +124,23 @@ class Graphs:
             if isinstance(m, CastWeightCache) and m._cast_weight_cache is not None
         ]
         passes = recorder.record(forward), recorder.record(backward)
-        return _Recorded(*passes, batch, scale, total, copies, gradients, self._addresses())
+        return _RecordedGraphs(*passes, batch, scale, total, copies, gradients, self._addresses())
 
 
-def _clear(recorded: _Recorded) -> None:
+def _reset_buffers(recorded: _RecordedGraphs) -> None:
     recorded.total.zero_()
     torch._foreach_zero_([gradient for _, gradient in recorded.gradients])
     for p, gradient in recorded.gradients:
         p.grad = gradient.detach()  # another tensor over the same memory: an optimizer may give its own other memory
 
 
-class GraphedPasses:
-    """Carries out a step's operations as Passes does, those of whole sequences. total: sum of the losses, scaled."""
+class CudaGraphRunner:
+    """Carries out a step's operations as MicrobatchRunner does, those of whole sequences. total: sum of the losses, scaled."""
 
-    def __init__(self, recorded: _Recorded, batches: Sequence[TokenBatch]) -> None:
+    def __init__(self, recorded: _RecordedGraphs, batches: Sequence[TokenBatch]) -> None:
         self._recorded, self._batches, self.total = recorded, batches, recorded.total
 
-    def do(self, operation: Operation) -> None:
+    def run_operation(self, operation: Operation) -> None:
         if operation.kind == "backward":
             self._recorded.backward()
             return
@@ -152,6 +152,6 @@ class GraphedPasses:
     def finish(self) -> None:
         """After the last operation."""
 
-    def differing(self) -> list[str]:
+    def mismatched_states(self) -> list[str]:
         """No segment is computed twice."""
         return []

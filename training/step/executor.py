@@ -23,11 +23,11 @@ from baton.parallel.pipeline import schedule
 from baton.parallel.tensor import drop_cast_weights
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.errors import RunError
-from baton.training.monitoring.anomaly_detection import Judge
-from baton.training.monitoring.nonfinite_trace import Finding, Trace
-from baton.training.monitoring.step_timer import StepClock
-from baton.training.step.cuda_graphs import GraphedPasses, Graphs
-from baton.training.step.microbatch_runner import Passes, Segments, TokenBatch
+from baton.training.monitoring.anomaly_detection import AnomalyDetector
+from baton.training.monitoring.nonfinite_trace import NonFiniteReport, NonFiniteTrace
+from baton.training.monitoring.step_timer import StepTimer
+from baton.training.step.cuda_graphs import CudaGraphRunner, CudaGraphs
+from baton.training.step.microbatch_runner import MicrobatchRunner, Segments, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class StepResult:
     loss: float
     grad_norm: float
     labels: int
-    refused: str | None = None
-    where: Finding | None = None
+    anomaly: str | None = None
+    nonfinite: NonFiniteReport | None = None
     update_norm: float | None = None
-    made: bool = True
-    consumed: int = 0
+    updated: bool = True
+    checksum: int = 0
 
 
 class StepExecutor:
@@ -59,21 +59,26 @@ class StepExecutor:
         model: LanguageModel,
         engine: zero.Engine,
         mesh: Mesh,
-        clock: StepClock | None = None,
+        timer: StepTimer | None = None,
         *,
         segments: Segments | None = None,
         lanes: LaneStates | None = None,
-        judge: Judge | None = None,
-        graphs: Graphs | None = None,
+        anomaly_detector: AnomalyDetector | None = None,
+        cuda_graphs: CudaGraphs | None = None,
     ) -> None:
         self.model = model
         self.engine = engine
         self.mesh = mesh
-        self.clock = clock or StepClock(mesh.device)
-        self.segments, self.lanes, self.judge, self._graphs = segments or Segments(), lanes, judge, graphs
-        self.watch_update = False  # whether to tell the norm of the parameters' change
+        self.timer = timer or StepTimer(mesh.device)
+        self.segments, self.lanes, self.anomaly_detector, self._cuda_graphs = (
+            segments or Segments(),
+            lanes,
+            anomaly_detector,
+            cuda_graphs,
+        )
+        self.compute_update_norm = False  # whether to tell the norm of the parameters' change
 
-    def step(self, batches: Sequence[TokenBatch], lr: float | Mapping[str, float], consumed: int = 0) -> StepResult:
+    def step(self, batches: Sequence[TokenBatch], lr: float | Mapping[str, float], checksum: int = 0) -> StepResult:
         """One update from this data rank's micro-batches, or none: see StepResult.refused. After a refusal parameters, moments and
         what lanes carry are as before, but for lanes that would carry what is not finite, or is not known: they carry nothing.
 
@@ -81,81 +86,85 @@ class StepExecutor:
         consumed: StepBatches.consumed, summed with the labels because one exchange costs as much as two.
         """
         sums = torch.stack([b.count_labels() for b in batches]).sum().repeat(2)
-        sums[1] = consumed
+        sums[1] = checksum
         dist.all_reduce(sums, group=self.mesh.data_group)
-        labels, consumed = sums.tolist()
+        labels, checksum = sums.tolist()
         scale = 1.0 / labels
         if self.lanes is not None:
-            self.lanes.begin()
-        total, differing = self._run(batches, scale)
-        finite, loss = self._finite(total), float(total)
-        self._require_equal(differing)
-        why = None if self.judge is None or not finite else self.judge.loss(loss)
+            self.lanes.begin_step()
+        total, differing = self._forward_backward(batches, scale)
+        finite, loss = self._all_ranks_finite(total), float(total)
+        self._check_recomputed_states(differing)
+        why = None if self.anomaly_detector is None or not finite else self.anomaly_detector.check_loss(loss)
         self._set_learning_rate(lr)
-        refused: list[str] = [] if why is None else [why]
+        anomalies: list[str] = [] if why is None else [why]
 
         def refuse(norm: float) -> bool:
-            if not refused and finite and self.judge is not None:
-                refused.extend(filter(None, [self.judge.norm(norm)]))
-            return bool(refused) or not finite or not math.isfinite(norm)
+            if not anomalies and finite and self.anomaly_detector is not None:
+                anomalies.extend(filter(None, [self.anomaly_detector.check_grad_norm(norm)]))
+            return bool(anomalies) or not finite or not math.isfinite(norm)
 
-        norm, where = self.engine.step(refuse), None
-        if finite and not refused and not math.isfinite(norm):  # too large together
-            refused.append("the gradients' norm is not finite, though each rank's gradients are")
+        norm, nonfinite = self.engine.step(refuse), None
+        if finite and not anomalies and not math.isfinite(norm):  # too large together
+            anomalies.append("the gradients' norm is not finite, though each rank's gradients are")
         if not finite:
-            where = self._trace(batches, scale)
+            nonfinite = self._trace_nonfinite(batches, scale)
             happened = "the loss or a gradient is not finite"
-            refused = [f"{happened}: {where}" if where is not None else f"{happened}, and in a second run of the step all are"]
+            anomalies = [
+                f"{happened}: {nonfinite}" if nonfinite is not None else f"{happened}, and in a second run of the step all are"
+            ]
             if self.lanes is not None:
-                self.lanes.forget()
-        elif not refused:
+                self.lanes.zero_touched()
+        elif not anomalies:
             zero.broadcast_tied(self.model, self.mesh)
             drop_cast_weights(self.model)
-            if self.judge is not None:
-                self.judge.accept(loss, norm)
-        update, made = None, not refused
-        if made and self.watch_update:
+            if self.anomaly_detector is not None:
+                self.anomaly_detector.record(loss, norm)
+        update, updated = None, not anomalies
+        if updated and self.compute_update_norm:
             update = self.engine.update_norm()
-            refused += filter(None, [None if self.judge is None else self.judge.update(update)])
-        self.clock.mark("optimizer")
-        return StepResult(loss, norm, labels, refused[0] if refused else None, where, update, made, consumed)
+            anomalies += filter(None, [None if self.anomaly_detector is None else self.anomaly_detector.check_update_norm(update)])
+        self.timer.mark("optimizer")
+        return StepResult(loss, norm, labels, anomalies[0] if anomalies else None, nonfinite, update, updated, checksum)
 
-    def _run(self, batches: Sequence[TokenBatch], scale: float, trace: Trace | None = None) -> tuple[Tensor, list[str]]:
+    def _forward_backward(
+        self, batches: Sequence[TokenBatch], scale: float, trace: NonFiniteTrace | None = None
+    ) -> tuple[Tensor, list[str]]:
         """Forward and backward, up to whole gradients; the global loss, and the segments that differed when run twice."""
         stage, segments = self.model.stage, self.segments
         # what looks at gradients sees those that autograd hands to parameters
         with self.engine.gradients(), fused_grad_accumulation() if trace is None else nullcontext():
-            passes: Passes | GraphedPasses
-            if self._graphs is not None and trace is None:
-                passes = self._graphs.passes(batches, scale)
+            runner: MicrobatchRunner | CudaGraphRunner
+            if self._cuda_graphs is not None and trace is None:
+                runner = self._cuda_graphs.runner(batches, scale)
             else:
-                passes = Passes(self.model, batches, scale, segments, self.lanes)
-            for operation in schedule(stage.index, stage.count, len(batches), segments.count, segments.gradient):
+                runner = MicrobatchRunner(self.model, batches, scale, segments, self.lanes)
+            for operation in schedule(stage.index, stage.count, len(batches), segments.count, segments.gradient_segments):
                 if trace is not None:
-                    trace.at = operation
-                passes.do(operation)
-                self.clock.mark(operation.kind)
-            passes.finish()
+                    trace.operation = operation
+                runner.run_operation(operation)
+                self.timer.mark(operation.kind)
+            runner.finish()
             self._wait_for_sends()
             if trace is not None:
-                trace.loss(passes.total)
+                trace.check_loss(runner.total)
             zero.finalize_model_grads(self.model, self.mesh)
-            total = passes.total
+            total = runner.total
             dist.all_reduce(total, group=self.mesh.data_group)
             if self.mesh.pipeline is not None:
                 self.mesh.pipeline.sum(total)
-            self._gradients_finite = self._norms_finite()
-        return total, passes.differing()
+            self._grads_finite = self._local_grads_finite()
+        return total, runner.mismatched_states()
 
-    def _trace(self, batches: Sequence[TokenBatch], scale: float) -> Finding | None:
+    def _trace_nonfinite(self, batches: Sequence[TokenBatch], scale: float) -> NonFiniteReport | None:
         """The step once more, from the same States, looked at; its gradients are thrown away."""
         if self.lanes is not None:
-            self.lanes.take_back()
-        trace = Trace(self.model, self.mesh, batches[0].tokens.shape[1] // self.segments.count)
-        with trace.watching():
-            self._run(batches, scale, trace)
+            self.lanes.restore()
+        trace = NonFiniteTrace(self.model, self.mesh, batches[0].tokens.shape[1] // self.segments.count)
+        with trace.recording():
+            self._forward_backward(batches, scale, trace)
         self.engine.step(lambda norm: True)
-        return trace.first()
+        return trace.first_report()
 
     def _wait_for_sends(self) -> None:
         for link in (self.mesh.pipeline, self.model.link):
@@ -166,20 +175,20 @@ class StepExecutor:
         for group in self.engine.param_groups:
             group["lr"] = lr if isinstance(lr, float) else lr[group["lr_override"]]
 
-    def _norms_finite(self) -> Tensor:
+    def _local_grads_finite(self) -> Tensor:
         """Whether this rank's gradients are finite: before they are reduced, which would spread what is not."""
         norms = torch._foreach_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         return torch.isfinite(torch.stack(norms)).all()
 
-    def _finite(self, loss: Tensor) -> bool:
+    def _all_ranks_finite(self, loss: Tensor) -> bool:
         """Whether loss and gradients of all ranks are. The decision is ours and every rank's at once."""
-        finite = (self._gradients_finite & torch.isfinite(loss.detach())).to(torch.int32)
+        finite = (self._grads_finite & torch.isfinite(loss.detach())).to(torch.int32)
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return bool(finite)
 
-    def _require_equal(self, differing: list[str]) -> None:
+    def _check_recomputed_states(self, differing: list[str]) -> None:
         """Segments that ran twice must have left the same States."""
-        if self.segments.gradient == 1:
+        if self.segments.gradient_segments == 1:
             return
         count = torch.tensor(len(differing), device=self.mesh.device)
         dist.all_reduce(count)

@@ -49,11 +49,11 @@ class Segments:
     """How a sequence is cut. count: segments; gradient: how many a gradient goes back through."""
 
     count: int = 1
-    gradient: int = 1
+    gradient_segments: int = 1
 
 
 @dataclass
-class _Surveyed:
+class _SavedSegment:
     """What is kept of a segment until it is run again. x: what the stage before sent; fingerprints: of the leaving State."""
 
     x: Tensor | None
@@ -61,7 +61,7 @@ class _Surveyed:
     fingerprints: Tensor
 
 
-class Passes:
+class MicrobatchRunner:
     """Carries out operations. scale: of the losses. lanes: what lanes carry from step to step, or None.
 
     total: sum of the losses, scaled; 0 where no loss is. differing: leaves whose bits were others the second time, by place.
@@ -72,67 +72,69 @@ class Passes:
     ) -> None:
         self._model, self._batches, self._scale, self._lanes = model, batches, scale, lanes
         self._segments, self._link = segments, model.pipeline
-        self._surveyed: dict[tuple[int, int], _Surveyed] = {}
-        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._leaving: int | None = None
-        self._compared: list[tuple[int, Tensor]] = []
+        self._saved_segments: dict[tuple[int, int], _SavedSegment] = {}
+        self._activations: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._wraparound: int | None = None
+        self._comparisons: list[tuple[int, Tensor]] = []
         self.total = torch.zeros((), device=batches[0].tokens.device)
 
-    def do(self, operation: Operation) -> None:
+    def run_operation(self, operation: Operation) -> None:
         at = operation.micro_batch, operation.segment
-        {"survey": self._survey, "forward": self._forward, "backward": self._backward}[operation.kind](*at)
+        {"forward_no_grad": self._forward_no_grad, "forward": self._forward, "backward": self._backward}[operation.kind](*at)
 
     def finish(self) -> None:
         """After the last operation."""
-        self._take_leaving()
+        self._recv_wraparound()
 
-    def differing(self) -> list[str]:
+    def mismatched_states(self) -> list[str]:
         """Leaves of States that a segment did not leave with the same bits both times, by name."""
-        if not self._compared:
+        if not self._comparisons:
             return []
         names = [f"{leaf.name} of layer {n}" for n, leaves in self._model.state_specs.items() for leaf in leaves]
         found = []
-        for segment, same in zip([s for s, _ in self._compared], torch.stack([x for _, x in self._compared]).tolist(), strict=True):
+        for segment, same in zip(
+            [s for s, _ in self._comparisons], torch.stack([x for _, x in self._comparisons]).tolist(), strict=True
+        ):
             found += [f"{name}, segment {segment}" for name, equal in zip(names, same, strict=True) if not equal]
         return found
 
-    def _survey(self, n: int, s: int) -> None:
+    def _forward_no_grad(self, n: int, s: int) -> None:
         stage, batch = self._model.stage, self._batches[n].segment(s, self._segments.count)
         x = batch.tokens if stage.first else self._receive("forward", batch)
         first, again = self._model.recomputation()
-        entering = self._entering(n, s)
-        with torch.no_grad(), self._place(s), first:
-            y, leaving = self._model(x, batch.pos, entering)
+        initial_states = self._initial_states(n, s)
+        with torch.no_grad(), self._virtual_segment(s), first:
+            y, final_states = self._model(x, batch.pos, initial_states)
         if not stage.last:
             assert self._link is not None
             self._link.send("forward", y)
-        self._surveyed[n, s] = _Surveyed(None if stage.first else x, again, _fingerprints(leaving))
+        self._saved_segments[n, s] = _SavedSegment(None if stage.first else x, again, _fingerprints(final_states))
 
     def _forward(self, n: int, s: int) -> None:
         stage, batch = self._model.stage, self._batches[n].segment(s, self._segments.count)
-        before = self._surveyed.pop((n, s), None)
+        saved = self._saved_segments.pop((n, s), None)
         x = batch.tokens
         if not stage.first:
-            x = self._receive("forward", batch) if before is None else before.x  # type: ignore[assignment]
+            x = self._receive("forward", batch) if saved is None else saved.x  # type: ignore[assignment]
             x.requires_grad_()
-        entering = self._entering(n, s) if before is None else None
-        with nullcontext() if before is None else before.again, self._place(s):
-            y, leaving = self._model(x, batch.pos, entering, before is not None or self._lanes is not None)
-        if before is not None:
-            self._compared.append((s, _fingerprints(leaving) == before.fingerprints))
+        initial_states = self._initial_states(n, s) if saved is None else None
+        with nullcontext() if saved is None else saved.again, self._virtual_segment(s):
+            y, final_states = self._model(x, batch.pos, initial_states, saved is not None or self._lanes is not None)
+        if saved is not None:
+            self._comparisons.append((s, _fingerprints(final_states) == saved.fingerprints))
         elif self._lanes is not None:
-            self._leave(n, leaving)
+            self._emit_state(n, final_states)
         if stage.last:
             y = self._model.loss(y, batch.labels) * self._scale
             self.total += y.detach()
-        elif before is None:
+        elif saved is None:
             assert self._link is not None
             self._link.send("forward", y)
-        self._kept[n, s] = x, y
+        self._activations[n, s] = x, y
 
     def _backward(self, n: int, s: int) -> None:
         stage = self._model.stage
-        x, y = self._kept.pop((n, s))
+        x, y = self._activations.pop((n, s))
         dy = None if stage.last else self._receive("backward", self._batches[n].segment(s, self._segments.count))
         torch.autograd.backward([y], [dy])
         if not stage.first:
@@ -140,38 +142,38 @@ class Passes:
             assert x.grad is not None
             self._link.send("backward", x.grad)
 
-    def _place(self, s: int) -> AbstractContextManager[None]:
+    def _virtual_segment(self, s: int) -> AbstractContextManager[None]:
         """Among the segments that a gradient goes through together."""
-        link, together = self._model.link, self._segments.gradient
+        link, together = self._model.link, self._segments.gradient_segments
         return nullcontext() if link is None or self._segments.count == 1 else link.segment(s % together, of=together)
 
-    def _entering(self, n: int, s: int) -> States | None:
+    def _initial_states(self, n: int, s: int) -> States | None:
         """What enters a segment from outside of those that a gradient goes through together."""
-        if self._lanes is None or s % self._segments.gradient:
+        if self._lanes is None or s % self._segments.gradient_segments:
             return None
-        self._take_leaving()
+        self._recv_wraparound()
         link = self._model.link
         return self._lanes.read(self._batches[n].lanes) if link is None or link.rank == 0 else None
 
-    def _leave(self, n: int, leaving: States) -> None:
+    def _emit_state(self, n: int, final_states: States) -> None:
         """What leaves the last of those segments, to where it will enter."""
         assert self._lanes is not None
         link = self._model.link
         if link is None or link.size == 1:
-            self._lanes.write(self._batches[n].lanes, leaving)
+            self._lanes.write(self._batches[n].lanes, final_states)
         elif link.rank == link.size - 1:
-            link.send_wraparound(self._lanes.to_message(leaving), self._lanes.message)
+            link.send_wraparound(self._lanes.to_message(final_states), self._lanes.message_specs)
         elif link.rank == 0:
-            self._leaving = n
+            self._wraparound = n
 
-    def _take_leaving(self) -> None:
+    def _recv_wraparound(self) -> None:
         """What the last rank has sent to the first; not before something has to be done with it, as all receives."""
-        if self._leaving is not None:
-            link, lanes, batch = self._model.link, self._lanes, self._batches[self._leaving]
+        if self._wraparound is not None:
+            link, lanes, batch = self._model.link, self._lanes, self._batches[self._wraparound]
             assert link is not None
             assert lanes is not None
-            lanes.write(batch.lanes, lanes.from_message(link.recv_wraparound(lanes.message, len(batch.lanes))))
-            self._leaving = None
+            lanes.write(batch.lanes, lanes.from_message(link.recv_wraparound(lanes.message_specs, len(batch.lanes))))
+            self._wraparound = None
 
     def _receive(self, kind: Literal["forward", "backward"], batch: TokenBatch) -> Tensor:
         """Not a moment before its operation: on a GPU a receive is a kernel that spins, and CUDA, which loads a kernel when it is
