@@ -37,7 +37,7 @@ from baton.kernels.delta_rule.op import delta_rule
 from baton.kernels.delta_rule.reference import delta_rule_reference
 from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked
 from baton.kernels.eidetic_attention.recurrence import EideticAttention
-from baton.kernels.eidetic_attention.topk_memory_launch import publish
+from baton.kernels.eidetic_attention.topk_memory_launch import select_memories
 from baton.kernels.eidetic_attention.triton_launch import eidetic_attention_triton
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import gla_reference
@@ -367,14 +367,14 @@ def bmojo(report: Report, clock: Clock, batch: int, length: int) -> None:
     def blocks() -> Tensor:
         return eidetic_attention_chunked((*leaves, score), options, pos=pos, state=state)[0]
 
-    known, _ = publish(score, options, pos=pos, state=None, last_wanted=False)
+    known, _ = select_memories(score, options, pos=pos, state=None, need_last=False)
     assert known.row is not None
     assert known.slot is not None
     slot, valid, M = known.slot, known.row.flatten(1) >= 0, options.n_fading + options.n_eidetic
 
     def memories() -> list[Tensor]:
         """Keys and values of all memories, which are chosen anew as the kernels choose them, [B, memories M, heads, dim]."""
-        seen, _ = publish(score, options, pos=pos, state=None, last_wanted=False)
+        seen, _ = select_memories(score, options, pos=pos, state=None, need_last=False)
         assert seen.row is not None
         rows, lane = seen.row.clamp(min=0).to(torch.int64), torch.arange(batch, device="cuda")[:, None, None]
         eidetic, fading = rows.split((options.n_eidetic, options.n_fading), dim=2)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import run_chunked
-from baton.kernels.eidetic_attention.topk_memory import largest, take
+from baton.kernels.eidetic_attention.topk_memory import gather_rows, topk
 from baton.kernels.protocol import Inputs, State
-from baton.kernels.window_attention.chunked import attend, history, new_tails, read_so_far, visible
+from baton.kernels.window_attention.chunked import concat_tail, masked_attention, new_tails, seen_after, visibility_mask
 
 _BLOCK = 128
 
@@ -44,15 +44,15 @@ class Options:
 
 
 def eidetic_attention_chunked(
-    inputs: Inputs, options: Options, *, pos: Tensor, state: State, chunk: int | None = None, state_wanted: bool = True
+    inputs: Inputs, options: Options, *, pos: Tensor, state: State, chunk: int | None = None, need_final_state: bool = True
 ) -> tuple[Tensor, State]:
     """As `op.eidetic_attention`, which checks the arguments; chunk: queries per block, at most the window."""
 
-    def step(inputs: Inputs, pos: Tensor | None, state: State, state_wanted: bool = True) -> tuple[Tensor, State]:
+    def step(inputs: Inputs, pos: Tensor | None, state: State, need_final_state: bool = True) -> tuple[Tensor, State]:
         assert pos is not None
-        return _step(inputs, pos.to(torch.int64), state, options, state_wanted)
+        return _step(inputs, pos.to(torch.int64), state, options, need_final_state)
 
-    last = None if state_wanted else partial(step, state_wanted=False)
+    last = None if need_final_state else partial(step, need_final_state=False)
     return run_chunked(step, inputs, len(inputs), pos=pos, state=state, chunk=min(chunk or _BLOCK, options.window), last=last)
 
 
@@ -60,23 +60,23 @@ def final_state(inputs: Inputs, options: Options, *, pos: Tensor, state: State) 
     """The State that leaves a span of any length, as `eidetic_attention_chunked` returns it, to the bit; plain autograd."""
     pos = pos.to(torch.int64)
     rows = {name: x for name, x in zip(TAILS, inputs[1:], strict=False) if name in state}
-    ends = {name: history(state[name], x[:, max(0, x.shape[1] - state[name].shape[1]) :]) for name, x in rows.items()}
-    return _leaving(ends, _remember(inputs, pos, state, options), pos, state)
+    ends = {name: concat_tail(state[name], x[:, max(0, x.shape[1] - state[name].shape[1]) :]) for name, x in rows.items()}
+    return _leaving(ends, _build_memory(inputs, pos, state, options), pos, state)
 
 
-def _step(inputs: Inputs, pos_BL: Tensor, state: State, options: Options, state_wanted: bool) -> tuple[Tensor, State]:
+def _step(inputs: Inputs, pos_BL: Tensor, state: State, options: Options, need_final_state: bool) -> tuple[Tensor, State]:
     q, length, w, seen = inputs[0], inputs[0].shape[1], options.window, state["seen"]
-    rows = {name: history(state[name], x) for name, x in zip(TAILS, inputs[1:], strict=False) if name in state}
-    parts = [(rows["k"], rows["v"], visible(w - 1, length, 0, w - 1, pos_BL, seen))]
+    rows = {name: concat_tail(state[name], x) for name, x in zip(TAILS, inputs[1:], strict=False) if name in state}
+    parts = [(rows["k"], rows["v"], visibility_mask(w - 1, length, 0, w - 1, pos_BL, seen))]
     if options.sliding:
-        parts.append((rows["fading_k"], rows["fading_v"], visible(2 * w - 1, length, w, 2 * w - 1, pos_BL, seen)))
-    memory = _remember(inputs, pos_BL, state, options, entries_wanted=state_wanted)
+        parts.append((rows["fading_k"], rows["fading_v"], visibility_mask(2 * w - 1, length, w, 2 * w - 1, pos_BL, seen)))
+    memory = _build_memory(inputs, pos_BL, state, options, need_entries=need_final_state)
     if memory is not None:
         parts.append((memory.old_k, memory.old_v, memory.publication.sees_old_BL[:, :, None] & memory.old_valid[:, None]))
         parts.append((memory.new_k, memory.new_v, memory.publication.sees_new_BL[:, :, None] & memory.new_valid[:, None]))
     all_keys, all_values = (torch.cat([part[x].to(q.dtype) for part in parts], dim=1) for x in (0, 1))
-    y = attend(q, all_keys, all_values, torch.cat([seen_BLJ for *_, seen_BLJ in parts], dim=2), options.scale)
-    return y, _leaving(rows, memory, pos_BL, state) if state_wanted else {}
+    y = masked_attention(q, all_keys, all_values, torch.cat([seen_BLJ for *_, seen_BLJ in parts], dim=2), options.scale)
+    return y, _leaving(rows, memory, pos_BL, state) if need_final_state else {}
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class _Memory:
     entries: State
 
 
-def _remember(inputs: Inputs, pos_BL: Tensor, state: State, options: Options, entries_wanted: bool = True) -> _Memory | None:
+def _build_memory(inputs: Inputs, pos_BL: Tensor, state: State, options: Options, need_entries: bool = True) -> _Memory | None:
     """The memory of a span of any length; None where the options have none."""
     if not options.n_eidetic + options.n_fading:
         return None
@@ -107,11 +107,11 @@ def _remember(inputs: Inputs, pos_BL: Tensor, state: State, options: Options, en
     entries: State = {}
     if options.n_eidetic:
         m, candidates = options.n_eidetic, (state["score"], state["where"], score_BL, pos_BL)
-        chosen = [largest(m, *candidates, publication.before(m))]
-        if entries_wanted:
-            chosen.append(largest(m, *candidates, publication.of_last_document(m)))
+        chosen = [topk(m, *candidates, publication.before(m))]
+        if need_entries:
+            chosen.append(topk(m, *candidates, publication.of_last_document(m)))
         rows, valid = (torch.cat(x, dim=1) for x in ([c.rows for c in chosen], [c.valid for c in chosen]))
-        taken = take([(state["best_k"], k), (state["best_v"], v)], rows, valid)
+        taken = gather_rows([(state["best_k"], k), (state["best_v"], v)], rows, valid)
         (new_k, *best_k), (new_v, *best_v) = (x.split(m, dim=1) for x in taken)
         published.append((new_k, new_v, chosen[0].valid))
         for k_BE, v_BE, best in zip(best_k, best_v, chosen[1:], strict=True):
@@ -119,7 +119,7 @@ def _remember(inputs: Inputs, pos_BL: Tensor, state: State, options: Options, en
             entries = {"best_k": k_BE.clone(), "best_v": v_BE.clone(), "score": best.score, "where": best.where}
     if options.n_fading:
         rows, valid = publication.just_before(options.n_fading, state["seen"])
-        new_k, new_v = take([(state["fading_k"], fading_k), (state["fading_v"], fading_v)], rows, valid)
+        new_k, new_v = gather_rows([(state["fading_k"], fading_k), (state["fading_v"], fading_v)], rows, valid)
         published.append((new_k, new_v, valid))
     new_k, new_v, new_valid = (torch.cat(x, dim=1) for x in zip(*published, strict=True))
     old_k, old_v = state["frozen_k"].to(k.dtype), state["frozen_v"].to(v.dtype)
@@ -128,7 +128,7 @@ def _remember(inputs: Inputs, pos_BL: Tensor, state: State, options: Options, en
 
 def _leaving(rows: State, memory: _Memory | None, pos_BL: Tensor, state: State) -> State:
     """The State behind a span. rows: by name of their tail, the last rows read, at least as many as the tail has."""
-    read = read_so_far(pos_BL.shape[1], pos_BL, state["seen"])
+    read = seen_after(pos_BL.shape[1], pos_BL, state["seen"])
     leaving = {"seen": read, **new_tails(rows, {name: state[name].shape[1] for name in rows}, read)}
     if memory is not None:
         # what the last token sees is what the next span begins with; a document's first window sees nothing

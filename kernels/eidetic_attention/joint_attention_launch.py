@@ -55,7 +55,7 @@ class LaunchConfig:
 _Pair = tuple[Tensor | None, Tensor | None]
 
 
-class Seen(NamedTuple):
+class Visibility(NamedTuple):
     """What a span's tokens see. All int32. Memories: the one that was frozen when the span began, where anything had been read,
     then those of its blocks of a window's tokens, used or not; P in all, of M rows, eidetic ones and then fading ones.
 
@@ -78,7 +78,7 @@ class Seen(NamedTuple):
     fading_first: Tensor | None = None
 
 
-class Sources(NamedTuple):
+class MemorySources(NamedTuple):
     """Keys and values that memories are copied from, beside the history's. fading: of the span's tokens, [B, T, G, K]; best, tail,
     frozen: leaves of the State, [B, rows, G, K]; None: there are none of these."""
 
@@ -92,7 +92,7 @@ class Sources(NamedTuple):
     frozen_v: Tensor | None = None
 
 
-_NOTHING = Sources()
+_NO_SOURCES = MemorySources()
 
 
 def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
@@ -106,7 +106,8 @@ def shape_of(dim: int) -> launch_configs.Shape:
 
 
 def joint_attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Seen, *, far: _Pair = (None, None), sources: Sources = _NOTHING, fading: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, seen: Visibility, *, far: _Pair = (None, None), sources: MemorySources = _NO_SOURCES,
+    fading: int = 0,
     window: int | None, scale: float, config: LaunchConfig,
 ) -> Tensor:  # fmt: skip
     """Softmax attention of tokens q [B, T, H, K] to all that each of them sees: y [B, T, H, K]. All of q's dtype.
@@ -127,35 +128,35 @@ def joint_attention(
 
 class _Joint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, far_k: Tensor | None, far_v: Tensor | None, *given: Any) -> Tensor:
-        *of_memories, seen, fading, window, scale, config = given
-        k, v = _alike(k, v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, far_k: Tensor | None, far_v: Tensor | None, *saved: Any) -> Tensor:
+        *backward_memories, seen, fading, window, scale, config = saved
+        k, v = _with_equal_strides(k, v)
         tensors = [q.contiguous(), k, v, *(None if x is None else x.contiguous() for x in (far_k, far_v))]
-        run = _Run(tensors, seen, window, scale, config)
-        sources = Sources(*of_memories)
-        copies = run.collect(sources, fading)
+        run = _JointAttentionLaunch(tensors, seen, window, scale, config)
+        sources = MemorySources(*backward_memories)
+        copies = run.copy_memories(sources, fading)
         y, lse = run.forward()
         ctx.save_for_backward(*tensors, *copies, y, lse, *seen)
-        ctx.window, ctx.scale, ctx.config, ctx.beside = window, scale, config, _beside(sources.fading_k, sources.fading_v)
+        ctx.window, ctx.scale, ctx.config, ctx.adjacent = window, scale, config, _adjacent(sources.fading_k, sources.fading_v)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: a layer that is run again gives them once
-        tensors, copies, (y, lse), seen = saved[:5], saved[5:8], saved[8:10], Seen(*saved[10:])
-        run = _Run(tensors, seen, ctx.window, ctx.scale, ctx.config, copies)
-        return (*run.backward(y, lse, dy.contiguous(), ctx.beside), *(None,) * 5)
+        tensors, copies, (y, lse), seen = saved[:5], saved[5:8], saved[8:10], Visibility(*saved[10:])
+        run = _JointAttentionLaunch(tensors, seen, ctx.window, ctx.scale, ctx.config, copies)
+        return (*run.backward(y, lse, dy.contiguous(), ctx.adjacent), *(None,) * 5)
 
 
-def _alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _with_equal_strides(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Histories, [B, J, G, K], or copies of them, whose rows lie equally far apart, whole; as do halves of one tensor's."""
     row, (_, rows, groups, dim) = k.stride(1), k.shape
     as_they_are = all(x.stride() == (rows * row, row, dim, 1) for x in (k, v)) and row >= groups * dim
     return (k, v) if as_they_are else (k.contiguous(), v.contiguous())
 
 
-def _beside(k: Tensor | None, v: Tensor | None) -> bool:
+def _adjacent(k: Tensor | None, v: Tensor | None) -> bool:
     """Whether rows of v lie behind those of k in one tensor. Then their gradients do too, and the projection that made both reads
     them as one."""
     if k is None or v is None:
@@ -165,12 +166,12 @@ def _beside(k: Tensor | None, v: Tensor | None) -> bool:
     return one and v.storage_offset() - k.storage_offset() == width and k.stride(1) >= 2 * width
 
 
-class _Run:
+class _JointAttentionLaunch:
     """One call's shapes and launches. tensors: q, then keys and values of the window and farther back. window: tokens; None: all
     there are, and nothing but the first keys and values. copies: what `collect` returned."""
 
     def __init__(
-        self, tensors: Sequence[Tensor | None], seen: Seen, window: int | None, scale: float, config: LaunchConfig,
+        self, tensors: Sequence[Tensor | None], seen: Visibility, window: int | None, scale: float, config: LaunchConfig,
         copies: Sequence[Tensor | None] = (None, None, None),
     ) -> None:  # fmt: skip
         q, k, v, *self.far = tensors
@@ -185,16 +186,16 @@ class _Run:
         _, self.memories, self.rows = (self.batch, 0, 0) if seen.row is None else seen.row.shape
         # of a State; none where nothing has been read
         self.entries, self.tail = (0 if x is None else x.shape[1] - self.length for x in (seen.first, seen.fading_first))
-        self.kernels, self.of_copying = _kernels()
-        self.wide = max(16, launch_utils.next_power_of_2(self.dim))
+        self.kernels, self.copy_kernels = _kernels()
+        self.block_dim = max(16, launch_utils.next_power_of_2(self.dim))
         self.common = {
-            "H": self.heads, "G": self.groups, "K": self.dim, "M": self.rows, "LOW": _low() if low else None, "BD": self.wide,
-            "num_stages": self.config.stages,
+            "H": self.heads, "G": self.groups, "K": self.dim, "M": self.rows, "DOT_DTYPE": _tl_bfloat16() if low else None,
+            "BLOCK_D": self.block_dim, "num_stages": self.config.stages,
         }  # fmt: skip
-        self.of_queries = {
+        self.query_options = {
             **self.common, "N": self.before, "FAR": 0 if self.far[0] is None else window,
-            "BQ": self.config.queries, "BK": self.config.keys, "BM": self.memory_block, "num_warps": self.config.warps,
-            "ROW": k.stride(1),
+            "BLOCK_Q": self.config.queries, "BLOCK_K": self.config.keys, "BLOCK_M": self.memory_block,
+            "num_warps": self.config.warps, "ROW": k.stride(1),
         }  # fmt: skip
 
     @property
@@ -206,7 +207,7 @@ class _Run:
         return tuple(self.q if x is None else x for x in tensors)
 
     @property
-    def read(self) -> tuple[Tensor, ...]:
+    def query_arguments(self) -> tuple[Tensor, ...]:
         """What the kernels of queries read."""
         seen = (self.seen.row, self.seen.slot, self.seen.limit, self.seen.far_limit)
         return self.or_q(self.q, self.k, self.v, *self.far, *self.copies[:2], *seen)
@@ -214,80 +215,88 @@ class _Run:
     def grid(self, tokens: int, size: int, heads: int) -> tuple[int, int, int]:
         return (-(-tokens // size), heads, self.batch)
 
-    def of_tokens(self) -> Tensor:
+    def empty_per_token(self) -> Tensor:
         return torch.empty(self.batch, self.heads, self.length, dtype=torch.float32, device=self.q.device)
 
-    def collect(self, sources: Sources, fading: int) -> Sequence[Tensor | None]:
+    def copy_memories(self, sources: MemorySources, fading: int) -> Sequence[Tensor | None]:
         """Keys and values of memories, [B, P, M, G, K], and of each copy where the next one of its row is, int32 [B, P, M]."""
         if self.seen.row is None:
             return self.copies
         fading_k, fading_v, *leaves = sources
         if fading_k is not None and fading_v is not None:
-            fading_k, fading_v = _alike(fading_k, fading_v)
+            fading_k, fading_v = _with_equal_strides(fading_k, fading_v)
         of_state = [None if x is None else x.contiguous() for x in leaves]
         memory_k, memory_v = (self.q.new_empty(*self.seen.row.shape, self.groups, self.dim) for _ in range(2))
         self.copies = memory_k, memory_v, torch.empty_like(self.seen.row)
         channels, eidetic = self.groups * self.dim, self.rows - fading
         size, programs = min(_CHANNELS, launch_utils.next_power_of_2(channels)), self.memories * -(-self.rows // _COPIED)
-        self.of_copying.memory_copy_kernel[(programs, -(-channels // size), self.batch)](
+        self.copy_kernels.memory_copy_kernel[(programs, -(-channels // size), self.batch)](
             *self.or_q(self.k, self.v, fading_k, fading_v, *of_state, self.seen.row, self.seen.begin, memory_k, memory_v),
             *self.or_q(self.seen.first, self.seen.fading_first, self.copies[2]), self.length, self.memories, C=channels,
             ROW=self.k.stride(1), FADING_ROW=0 if fading_k is None else fading_k.stride(1), N=self.before, WINDOW=self.window,
-            EIDETIC=eidetic, FADING=fading, OLD=int(of_state[-1] is not None), BM=_COPIED,
-            BE=max(16, launch_utils.next_power_of_2(eidetic)), BC=size, num_warps=4,
+            EIDETIC=eidetic, FADING=fading, HAS_STATE=int(of_state[-1] is not None), BLOCK_M=_COPIED,
+            BLOCK_E=max(16, launch_utils.next_power_of_2(eidetic)), BLOCK_C=size, num_warps=4,
         )  # fmt: skip
         return self.copies
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The output, [B, T, H, K], and the logarithms of sums of weights, [B, H, T]."""
-        y, lse = torch.empty_like(self.q), self.of_tokens()
+        y, lse = torch.empty_like(self.q), self.empty_per_token()
         self.kernels.joint_attention_forward_kernel[self.grid(self.length, self.config.queries, self.heads)](
-            *self.read, y, lse, self.length, self.memories, self.scale, maxnreg=self.config.registers, **self.of_queries
+            *self.query_arguments,
+            y,
+            lse,
+            self.length,
+            self.memories,
+            self.scale,
+            maxnreg=self.config.registers,
+            **self.query_options,
         )
         return y, lse
 
-    def of_pair(self, rows: int, beside: bool) -> tuple[Tensor, Tensor]:
+    def empty_pair(self, rows: int, adjacent: bool) -> tuple[Tensor, Tensor]:
         """Memory for gradients of keys and values, [B, rows, G, K]."""
-        if not beside:
+        if not adjacent:
             dk, dv = (self.q.new_empty(self.batch, rows, self.groups, self.dim) for _ in range(2))
             return dk, dv
         both = self.q.new_empty(self.batch, rows, 2 * self.groups, self.dim)
         return both[:, :, : self.groups], both[:, :, self.groups :]
 
-    def backward(self, y: Tensor, lse: Tensor, dy: Tensor, beside: bool) -> list[Tensor | None]:
+    def backward(self, y: Tensor, lse: Tensor, dy: Tensor, adjacent: bool) -> list[Tensor | None]:
         """Gradients of q, the keys and values, and the sources of memories. beside: those of fading tokens lie so."""
-        dq, delta = torch.empty_like(self.q), self.of_tokens()
+        dq, delta = torch.empty_like(self.q), self.empty_per_token()
         self.kernels.joint_attention_backward_dq_kernel[self.grid(self.length, self.config.queries, self.heads)](
-            *self.read, y, lse, dy, dq, delta, self.length, self.memories, self.scale, **self.of_queries
+            *self.query_arguments, y, lse, dy, dq, delta, self.length, self.memories, self.scale, **self.query_options
         )
-        given = (lse, dy, delta)
-        dmemory = self.of_memories(*given)
+        saved = (lse, dy, delta)
+        dmemory = self.backward_memories(*saved)
         reach = -1 if self.window is None else self.window - 1 - self.before
-        found: list[Tensor | None] = [dq, *self.of_rows(self.k, self.v, self.seen.limit, 0, reach, *given, dmemory)]
+        found: list[Tensor | None] = [dq, *self.backward_rows(self.k, self.v, self.seen.limit, 0, reach, *saved, dmemory)]
         far_k, far_v = self.far
         if far_k is None or far_v is None or self.seen.far_limit is None:
             found += [None, None]
         else:
             assert self.window is not None
-            found += self.of_rows(far_k, far_v, self.seen.far_limit, self.window, 0, *given, (None, None))
-        return found + self.of_sources(dmemory, beside)
+            found += self.backward_rows(far_k, far_v, self.seen.far_limit, self.window, 0, *saved, (None, None))
+        return found + self.backward_sources(dmemory, adjacent)
 
-    def of_rows(
+    def backward_rows(
         self, k: Tensor, v: Tensor, limit: Tensor, nearest: int, reach: int, lse: Tensor, dy: Tensor, delta: Tensor, dmemory: _Pair
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Gradients of a history, whose rows are seen from the nearest distance on, by so many tokens behind them (-1: by any), and
         of their copies in memories, where dmemory is given."""
-        (dk, dv), size, before = self.of_pair(k.shape[1], _beside(k, v)), self.config.keys_back, k.shape[1] - self.length
+        (dk, dv), size, before = self.empty_pair(k.shape[1], _adjacent(k, v)), self.config.keys_back, k.shape[1] - self.length
         copied = self.seen.first is not None and dmemory[0] is not None
         copies = self.or_q(self.seen.first, self.copies[2], *dmemory)
         self.kernels.joint_attention_backward_dkv_kernel[self.grid(k.shape[1] + max(0, reach), size, self.groups)](
-            self.q, k, v, limit, lse, dy, delta, *copies, dk, dv, self.length, self.memories, self.scale, N=before, NEAR=nearest,
-            REACH=reach, ROW=k.stride(1), INTO=dk.stride(1), E=self.entries, BQ=self.config.queries_back, BK=size,
+            self.q, k, v, limit, lse, dy, delta, *copies, dk, dv, self.length, self.memories, self.scale, N=before,
+            MIN_DISTANCE=nearest,
+            REACH=reach, ROW=k.stride(1), GRAD_ROW=dk.stride(1), E=self.entries, BLOCK_Q=self.config.queries_back, BLOCK_K=size,
             num_warps=self.config.warps_back, **{**self.common, "M": self.rows if copied else 0},
         )  # fmt: skip
         return dk, dv
 
-    def of_memories(self, lse: Tensor, dy: Tensor, delta: Tensor) -> _Pair:
+    def backward_memories(self, lse: Tensor, dy: Tensor, delta: Tensor) -> _Pair:
         """Of what memories hold, float32 [B, P, M, G, K]: they are rounded with the gradients they are added to."""
         k, v, _ = self.copies
         if k is None or v is None:
@@ -297,35 +306,35 @@ class _Run:
         grid = self.grid(self.memories * -(-self.rows // size) * size, size, self.groups)
         self.kernels.joint_attention_backward_dmemory_kernel[grid](
             self.q, k, v, *self.or_q(self.seen.row, self.seen.slot, self.seen.begin), lse, dy, delta, dk, dv,
-            self.length, self.memories, self.scale, WINDOW=self.window, BQ=self.config.queries_back, BM=size,
+            self.length, self.memories, self.scale, WINDOW=self.window, BLOCK_Q=self.config.queries_back, BLOCK_M=size,
             num_warps=self.config.warps_back, **self.common,
         )  # fmt: skip
         return dk, dv
 
-    def of_sources(self, dmemory: _Pair, beside: bool = False) -> list[Tensor | None]:
-        """Of `Sources`, each from its copies."""
+    def backward_sources(self, dmemory: _Pair, adjacent: bool = False) -> list[Tensor | None]:
+        """Of `MemorySources`, each from its copies."""
         dk, dv = dmemory
         if dk is None or dv is None:
-            return [None] * len(Sources._fields)
+            return [None] * len(MemorySources._fields)
         first, fading_first = self.seen.first, self.seen.fading_first
         found = [
-            *self.of_copies(fading_first, self.tail, self.length, dk, dv, beside),
-            *self.of_copies(first, 0, self.entries, dk, dv),
-            *self.of_copies(fading_first, 0, self.tail, dk, dv),
+            *self.backward_copies(fading_first, self.tail, self.length, dk, dv, adjacent),
+            *self.backward_copies(first, 0, self.entries, dk, dv),
+            *self.backward_copies(fading_first, 0, self.tail, dk, dv),
         ]
         entered = self.entries + self.tail > 0
         return [*found, *(x[:, 0].to(self.q.dtype) if entered else None for x in (dk, dv))]
 
-    def of_copies(
-        self, first: Tensor | None, skipped: int, rows: int, dmemory_k: Tensor, dmemory_v: Tensor, beside: bool = False
+    def backward_copies(
+        self, first: Tensor | None, skipped: int, rows: int, dmemory_k: Tensor, dmemory_v: Tensor, adjacent: bool = False
     ) -> _Pair:  # fmt: skip
         """Of rows that are nowhere but in memories, of which `first` speaks behind those skipped."""
         if first is None or rows == 0:
             return None, None
-        dk, dv = self.of_pair(rows, beside)
-        self.of_copying.memory_copy_backward_kernel[self.grid(rows, self.config.keys_back, self.groups)](
+        dk, dv = self.empty_pair(rows, adjacent)
+        self.copy_kernels.memory_copy_backward_kernel[self.grid(rows, self.config.keys_back, self.groups)](
             first, self.copies[2], dmemory_k, dmemory_v, dk, dv, rows, first.shape[1], skipped, self.memories * self.rows,
-            G=self.groups, K=self.dim, BK=self.config.keys_back, BD=self.wide, INTO=dk.stride(1), num_warps=4,
+            G=self.groups, K=self.dim, BLOCK_K=self.config.keys_back, BLOCK_D=self.block_dim, GRAD_ROW=dk.stride(1), num_warps=4,
         )  # fmt: skip
         return dk, dv
 
@@ -339,7 +348,7 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
 
 
 @cache
-def _low() -> Any:
+def _tl_bfloat16() -> Any:
     """bfloat16, as Triton calls it."""
     import triton.language as tl
 

@@ -38,7 +38,7 @@ def eidetic_attention(
     pos: Tensor,
     state: State | None = None,
     scale: float | None = None,
-    state_wanted: bool = True,
+    need_final_state: bool = True,
 ) -> tuple[Tensor, State]:
     """One softmax over three kinds of tokens of the own document (Zancato et al. 2024, Algorithm 1 in chunks of `window`):
 
@@ -61,7 +61,7 @@ def eidetic_attention(
         state: what a call before returned (`state_specs` describes it); None: nothing has been read, even where pos says that the
             document began earlier.
         scale: of the attention scores; None: dim^-1/2.
-        state_wanted: whether the leaving State will be taken; else it is not made, and {} is returned.
+        need_final_state: whether the leaving State will be taken; else it is not made, and {} is returned.
 
     Tensors are float64 all together, or any mix of float32, bfloat16 and float16.
 
@@ -75,10 +75,10 @@ def eidetic_attention(
     inputs, options, state = _checked((q, k, v, fading_k, fading_v, score), window, n_fading, n_eidetic, sliding, pos, state, scale)
     fused = in_triton(q, inputs[-1].dtype)
     if state is None:
-        state = {} if fused and not state_wanted else empty(state_specs(options, k, inputs[-1].dtype), len(q), q.device)
+        state = {} if fused and not need_final_state else empty(state_specs(options, k, inputs[-1].dtype), len(q), q.device)
     if fused:
-        return eidetic_attention_triton(inputs, options, pos=pos, state=state, fresh=fresh, state_wanted=state_wanted)
-    return eidetic_attention_chunked(inputs, options, pos=pos, state=state, state_wanted=state_wanted)
+        return eidetic_attention_triton(inputs, options, pos=pos, state=state, fresh=fresh, need_final_state=need_final_state)
+    return eidetic_attention_chunked(inputs, options, pos=pos, state=state, need_final_state=need_final_state)
 
 
 def leaving_state(
@@ -182,7 +182,7 @@ def empty(expected: tuple[StateSpec, ...], batch: int, device: torch.device) -> 
 
 
 def innovation(
-    y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, *, norm: Norm = "l2", tail_wanted: bool = True
+    y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, *, norm: Norm = "l2", need_tail: bool = True
 ) -> tuple[Tensor, Tensor]:
     """How badly the last outputs foretell each output (Zancato et al. 2024, section 3.2, which leaves error and weights open):
 
@@ -194,7 +194,7 @@ def innovation(
         pos: int32 or int64 [batch, T].
         tail: the k outputs before this piece, oldest first, [batch, k, channels] in y's dtype; zeros where nothing has been read.
         norm: over the channels: "l2", the root of the mean square; "l1", the mean absolute value; "max", the largest one.
-        tail_wanted: whether the new tail will be taken; else it is not made, and has no rows.
+        need_tail: whether the new tail will be taken; else it is not made, and has no rows.
 
     Returns:
         score [batch, T], float32 or float64, and the new tail, 0 where it is not of the last token's document.
@@ -217,7 +217,7 @@ def innovation(
     expect_positions("innovation", pos, batch, length, y.device)
     y, tail = y.detach(), tail.detach()
     score: Tensor = torch.ops.baton.innovation(y, weights.detach(), pos, tail, norm)
-    if not tail_wanted:
+    if not need_tail:
         return score, y[:, :0]
     ends = y if length >= k else torch.cat((tail, y), dim=1)
     own = torch.arange(k, 0, -1, device=y.device) <= pos[:, -1:] + 1
@@ -239,10 +239,10 @@ def _innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, norm: str
 def _score(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, norm: str, dtype: torch.dtype) -> Tensor:
     length, k = y.shape[1], weights.shape[0]
     rows = torch.cat((tail, y), dim=1)
-    missed = y.to(dtype, copy=True)
+    error = y.to(dtype, copy=True)
     for j in range(1, k + 1):
-        back = rows[:, k - j : k - j + length].to(dtype)
-        missed.addcmul_(back.masked_fill((pos < j)[:, :, None], 0.0), weights[j - 1].to(dtype), value=-1)
+        previous = rows[:, k - j : k - j + length].to(dtype)
+        error.addcmul_(previous.masked_fill((pos < j)[:, :, None], 0.0), weights[j - 1].to(dtype), value=-1)
     if norm == "max":
-        return missed.abs().amax(-1)
-    return missed.abs().mean(-1) if norm == "l1" else missed.square().mean(-1).sqrt()
+        return error.abs().amax(-1)
+    return error.abs().mean(-1) if norm == "l1" else error.square().mean(-1).sqrt()

@@ -54,7 +54,7 @@ class EideticAttention(StateFirstRecurrence):
         return leaving_state(*inputs, **self._sizes, pos=pos, state=state)  # type: ignore[arg-type]
 
     def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
-        return eidetic_attention(*inputs, **self._sizes, pos=pos, state=state, state_wanted=False)[0]  # type: ignore[arg-type]
+        return eidetic_attention(*inputs, **self._sizes, pos=pos, state=state, need_final_state=False)[0]  # type: ignore[arg-type]
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         assert pos is not None
@@ -105,7 +105,7 @@ class Innovation(Recurrence):
     def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
         y, weights = inputs
         assert pos is not None
-        return innovation(y, weights, pos, self._tail(inputs, state), norm=self.norm, tail_wanted=False)[0]
+        return innovation(y, weights, pos, self._tail(inputs, state), norm=self.norm, need_tail=False)[0]
 
     @staticmethod
     def _tail(inputs: Inputs, state: State | None) -> Tensor:

@@ -27,7 +27,7 @@ class Selection(NamedTuple):
 
 
 @torch.no_grad()
-def largest(m: int, score_BE: Tensor, where_BE: Tensor, score_BL: Tensor, where_BL: Tensor, counted_BJ: Tensor) -> Selection:
+def topk(m: int, score_BE: Tensor, where_BE: Tensor, score_BL: Tensor, where_BL: Tensor, counted_BJ: Tensor) -> Selection:
     """The m largest scores among memory entries and tokens.
 
     Args:
@@ -58,7 +58,7 @@ def largest(m: int, score_BE: Tensor, where_BE: Tensor, score_BL: Tensor, where_
     )
 
 
-def take(sources: Sequence[tuple[Tensor | None, Tensor]], index: Tensor, valid: Tensor) -> list[Tensor]:
+def gather_rows(sources: Sequence[tuple[Tensor | None, Tensor]], index: Tensor, valid: Tensor) -> list[Tensor]:
     """Row `index` [B, m] of each before [B, E, ...] (None, of all: nothing is before) followed by its rows [B, L, ...], 0 where not
     valid: [B, m, ...] in rows' type.
 

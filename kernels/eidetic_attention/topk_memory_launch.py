@@ -10,16 +10,16 @@ from torch import Tensor
 from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import int32_positions
 from baton.kernels.eidetic_attention.chunked import Options
-from baton.kernels.eidetic_attention.joint_attention_launch import Seen
+from baton.kernels.eidetic_attention.joint_attention_launch import Visibility
 from baton.kernels.protocol import State
 
 _TOKENS = 128  # of a step
 
 
 @torch.no_grad()
-def publish(
-    score: Tensor, options: Options, *, pos: Tensor, state: State | None, last_wanted: bool = True
-) -> tuple[Seen, Tensor | None]:
+def select_memories(
+    score: Tensor, options: Options, *, pos: Tensor, state: State | None, need_last: bool = True
+) -> tuple[Visibility, Tensor | None]:
     """What the tokens of a span of any length see, and the best tokens of the last one's document at the span's end.
 
     score: float32 [B, T], on a GPU. pos: int32 or int64 [B, T]. state: as `op.state_specs` describes it; None: nothing has been
@@ -35,7 +35,7 @@ def publish(
         return torch.empty(batch, *shape, dtype=torch.int32, device=pos.device) if wanted else None
 
     limit = torch.empty(batch, length, dtype=torch.int32, device=pos.device)
-    seen = Seen(
+    seen = Visibility(
         limit,
         numbers(length, wanted=options.sliding),
         numbers(length, wanted=eidetic + fading),
@@ -44,15 +44,16 @@ def publish(
         numbers(old * eidetic + length, wanted=eidetic),
         numbers(old * fading + length, wanted=fading),
     )
-    last = numbers(eidetic, wanted=eidetic and last_wanted)
+    last = numbers(eidetic, wanted=eidetic and need_last)
     entered = {name: known[name].contiguous() for name in ("seen", "score", "where", "frozen") if name in known}
     if "frozen" in entered:
         entered["frozen"] = entered["frozen"].view(torch.int8)
     read = (entered.get("seen"), score.contiguous(), *(entered.get(name) for name in ("score", "where", "frozen")))
     topk_memory_kernels.topk_memory_kernel[(blocks + (last is not None), batch)](
         int32_positions(pos), *(limit if x is None else x for x in (*read, *seen, last)), length, blocks,
-        WINDOW=options.window, EIDETIC=eidetic, FADING=fading, FAR=int(options.sliding), OLD=int(old),
-        BM=launch_utils.next_power_of_2(max(eidetic, 16)), BF=launch_utils.next_power_of_2(max(fading, 16)), BT=_TOKENS,
+        WINDOW=options.window, EIDETIC=eidetic, FADING=fading, FAR=int(options.sliding), HAS_STATE=int(old),
+        BLOCK_M=launch_utils.next_power_of_2(max(eidetic, 16)), BLOCK_F=launch_utils.next_power_of_2(max(fading, 16)),
+        BLOCK_T=_TOKENS,
         num_warps=1,
     )  # fmt: skip
     return seen, last

@@ -8,18 +8,25 @@ from torch import Tensor
 from baton.kernels.common import launch_utils
 from baton.kernels.compile import launch_configs
 from baton.kernels.eidetic_attention.chunked import TAILS, Options
-from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, LaunchConfig, Seen, Sources, joint_attention, shape_of
-from baton.kernels.eidetic_attention.topk_memory import take
-from baton.kernels.eidetic_attention.topk_memory_launch import publish
+from baton.kernels.eidetic_attention.joint_attention_launch import (
+    KERNEL,
+    LaunchConfig,
+    MemorySources,
+    Visibility,
+    joint_attention,
+    shape_of,
+)
+from baton.kernels.eidetic_attention.topk_memory import gather_rows
+from baton.kernels.eidetic_attention.topk_memory_launch import select_memories
 from baton.kernels.protocol import Inputs, State
-from baton.kernels.window_attention.chunked import history, new_tails, read_so_far
+from baton.kernels.window_attention.chunked import concat_tail, new_tails, seen_after
 
 _ROWS, _CHANNELS = 16, 256  # of a block that a score is summed over
 
 
 def eidetic_attention_triton(
     inputs: Inputs, options: Options, *, pos: Tensor, state: State, fresh: bool = False, config: LaunchConfig | None = None,
-    state_wanted: bool = True,
+    need_final_state: bool = True,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """As `op.eidetic_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. fresh: nothing
     has been read, so nothing is put before keys and values, and of the State only what leaves is made, in its shapes."""
@@ -29,14 +36,14 @@ def eidetic_attention_triton(
         sizes = {"batch": batch, "tokens": length, "heads": heads, "groups": k.shape[2], "dim": dim, "window": options.window}
         config = launch_configs.choose(KERNEL, LaunchConfig(), q.device, shape_of(dim), sizes)
     read = {} if fresh else state
-    seen, last = publish(score, options, pos=pos, state=None if fresh else state, last_wanted=state_wanted)
-    keys, values = ((history(read[name], x) if read else x).to(q.dtype) for name, x in (("k", k), ("v", v)))
+    seen, last = select_memories(score, options, pos=pos, state=None if fresh else state, need_last=need_final_state)
+    keys, values = ((concat_tail(read[name], x) if read else x).to(q.dtype) for name, x in (("k", k), ("v", v)))
     rows: dict[str, Tensor] = {}
     far_k = far_v = None
     if options.sliding:
         before = (0, 0, 0, 0, options.fading_rows, 0)
         far_k, far_v = (
-            (history(read[name], x) if read else F.pad(x, before)).to(q.dtype)
+            (concat_tail(read[name], x) if read else F.pad(x, before)).to(q.dtype)
             for name, x in (("fading_k", fading_k), ("fading_v", fading_v))
         )
     elif options.n_fading:
@@ -49,31 +56,31 @@ def eidetic_attention_triton(
         values,
         seen,
         far=(far_k, far_v),
-        sources=Sources(**{name: x.to(q.dtype) for name, x in rows.items()}),
+        sources=MemorySources(**{name: x.to(q.dtype) for name, x in rows.items()}),
         fading=options.n_fading,
         window=options.window,
         scale=options.scale,
         config=config,
     )
-    if not state_wanted:
+    if not need_final_state:
         return y, {}
     return y, _leaving(inputs, options, seen, last, pos.to(torch.int64), state, fresh)
 
 
 def _leaving(
-    inputs: Inputs, options: Options, seen: Seen, last: Tensor | None, pos: Tensor, state: State, fresh: bool
+    inputs: Inputs, options: Options, seen: Visibility, last: Tensor | None, pos: Tensor, state: State, fresh: bool
 ) -> State:  # fmt: skip
-    """As `chunked.leave`, of what was published. last: rows of the best tokens; see `publish`."""
+    """As `chunked.leave`, of what was published. last: rows of the best tokens; see `select_memories`."""
     _, k, v, fading_k, fading_v, score = inputs
     rows = {name: x for name, x in zip(TAILS, inputs[1:], strict=False) if name in state}
     sizes = {name: state[name].shape[1] for name in rows}
     # of a span that is as long as a tail, the tail before it is not read
-    ends = {name: x if x.shape[1] >= sizes[name] else history(state[name], x) for name, x in rows.items()}
-    read = read_so_far(pos.shape[1], pos, state["seen"])
+    ends = {name: x if x.shape[1] >= sizes[name] else concat_tail(state[name], x) for name, x in rows.items()}
+    read = seen_after(pos.shape[1], pos, state["seen"])
     leaving = {"seen": read, **new_tails(ends, sizes, read)}
 
     def taken(sources: dict[str, Tensor], row: Tensor) -> list[Tensor]:
-        return take([(None if fresh else state[name], x) for name, x in sources.items()], row, row >= 0)
+        return gather_rows([(None if fresh else state[name], x) for name, x in sources.items()], row, row >= 0)
 
     if seen.row is not None and seen.slot is not None:
         # what the last token sees is what the next span begins with: what this one began with, or what it published last
@@ -111,6 +118,6 @@ def innovation_triton(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, nor
     score = torch.empty(batch, length, dtype=torch.float32, device=y.device)
     innovation_kernels.innovation_kernel[(-(-length // _ROWS), batch)](
         y.contiguous(), tail.contiguous(), weights.contiguous(), pos.contiguous(), score, length, C=channels, N=weights.shape[0],
-        NORM=norm, BT=_ROWS, BC=min(_CHANNELS, launch_utils.next_power_of_2(channels)), num_warps=4,
+        NORM=norm, BLOCK_T=_ROWS, BLOCK_C=min(_CHANNELS, launch_utils.next_power_of_2(channels)), num_warps=4,
     )  # fmt: skip
     return score

@@ -1,4 +1,4 @@
-"""Short causal depthwise convolution: a few taps per channel, whose state is the tail of inputs before a piece."""
+"""Short causal depthwise convolution: a few taps per channel. Its State is the last inputs of the previous segment."""
 
 from baton.kernels.short_conv.op import Activation, short_conv
 

@@ -1,7 +1,7 @@
-"""The short convolution's public function: checks its arguments, picks an implementation.
+"""Short causal convolution: the public function. Checks the arguments and picks an implementation.
 
-The one thing to know: the tail is the state. It holds inputs, not outputs, in their own dtype, so handing it on loses nothing and
-a sequence may be cut anywhere, also into pieces shorter than the tail.
+The tail is the State. It holds inputs, not outputs, in their own dtype, so passing it on loses nothing. A sequence may be split
+anywhere, also into segments shorter than the tail.
 """
 
 from typing import Literal, get_args
@@ -26,32 +26,32 @@ def short_conv(
     pos: Tensor | None = None,
     tail: Tensor | None = None,
     activation: Activation | None = None,
-    tail_wanted: bool = True,
+    need_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Causal depthwise convolution over a piece of a sequence (Gu & Dao 2023, figure 3; mamba's conv1d), with W = width:
+    """Causal depthwise convolution over a segment of a sequence (Gu & Dao 2023, figure 3; mamba's conv1d), with W = width:
 
-        y_t = bias + sum_j weight[:, W-1-j] x_{t-j},    0 <= j < W, over the taps that reach no other document: pos_t >= j
+        y_t = bias + sum_j weight[:, W-1-j] x_{t-j},    0 <= j < W, over the taps inside the document: pos_t >= j
 
     Args:
-        x: the input, [batch, T, channels].
+        x: input, [batch, T, channels].
         weight: taps, oldest first as in torch's conv1d, [channels, width].
         bias: [channels].
-        pos: position of each token in its document, int32 or int64 [batch, T]. None: every tap is valid, no document starts
-            inside this piece or near enough before it.
-        tail: the width - 1 inputs before this piece, oldest first, [batch, width - 1, channels] in x's dtype. None: zeros.
+        pos: position of each token in its document, int32 or int64 [batch, T]. None: every tap is valid; no document starts in this
+            segment or close before it.
+        tail: the width - 1 inputs before this segment, oldest first, [batch, width - 1, channels] in x's dtype. None: zeros.
         activation: "silu" for y * sigmoid(y) on the output, or None.
-        tail_wanted: whether the new tail will be taken; else it is not made, and has no rows.
+        need_tail: False: the new tail is not computed and has no rows.
 
-    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32, on a GPU
-    by Triton's kernels.
+    Tensors are all float64, or any mix of float32, bfloat16 and float16; the mix is computed in float32, on a GPU by Triton
+    kernels.
 
     Returns:
-        y, [batch, T, channels] in x's dtype, and the new tail, [batch, width - 1, channels] in x's dtype: the last width - 1
-        tokens of tail and piece. Both carry exact gradients to x, weight, bias and tail; differentiating twice is refused by
-        autograd with a RuntimeError.
+        y, [batch, T, channels] in x's dtype, and the new tail, [batch, width - 1, channels] in x's dtype: the last width - 1 tokens
+        of tail and segment. Both carry exact gradients to x, weight, bias and tail. Double backward is not supported; autograd
+        raises a RuntimeError.
 
     Raises:
-        KernelError: an argument of another shape, dtype or device than stated, by name; T = 0.
+        KernelError: an argument has another shape, dtype or device than stated, by name; T = 0.
     """
     if not isinstance(x, Tensor):
         raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (batch, T, channels)")
@@ -70,5 +70,5 @@ def short_conv(
     if activation is not None and activation not in _ACTIVATIONS:
         raise KernelError(f"{_KERNEL}: activation is {activation!r}, expected None or one of {_ACTIVATIONS}")
     if in_triton(x):
-        return short_conv_triton(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu", tail_wanted=tail_wanted)
-    return short_conv_torch(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu", tail_wanted=tail_wanted)
+        return short_conv_triton(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu", need_tail=need_tail)
+    return short_conv_torch(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu", need_tail=need_tail)

@@ -1,4 +1,4 @@
-"""The short convolution as a recurrence whose State is a tail of inputs, for those who hand it on and those who test it."""
+"""The short convolution as a `Recurrence` whose State is a tail of inputs, for state passing and for tests."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ class ShortConv(Recurrence):
 
     def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
         tail = None if state is None else state["tail"]
-        return short_conv(*inputs, pos=pos, tail=tail, activation=self.activation, tail_wanted=False)[0]
+        return short_conv(*inputs, pos=pos, tail=tail, activation=self.activation, need_tail=False)[0]
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         tail = None if state is None else state["tail"]

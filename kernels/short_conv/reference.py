@@ -1,8 +1,8 @@
-"""The short causal convolution as one sequential loop over time: the definition that everything faster is measured against.
-
-The one thing to know: gradients are plain autograd, so this file holds no derivative that could be wrong.
+"""Short causal convolution as a sequential loop over time: the reference that every other implementation is tested against.
 
 Shape suffixes: B batch, T time, W width (number of taps), C channels.
+
+Gradients come from autograd, so there is no hand-written derivative here.
 """
 
 import torch
@@ -20,7 +20,7 @@ def short_conv_reference(
 ) -> tuple[Tensor, Tensor]:
     """As `op.short_conv`, in the dtype of the promoted inputs; nothing is checked.
 
-    y_t = bias + sum_j weight[:, W-1-j] x_{t-j}        over the taps j with pos_t >= j, or all of them
+    y_t = bias + sum_j weight[:, W-1-j] x_{t-j}        over the taps j with pos_t >= j; all taps without pos
     """
     batch, length, channels = x.shape
     width = weight.shape[1]

@@ -1,7 +1,7 @@
-"""The short convolution on a GPU: launches the Triton kernels of `triton_kernels` and gives them a gradient.
+"""Launches of the short convolution's Triton kernels, with their gradient.
 
-The one thing to know: spans are a function of shapes and of the `LaunchConfig` alone, so equal calls give equal bits. The input
-may be a view: only its last dimension has to be contiguous.
+Spans depend on shapes and on the `LaunchConfig` alone, so equal calls give equal bits. The input may be a view; only its last
+dimension has to be contiguous.
 """
 
 from dataclasses import dataclass, replace
@@ -23,11 +23,11 @@ KERNEL = "short_conv"
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How the kernels are cut.
+    """Block sizes of the kernels.
 
     Attributes:
-        channels: of a program of one warp; a power of two.
-        steps: tokens that are loaded together, one such block ahead of what is computed.
+        channels: channels of a program, which is one warp; a power of two.
+        steps: tokens loaded together, one block ahead of the computation.
         span: tokens of a program; a multiple of steps.
     """
 
@@ -40,25 +40,25 @@ _DEFAULT = LaunchConfig()
 
 
 def in_triton(x: Tensor) -> bool:
-    """Whether these kernels compute for tensors like x: on a GPU, in float32."""
+    """Whether tensors like x are computed by these kernels: on a GPU, in float32."""
     return on_gpu(x) and x.dtype != torch.float64
 
 
 def short_conv_triton(
     x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor | None, silu: bool,
-    config: LaunchConfig | None = None, tail_wanted: bool = True,
+    config: LaunchConfig | None = None, need_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `op.short_conv`, which checks the arguments."""
     config, pos = _with_room(config or _launch_config_for(x, weight), weight.shape[1]), launch_utils.int32_positions(pos)
     inputs = (x, weight, bias, tail)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
-        y, leaving = _ShortConv.apply(*inputs, pos, silu, config, tail_wanted)
+        y, leaving = _ShortConv.apply(*inputs, pos, silu, config, need_tail)
         return y, leaving
-    return _forward(x, weight, bias, tail, pos, silu, config, tail_wanted)
+    return _forward(x, weight, bias, tail, pos, silu, config, need_tail)
 
 
 def shape_of(width: int, element_bytes: int) -> launch_configs.Shape:
-    """What the launch configuration depends on."""
+    """The table's key."""
     return {"width": width, "element_bytes": element_bytes}
 
 
@@ -70,14 +70,14 @@ def _launch_config_for(x: Tensor, weight: Tensor) -> LaunchConfig:
 
 @cache
 def _with_room(config: LaunchConfig, width: int) -> LaunchConfig:
-    """A block of tokens is as long as what a token's gradient reaches back."""
+    """A block of tokens is at least as long as a token's gradient reaches back."""
     steps = max(config.steps, launch_utils.next_power_of_2(width - 1))
     return replace(config, steps=steps, span=-(-config.span // steps) * steps)
 
 
 @cache
 def _kernels() -> ModuleType:
-    """Imported when they are first needed: where there is no GPU there need be no Triton."""
+    """Imported at the first use: without a GPU Triton need not be installed."""
     from baton.kernels.short_conv import triton_kernels
 
     return triton_kernels
@@ -93,15 +93,15 @@ def _options(x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, sil
         "T": x.shape[1],
         "span": config.span,
         "x_batch": x.stride(0),
-        "D": x.shape[2],
+        "DIM": x.shape[2],
         "x_row": x.stride(1),
         "W": width,
         "HAS_TAIL": tail is not None,
         "HAS_POS": pos is not None,
         "SILU": silu,
-        "FULL": x.shape[2] % config.channels == 0,
-        "BD": config.channels,
-        "STEPS": config.steps,
+        "EVEN_D": x.shape[2] % config.channels == 0,
+        "BLOCK_D": config.channels,
+        "BLOCK_T": config.steps,
         "num_warps": 1,
         "num_stages": 1,
     }
@@ -115,28 +115,28 @@ def _forward(
     pos: Tensor | None,
     silu: bool,
     config: LaunchConfig,
-    tail_wanted: bool,
+    need_tail: bool,
 ) -> tuple[Tensor, Tensor]:
     rows, width = launch_utils.contiguous_last_dim(x), weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _kernels().short_conv_forward_kernel[_grid(x, config)](
         rows, launch_utils.contiguous_aligned(weight), launch_utils.contiguous_aligned(bias),
-        x if tail is None else tail.contiguous(), x if pos is None else pos, y, EVEN=x.shape[1] % config.steps == 0,
+        x if tail is None else tail.contiguous(), x if pos is None else pos, y, EVEN_T=x.shape[1] % config.steps == 0,
         **_options(rows, width, tail, pos, silu, config),
     )  # fmt: skip
-    return y, new_tail(x, tail, width - 1) if tail_wanted else x.new_empty(x.shape[0], 0, x.shape[2])
+    return y, new_tail(x, tail, width - 1) if need_tail else x.new_empty(x.shape[0], 0, x.shape[2])
 
 
 class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool,
-        config: LaunchConfig, tail_wanted: bool,
+        config: LaunchConfig, need_tail: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.set_materialize_grads(False)  # zeros would be made, and added, for a tail that nobody has taken
+        ctx.set_materialize_grads(False)  # no zeros for the gradient of an unused tail
         ctx.save_for_backward(x, weight, bias, tail, pos)
         ctx.silu, ctx.config = silu, config
-        return _forward(x, weight, bias, tail, pos, silu, config, tail_wanted)
+        return _forward(x, weight, bias, tail, pos, silu, config, need_tail)
 
     @staticmethod
     @once_differentiable
@@ -158,7 +158,7 @@ class _ShortConv(torch.autograd.Function):
             rows, launch_utils.contiguous_aligned(weight), launch_utils.contiguous_aligned(bias),
             x if tail is None else tail.contiguous(), x if pos is None else pos, dy,
             x if dleaving is None else dleaving.contiguous(), dx, dtail, sums, dy_batch=dy.stride(0), dy_row=dy.stride(1),
-            EVEN=even, TAKEN=dleaving is not None, **_options(rows, width, tail, pos, ctx.silu, config),
+            EVEN_T=even, HAS_DTAIL_OUT=dleaving is not None, **_options(rows, width, tail, pos, ctx.silu, config),
         )  # fmt: skip
         whole = sums.sum(0)
         grads = (dx, whole[:width].t().to(weight.dtype), whole[width].to(bias.dtype), None if tail is None else dtail)

@@ -1,4 +1,4 @@
-"""Softmax attention over a sliding window or the whole document; its State is the keys and values that it still needs."""
+"""Softmax attention over a sliding window or the whole document. Its State is the keys and values that later tokens can see."""
 
 from baton.kernels.window_attention.op import window_attention
 

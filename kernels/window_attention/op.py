@@ -1,7 +1,7 @@
-"""Window attention's public function: checks its arguments, picks an implementation.
+"""Window attention: the public function. Checks the arguments and picks an implementation.
 
-The one thing to know: the State is the last window - 1 keys and values (all of them without a window) and how many tokens of the
-document have been read, so a sequence may be cut anywhere, also into pieces shorter than the window.
+The State is the last window - 1 keys and values (all of them without a window) and the number of tokens of the document read so
+far. A sequence may be split anywhere, also into segments shorter than the window.
 """
 
 import torch
@@ -26,31 +26,32 @@ def window_attention(
     pos: Tensor | None = None,
     state: State | None = None,
     scale: float | None = None,
-    state_wanted: bool = True,
+    need_final_state: bool = True,
 ) -> tuple[Tensor, State]:
-    """Causal softmax attention over the last `window` tokens of the own document (Beltagy et al. 2020; Vaswani et al. 2017):
+    """Causal softmax attention over the last `window` tokens of the same document (Beltagy et al. 2020; Vaswani et al. 2017):
 
         y_t = sum_j softmax_j(scale q_t k_{t-j}) v_{t-j},    0 <= j < window, j <= pos_t, over the tokens that have been read
 
     Args:
         q: queries, [batch, T, heads, dim].
-        k: keys, [batch, T, key heads, dim]; key heads divides heads, each serves that many query heads in a row.
+        k: keys, [batch, T, key heads, dim]; key heads divides heads, and each serves that many consecutive query heads.
         v: values, [batch, T, key heads, dim].
-        window: how many tokens a query sees, itself included. None: all of its document; then the State grows with every token.
-        pos: position of each token in its document, int32 or int64 [batch, T]. None: no document starts inside this piece.
-        state: {k, v [batch, window - 1, key heads, dim] in k's dtype, seen int64 [batch]}, what a call before returned; None:
-            nothing has been read, even where pos says that the document began earlier.
+        window: number of tokens that a query sees, itself included. None: its whole document; the State then grows with every
+        token.
+        pos: position of each token in its document, int32 or int64 [batch, T]. None: no document starts in this segment.
+        state: {k, v [batch, window - 1, key heads, dim] in k's dtype, seen int64 [batch]}, returned by an earlier call. None:
+            nothing has been read, even if pos says that the document began earlier.
         scale: of the scores; None: dim^-1/2.
-        state_wanted: whether the leaving State will be taken; else it is not made, and {} is returned.
+        need_final_state: False: the final State is not computed, and {} is returned.
 
-    Tensors are float64 all together, or any mix of float32, bfloat16 and float16.
+    Tensors are all float64, or any mix of float32, bfloat16 and float16.
 
     Returns:
-        y, [batch, T, heads, dim] in q's dtype, and the State that leaves; rows that are not of the last token's document are 0.
-        Both carry exact gradients to q, k, v and the State's keys and values; differentiating twice is refused by autograd.
+        y, [batch, T, heads, dim] in q's dtype, and the final State; rows that are not of the last token's document are 0. Both
+        carry exact gradients to q, k, v and the State's keys and values. Double backward is not supported.
 
     Raises:
-        KernelError: an argument of another shape, dtype or device than stated, by name; T = 0.
+        KernelError: an argument has another shape, dtype or device than stated, by name; T = 0.
     """
     if not isinstance(q, Tensor):
         raise KernelError(f"{_KERNEL}: q is a {type(q).__name__}, expected a tensor of shape (batch, T, heads, dim)")
@@ -76,13 +77,13 @@ def window_attention(
     scale = dim**-0.5 if scale is None else scale
     if length >= SHORT and in_triton(q, compute_dtype(q, k, v)):
         return window_attention_triton(
-            q, k, v, window=window, pos=pos, state=state, scale=scale, fresh=fresh, state_wanted=state_wanted
+            q, k, v, window=window, pos=pos, state=state, scale=scale, fresh=fresh, need_final_state=need_final_state
         )
-    return window_attention_chunked(q, k, v, window=window, pos=pos, state=state, scale=scale, state_wanted=state_wanted)
+    return window_attention_chunked(q, k, v, window=window, pos=pos, state=state, scale=scale, need_final_state=need_final_state)
 
 
 def empty(k: Tensor, v: Tensor, rows: int) -> State:
-    """The State of nothing read, with room for `rows` keys and values."""
+    """The State before anything is read, with `rows` rows of keys and values."""
     batch = k.shape[0]
     return {
         "k": k.new_zeros(batch, rows, *k.shape[2:]),
@@ -92,8 +93,10 @@ def empty(k: Tensor, v: Tensor, rows: int) -> State:
 
 
 def check_tail(kernel: str, state: State, rows_like: dict[str, Tensor], rows: int | None) -> None:
-    """Refuse a State whose tails are not `rows` rows of what they are tails of, or whose `seen` is not a count per lane. rows None:
-    all tails have as many as the first, whatever their number."""
+    """Raise a KernelError unless the tails of a State have `rows` rows like `rows_like`, and `seen` is a count per lane.
+
+    rows None: any number of rows, the same in all tails.
+    """
     for name, like in rows_like.items():
         if rows is None:
             given = state[name]

@@ -1,4 +1,4 @@
-"""Window attention as a recurrence whose State is a tail of keys and values."""
+"""Window attention as a `Recurrence` whose State is a tail of keys and values."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baton.kernels.common.example_inputs import randn
 from baton.kernels.protocol import Inputs, Recurrence, State, StateSpec
-from baton.kernels.window_attention.chunked import new_tails, read_so_far
+from baton.kernels.window_attention.chunked import new_tails, seen_after
 from baton.kernels.window_attention.op import window_attention
 from baton.kernels.window_attention.reference import window_attention_reference
 
@@ -21,7 +21,7 @@ class WindowAttention(Recurrence):
     grouped: bool = False
     input_names = ("q", "k", "v")
     num_time_inputs = 3
-    bfloat16_limit = 2e-2  # on a GPU the fused attention rounds its weights too
+    bfloat16_limit = 2e-2  # on a GPU the fused attention also rounds its weights
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -34,7 +34,7 @@ class WindowAttention(Recurrence):
         return window_attention(*inputs, window=self.window, pos=pos, state=state)
 
     def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
-        return window_attention(*inputs, window=self.window, pos=pos, state=state, state_wanted=False)[0]
+        return window_attention(*inputs, window=self.window, pos=pos, state=state, need_final_state=False)[0]
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         scale = inputs[0].shape[-1] ** -0.5
@@ -45,7 +45,7 @@ class WindowAttention(Recurrence):
         if self.window is None or k.shape[1] < self.window - 1:
             return None
         rows = self.window - 1
-        seen = read_so_far(k.shape[1], pos, torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)).clamp(max=rows)
+        seen = seen_after(k.shape[1], pos, torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)).clamp(max=rows)
         return {**new_tails({"k": k, "v": v}, {"k": rows, "v": rows}, seen), "seen": seen}
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
@@ -54,14 +54,14 @@ class WindowAttention(Recurrence):
         normal = partial(randn, generator, dtype=dtype)
         shape = (batch, length, groups, dim)
         rows = 3 if self.window is None else self.window - 1
-        # lanes that have read less than their tail holds, as much, and more; what was not read is not 0 here
+        # lanes that have read less than their tail holds, as much, and more; rows that were not read are not 0 here
         seen = torch.tensor([rows + 40, max(0, rows - 2), rows])[:batch]
         state = {"k": normal(batch, rows, groups, dim), "v": normal(batch, rows, groups, dim), "seen": seen}
         return (3 * normal(batch, length, heads, dim), normal(*shape), normal(*shape)), state
 
 
 def tail_leaves(k: Tensor, v: Tensor, window: int | None) -> tuple[StateSpec, ...]:
-    """Leaves of a tail of keys and values, split over the tensor group by heads."""
+    """StateSpecs of a tail of keys and values, split over the tensor group by heads."""
     rows, grows = (0, True) if window is None else (window - 1, False)
     return (
         StateSpec("k", (rows, *k.shape[2:]), k.dtype, tp=1, grad=True, grows=grows),

@@ -1,8 +1,8 @@
-"""Attention as one loop over tokens: the definition that everything faster is measured against.
-
-The one thing to know: gradients are plain autograd, so this file holds no derivative that could be wrong.
+"""Window attention as a loop over tokens: the reference that every other implementation is tested against.
 
 Shape suffixes: B batch, T time, H query heads, G key heads, K dim.
+
+Gradients come from autograd, so there is no hand-written derivative here.
 """
 
 import torch
@@ -48,7 +48,7 @@ def window_attention_reference(
 
 
 def _last(rows: list[Tensor], size: int, like: Tensor) -> Tensor:
-    """The last `size` rows, with zeros before them where there are fewer."""
+    """The last `size` rows, padded with zeros in front."""
     rows = rows[len(rows) - min(size, len(rows)) :]
     padding = [like.new_zeros(like.shape[2:])] * (size - len(rows))
     return torch.stack([*padding, *rows]) if size else like.new_zeros(0, *like.shape[2:])

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.kernels.eidetic_attention import eidetic_attention, innovation
 from baton.kernels.eidetic_attention.recurrence import EideticAttention, Innovation
-from baton.kernels.eidetic_attention.topk_memory import largest
+from baton.kernels.eidetic_attention.topk_memory import topk
 from baton.kernels.errors import KernelError
 
 HEADS, DIM = 2, 3
@@ -78,7 +78,7 @@ def test_the_memory_of_any_pieces_is_the_memory_of_the_whole(seed: int, m: int, 
     kept_score, kept_where = torch.zeros(2, m), torch.full((2, m), -1)
     for begin, end in itertools.pairwise([0, *sorted({c for c in cuts if c < length}), length]):
         counted = torch.ones(2, m + end - begin, dtype=torch.bool)
-        selection = largest(m, kept_score, kept_where, score[:, begin:end], where[:, begin:end], counted)
+        selection = topk(m, kept_score, kept_where, score[:, begin:end], where[:, begin:end], counted)
         kept_score, kept_where = selection.score, selection.where
     for b in range(2):
         best = sorted(sorted(range(length), key=lambda t: (-float(score[b, t]), t))[:m])

@@ -82,7 +82,7 @@ def test_a_tail_that_is_not_wanted_or_not_taken_changes_nothing(tail):
         given = {name: None if x is None else x.float().to(DEVICE).requires_grad_() for name, x in given.items()}
         leaves, found = [x for x in given.values() if x is not None], []
         for wanted, used in ((True, True), (True, False), (False, False)):
-            y, leaving = short_conv_triton(**given, pos=pos.to(DEVICE), silu=True, config=LAUNCH_CONFIG, tail_wanted=wanted)
+            y, leaving = short_conv_triton(**given, pos=pos.to(DEVICE), silu=True, config=LAUNCH_CONFIG, need_tail=wanted)
             assert leaving.shape[1] == 3 * wanted
             outputs = [(y, dy), (leaving, 0 * dleaving)][: 1 + used]
             cotangents = [dx.to(x.device, x.dtype) for x, dx in outputs]

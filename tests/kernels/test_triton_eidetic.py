@@ -11,9 +11,9 @@ from support.recurrences import positions, seeded
 from baton.kernels.common.kernel_check import gradients, moving
 from baton.kernels.eidetic_attention import innovation
 from baton.kernels.eidetic_attention.chunked import Options, final_state
-from baton.kernels.eidetic_attention.joint_attention_launch import LaunchConfig, Sources, _Run
+from baton.kernels.eidetic_attention.joint_attention_launch import LaunchConfig, MemorySources, _JointAttentionLaunch
 from baton.kernels.eidetic_attention.recurrence import RECURRENCES, EideticAttention
-from baton.kernels.eidetic_attention.topk_memory_launch import publish
+from baton.kernels.eidetic_attention.topk_memory_launch import select_memories
 from baton.kernels.eidetic_attention.triton_launch import eidetic_attention_triton, innovation_triton
 from baton.parallel.linear import _side_by_side
 
@@ -90,7 +90,7 @@ def test_tokens_that_stay_are_evicted_and_are_in_the_window_too(dtype):
     state["score"] = torch.tensor([[0.5, 4.0, 0.4]]).repeat(2, 1)
     pos = torch.stack((torch.arange(length) + 19, torch.arange(length)))
     given = {"pos": pos.to(DEVICE), "state": {name: x.to(DEVICE) for name, x in state.items()}}
-    seen, _ = publish(score.to(DEVICE), Options(8, 0, 3, sliding=False, scale=1.0), **given)
+    seen, _ = select_memories(score.to(DEVICE), Options(8, 0, 3, sliding=False, scale=1.0), **given)
     held = [{int(r) - 3 for r in rows if r >= 0} for rows in seen.row[0].cpu()][1:]
     assert held[:5] == [{-2, stays, goes}, {-2, stays, near}, {-2, stays, near}, {stays, near, 27}, {stays, near, 27}]
     assert all(rows == {stays, near, 40} for rows in held[5:7])
@@ -108,18 +108,20 @@ def test_gradients_of_copies_are_added_in_the_order_of_publications_and_rounded_
     pos = torch.stack((torch.arange(length) + 43, (torch.arange(length) - 65) % 150)).to(DEVICE)
     state = {name: x.to(DEVICE)[..., :dim].contiguous() if x.dim() == 4 else x.to(DEVICE) for name, x in state.items()}
     options = Options(20, fading, eidetic, sliding=False, scale=1.0)
-    seen, _ = publish(score.float().to(DEVICE), options, pos=pos, state=state if entered else None)
+    seen, _ = select_memories(score.float().to(DEVICE), options, pos=pos, state=state if entered else None)
     names = {"best_k": "best_k", "best_v": "best_v", "tail_k": "fading_k", "tail_v": "fading_v"}
     names |= {name: name for name in ("frozen_k", "frozen_v")}
     of_state = {name: state[leaf] for name, leaf in names.items()} if entered else {}
     if entered:
         k, v = (torch.cat((state[name], x), dim=1) for name, x in (("k", k), ("v", v)))
-    run = _Run([q, k, v, None, None], seen, 20, 1.0, SMALL)
-    sources = Sources(fading_k, fading_v, **of_state)
-    memory_k, memory_v, _ = run.collect(sources, fading)
+    run = _JointAttentionLaunch([q, k, v, None, None], seen, 20, 1.0, SMALL)
+    sources = MemorySources(fading_k, fading_v, **of_state)
+    memory_k, memory_v, _ = run.copy_memories(sources, fading)
     dmemory = tuple(torch.randn(memory_k.shape, generator=seeded(n)).to(DEVICE) for n in (5, 6))
-    of_tokens = run.of_copies(seen.first, run.entries, length, *dmemory)
-    found = dict(zip(Sources._fields, run.of_sources(dmemory), strict=True)) | dict(zip(("k", "v"), of_tokens, strict=True))
+    of_tokens = run.backward_copies(seen.first, run.entries, length, *dmemory)
+    found = dict(zip(MemorySources._fields, run.backward_sources(dmemory), strict=True)) | dict(
+        zip(("k", "v"), of_tokens, strict=True)
+    )
 
     for kind, memory, dcopies in (("k", memory_k, dmemory[0]), ("v", memory_v, dmemory[1])):
         rows = {"": (k if kind == "k" else v)[:, -length:], "fading_": (fading_k, fading_v)[kind == "v"]}
@@ -163,7 +165,9 @@ def test_gradients_of_what_lies_side_by_side_do_too(sliding):
     found = []
     for inputs in ([q.to(DEVICE), *(x for kv in both for x in kv.split(groups, dim=2))], [x.to(DEVICE) for x in (q, *keyed)]):
         leaves = [x.detach().requires_grad_() for x in inputs]
-        y, _ = eidetic_attention_triton((*leaves, score), options, pos=pos, state={}, fresh=True, config=SMALL, state_wanted=False)
+        y, _ = eidetic_attention_triton(
+            (*leaves, score), options, pos=pos, state={}, fresh=True, config=SMALL, need_final_state=False
+        )
         found.append(gradients([y], leaves, seeded(2)))
     for beside, alone in zip(*found, strict=True):
         assert torch.equal(beside, alone)
@@ -215,11 +219,13 @@ def test_a_state_that_is_not_wanted_changes_nothing(sizes, entered):
     state = {name: x.to(DEVICE).requires_grad_(x.is_floating_point() and name != "score") for name, x in state.items()}
     wanted = [*inputs, *(x for x in state.values() if entered and x.requires_grad)]
 
-    def run(state_wanted):
-        empty = recurrence.initial((*inputs, score)) if state_wanted else {}
+    def run(need_final_state):
+        empty = recurrence.initial((*inputs, score)) if need_final_state else {}
         given = {"state": state} if entered else {"state": empty, "fresh": True}
-        y, leaving = eidetic_attention_triton((*inputs, score), options, pos=pos, config=SMALL, state_wanted=state_wanted, **given)
-        assert bool(leaving) == state_wanted
+        y, leaving = eidetic_attention_triton(
+            (*inputs, score), options, pos=pos, config=SMALL, need_final_state=need_final_state, **given
+        )
+        assert bool(leaving) == need_final_state
         return [y, *gradients([y], wanted, seeded(2))]
 
     for found, expected in zip(run(False), run(True), strict=True):
@@ -260,7 +266,7 @@ def test_a_fading_memory_as_long_as_the_window_reaches_back_to_the_first_token()
     """Of a document, or of what has been read of it."""
     pos = torch.stack((torch.arange(20), torch.arange(20) + 6)).to(DEVICE)
     options = Options(8, 8, 3, sliding=False, scale=1.0)
-    seen, _ = publish(torch.rand(2, 20, generator=seeded(0)).to(DEVICE), options, pos=pos, state=None)
+    seen, _ = select_memories(torch.rand(2, 20, generator=seeded(0)).to(DEVICE), options, pos=pos, state=None)
     whole, begun = seen.row[:, :, 3:].tolist()
     assert whole == [[-1] * 8, [*range(8)], [*range(8, 16)]]
     assert begun == [[-1] * 6 + [0, 1], [*range(2, 10)], [*range(10, 18)]]

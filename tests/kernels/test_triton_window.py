@@ -96,9 +96,9 @@ def test_a_state_that_is_not_wanted_changes_nothing(window, entered):
     state = state if entered else empty(*inputs[1:], 0 if window is None else window - 1)
     given = {"window": window, "pos": positions(seeded(1), 2, 45, 0.05).to(DEVICE), "state": state, "scale": 0.4, "config": SMALL}
 
-    def run(state_wanted):
-        y, leaving = window_attention_triton(*inputs, fresh=not entered, state_wanted=state_wanted, **given)
-        assert bool(leaving) == state_wanted
+    def run(need_final_state):
+        y, leaving = window_attention_triton(*inputs, fresh=not entered, need_final_state=need_final_state, **given)
+        assert bool(leaving) == need_final_state
         return [y, *gradients([y], wanted, seeded(2))]
 
     for found, expected in zip(run(False), run(True), strict=True):

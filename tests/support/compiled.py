@@ -279,9 +279,25 @@ def _eidetic_kernels(arch):
     types = {**integers, **float32, "begin": "i32"}
     for dim in (64, 128):
         config = replace(LaunchConfig(), **launch_configs.for_device_names(KERNEL, NAMES[arch], shape_of(dim)))
-        common = {"H": 2048 // dim, "G": 2048 // dim, "K": dim, "BD": dim, "M": 80, "LOW": tl.bfloat16, "num_stages": config.stages}
-        queries = {**common, "N": 511, "FAR": 0, "BQ": config.queries, "BK": config.keys, "BM": config.memory, "ROW": 2048}
-        back = {**common, "BQ": config.queries_back}
+        common = {
+            "H": 2048 // dim,
+            "G": 2048 // dim,
+            "K": dim,
+            "BLOCK_D": dim,
+            "M": 80,
+            "DOT_DTYPE": tl.bfloat16,
+            "num_stages": config.stages,
+        }
+        queries = {
+            **common,
+            "N": 511,
+            "FAR": 0,
+            "BLOCK_Q": config.queries,
+            "BLOCK_K": config.keys,
+            "BLOCK_M": config.memory,
+            "ROW": 2048,
+        }
+        back = {**common, "BLOCK_Q": config.queries_back}
         name = "eidetic" if dim == 64 else f"eidetic, {dim}"
         yield (
             f"{name} forward",
@@ -291,10 +307,19 @@ def _eidetic_kernels(arch):
             types,
         )
         yield f"{name} queries backward", joint_attention_kernels.joint_attention_backward_dq_kernel, queries, config.warps, types
-        rows = {**back, "N": 511, "NEAR": 0, "BK": config.keys_back, "REACH": 0, "ROW": 4096, "INTO": 4096, "E": 64}
+        rows = {
+            **back,
+            "N": 511,
+            "MIN_DISTANCE": 0,
+            "BLOCK_K": config.keys_back,
+            "REACH": 0,
+            "ROW": 4096,
+            "GRAD_ROW": 4096,
+            "E": 64,
+        }
         yield f"{name} rows backward", joint_attention_kernels.joint_attention_backward_dkv_kernel, rows, config.warps_back, types
         # all of a document, and no memories
-        alone = {**queries, "N": 0, "M": 0, "BM": 16}
+        alone = {**queries, "N": 0, "M": 0, "BLOCK_M": 16}
         yield (
             f"attention, {dim} forward",
             joint_attention_kernels.joint_attention_forward_kernel,
@@ -316,7 +341,7 @@ def _eidetic_kernels(arch):
             config.warps_back,
             types,
         )
-        memories = {**back, "WINDOW": 512, "BM": config.memory}
+        memories = {**back, "WINDOW": 512, "BLOCK_M": config.memory}
         yield (
             f"{name} memories backward",
             joint_attention_kernels.joint_attention_backward_dmemory_kernel,
@@ -324,16 +349,16 @@ def _eidetic_kernels(arch):
             config.warps_back,
             types,
         )
-        spread = {"G": 2048 // dim, "K": dim, "BD": dim, "BK": config.keys_back, "INTO": 4096}
+        spread = {"G": 2048 // dim, "K": dim, "BLOCK_D": dim, "BLOCK_K": config.keys_back, "GRAD_ROW": 4096}
         yield f"{name} copies backward", memory_copy_kernels.memory_copy_backward_kernel, spread, 4, types
-    sizes = {"WINDOW": 512, "EIDETIC": 64, "FADING": 16, "OLD": 1}
-    gathered = {**sizes, "C": 2048, "ROW": 4096, "FADING_ROW": 4096, "N": 511, "BM": 16, "BE": 64, "BC": 512}
+    sizes = {"WINDOW": 512, "EIDETIC": 64, "FADING": 16, "HAS_STATE": 1}
+    gathered = {**sizes, "C": 2048, "ROW": 4096, "FADING_ROW": 4096, "N": 511, "BLOCK_M": 16, "BLOCK_E": 64, "BLOCK_C": 512}
     yield "eidetic, copies", memory_copy_kernels.memory_copy_kernel, gathered, 4, types
-    chosen = {**sizes, "FAR": 0, "BM": 64, "BF": 16, "BT": 128}
+    chosen = {**sizes, "FAR": 0, "BLOCK_M": 64, "BLOCK_F": 16, "BLOCK_T": 128}
     types |= {"seen": "i64", "score": "fp32", "entry_score": "fp32", "entry_where": "i64", "frozen": "i8"}
     yield "eidetic, choice", topk_memory_kernels.topk_memory_kernel, chosen, 1, types
     for norm in ("l2", "l1", "max"):
-        score = {"C": 2048, "N": 4, "NORM": norm, "BT": 16, "BC": 256}
+        score = {"C": 2048, "N": 4, "NORM": norm, "BLOCK_T": 16, "BLOCK_C": 256}
         named = f"eidetic, innovation by {norm}"
         yield named, innovation_kernels.innovation_kernel, score, 4, {"weights": "fp32", "score": "fp32", "y": "bf16"}
 
@@ -480,11 +505,17 @@ def _kernels(arch):
             config.warps,
             "bf16",
         )
-    conv = {"HAS_TAIL": True, "HAS_POS": True, "SILU": True, "FULL": True, "D": CHANNELS, "W": 4}
-    conv |= {"BD": conv_config.channels, "STEPS": conv_config.steps}
-    yield "conv", triton_kernels.short_conv_forward_kernel, {**conv, "EVEN": True}, 1, "bf16"
-    yield "conv backward", triton_kernels.short_conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": False}, 1, "bf16"
-    yield "conv backward, tail taken", triton_kernels.short_conv_backward_kernel, {**conv, "EVEN": True, "TAKEN": True}, 1, "bf16"
+    conv = {"HAS_TAIL": True, "HAS_POS": True, "SILU": True, "EVEN_D": True, "DIM": CHANNELS, "W": 4}
+    conv |= {"BLOCK_D": conv_config.channels, "BLOCK_T": conv_config.steps}
+    yield "conv", triton_kernels.short_conv_forward_kernel, {**conv, "EVEN_T": True}, 1, "bf16"
+    yield "conv backward", triton_kernels.short_conv_backward_kernel, {**conv, "EVEN_T": True, "HAS_DTAIL_OUT": False}, 1, "bf16"
+    yield (
+        "conv backward, tail taken",
+        triton_kernels.short_conv_backward_kernel,
+        {**conv, "EVEN_T": True, "HAS_DTAIL_OUT": True},
+        1,
+        "bf16",
+    )
     combine = {"HAS_INITIAL": True, "REVERSE": False, "BLOCK": 256}
     yield "combine", triton_forward.diagonal_scan_combine_kernel, combine, 4, "bf16"
     yield (

@@ -69,8 +69,8 @@ FAULTS = (
         "kernels",
         "Triton's convolution: no gradient reaches a document's first token through the taps behind it",
         "kernels/short_conv/triton_kernels.py",
-        "to_past = tl.where(at[s] >= W - 1 - i, g, 0.0)",
-        "to_past = tl.where(at[s] > W - 1 - i, g, 0.0)",
+        "to_past = tl.where(pos_s[s] >= W - 1 - i, g, 0.0)",
+        "to_past = tl.where(pos_s[s] > W - 1 - i, g, 0.0)",
         ("tests/kernels/test_triton_conv.py -k definitions", "tests/kernels/test_triton_conv.py"),
     ),
     Fault(
@@ -96,8 +96,8 @@ FAULTS = (
         "kernels",
         "B'MOJO in Triton: the oldest of the fading tokens is not published where the document has no more",
         "kernels/eidetic_attention/topk_memory_kernels.py",
-        "known = (place < T) & (FADING - j <= place + read)",
-        "known = (place < T) & (FADING - j < place + read)",
+        "known = (publish_at < T) & (FADING - j <= publish_at + read)",
+        "known = (publish_at < T) & (FADING - j < publish_at + read)",
         ("tests/kernels/test_triton_eidetic.py -k as_long_as", "tests/kernels/test_triton_eidetic.py"),
     ),
     Fault(
