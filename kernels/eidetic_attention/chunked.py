@@ -1,12 +1,11 @@
-"""B'MOJO's attention in blocks of at most a window of queries, through torch's fused attention, on any device.
-
-The one thing to know: a document publishes its memory every `window` tokens, at multiples of the window counted from its start, so
-a block of at most `window` tokens, wherever it is cut, meets at most one publication per lane. So every query sees its window, and
-either the memory that was frozen when the block began or the one published within it; one softmax covers all of them. The State
-that leaves a span needs no attention, and of all that was published in the span only the last: `final_state` selects once for all
-blocks.
+"""B'MOJO's attention in blocks of at most `window` queries through torch's fused attention, on any device.
 
 Shape suffixes: B batch, L tokens of a block or span, G key heads, K dim, M memory rows (eidetic, then fading), E eidetic, J keys.
+
+A document publishes its memory every `window` tokens, at multiples of the window counted from its start. A block of at most
+`window` tokens therefore contains at most one publication per lane, wherever it begins, and every query sees its window and either
+the memory that was frozen when the block began or the one published within it. One softmax covers all of them. The final State of a
+span needs no attention, and only the last publication of the span: `final_state` selects once for all blocks.
 """
 
 from dataclasses import dataclass
@@ -22,14 +21,15 @@ from baton.kernels.window_attention.chunked import concat_tail, masked_attention
 
 _BLOCK = 128
 
-# the inputs that have tails, in order, behind the queries
 TAILS = ("k", "v", "fading_k", "fading_v")
 """Leaves of a State that are the last rows of inputs, by the inputs' names."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """window: tokens; n_fading, n_eidetic: rows of a memory; sliding: fading tokens slide behind the window instead; scale."""
+    """window: tokens; n_fading, n_eidetic: rows of a memory; sliding: fading tokens slide behind the window instead; scale: of the
+    scores.
+    """
 
     window: int
     n_fading: int
@@ -57,11 +57,11 @@ def eidetic_attention_chunked(
 
 
 def final_state(inputs: Inputs, options: Options, *, pos: Tensor, state: State) -> State:
-    """The State that leaves a span of any length, as `eidetic_attention_chunked` returns it, to the bit; plain autograd."""
+    """The final State of a span of any length, with the bits that `eidetic_attention_chunked` returns; plain autograd."""
     pos = pos.to(torch.int64)
     rows = {name: x for name, x in zip(TAILS, inputs[1:], strict=False) if name in state}
     ends = {name: concat_tail(state[name], x[:, max(0, x.shape[1] - state[name].shape[1]) :]) for name, x in rows.items()}
-    return _leaving(ends, _build_memory(inputs, pos, state, options), pos, state)
+    return _final_state(ends, _build_memory(inputs, pos, state, options), pos, state)
 
 
 def _step(inputs: Inputs, pos_BL: Tensor, state: State, options: Options, need_final_state: bool) -> tuple[Tensor, State]:
@@ -76,15 +76,15 @@ def _step(inputs: Inputs, pos_BL: Tensor, state: State, options: Options, need_f
         parts.append((memory.new_k, memory.new_v, memory.publication.sees_new_BL[:, :, None] & memory.new_valid[:, None]))
     all_keys, all_values = (torch.cat([part[x].to(q.dtype) for part in parts], dim=1) for x in (0, 1))
     y = masked_attention(q, all_keys, all_values, torch.cat([seen_BLJ for *_, seen_BLJ in parts], dim=2), options.scale)
-    return y, _leaving(rows, memory, pos_BL, state) if need_final_state else {}
+    return y, _final_state(rows, memory, pos_BL, state) if need_final_state else {}
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """What a span begins with, what it publishes last, and the entries it leaves behind.
+    """The memory at the start of a span, the one that it publishes last, and the entries after it.
 
-    old_k, old_v, new_k, new_v: [B, M, G, K]; old_valid, new_valid: [B, M], which rows hold a token. entries: the best tokens of the
-    last document as leaves of a State; none without eidetic tokens, or where they are not wanted.
+    old_k, old_v, new_k, new_v: [B, M, G, K]; old_valid, new_valid: [B, M], whether a row holds a token. entries: the best tokens of
+    the last document, by the State's names; empty without eidetic tokens, or if they are not needed.
     """
 
     publication: "_Publication"
@@ -98,7 +98,7 @@ class _Memory:
 
 
 def _build_memory(inputs: Inputs, pos_BL: Tensor, state: State, options: Options, need_entries: bool = True) -> _Memory | None:
-    """The memory of a span of any length; None where the options have none."""
+    """The memory of a span of any length; None if the options have no memory."""
     if not options.n_eidetic + options.n_fading:
         return None
     _, k, v, fading_k, fading_v, score_BL = inputs
@@ -115,7 +115,7 @@ def _build_memory(inputs: Inputs, pos_BL: Tensor, state: State, options: Options
         (new_k, *best_k), (new_v, *best_v) = (x.split(m, dim=1) for x in taken)
         published.append((new_k, new_v, chosen[0].valid))
         for k_BE, v_BE, best in zip(best_k, best_v, chosen[1:], strict=True):
-            # copies: a view would keep the published rows as well
+            # copies: a view would also keep the published rows alive
             entries = {"best_k": k_BE.clone(), "best_v": v_BE.clone(), "score": best.score, "where": best.where}
     if options.n_fading:
         rows, valid = publication.just_before(options.n_fading, state["seen"])
@@ -126,27 +126,28 @@ def _build_memory(inputs: Inputs, pos_BL: Tensor, state: State, options: Options
     return _Memory(publication, old_k, old_v, state["frozen"], new_k, new_v, new_valid, entries)
 
 
-def _leaving(rows: State, memory: _Memory | None, pos_BL: Tensor, state: State) -> State:
-    """The State behind a span. rows: by name of their tail, the last rows read, at least as many as the tail has."""
+def _final_state(rows: State, memory: _Memory | None, pos_BL: Tensor, state: State) -> State:
+    """The State after a span. rows: the last rows read, by the name of their tail, at least as many as the tail has."""
     read = seen_after(pos_BL.shape[1], pos_BL, state["seen"])
-    leaving = {"seen": read, **new_tails(rows, {name: state[name].shape[1] for name in rows}, read)}
+    final = {"seen": read, **new_tails(rows, {name: state[name].shape[1] for name in rows}, read)}
     if memory is not None:
-        # what the last token sees is what the next span begins with; a document's first window sees nothing
+        # the next span begins with the memory that the last token sees; a document's first window sees none
         keeps_old, keeps_new = memory.publication.sees_old_BL[:, -1], memory.publication.sees_new_BL[:, -1]
         frozen = (memory.old_valid & keeps_old[:, None]) | (memory.new_valid & keeps_new[:, None])
-        leaving |= {**memory.entries, "frozen": frozen}
+        final |= {**memory.entries, "frozen": frozen}
         for name, old, new in (("frozen_k", memory.old_k, memory.new_k), ("frozen_v", memory.old_v, memory.new_v)):
             kept = torch.where(keeps_new[:, None, None, None], new, old)
-            leaving[name] = kept.masked_fill(~frozen[:, :, None, None], 0.0)
-    return {name: leaving[name] for name in state}
+            final[name] = kept.masked_fill(~frozen[:, :, None, None], 0.0)
+    return {name: final[name] for name in state}
 
 
 class _Publication:
     """Where in a span each lane publishes its memory last: at the last token whose pos is a positive multiple of the window.
 
     sees_old_BL, sees_new_BL: whether a token sees the memory that was frozen when the span began, or the one published last in it.
-    They hold for the last token of any span, and for all of a block of at most `window` tokens, which publishes at most once. A
-    token whose document began less than a window ago sees neither, so no start lies between a publication and who sees it.
+    They hold for the last token of any span, and for all tokens of a block of at most `window` tokens, which publishes at most
+    once. A token whose document began less than a window ago sees neither, so no document starts between a publication and the
+    tokens that see it.
     """
 
     def __init__(self, pos_BL: Tensor, window: int) -> None:
@@ -154,14 +155,16 @@ class _Publication:
         self.at_L = torch.arange(length, device=pos_BL.device)
         publishes = (pos_BL % window == 0) & (pos_BL > 0)
         last_B = torch.where(publishes, self.at_L, -1).amax(dim=1)
-        # the length of the span where there is none
+        # without a publication: the length of the span
         self.place_B = torch.where(last_B < 0, length, last_B)
         behind = self.at_L >= self.place_B[:, None]
         old_enough = pos_BL >= window
         self.sees_new_BL, self.sees_old_BL = old_enough & behind, old_enough & ~behind
 
     def before(self, entries: int) -> Tensor:
-        """[B, entries + L]: candidates of the published memory, the entries and the tokens of its document before it."""
+        """[B, entries + L]: candidates of the published memory, which are the entries and the document's tokens before the
+        publication.
+        """
         last_B = (self.place_B - 1).clamp(min=0)
         begun_B = torch.where(self.place_B > 0, last_B - self.pos_BL.gather(1, last_B[:, None])[:, 0], -1)
         return self._candidates(entries, begun_B) & torch.nn.functional.pad(
@@ -173,12 +176,14 @@ class _Publication:
         return self._candidates(entries, self.pos_BL.shape[1] - 1 - self.pos_BL[:, -1])
 
     def _candidates(self, entries: int, begun_B: Tensor) -> Tensor:
-        """Tokens since the document began, and the entries if that was before the span."""
+        """Tokens since the document began, and the entries if it began before the span."""
         counted = self.at_L >= begun_B[:, None]
         return torch.cat(((begun_B < 0)[:, None].expand(-1, entries), counted), dim=1)
 
     def just_before(self, n: int, seen_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of a history with a tail of n rows, the n before the published memory, [B, n], and whether they were ever read."""
+        """Rows of a tail of n rows followed by the span, the n before the published memory, [B, n], and whether they were ever
+        read.
+        """
         back_n = torch.arange(n, 0, -1, device=self.at_L.device)
         valid = back_n <= (self.place_B + seen_B)[:, None]
         return (n + self.place_B[:, None] - back_n), valid

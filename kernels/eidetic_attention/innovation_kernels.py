@@ -1,7 +1,7 @@
-"""How badly a token is foretold by those before it, in Triton: rows are read once and compared with the rows before them.
+"""Triton kernel of the innovation score: each row is read once and compared with the rows before it.
 
-The one thing to know: a token's score must not depend on where the sequence is cut, since scores choose. So its channels are always
-added up in the same blocks, whichever program it falls into.
+Scores select tokens, so a token's score must not depend on where the sequence is split. Its channels are always summed in the same
+blocks, in whichever program the token is.
 """
 
 import triton

@@ -1,14 +1,14 @@
-"""One softmax over a window of rows, rows farther back and published memories, in Triton: forward and backward.
+"""Triton kernels of one softmax over a window of rows, rows farther back and published memories: forward and backward.
 
-The one thing to know: which rows a token sees is a matter of distances, and a memory is seen by one run of tokens. So tiles that
-nobody sees are never read, a tile's tokens see few memories, and a memory's gradient is summed over the tokens of one window, in
-their order: nothing is added in memory by two programs. What a memory holds are copies (`memory_copy_kernels`): a row's gradient
-takes in those of its copies before it is rounded.
+Shape suffixes: B batch, T tokens, J rows of a history (N of them before the span), H query heads, G key heads, K dim, P memories of
+M rows.
 
-Weights are made again backwards from the scores and the logarithm of their sum.
+Distances determine which rows a token sees, and each memory is seen by one run of tokens. Tiles that no token sees are never read,
+the tokens of a tile see few memories, and a memory's gradient is summed over the tokens of one window, in order: no two programs
+add to the same memory. Memories hold copies of rows (`memory_copy_kernels`); the gradients of a row's copies are added before it is
+rounded.
 
-Shape suffixes: B batch, T tokens, J rows of a history (N of them before the span), H heads, G key heads, K dim, P memories of M
-rows.
+The backward pass recomputes the weights from the scores and the logarithm of their sum.
 """
 
 import triton
@@ -21,12 +21,14 @@ from baton.kernels.gated_linear_attention.decays import product
 
 @triton.jit
 def online_softmax_update(acc, row_max, row_sum, scores, mask, v_j, scale, DOT_DTYPE: tl.constexpr):
-    """Weighted values and sum of weights so far, relative to the largest score so far, with some more. seen: None: all that is not
-    -inf. scale: of scores, to base 2, more than 0."""
+    """The accumulated values, row_max and row_sum after some more scores. Values and sum are relative to the largest score so far.
+
+    mask: None: all scores that are not -inf count. scale: of the scores, to base 2, positive.
+    """
     if mask is not None:
         scores = tl.where(mask, scores, float("-inf"))
     new = tl.maximum(row_max, tl.max(scores, 1))
-    # who has seen nothing yet has no largest
+    # row_max is -inf until a row is visible
     base = tl.where(new == float("-inf"), 0.0, new * scale)
     weights, fewer = tl.exp2(scores * scale - base[:, None]), tl.exp2(row_max * scale - base)
     return acc * fewer[:, None] + product(weights, v_j, DOT_DTYPE), new, row_sum * fewer + tl.sum(weights, 1)
@@ -34,25 +36,25 @@ def online_softmax_update(acc, row_max, row_sum, scores, mask, v_j, scale, DOT_D
 
 @triton.jit
 def in_range(distance, count):
-    """Whether a distance is one of 0 to count - 1, in one comparison: what is below 0 is, without a sign, beyond all counts."""
+    """Whether 0 <= distance < count, in one comparison: as unsigned numbers, negative distances exceed all counts."""
     return distance.to(tl.uint32, bitcast=True) < count.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def num_visible(limits, b, i, inside, T, MIN_DISTANCE: tl.constexpr):
-    """How many distances tokens i see, from NEAR to their limits, [B, T]; no token sees a row behind the last one."""
+    """How many rows tokens i see, from MIN_DISTANCE to their limits [B, T]; tokens past the end see none."""
     return tl.maximum(tl.load(limits + b * T + i, mask=inside, other=-1) - (MIN_DISTANCE - 1), 0)
 
 
 @triton.jit
 def rows_visible_to_all(i, count, N: tl.constexpr):
-    """The first row that all of tokens i see, of how many each of them sees, and the last one."""
+    """The first and the last row that all of tokens i see. count: the number of rows that each sees."""
     return tl.max(i + N + 1 - count, 0), tl.min(i, 0) + N
 
 
 @triton.jit
 def first_visible_row(i, count, N: tl.constexpr):
-    """That any of tokens i sees, of how many each of them sees."""
+    """The first row that any of tokens i sees. count: the number of rows that each sees."""
     return tl.min(i + N + 1 - count, 0)
 
 
@@ -62,8 +64,11 @@ def joint_attention_forward_kernel(
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, DOT_DTYPE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """y [B, T, H, K] and the logarithm (base 2) of the sum of weights, [B, H, T]. FAR: rows farther back count from this distance
-    on (0: there are none); M: rows of a memory (0: there are none); ROW: elements between rows of k, and of v."""
+    """y [B, T, H, K] and the base-2 logarithm of the sum of weights, [B, H, T].
+
+    FAR: smallest distance of far rows (0: there are none). M: rows of a memory (0: there are none). ROW: elements between rows of
+    k, and of v.
+    """
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     g, i0 = h // (H // G), tl.program_id(0) * BLOCK_Q
     i = i0 + tl.arange(0, BLOCK_Q)
@@ -80,7 +85,7 @@ def joint_attention_forward_kernel(
         scores = product(q_i, tl.trans(load_tile(k + row_offset, r, r < N + T, ROW, K, BLOCK_D)), DOT_DTYPE)
         mask = (r[None, :] > (i + N - num_near)[:, None]) & (r[None, :] <= (i + N)[:, None])
         if FAR == 0 and M == 0:
-            # most tiles are seen whole; beside far rows and memories there are few such, and no registers for it
+            # most tiles are visible to all queries; with far rows and memories few are, and registers are short
             if (r0 < first_common) | (r0 + BLOCK_K - 1 > last_common):
                 scores = tl.where(mask, scores, float("-inf"))
             mask = None
@@ -107,7 +112,7 @@ def joint_attention_forward_kernel(
                 scores = product(q_i, tl.trans(load_tile(memory_k + at, m, m < M, G * K, K, BLOCK_D)), DOT_DTYPE)
                 v_j = load_tile(memory_v + at, m, m < M, G * K, K, BLOCK_D)
                 acc, row_max, row_sum = online_softmax_update(acc, row_max, row_sum, scores, mask, v_j, scale_log2, DOT_DTYPE)
-    # a token sees itself; behind the last one there is none
+    # row_sum is positive for a token, which sees itself, and 0 past the end
     row_sum = tl.where(inside, row_sum, 1.0)
     store_tile(y + q_offset, i, inside, acc / row_sum[:, None], H * K, K, BLOCK_D)
     tl.store(lse + (b * H + h) * T + i, row_max * scale_log2 + tl.log2(row_sum), mask=inside)
@@ -115,20 +120,20 @@ def joint_attention_forward_kernel(
 
 @triton.jit
 def softmax_weights(scores, mask, lse_i, scale):
-    """Of scores again. whole: logarithms of the sums of weights; scale: of scores, to base 2."""
+    """The weights, recomputed from scores. lse_i: logarithm of the sum of weights; scale: of the scores, to base 2."""
     return tl.where(mask, tl.exp2(scores * scale - lse_i), 0.0)
 
 
 @triton.jit
 def dq_of_rows(q_i, k_j, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: tl.constexpr):
-    """What rows give to the queries' gradient, before it is scaled."""
+    """The part of the queries' gradient that comes from these rows, before scaling."""
     weights = softmax_weights(product(q_i, tl.trans(k_j), DOT_DTYPE), mask, lse_i[:, None], scale)
     return product(weights * (product(dy_i, tl.trans(v_j), DOT_DTYPE) - delta_i[:, None]), k_j, DOT_DTYPE)
 
 
 @triton.jit
 def dkv_of_queries(q_i, k_j, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: tl.constexpr):
-    """What tokens give to the gradients of keys, before it is scaled, and of values."""
+    """The parts of the gradients of keys (before scaling) and of values that come from these queries."""
     weights = softmax_weights(product(q_i, tl.trans(k_j), DOT_DTYPE), mask, lse_i[:, None], scale)
     dscores = weights * (product(dy_i, tl.trans(v_j), DOT_DTYPE) - delta_i[:, None])
     return product(tl.trans(dscores), q_i, DOT_DTYPE), product(tl.trans(weights), dy_i, DOT_DTYPE)
@@ -140,7 +145,7 @@ def joint_attention_backward_dq_kernel(
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, DOT_DTYPE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """dq, and delta, the product of what is read with its cotangent, [B, H, T]."""
+    """dq, and delta = sum(y dy), [B, H, T]."""
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     g, i0 = h // (H // G), tl.program_id(0) * BLOCK_Q
     i = i0 + tl.arange(0, BLOCK_Q)
@@ -189,7 +194,7 @@ def joint_attention_backward_dq_kernel(
 
 @triton.jit
 def load_query_tile(q, dy, lse, delta, i, inside, b, h, T, H: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What keys and values need of tokens: q, dy, the sums' logarithm and delta."""
+    """q, dy, logarithm of the sum of weights, and delta of tokens i."""
     q_offset, head_offset = (b * T * H + h) * K, (b * H + h) * T + i
     q_i, dy_i = load_tile(q + q_offset, i, inside, H * K, K, BLOCK_D), load_tile(dy + q_offset, i, inside, H * K, K, BLOCK_D)
     return q_i, dy_i, tl.load(lse + head_offset, mask=inside, other=0.0), tl.load(delta + head_offset, mask=inside, other=0.0)
@@ -204,10 +209,13 @@ def joint_attention_backward_dkv_kernel(
     ROW: tl.constexpr,
     GRAD_ROW: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of a history, [B, N + T, G, K], and of the copies of its T tokens in memories (M = 0: there are none), of which first
-    and later are said; E: entries that first begins with. limit: [B, T], the largest distance, at most N + REACH (-1: any); NEAR:
-    the smallest; INTO: elements between rows of dk, and of dv. Tiles begin where they would if there were REACH more rows before,
-    so that sums are the same to the bit."""
+    """dk, dv of a history, [B, N + T, G, K], including the copies of its T tokens in memories (none if M = 0), located by first and
+    later.
+
+    E: entries at the start of first. limit: [B, T], the largest distance, at most N + REACH (-1: any). MIN_DISTANCE: the smallest.
+    GRAD_ROW: elements between rows of dk, and of dv. Tiles begin where they would with REACH more rows in front, so that sums keep
+    their bits.
+    """
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     r0 = tl.program_id(0) * BLOCK_K - tl.maximum(REACH, 0)
     r = r0 + tl.arange(0, BLOCK_K)
@@ -242,8 +250,7 @@ def joint_attention_backward_dmemory_kernel(
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, M: tl.constexpr, WINDOW: tl.constexpr, DOT_DTYPE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of memories, float32 [B, P, M, G, K]. begin: [B, P], the token from which a memory is seen, by less than WINDOW + 1
-    tokens."""
+    """dk, dv of memories, float32 [B, P, M, G, K]. begin: [B, P], the first token that sees a memory, of at most WINDOW tokens."""
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     blocks: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     s = tl.program_id(0) // blocks

@@ -1,8 +1,6 @@
-"""One fused attention on a GPU over a window of rows, rows farther back and published memories, which B'MOJO's attention has all of
-and window attention the first.
+"""Launches of the joint attention kernels, with their gradient: B'MOJO's attention, and window attention with a window alone.
 
-The one thing to know: it makes its weights again for the backward pass, so it keeps no more than its inputs, its output and one
-number per token and head.
+Softmax weights are recomputed in the backward pass, which keeps only the inputs, the output, and one number per token and head.
 """
 
 from collections.abc import Sequence
@@ -21,20 +19,20 @@ from baton.kernels.compile.aot import on_gpu
 
 KERNEL = "eidetic_attention"
 
-_COPIED, _CHANNELS = 16, 512  # of a memory, in a program that copies
+_COPIED, _CHANNELS = 16, 512  # rows and channels of a program that copies
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How the kernels are cut; powers of two, at least 16.
+    """Block sizes of the kernels; powers of two, at least 16.
 
     Attributes:
-        queries, keys: tokens and rows of a step of what computes outputs and the queries' gradients.
-        queries_back, keys_back: the same of what computes the gradients of keys and values.
+        queries, keys: tokens and rows of a step of the kernels that compute y and dq.
+        queries_back, keys_back: the same of the kernels that compute dk and dv.
         memory: rows of a memory in a step.
         warps, warps_back: of a program.
-        stages: of what loops load, ahead of what they compute.
-        registers: of a thread of what computes outputs, at most: with 128 a processor has room for two programs of 8 warps.
+        stages: pipeline stages of loops.
+        registers: at most, of a thread of the forward kernel: with 128, an SM holds two programs of 8 warps.
     """
 
     queries: int = 128
@@ -48,7 +46,7 @@ class LaunchConfig:
     registers: int = 255
 
     def for_float32(self) -> "LaunchConfig":
-        """None larger than these: products of float32 use no tensor cores, and larger ones have no room in registers."""
+        """Smaller blocks: float32 products use no tensor cores, and larger blocks do not fit in registers."""
         return replace(self, queries=32, keys=32, queries_back=32, keys_back=32, memory=32, stages=1, registers=255)
 
 
@@ -56,17 +54,19 @@ _Pair = tuple[Tensor | None, Tensor | None]
 
 
 class Visibility(NamedTuple):
-    """What a span's tokens see. All int32. Memories: the one that was frozen when the span began, where anything had been read,
-    then those of its blocks of a window's tokens, used or not; P in all, of M rows, eidetic ones and then fading ones.
+    """What each token of a span sees. All tensors are int32.
+
+    There are P memories of M rows, eidetic rows first, then fading ones: the memory that was frozen when the span began, if
+    anything had been read, then those of the span's blocks of `window` tokens, used or not.
 
     Attributes:
         limit, far_limit: largest distances, [B, T].
         slot: the memory that each token sees, [B, T]; -1: none.
-        begin: the first token that may see each memory, [B, P]; T: nobody does.
-        row: which rows memories hold, [B, P, M]; -1: none. Of the frozen one its own; eidetic: of the entries followed by the
-            span's tokens; fading: of the tail followed by the span's tokens.
-        first, fading_first: where the first copies of entries and tokens are, [B, E + T], and of fading ones, [B, tail + T], as
-            s M + m; -1: there is none. Filled by `joint_attention`.
+        begin: the first token that may see each memory, [B, P]; T: none does.
+        row: the rows that memories hold, [B, P, M]; -1: none. Frozen memory: its own rows. Eidetic rows: of the entries followed by
+            the span's tokens. Fading rows: of the tail followed by the span's tokens.
+        first, fading_first: the first copy of each entry and token, [B, E + T], and of each fading one, [B, tail + T], numbered s M
+            + m; -1: none. Filled by `joint_attention`.
     """
 
     limit: Tensor
@@ -79,8 +79,10 @@ class Visibility(NamedTuple):
 
 
 class MemorySources(NamedTuple):
-    """Keys and values that memories are copied from, beside the history's. fading: of the span's tokens, [B, T, G, K]; best, tail,
-    frozen: leaves of the State, [B, rows, G, K]; None: there are none of these."""
+    """Keys and values that memories are copied from, besides the history's.
+
+    fading: of the span's tokens, [B, T, G, K]; best, tail, frozen: from the State, [B, rows, G, K]; None: absent.
+    """
 
     fading_k: Tensor | None = None
     fading_v: Tensor | None = None
@@ -96,12 +98,12 @@ _NO_SOURCES = MemorySources()
 
 
 def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
-    """Whether these kernels compute for tensors like x: on a GPU, in float32."""
+    """Whether tensors like x are computed by these kernels: on a GPU, in float32."""
     return on_gpu(x) and compute_dtype == torch.float32
 
 
 def shape_of(dim: int) -> launch_configs.Shape:
-    """What the launch configuration depends on, in classes."""
+    """The table's key."""
     return {"dim": launch_utils.next_power_of_2(dim)}
 
 
@@ -110,17 +112,18 @@ def joint_attention(
     fading: int = 0,
     window: int | None, scale: float, config: LaunchConfig,
 ) -> Tensor:  # fmt: skip
-    """Softmax attention of tokens q [B, T, H, K] to all that each of them sees: y [B, T, H, K]. All of q's dtype.
+    """Softmax attention of tokens q [B, T, H, K] to everything that each of them sees: y [B, T, H, K]. All tensors have q's dtype.
 
     Args:
-        k, v: a history, [B, N + T, G, K], of rows at distances up to seen.limit; N: window - 1, or 0 where nothing has been read.
-        far: keys and values of another, of rows at distances from the window to seen.far_limit.
-        sources: of what memories hold, beside the history's tokens; they may lie in any way.
-        fading: rows of a memory, the last ones, that hold fading tokens.
-        window: tokens; None: of the history all that the limit allows, and nothing else.
+        k, v: a history, [B, N + T, G, K], whose rows are visible at distances up to seen.limit; N: window - 1, or 0 if nothing has
+            been read.
+        far: keys and values of a second history, visible at distances from the window to seen.far_limit.
+        sources: of the memories' rows, besides the history's tokens; any strides.
+        fading: number of fading rows, the last ones of a memory.
+        window: tokens; None: everything in the history that the limit allows, and nothing else.
         scale: of the scores.
     """
-    if scale <= 0:  # the kernels know the largest score before it is scaled
+    if scale <= 0:  # the kernels take the maximum of unscaled scores
         q, scale = q * (-1 if scale < 0 else 0), abs(scale) or 1.0
     y: Tensor = _Joint.apply(q, k, v, *far, *sources, seen, fading, window, scale, config)
     return y
@@ -143,22 +146,25 @@ class _Joint(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # once: a layer that is run again gives them once
+        saved = ctx.saved_tensors  # accessed once: under activation checkpointing they can be unpacked only once
         tensors, copies, (y, lse), seen = saved[:5], saved[5:8], saved[8:10], Visibility(*saved[10:])
         run = _JointAttentionLaunch(tensors, seen, ctx.window, ctx.scale, ctx.config, copies)
         return (*run.backward(y, lse, dy.contiguous(), ctx.adjacent), *(None,) * 5)
 
 
 def _with_equal_strides(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Histories, [B, J, G, K], or copies of them, whose rows lie equally far apart, whole; as do halves of one tensor's."""
+    """Histories [B, J, G, K] as they are if their rows are whole and equally far apart, as halves of one tensor's rows are; else
+    copies.
+    """
     row, (_, rows, groups, dim) = k.stride(1), k.shape
     as_they_are = all(x.stride() == (rows * row, row, dim, 1) for x in (k, v)) and row >= groups * dim
     return (k, v) if as_they_are else (k.contiguous(), v.contiguous())
 
 
 def _adjacent(k: Tensor | None, v: Tensor | None) -> bool:
-    """Whether rows of v lie behind those of k in one tensor. Then their gradients do too, and the projection that made both reads
-    them as one."""
+    """Whether the rows of v lie behind those of k in one tensor. Their gradients are then laid out in the same way, and the
+    projection that produced both reads them as one.
+    """
     if k is None or v is None:
         return False
     width = k.shape[2] * k.shape[3]
@@ -167,8 +173,9 @@ def _adjacent(k: Tensor | None, v: Tensor | None) -> bool:
 
 
 class _JointAttentionLaunch:
-    """One call's shapes and launches. tensors: q, then keys and values of the window and farther back. window: tokens; None: all
-    there are, and nothing but the first keys and values. copies: what `collect` returned."""
+    """Shapes and launches of one call. tensors: q, then keys and values of the window and of the far history. window: tokens; None:
+    the whole history, and no far rows or memories. copies: returned by `copy_memories`.
+    """
 
     def __init__(
         self, tensors: Sequence[Tensor | None], seen: Visibility, window: int | None, scale: float, config: LaunchConfig,
@@ -184,7 +191,7 @@ class _JointAttentionLaunch:
         low = on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16)
         self.config = config if low else config.for_float32()
         _, self.memories, self.rows = (self.batch, 0, 0) if seen.row is None else seen.row.shape
-        # of a State; none where nothing has been read
+        # rows of the State; 0 if nothing has been read
         self.entries, self.tail = (0 if x is None else x.shape[1] - self.length for x in (seen.first, seen.fading_first))
         self.kernels, self.copy_kernels = _kernels()
         self.block_dim = max(16, launch_utils.next_power_of_2(self.dim))
@@ -203,12 +210,12 @@ class _JointAttentionLaunch:
         return max(16, min(self.config.memory, launch_utils.next_power_of_2(max(1, self.rows))))
 
     def or_q(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """Pointers; for what is not there and is not read, q's."""
+        """The tensors, with q as a pointer that is not read in place of None."""
         return tuple(self.q if x is None else x for x in tensors)
 
     @property
     def query_arguments(self) -> tuple[Tensor, ...]:
-        """What the kernels of queries read."""
+        """Input arguments of the kernels that loop over queries."""
         seen = (self.seen.row, self.seen.slot, self.seen.limit, self.seen.far_limit)
         return self.or_q(self.q, self.k, self.v, *self.far, *self.copies[:2], *seen)
 
@@ -219,7 +226,7 @@ class _JointAttentionLaunch:
         return torch.empty(self.batch, self.heads, self.length, dtype=torch.float32, device=self.q.device)
 
     def copy_memories(self, sources: MemorySources, fading: int) -> Sequence[Tensor | None]:
-        """Keys and values of memories, [B, P, M, G, K], and of each copy where the next one of its row is, int32 [B, P, M]."""
+        """Keys and values of memories, [B, P, M, G, K], and for each copy the next copy of its row, int32 [B, P, M]."""
         if self.seen.row is None:
             return self.copies
         fading_k, fading_v, *leaves = sources
@@ -240,7 +247,7 @@ class _JointAttentionLaunch:
         return self.copies
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """The output, [B, T, H, K], and the logarithms of sums of weights, [B, H, T]."""
+        """y [B, T, H, K] and the logarithm of the sum of weights, [B, H, T]."""
         y, lse = torch.empty_like(self.q), self.empty_per_token()
         self.kernels.joint_attention_forward_kernel[self.grid(self.length, self.config.queries, self.heads)](
             *self.query_arguments,
@@ -255,7 +262,7 @@ class _JointAttentionLaunch:
         return y, lse
 
     def empty_pair(self, rows: int, adjacent: bool) -> tuple[Tensor, Tensor]:
-        """Memory for gradients of keys and values, [B, rows, G, K]."""
+        """Memory for gradients of keys and values, [B, rows, G, K]. adjacent: in one tensor, side by side."""
         if not adjacent:
             dk, dv = (self.q.new_empty(self.batch, rows, self.groups, self.dim) for _ in range(2))
             return dk, dv
@@ -263,7 +270,7 @@ class _JointAttentionLaunch:
         return both[:, :, : self.groups], both[:, :, self.groups :]
 
     def backward(self, y: Tensor, lse: Tensor, dy: Tensor, adjacent: bool) -> list[Tensor | None]:
-        """Gradients of q, the keys and values, and the sources of memories. beside: those of fading tokens lie so."""
+        """Gradients of q, keys and values, and the sources of memories. adjacent: the fading keys and values lie side by side."""
         dq, delta = torch.empty_like(self.q), self.empty_per_token()
         self.kernels.joint_attention_backward_dq_kernel[self.grid(self.length, self.config.queries, self.heads)](
             *self.query_arguments, y, lse, dy, dq, delta, self.length, self.memories, self.scale, **self.query_options
@@ -283,8 +290,9 @@ class _JointAttentionLaunch:
     def backward_rows(
         self, k: Tensor, v: Tensor, limit: Tensor, nearest: int, reach: int, lse: Tensor, dy: Tensor, delta: Tensor, dmemory: _Pair
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Gradients of a history, whose rows are seen from the nearest distance on, by so many tokens behind them (-1: by any), and
-        of their copies in memories, where dmemory is given."""
+        """Gradients of a history whose rows are visible from the distance `nearest` on, to at most `reach` tokens behind the span's
+        start (-1: any), including those of their copies in memories, if dmemory is given.
+        """
         (dk, dv), size, before = self.empty_pair(k.shape[1], _adjacent(k, v)), self.config.keys_back, k.shape[1] - self.length
         copied = self.seen.first is not None and dmemory[0] is not None
         copies = self.or_q(self.seen.first, self.copies[2], *dmemory)
@@ -297,7 +305,9 @@ class _JointAttentionLaunch:
         return dk, dv
 
     def backward_memories(self, lse: Tensor, dy: Tensor, delta: Tensor) -> _Pair:
-        """Of what memories hold, float32 [B, P, M, G, K]: they are rounded with the gradients they are added to."""
+        """Gradients of the memories' rows, float32 [B, P, M, G, K]: they are rounded together with the gradients that they are
+        added to.
+        """
         k, v, _ = self.copies
         if k is None or v is None:
             return None, None
@@ -312,7 +322,7 @@ class _JointAttentionLaunch:
         return dk, dv
 
     def backward_sources(self, dmemory: _Pair, adjacent: bool = False) -> list[Tensor | None]:
-        """Of `MemorySources`, each from its copies."""
+        """Gradients of `MemorySources`, each from its copies."""
         dk, dv = dmemory
         if dk is None or dv is None:
             return [None] * len(MemorySources._fields)
@@ -328,7 +338,7 @@ class _JointAttentionLaunch:
     def backward_copies(
         self, first: Tensor | None, skipped: int, rows: int, dmemory_k: Tensor, dmemory_v: Tensor, adjacent: bool = False
     ) -> _Pair:  # fmt: skip
-        """Of rows that are nowhere but in memories, of which `first` speaks behind those skipped."""
+        """Gradients of rows that are read in memories only; `first` locates their copies, after the first `skipped` rows."""
         if first is None or rows == 0:
             return None, None
         dk, dv = self.empty_pair(rows, adjacent)
@@ -341,7 +351,7 @@ class _JointAttentionLaunch:
 
 @cache
 def _kernels() -> tuple[ModuleType, ModuleType]:
-    """Of the attention, and of copies. Imported when they are first needed: where there is no GPU there need be no Triton."""
+    """The attention kernels and the copy kernels. Imported at the first use: without a GPU Triton need not be installed."""
     from baton.kernels.eidetic_attention import joint_attention_kernels, memory_copy_kernels
 
     return joint_attention_kernels, memory_copy_kernels
@@ -349,7 +359,7 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
 
 @cache
 def _tl_bfloat16() -> Any:
-    """bfloat16, as Triton calls it."""
+    """Triton's bfloat16."""
     import triton.language as tl
 
     return tl.bfloat16

@@ -1,10 +1,10 @@
-"""What memories hold are copies of rows, in Triton: made, and their gradients given back.
+"""Triton kernels that copy rows into memories, and that collect the gradients of the copies.
 
-The one thing to know: a row that is chosen at one publication is kept over those that follow until it is evicted, for good. So its
-copies are a chain: the first is written down for the row, and for each copy the next. A row's gradient is the sum along its chain,
-in the order of publications, in float32: whoever computes the row's gradient walks the chain, and nothing is added in memory.
+Shape suffixes: see `joint_attention_kernels`.
 
-Shape suffixes as in `joint_attention_kernels`.
+A row that is selected at one publication stays selected until it is evicted for good. Its copies therefore form a chain: the first
+copy is recorded for the row, and the next one for each copy. A row's gradient is the sum along its chain in the order of
+publications, in float32. The program that computes the row's gradient follows the chain; nothing is added in memory.
 """
 
 import triton
@@ -13,14 +13,14 @@ import triton.language as tl
 
 @triton.jit
 def load_tile(base, at, inside, ROW: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `at`, [rows, BD]; zeros of what does not exist. ROW: elements between rows."""
+    """Rows `at` of base, [rows, BLOCK_D]; zeros where they do not exist. ROW: elements between rows."""
     x = tl.arange(0, BLOCK_D)
     return tl.load(base + at[:, None].to(tl.int64) * ROW + x[None, :], mask=inside[:, None] & (x < K)[None, :], other=0.0)
 
 
 @triton.jit
 def store_tile(to, at, inside, value, ROW: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr):
-    """As `tile_of`."""
+    """Store rows; see `load_tile`."""
     x = tl.arange(0, BLOCK_D)
     tl.store(
         to + at[:, None].to(tl.int64) * ROW + x[None, :], value.to(to.dtype.element_ty), mask=inside[:, None] & (x < K)[None, :]
@@ -29,7 +29,7 @@ def store_tile(to, at, inside, value, ROW: tl.constexpr, K: tl.constexpr, BLOCK_
 
 @triton.jit
 def load_or_keep(value, base, at, inside, ROW: tl.constexpr, channel, C: tl.constexpr):
-    """Rows `at` where they are inside, else those of value."""
+    """Rows `at` where inside, else the rows of value."""
     mask = inside[:, None] & (channel < C)[None, :]
     return tl.load(base + at[:, None].to(tl.int64) * ROW + channel[None, :], mask=mask, other=value)
 
@@ -41,9 +41,10 @@ def memory_copy_kernel(
     C: tl.constexpr, ROW: tl.constexpr, FADING_ROW: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, EIDETIC: tl.constexpr,
     FADING: tl.constexpr, HAS_STATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Copies of rows, [B, P, M, C], zeros where row [B, P, M] is -1, and where they are: first, fading_first, of each row's first
-    copy; later, [B, P, M], of each copy's next one; as s M + m; -1: there is none. Sources: `joint_attention_launch.MemorySources`;
-    k, v: histories."""
+    """Copies of rows, [B, P, M, C], zeros where row [B, P, M] is -1, and where they are: first and fading_first, each row's first
+    copy; later [B, P, M], each copy's next one. Copies are numbered s M + m; -1: none. Sources:
+    `joint_attention_launch.MemorySources`; k, v: histories.
+    """
     M: tl.constexpr = EIDETIC + FADING
     E: tl.constexpr = EIDETIC * HAS_STATE
     TAIL: tl.constexpr = FADING * HAS_STATE
@@ -91,7 +92,7 @@ def memory_copy_kernel(
 
 @triton.jit
 def add_copy_gradients(dk_acc, dv_acc, at, later, dmemory_k, dmemory_v, ROW: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Gradients of rows and of all their copies. at: of each row the first one; -1: none."""
+    """dk_acc and dv_acc of rows plus the gradients of all their copies. at: the first copy of each row; -1: none."""
     while tl.max(at, 0) >= 0:
         dk_acc += load_tile(dmemory_k, at, at >= 0, ROW, K, BLOCK_D)
         dv_acc += load_tile(dmemory_v, at, at >= 0, ROW, K, BLOCK_D)
@@ -104,8 +105,9 @@ def memory_copy_backward_kernel(
     first, later, dmemory_k, dmemory_v, dk, dv, rows, known, skipped, copies,
     G: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, GRAD_ROW: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of rows that are read nowhere but in memories, [B, rows, G, K]; INTO: elements between rows. first: [B, known], of
-    these rows after those skipped; copies: of a lane, P M."""
+    """dk, dv of rows that are read in memories only, [B, rows, G, K]; GRAD_ROW: elements between rows. first: [B, known], of these
+    rows after the first `skipped` ones; copies: of a lane, P M.
+    """
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     r = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     at, copy_offset = tl.load(first + b * known + skipped + r, mask=r < rows, other=-1), (b * copies * G + g) * K

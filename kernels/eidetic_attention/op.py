@@ -1,8 +1,8 @@
-"""B'MOJO's public functions: the attention over window, fading and eidetic tokens, and the score that chooses the last.
+"""B'MOJO's public functions: the attention over window, fading and eidetic tokens, and the innovation score that selects the last.
 
-The one thing to know: everything that is remembered is in the State, including the memory in use, which is frozen for `window`
-tokens counted from the document's start; so a sequence may be cut anywhere, and packed documents need no alignment. Equal scores
-select equal tokens; the selection is the only thing here that is not continuous.
+Everything remembered is in the State, including the memory in use, which is frozen for `window` tokens counted from the document's
+start. A sequence may therefore be split anywhere, and packed documents need no alignment. Equal scores select equal tokens; the
+selection is the only part that is not continuous.
 """
 
 from functools import cache
@@ -40,13 +40,13 @@ def eidetic_attention(
     scale: float | None = None,
     need_final_state: bool = True,
 ) -> tuple[Tensor, State]:
-    """One softmax over three kinds of tokens of the own document (Zancato et al. 2024, Algorithm 1 in chunks of `window`):
+    """One softmax over three kinds of tokens of the same document (Zancato et al. 2024, Algorithm 1 in chunks of `window` tokens):
 
-        the last `window` tokens, by k and v;
+        window: the last `window` tokens, by k and v;
         fading: the n_fading outputs of the fading memory before the last multiple of `window`, by fading_k and fading_v;
             with `sliding`, instead, those from 2 window - 1 to window tokens back;
-        eidetic: the n_eidetic tokens with the largest scores before the last multiple of `window`, by k and v; the older token
-            wins a tie.
+        eidetic: the n_eidetic tokens with the largest scores before the last multiple of `window`, by k and v; ties go to the older
+            token.
 
     Multiples of the window are counted from the document's start; a document's first `window` tokens see only their window. A token
     that is both in the window and in memory counts twice, as in the paper's interleaved form.
@@ -58,18 +58,18 @@ def eidetic_attention(
         score: innovation of each token, [batch, T], compared in float32 (float64); no gradient flows through it.
         window, n_fading, n_eidetic: numbers of tokens. n_fading is at most the window, and 0 with `sliding`.
         pos: position of each token in its document, int32 or int64 [batch, T].
-        state: what a call before returned (`state_specs` describes it); None: nothing has been read, even where pos says that the
+        state: returned by an earlier call (`state_specs` describes it). None: nothing has been read, even if pos says that the
             document began earlier.
         scale: of the attention scores; None: dim^-1/2.
-        need_final_state: whether the leaving State will be taken; else it is not made, and {} is returned.
+        need_final_state: False: the final State is not computed, and {} is returned.
 
-    Tensors are float64 all together, or any mix of float32, bfloat16 and float16.
+    Tensors are all float64, or any mix of float32, bfloat16 and float16.
 
     Returns:
-        y, [batch, T, heads, dim] in q's dtype, and the State that leaves, with exact gradients to all tensors but score.
+        y, [batch, T, heads, dim] in q's dtype, and the final State, with exact gradients to all tensors but score.
 
     Raises:
-        KernelError: an argument of another shape, dtype or device than stated, by name; impossible sizes; T = 0.
+        KernelError: an argument has another shape, dtype or device than stated, by name; impossible sizes; T = 0.
     """
     fresh = state is None
     inputs, options, state = _checked((q, k, v, fading_k, fading_v, score), window, n_fading, n_eidetic, sliding, pos, state, scale)
@@ -81,7 +81,7 @@ def eidetic_attention(
     return eidetic_attention_chunked(inputs, options, pos=pos, state=state, need_final_state=need_final_state)
 
 
-def leaving_state(
+def eidetic_attention_final_state(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -96,10 +96,10 @@ def leaving_state(
     pos: Tensor,
     state: State | None = None,
 ) -> State:
-    """The State that `eidetic_attention` returns for these arguments, to the bit, without its attention.
+    """The State that `eidetic_attention` returns for these arguments, with the same bits, without computing the attention.
 
-    It compares scores and copies what it selects, in memory that grows with T alone. Plain autograd: exact gradients to whatever it
-    copies of the inputs and of the State.
+    It compares scores and copies the selected rows, in memory that grows with T alone. Plain autograd: exact gradients to all
+    copied tensors of the inputs and of the State.
 
     Raises:
         KernelError: as `eidetic_attention`.
@@ -113,7 +113,7 @@ def leaving_state(
 def _checked(
     inputs: Inputs, window: int, n_fading: int, n_eidetic: int, sliding: bool, pos: Tensor, state: State | None, scale: float | None
 ) -> tuple[Inputs, Options, State | None]:
-    """Arguments of `eidetic_attention`, found as it states them: the score in the dtype that it is compared in, and the State."""
+    """The arguments of `eidetic_attention`, checked: the score in the dtype of comparisons, the options, and the State."""
     q, k, v, fading_k, fading_v, score = inputs
     if not isinstance(q, Tensor):
         raise KernelError(f"{_KERNEL}: q is a {type(q).__name__}, expected a tensor of shape (batch, T, heads, dim)")
@@ -148,33 +148,35 @@ def _checked(
 
 
 def state_specs(options: Options, k: Tensor, score_dtype: torch.dtype) -> tuple[StateSpec, ...]:
-    """What is carried: window and fading tails, the best tokens so far, the memory in use; heads split over the tensor group."""
-    return _leaves(options, tuple(k.shape[2:]), k.dtype, score_dtype)
+    """The State: tails of window and fading tokens, the best tokens so far, and the memory in use; heads are split over the tensor
+    group.
+    """
+    return _state_specs(options, tuple(k.shape[2:]), k.dtype, score_dtype)
 
 
 @cache
-def _leaves(options: Options, heads: tuple[int, ...], dtype: torch.dtype, score_dtype: torch.dtype) -> tuple[StateSpec, ...]:
-    found: list[StateSpec] = []
+def _state_specs(options: Options, heads: tuple[int, ...], dtype: torch.dtype, score_dtype: torch.dtype) -> tuple[StateSpec, ...]:
+    specs: list[StateSpec] = []
 
     def rows(names: tuple[str, ...], n: int) -> None:
-        found.extend(StateSpec(name, (n, *heads), dtype, tp=1, grad=True) for name in names)
+        specs.extend(StateSpec(name, (n, *heads), dtype, tp=1, grad=True) for name in names)
 
     rows(("k", "v"), options.window - 1)
-    found.append(StateSpec("seen", (), torch.int64, tp=None, grad=False))
+    specs.append(StateSpec("seen", (), torch.int64, tp=None, grad=False))
     if options.fading_rows:
         rows(("fading_k", "fading_v"), options.fading_rows)
     if options.n_eidetic:
         rows(("best_k", "best_v"), options.n_eidetic)
-        found.append(StateSpec("score", (options.n_eidetic,), score_dtype, tp=None, grad=False))
-        found.append(StateSpec("where", (options.n_eidetic,), torch.int64, tp=None, grad=False))
+        specs.append(StateSpec("score", (options.n_eidetic,), score_dtype, tp=None, grad=False))
+        specs.append(StateSpec("where", (options.n_eidetic,), torch.int64, tp=None, grad=False))
     if options.n_eidetic + options.n_fading:
         rows(("frozen_k", "frozen_v"), options.n_eidetic + options.n_fading)
-        found.append(StateSpec("frozen", (options.n_eidetic + options.n_fading,), torch.bool, tp=None, grad=False))
-    return tuple(found)
+        specs.append(StateSpec("frozen", (options.n_eidetic + options.n_fading,), torch.bool, tp=None, grad=False))
+    return tuple(specs)
 
 
 def empty(expected: tuple[StateSpec, ...], batch: int, device: torch.device) -> State:
-    """The State of nothing read: zeros, and -1 for where an entry's token is."""
+    """The State before anything is read: zeros, and -1 for the positions of entries."""
     fills = {"where": -1}
     return {
         leaf.name: torch.full((batch, *leaf.shape), fills.get(leaf.name, 0), dtype=leaf.dtype, device=device) for leaf in expected
@@ -184,25 +186,26 @@ def empty(expected: tuple[StateSpec, ...], batch: int, device: torch.device) -> 
 def innovation(
     y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, *, norm: Norm = "l2", need_tail: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """How badly the last outputs foretell each output (Zancato et al. 2024, section 3.2, which leaves error and weights open):
+    """The error with which the previous outputs predict each output (Zancato et al. 2024, section 3.2, which leaves norm and
+    weights open):
 
         score_t = norm(y_t - sum_j weights_{j-1} y_{t-j}),    1 <= j <= k, over outputs of the same document
 
     Args:
         y: outputs of the fading memory, [batch, T, channels]; computed in float32 (float64 for float64), without a gradient.
-        weights: of the outputs before, nearest first, [k].
+        weights: of the previous outputs, nearest first, [k].
         pos: int32 or int64 [batch, T].
-        tail: the k outputs before this piece, oldest first, [batch, k, channels] in y's dtype; zeros where nothing has been read.
-        norm: over the channels: "l2", the root of the mean square; "l1", the mean absolute value; "max", the largest one.
-        need_tail: whether the new tail will be taken; else it is not made, and has no rows.
+        tail: the k outputs before this segment, oldest first, [batch, k, channels] in y's dtype; zeros where nothing has been read.
+        norm: over the channels: "l2", the root mean square; "l1", the mean absolute value; "max", the largest absolute value.
+        need_tail: False: the new tail is not computed and has no rows.
 
     Returns:
         score [batch, T], float32 or float64, and the new tail, 0 where it is not of the last token's document.
 
-    The score is an operator's of its own, torch.ops.baton.innovation, so that recomputation of activations can be told to keep it.
+    The score is an operator of its own, torch.ops.baton.innovation, so that activation recomputation can be told to keep it.
 
     Raises:
-        KernelError: an argument of another shape or dtype than stated; an unknown norm.
+        KernelError: an argument has another shape or dtype than stated; an unknown norm.
     """
     if norm not in _NORMS:
         raise KernelError(f"innovation: norm is {norm!r}, expected one of {', '.join(_NORMS)}")
@@ -224,7 +227,7 @@ def innovation(
     return score, ends[:, ends.shape[1] - k :].masked_fill(~own[:, :, None], 0.0)
 
 
-# not as a custom_op, which looks for aliases and gradients in each call: there are none
+# no custom_op: it checks for aliases and gradients in each call, and there are none
 _LIBRARY = torch.library.Library("baton", "FRAGMENT")
 _LIBRARY.define("innovation(Tensor y, Tensor weights, Tensor pos, Tensor tail, str norm) -> Tensor")
 

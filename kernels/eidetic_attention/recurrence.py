@@ -1,4 +1,4 @@
-"""B'MOJO's attention as a recurrence, in the paper's form, the sliding one, and each kind of memory alone."""
+"""B'MOJO's attention as a `StateFirstRecurrence`, and its innovation score as a `Recurrence`."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +10,14 @@ from torch import Tensor
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import randn
 from baton.kernels.eidetic_attention.chunked import Options
-from baton.kernels.eidetic_attention.op import Norm, eidetic_attention, empty, innovation, leaving_state, state_specs
+from baton.kernels.eidetic_attention.op import (
+    Norm,
+    eidetic_attention,
+    eidetic_attention_final_state,
+    empty,
+    innovation,
+    state_specs,
+)
 from baton.kernels.eidetic_attention.reference import eidetic_attention_reference
 from baton.kernels.protocol import Inputs, Recurrence, State, StateFirstRecurrence, StateSpec
 from baton.kernels.window_attention.chunked import new_tails
@@ -27,7 +34,7 @@ class EideticAttention(StateFirstRecurrence):
     input_names = ("q", "k", "v", "fading_k", "fading_v", "score")
     num_time_inputs = 6
     needs_pos = True
-    bfloat16_limit = 2e-2  # on a GPU the fused attention rounds its weights too
+    bfloat16_limit = 2e-2  # on a GPU the fused attention also rounds its weights
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -51,7 +58,7 @@ class EideticAttention(StateFirstRecurrence):
         return eidetic_attention(*inputs, **self._sizes, pos=pos, state=state)  # type: ignore[arg-type]
 
     def final_state(self, inputs: Inputs, pos: Tensor | None, state: State) -> State:
-        return leaving_state(*inputs, **self._sizes, pos=pos, state=state)  # type: ignore[arg-type]
+        return eidetic_attention_final_state(*inputs, **self._sizes, pos=pos, state=state)  # type: ignore[arg-type]
 
     def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
         return eidetic_attention(*inputs, **self._sizes, pos=pos, state=state, need_final_state=False)[0]  # type: ignore[arg-type]
@@ -62,7 +69,7 @@ class EideticAttention(StateFirstRecurrence):
         return eidetic_attention_reference(*inputs, **self._sizes, pos=pos, state=state, scale=inputs[0].shape[-1] ** -0.5)
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
-        """The State is one that some tokens of a document before have left; scores have ties."""
+        """The State is the one that some tokens of a previous document left; scores have ties."""
         heads, groups, dim = (6, 3, 17) if wide else (2, 1, 3)
 
         def inputs(tokens: int) -> Inputs:
@@ -79,10 +86,10 @@ class EideticAttention(StateFirstRecurrence):
 
 @dataclass(frozen=True)
 class Innovation(Recurrence):
-    """Input y along time, then the predictor's weights; State {tail [batch, k, channels]}. norm: of the error. See `op.innovation`.
-    Without a gradient.
+    """Input y along time, then the predictor's weights; State {tail [batch, k, channels]}. No gradient. norm: of the error; see
+    `op.innovation`.
 
-    Not among the RECURRENCES that the law's tests differentiate; its own law is in tests/kernels/test_eidetic_attention.py.
+    Not among the RECURRENCES that test_law.py differentiates; tests/kernels/test_eidetic_attention.py tests its split invariance.
     """
 
     norm: Norm = "l2"

@@ -1,9 +1,9 @@
-"""B'MOJO's attention as one loop over tokens: the definition that everything faster is measured against.
-
-The one thing to know: the memory is published when pos is a multiple of the window and frozen until the next such token; what is
-kept is the streaming top-k by score, the older token winning ties. Gradients are plain autograd through what was selected.
+"""B'MOJO's attention as a loop over tokens: the reference that every other implementation is tested against.
 
 Shape suffixes: B batch, T time, H query heads, G key heads, K dim.
+
+The memory is published when pos is a multiple of the window and frozen until the next such token. The streaming top-k by score is
+kept; ties go to the older token. Gradients come from autograd, through the selected rows.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ def eidetic_attention_reference(
             lane_outputs.append(torch.einsum("hj,hjk->hk", weights, V))
             lane.best.append((float(score[b, t].detach()), at, (k[b, t], v[b, t])))
             if len(lane.best) > n_eidetic:
-                # in the order of time, so the last of the smallest is the youngest: among equal scores the older one stays
+                # in time order, so the last of the smallest is the youngest: of equal scores the older one stays
                 lane.best.pop(min(range(len(lane.best)), key=lambda n: (lane.best[n][0], -n)))
         outputs.append(torch.stack(lane_outputs))
         lanes.append(lane)
@@ -69,7 +69,7 @@ def eidetic_attention_reference(
 
 
 class _Lane:
-    """One lane's state as lists: window and fading newest first, best (score, position, row) oldest first."""
+    """The State of one lane as lists: window and fading newest first, best (score, position, row) oldest first."""
 
     def __init__(self, state: State, b: int) -> None:
         self.seen = int(state["seen"][b])
@@ -90,7 +90,7 @@ class _Lane:
 
 
 def _pack(lanes: list[_Lane], like: State) -> State:
-    """The lists as the tensors that `like` has: newest rows last, empty rows 0."""
+    """The lists as tensors shaped like those of `like`: newest rows last, empty rows 0."""
 
     def rows(lists: list[list[Row | None]], names: tuple[str, str], last: bool) -> State:
         packed: dict[str, Any] = {}

@@ -1,10 +1,10 @@
-"""The prefix top-k memory: which tokens of a document have had the largest scores so far.
-
-The one thing to know: the largest m of a union are among the largest m of its parts, so a memory can be carried over any cut, and
-the order of the parts does not matter. Entries are kept in the order of time and compared by score, then age, so equal scores
-keep the older token, wherever the cut is. Indices are constants to autograd: gradients flow through what they select.
+"""Prefix top-k memory: the tokens of a document with the largest scores so far.
 
 Shape suffixes: B batch, E memory entries, L tokens.
+
+The largest m of a union are among the largest m of its parts, so a memory can be passed over any split of the sequence. Entries are
+kept in time order and compared by score, then age: of equal scores the older token is kept, wherever the split is. Indices are
+constants to autograd; gradients flow through the selected rows.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Selection(NamedTuple):
-    """What was chosen, [B, m] each, in the order of time, valid ones first.
+    """The selected entries, [B, m] each, in time order, valid ones first.
 
     rows: index into the entries followed by the tokens; score and where: 0 and -1 where not valid.
     """
@@ -31,8 +31,8 @@ def topk(m: int, score_BE: Tensor, where_BE: Tensor, score_BL: Tensor, where_BL:
     """The m largest scores among memory entries and tokens.
 
     Args:
-        m: how many are kept.
-        score_BE, where_BE: the entries, in the order of time; where is the position in the document, -1 in an empty entry.
+        m: number of entries to keep.
+        score_BE, where_BE: the entries in time order; where is the position in the document, -1 for an empty entry.
         score_BL, where_BL: the tokens, all later than the entries.
         counted_BJ: bool [B, E + L], which of the entries and tokens are candidates.
     """
@@ -47,7 +47,7 @@ def topk(m: int, score_BE: Tensor, where_BE: Tensor, score_BL: Tensor, where_BL:
     else:
         enough = chosen.new_ones(m, dtype=torch.bool)
     valid = counted_BJ.gather(1, chosen) & enough
-    # the valid ones first, in the order of time
+    # valid entries first, in time order
     order = chosen.masked_fill(~valid, score_BJ.shape[1]).argsort(dim=1, stable=True)
     index, valid = chosen.gather(1, order), valid.gather(1, order)
     return Selection(
@@ -59,12 +59,13 @@ def topk(m: int, score_BE: Tensor, where_BE: Tensor, score_BL: Tensor, where_BL:
 
 
 def gather_rows(sources: Sequence[tuple[Tensor | None, Tensor]], index: Tensor, valid: Tensor) -> list[Tensor]:
-    """Row `index` [B, m] of each before [B, E, ...] (None, of all: nothing is before) followed by its rows [B, L, ...], 0 where not
-    valid: [B, m, ...] in rows' type.
+    """Rows `index` [B, m] of each pair: before [B, E, ...] (None in all pairs: no rows before) followed by rows [B, L, ...]. 0
+    where not valid: [B, m, ...] in the dtype of rows.
 
-    The two are not put together: to choose from a span copies what is chosen, not the span. Whole rows are chosen by one number:
-    of a gather, which has one for each element, a deterministic backward pass on a GPU sorts them all. And they are indexed, not
-    selected: rows are chosen more than once, and an index's gradients are added in one order whether or not PyTorch was asked to.
+    The two tensors are not concatenated: gathering from a span copies the gathered rows, not the span. Whole rows are indexed by
+    one number, because the deterministic backward pass of a gather, which has an index per element, sorts them all on a GPU.
+    Advanced indexing is used and not index_select: rows are selected more than once, and its gradients are added in a fixed order
+    even when deterministic algorithms were not requested.
     """
     first, nothing = sources[0][0], ~valid
     entries = 0 if first is None else first.shape[1]
@@ -82,6 +83,6 @@ def gather_rows(sources: Sequence[tuple[Tensor | None, Tensor]], index: Tensor, 
 
 
 def _flat(index: Tensor, rows: int) -> Tensor:
-    """Of rows [B, m] among `rows` of each lane, the nearest that exist, the places among those of all lanes: [B m]."""
+    """Rows [B, m] of each lane, clamped to existing ones, as indices into the rows of all lanes: [B m]."""
     lanes = torch.arange(0, len(index) * rows, rows, device=index.device)
     return (index.clamp(0, rows - 1) + lanes[:, None]).flatten()

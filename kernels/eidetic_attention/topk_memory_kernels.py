@@ -1,22 +1,20 @@
-"""What every token of a span sees, in Triton: a program for each block of a window's tokens, which publishes at most once, and then
-the largest scores of its document before.
+"""Triton kernel that selects all memories of a span: one program for each block of `window` tokens, which publishes at most once.
 
-The one thing to know: a score and its row are one number, so no two are equal, the older of equal scores is the larger, and what is
-kept does not depend on the order of comparing. Most blocks of tokens hold nothing larger than the least that is kept, and are only
-read.
+A score and its row are packed into one int64. No two are equal, the older of two equal scores is larger, and the selection does not
+depend on the order of comparisons. Most blocks of tokens hold no score above the smallest one kept, and are only read.
 """
 
 import triton
 import triton.language as tl
 
 NO_KEY = tl.constexpr(-(1 << 63))
-MAX_INT = tl.constexpr((1 << 31) - 1)  # a row behind all others
+MAX_INT = tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
 def sort_keys(score, row, is_candidate):
-    """Of float32 scores and rows, int64 in the order of both; NOTHING where not counted."""
-    # of a sum with 0 no zero is negative; and integers have the order of floats where negative ones are turned over
+    """int64 keys that sort by float32 score, then by age; NO_KEY where not a candidate."""
+    # adding 0 turns -0 into 0; with the other bits of negative floats flipped, int32 order is float order
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & MAX_INT)
     return tl.where(is_candidate, (bits.to(tl.int64) << 32) | (-row + MAX_INT).to(tl.int64), NO_KEY)
@@ -24,9 +22,10 @@ def sort_keys(score, row, is_candidate):
 
 @triton.jit
 def topk_before(score, entry_score, entry_where, end, doc_start, E: tl.constexpr, EIDETIC: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The EIDETIC largest, [BM], among E entries and a document's tokens before `end` (-1: none), in the order of time: rows of
-    the entries followed by the tokens, and -1 behind them. begun: the document's first token; the entries count where it is
-    negative."""
+    """The EIDETIC largest of E entries and a document's tokens before `end` (-1: none), [BLOCK_M] rows of the entries followed by
+    the tokens, in time order and padded with -1. doc_start: the document's first token; negative: before the span, so that the
+    entries count.
+    """
     i = tl.arange(0, BLOCK_M)
     entry_valid = (i < E) & (doc_start < 0) & (end >= 0)
     if E > 0:
@@ -49,9 +48,10 @@ def topk_memory_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """What `Visibility` says but where copies are, which is -1 so far, of positions [B, T]; and `last`, of one more program of each
-    lane, as `topk_memory_launch.select_memories` returns it. seen, entry_score, entry_where, frozen: of a State, where there is
-    one: OLD is 1; else 0."""
+    """Fills `Visibility` for positions [B, T]; first and fading_first are set to -1 only. One more program per lane computes
+    `last`, as `topk_memory_launch.select_memories` returns it. seen, entry_score, entry_where, frozen: from the State, if HAS_STATE
+    is 1.
+    """
     p, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     M: tl.constexpr = EIDETIC + FADING
     E: tl.constexpr = EIDETIC * HAS_STATE
@@ -60,7 +60,7 @@ def topk_memory_kernel(
     read = tl.zeros([], tl.int32)
     if HAS_STATE > 0:
         read = tl.load(seen + b).to(tl.int32)
-    # where this block publishes; T: nowhere
+    # the token at which this block publishes; T: none
     publish_at = tl.zeros([], tl.int32) + T
     for t0 in range(p * WINDOW, tl.minimum(p * WINDOW + WINDOW, T), BLOCK_T):
         t = t0 + token
@@ -71,7 +71,7 @@ def topk_memory_kernel(
         if FAR > 0:
             tl.store(far_limit + b * T + t, tl.minimum(farthest, 2 * WINDOW - 1), mask=inside)
         if M > 0:
-            # the last multiple of the window was published, if this span has it; before the span, what is frozen
+            # the memory published at the last multiple of the window; if that is before the span, the frozen one
             multiple = t - at % WINDOW
             latest = tl.where(multiple >= 0, multiple // WINDOW + HAS_STATE, HAS_STATE - 1)
             tl.store(slot + b * T + t, tl.where(at >= WINDOW, latest, -1), mask=inside)

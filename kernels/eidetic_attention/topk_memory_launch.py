@@ -1,7 +1,7 @@
-"""All the memories that a span of tokens sees, chosen at once, by one launch.
+"""Selection of all memories that the tokens of a span see, by one kernel launch.
 
-The one thing to know: publications of a lane are at least a window apart, so a block of a window's tokens has at most one. What is
-chosen are rows, as numbers; `joint_attention` copies them, and knows where the copies of each are.
+Publications of a lane are at least a window apart, so a block of `window` tokens contains at most one. The selection is a list of
+row numbers; `joint_attention` copies the rows, and records where the copies of each row are.
 """
 
 import torch
@@ -13,38 +13,38 @@ from baton.kernels.eidetic_attention.chunked import Options
 from baton.kernels.eidetic_attention.joint_attention_launch import Visibility
 from baton.kernels.protocol import State
 
-_TOKENS = 128  # of a step
+_TOKENS = 128  # tokens of a step
 
 
 @torch.no_grad()
 def select_memories(
     score: Tensor, options: Options, *, pos: Tensor, state: State | None, need_last: bool = True
 ) -> tuple[Visibility, Tensor | None]:
-    """What the tokens of a span of any length see, and the best tokens of the last one's document at the span's end.
+    """The visibility of the tokens of a span of any length, and the best tokens of the last token's document at the span's end.
 
     score: float32 [B, T], on a GPU. pos: int32 or int64 [B, T]. state: as `op.state_specs` describes it; None: nothing has been
-    read. The best are rows of the entries followed by the span's tokens, int32 [B, n_eidetic] in the order of time, -1 behind
-    them; None where they are not wanted, and without eidetic tokens.
+    read. The best tokens are rows of the entries followed by the span's tokens, int32 [B, n_eidetic] in time order, padded with -1;
+    None if not needed, and without eidetic tokens.
     """
     from baton.kernels.eidetic_attention import topk_memory_kernels
 
     (batch, length), eidetic, fading, old = pos.shape, options.n_eidetic, options.n_fading, state is not None
     blocks, known = -(-length // options.window), {} if state is None else state
 
-    def numbers(*shape: int, wanted: int = 1) -> Tensor | None:
-        return torch.empty(batch, *shape, dtype=torch.int32, device=pos.device) if wanted else None
+    def int32_or_none(*shape: int, needed: int = 1) -> Tensor | None:
+        return torch.empty(batch, *shape, dtype=torch.int32, device=pos.device) if needed else None
 
     limit = torch.empty(batch, length, dtype=torch.int32, device=pos.device)
     seen = Visibility(
         limit,
-        numbers(length, wanted=options.sliding),
-        numbers(length, wanted=eidetic + fading),
-        numbers(old + blocks, wanted=eidetic + fading),
-        numbers(old + blocks, eidetic + fading, wanted=eidetic + fading),
-        numbers(old * eidetic + length, wanted=eidetic),
-        numbers(old * fading + length, wanted=fading),
+        int32_or_none(length, needed=options.sliding),
+        int32_or_none(length, needed=eidetic + fading),
+        int32_or_none(old + blocks, needed=eidetic + fading),
+        int32_or_none(old + blocks, eidetic + fading, needed=eidetic + fading),
+        int32_or_none(old * eidetic + length, needed=eidetic),
+        int32_or_none(old * fading + length, needed=fading),
     )
-    last = numbers(eidetic, wanted=eidetic and need_last)
+    last = int32_or_none(eidetic, needed=eidetic and need_last)
     entered = {name: known[name].contiguous() for name in ("seen", "score", "where", "frozen") if name in known}
     if "frozen" in entered:
         entered["frozen"] = entered["frozen"].view(torch.int8)

@@ -1,5 +1,6 @@
-"""B'MOJO's attention on a GPU: all memories of a span are chosen first, then one fused attention reads window and memories. And the
-score that chooses."""
+"""B'MOJO's attention and innovation score on a GPU. All memories of a span are selected first, then one joint attention reads
+window and memories.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +22,17 @@ from baton.kernels.eidetic_attention.topk_memory_launch import select_memories
 from baton.kernels.protocol import Inputs, State
 from baton.kernels.window_attention.chunked import concat_tail, new_tails, seen_after
 
-_ROWS, _CHANNELS = 16, 256  # of a block that a score is summed over
+_ROWS, _CHANNELS = 16, 256  # block of y from which scores are summed
 
 
 def eidetic_attention_triton(
     inputs: Inputs, options: Options, *, pos: Tensor, state: State, fresh: bool = False, config: LaunchConfig | None = None,
     need_final_state: bool = True,
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """As `op.eidetic_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. fresh: nothing
-    has been read, so nothing is put before keys and values, and of the State only what leaves is made, in its shapes."""
+    """As `op.eidetic_attention`, which checks the arguments. Products use bfloat16 where q, k and v have 16 bits.
+
+    fresh: nothing has been read, so keys and values have no tail, and of the State only the shapes are used.
+    """
     q, k, v, fading_k, fading_v, score = inputs
     if config is None:
         batch, length, heads, dim = q.shape
@@ -64,26 +67,26 @@ def eidetic_attention_triton(
     )
     if not need_final_state:
         return y, {}
-    return y, _leaving(inputs, options, seen, last, pos.to(torch.int64), state, fresh)
+    return y, _final_state(inputs, options, seen, last, pos.to(torch.int64), state, fresh)
 
 
-def _leaving(
+def _final_state(
     inputs: Inputs, options: Options, seen: Visibility, last: Tensor | None, pos: Tensor, state: State, fresh: bool
 ) -> State:  # fmt: skip
-    """As `chunked.leave`, of what was published. last: rows of the best tokens; see `select_memories`."""
+    """As `chunked.final_state`, from the selection. last: rows of the best tokens; see `select_memories`."""
     _, k, v, fading_k, fading_v, score = inputs
     rows = {name: x for name, x in zip(TAILS, inputs[1:], strict=False) if name in state}
     sizes = {name: state[name].shape[1] for name in rows}
-    # of a span that is as long as a tail, the tail before it is not read
+    # a span as long as a tail replaces it
     ends = {name: x if x.shape[1] >= sizes[name] else concat_tail(state[name], x) for name, x in rows.items()}
     read = seen_after(pos.shape[1], pos, state["seen"])
-    leaving = {"seen": read, **new_tails(ends, sizes, read)}
+    final = {"seen": read, **new_tails(ends, sizes, read)}
 
     def taken(sources: dict[str, Tensor], row: Tensor) -> list[Tensor]:
         return gather_rows([(None if fresh else state[name], x) for name, x in sources.items()], row, row >= 0)
 
     if seen.row is not None and seen.slot is not None:
-        # what the last token sees is what the next span begins with: what this one began with, or what it published last
+        # the next span begins with the memory that the last token sees: the frozen one, or the last one published
         slot = seen.slot[:, -1].to(torch.int64)
         row = seen.row.gather(1, slot.clamp(min=0)[:, None, None].expand(-1, 1, seen.row.shape[2]))[:, 0]
         row = row.masked_fill((slot < 0)[:, None], -1)
@@ -94,20 +97,20 @@ def _leaving(
         if last is not None:
             both = taken({"best_k": k, "best_v": v}, torch.cat((best_row, last), dim=1))
             (new_k, best_k), (new_v, best_v) = (x.split(options.n_eidetic, dim=1) for x in both)
-            # copies: a view would keep the published rows as well
-            leaving |= {"best_k": best_k.clone(), "best_v": best_v.clone()}
-            leaving["score"], where = taken({"score": score, "where": pos}, last)
-            leaving["where"] = where.masked_fill(last < 0, -1)
+            # copies: a view would also keep the published rows alive
+            final |= {"best_k": best_k.clone(), "best_v": best_v.clone()}
+            final["score"], where = taken({"score": score, "where": pos}, last)
+            final["where"] = where.masked_fill(last < 0, -1)
             frozen.append((new_k, new_v))
         if options.n_fading:
             new_k, new_v = taken({"fading_k": fading_k, "fading_v": fading_v}, fading_row)
             frozen.append((new_k, new_v))
-        leaving["frozen"] = row >= 0
+        final["frozen"] = row >= 0
         for name, parts in zip(("frozen_k", "frozen_v"), zip(*frozen, strict=True), strict=True):
-            leaving[name] = torch.cat(parts, dim=1)
+            final[name] = torch.cat(parts, dim=1)
             if keeps is not None:
-                leaving[name] = torch.where((keeps & leaving["frozen"])[:, :, None, None], state[name], leaving[name])
-    return {name: leaving[name] for name in state}
+                final[name] = torch.where((keeps & final["frozen"])[:, :, None, None], state[name], final[name])
+    return {name: final[name] for name in state}
 
 
 def innovation_triton(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, norm: str = "l2") -> Tensor:

@@ -28,7 +28,7 @@ class WindowAttention(Recurrence):
         return f"window_attention-{self.window}{'-grouped' if self.grouped else ''}"
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
-        return tail_leaves(inputs[1], inputs[2], self.window)
+        return tail_state_specs(inputs[1], inputs[2], self.window)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         return window_attention(*inputs, window=self.window, pos=pos, state=state)
@@ -60,7 +60,7 @@ class WindowAttention(Recurrence):
         return (3 * normal(batch, length, heads, dim), normal(*shape), normal(*shape)), state
 
 
-def tail_leaves(k: Tensor, v: Tensor, window: int | None) -> tuple[StateSpec, ...]:
+def tail_state_specs(k: Tensor, v: Tensor, window: int | None) -> tuple[StateSpec, ...]:
     """StateSpecs of a tail of keys and values, split over the tensor group by heads."""
     rows, grows = (0, True) if window is None else (window - 1, False)
     return (
