@@ -169,7 +169,8 @@ class _ScanLaunch:
     """Shapes, options and launches of one call."""
 
     def __init__(self, inputs: ScanInputs, activate: bool, zoh: bool, pos: Tensor | None, config: LaunchConfig) -> None:
-        self.inputs = ScanInputs(*(None if x is None else launch_utils.contiguous_last_dim(x) for x in inputs))  # type: ignore[arg-type]
+        rows = (None if x is None else launch_utils.contiguous_last_dim(x) for x in inputs)
+        self.inputs = ScanInputs(*rows)  # type: ignore[arg-type]
         self.pos, self.config = pos, config
         self.forward_kernels, self.backward_kernels = _kernels()
         self.batch, self.length, self.channels = inputs.x.shape
