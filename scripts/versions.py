@@ -40,10 +40,11 @@ CORE = (
     "tests/parallel/test_zero.py",
     "tests/training/test_grid.py",
     "tests/training/test_checkpoint.py",
+    "tests/launcher/test_startup.py",
     "tests/launcher/test_run.py",
 )
 """The tests that are run on each set: imports and packaging, kernels in PyTorch, in Triton's interpreter and compiled for GPUs,
-DeepSpeed against plain PyTorch, the equality grid, checkpoints, and runs that are killed and resumed."""
+DeepSpeed against plain PyTorch, the equality grid, checkpoints, what a process imports, and runs that are killed and resumed."""
 
 SHOWN = ("torch", "triton", "megatron-core", "deepspeed", "numpy", "pydantic", "pyarrow", "safetensors")
 """Packages whose versions docs/versions.md gives."""
