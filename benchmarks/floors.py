@@ -15,7 +15,7 @@ import yaml
 
 from baton.models.config import ModelConfig
 from baton.models.settings.bmojo import BMojoConfig
-from baton.models.settings.cost_model import SCAN_BORDER
+from baton.models.settings.cost_model import SCAN_GPU_CHUNK
 from baton.models.settings.gsa import GSAConfig
 from baton.models.settings.mamba import MambaConfig
 from baton.models.settings.ssm_block import SSMBlockConfig
@@ -88,7 +88,7 @@ def of_micro_batch(model: ModelConfig, tokens: int, sequence_length: int) -> dic
     """By category; what has no entry could take nothing, or is not counted."""
     assert model.vocab_size is not None
     d, kinds = model.d_model, [model.mixers[name] for layer in model.layers for name in layer]
-    products = sum(p.numel * p.uses for kind in kinds for p in kind.footprint(d).parameters) + model.padded_vocab_size * d
+    products = sum(p.numel * p.uses for kind in kinds for p in kind.costs(d).parameters) + model.padded_vocab_size * d
     # of the residual stream's norms the first has nothing to add, and nothing reads the stream behind the last
     norms = ((len(kinds) - 1) * (4 * WIDE + 5 * LOW) + (3 * WIDE + 3 * LOW) + (2 * WIDE + 5 * LOW)) * d
     moved = {
@@ -104,21 +104,21 @@ def of_micro_batch(model: ModelConfig, tokens: int, sequence_length: int) -> dic
         if isinstance(scan, SSMBlockConfig):
             inner = scan.expand * d
             # x, steps, gates and outputs; those, their gradients and that of the output; states at borders, left and read
-            moved["scan"] += (4 + 7) * LOW * inner + 2 * WIDE * inner * scan.d_state // SCAN_BORDER
+            moved["scan"] += (4 + 7) * LOW * inner + 2 * WIDE * inner * scan.d_state // SCAN_GPU_CHUNK
             moved["convolution"] += (2 + 3) * LOW * inner
             exponentials += 2 * inner * scan.d_state * isinstance(scan, MambaConfig)
         if isinstance(kind, BMojoConfig):
             heads, kv_heads = kind.head_counts(d)
             # queries and outputs, keys and values of tokens and of what fades; the same with gradients
             moved["scan"] += LOW * kind.head_dim * ((2 + 4) * heads + (4 + 8) * kv_heads)
-            multiplied += 3.5 * kind.footprint(d).recurrence_flops(sequence_length)[0]
+            multiplied += 3.5 * kind.costs(d).recurrence_flops(sequence_length)[0]
         if isinstance(kind, GSAConfig):
             heads, kv_heads = kind.head_counts(d)
             width, kv_width = heads * kind.head_dim, kv_heads * kind.head_dim
             moved["scan"] += LOW * ((2 + 3) * width + (2 + 4) * kv_width) + 3 * WIDE * kv_heads * kind.slots
             moved["norm"] += 5 * LOW * width
             moved["other elementwise"] += 2 * LOW * (width + 2 * kv_width)
-            multiplied += 3 * kind.footprint(d).matrix_flops
+            multiplied += 3 * kind.costs(d).matrix_flops
         if isinstance(kind, SwiGLUConfig):
             moved["other elementwise"] += 8 * LOW * kind.width(d)
     least = {name: Least(tokens * n / BYTES, f"{n / 1000:,.0f} kB a token") for name, n in moved.items() if n}
@@ -139,7 +139,7 @@ def rows(name: str, profile: Profile) -> Iterator[tuple[str, float, Least | None
     model = _model(name)
     least = of_micro_batch(model, profile.tokens, profile.sequence_length)
     least = {category: Least(profile.micro_batches * one.seconds, one.why) for category, one in least.items()}
-    count = sum(p.numel for layer in model.layers for kind in layer for p in model.mixers[kind].footprint(model.d_model).parameters)
+    count = sum(p.numel for layer in model.layers for kind in layer for p in model.mixers[kind].costs(model.d_model).parameters)
     count += model.d_model * (1 + model.padded_vocab_size * (1 if model.tie_embeddings else 2))
     least["optimizer"] = Least(count * OF_PARAMETER / BYTES, f"{OF_PARAMETER} bytes a parameter")
     for category, ms in profile.ms.items():

@@ -235,7 +235,7 @@ class Recurrence(ABC):
         """Why a GPU computes the recurrence with PyTorch's operators, several for each token; None: Triton kernels compute it.
 
         The op asks the same function. Inputs in float64, which no run has, are never computed by kernels. Settings of mixers say it
-        again without torch (models.settings.footprint.Carrier.eager), for `baton plan` and the first lines of `baton train`.
+        again without torch (models.settings.cost_model.RecurrenceCosts.eager), for `baton plan` and `baton train`'s first lines.
         """
         return None
 

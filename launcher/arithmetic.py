@@ -14,7 +14,8 @@ from functools import cached_property
 
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
-from baton.models.settings.cost_model import Footprint, Parameter, Work
+from baton.models.settings.cost_model import MixerCosts, Workload
+from baton.models.settings.declarations import ParameterDeclaration
 from baton.models.stages import VECTOR_COST, Stage, cut, whole
 from baton.training.config import TrainingConfig
 
@@ -99,14 +100,14 @@ class Arithmetic:
         self.model, self.training, self.layout, self.stage = config.model, config.training, config.layout, stage
         self.layers = tuple(config.model.layers[n] for n in stage.layers)
         self.tensor, self.shards = self.layout.tensor, self.layout.data * self.layout.context
-        self.work = Work(
+        self.work = Workload(
             batch=self.training.micro_batch_size,
             length=self.training.segment // self.layout.context,
             tensor=self.tensor,
             compute_bytes=DTYPE_BYTES[config.compute_dtype],
             gpu=config.device != "cpu",
             segment=self.layout.context > 1 or self.training.bptt is not None,
-            again=self.layout.context > 1 and self.layout.context_comm != "ring",
+            rerun=self.layout.context > 1 and self.layout.context_comm != "ring",
             sequence_parallel=self.layout.sequence_parallel and self.tensor > 1,
             selective=self.training.selective_recompute,
         )
@@ -120,19 +121,19 @@ class Arithmetic:
         """Passes from one time that the stages fill and empty to the next."""
         self.in_flight = min(stage.count - stage.index, self.passes) if self.together == 1 else 1
         """Passes whose activations are kept at once: one forward, one backward (1F1B), or one at a time."""
-        self.blocks: dict[str, Footprint] = {}
+        self.blocks: dict[str, MixerCosts] = {}
         for name, settings in self.model.mixers.items():
             if not any(name in layer for layer in self.layers):
                 continue
             try:
-                self.blocks[name] = settings.footprint(self.model.d_model).behind_norm(self.model.d_model)
+                self.blocks[name] = settings.costs(self.model.d_model).behind_norm(self.model.d_model)
             except ValueError as error:
                 raise ConfigError(f"model.mixers.{name}: {error}") from None
 
     # ------------------------------------------------------------------------------------------------------------ parameters
 
     @cached_property
-    def parameters(self) -> tuple[Parameter, ...]:
+    def parameters(self) -> tuple[ParameterDeclaration, ...]:
         """Every parameter that belongs to the stage, named as the model names it."""
         model, stage, found = self.model, self.stage, []
         tied = model.tie_embeddings
@@ -143,19 +144,19 @@ class Arithmetic:
             for name in layer:
                 found += [replace(p, name=f"layers.{number}.{name}.{p.name}") for p in self.blocks[name].parameters]
         if stage.last:
-            found.append(Parameter("norm.weight", (model.d_model,)))
-            if not tied:
-                found.append(Parameter("head.weight", (model.padded_vocab_size, model.d_model), split=0, uses=1))
+            found.append(model.final_norm)
+            if model.head is not None:
+                found.append(model.head)
         # what reads a part of the tokens, or what every rank computes alike, gets a part of its gradient
         return tuple(replace(p, partial=True) if self.work.sequence_parallel and p.split is None else p for p in found)
 
     @cached_property
-    def tied_replicas(self) -> tuple[Parameter, ...]:
+    def tied_replicas(self) -> tuple[ParameterDeclaration, ...]:
         """Parameters of another stage that this one reads: it has their values and gradients, and no optimizer for them."""
         return (self._embedding(uses=1),) if self.model.tie_embeddings and self.stage.last and not self.stage.first else ()
 
-    def _embedding(self, uses: int) -> Parameter:
-        return Parameter("embedding.weight", (self.model.padded_vocab_size, self.model.d_model), split=0, uses=uses)
+    def _embedding(self, uses: int) -> ParameterDeclaration:
+        return replace(self.model.embedding, uses=uses)
 
     @cached_property
     def parameter_count(self) -> int:
@@ -165,15 +166,15 @@ class Arithmetic:
     @cached_property
     def local_count(self) -> int:
         """Numbers that this rank updates, together with the ranks that have other tokens."""
-        return sum(p.local(self.tensor) for p in self.parameters)
+        return sum(p.local_numel(self.tensor) for p in self.parameters)
 
     @cached_property
     def _held(self) -> int:
-        return self.local_count + sum(p.local(self.tensor) for p in self.tied_replicas)
+        return self.local_count + sum(p.local_numel(self.tensor) for p in self.tied_replicas)
 
     @cached_property
     def _copied(self) -> int:
-        return sum(p.local(self.tensor) for p in (*self.parameters, *self.tied_replicas) if p.uses)
+        return sum(p.local_numel(self.tensor) for p in (*self.parameters, *self.tied_replicas) if p.uses)
 
     @property
     def _part(self) -> int:
@@ -189,17 +190,17 @@ class Arithmetic:
 
     def layer_bytes(self, layer: tuple[str, ...]) -> int:
         """What autograd keeps of a layer."""
-        return sum(self.blocks[name].kept_bytes(self.work) for name in layer)
+        return sum(self.blocks[name].saved_bytes(self.work) for name in layer)
 
     @cached_property
     def around_layers(self) -> int:
         """What is kept besides: which tokens are another tensor rank's, and numbers of d_model: the last residual stream;
         on the last stage the gradient of what the norm makes of it, which the loss has made, in the compute type, and what
-        that norm keeps (see Footprint.behind_norm and rms_norm): on a GPU its result instead of the stream, elsewhere also the
-        normalised."""
+        that norm keeps (see MixerCosts.behind_norm and saved_by_norm): on a GPU its result instead of the stream, elsewhere also
+        the normalised."""
         work, stage = self.work, self.stage
         integers = 8 + 1 if self.tensor > 1 and stage.first else 0
-        compute = work.nbytes("compute") * self.model.d_model
+        compute = work.itemsize("compute") * self.model.d_model
         if not stage.last:
             return work.tokens * integers + self.hidden_bytes
         norm = (compute if work.gpu else 2 * 4 * self.model.d_model) * work.stream_tokens
@@ -215,11 +216,11 @@ class Arithmetic:
     @property
     def entering(self) -> int:
         """The States that enter a pass from elsewhere."""
-        return sum(block.arriving_bytes(self.work) for block in self.every_block)
+        return sum(block.initial_state_bytes(self.work) for block in self.every_block)
 
     @property
     def _decided(self) -> int:
-        return sum(block.decided_bytes(self.work) for block in self.every_block)
+        return sum(block.score_bytes(self.work) for block in self.every_block)
 
     @property
     def borders(self) -> int:
@@ -242,19 +243,19 @@ class Arithmetic:
         there, and the next one."""
         return self.hidden_bytes * (int(not self.stage.first) + 2 * int(not self.stage.last))
 
-    def of_layer(self, layer: tuple[str, ...]) -> list[Footprint]:
+    def of_layer(self, layer: tuple[str, ...]) -> list[MixerCosts]:
         """Its sub-blocks."""
         return [self.blocks[name] for name in layer]
 
     @property
-    def every_block(self) -> list[Footprint]:
+    def every_block(self) -> list[MixerCosts]:
         """The sub-blocks of all layers."""
         return [block for layer in self.layers for block in self.of_layer(layer)]
 
     @property
     def states(self) -> int:
         """The States that leave a pass."""
-        return sum(block.state_bytes(self.work) for block in self.every_block)
+        return sum(block.final_state_bytes(self.work) for block in self.every_block)
 
     @property
     def lanes(self) -> int:
@@ -293,7 +294,7 @@ class Arithmetic:
             loss += self.head_count * (work.compute_bytes + 4) + work.compute_bytes * self.model.d_model * work.tokens
             waiting = 4 * self.head_count if self.model.tie_embeddings and self.stage.first else 0
         # the gradients of what a sub-block kept are about as large as it
-        in_hand = max(block.kept_bytes(work) + block.mask_bytes(work) for block in self.blocks.values())
+        in_hand = max(block.saved_bytes(work) + block.mask_bytes(work) for block in self.blocks.values())
         if recompute:
             in_hand += max(self.layer_bytes(layer) for layer in set(self.layers))
         activations = self.in_flight * self.activations(recompute=recompute) + self._expected
@@ -356,7 +357,7 @@ class Arithmetic:
     def _matmuls(self, *, head: bool) -> int:
         """Numbers of this rank that a token is multiplied with: the head's, or the layers'."""
         names, every = ("embedding.weight", "head.weight"), (*self.parameters, *self.tied_replicas)
-        return sum(p.uses * p.local(self.tensor) for p in every if (p.name in names) is head)
+        return sum(p.uses * p.local_numel(self.tensor) for p in every if (p.name in names) is head)
 
     @property
     def _recurrences(self) -> tuple[float, float]:

@@ -77,11 +77,11 @@ def _volumes_of_a_pass(one: Arithmetic) -> Counter[tuple[str, str]]:
     work, shared, again = one.work, one.work.sequence_parallel, int(one.training.recompute)
     vectors, both, found = _vectors(one), ("all-gather", "reduce-scatter"), Counter[tuple[str, str]]()
     for layer in one.layers:
-        for reduction in (reduction for block in one.of_layer(layer) for reduction in block.reductions):
-            if not (shared and reduction.residual):
-                volume = work.tokens * reduction.width * work.nbytes(reduction.dtype)
-                runs = 1 + again * (reduction.direction == "forward")
-                found[f"layers {reduction.direction}", "all-reduce"] += runs * volume
+        for all_reduce in (all_reduce for block in one.of_layer(layer) for all_reduce in block.all_reduces):
+            if not (shared and all_reduce.residual):
+                volume = work.tokens * all_reduce.width * work.itemsize(all_reduce.dtype)
+                runs = 1 + again * (all_reduce.direction == "forward")
+                found[f"layers {all_reduce.direction}", "all-reduce"] += runs * volume
         for collective in both if shared else ():
             found["layers forward", collective] += (1 + again) * len(layer) * vectors
             found["layers backward", collective] += len(layer) * vectors
@@ -102,9 +102,9 @@ def _volumes_of_a_survey(one: Arithmetic) -> Counter[str]:
     """Of the forward pass alone, by collective; the stream that the loss would read is made, and gathered where it is shared."""
     work, shared, found = one.work, one.work.sequence_parallel, Counter[str]()
     for block in one.every_block:
-        for reduction in block.reductions:
-            if reduction.direction == "forward" and not (shared and reduction.residual):
-                found["all-reduce"] += work.tokens * reduction.width * work.nbytes(reduction.dtype)
+        for all_reduce in block.all_reduces:
+            if all_reduce.direction == "forward" and not (shared and all_reduce.residual):
+                found["all-reduce"] += work.tokens * all_reduce.width * work.itemsize(all_reduce.dtype)
         for collective in ("all-gather", "reduce-scatter") if shared else ():
             found[collective] += _vectors(one)
     if one.stage.first:
@@ -130,15 +130,15 @@ def _over_sequence(one: Arithmetic) -> dict[str, Exchange]:
     ranks, p, work = one.layout.context, one.tensor, one.work
     if ranks == 1:
         return found
-    carriers = [carrier for block in one.every_block for carrier in block.carriers]
+    recurrences = [recurrence for block in one.every_block for recurrence in block.recurrences]
     # a collective would keep all ranks in one of several segments
     gathers = one.layout.context_comm == "all_gather" and one.together == 1
-    gathered = [carrier for carrier in carriers if carrier.transition and gathers]
+    gathered = [recurrence for recurrence in recurrences if recurrence.transition and gathers]
     for name, backward in (("States: to the next rank", False), ("cotangents: to the rank before", True)):
-        sent = sum(carrier.message_bytes(work, backward=backward) for carrier in carriers if carrier not in gathered)
+        sent = sum(recurrence.message_bytes(work, backward=backward) for recurrence in recurrences if recurrence not in gathered)
         if sent:
             found[name] = Exchange(sent * one.passes, ranks, p, pairs=True)
-    effects = sum(carrier.effect_bytes(work) for carrier in gathered)
+    effects = sum(recurrence.transition_bytes(work) for recurrence in gathered)
     if effects:
         for name in ("States: all-gather over context", "cotangents: all-gather over context"):
             found[name] = Exchange((ranks - 1) * effects * one.passes, ranks, p)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from baton.launcher.arithmetic import Arithmetic, of_stages
 from baton.launcher.config import RunConfig
-from baton.models.settings.cost_model import Footprint
+from baton.models.settings.cost_model import MixerCosts
 from baton.models.settings.eager import Eager
 
 ASSUMED_TB_S = 2.0
@@ -19,8 +19,8 @@ class SlowPath:
     """A mixer whose recurrence has no kernel for its settings.
 
     mixer: its name in the model. layers: how many have it. eager: why, and what to set. seconds: of each optimizer step, on the
-    pipeline stage where it takes longest, nothing overlapped; None: a mixer of the model has no `footprint`, so steps cannot be
-    counted.
+    pipeline stage where it takes longest, nothing overlapped; None: a mixer of the model has no `activation_costs`, so steps cannot
+    be counted.
     """
 
     mixer: str
@@ -41,7 +41,7 @@ def slow_paths(config: RunConfig, device: str, memory_bandwidth_tb_s: float = AS
     """Of a configuration whose vocabulary is known. On a CPU there are none: PyTorch's form is what runs there.
 
     device: type of the device that computes, "cpu" or "cuda". memory_bandwidth_tb_s: of a GPU's memory. Nothing is
-    known of mixers without a `footprint`.
+    known of mixers without `activation_costs`.
     """
     model = config.model
     if device == "cpu":
@@ -49,7 +49,7 @@ def slow_paths(config: RunConfig, device: str, memory_bandwidth_tb_s: float = AS
     found, unknown = dict[str, Eager](), False
     for name, mixer in model.mixers.items():
         try:
-            eager = _eager(mixer.footprint(model.d_model))
+            eager = _eager(mixer.costs(model.d_model))
         except ValueError:
             unknown = True
             continue
@@ -79,5 +79,5 @@ def seconds_by_mixer(one: Arithmetic, memory_bandwidth_tb_s: float) -> dict[str,
     return found
 
 
-def _eager(block: Footprint) -> Eager | None:
-    return next((carrier.eager for carrier in block.carriers if carrier.eager is not None), None)
+def _eager(block: MixerCosts) -> Eager | None:
+    return next((recurrence.eager for recurrence in block.recurrences if recurrence.eager is not None), None)

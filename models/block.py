@@ -16,8 +16,10 @@ from torch.utils.checkpoint import noop_context_fn
 
 from baton.kernels.protocol import State, StateSpec
 from baton.models.config import ModelConfig
-from baton.models.mixer import Mixer, MixerContext, build_mixer, need_final_state
+from baton.models.mixer import Mixer, build_mixer, need_final_state
+from baton.models.mixer_context import MixerContext
 from baton.models.norm import RMSNorm, Stream, summed
+from baton.models.settings.declarations import sub_block_norm
 from baton.parallel.context_parallel import ContextLink
 from baton.parallel.tensor import gather_tokens
 
@@ -40,7 +42,7 @@ class SubBlock(nn.Module):
     def __init__(self, name: str, config: ModelConfig, context: MixerContext) -> None:
         super().__init__()
         self._split, self._compute_dtype = context.sequence_parallel, context.compute_dtype
-        self.norm = RMSNorm(config.d_model, config.norm_eps, of_part=context.sequence_parallel)
+        self.norm = RMSNorm(sub_block_norm(config.d_model), context)
         self.mixer = build_mixer(config.mixers[name], context)
 
     def forward(self, stream: Stream, pos: Tensor, state: State | None, state_wanted: bool = True) -> tuple[Stream, State]:

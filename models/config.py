@@ -1,11 +1,13 @@
 """Settings of the model: widths, and which sub-blocks each layer has. Torch-free."""
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from baton.models.initializers import Normal
 from baton.models.settings import MixerConfig, kinds
+from baton.models.settings.declarations import ParameterDeclaration, rms_norm
 
 if TYPE_CHECKING:
     AnyMixer = MixerConfig
@@ -104,6 +106,27 @@ class ModelConfig(BaseModel):
     def residual_adds(self) -> int:
         """How often the whole model adds to its residual stream."""
         return sum(len(layer) for layer in self.layers)
+
+    @property
+    def embedding(self) -> ParameterDeclaration:
+        """The embedding. A tied one is also the head: its `uses` are those of the stage that has both."""
+        return self._vocabulary("embedding", uses=int(self.tie_embeddings))
+
+    @property
+    def head(self) -> ParameterDeclaration | None:
+        """The head where it is not the embedding."""
+        return None if self.tie_embeddings else self._vocabulary("head", uses=1)
+
+    @property
+    def final_norm(self) -> ParameterDeclaration:
+        """The norm in front of the head."""
+        return rms_norm("norm", self.d_model)
+
+    def _vocabulary(self, layer: Literal["embedding", "head"], uses: int) -> ParameterDeclaration:
+        shape = (self.padded_vocab_size, self.d_model)
+        return ParameterDeclaration(
+            f"{layer}.weight", shape, Normal(0.02), split=0, decay=self.decay_embedding, uses=uses, layer=layer
+        )
 
     @property
     def padded_vocab_size(self) -> int:

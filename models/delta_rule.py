@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from baton.kernels.delta_rule.recurrence import DeltaRule
-from baton.kernels.protocol import State, StateSpec
+from baton.kernels.protocol import State
 from baton.kernels.short_conv.recurrence import ShortConv
-from baton.models import cached_constants, init
-from baton.models.mixer import Mixer, MixerContext
+from baton.models import cached_constants
+from baton.models.mixer import Mixer
 from baton.models.norm import HeadRMSNorm, unit
 from baton.models.settings.delta_rule import DeltaRuleConfig
+from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 _CONV = ShortConv("silu")
 
@@ -27,31 +28,14 @@ _CONV = ShortConv("silu")
 class DeltaRuleMixer(Mixer):
     """x [B, T, M], pos [B, T], State {conv_q, conv_k [B, W-1, H K], conv_v [B, W-1, H V], S [B, H, K, V]} -> y [B, T, M], State.
 
-    A subclass says what else is projected (extra: names and whole widths, multiples of the heads) and what that is for: `log_decay`
-    and `gate`.
+    A subclass's settings declare further fused projections (`gates`); `log_decay` and `gate` read them as `extra`.
     """
 
-    def __init__(self, config: DeltaRuleConfig, context: MixerContext, *, extra: Sequence[tuple[str, int]] = ()) -> None:
-        super().__init__()
-        self.config, self.compute_dtype = config, context.compute_dtype
-        self.heads = config.head_count(context.d_model)
-        keys, values = self.heads * config.d_key, self.heads * config.d_value
-        parts = (("q", keys), ("k", keys), ("v", values), ("beta", self.heads), *extra)
-        self.in_proj = context.column(sum(width for _, width in parts), fused_splits=parts)
-        self._widths = [width // context.tensor_size for _, width in parts]
-        self.conv_weights = nn.ParameterDict(
-            {name: context.split((width, config.d_conv), init.linear(config.d_conv), decay=True) for name, width in parts[:3]}
-        )
-        self.norm = HeadRMSNorm(config.d_value, context.norm_eps)
-        self.out_proj = context.output(values)
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        """What is carried per sequence: the convolutions' last inputs and the state (fp32 whatever the matmuls use)."""
-        d_key, d_value, tail = self.config.d_key, self.config.d_value, self.config.d_conv - 1
-        widths = {"q": self.heads * d_key, "k": self.heads * d_key, "v": self.heads * d_value}
-        convs = (StateSpec(f"conv_{name}", (tail, width), self.compute_dtype, tp=1, grad=True) for name, width in widths.items())
-        return (*convs, StateSpec("S", (self.heads, d_key, d_value), self.norm.weight.dtype, tp=0, grad=True))
+    config: DeltaRuleConfig
+    in_proj: ColumnParallelLinear
+    conv_weights: nn.ParameterDict
+    norm: HeadRMSNorm
+    out_proj: RowParallelLinear
 
     @abstractmethod
     def log_decay(self, extra: Sequence[Tensor]) -> Tensor | None:
@@ -63,7 +47,7 @@ class DeltaRuleMixer(Mixer):
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         config, dtype = self.config, self.norm.weight.dtype
-        q_BTD, k_BTD, v_BTD, beta_BTH, *extra = self.in_proj(x_BTM, self._widths)
+        q_BTD, k_BTD, v_BTD, beta_BTH, *extra = self.in_proj(x_BTM, self.in_proj.local_splits)
         leaving: State = {}
 
         def mixed(name: str, u_BTD: Tensor) -> Tensor:

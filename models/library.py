@@ -15,7 +15,8 @@ from baton.kernels.protocol import State
 from baton.kernels.protocol import detach as detach_state
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel, States
-from baton.models.mixer import Mixer, MixerContext, build_mixer
+from baton.models.mixer import Mixer, build_mixer
+from baton.models.mixer_context import MixerContext
 from baton.models.settings import kinds
 from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config

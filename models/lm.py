@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from baton.kernels.protocol import State, StateSpec
-from baton.models import init
 from baton.models.block import Layer, recomputation
 from baton.models.config import ModelConfig
 from baton.models.cross_entropy import linear_cross_entropy
-from baton.models.mixer import Mixer, MixerContext
+from baton.models.mixer import Mixer
+from baton.models.mixer_context import MixerContext
 from baton.models.norm import RMSNorm, Stream, summed
 from baton.models.stages import Stage, whole
 from baton.parallel.context_parallel import ContextLink
@@ -75,13 +75,15 @@ class LanguageModel(nn.Module):
         self.sequence_parallel = sequence_parallel and tensor_size > 1
         megatron = megatron_config(tensor_size)
         if self.stage.first or (self.stage.last and config.tie_embeddings):
+            embedding = config.embedding
+            vocab_size, width = embedding.shape
             self.embedding = VocabParallelEmbedding(
-                config.padded_vocab_size,
-                config.d_model,
-                init.normal(0.02),
+                vocab_size,
+                width,
+                embedding.init,
                 megatron,
                 compute_dtype=compute_dtype,
-                decay=config.decay_embedding,
+                decay=embedding.decay,
                 scatter=self.sequence_parallel,
             )
             if config.tie_embeddings and self.stage.count > 1:
@@ -104,15 +106,16 @@ class LanguageModel(nn.Module):
                 module.link, module.where = link, name.replace(".mixer", "")
         if not self.stage.last:
             return
-        self.norm = RMSNorm(config.d_model, config.norm_eps, of_part=self.sequence_parallel)
-        if not config.tie_embeddings:
+        self.norm = RMSNorm(config.final_norm, context)
+        if head := config.head:
+            vocab_size, width = head.shape
             self.head = VocabParallelHead(
-                config.padded_vocab_size,
-                config.d_model,
-                init.normal(0.02),
+                vocab_size,
+                width,
+                head.init,
                 megatron,
                 compute_dtype=compute_dtype,
-                decay=config.decay_embedding,
+                decay=head.decay,
                 disable_grad_reduce=self.sequence_parallel,
             )
 

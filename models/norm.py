@@ -1,23 +1,23 @@
-"""Root-mean-square norms: of the whole width, of each head, and of a width that is split over the tensor group."""
+"""Root-mean-square norms: over the whole width, over each head, and over a width that is split over the tensor group."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.kernels.rms_norm import fused_add_rms_norm, rms_norm
-from baton.models import cached_constants, init
-from baton.models.mixer import MixerContext
-from baton.parallel.param_layout import ParameterLayout, declare
+from baton.models import cached_constants
+from baton.models.mixer_context import MixerContext
+from baton.models.settings.declarations import ParameterDeclaration
 from baton.parallel.tensor import copy_to_tensor_group, sum_over_tensor_group
 
 Stream = tuple[Tensor, Tensor | None]
-"""A residual stream in two parts: the second, if any, is still to be added to the first, which the next norm does in passing."""
+"""A residual stream as (x, branch): branch is the last sub-block's output, which the next norm adds to x, or None."""
 
 
 def summed(stream: Stream) -> Tensor:
-    """The stream as one."""
-    x, added = stream
-    return x if added is None else x + added
+    """The stream as one tensor."""
+    x, branch = stream
+    return x if branch is None else x + branch
 
 
 def unit(x: Tensor, eps: float, *, precise: torch.dtype, dtype: torch.dtype) -> Tensor:
@@ -27,33 +27,26 @@ def unit(x: Tensor, eps: float, *, precise: torch.dtype, dtype: torch.dtype) -> 
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in the weight's type (fp32).
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in the weight's type (fp32)."""
 
-    of_part: x is this tensor rank's part of the tokens, so the weight's gradient is too.
-    """
-
-    def __init__(self, d_model: int, eps: float, *, of_part: bool = False) -> None:
+    def __init__(self, declaration: ParameterDeclaration, context: MixerContext) -> None:
         super().__init__()
-        self.eps = eps
-        partial = frozenset({"tensor"} if of_part else ())
-        layout = ParameterLayout((d_model,), init.constant(1.0), partial_over=partial, decay=False)
-        self.weight = declare(nn.Parameter(torch.empty(d_model)), layout)
+        self.eps = context.norm_eps
+        self.weight = context.parameter(declaration)
 
     def forward(self, stream: Stream, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """x, the sum of the stream's parts, for what else reads it, and y in dtype."""
-        x, added = stream
-        return fused_add_rms_norm(x, self.weight, self.eps, added=added, dtype=dtype)
+        """x + branch, which continues the stream, and its norm y in dtype."""
+        x, branch = stream
+        return fused_add_rms_norm(x, self.weight, self.eps, added=branch, dtype=dtype)
 
 
 class HeadRMSNorm(nn.Module):
     """RMSNorm over the last dimension of this rank's heads [.., heads, dim], in fp32, with one weight [dim] for all heads."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, declaration: ParameterDeclaration, context: MixerContext) -> None:
         super().__init__()
-        self.eps = eps
-        # every rank applies the weight to its own heads, so each has a part of the gradient
-        layout = ParameterLayout((dim,), init.constant(1.0), partial_over=frozenset({"tensor"}), decay=False)
-        self.weight = declare(nn.Parameter(torch.empty(dim)), layout)
+        self.eps = context.norm_eps
+        self.weight = context.parameter(declaration)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -62,17 +55,18 @@ class HeadRMSNorm(nn.Module):
 class SplitRMSNorm(nn.Module):
     """RMSNorm over a width that is split over the tensor group: x [.., width / tensor ranks], in fp32, a weight per feature."""
 
-    def __init__(self, width: int, context: MixerContext) -> None:
+    def __init__(self, declaration: ParameterDeclaration, context: MixerContext) -> None:
         super().__init__()
-        self.width, self.eps, self._split = width, context.norm_eps, context.tensor_size > 1
-        self.weight = context.split((width,), init.constant(1.0), decay=False)
+        (self.width,) = declaration.shape
+        self.eps, self._split = context.norm_eps, context.tensor_size > 1
+        self.weight = context.parameter(declaration)
 
     def forward(self, x: Tensor, dtype: torch.dtype, *, silu: bool = False) -> Tensor:
-        """y in dtype. silu: of silu(x)."""
+        """y in dtype. silu: normalise silu(x)."""
         if not self._split:
             return rms_norm(x, self.weight, self.eps, silu=silu, dtype=dtype)
         x = (F.silu(x) if silu else x).to(self.weight.dtype)
         squares = x.square().sum(-1, keepdim=True)
-        # summed forwards; and since every rank's outputs depend on the sum, its gradient is summed backwards
+        # every rank's outputs depend on the sum, so its gradient is summed over the group too
         squares = copy_to_tensor_group(sum_over_tensor_group(squares))
         return (x * torch.rsqrt(squares / self.width + self.eps) * self.weight).to(dtype)

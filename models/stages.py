@@ -69,11 +69,11 @@ def layer_costs(config: ModelConfig, sequence_length: int) -> list[float]:
     of: dict[str, float] = {}
     for name, settings in config.mixers.items():
         try:
-            footprint = settings.footprint(config.d_model)
+            costs = settings.costs(config.d_model)
         except ValueError as error:
             raise LayoutError(f"layout.pipeline: stages are cut by cost, and model.mixers.{name}: {error}") from None
-        matrix, vector = footprint.recurrence_flops(sequence_length)
-        matmuls = sum(2.0 * p.uses * p.numel for p in footprint.parameters)
+        matrix, vector = costs.recurrence_flops(sequence_length)
+        matmuls = sum(2.0 * p.uses * p.numel for p in costs.parameters)
         of[name] = MATMUL_PASSES * matmuls + RECURRENCE_PASSES * (matrix + VECTOR_COST * vector)
     return [sum(of[name] for name in layer) for layer in config.layers]
 

@@ -132,6 +132,7 @@ class ColumnParallelLinear(CastWeightCache, tensor_parallel.ColumnParallelLinear
             in_features, out_features, config=config, init_method=lambda w: w, bias=False, disable_grad_reduce=disable_grad_reduce
         )
         self.compute_dtype = compute_dtype
+        self.local_splits = tuple(rows // config.tensor_model_parallel_size for _, rows in fused_splits)
         declare(self.weight, ParameterLayout((out_features, in_features), init, split=0, fused_splits=tuple(fused_splits)))
 
     def forward(self, x: Tensor, split_sizes: Sequence[int] | None = None) -> Tensor | tuple[Tensor, ...]:

@@ -34,22 +34,19 @@ The state space is split by channel and the attention by head. Its output is sum
 every rank computes the scores of the same numbers and keeps the same tokens.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from baton.kernels.eidetic_attention.chunked import Options
-from baton.kernels.eidetic_attention.op import state_specs
 from baton.kernels.eidetic_attention.recurrence import EideticAttention, Innovation
-from baton.kernels.protocol import State, StateSpec
+from baton.kernels.protocol import State
 from baton.kernels.short_conv.recurrence import ShortConv
-from baton.models import cached_constants, init
-from baton.models.mixer import Mixer, MixerContext
+from baton.models import cached_constants
+from baton.models.mixer import Mixer
 from baton.models.mixers.mamba import Mamba
 from baton.models.settings.bmojo import BMojoConfig
-from baton.parallel.tensor import copy_to_tensor_group
+from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_group
 
 _CONV = ShortConv(None)
 
@@ -61,38 +58,12 @@ class BMojo(Mixer, settings=BMojoConfig):
     # a score in another rounding would select other tokens, and gradients would be another function's
     kept_operators = (torch.ops.baton.innovation.default,)
 
-    def __init__(self, config: BMojoConfig, context: MixerContext) -> None:
-        super().__init__()
-        self.config, self.compute_dtype, self._sequence_parallel = config, context.compute_dtype, context.sequence_parallel
-        self.ssm = Mamba(config.ssm, context.nested())
-        heads, self.kv_heads = config.head_counts(context.d_model)
-        width, kv_width = heads * config.head_dim, self.kv_heads * config.head_dim
-        self.d_model = context.d_model
-        self.q_proj = context.column(width)
-        # keys and values of the window, the fading and the eidetic tokens come from the same projection
-        self.kv_proj = context.column(2 * kv_width, fused_splits=(("k", kv_width), ("v", kv_width)))
-        self.conv_weights = nn.ParameterDict()
-        if config.d_conv is not None:
-            for name in "kv":
-                self.conv_weights[name] = context.split((kv_width, config.d_conv), init.linear(config.d_conv), decay=True)
-        self.out_proj = context.output(width)
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        config, ssm = self.config, self.ssm.state_specs
-        options = Options(config.window, config.n_fading, config.eidetic, config.fading == "sliding", 1.0)
-        like = torch.empty(0, 0, self.kv_heads, config.head_dim, dtype=self.compute_dtype, device="meta")
-        score_dtype = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
-        kv_width = self.kv_heads * config.head_dim
-        convs = [
-            StateSpec(f"conv_{name}", ((config.d_conv or 1) - 1, kv_width), self.compute_dtype, tp=1, grad=True) for name in "kv"
-        ]
-        return (
-            *(dataclasses.replace(leaf, name=f"ssm.{leaf.name}") for leaf in ssm),
-            *(() if config.d_conv is None else convs),
-            StateSpec("y", (config.predictor, self.d_model), self.compute_dtype, tp=None, grad=False),
-            *state_specs(options, like, score_dtype),
-        )
+    config: BMojoConfig
+    ssm: Mamba
+    q_proj: ColumnParallelLinear
+    kv_proj: ColumnParallelLinear
+    conv_weights: nn.ParameterDict
+    out_proj: RowParallelLinear
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         config = self.config
@@ -107,7 +78,7 @@ class BMojo(Mixer, settings=BMojoConfig):
         weights = self._predictor_weights(fading_BTM.device)
         score_BT, tail = self.carry(Innovation(config.innovation_norm), (fading_BTM.detach(), weights), pos_BT, tail)
         q = self.q_proj(x_BTM).unflatten(-1, (-1, config.head_dim))
-        if self._sequence_parallel:
+        if self.context.sequence_parallel:
             # the projection leaves x's gradient in parts, which gathering x sums; the fading tokens' parts are summed here
             fading_BTM = copy_to_tensor_group(fading_BTM)
         tokens, convs = self._convolved(self._keys_and_values(x_BTM), pos_BT, state)
@@ -124,8 +95,7 @@ class BMojo(Mixer, settings=BMojoConfig):
         return cached_constants.geometric_weights(n, device)
 
     def _keys_and_values(self, x_BTM: Tensor) -> Sequence[Tensor]:
-        width = len(self.kv_proj.weight) // 2
-        return self.kv_proj(x_BTM, (width, width))
+        return self.kv_proj(x_BTM, self.kv_proj.local_splits)
 
     def _convolved(self, rows: Sequence[Tensor], pos_BT: Tensor, state: State | None) -> tuple[Sequence[Tensor], State]:
         """Keys and values of the tokens, each with those of the tokens before; the tails that are carried on."""

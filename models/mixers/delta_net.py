@@ -9,15 +9,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from baton.models.delta_rule import DeltaRuleMixer
-from baton.models.mixer import MixerContext
 from baton.models.settings.delta_net import DeltaNetConfig
 
 
 class DeltaNet(DeltaRuleMixer, settings=DeltaNetConfig):
     """S = (I - beta k k^T) S + beta k v^T, y = W RMSNorm(S^T q / sqrt(d_key)), q and k of length 1, beta = sigmoid(linear)."""
-
-    def __init__(self, config: DeltaNetConfig, context: MixerContext) -> None:
-        super().__init__(config, context)
 
     def log_decay(self, extra: Sequence[Tensor]) -> None:
         return None

@@ -7,12 +7,10 @@ the paper refers, for the decay's initial values. Heads are split over the tenso
 from collections.abc import Sequence
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from baton.kernels.gate import gated
-from baton.models import init
 from baton.models.delta_rule import DeltaRuleMixer
-from baton.models.mixer import MixerContext
 from baton.models.settings.gated_delta_net import GatedDeltaNetConfig
 
 
@@ -20,12 +18,9 @@ class GatedDeltaNet(DeltaRuleMixer, settings=GatedDeltaNetConfig):
     """S = a (I - beta k k^T) S + beta k v^T, y = W (RMSNorm(S^T q / sqrt(d_key)) silu(W_g x)), a = exp(-exp(A_log) softplus(W_a x
     + dt_bias)); the rest as in DeltaNet."""
 
-    def __init__(self, config: GatedDeltaNetConfig, context: MixerContext) -> None:
-        heads = config.head_count(context.d_model)
-        super().__init__(config, context, extra=(("dt", heads), ("gate", heads * config.d_value)))
-        self.A_log = context.split((heads,), init.log_uniform(config.A_init_min, config.A_init_max), decay=False)
-        step = init.inverse_softplus_log_uniform(config.dt_min, config.dt_max, config.dt_floor)
-        self.dt_bias = context.split((heads,), step, decay=False)
+    config: GatedDeltaNetConfig
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
 
     def log_decay(self, extra: Sequence[Tensor]) -> Tensor:
         # the bias is added in fp32: rounded to bf16 it would move the decays in jumps of 3 %

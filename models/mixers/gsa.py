@@ -15,11 +15,12 @@ from torch import Tensor
 
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
-from baton.kernels.protocol import State, StateSpec
-from baton.models.mixer import Mixer, MixerContext
+from baton.kernels.protocol import State
+from baton.models.mixer import Mixer
 from baton.models.norm import SplitRMSNorm
 from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings.gsa import GSAConfig
+from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
 class GSA(Mixer, settings=GSAConfig):
@@ -30,31 +31,15 @@ class GSA(Mixer, settings=GSAConfig):
     x [B, T, M], pos [B, T], State {k [B, key heads, head_dim, slots], v [B, key heads, slots, head_dim]} -> y [B, T, M], State.
     """
 
-    def __init__(self, config: GSAConfig, context: MixerContext) -> None:
-        super().__init__()
-        self.config = config
-        heads, self.kv_heads = config.head_counts(context.d_model)
-        width, kv_width = heads * config.head_dim, self.kv_heads * config.head_dim
-        parts = (("q", width), ("k", kv_width), ("v", kv_width), ("alpha", self.kv_heads * config.slots))
-        self.in_proj = context.column(sum(width for _, width in parts), fused_splits=parts)
-        self._widths = tuple(width // context.tensor_size for _, width in parts)
-        self.norm = SplitRMSNorm(width, context)
-        self.out_proj = context.output(width)
-        self._selective, self._alone = context.selective_recompute, context.tensor_size == 1
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        """The slots, fp32 whatever the matmuls use."""
-        head_dim, slots, dtype = self.config.head_dim, self.config.slots, self.norm.weight.dtype
-        return (
-            StateSpec("k", (self.kv_heads, head_dim, slots), dtype, tp=0, grad=True),
-            StateSpec("v", (self.kv_heads, slots, head_dim), dtype, tp=0, grad=True),
-        )
+    config: GSAConfig
+    in_proj: ColumnParallelLinear
+    norm: SplitRMSNorm
+    out_proj: RowParallelLinear
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         # carried slots may have come from elsewhere
-        selective = self._selective and (self.link is None or not self.link.active)
-        *qkv, alpha = self.in_proj(x_BTM, self._widths)
+        selective = self.context.selective_recompute and (self.link is None or not self.link.active)
+        *qkv, alpha = self.in_proj(x_BTM, self.in_proj.local_splits)
         inputs = (*(x.unflatten(2, (-1, self.config.head_dim)) for x in qkv), alpha.unflatten(2, (-1, self.config.slots)))
         recurrence = GatedSlotAttention(
             self.config.slot_activation, gate_logit_normalizer=self.config.gate_logit_normalizer, remake=selective
@@ -62,7 +47,7 @@ class GSA(Mixer, settings=GSAConfig):
         o_BTHV, state = self.carry(recurrence, inputs, pos_BT, state)
         read = o_BTHV.flatten(2)
         # on a CPU the norm keeps copies of its own, and several ranks would have to sum again
-        with recompute_in_backward(selective and self._alone and on_gpu(read)) as discard:
+        with recompute_in_backward(selective and self.context.tensor_size == 1 and on_gpu(read)) as discard:
             normed = self.norm(read, read.dtype, silu=True)
             discard(normed, lambda: self.norm(read, read.dtype, silu=True))
             return self.out_proj(normed), state

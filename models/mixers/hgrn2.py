@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
-from baton.kernels.protocol import State, StateSpec
-from baton.models.mixer import Mixer, MixerContext
+from baton.kernels.protocol import State
+from baton.models.mixer import Mixer
 from baton.models.norm import SplitRMSNorm
 from baton.models.settings.hgrn2 import HGRN2Config
+from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
 class HGRN2(Mixer, settings=HGRN2Config):
@@ -22,24 +23,14 @@ class HGRN2(Mixer, settings=HGRN2Config):
     x [B, T, M], pos [B, T], State {S [B, heads, d_key, d_value]} -> y [B, T, M], State.
     """
 
-    def __init__(self, config: HGRN2Config, context: MixerContext) -> None:
-        super().__init__()
-        self.config, self.sizes = config, config.head_sizes(context.d_model)
-        heads, d_key, d_value = self.sizes
-        parts = (("q", heads * d_key), ("f", heads * d_key), ("v", heads * d_value))
-        self.in_proj = context.column(sum(width for _, width in parts), fused_splits=parts)
-        self._widths = [width // context.tensor_size for _, width in parts]
-        self.norm = SplitRMSNorm(heads * d_value, context)
-        self.out_proj = context.output(heads * d_value)
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        """The state, fp32 whatever the matmuls use."""
-        return (StateSpec("S", tuple(self.sizes), self.norm.weight.dtype, tp=0, grad=True),)
+    config: HGRN2Config
+    in_proj: ColumnParallelLinear
+    norm: SplitRMSNorm
+    out_proj: RowParallelLinear
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
-        _, d_key, d_value = self.sizes
-        q, f, v = self.in_proj(x_BTM, self._widths)
+        _, d_key, d_value = self.config.head_sizes(self.context.d_model)
+        q, f, v = self.in_proj(x_BTM, self.in_proj.local_splits)
         log_keep, take = self.forget(f.to(self.norm.weight.dtype))
         inputs = (
             F.silu(q).unflatten(2, (-1, d_key)),

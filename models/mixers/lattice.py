@@ -24,16 +24,17 @@ Shapes: B batch, T time, M d_model, H this rank's heads, K slots, V head_dim, W 
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from baton.kernels.gate import gated
 from baton.kernels.lattice import recurrence
-from baton.kernels.protocol import State, StateSpec
+from baton.kernels.protocol import State
 from baton.kernels.short_conv.recurrence import ShortConv
-from baton.models import cached_constants, init
-from baton.models.mixer import Mixer, MixerContext
+from baton.models import cached_constants
+from baton.models.mixer import Mixer
 from baton.models.norm import SplitRMSNorm, unit
 from baton.models.settings.lattice import LatticeConfig
+from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
 class Lattice(Mixer, settings=LatticeConfig):
@@ -43,36 +44,19 @@ class Lattice(Mixer, settings=LatticeConfig):
     inputs and share a tail. A state of None is the initial slots, which are not zero.
     """
 
-    def __init__(self, config: LatticeConfig, context: MixerContext) -> None:
-        super().__init__()
-        self.config, self.compute_dtype, self.norm_eps = config, context.compute_dtype, context.norm_eps
-        self.heads = config.head_count(context.d_model)
-        keys, values = self.heads * config.slots, self.heads * config.head_dim
-        parts = [("qk", keys), ("v", values), ("gate", values), ("step", self.heads)]
-        self.step_bias = context.split((self.heads,), init.constant(config.step_bias), decay=False)
-        if config.forget:
-            parts.append(("forget", self.heads))
-            self.forget_bias = context.split((self.heads,), init.constant(config.forget_bias), decay=False)
-        self.in_proj = context.column(sum(width for _, width in parts), fused_splits=parts)
-        self._widths = [width // context.tensor_size for _, width in parts]
-        self.conv_q, self.conv_k = (context.split((keys, config.d_conv), init.linear(config.d_conv), decay=True) for _ in "qk")
-        if config.initial_slots == "learned":
-            self.S0 = context.split((self.heads, config.head_dim, config.slots), _orthonormal, decay=False)
-        self.norm = SplitRMSNorm(values, context) if config.output_norm else None
-        self.out_proj = context.output(values)
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        """What is carried per sequence: the convolutions' last inputs and the slots (fp32 whatever the matmuls use)."""
-        config = self.config
-        return (
-            StateSpec("conv", (config.d_conv - 1, self.heads * config.slots), self.compute_dtype, tp=1, grad=True),
-            StateSpec("S", (self.heads, config.head_dim, config.slots), self.step_bias.dtype, tp=0, grad=True),
-        )
+    config: LatticeConfig
+    in_proj: ColumnParallelLinear
+    step_bias: nn.Parameter
+    forget_bias: nn.Parameter
+    conv_q: nn.Parameter
+    conv_k: nn.Parameter
+    S0: nn.Parameter
+    norm: SplitRMSNorm
+    out_proj: RowParallelLinear
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         config, dtype = self.config, self.step_bias.dtype
-        qk_BTD, v_BTD, gate_BTD, step_BTH, *forget = self.in_proj(x_BTM, self._widths)
+        qk_BTD, v_BTD, gate_BTD, step_BTH, *forget = self.in_proj(x_BTM, self.in_proj.local_splits)
         q_BTHK, conv = self._convolved(qk_BTD, self.conv_q, pos_BT, state)
         k_BTHK, _ = self._convolved(qk_BTD, self.conv_k, pos_BT, state)
         # biases are added in fp32: rounded to bf16 they would move in jumps, and a gate near 1 would be 1
@@ -92,7 +76,7 @@ class Lattice(Mixer, settings=LatticeConfig):
         update = recurrence.Lattice(config.variant, config.project, forget=config.forget, sparse=bool(config.sparsity))
         o_BTHV, leaving = self.carry(update, inputs, pos_BT, None if state is None else {"S": state["S"]})
         o_BTD = o_BTHV.flatten(2)
-        y_BTD = gated(o_BTD if self.norm is None else self.norm(o_BTD, dtype), gate_BTD, activation="gelu", dtype=gate_BTD.dtype)
+        y_BTD = gated(self.norm(o_BTD, dtype) if config.output_norm else o_BTD, gate_BTD, activation="gelu", dtype=gate_BTD.dtype)
         return self.out_proj(y_BTD), {"conv": conv, **leaving}
 
     def _convolved(self, u_BTD: Tensor, weight: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, Tensor]:
@@ -108,10 +92,4 @@ class Lattice(Mixer, settings=LatticeConfig):
 
     def _unit(self, x_BTHK: Tensor) -> Tensor:
         """x / sqrt(|x|^2 + norm_eps)."""
-        return unit(x_BTHK, self.norm_eps, precise=self.step_bias.dtype, dtype=x_BTHK.dtype)
-
-
-def _orthonormal(w: Tensor, g: torch.Generator) -> None:
-    """Q of a Gaussian matrix per head, signed so that it is uniform among all that have orthonormal columns (Mezzadri 2007)."""
-    q, r = torch.linalg.qr(torch.empty_like(w).normal_(generator=g))
-    w.copy_(q * torch.diagonal(r, dim1=-2, dim2=-1).sign().unsqueeze(-2))
+        return unit(x_BTHK, self.context.norm_eps, precise=self.step_bias.dtype, dtype=x_BTHK.dtype)

@@ -16,10 +16,8 @@ is theorem 3.1; table 2's caption gives GLA a state of 1024K, its table and form
 
 from torch import Tensor
 
-from baton.kernels.longhorn import recurrence
+from baton.kernels.longhorn.recurrence import Longhorn as LonghornScan
 from baton.kernels.protocol import Inputs
-from baton.models import init
-from baton.models.mixer import MixerContext
 from baton.models.settings.longhorn import LonghornConfig
 from baton.models.ssm_block import SSMBlock
 
@@ -28,10 +26,10 @@ class Longhorn(SSMBlock, settings=LonghornConfig):
     """S = (1 - eps k^2) S + eps x k, y = S q + D x, with eps = beta / (1 + beta |k|^2) and beta = sigmoid(low rank + bias)."""
 
     config: LonghornConfig
-    recurrence = recurrence.Longhorn(gated=True)
 
-    def __init__(self, config: LonghornConfig, context: MixerContext) -> None:
-        super().__init__(config, context, step="beta", step_bias=init.constant(0.0))
+    @property
+    def recurrence(self) -> LonghornScan:
+        return LonghornScan(gated=True)
 
     def scan_inputs(
         self, x_BTD: Tensor, beta_BTD: Tensor, k_BTN: Tensor, q_BTN: Tensor, D_D: Tensor, z_BTD: Tensor, beta_bias_D: Tensor

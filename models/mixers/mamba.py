@@ -13,12 +13,10 @@ A misprint in the paper: table 8 gives a random initial value as A ~ exp(N(0, 1)
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from baton.kernels.protocol import Inputs
 from baton.kernels.selective_scan.recurrence import SelectiveScan
-from baton.models import init
-from baton.models.mixer import MixerContext
 from baton.models.settings.mamba import MambaConfig
 from baton.models.ssm_block import SSMBlock
 
@@ -28,11 +26,11 @@ class Mamba(SSMBlock, settings=MambaConfig):
 
     config: MambaConfig
 
-    def __init__(self, config: MambaConfig, context: MixerContext) -> None:
-        drawn = init.inverse_softplus_uniform if config.dt_init == "uniform" else init.inverse_softplus_log_uniform
-        super().__init__(config, context, step="dt", step_bias=drawn(config.dt_min, config.dt_max, config.dt_floor))
-        self.recurrence = SelectiveScan(config.discretization, gated=True)
-        self.A_log = context.split((config.expand * context.d_model, config.d_state), init.log_arange, decay=False)
+    A_log: nn.Parameter
+
+    @property
+    def recurrence(self) -> SelectiveScan:
+        return SelectiveScan(self.config.discretization, gated=True)
 
     def scan_inputs(
         self, x_BTD: Tensor, dt_BTD: Tensor, B_BTN: Tensor, C_BTN: Tensor, D_D: Tensor, z_BTD: Tensor, dt_bias_D: Tensor

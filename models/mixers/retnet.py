@@ -9,12 +9,13 @@ from torch import Tensor
 
 from baton.kernels.gate import gated
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
-from baton.kernels.protocol import State, StateSpec
+from baton.kernels.protocol import State
 from baton.kernels.rotary import rotary
 from baton.models.feature_map import FEATURE_MAPS
-from baton.models.mixer import Mixer, MixerContext
+from baton.models.mixer import Mixer
 from baton.models.norm import HeadRMSNorm
 from baton.models.settings.retnet import RetNetConfig
+from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
 class RetNet(Mixer, settings=RetNetConfig):
@@ -23,32 +24,22 @@ class RetNet(Mixer, settings=RetNetConfig):
     x [B, T, M], pos [B, T], State {S [B, heads, d_key, d_value]} -> y [B, T, M], State. Keys enter the state turned.
     """
 
-    def __init__(self, config: RetNetConfig, context: MixerContext) -> None:
-        super().__init__()
-        self.config, self.sizes = config, config.head_sizes(context.d_model)
-        heads, d_key, d_value = self.sizes
-        parts = (("q", heads * d_key), ("k", heads * d_key), ("v", heads * d_value), ("gate", heads * d_value))
-        self.in_proj = context.column(sum(width for _, width in parts), fused_splits=parts)
-        self._widths = [width // context.tensor_size for _, width in parts]
-        own = heads // context.tensor_size
-        first = own * self.in_proj.tp_group.rank() if context.tensor_size > 1 else 0
-        self._own_heads = range(first, first + own)
-        self.norm = HeadRMSNorm(d_value, context.norm_eps)
-        self.out_proj = context.output(heads * d_value)
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        """The state, fp32 whatever the matmuls use."""
-        return (StateSpec("S", tuple(self.sizes), self.norm.weight.dtype, tp=0, grad=True),)
+    config: RetNetConfig
+    in_proj: ColumnParallelLinear
+    norm: HeadRMSNorm
+    out_proj: RowParallelLinear
 
     def log_decay(self, like: Tensor) -> Tensor:
         """log a of this rank's heads, [heads], on the device of `like`, fp32."""
-        heads = torch.arange(self._own_heads.start, self._own_heads.stop, dtype=self.norm.weight.dtype, device=like.device)
+        size = self.context.tensor_size
+        count = self.config.head_sizes(self.context.d_model).heads // size
+        first = count * self.in_proj.tp_group.rank() if size > 1 else 0
+        heads = torch.arange(first, first + count, dtype=self.norm.weight.dtype, device=like.device)
         return torch.log1p(-torch.exp2(-self.config.decay_exponent - heads))
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
-        _, d_key, d_value = self.sizes
-        q, k, v, gate = self.in_proj(x_BTM, self._widths)
+        _, d_key, d_value = self.config.head_sizes(self.context.d_model)
+        q, k, v, gate = self.in_proj(x_BTM, self.in_proj.local_splits)
         q, k = (FEATURE_MAPS[self.config.feature_map](x).unflatten(2, (-1, d_key)) for x in (q, k))
         inputs = (
             *rotary(q, k, pos_BT, self.config.rope_theta),

@@ -7,31 +7,24 @@ from torch import Tensor
 
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gate import gated
-from baton.kernels.protocol import State, StateSpec
-from baton.models.mixer import Mixer, MixerContext
+from baton.kernels.protocol import State
+from baton.models.mixer import Mixer
 from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings.swiglu import SwiGLUConfig
+from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
 class SwiGLU(Mixer, settings=SwiGLUConfig):
     """x [B, T, M] -> y [B, T, M]; the State is empty."""
 
-    def __init__(self, config: SwiGLUConfig, context: MixerContext) -> None:
-        super().__init__()
-        hidden = config.width(context.d_model)
-        self.in_proj = context.column(2 * hidden, fused_splits=(("gate", hidden), ("up", hidden)))
-        self.out_proj = context.output(hidden)
-        self._selective = context.selective_recompute
-        self._widths = (hidden // context.tensor_size,) * 2
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        return ()
+    config: SwiGLUConfig
+    in_proj: ColumnParallelLinear
+    out_proj: RowParallelLinear
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
-        gate, up = self.in_proj(x_BTM, self._widths)
+        gate, up = self.in_proj(x_BTM, self.in_proj.local_splits)
         product = gated(up, gate)
         # on a CPU the gate keeps copies of its own, not what would make it again
-        with recompute_in_backward(self._selective and on_gpu(product)) as discard:
+        with recompute_in_backward(self.context.selective_recompute and on_gpu(product)) as discard:
             discard(product, lambda: gated(up, gate))
             return self.out_proj(product), {}

@@ -11,7 +11,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from baton.models.settings.cost_model import Footprint
+from baton.models.settings.cost_model import MixerCosts
+from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, prefixed
 
 SMALL_WIDTH = 12
 """d_model that every mixer's `small` settings fit: four tensor ranks, heads of odd width."""
@@ -53,10 +54,46 @@ class MixerConfig(BaseModel):
     def check(self, d_model: int) -> None:
         """Refuse settings that do not fit d_model. Raises ValueError with what to change."""
 
-    def footprint(self, d_model: int) -> Footprint:
-        """What the mixer takes, by arithmetic: parameters, activations, state, exchange. Raises ValueError for a kind that cannot
-        say."""
-        raise ValueError(f"kind {self.kind} does not say what it takes; give {type(self).__name__} a method footprint")
+    @property
+    def nested(self) -> "dict[str, MixerConfig]":
+        """Mixers that are parts of this one, by the name of the part."""
+        return {}
+
+    def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
+        """The mixer's own parameters, those of nested mixers not among them. Whatever needs a parameter reads this declaration."""
+        return ()
+
+    def state(self, d_model: int) -> tuple[StateDeclaration, ...]:
+        """The State of a sequence, that of nested mixers not included."""
+        return ()
+
+    def activation_costs(self, d_model: int) -> MixerCosts:
+        """What the operators save and compute beside the declared parameters. Raises ValueError for a kind that has not said."""
+        raise ValueError(f"kind {self.kind} does not say what it costs; give {type(self).__name__} a method activation_costs")
+
+    def state_by_name(self, d_model: int) -> dict[str, StateDeclaration]:
+        """`state`, by name."""
+        return {state.name: state for state in self.state(d_model)}
+
+    def all_parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
+        """The parameters of the mixer and of its nested mixers."""
+        nested = (d for name, mixer in self.nested.items() for d in prefixed(name, mixer.all_parameters(d_model)))
+        return (*(d.nested() for d in nested), *self.parameters(d_model))
+
+    def all_state(self, d_model: int) -> tuple[StateDeclaration, ...]:
+        """The State of the mixer and of its nested mixers."""
+        nested = (s for name, mixer in self.nested.items() for s in prefixed(name, mixer.all_state(d_model)))
+        return (*nested, *self.state(d_model))
+
+    def costs(self, d_model: int) -> MixerCosts:
+        """Parameters, State and activations, for the planner. Raises ValueError as `activation_costs`."""
+        return self._with_nested(d_model).of(self.all_parameters(d_model))
+
+    def _with_nested(self, d_model: int) -> MixerCosts:
+        costs = self.activation_costs(d_model)
+        for name, mixer in self.nested.items():
+            costs = costs.plus_nested(name, mixer._with_nested(d_model))
+        return costs
 
     @classmethod
     def small(cls) -> Self:

@@ -5,17 +5,8 @@ from typing import Literal
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
-from baton.models.settings.cost_model import (
-    WINDOW_BLOCK,
-    Carrier,
-    Footprint,
-    Kept,
-    StateLeaf,
-    column,
-    column_gradient,
-    row,
-    row_sum,
-)
+from baton.models.settings.cost_model import WINDOW_BLOCK, MixerCosts, RecurrenceCosts, SavedTensor
+from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output
 
 
 class HeadsConfig(MixerConfig):
@@ -64,44 +55,45 @@ class AttentionConfig(HeadsConfig):
                 f"head_dim={self.head_dim} is odd, and rotary positions turn pairs; make it even or set rope_theta=null"
             )
 
-    def footprint(self, d_model: int) -> Footprint:
+    def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         heads, kv_heads = self.head_counts(d_model)
         width, kv_width = heads * self.head_dim, kv_heads * self.head_dim
-        whole = self.window is None
-        shape = (0 if self.window is None else self.window - 1, kv_heads, self.head_dim)
-        kept = [
-            Kept("in_proj input", d_model, "compute", split=False),
-            # the values are a view of it, so all of it stays; a GPU's kernels read each in one piece
-            Kept("q, k and v", width + 2 * kv_width, "compute", device="cpu"),
-            Kept("v", kv_width, "compute", device="gpu"),
-            Kept("sums of weights", heads, "float32", device="gpu"),
-            Kept("out_proj input", width, "compute"),
+        return (column("in_proj", d_model, {"q": width, "k": kv_width, "v": kv_width}), output("out_proj", width, d_model))
+
+    def state(self, d_model: int) -> tuple[StateDeclaration, ...]:
+        grows = self.window is None
+        shape = (0 if self.window is None else self.window - 1, self.head_counts(d_model)[1], self.head_dim)
+        return (
+            StateDeclaration("k", shape, "compute", tp=1, grows=grows),
+            StateDeclaration("v", shape, "compute", tp=1, grows=grows),
+            StateDeclaration("seen", (), "int64", tp=None, grad=False),
+        )
+
+    def activation_costs(self, d_model: int) -> MixerCosts:
+        heads, kv_heads = self.head_counts(d_model)
+        width, kv_width = heads * self.head_dim, kv_heads * self.head_dim
+        saved = [
+            SavedTensor("in_proj input", d_model, "compute", split=False),
+            # v is a view of the projection, so all of it stays; a GPU's kernels read q, k and v as contiguous copies
+            SavedTensor("q, k and v", width + 2 * kv_width, "compute", device="cpu"),
+            SavedTensor("v", kv_width, "compute", device="gpu"),
+            SavedTensor("log-sum-exp", heads, "float32", device="gpu"),
+            SavedTensor("out_proj input", width, "compute"),
         ]
         if self.rope_theta is not None:
             # a cosine and a sine per pair, the same for queries and keys and for all heads
-            kept += [
-                Kept("cosines and sines", self.head_dim, "float32", split=False),
-                Kept("turned q and k", width + kv_width, "compute"),
+            saved += [
+                SavedTensor("cosines and sines", self.head_dim, "float32", split=False),
+                SavedTensor("rotated q and k", width + kv_width, "compute"),
             ]
         else:
-            kept += [Kept("q and k", width + kv_width, "compute", device="gpu")]
-        return Footprint(
-            parameters=(column("in_proj", d_model, width + 2 * kv_width), row("out_proj", width, d_model)),
-            kept=tuple(kept),
-            carriers=(
-                Carrier(
-                    "window_attention",
-                    (
-                        StateLeaf("k", shape, "compute", tp=1, grows=whole),
-                        StateLeaf("v", shape, "compute", tp=1, grows=whole),
-                        StateLeaf("seen", (), "int64", tp=None, grad=False),
-                    ),
-                    chunk=None if self.window is None else max(WINDOW_BLOCK, self.window),
-                ),
-            ),
-            reductions=(column_gradient("in_proj", d_model), row_sum("out_proj", d_model)),
+            saved += [SavedTensor("q and k", width + kv_width, "compute", device="gpu")]
+        chunk = None if self.window is None else max(WINDOW_BLOCK, self.window)
+        return MixerCosts(
+            saved=tuple(saved),
+            recurrences=(RecurrenceCosts("window_attention", self.state(d_model), chunk=chunk),),
             attended=((width, self.window),),
-            masks=whole,
+            masks=self.window is None,
         )
 
     @classmethod

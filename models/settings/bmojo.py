@@ -1,23 +1,14 @@
 """Settings of B'MOJO."""
 
-from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
+from baton.models.initializers import linear
+from baton.models.settings import MixerConfig
 from baton.models.settings.attention import HeadsConfig
-from baton.models.settings.cost_model import (
-    EIDETIC_BLOCK,
-    Carrier,
-    Footprint,
-    Kept,
-    StateLeaf,
-    column,
-    column_gradient,
-    row,
-    row_sum,
-    split,
-)
+from baton.models.settings.cost_model import EIDETIC_BLOCK, AllReduce, MixerCosts, RecurrenceCosts, SavedTensor
+from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split
 from baton.models.settings.mamba import MambaConfig
 
 
@@ -90,87 +81,82 @@ class BMojoConfig(HeadsConfig):
         if self.n_fading > self.window:
             raise ValueError(f"fading_tokens={self.fading_tokens} exceeds window={self.window}: a memory would reach behind itself")
 
-    def footprint(self, d_model: int) -> Footprint:
+    @property
+    def nested(self) -> dict[str, MixerConfig]:
+        return {"ssm": self.ssm}
+
+    @property
+    def _convs(self) -> tuple[str, ...]:
+        return () if self.d_conv is None else ("k", "v")
+
+    def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         heads, kv_heads = self.head_counts(d_model)
-        width, kv_width, ssm = heads * self.head_dim, kv_heads * self.head_dim, self.ssm.footprint(d_model)
-        convs = () if self.d_conv is None else ("k", "v")
-        return Footprint(
-            parameters=(
-                *(replace(parameter, name=f"ssm.{parameter.name}") for parameter in ssm.parameters),
-                column("q_proj", d_model, width),
-                # of the tokens, and of the fading memory's outputs
-                column("kv_proj", d_model, 2 * kv_width, uses=2),
-                *(split(f"conv_weights.{name}", kv_width, self.d_conv or 0) for name in convs),
-                row("out_proj", width, d_model),
-            ),
-            kept=(
-                *ssm.kept,
-                # the state space's is counted there
-                Kept("fading tokens", d_model, "compute", split=False),
-                Kept("q", width, "compute"),
-                *(Kept(f"{name} before the convolution", kv_width, "compute") for name in convs),
-                Kept("k and v", 2 * kv_width, "compute"),
-                Kept("fading k and v", 2 * kv_width, "compute"),
-                Kept("scores", 1, "float32", split=False),
-                Kept("sums of weights", heads, "float32", device="gpu"),
-                Kept("memories", 2 * kv_width * (self.eidetic + self.n_fading) // self.window, "compute", device="gpu"),
-                Kept("out_proj input", width, "compute"),
-            ),
-            carriers=(
-                *(
-                    replace(carrier, leaves=tuple(replace(leaf, name=f"ssm.{leaf.name}") for leaf in carrier.leaves))
-                    for carrier in ssm.carriers
-                ),
-                *(Carrier("short_conv", (leaf,), chunk=0) for leaf in self._conv_leaves(kv_width)),
-                Carrier(
-                    "innovation",
-                    (StateLeaf("y", (self.predictor, d_model), "compute", tp=None, grad=False),),
-                    chunk=0,
-                ),
-                Carrier("eidetic_attention", self._attention_leaves(kv_heads), chunk=min(EIDETIC_BLOCK, self.window), remade=True),
-            ),
-            reductions=(
-                # every rank reads the state space's output whole
-                *(
-                    replace(reduction, residual=reduction.residual and reduction.direction == "backward")
-                    for reduction in ssm.reductions
-                ),
-                column_gradient("q_proj", d_model),
-                column_gradient("kv_proj", d_model),
-                replace(column_gradient("kv_proj of fading tokens", d_model), residual=False),
-                row_sum("out_proj", d_model),
-            ),
-            vector_flops=ssm.vector_flops,
-            attended=(
-                (width, self.window),
-                (width, self.n_fading + self.eidetic + (self.window if self.fading == "sliding" else 0)),
-            ),
+        width, kv_width, d_conv = heads * self.head_dim, kv_heads * self.head_dim, self.d_conv or 0
+        convs = (split(f"conv_weights.{name}", kv_width, d_conv, init=linear(d_conv), decay=True) for name in self._convs)
+        return (
+            column("q_proj", d_model, width),
+            # of the tokens, and of the state space's outputs: the fading and the eidetic tokens
+            column("kv_proj", d_model, {"k": kv_width, "v": kv_width}, uses=2),
+            *convs,
+            output("out_proj", width, d_model),
         )
 
-    def _conv_leaves(self, kv_width: int) -> tuple[StateLeaf, ...]:
-        if self.d_conv is None:
-            return ()
-        return tuple(StateLeaf(f"conv_{name}", (self.d_conv - 1, kv_width), "compute", tp=1) for name in "kv")
+    def state(self, d_model: int) -> tuple[StateDeclaration, ...]:
+        kv_heads = self.head_counts(d_model)[1]
+        convs = (
+            StateDeclaration(f"conv_{name}", ((self.d_conv or 1) - 1, kv_heads * self.head_dim), "compute", tp=1)
+            for name in self._convs
+        )
 
-    def _attention_leaves(self, kv_heads: int) -> tuple[StateLeaf, ...]:
-        found: list[StateLeaf] = []
+        def keys_and_values(prefix: str, tokens: int) -> tuple[StateDeclaration, ...]:
+            shape = (tokens, kv_heads, self.head_dim)
+            return tuple(StateDeclaration(f"{prefix}{name}", shape, "compute", tp=1) for name in "kv")
 
-        def rows(names: tuple[str, ...], n: int) -> None:
-            found.extend(StateLeaf(name, (n, kv_heads, self.head_dim), "compute", tp=1) for name in names)
-
-        tail, memory = self._fading_tail, self.eidetic + self.n_fading
-        rows(("k", "v"), self.window - 1)
-        found.append(StateLeaf("seen", (), "int64", tp=None, grad=False))
-        if tail:
-            rows(("fading_k", "fading_v"), tail)
+        state = [
+            *convs,
+            StateDeclaration("y", (self.predictor, d_model), "compute", tp=None, grad=False),
+            *keys_and_values("", self.window - 1),
+            StateDeclaration("seen", (), "int64", tp=None, grad=False),
+        ]
+        if self._fading_tail:
+            state += keys_and_values("fading_", self._fading_tail)
         if self.eidetic:
-            rows(("best_k", "best_v"), self.eidetic)
-            found.append(StateLeaf("score", (self.eidetic,), "float32", tp=None, grad=False))
-            found.append(StateLeaf("where", (self.eidetic,), "int64", tp=None, grad=False))
-        if memory:
-            rows(("frozen_k", "frozen_v"), memory)
-            found.append(StateLeaf("frozen", (memory,), "bool", tp=None, grad=False))
-        return tuple(found)
+            state += keys_and_values("best_", self.eidetic)
+            state.append(StateDeclaration("score", (self.eidetic,), "float32", tp=None, grad=False))
+            state.append(StateDeclaration("where", (self.eidetic,), "int64", tp=None, grad=False))
+        if memory := self.eidetic + self.n_fading:
+            state += keys_and_values("frozen_", memory)
+            state.append(StateDeclaration("frozen", (memory,), "bool", tp=None, grad=False))
+        return tuple(state)
+
+    def activation_costs(self, d_model: int) -> MixerCosts:
+        heads, kv_heads = self.head_counts(d_model)
+        width, kv_width = heads * self.head_dim, kv_heads * self.head_dim
+        state = self.state(d_model)
+        convs, y, attention = state[: len(self._convs)], state[len(self._convs)], state[len(self._convs) + 1 :]
+        memory = self.n_fading + self.eidetic
+        return MixerCosts(
+            saved=(
+                # the mixer's input is counted with the state space's
+                SavedTensor("fading tokens", d_model, "compute", split=False),
+                SavedTensor("q", width, "compute"),
+                *(SavedTensor(f"{name} before the convolution", kv_width, "compute") for name in self._convs),
+                SavedTensor("k and v", 2 * kv_width, "compute"),
+                SavedTensor("fading k and v", 2 * kv_width, "compute"),
+                SavedTensor("scores", 1, "float32", split=False),
+                SavedTensor("log-sum-exp", heads, "float32", device="gpu"),
+                SavedTensor("memories", 2 * kv_width * memory // self.window, "compute", device="gpu"),
+                SavedTensor("out_proj input", width, "compute"),
+            ),
+            recurrences=(
+                *(RecurrenceCosts("short_conv", (conv,), chunk=0) for conv in convs),
+                RecurrenceCosts("innovation", (y,), chunk=0),
+                RecurrenceCosts("eidetic_attention", attention, chunk=min(EIDETIC_BLOCK, self.window), recomputed_on_gpu=True),
+            ),
+            # every rank reads the state space's output whole
+            all_reduces=(AllReduce("kv_proj of fading tokens", d_model, "compute", "backward"),),
+            attended=((width, self.window), (width, memory + (self.window if self.fading == "sliding" else 0))),
+        )
 
     @classmethod
     def small(cls) -> "BMojoConfig":

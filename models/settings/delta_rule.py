@@ -5,21 +5,23 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from baton.models.initializers import linear
 from baton.models.settings import MixerConfig
 from baton.models.settings.cost_model import (
     DELTA_RULE_CHUNK,
-    Carrier,
+    MixerCosts,
+    RecurrenceCosts,
+    SavedTensor,
+    saved_by_norm,
+    saved_by_unit,
+)
+from baton.models.settings.declarations import (
     Dtype,
-    Footprint,
-    Kept,
-    Parameter,
-    StateLeaf,
+    ParameterDeclaration,
+    StateDeclaration,
     column,
-    column_gradient,
-    rms_norm,
-    row,
-    row_sum,
-    scaled,
+    head_norm,
+    output,
     split,
 )
 
@@ -64,50 +66,66 @@ class DeltaRuleConfig(MixerConfig):
     def check(self, d_model: int) -> None:
         self.head_count(d_model)
 
-    def footprint(self, d_model: int) -> Footprint:
-        return self.skeleton(d_model, extra=0)
+    @property
+    def gates(self) -> dict[str, int]:
+        """Rows per head of further projections that are fused with those of q, k, v and beta, by name."""
+        return {}
 
-    def skeleton(self, d_model: int, extra: int) -> Footprint:
-        """Everything but what a decay and a gate add. extra: width of their projections."""
+    def _widths(self, d_model: int) -> dict[str, int]:
         heads = self.head_count(d_model)
-        keys, values = heads * self.d_key, heads * self.d_value
-        widths = {"q": keys, "k": keys, "v": values}
-        projected, chunk = 2 * keys + values + heads + extra, DELTA_RULE_CHUNK
-        kept = [
-            Kept("in_proj input", d_model, "compute", split=False),
-            Kept("q, k, v and strengths", projected, "compute"),
-            Kept("convolved v", values, "compute"),
-            # a sigmoid, and what it is multiplied to
-            Kept("strengths", 2 * heads, "float32"),
-            # as two numbers of bfloat16 where products are of that
-            Kept("inverses of chunks", heads * chunk, "float32", inside="kernel"),
-            *rms_norm("norm", values, rows=heads),
-            Kept("out_proj input", values, "compute"),
+        return {"q": heads * self.d_key, "k": heads * self.d_key, "v": heads * self.d_value}
+
+    def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
+        heads, widths = self.head_count(d_model), self._widths(d_model)
+        gates = {name: heads * rows for name, rows in self.gates.items()}
+        convs = (
+            split(f"conv_weights.{name}", width, self.d_conv, init=linear(self.d_conv), decay=True)
+            for name, width in widths.items()
+        )
+        return (
+            column("in_proj", d_model, {**widths, "beta": heads, **gates}),
+            *convs,
+            head_norm("norm", self.d_value),
+            output("out_proj", widths["v"], d_model),
+        )
+
+    def state(self, d_model: int) -> tuple[StateDeclaration, ...]:
+        # a tail of each: one that held all three would not split by heads
+        convs = (
+            StateDeclaration(f"conv_{name}", (self.d_conv - 1, width), "compute", tp=1)
+            for name, width in self._widths(d_model).items()
+        )
+        return (*convs, StateDeclaration("S", (self.head_count(d_model), self.d_key, self.d_value), "float32", tp=0))
+
+    def activation_costs(self, d_model: int) -> MixerCosts:
+        heads, widths = self.head_count(d_model), self._widths(d_model)
+        keys, values, chunk = widths["k"], widths["v"], DELTA_RULE_CHUNK
+        *convs, S = self.state(d_model)
+        saved = [
+            SavedTensor("in_proj input", d_model, "compute", split=False),
+            SavedTensor("in_proj output", 2 * keys + values + heads * (1 + sum(self.gates.values())), "compute"),
+            SavedTensor("convolved v", values, "compute"),
+            # a sigmoid and the factor's other side
+            SavedTensor("beta", 2 * heads, "float32"),
+            # as two bfloat16 numbers where products are in that type
+            SavedTensor("chunks' triangular inverses", heads * chunk, "float32", in_recurrence="kernel"),
+            *saved_by_norm("norm", values, rows=heads),
+            SavedTensor("out_proj input", values, "compute"),
         ]
         for name in "qk":
-            kept += [*scaled(f"length of {name}", keys, rows=heads), Kept(f"unit {name}", keys, self.key_dtype)]
-        return Footprint(
-            parameters=(
-                column("in_proj", d_model, projected),
-                *(split(f"conv_weights.{name}", width, self.d_conv) for name, width in widths.items()),
-                Parameter("norm.weight", (self.d_value,), partial=True),
-                row("out_proj", values, d_model),
-            ),
-            kept=tuple(kept),
-            carriers=(
-                *(
-                    Carrier("short_conv", (StateLeaf(f"conv_{name}", (self.d_conv - 1, width), "compute", tp=1),), chunk=0)
-                    for name, width in widths.items()
-                ),
-                Carrier(
+            saved += [*saved_by_unit(f"length of {name}", keys, rows=heads), SavedTensor(f"unit {name}", keys, self.key_dtype)]
+        return MixerCosts(
+            saved=tuple(saved),
+            recurrences=(
+                *(RecurrenceCosts("short_conv", (conv,), chunk=0) for conv in convs),
+                RecurrenceCosts(
                     "delta_rule",
-                    (StateLeaf("S", (heads, self.d_key, self.d_value), "float32", tp=0),),
+                    (S,),
                     chunk=chunk,
-                    remade=True,
+                    recomputed_on_gpu=True,
                     transition=((heads, self.d_key, self.d_key),),
                 ),
             ),
-            reductions=(column_gradient("in_proj", d_model), row_sum("out_proj", d_model)),
             # two products of keys, the triangular solve and what is read with it; the state is read twice and written once
             matrix_flops=heads * (2 * chunk * (3 * self.d_key + 2 * self.d_value) + 6 * self.d_key * self.d_value),
         )

@@ -6,7 +6,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from baton.models.settings.cost_model import Footprint, Kept, activated, split
+from baton.models.initializers import InverseSoftplusLogUniform, LogUniform
+from baton.models.settings.cost_model import MixerCosts, SavedTensor, saved_by_gate
+from baton.models.settings.declarations import ParameterDeclaration, split
 from baton.models.settings.delta_rule import DeltaRuleConfig
 
 
@@ -39,18 +41,24 @@ class GatedDeltaNetConfig(DeltaRuleConfig):
                 raise ValueError(f"{name}_min={low} exceeds {name}_max={high}; initial values lie between them")
         return self
 
-    def footprint(self, d_model: int) -> Footprint:
+    @property
+    def gates(self) -> dict[str, int]:
+        return {"dt": 1, "gate": self.d_value}
+
+    def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         heads = self.head_count(d_model)
-        values = heads * self.d_value
-        skeleton = self.skeleton(d_model, extra=heads + values)
-        return replace(
-            skeleton,
-            parameters=(*skeleton.parameters, split("A_log", heads), split("dt_bias", heads)),
-            kept=(
-                *skeleton.kept,
-                # softplus's input and result, and the decay
-                Kept("decays", 3 * heads, "float32"),
-                Kept("normalised output", values, "float32"),
-                *activated("gate", values),
-            ),
+        return (
+            *super().parameters(d_model),
+            split("A_log", heads, init=LogUniform(self.A_init_min, self.A_init_max)),
+            split("dt_bias", heads, init=InverseSoftplusLogUniform(self.dt_min, self.dt_max, self.dt_floor)),
         )
+
+    def activation_costs(self, d_model: int) -> MixerCosts:
+        heads, costs = self.head_count(d_model), super().activation_costs(d_model)
+        saved = (
+            # softplus's input and result, and the decay
+            SavedTensor("decays", 3 * heads, "float32"),
+            SavedTensor("normalised output", heads * self.d_value, "float32"),
+            *saved_by_gate("gate", heads * self.d_value),
+        )
+        return replace(costs, saved=(*costs.saved, *saved))

@@ -4,23 +4,24 @@ from typing import Literal
 
 from pydantic import Field
 
+from baton.models.initializers import Constant, Projection
 from baton.models.settings.cost_model import (
-    LINEAR_ATTENTION_CHUNK,
-    Carrier,
-    Footprint,
-    Kept,
-    Parameter,
-    StateLeaf,
-    activated,
-    column,
-    column_gradient,
+    MixerCosts,
+    SavedTensor,
+    linear_attention_costs,
     linear_attention_flops,
-    log_sigmoid,
-    replicated_gradient,
-    rms_norm,
-    row,
-    row_sum,
-    scores_kept,
+    saved_by_gate,
+    saved_by_log_sigmoid,
+    saved_by_norm,
+    saved_scores,
+)
+from baton.models.settings.declarations import (
+    ParameterDeclaration,
+    column,
+    head_norm,
+    low_rank_column,
+    output,
+    replicated,
     split,
 )
 from baton.models.settings.linear_attention import FeatureMap, HeadSizes, LinearAttentionConfig, whole
@@ -43,47 +44,38 @@ class GLAConfig(LinearAttentionConfig):
         d_key = self.d_key or whole("d_key", "d_model / (2 heads)", d_model, 2 * self.heads)
         return HeadSizes(self.heads, d_key, self.d_value or whole("d_value", "d_model / heads", d_model, self.heads))
 
-    def footprint(self, d_model: int) -> Footprint:
+    def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         heads, d_key, d_value = self.head_sizes(d_model)
-        keys, values, chunk = heads * d_key, heads * d_value, LINEAR_ATTENTION_CHUNK
-        mapped = () if self.feature_map == "identity" else (Kept("mapped q and k", 2 * keys, "compute"),)
-        return Footprint(
-            parameters=(
-                column("in_proj", d_model, 2 * keys + 2 * values),
-                Parameter("code_proj.weight", (self.gate_low_rank_dim, d_model), uses=1),
-                column("decay_proj", self.gate_low_rank_dim, keys),
-                split("decay_bias", keys),
-                Parameter("norm.weight", (d_value,), partial=True),
-                row("out_proj", values, d_model),
-            ),
-            kept=(
-                Kept("in_proj input", d_model, "compute", split=False),
-                Kept("q, k, v and gate", 2 * keys + 2 * values, "compute"),
+        keys, values = heads * d_key, heads * d_value
+        return (
+            column("in_proj", d_model, {"q": keys, "k": keys, "v": values, "gate": values}),
+            replicated("code_proj", d_model, self.gate_low_rank_dim),
+            low_rank_column("decay_proj", self.gate_low_rank_dim, keys, init=Projection(self.gate_low_rank_dim)),
+            split("decay_bias", keys, init=Constant(0.0)),
+            head_norm("norm", d_value),
+            output("out_proj", values, d_model),
+        )
+
+    def activation_costs(self, d_model: int) -> MixerCosts:
+        heads, d_key, d_value = self.head_sizes(d_model)
+        keys, values = heads * d_key, heads * d_value
+        mapped = () if self.feature_map == "identity" else (SavedTensor("mapped q and k", 2 * keys, "compute"),)
+        return MixerCosts(
+            saved=(
+                SavedTensor("in_proj input", d_model, "compute", split=False),
+                SavedTensor("q, k, v and gate", 2 * keys + 2 * values, "compute"),
                 *mapped,
-                Kept("code", self.gate_low_rank_dim, "compute", split=False),
-                *log_sigmoid("decays", keys, view=False),
-                Kept("decays", keys, "float32"),
-                *scores_kept(heads, keys, keys, values),
-                *rms_norm("norm", values, rows=heads),
-                Kept("normalised output", values, "float32"),
-                *activated("gate", values),
-                Kept("out_proj input", values, "compute"),
+                SavedTensor("code", self.gate_low_rank_dim, "compute", split=False),
+                *saved_by_log_sigmoid("decays", keys, view=False),
+                SavedTensor("decays", keys, "float32"),
+                *saved_scores(heads, keys, keys, values),
+                *saved_by_norm("norm", values, rows=heads),
+                SavedTensor("normalised output", values, "float32"),
+                *saved_by_gate("gate", values),
+                SavedTensor("out_proj input", values, "compute"),
             ),
-            carriers=(
-                Carrier(
-                    "gated_linear_attention",
-                    (StateLeaf("S", (heads, d_key, d_value), "float32", tp=0),),
-                    chunk=chunk,
-                    remade=True,
-                    transition=((heads, d_key, 1),),
-                ),
-            ),
-            reductions=(
-                column_gradient("in_proj", d_model),
-                replicated_gradient("code", self.gate_low_rank_dim),
-                row_sum("out_proj", d_model),
-            ),
-            matrix_flops=linear_attention_flops(heads, d_key, d_value, chunk),
+            recurrences=(linear_attention_costs(*self.state(d_model), per_key=True),),
+            matrix_flops=linear_attention_flops(heads, d_key, d_value),
         )
 
     @classmethod

@@ -7,19 +7,14 @@ from pydantic import Field
 from baton.models.settings.attention import HeadsConfig
 from baton.models.settings.cost_model import (
     LINEAR_ATTENTION_CHUNK,
-    Carrier,
-    Footprint,
-    Kept,
-    StateLeaf,
-    column,
-    column_gradient,
+    MixerCosts,
+    RecurrenceCosts,
+    SavedTensor,
     linear_attention_flops,
-    row,
-    row_sum,
-    scores_kept,
-    split,
-    split_norm,
+    saved_by_split_norm,
+    saved_scores,
 )
+from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split_norm
 
 
 class GSAConfig(HeadsConfig):
@@ -35,48 +30,55 @@ class GSAConfig(HeadsConfig):
         "softmax", description="what makes weights of slots out of scores; the others are the paper's ablations"
     )
 
-    def footprint(self, d_model: int) -> Footprint:
+    def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         heads, kv_heads = self.head_counts(d_model)
-        dim, slots, chunk = self.head_dim, self.slots, LINEAR_ATTENTION_CHUNK
+        width, kv_width = heads * self.head_dim, kv_heads * self.head_dim
+        return (
+            column("in_proj", d_model, {"q": width, "k": kv_width, "v": kv_width, "alpha": kv_heads * self.slots}),
+            split_norm("norm", width),
+            output("out_proj", width, d_model),
+        )
+
+    def state(self, d_model: int) -> tuple[StateDeclaration, ...]:
+        kv_heads = self.head_counts(d_model)[1]
+        return (
+            StateDeclaration("k", (kv_heads, self.head_dim, self.slots), "float32", tp=0),
+            StateDeclaration("v", (kv_heads, self.slots, self.head_dim), "float32", tp=0),
+        )
+
+    def activation_costs(self, d_model: int) -> MixerCosts:
+        heads, kv_heads = self.head_counts(d_model)
+        dim, slots = self.head_dim, self.slots
         width, kv_width, gates = heads * dim, kv_heads * dim, kv_heads * slots
-        norm, norm_sums = split_norm("norm", width)
-        return Footprint(
-            parameters=(
-                column("in_proj", d_model, width + 2 * kv_width + gates),
-                split("norm.weight", width),
-                row("out_proj", width, d_model),
+        qkv = width + 2 * kv_width
+        return MixerCosts(
+            saved=(
+                SavedTensor("in_proj input", d_model, "compute", split=False),
+                SavedTensor("q, k, v and alpha", qkv + gates, "compute"),
+                # a CPU recomputes these chunk by chunk
+                SavedTensor("activated q, k and v", qkv, "compute", device="gpu", in_recurrence="kernel", recomputed=True),
+                SavedTensor("gates", gates, "float32", in_recurrence="kernel"),
+                SavedTensor("scores of slots", heads * slots, "float32", in_recurrence="kernel"),
+                *saved_scores(heads, width, kv_width, gates),
+                *saved_scores(heads, heads * slots, gates, kv_width),
+                SavedTensor("output", width, "compute"),
+                # on one rank a GPU's norm reads the output itself and is recomputed
+                *(s for s in saved_by_split_norm("norm", width) if not (s.device == "gpu" and s.width == width)),
+                SavedTensor("out_proj input", width, "compute", device="gpu", ranks="one", recomputed=True),
+                SavedTensor("out_proj input", width, "compute", device="gpu", ranks="several"),
+                SavedTensor("out_proj input", width, "compute", device="cpu"),
             ),
-            kept=(
-                Kept("in_proj input", d_model, "compute", split=False),
-                Kept("q, k, v and gates", width + 2 * kv_width + gates, "compute"),
-                # which a CPU makes again, chunk by chunk
-                Kept("activated q, k and v", width + 2 * kv_width, "compute", device="gpu", inside="kernel", cheap=True),
-                Kept("gates", gates, "float32", inside="kernel"),
-                Kept("scores of slots", heads * slots, "float32", inside="kernel"),
-                *scores_kept(heads, width, kv_width, gates),
-                *scores_kept(heads, heads * slots, gates, kv_width),
-                Kept("output", width, "compute"),
-                # which on one rank a GPU's norm reads itself, and whose norm it makes again
-                *(kept for kept in norm if not (kept.device == "gpu" and kept.width == width)),
-                Kept("out_proj input", width, "compute", device="gpu", ranks="one", cheap=True),
-                Kept("out_proj input", width, "compute", device="gpu", ranks="several"),
-                Kept("out_proj input", width, "compute", device="cpu"),
-            ),
-            carriers=(
-                Carrier(
+            recurrences=(
+                RecurrenceCosts(
                     "gated_slot_attention",
-                    (
-                        StateLeaf("k", (kv_heads, dim, slots), "float32", tp=0),
-                        StateLeaf("v", (kv_heads, slots, dim), "float32", tp=0),
-                    ),
-                    chunk=chunk,
-                    remade=True,
+                    self.state(d_model),
+                    chunk=LINEAR_ATTENTION_CHUNK,
+                    recomputed_on_gpu=True,
                     transition=((kv_heads, 1, slots), (kv_heads, slots, 1)),
                 ),
             ),
-            reductions=(column_gradient("in_proj", d_model), *norm_sums, row_sum("out_proj", d_model)),
-            # two passes, with the slots for values and for keys
-            matrix_flops=linear_attention_flops(heads, dim, slots, chunk) + linear_attention_flops(heads, slots, dim, chunk),
+            # two passes, over the slots' keys and over their values
+            matrix_flops=linear_attention_flops(heads, dim, slots) + linear_attention_flops(heads, slots, dim),
         )
 
     @classmethod

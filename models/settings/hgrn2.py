@@ -5,21 +5,15 @@ from typing import Literal
 from pydantic import Field
 
 from baton.models.settings.cost_model import (
-    LINEAR_ATTENTION_CHUNK,
-    Carrier,
-    Footprint,
-    Kept,
-    StateLeaf,
-    column,
-    column_gradient,
+    MixerCosts,
+    SavedTensor,
+    linear_attention_costs,
     linear_attention_flops,
-    log_sigmoid,
-    row,
-    row_sum,
-    scores_kept,
-    split,
-    split_norm,
+    saved_by_log_sigmoid,
+    saved_by_split_norm,
+    saved_scores,
 )
+from baton.models.settings.declarations import ParameterDeclaration, column, output, split_norm
 from baton.models.settings.linear_attention import HeadSizes, LinearAttentionConfig, whole
 
 
@@ -42,41 +36,34 @@ class HGRN2Config(LinearAttentionConfig):
         heads = self.heads or whole("heads", "d_model / d_key", d_model, self.d_key)
         return HeadSizes(heads, self.d_key, self.d_value or whole("d_value", "d_model / heads", d_model, heads))
 
-    def footprint(self, d_model: int) -> Footprint:
+    def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         heads, d_key, d_value = self.head_sizes(d_model)
-        keys, values, chunk = heads * d_key, heads * d_value, LINEAR_ATTENTION_CHUNK
-        norm, norm_sums = split_norm("norm", values)
-        # the logarithm of the forget gate is taken of the gate itself where it has a bound
-        logarithm = (Kept("shares taken in, negative", keys, "float32"),) if self.lower_bound else log_sigmoid("f", keys)
-        return Footprint(
-            parameters=(
-                column("in_proj", d_model, 2 * keys + values),
-                split("norm.weight", values),
-                row("out_proj", values, d_model),
-            ),
-            kept=(
-                Kept("in_proj input", d_model, "compute", split=False),
-                Kept("q, f and v", 2 * keys + values, "compute"),
-                Kept("activated q", keys, "compute"),
-                Kept("sigmoid of f", keys, "float32"),
-                Kept("shares taken in", keys, "compute"),
+        return (
+            column("in_proj", d_model, {"q": heads * d_key, "f": heads * d_key, "v": heads * d_value}),
+            split_norm("norm", heads * d_value),
+            output("out_proj", heads * d_value, d_model),
+        )
+
+    def activation_costs(self, d_model: int) -> MixerCosts:
+        heads, d_key, d_value = self.head_sizes(d_model)
+        keys, values = heads * d_key, heads * d_value
+        # the logarithm is of the forget gate itself where it has a lower bound
+        logarithm = (SavedTensor("-k", keys, "float32"),) if self.lower_bound else saved_by_log_sigmoid("f", keys)
+        return MixerCosts(
+            saved=(
+                SavedTensor("in_proj input", d_model, "compute", split=False),
+                SavedTensor("q, f and v", 2 * keys + values, "compute"),
+                SavedTensor("activated q", keys, "compute"),
+                SavedTensor("sigmoid of f", keys, "float32"),
+                SavedTensor("k", keys, "compute"),
                 *logarithm,
-                Kept("decays", keys, "float32"),
-                *scores_kept(heads, keys, keys, values),
-                *norm,
-                Kept("out_proj input", values, "compute"),
+                SavedTensor("decays", keys, "float32"),
+                *saved_scores(heads, keys, keys, values),
+                *saved_by_split_norm("norm", values),
+                SavedTensor("out_proj input", values, "compute"),
             ),
-            carriers=(
-                Carrier(
-                    "gated_linear_attention",
-                    (StateLeaf("S", (heads, d_key, d_value), "float32", tp=0),),
-                    chunk=chunk,
-                    remade=True,
-                    transition=((heads, d_key, 1),),
-                ),
-            ),
-            reductions=(column_gradient("in_proj", d_model), *norm_sums, row_sum("out_proj", d_model)),
-            matrix_flops=linear_attention_flops(heads, d_key, d_value, chunk),
+            recurrences=(linear_attention_costs(*self.state(d_model), per_key=True),),
+            matrix_flops=linear_attention_flops(heads, d_key, d_value),
         )
 
     @classmethod

@@ -4,21 +4,24 @@ from typing import Literal
 
 from pydantic import Field
 
+from baton.models.initializers import Constant, OrthonormalColumns, linear
 from baton.models.settings import MixerConfig
 from baton.models.settings.cost_model import (
-    LATTICE_BORDER,
+    LATTICE_GPU_CHUNK,
     LATTICE_SPAN_CHUNK,
     LATTICE_STEPS_CHUNK,
-    Carrier,
-    Footprint,
-    Kept,
-    StateLeaf,
-    activated,
+    MixerCosts,
+    RecurrenceCosts,
+    SavedTensor,
+    saved_by_gate,
+    saved_by_split_norm,
+    saved_by_unit,
+)
+from baton.models.settings.declarations import (
+    ParameterDeclaration,
+    StateDeclaration,
     column,
-    column_gradient,
-    row,
-    row_sum,
-    scaled,
+    output,
     split,
     split_norm,
 )
@@ -102,54 +105,67 @@ class LatticeConfig(MixerConfig):
         if self.slots > self.head_dim:
             raise ValueError(f"slots={self.slots} exceeds head_dim={self.head_dim}: no more than that can begin orthonormal")
 
-    def footprint(self, d_model: int) -> Footprint:
+    def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
+        heads = self.head_count(d_model)
+        keys, values = heads * self.slots, heads * self.head_dim
+        forget = {"forget": heads} if self.forget else {}
+        declarations = [split("step_bias", heads, init=Constant(self.step_bias))]
+        if self.forget:
+            declarations.append(split("forget_bias", heads, init=Constant(self.forget_bias)))
+        declarations.append(column("in_proj", d_model, {"qk": keys, "v": values, "gate": values, "step": heads, **forget}))
+        for name in ("conv_q", "conv_k"):
+            declarations.append(split(name, keys, self.d_conv, init=linear(self.d_conv), decay=True))
+        if self.initial_slots == "learned":
+            declarations.append(split("S0", heads, self.head_dim, self.slots, init=OrthonormalColumns()))
+        if self.output_norm:
+            declarations.append(split_norm("norm", values))
+        return (*declarations, output("out_proj", values, d_model))
+
+    def state(self, d_model: int) -> tuple[StateDeclaration, ...]:
+        heads = self.head_count(d_model)
+        return (
+            # both convolutions read the same inputs
+            StateDeclaration("conv", (self.d_conv - 1, heads * self.slots), "compute", tp=1),
+            StateDeclaration("S", (heads, self.head_dim, self.slots), "float32", tp=0),
+        )
+
+    def activation_costs(self, d_model: int) -> MixerCosts:
         heads = self.head_count(d_model)
         keys, values, slots = heads * self.slots, heads * self.head_dim, heads * self.head_dim * self.slots
         projected = keys + 2 * values + heads * (1 + self.forget)
         learned, spans = self.initial_slots == "learned", self.project and self.variant != "dec" and not self.sparsity
-        parameters = [
-            split("step_bias", heads),
-            *([split("forget_bias", heads)] if self.forget else []),
-            column("in_proj", d_model, projected),
-            split("conv_q", keys, self.d_conv),
-            split("conv_k", keys, self.d_conv),
-            *([split("S0", heads, self.head_dim, self.slots)] if learned else []),
-            *([split("norm.weight", values)] if self.output_norm else []),
-            row("out_proj", values, d_model),
+        conv, S = self.state(d_model)
+        saved = [
+            SavedTensor("in_proj input", d_model, "compute", split=False),
+            SavedTensor("in_proj output", projected, "compute"),
+            *_saved_convolved("q", keys, heads, unit=self.unit_queries),
+            *_saved_convolved("k", keys, heads, unit=self.unit_keys),
+            SavedTensor("scaled v", values, "compute"),
+            # a sigmoid and its multiple; the forget gate's, and with projection its limited value
+            SavedTensor("step sizes", (1 + (self.step_max != 1.0)) * heads, "float32"),
+            SavedTensor("forget gates", (1 + self.project) * heads * self.forget, "float32"),
+            SavedTensor("thresholds", heads * bool(self.sparsity), "float32"),
+            SavedTensor("output", values, "float32"),
+            *saved_by_gate("gate", values),
+            SavedTensor("out_proj input", values, "compute"),
+            *(saved_by_split_norm("norm", values) if self.output_norm else ()),
         ]
-        kept = [
-            Kept("in_proj input", d_model, "compute", split=False),
-            Kept("qk, v, gate and step sizes", projected, "compute"),
-            *_key("q", keys, heads, unit=self.unit_queries),
-            *_key("k", keys, heads, unit=self.unit_keys),
-            Kept("scaled v", values, "compute"),
-            # a sigmoid and what it is multiplied to; the forget gate's, and with projection its limited value
-            Kept("step sizes", (1 + (self.step_max != 1.0)) * heads, "float32"),
-            Kept("forget gates", (1 + self.project) * heads * self.forget, "float32"),
-            Kept("thresholds", heads * bool(self.sparsity), "float32"),
-            # with projection they are divided by their norms, which a gradient to them keeps as well
-            Kept("initial slots", slots, "float32", once=True) if self.project or not learned else None,
-            Kept("output", values, "float32"),
-            *activated("gate", values),
-            Kept("out_proj input", values, "compute"),
-        ]
-        norm, norm_sums = split_norm("norm", values) if self.output_norm else ((), ())
-        return Footprint(
-            parameters=tuple(parameters),
-            kept=(*(tensor for tensor in kept if tensor is not None and tensor.width), *norm),
-            carriers=(
-                # both convolutions read the same inputs
-                Carrier("short_conv", (StateLeaf("conv", (self.d_conv - 1, keys), "compute", tp=1),), chunk=0, messages=2),
-                Carrier(
+        if self.project or not learned:
+            # with projection they are divided by their norms, which their gradient needs as well
+            saved.append(SavedTensor("initial slots", slots, "float32", per_token=False))
+        return MixerCosts(
+            saved=tuple(tensor for tensor in saved if tensor.width),
+            recurrences=(
+                RecurrenceCosts("short_conv", (conv,), chunk=0, messages=2),
+                RecurrenceCosts(
                     "lattice",
-                    (StateLeaf("S", (heads, self.head_dim, self.slots), "float32", tp=0),),
+                    (S,),
                     chunk=LATTICE_SPAN_CHUNK if spans else LATTICE_STEPS_CHUNK,
                     copied=True,
-                    border=None if self.sparsity else LATTICE_BORDER,
+                    gpu_chunk=None if self.sparsity else LATTICE_GPU_CHUNK,
                     eager=self._eager(slots) if self.sparsity else None,
                 ),
             ),
-            reductions=(column_gradient("in_proj", d_model), *norm_sums, row_sum("out_proj", d_model)),
             # decoding's h 2, its product with the slots 2, the tangent 2, the step 2, the norm 2 and the division 1, the output 2
             vector_flops=13 * slots,
         )
@@ -168,8 +184,8 @@ class LatticeConfig(MixerConfig):
         return cls(heads=4, head_dim=7, slots=5)
 
 
-def _key(name: str, keys: int, heads: int, *, unit: bool) -> tuple[Kept, ...]:
-    """What is kept of convolved queries or keys: as they are, or also with their lengths and scaled to length 1."""
+def _saved_convolved(name: str, keys: int, heads: int, *, unit: bool) -> tuple[SavedTensor, ...]:
+    """Convolved queries or keys as they are, or scaled to length 1 with what the scaling saves."""
     if not unit:
-        return (Kept(f"convolved {name}", keys, "compute"),)
-    return (*scaled(f"length of {name}", keys, rows=heads), Kept(f"unit {name}", keys, "compute"))
+        return (SavedTensor(f"convolved {name}", keys, "compute"),)
+    return (*saved_by_unit(f"length of {name}", keys, rows=heads), SavedTensor(f"unit {name}", keys, "compute"))

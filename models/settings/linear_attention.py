@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
+from baton.models.settings.declarations import StateDeclaration
 
 FeatureMap = Literal["identity", "silu", "relu", "elu"]
 """See baton.models.feature_map."""
@@ -28,6 +29,9 @@ class LinearAttentionConfig(MixerConfig):
     def head_sizes(self, d_model: int) -> HeadSizes:
         """All three. Raises ValueError where d_model leaves one open."""
         raise NotImplementedError
+
+    def state(self, d_model: int) -> tuple[StateDeclaration, ...]:
+        return (StateDeclaration("S", tuple(self.head_sizes(d_model)), "float32", tp=0),)
 
     def sizes(self, d_model: int) -> dict[str, int]:
         return {"heads": self.head_sizes(d_model).heads}

@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from baton.models.settings.cost_model import Footprint
+from baton.models.initializers import Constant, Initializer
+from baton.models.settings.cost_model import MixerCosts
 from baton.models.settings.ssm_block import SSMBlockConfig
 
 
@@ -23,6 +24,14 @@ class LonghornConfig(SSMBlockConfig):
     def has_step_bias(self) -> bool:
         return self.beta_bias
 
-    def footprint(self, d_model: int) -> Footprint:
-        # the decay 2, its limit 1, what is added 2, the step 2, the output 2
-        return self.skeleton(d_model, "beta", 9)
+    @property
+    def step_name(self) -> str:
+        return "beta"
+
+    @property
+    def step_bias_init(self) -> Initializer:
+        return Constant(0.0)
+
+    def activation_costs(self, d_model: int) -> MixerCosts:
+        # the decay 2, its limit 1, the input term 2, the step 2, the output 2
+        return self.skeleton_costs(d_model, flops=9)

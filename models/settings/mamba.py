@@ -5,7 +5,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from baton.models.settings.cost_model import EXP_FLOPS, Footprint, Kept, split
+from baton.models.initializers import Initializer, InverseSoftplusLogUniform, InverseSoftplusUniform, LogArange
+from baton.models.settings.cost_model import EXP_FLOPS, MixerCosts, SavedTensor
+from baton.models.settings.declarations import ParameterDeclaration, split
 from baton.models.settings.ssm_block import SSMBlockConfig
 
 
@@ -30,16 +32,25 @@ class MambaConfig(SSMBlockConfig):
             raise ValueError(f"dt_min={self.dt_min} exceeds dt_max={self.dt_max}; initial step sizes lie between them")
         return self
 
-    def footprint(self, d_model: int) -> Footprint:
-        # the decay's exponent 1, what is added 2, the step 2, the output 2
-        skeleton, inner = self.skeleton(d_model, "dt", EXP_FLOPS + 7), self.expand * d_model
-        return replace(
-            skeleton,
-            parameters=(*skeleton.parameters, split("A_log", inner, self.d_state)),
-            kept=(
-                *skeleton.kept,
-                # softplus keeps what goes in; of A, the exponential and its negative
-                Kept("step sizes before softplus", inner, "float32", inside="graph"),
-                Kept("A", 2 * inner * self.d_state, "float32", once=True),
-            ),
+    @property
+    def step_name(self) -> str:
+        return "dt"
+
+    @property
+    def step_bias_init(self) -> Initializer:
+        distribution = InverseSoftplusUniform if self.dt_init == "uniform" else InverseSoftplusLogUniform
+        return distribution(self.dt_min, self.dt_max, self.dt_floor)
+
+    def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
+        A_log = split("A_log", self.expand * d_model, self.d_state, init=LogArange())
+        return (*super().parameters(d_model), A_log)
+
+    def activation_costs(self, d_model: int) -> MixerCosts:
+        # the decay's exponent 1, the input term 2, the step 2, the output 2
+        costs, inner = self.skeleton_costs(d_model, EXP_FLOPS + 7), self.expand * d_model
+        saved = (
+            # softplus saves its input; of A, the exponential and its negative
+            SavedTensor("step sizes before softplus", inner, "float32", in_recurrence="graph"),
+            SavedTensor("A", 2 * inner * self.d_state, "float32", per_token=False),
         )
+        return replace(costs, saved=(*costs.saved, *saved))

@@ -4,21 +4,23 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from baton.models.initializers import Constant, InverseSoftplusLogUniform, LogUniform, linear
 from baton.models.settings import MixerConfig
 from baton.models.settings.cost_model import (
-    LINEAR_ATTENTION_CHUNK,
-    Carrier,
-    Footprint,
-    Kept,
-    Parameter,
-    StateLeaf,
-    activated,
-    column,
-    column_gradient,
+    MixerCosts,
+    RecurrenceCosts,
+    SavedTensor,
+    linear_attention_costs,
     linear_attention_flops,
-    replicated_gradient,
-    row,
-    row_sum,
+    saved_by_gate,
+    saved_by_split_norm,
+)
+from baton.models.settings.declarations import (
+    ParameterDeclaration,
+    StateDeclaration,
+    column,
+    output,
+    replicated,
     split,
     split_norm,
 )
@@ -61,56 +63,56 @@ class Mamba2Config(MixerConfig):
     def check(self, d_model: int) -> None:
         self.head_count(d_model)
 
-    def footprint(self, d_model: int) -> Footprint:
-        inner, heads, state, chunk = self.expand * d_model, self.head_count(d_model), self.d_state, LINEAR_ATTENTION_CHUNK
+    def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
+        inner, heads, shared = self.expand * d_model, self.head_count(d_model), 2 * self.d_state
+        conv = linear(self.d_conv)
+        return (
+            column("in_proj", d_model, {"z": inner, "x": inner, "dt": heads}),
+            # B and C, one vector each per token for all heads, are computed by every rank
+            replicated("bc_proj", d_model, shared),
+            split("conv_weight", inner, self.d_conv, init=conv, decay=True),
+            split("conv_bias", inner, init=conv),
+            ParameterDeclaration("bc_conv_weight", (shared, self.d_conv), conv),
+            ParameterDeclaration("bc_conv_bias", (shared,), conv, decay=False),
+            split("A_log", heads, init=LogUniform(self.A_init_min, self.A_init_max)),
+            split("dt_bias", heads, init=InverseSoftplusLogUniform(self.dt_min, self.dt_max, self.dt_floor)),
+            split("D", heads, init=Constant(1.0)),
+            split_norm("norm", inner),
+            output("out_proj", inner, d_model),
+        )
+
+    def state(self, d_model: int) -> tuple[StateDeclaration, ...]:
         tail = self.d_conv - 1
-        norm, norm_sums = split_norm("norm", inner)
-        return Footprint(
-            parameters=(
-                column("in_proj", d_model, 2 * inner + heads),
-                Parameter("bc_proj.weight", (2 * state, d_model), uses=1),
-                split("conv_weight", inner, self.d_conv),
-                split("conv_bias", inner),
-                Parameter("bc_conv_weight", (2 * state, self.d_conv)),
-                Parameter("bc_conv_bias", (2 * state,)),
-                split("A_log", heads),
-                split("dt_bias", heads),
-                split("D", heads),
-                split("norm.weight", inner),
-                row("out_proj", inner, d_model),
-            ),
-            kept=(
-                Kept("in_proj input", d_model, "compute", split=False),
-                Kept("z, x and step sizes", 2 * inner + heads, "compute"),
+        return (
+            StateDeclaration("conv_x", (tail, self.expand * d_model), "compute", tp=1),
+            StateDeclaration("conv_bc", (tail, 2 * self.d_state), "compute", tp=None),
+            StateDeclaration("S", (self.head_count(d_model), self.d_state, self.head_dim), "float32", tp=0),
+        )
+
+    def activation_costs(self, d_model: int) -> MixerCosts:
+        inner, heads, state = self.expand * d_model, self.head_count(d_model), self.d_state
+        conv_x, conv_bc, S = self.state(d_model)
+        return MixerCosts(
+            saved=(
+                SavedTensor("in_proj input", d_model, "compute", split=False),
+                SavedTensor("z, x and dt", 2 * inner + heads, "compute"),
                 # before and after the convolution
-                Kept("B and C", 2 * 2 * state, "compute", split=False),
-                Kept("convolved x", inner, "compute"),
+                SavedTensor("B and C", 2 * 2 * state, "compute", split=False),
+                SavedTensor("convolved x", inner, "compute"),
                 # softplus's input and result, and the decay
-                Kept("step sizes", 3 * heads, "float32"),
-                Kept("x times step size", inner, "compute"),
-                Kept("output with skip", inner, "float32"),
-                *activated("z", inner),
-                *norm,
-                Kept("out_proj input", inner, "compute"),
+                SavedTensor("step sizes", 3 * heads, "float32"),
+                SavedTensor("x times step size", inner, "compute"),
+                SavedTensor("output with skip", inner, "float32"),
+                *saved_by_gate("z", inner),
+                *saved_by_split_norm("norm", inner),
+                SavedTensor("out_proj input", inner, "compute"),
             ),
-            carriers=(
-                Carrier("short_conv", (StateLeaf("conv_x", (tail, inner), "compute", tp=1),), chunk=0),
-                Carrier("short_conv", (StateLeaf("conv_bc", (tail, 2 * state), "compute", tp=None),), chunk=0),
-                Carrier(
-                    "gated_linear_attention",
-                    (StateLeaf("S", (heads, state, self.head_dim), "float32", tp=0),),
-                    chunk=chunk,
-                    remade=True,
-                    transition=((heads, 1, 1),),
-                ),
+            recurrences=(
+                RecurrenceCosts("short_conv", (conv_x,), chunk=0),
+                RecurrenceCosts("short_conv", (conv_bc,), chunk=0),
+                linear_attention_costs(S, per_key=False),
             ),
-            reductions=(
-                column_gradient("in_proj", d_model),
-                replicated_gradient("B and C", 2 * state),
-                *norm_sums,
-                row_sum("out_proj", d_model),
-            ),
-            matrix_flops=linear_attention_flops(heads, state, self.head_dim, chunk),
+            matrix_flops=linear_attention_flops(*S.shape),
         )
 
     @classmethod

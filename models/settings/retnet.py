@@ -5,21 +5,15 @@ from typing import Literal
 from pydantic import Field
 
 from baton.models.settings.cost_model import (
-    LINEAR_ATTENTION_CHUNK,
-    Carrier,
-    Footprint,
-    Kept,
-    Parameter,
-    StateLeaf,
-    activated,
-    column,
-    column_gradient,
+    MixerCosts,
+    SavedTensor,
+    linear_attention_costs,
     linear_attention_flops,
-    rms_norm,
-    row,
-    row_sum,
-    scores_kept,
+    saved_by_gate,
+    saved_by_norm,
+    saved_scores,
 )
+from baton.models.settings.declarations import ParameterDeclaration, column, head_norm, output
 from baton.models.settings.linear_attention import FeatureMap, HeadSizes, LinearAttentionConfig, whole
 
 
@@ -45,41 +39,36 @@ class RetNetConfig(LinearAttentionConfig):
         if self.d_key % 2:
             raise ValueError(f"d_key={self.d_key} is odd, and rotary positions turn pairs; make it even")
 
-    def footprint(self, d_model: int) -> Footprint:
+    def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         heads, d_key, d_value = self.head_sizes(d_model)
-        keys, values, chunk = heads * d_key, heads * d_value, LINEAR_ATTENTION_CHUNK
-        # of the feature maps only relu keeps its result; the others keep what they read, a view of the projection
-        mapped = (Kept("mapped q and k", 2 * keys, "compute"),) if self.feature_map == "relu" else ()
-        return Footprint(
-            parameters=(
-                column("in_proj", d_model, 2 * keys + 2 * values),
-                Parameter("norm.weight", (d_value,), partial=True),
-                row("out_proj", values, d_model),
-            ),
-            kept=(
-                Kept("in_proj input", d_model, "compute", split=False),
-                Kept("q, k, v and gate", 2 * keys + 2 * values, "compute"),
+        keys, values = heads * d_key, heads * d_value
+        return (
+            column("in_proj", d_model, {"q": keys, "k": keys, "v": values, "gate": values}),
+            head_norm("norm", d_value),
+            output("out_proj", values, d_model),
+        )
+
+    def activation_costs(self, d_model: int) -> MixerCosts:
+        heads, d_key, d_value = self.head_sizes(d_model)
+        keys, values = heads * d_key, heads * d_value
+        # of the feature maps only relu saves its result; the others save their input, a view of the projection
+        mapped = (SavedTensor("mapped q and k", 2 * keys, "compute"),) if self.feature_map == "relu" else ()
+        return MixerCosts(
+            saved=(
+                SavedTensor("in_proj input", d_model, "compute", split=False),
+                SavedTensor("q, k, v and gate", 2 * keys + 2 * values, "compute"),
                 *mapped,
                 # a cosine and a sine per pair, the same for queries and keys and for all heads
-                Kept("cosines and sines", d_key, "float32", split=False),
-                Kept("turned q and k", 2 * keys, "compute"),
-                *scores_kept(heads, keys, keys, values),
-                *rms_norm("norm", values, rows=heads),
-                Kept("normalised output", values, "float32"),
-                *activated("gate", values),
-                Kept("out_proj input", values, "compute"),
+                SavedTensor("cosines and sines", d_key, "float32", split=False),
+                SavedTensor("rotated q and k", 2 * keys, "compute"),
+                *saved_scores(heads, keys, keys, values),
+                *saved_by_norm("norm", values, rows=heads),
+                SavedTensor("normalised output", values, "float32"),
+                *saved_by_gate("gate", values),
+                SavedTensor("out_proj input", values, "compute"),
             ),
-            carriers=(
-                Carrier(
-                    "gated_linear_attention",
-                    (StateLeaf("S", (heads, d_key, d_value), "float32", tp=0),),
-                    chunk=chunk,
-                    remade=True,
-                    transition=((heads, 1, 1),),
-                ),
-            ),
-            reductions=(column_gradient("in_proj", d_model), row_sum("out_proj", d_model)),
-            matrix_flops=linear_attention_flops(heads, d_key, d_value, chunk),
+            recurrences=(linear_attention_costs(*self.state(d_model), per_key=False),),
+            matrix_flops=linear_attention_flops(heads, d_key, d_value),
         )
 
     @classmethod

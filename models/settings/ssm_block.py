@@ -4,18 +4,16 @@ from dataclasses import replace
 
 from pydantic import Field
 
+from baton.models.initializers import Constant, Initializer, linear
 from baton.models.settings import MixerConfig
-from baton.models.settings.cost_model import (
-    Carrier,
-    Footprint,
-    Kept,
-    Reduction,
-    StateLeaf,
-    activated,
+from baton.models.settings.cost_model import AllReduce, MixerCosts, RecurrenceCosts, SavedTensor, saved_by_gate
+from baton.models.settings.declarations import (
+    ParameterDeclaration,
+    StateDeclaration,
     column,
-    column_gradient,
+    low_rank_column,
+    output,
     row,
-    row_sum,
     split,
 )
 
@@ -46,50 +44,61 @@ class SSMBlockConfig(MixerConfig):
         """Rank of the step sizes' projection."""
         return self.dt_rank or -(-d_model // 16)
 
-    def skeleton(self, d_model: int, step: str, flops: int) -> Footprint:
-        """Everything but what the recurrence itself adds. step: name of the step sizes. flops: of the scan, per number of state."""
+    @property
+    def step_name(self) -> str:
+        """The recurrence's name for the step sizes, which names their projection and bias."""
+        raise NotImplementedError
+
+    @property
+    def step_bias_init(self) -> Initializer:
+        """Initial values of the step sizes' bias."""
+        raise NotImplementedError
+
+    def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         inner, rank = self.expand * d_model, self.step_rank(d_model)
-        code = rank + 2 * self.d_state
-        return Footprint(
-            parameters=(
-                column("in_proj", d_model, 2 * inner),
-                split("conv_weight", inner, self.d_conv),
-                split("conv_bias", inner),
-                row("x_proj", inner, code),
-                column(f"{step}_proj", rank, inner),
-                *((split(f"{step}_bias", inner),) if self.has_step_bias else ()),
-                *((split("D", inner),) if self.skip else ()),
-                row("out_proj", inner, d_model),
-            ),
-            kept=(
-                Kept("in_proj input", d_model, "compute", split=False),
-                Kept("x and z", 2 * inner, "compute"),
-                Kept("convolved x", inner, "compute", cheap=True),
-                Kept("code and vectors", code, "compute", split=False),
-                Kept("projected step sizes", inner, "compute", inside="input", cheap=True),
+        step = self.step_name
+        return (
+            column("in_proj", d_model, {"x": inner, "z": inner}),
+            split("conv_weight", inner, self.d_conv, init=linear(self.d_conv), decay=True),
+            split("conv_bias", inner, init=linear(self.d_conv)),
+            # a low-rank code of the step sizes, and the vectors B and C that all channels of a token share
+            row("x_proj", inner, rank + 2 * self.d_state, init=linear(inner)),
+            low_rank_column(f"{step}_proj", rank, inner, init=linear(rank)),
+            *((split(f"{step}_bias", inner, init=self.step_bias_init),) if self.has_step_bias else ()),
+            *((split("D", inner, init=Constant(1.0)),) if self.skip else ()),
+            output("out_proj", inner, d_model),
+        )
+
+    def state(self, d_model: int) -> tuple[StateDeclaration, ...]:
+        inner = self.expand * d_model
+        return (
+            StateDeclaration("conv", (self.d_conv - 1, inner), "compute", tp=1),
+            StateDeclaration("scan", (inner, self.d_state), "float32", tp=0),
+        )
+
+    def skeleton_costs(self, d_model: int, flops: int) -> MixerCosts:
+        """Everything but what the recurrence itself adds. flops: of the scan, per element of its state."""
+        inner, code = self.expand * d_model, self.step_rank(d_model) + 2 * self.d_state
+        conv, scan = self.state(d_model)
+        return MixerCosts(
+            saved=(
+                SavedTensor("in_proj input", d_model, "compute", split=False),
+                SavedTensor("x and z", 2 * inner, "compute"),
+                SavedTensor("convolved x", inner, "compute", recomputed=True),
+                SavedTensor("step code, B and C", code, "compute", split=False),
+                SavedTensor("projected step sizes", inner, "compute", in_recurrence="input", recomputed=True),
                 # after softplus or sigmoid
-                Kept("step sizes", inner, "float32", inside="graph"),
-                Kept("y", inner, "float32", inside="graph"),
-                *(replace(kept, inside="graph") for kept in activated("z", inner)),
-                Kept("out_proj input", inner, "compute"),
+                SavedTensor("step sizes", inner, "float32", in_recurrence="graph"),
+                SavedTensor("y", inner, "float32", in_recurrence="graph"),
+                *(replace(saved, in_recurrence="graph") for saved in saved_by_gate("z", inner)),
+                SavedTensor("out_proj input", inner, "compute"),
             ),
-            carriers=(
-                Carrier("short_conv", (StateLeaf("conv", (self.d_conv - 1, inner), "compute", tp=1),), chunk=0),
-                Carrier(
-                    "scan",
-                    (StateLeaf("scan", (inner, self.d_state), "float32", tp=0),),
-                    chunk=1,
-                    elements=inner * self.d_state,
-                    transition=((inner, self.d_state),),
-                ),
+            recurrences=(
+                RecurrenceCosts("short_conv", (conv,), chunk=0),
+                RecurrenceCosts("scan", (scan,), chunk=1, scan_elements=inner * self.d_state, transition=((inner, self.d_state),)),
             ),
-            reductions=(
-                column_gradient("in_proj", d_model),
-                # every rank's channels give a part of the code and vectors, and use all of them
-                Reduction("x_proj", code, "compute", "forward"),
-                Reduction("code and vectors", code, "compute", "backward"),
-                row_sum("out_proj", d_model),
-            ),
+            # every rank's channels use the whole code, B and C
+            all_reduces=(AllReduce("step code, B and C", code, "compute", "backward"),),
             vector_flops=flops * inner * self.d_state,
         )
 

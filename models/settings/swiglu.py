@@ -5,7 +5,8 @@ from typing import Literal
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
-from baton.models.settings.cost_model import Footprint, Kept, column, column_gradient, row, row_sum
+from baton.models.settings.cost_model import MixerCosts, SavedTensor
+from baton.models.settings.declarations import ParameterDeclaration, column, output
 
 
 class SwiGLUConfig(MixerConfig):
@@ -22,19 +23,21 @@ class SwiGLUConfig(MixerConfig):
     def sizes(self, d_model: int) -> dict[str, int]:
         return {"hidden": self.width(d_model)}
 
-    def footprint(self, d_model: int) -> Footprint:
+    def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         hidden = self.width(d_model)
-        return Footprint(
-            parameters=(column("in_proj", d_model, 2 * hidden), row("out_proj", hidden, d_model)),
-            kept=(
-                Kept("in_proj input", d_model, "compute", split=False),
-                Kept("gate and up", 2 * hidden, "compute", device="gpu"),
-                Kept("gate and up", 2 * hidden, "float32", device="cpu"),
-                Kept("activated gate", hidden, "float32", device="cpu"),
-                Kept("out_proj input", hidden, "compute", device="gpu", cheap=True),
-                Kept("out_proj input", hidden, "compute", device="cpu"),
-            ),
-            reductions=(column_gradient("in_proj", d_model), row_sum("out_proj", d_model)),
+        return (column("in_proj", d_model, {"gate": hidden, "up": hidden}), output("out_proj", hidden, d_model))
+
+    def activation_costs(self, d_model: int) -> MixerCosts:
+        hidden = self.width(d_model)
+        return MixerCosts(
+            saved=(
+                SavedTensor("in_proj input", d_model, "compute", split=False),
+                SavedTensor("gate and up", 2 * hidden, "compute", device="gpu"),
+                SavedTensor("gate and up", 2 * hidden, "float32", device="cpu"),
+                SavedTensor("activated gate", hidden, "float32", device="cpu"),
+                SavedTensor("out_proj input", hidden, "compute", device="gpu", recomputed=True),
+                SavedTensor("out_proj input", hidden, "compute", device="cpu"),
+            )
         )
 
     @classmethod

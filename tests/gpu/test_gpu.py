@@ -9,7 +9,8 @@ from support.recurrences import positions, seeded
 from baton.kernels.common.kernel_check import check
 from baton.kernels.protocol import LinearRecurrence
 from baton.kernels.registry import recurrences
-from baton.models.mixer import Mixer, MixerContext, build_mixer
+from baton.models.mixer import Mixer, build_mixer
+from baton.models.mixer_context import MixerContext
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.config import LayoutConfig
 from baton.parallel.context_parallel import ContextLink

@@ -115,8 +115,8 @@ def test_states_are_the_modules(variant):
     (name,) = config.model.mixers
     model = on_meta(config.model, "bfloat16")
     by_module = {x.name: (x.shape, str(x.dtype), x.tp, x.grad, x.grows) for x in model.layers["0"].state_specs}
-    leaves = config.model.mixers[name].footprint(SMALL_WIDTH).leaves
-    counted = {f"{name}.{x.name}": (x.shape, f"torch.{types[x.dtype]}", x.tp, x.grad, x.grows) for x in leaves}
+    states = config.model.mixers[name].costs(SMALL_WIDTH).state
+    counted = {f"{name}.{x.name}": (x.shape, f"torch.{types[x.dtype]}", x.tp, x.grad, x.grows) for x in states}
     assert counted == by_module
 
 
@@ -143,15 +143,15 @@ def test_chunks_and_buckets_are_the_kernels():
     assert SCORES_SHARE == cost_model.SCORES_SHARE
     assert lattice._STEPS_LENGTH == cost_model.LATTICE_STEPS_CHUNK
     assert lattice._SPAN_LENGTH == cost_model.LATTICE_SPAN_CHUNK
-    assert LatticeLaunchConfig().border == LatticeLaunchConfig().chunk == cost_model.LATTICE_BORDER
+    assert LatticeLaunchConfig().border == LatticeLaunchConfig().chunk == cost_model.LATTICE_GPU_CHUNK
     assert window_attention._BLOCK == cost_model.WINDOW_BLOCK
     assert eidetic_attention._BLOCK == cost_model.EIDETIC_BLOCK
     assert protocol._ALIGNMENT_BYTES == cost_model.MESSAGE_ALIGNMENT
     for batch, channels, d_state in ((1, 64, 16), (1, 1024, 16), (4, 4096, 16), (1, 2048, 5), (2, 1024, 4)):
-        carrier = cost_model.Carrier("scan", (), chunk=1, elements=channels * d_state)
+        carrier = cost_model.RecurrenceCosts("scan", (), chunk=1, scan_elements=channels * d_state)
         expected = diagonal_scan.chunk_length(batch, channels // 2, d_state)
-        assert carrier.tokens_per_chunk(cost_model.Work(batch, 1 << 20, tensor=2, gpu=False)) == expected
-        assert carrier.tokens_per_chunk(cost_model.Work(batch, 1 << 20, tensor=2)) == LaunchConfig().border
+        assert carrier.tokens_per_chunk(cost_model.Workload(batch, 1 << 20, tensor=2, gpu=False)) == expected
+        assert carrier.tokens_per_chunk(cost_model.Workload(batch, 1 << 20, tensor=2)) == LaunchConfig().border
     assert all(deepspeed_config(1.0, stage)["zero_optimization"]["reduce_bucket_size"] == REDUCE_BUCKET for stage in ZERO)
 
 
@@ -202,7 +202,7 @@ from baton.kernels.gated_linear_attention.triton_launch import gla_triton
 from baton.kernels.gated_slot_attention.triton_launch import gsa_triton
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
-from baton.models.settings.cost_model import Work
+from baton.models.settings.cost_model import Workload
 
 JITFunction._do_compile = lambda self, key, *_: self  # nothing is compiled here
 B, T, WIDTH = 2, 192, 1024
@@ -240,9 +240,9 @@ for kind, (op, settings, given, options) in calls.items():
 
     with compiling(Target(90)), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         found = op(*given, **options, **rest)
-    footprint = kinds()[kind.split()[0]](**settings).footprint(WIDTH)
-    work = Work(B, T, selective="remake" in options)
-    counted = sum(k.nbytes(work) for k in footprint.kept if k.inside == "kernel")
+    costs = kinds()[kind.split()[0]](**settings).costs(WIDTH)
+    work = Workload(B, T, selective="remake" in options)
+    counted = sum(k.nbytes(work) for k in costs.saved if k.in_recurrence == "kernel")
     print(kind, sum(kept.values()), counted, sep=",")
 """
 

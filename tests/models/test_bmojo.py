@@ -10,7 +10,8 @@ from support.recurrences import positions, seeded
 from baton.kernels.eidetic_attention import recurrence
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
-from baton.models.mixer import MixerContext, build_mixer
+from baton.models.mixer import build_mixer
+from baton.models.mixer_context import MixerContext
 from baton.models.mixers import bmojo
 from baton.models.settings import SMALL_WIDTH
 from baton.models.settings.bmojo import BMojoConfig

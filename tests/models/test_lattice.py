@@ -7,7 +7,8 @@ from support.compare import relative_error
 
 from baton.kernels.lattice.reference import lattice_reference
 from baton.kernels.lattice.variant import Rule
-from baton.models.mixer import MixerContext, build_mixer
+from baton.models.mixer import build_mixer
+from baton.models.mixer_context import MixerContext
 from baton.models.settings.lattice import LatticeConfig
 from baton.parallel.param_layout import initialize_parameters, parameter_count
 from baton.parallel.tensor import megatron_config

@@ -1,5 +1,7 @@
 """GLA, RetNet, HGRN2, Mamba-2 and GSA are their papers' mixers: formulas, sizes, states. The law is in test_mixers.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,8 @@ from support.fla import naive
 
 from baton.kernels.gated_slot_attention import op as gated_slot_attention
 from baton.models.config import ModelConfig
-from baton.models.mixer import MixerContext, build_mixer
+from baton.models.mixer import build_mixer
+from baton.models.mixer_context import MixerContext
 from baton.models.settings import kinds
 from baton.parallel import linear
 from baton.parallel.param_layout import initialize_parameters, parameter_count
@@ -193,7 +196,8 @@ def test_gsas_kernels_hand_the_projection_one_gradient(selective, monkeypatch):
     """The interpreted kernels are the CPU's form, and the gradients of q, k, v and alpha lie side by side."""
     x, pos = _tokens()
     mixer = _built("gsa", head_dim=6, heads=4, kv_heads=2, slots=5)
-    mixer._selective, found, runs, runs_of = selective, [], [], linear._runs
+    mixer.context = replace(mixer.context, selective_recompute=selective)
+    found, runs, runs_of = [], [], linear._runs
     monkeypatch.setattr(linear, "_runs", lambda widths, grads: (runs.append(runs_of(widths, grads)), runs[-1])[1])
     monkeypatch.setattr(linear, "_NARROW", 0)  # nothing is put together
     for kernels in (False, True):

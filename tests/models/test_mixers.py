@@ -5,7 +5,8 @@ import torch
 from support.compare import relative_error
 
 from baton.kernels import protocol
-from baton.models.mixer import MixerContext, build_mixer
+from baton.models.mixer import build_mixer
+from baton.models.mixer_context import MixerContext
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config

@@ -8,6 +8,7 @@ from support.models import SMALL_WIDTH, model_of, step_batch
 
 from baton.models import selective_recompute
 from baton.models.lm import LanguageModel
+from baton.models.mixer import Mixer
 from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings import kinds
 from baton.parallel.param_layout import initialize_parameters
@@ -46,7 +47,7 @@ def test_disabled_it_discards_nothing():
 RECOMPUTED = {"hybrid"} | {
     name
     for name, kind in kinds().items()
-    if any(kept.cheap and kept.device != "gpu" for kept in kind.small().footprint(SMALL_WIDTH).kept)
+    if any(saved.recomputed and saved.device != "gpu" for saved in kind.small().costs(SMALL_WIDTH).saved)
 }
 """Models that recompute something on a CPU."""
 
@@ -88,4 +89,4 @@ def test_losses_and_gradients_have_the_same_bits(mixer, dtype, monkeypatch, sing
 
 def test_full_recomputation_turns_selective_recomputation_off():
     model = LanguageModel(model_of("mamba"), recompute=True, selective_recompute=True)
-    assert not any(getattr(module, "_selective", False) for module in model.modules())
+    assert not any(mixer.context.selective_recompute for mixer in model.modules() if isinstance(mixer, Mixer))

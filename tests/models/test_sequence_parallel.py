@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.models.block import Layer
 from baton.models.lm import LanguageModel
-from baton.models.mixer import MixerContext
+from baton.models.mixer_context import MixerContext
 from baton.models.settings import kinds
 from baton.parallel.param_layout import gather_parameters, initialize_parameters, named_layouts
 from baton.parallel.tensor import gather_tokens, megatron_config, tokens_per_rank

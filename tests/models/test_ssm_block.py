@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from support.compare import relative_error
 from support.recurrences import seeded
 
-from baton.models import init
-from baton.models.mixer import MixerContext, build_mixer
+from baton.models import initializers
+from baton.models.mixer import build_mixer
+from baton.models.mixer_context import MixerContext
 from baton.models.settings.longhorn import LonghornConfig
 from baton.models.settings.mamba import MambaConfig
 from baton.parallel.param_layout import initialize_parameters
@@ -117,7 +118,7 @@ def test_initial_step_sizes_are_at_least_the_floor(single_mesh):
 def test_the_default_initial_step_sizes_are_the_released_codes_to_the_bit():
     """The released code: exp(rand * (log(max) - log(min)) + log(min)), clamped, then dt + log(-expm1(-dt))."""
     found = torch.empty(513)
-    init.inverse_softplus_log_uniform(1e-3, 1e-1, 1e-4)(found, seeded(4))
+    initializers.InverseSoftplusLogUniform(1e-3, 1e-1, 1e-4)(found, seeded(4))
     drawn = torch.empty(513).uniform_(math.log(1e-3), math.log(1e-1), generator=seeded(4))
     dt = torch.exp(drawn).clamp(min=1e-4)
     assert torch.equal(found, dt + torch.log(-torch.expm1(-dt)))

@@ -5,7 +5,8 @@ import torch
 from support.recurrences import piece, seeded
 
 from baton.kernels.eidetic_attention.recurrence import EideticAttention
-from baton.models.mixer import Mixer, MixerContext, build_mixer
+from baton.models.mixer import Mixer, build_mixer
+from baton.models.mixer_context import MixerContext
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.models.settings.mamba import MambaConfig
 from baton.parallel.param_layout import initialize_parameters

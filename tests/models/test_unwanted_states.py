@@ -17,7 +17,8 @@ from baton.kernels.window_attention.recurrence import WindowAttention
 from baton.models.block import SubBlock
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
-from baton.models.mixer import Mixer, MixerContext, build_mixer, need_final_state
+from baton.models.mixer import Mixer, build_mixer, need_final_state
+from baton.models.mixer_context import MixerContext
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config

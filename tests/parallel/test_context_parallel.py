@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from baton.kernels.protocol import LinearRecurrence
 from baton.kernels.short_conv.recurrence import ShortConv
-from baton.models.mixer import Mixer, MixerContext, build_mixer
+from baton.models.mixer import Mixer, build_mixer
+from baton.models.mixer_context import MixerContext
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.config import LayoutConfig
 from baton.parallel.context_parallel import ContextLink, context_link

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from baton.kernels.registry import recurrences
-from baton.models.mixer import Mixer, MixerContext, build_mixer
+from baton.models.mixer import Mixer, build_mixer
+from baton.models.mixer_context import MixerContext
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.context_parallel import ContextLink
 from baton.parallel.p2p import Channel

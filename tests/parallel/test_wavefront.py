@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from baton.models.mixer import Mixer, MixerContext, build_mixer
+from baton.models.mixer import Mixer, build_mixer
+from baton.models.mixer_context import MixerContext
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
