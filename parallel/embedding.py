@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from baton.kernels.embedding import add_rows, in_triton
+from baton.kernels.embedding import add_rows, use_triton
 from baton.parallel.linear import accumulates_fused
 
 
@@ -25,7 +25,7 @@ def embedding(ids: Tensor, parameter: nn.Parameter, first: int | None = None, *,
     Returns:
         [.., d_model].
     """
-    if in_triton(parameter):
+    if use_triton(parameter):
         found: Tensor = _Embedding.apply(ids, parameter, first, dtype)
         return found
     return _rows(ids, parameter, first).to(dtype or parameter.dtype)

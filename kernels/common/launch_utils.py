@@ -4,6 +4,8 @@ The one thing to know: positions come as slices of a whole sequence's, in int32 
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -42,3 +44,26 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n (1 for n <= 1)."""
     return 1 << max(0, n - 1).bit_length()
+
+
+class LazyModule:
+    """A module that is imported when one of its attributes is first read: without a GPU Triton need not be installed.
+
+    Triton also decides at import time whether kernels are interpreted, so they must not be imported with their op.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(import_module(self._name), attribute)
+        setattr(self, attribute, value)  # a launch then costs no lookup
+        return value
+
+
+@cache
+def triton_bfloat16() -> Any:
+    """`tl.bfloat16`."""
+    import triton.language as tl
+
+    return tl.bfloat16

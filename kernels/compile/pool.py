@@ -35,11 +35,11 @@ SECONDS = {
     "lattice.triton_chunk_backward.lattice_backward_pre_kernel": 5.5,
     "lattice.triton_backward.lattice_backward_kernel": 2.5,
     "lattice.triton_forward.lattice_forward_kernel": 2.0,
-    "delta_rule.solve.inverse_kernel": 4.5,
-    "delta_rule.gradients.gradients_kernel": 2.5,
-    "delta_rule.gradients.writes_backward_kernel": 1.5,
+    "delta_rule.wy_forward_kernels.wy_inverse_kernel": 4.5,
+    "delta_rule.wy_backward_kernels.wy_gradients_kernel": 2.5,
+    "delta_rule.wy_backward_kernels.wy_u_backward_kernel": 1.5,
     "short_conv.triton_kernels.short_conv_backward_kernel": 2.0,
-    "gated_linear_attention.sides.gated_kernel": 1.5,
+    "gated_linear_attention.triton_kernels.gla_chunk_dqk_kernel": 1.5,
 }
 """Processor time in seconds that a kernel takes to compile for sm_90, by its module in baton.kernels and its function: it decides
 the order and the first estimate. Measured on the checks of `baton doctor` and on Mamba, on a busy machine."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.kernels.cross_entropy.triton_launch import gradient_triton, in_triton, partial_sums_triton
+from baton.kernels.cross_entropy.triton_launch import gradient_triton, partial_sums_triton, use_triton
 from baton.kernels.errors import expect_tensor
 
 _KERNEL = "cross_entropy"
@@ -32,7 +32,7 @@ def partial_sums(logits: Tensor, labels: Tensor, first: int) -> Partial:
         KernelError: labels of another shape or device.
     """
     expect_tensor(_KERNEL, "labels", labels, ("N",), (logits.shape[0],), logits.device)
-    if in_triton(logits):
+    if use_triton(logits):
         return Partial(*partial_sums_triton(logits, labels, first))
     values = _precise(logits)
     largest = values.amax(1)
@@ -45,7 +45,7 @@ def partial_sums(logits: Tensor, labels: Tensor, first: int) -> Partial:
 def gradient(logits: Tensor, labels: Tensor, first: int, largest: Tensor, total: Tensor) -> Tensor:
     """exp(logit - largest) / total, less 1 in the label's column: of -log of the label's share, to the logits. In their place, and
     zeros in rows whose label is negative. largest, total: [N], of all columns together."""
-    if in_triton(logits):
+    if use_triton(logits):
         return gradient_triton(logits, labels, first, largest, total)
     values = (_precise(logits) - largest[:, None]).exp_().div_(total[:, None])
     here = (labels >= first) & (labels < first + logits.shape[1])

@@ -10,7 +10,7 @@ from torch import Tensor
 from baton.kernels.delta_rule.chunked import delta_rule_chunked
 from baton.kernels.delta_rule.triton_launch import delta_rule_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
-from baton.kernels.gated_linear_attention.triton_launch import in_triton
+from baton.kernels.gated_linear_attention.triton_launch import use_triton
 
 _KERNEL = "delta_rule"
 
@@ -81,5 +81,5 @@ def delta_rule(
         expect_positions(_KERNEL, pos, batch, length, device)
     if scale is None:
         scale = d_key**-0.5
-    implementation = delta_rule_triton if in_triton(q, dtype) else delta_rule_chunked
+    implementation = delta_rule_triton if use_triton(q, dtype) else delta_rule_chunked
     return implementation(q, k, v, beta, g, scale=scale, pos=pos, initial_state=initial_state)

@@ -14,7 +14,7 @@ from baton.kernels.delta_rule.chunked import delta_rule_effect
 from baton.kernels.delta_rule.op import delta_rule
 from baton.kernels.delta_rule.reference import delta_rule_reference
 from baton.kernels.delta_rule.triton_launch import delta_rule_effect_triton
-from baton.kernels.gated_linear_attention.triton_launch import in_triton
+from baton.kernels.gated_linear_attention.triton_launch import use_triton
 from baton.kernels.protocol import Inputs, LinearRecurrence, MatrixAffine, State, StateSpec, StateTransition
 
 
@@ -69,7 +69,7 @@ class DeltaRule(LinearRecurrence):
 
     def _effect(self, inputs: Inputs, pos: Tensor | None) -> tuple[Tensor, Tensor]:
         _, k, v, beta, *gate = inputs
-        implementation = delta_rule_effect_triton if in_triton(k, compute_dtype(*inputs)) else delta_rule_effect
+        implementation = delta_rule_effect_triton if use_triton(k, compute_dtype(*inputs)) else delta_rule_effect
         with torch.no_grad(), without_autocast(k):
             return implementation(k, v, beta, gate[0] if gate else None, pos=pos)
 

@@ -1,12 +1,12 @@
-"""The delta rule on a GPU: launches the Triton kernels of `solve` and `gradients`, and gated linear attention's that read writes.
+"""The delta rule on a GPU: launches the Triton kernels of `wy_forward_kernels` and `wy_backward_kernels`, and gated linear
+attention's that read writes.
 
 The one thing to know: the arguments and the chunks' inverses are kept for the backward pass; what tokens wrote and the chunks'
 states are made again.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from types import ModuleType
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -14,10 +14,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
+from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
-from baton.kernels.gated_linear_attention.arguments import Given, Prepared, Side
-from baton.kernels.gated_linear_attention.arguments import LaunchConfig as GLALaunchConfig
+from baton.kernels.gated_linear_attention.launch_args import Given, Prepared, Side
+from baton.kernels.gated_linear_attention.launch_args import LaunchConfig as GLALaunchConfig
 from baton.kernels.gated_linear_attention.triton_launch import Sum
+
+_forward_kernels = LazyModule("baton.kernels.delta_rule.wy_forward_kernels")
+_backward_kernels = LazyModule("baton.kernels.delta_rule.wy_backward_kernels")
 
 KERNEL = "delta_rule"
 SMALL = 32
@@ -127,7 +131,7 @@ class _Run:
         given = Given.of(q, k, v)
         self.sum = Sum("none" if g is None else "scalar", scale, pos, g, given, config, low=given.low)
         self.config = config if given.low else config.for_float32
-        self.beta, self.scale, (self.kernels, self.gradients) = launch_utils.contiguous_last_dim(beta), scale, _kernels()
+        self.beta, self.scale = launch_utils.contiguous_last_dim(beta), scale
         self.sums = self.sum.prepare(None, None).sums
 
     def options(self, **own: int) -> dict[str, Any]:
@@ -152,14 +156,14 @@ class _Run:
         return run.chunks if wanted < 3 else -(-run.chunks // wanted)
 
     def inverses(self) -> Tensor:
-        """The chunks' inverses, see `solve.inverse_kernel`."""
+        """The chunks' inverses, see `wy_forward_kernels.wy_inverse_kernel`."""
         run = self.sum
         k, chunk, heads, rows = run.given.k, self.config.chunk, run.heads, run.batch * run.heads
         planes = 1 if run.kept == torch.float32 else 2
         inverse = run.new(run.batch, heads, run.chunks, planes, chunk, chunk, dtype=run.kept)
         options = self.options(BX=run.block(run.sizes[0], SMALL), num_warps=self.config.warps_inverse)
         del options["Y"], options["BY"]
-        self.kernels.inverse_kernel[(run.chunks, rows)](
+        _forward_kernels.wy_inverse_kernel[(run.chunks, rows)](
             k, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.length, run.chunks,
             *launch_utils.strides(k, self.beta), **options,
         )  # fmt: skip
@@ -168,12 +172,12 @@ class _Run:
     def walked(
         self, inverse: Tensor, piece: int, first: Tensor | None, u: Tensor | None, states: Tensor | None, last: Tensor
     ) -> None:
-        """A launch of `solve.writes_kernel`; without u and states of what each piece does to the state."""
+        """A launch of `wy_forward_kernels.wy_u_kernel`; without u and states of what each piece does to the state."""
         run, (_, k, v) = self.sum, self.sum.given
         X, Y = run.sizes
         options = self.walk(self.config.values, num_warps=self.config.warps_walk)
         columns = Y if u is not None else Y + X
-        self.kernels.writes_kernel[(-(-columns // options["BY"]), run.batch * run.heads, -(-run.chunks // piece))](
+        _forward_kernels.wy_u_kernel[(-(-columns // options["BY"]), run.batch * run.heads, -(-run.chunks // piece))](
             k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.or_v(first), run.or_v(u), run.or_v(states), last,
             run.length, run.chunks, piece, *launch_utils.strides(k, v, self.beta), HAS_FIRST=first is not None, KEEP=u is not None,
             **options,
@@ -190,7 +194,7 @@ class _Run:
         """What enters each piece, [B, H, P, d_key, d_value], or the cotangents of what leaves each."""
         run, (X, Y), pieces = self.sum, self.sum.sizes, effects.shape[2]
         arriving, BY = run.new(*effects.shape[:3], X, Y), 16
-        self.kernels.fold_kernel[(-(-Y // BY), run.batch * run.heads)](
+        _forward_kernels.wy_fold_kernel[(-(-Y // BY), run.batch * run.heads)](
             effects, adds, run.or_v(first), arriving, pieces, X=X, Y=Y, WIDTH=adds.shape[4], HAS_FIRST=first is not None,
             BACKWARDS=backwards, BX=run.block(X, 64), BY=BY, num_warps=4,
         )  # fmt: skip
@@ -232,7 +236,7 @@ class _Run:
         def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
             warps = self.config.warps_back if whole_rows else min(self.config.warps_back, ODD_WARPS)
             options = self.walk(self.config.values_back, num_warps=warps, num_stages=self.config.stages_back)
-            self.gradients.writes_backward_kernel[(-(-shape[3] // options["BY"]), rows, pieces)](
+            _backward_kernels.wy_u_backward_kernel[(-(-shape[3] // options["BY"]), rows, pieces)](
                 q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), scores, inverse, run.or_v(arriving), dr, cotangents,
                 dfirst, run.length, run.chunks, -(-run.chunks // pieces), self.scale, *launch_utils.strides(q, k, self.beta, dy),
                 KEEP=arriving is not None, **options,
@@ -247,13 +251,13 @@ class _Run:
         dfirst = back(arriving, torch.empty_like(dlast), pieces)
         dq, dk, dv = (run.new(*x.shape, dtype=x.dtype) for x in (q, k, v))
         dbeta, dg = run.new(*shape[:3]), None if self.sums is None else run.new(*shape[:3])
-        self.gradients.gradients_kernel[(run.chunks, rows)](
+        _backward_kernels.wy_gradients_kernel[(run.chunks, rows)](
             q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), u, dr, states, cotangents, dq, dk, dv, dbeta,
             run.or_v(dg), run.length, run.chunks, self.scale, *launch_utils.strides(q, k, self.beta, dy), **self.options(),
         )  # fmt: skip
         X, Y = run.sizes
         options = self.options(BX=run.block(X, SMALL), BY=run.block(Y, SMALL), num_warps=4)
-        self.gradients.dbeta_of_zeros_kernel[(run.chunks, rows)](
+        _backward_kernels.wy_dbeta_zero_kernel[(run.chunks, rows)](
             k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), u, dr, states, dbeta, run.length, run.chunks,
             *launch_utils.strides(k, v, self.beta), **options,
         )  # fmt: skip
@@ -285,11 +289,3 @@ class _DeltaRule(torch.autograd.Function):
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
-
-
-@cache
-def _kernels() -> tuple[ModuleType, ModuleType]:
-    """Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.delta_rule import gradients, solve
-
-    return solve, gradients

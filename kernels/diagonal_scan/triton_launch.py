@@ -8,7 +8,6 @@ every rank. Inputs may be views; only their last dimension has to be contiguous.
 
 from dataclasses import dataclass, replace
 from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
+from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu, target
+
+_forward_kernels = LazyModule("baton.kernels.diagonal_scan.triton_forward")
+_backward_kernels = LazyModule("baton.kernels.diagonal_scan.triton_backward")
 
 KERNEL = "diagonal_scan"
 
@@ -97,7 +100,7 @@ def _launch_config_for(inputs: ScanInputs, activate: bool, zoh: bool) -> LaunchC
     return launch_configs.choose(KERNEL, default_launch_config(d_state, zoh), inputs.x.device, shape, sizes)
 
 
-def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
+def use_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
     """Whether tensors like x are computed by these kernels: on a GPU, in float32."""
     return on_gpu(x) and compute_dtype == torch.float32
 
@@ -172,7 +175,7 @@ class _ScanLaunch:
         rows = (None if x is None else launch_utils.contiguous_last_dim(x) for x in inputs)
         self.inputs = ScanInputs(*rows)  # type: ignore[arg-type]
         self.pos, self.config = pos, config
-        self.forward_kernels, self.backward_kernels = _kernels()
+        self.forward_kernels, self.backward_kernels = _forward_kernels, _backward_kernels
         self.batch, self.length, self.channels = inputs.x.shape
         self.d_state = inputs.B.shape[2]
         self.num_splits, self.split_len = _splits(self.batch * -(-self.channels // config.channels), self.length, config)
@@ -353,14 +356,6 @@ class _Scan(torch.autograd.Function):
         launch = _ScanLaunch(ScanInputs(*inputs), ctx.activate, ctx.zoh, pos, ctx.config)
         grads = launch.backward(checkpoints, decay, dy, dfinal)
         return (None, *(grad if needed else None for needed, grad in zip(ctx.needs_input_grad[1:], grads, strict=True)))
-
-
-@cache
-def _kernels() -> tuple[ModuleType, ModuleType]:
-    """The forward and the backward kernels. Imported at the first use: without a GPU Triton need not be installed."""
-    from baton.kernels.diagonal_scan import triton_backward, triton_forward
-
-    return triton_forward, triton_backward
 
 
 @cache

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from baton.kernels.common.triton_prefetch import LOG2_E
 from baton.kernels.eidetic_attention.memory_copy_kernels import add_copy_gradients, load_tile, store_tile
-from baton.kernels.gated_linear_attention.decays import product
+from baton.kernels.gated_linear_attention.triton_common import product
 
 
 @triton.jit

@@ -6,7 +6,6 @@ Softmax weights are recomputed in the backward pass, which keeps only the inputs
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +13,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
+from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
+
+_kernels = LazyModule("baton.kernels.eidetic_attention.joint_attention_kernels")
+_copy_kernels = LazyModule("baton.kernels.eidetic_attention.memory_copy_kernels")
 
 KERNEL = "eidetic_attention"
 
@@ -97,7 +100,7 @@ class MemorySources(NamedTuple):
 _NO_SOURCES = MemorySources()
 
 
-def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
+def use_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
     """Whether tensors like x are computed by these kernels: on a GPU, in float32."""
     return on_gpu(x) and compute_dtype == torch.float32
 
@@ -193,7 +196,7 @@ class _JointAttentionLaunch:
         _, self.memories, self.rows = (self.batch, 0, 0) if seen.row is None else seen.row.shape
         # rows of the State; 0 if nothing has been read
         self.entries, self.tail = (0 if x is None else x.shape[1] - self.length for x in (seen.first, seen.fading_first))
-        self.kernels, self.copy_kernels = _kernels()
+        self.kernels, self.copy_kernels = _kernels, _copy_kernels
         self.block_dim = max(16, launch_utils.next_power_of_2(self.dim))
         self.common = {
             "H": self.heads, "G": self.groups, "K": self.dim, "M": self.rows, "DOT_DTYPE": _tl_bfloat16() if low else None,
@@ -347,14 +350,6 @@ class _JointAttentionLaunch:
             G=self.groups, K=self.dim, BLOCK_K=self.config.keys_back, BLOCK_D=self.block_dim, GRAD_ROW=dk.stride(1), num_warps=4,
         )  # fmt: skip
         return dk, dv
-
-
-@cache
-def _kernels() -> tuple[ModuleType, ModuleType]:
-    """The attention kernels and the copy kernels. Imported at the first use: without a GPU Triton need not be installed."""
-    from baton.kernels.eidetic_attention import joint_attention_kernels, memory_copy_kernels
-
-    return joint_attention_kernels, memory_copy_kernels
 
 
 @cache

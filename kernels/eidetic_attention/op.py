@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.eidetic_attention.chunked import Options, eidetic_attention_chunked, final_state
-from baton.kernels.eidetic_attention.joint_attention_launch import in_triton
+from baton.kernels.eidetic_attention.joint_attention_launch import use_triton
 from baton.kernels.eidetic_attention.triton_launch import eidetic_attention_triton, innovation_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_state_keys, expect_tensor
 from baton.kernels.protocol import Inputs, State, StateSpec
@@ -73,7 +73,7 @@ def eidetic_attention(
     """
     fresh = state is None
     inputs, options, state = _checked((q, k, v, fading_k, fading_v, score), window, n_fading, n_eidetic, sliding, pos, state, scale)
-    fused = in_triton(q, inputs[-1].dtype)
+    fused = use_triton(q, inputs[-1].dtype)
     if state is None:
         state = {} if fused and not need_final_state else empty(state_specs(options, k, inputs[-1].dtype), len(q), q.device)
     if fused:
@@ -236,7 +236,7 @@ _LIBRARY.define("innovation(Tensor y, Tensor weights, Tensor pos, Tensor tail, s
 def _innovation(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, norm: str) -> Tensor:
     """The score of `innovation`, which checks the arguments."""
     dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
-    return innovation_triton(y, weights, pos, tail, norm) if in_triton(y, dtype) else _score(y, weights, pos, tail, norm, dtype)
+    return innovation_triton(y, weights, pos, tail, norm) if use_triton(y, dtype) else _score(y, weights, pos, tail, norm, dtype)
 
 
 def _score(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, norm: str, dtype: torch.dtype) -> Tensor:

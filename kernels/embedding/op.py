@@ -7,7 +7,7 @@ equal ids are summed in float32 in an order that hangs on nothing but the ids: e
 import torch
 from torch import Tensor
 
-from baton.kernels.embedding.triton_launch import add_rows_triton, in_triton
+from baton.kernels.embedding.triton_launch import add_rows_triton, use_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_tensor
 
 _KERNEL = "add_rows"
@@ -29,7 +29,7 @@ def add_rows(into: Tensor, ids: Tensor, rows: Tensor) -> None:
     expect_tensor(_KERNEL, "ids", ids, ("N",), (-1,), into.device)
     expect_dtype(_KERNEL, "ids", ids, (torch.int32, torch.int64))
     expect_tensor(_KERNEL, "rows", rows, ("N", "d"), (len(ids), into.shape[1]), into.device)
-    if in_triton(into):
+    if use_triton(into):
         add_rows_triton(into, ids, rows)
         return
     here = (ids >= 0) & (ids < len(into))

@@ -1,17 +1,20 @@
-"""An embedding's gradient on a GPU: sorts the ids and launches the Triton kernels of `per_run`.
+"""An embedding's gradient on a GPU: sorts the ids and launches the Triton kernels of `triton_kernels`.
 
 The one thing to know: nothing's shape depends on which ids there are, so the host waits for nothing and a CUDA graph can hold it.
 """
 
 from collections.abc import Mapping
 from functools import cache
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from baton.kernels.common import launch_utils
+from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile.aot import on_gpu
+
+_kernels = LazyModule("baton.kernels.embedding.triton_kernels")
 
 _CHUNK = 32  # sorted tokens, of a program
 _STEPS = 8  # tokens whose rows are loaded at once
@@ -20,7 +23,7 @@ _BORDER_COLUMNS = 256
 _PARTS = 16  # chunks whose parts of a run are loaded at once
 
 
-def in_triton(into: Tensor) -> bool:
+def use_triton(into: Tensor) -> bool:
     """Whether these kernels compute it: on a GPU, in float32."""
     return on_gpu(into) and into.dtype == torch.float32
 
@@ -31,12 +34,14 @@ def add_rows_triton(into: Tensor, ids: Tensor, rows: Tensor, *, chunk: int = _CH
     ids, order = ids.clamp(-1, len(into)).to(torch.int32).sort(stable=True)
     width, chunks = into.shape[1], -(-len(ids) // chunk)
     parts = torch.empty(2, chunks, width, dtype=torch.float32, device=into.device)
-    common, kernels = (len(ids), len(into)), _kernels()
+    common, kernels = (len(ids), len(into)), _kernels
     runs, borders = sizes_of(width, _COLUMNS), sizes_of(width, _BORDER_COLUMNS)
-    kernels.runs_kernel[(chunks, -(-width // runs["BD"]))](
+    kernels.embedding_sum_runs_kernel[(chunks, -(-width // runs["BD"]))](
         ids, order, rows.contiguous(), into, parts, *common, C=chunk, STEPS=min(chunk, _STEPS), **runs
     )
-    kernels.borders_kernel[(chunks, -(-width // borders["BD"]))](ids, into, parts, *common, C=chunk, BP=_PARTS, **borders)
+    kernels.embedding_sum_borders_kernel[(chunks, -(-width // borders["BD"]))](
+        ids, into, parts, *common, C=chunk, BP=_PARTS, **borders
+    )
 
 
 @cache
@@ -44,11 +49,3 @@ def sizes_of(width: int, columns: int) -> Mapping[str, int]:
     """A launch's, for rows of so many numbers, of which a program has so many columns."""
     block = min(columns, launch_utils.next_power_of_2(width))
     return MappingProxyType({"D": width, "BD": block, "num_warps": min(4, max(1, block // 64))})
-
-
-@cache
-def _kernels() -> ModuleType:
-    """Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.embedding import per_run
-
-    return per_run

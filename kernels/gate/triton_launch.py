@@ -1,10 +1,9 @@
-"""Gates and activations on a GPU: launches the Triton kernels of `per_block`, and gives gates a gradient.
+"""Gates and activations on a GPU: launches the Triton kernels of `triton_kernels`, and gives gates a gradient.
 
 The one thing to know: where x and z are neighbours in the rows of one tensor, so are their gradients, see
 `baton.kernels.common.adjacent_views`.
 """
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,13 +12,16 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.adjacent_views import empty_like_adjacent, merge_adjacent
+from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile.aot import on_gpu
+
+_kernels = LazyModule("baton.kernels.gate.triton_kernels")
 
 _COLUMNS = 1024  # of a program
 _ENTRIES = 4096
 
 
-def in_triton(x: Tensor, z: Tensor) -> bool:
+def use_triton(x: Tensor, z: Tensor) -> bool:
     """Whether these kernels compute it: on a GPU, in float32."""
     return on_gpu(x) and torch.float64 not in (x.dtype, z.dtype)
 
@@ -41,7 +43,7 @@ def activate(*xs: Tensor, logs: float | None = None) -> tuple[Tensor, ...]:
         rows = _rows(x)
         y = torch.empty(rows.shape, dtype=x.dtype if logs is None else torch.float32, device=x.device)
         grid, sizes = _launch(rows)
-        _kernels().activate_kernel[grid](rows, y, len(rows), logs or 1.0, rows.stride(0), LOGS=logs is not None, **sizes)
+        _kernels.gate_activation_kernel[grid](rows, y, len(rows), logs or 1.0, rows.stride(0), LOGS=logs is not None, **sizes)
         made += y.view(x.shape).split(widths, dim=-1)
     return tuple(made)
 
@@ -60,7 +62,7 @@ class _Gate(torch.autograd.Function):
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
         x, z = _rows(x), _rows(z)
         grid, sizes = _launch(x)
-        _kernels().forward_kernel[grid](x, z, y, len(x), x.stride(0), z.stride(0), GELU=gelu, **sizes)
+        _kernels.gate_forward_kernel[grid](x, z, y, len(x), x.stride(0), z.stride(0), GELU=gelu, **sizes)
         return y
 
     @staticmethod
@@ -70,7 +72,7 @@ class _Gate(torch.autograd.Function):
         shape, (x, z, dy) = x.shape, (_rows(of) for of in (x, z, dy))
         dx, dz = _gradients(x, z)
         grid, sizes = _launch(x)
-        _kernels().backward_kernel[grid](
+        _kernels.gate_backward_kernel[grid](
             x, z, dy, dx, dz, len(x), *(of.stride(0) for of in (x, z, dy, dx, dz)), GELU=ctx.gelu, **sizes
         )
         return dx.view(shape), dz.view(shape), None, None
@@ -92,10 +94,3 @@ def _gradients(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 def _launch(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     sizes = sizes_of(x.shape[1])
     return (-(-len(x) // sizes["BR"]), -(-x.shape[1] // sizes["BD"])), sizes
-
-
-def _kernels() -> ModuleType:
-    """Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.gate import per_block
-
-    return per_block

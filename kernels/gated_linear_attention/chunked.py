@@ -1,7 +1,7 @@
 """Gated linear attention in vectorised PyTorch, on any device: what runs on a CPU.
 
 The one thing to know: a chunk is three products of matrices (query and key, the scores with the values, query and entering state)
-with decays between 0 and 1 on them; the decays are `block`'s, the walk over chunks `baton.kernels.common.chunked_autograd`.
+with decays between 0 and 1 on them; the decays are `chunk_math`'s, the walk over chunks `baton.kernels.common.chunked_autograd`.
 """
 
 from functools import partial
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import compute_dtype, run_chunked
 from baton.kernels.common.launch_utils import next_power_of_2, without_autocast
-from baton.kernels.gated_linear_attention.block import (
+from baton.kernels.gated_linear_attention.chunk_math import (
     ChannelDecay,
     ScalarDecay,
     extended,

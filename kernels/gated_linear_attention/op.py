@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.gated_linear_attention.chunked import gla_chunked
 from baton.kernels.gated_linear_attention.reference import Gate
-from baton.kernels.gated_linear_attention.triton_launch import gla_triton, in_triton
+from baton.kernels.gated_linear_attention.triton_launch import gla_triton, use_triton
 
 _GATES = get_args(Gate)
 _KERNEL = "gated_linear_attention"
@@ -81,7 +81,7 @@ def gated_linear_attention(
         expect_dtype(_KERNEL, "initial_state", initial_state, (dtype,))
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
-    implementation = gla_triton if in_triton(q, dtype) else gla_chunked
+    implementation = gla_triton if use_triton(q, dtype) else gla_chunked
     return implementation(q, k, v, g, gate=gate, scale=scale, pos=pos, initial_state=initial_state)
 
 

@@ -1,4 +1,4 @@
-"""Gated linear attention on a GPU: launches the Triton kernels of `sides` and gives them a gradient.
+"""Gated linear attention on a GPU: launches the Triton kernels of `triton_kernels` and gives them a gradient.
 
 The one thing to know: the gate decides what of q, k, v and y lies along x, where decays are, and so which of the two kernels
 computes the output and which the gradients. Chunks' states are made again for the backward pass: only the arguments are kept, and
@@ -7,7 +7,6 @@ scores among a chunk's tokens where they are few.
 
 import math
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,10 +14,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
+from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
-from baton.kernels.gated_linear_attention.arguments import Given, LaunchConfig, Prepared, Projected, Side
+from baton.kernels.gated_linear_attention.launch_args import Given, LaunchConfig, Prepared, Projected, Side
 from baton.kernels.gated_linear_attention.reference import Gate
+
+_kernels = LazyModule("baton.kernels.gated_linear_attention.triton_kernels")
 
 KERNEL = "gated_linear_attention"
 _DEFAULT = LaunchConfig()
@@ -26,7 +28,7 @@ SCORES_SHARE = 8
 """Scores are kept for the backward pass where they are at most this part of what is kept of q, k and v."""
 
 
-def in_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
+def use_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
     """Whether these kernels compute for tensors like x: on a GPU, in float32."""
     return on_gpu(x) and compute_dtype == torch.float32
 
@@ -83,7 +85,7 @@ def gla_effect(
 
 
 class Sum:
-    """One call's shapes and launches: scale sum_i rx_i^T S_i ry_i, see `sides`. low: whether products are of bfloat16."""
+    """One call's shapes and launches: scale sum_i rx_i^T S_i ry_i, see `triton_kernels`. low: whether products are of bfloat16."""
 
     def __init__(
         self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: Given, config: LaunchConfig, *, low: bool
@@ -103,14 +105,14 @@ class Sum:
         self.sizes = (d_value, d_key) if self.swapped else (d_key, d_value)
         self.scale = scale
         self.chunks = -(-self.length // self.config.chunk)
-        self.kernels = _kernels()
+        self.kernels = _kernels
         self.kept = torch.bfloat16 if low else torch.float32
         self.gate, self.per_channel = _kind(gate), gate in ("key", "value")
         self.common = {
             "H": self.heads, "G": self.query_heads // self.heads, "GATE": self.gate, "HAS_POS": pos is not None,
             "C": self.config.chunk, "num_stages": self.config.stages,
         }  # fmt: skip
-        self.low = {"LOW": _low() if low else None}
+        self.low = {"LOW": launch_utils.triton_bfloat16() if low else None}
 
     @property
     def keeps_scores(self) -> bool:
@@ -147,7 +149,7 @@ class Sum:
         if self.g is None:
             return Prepared(None, r, w, None)
         shape, X = (self.batch, self.length, self.heads), self.sizes[0]
-        # see `decays`
+        # see `triton_common`
         precise = torch.float32 if self.kept == torch.bfloat16 else torch.float64
         if not self.per_channel:
             sums, read, written, whole, BX = self.new(*shape, dtype=precise), r, w, None, 16
@@ -156,7 +158,7 @@ class Sum:
             read = None if r is None else self.new(*shape[:2], self.query_heads, X, dtype=self.kept)
             written = None if w is None else self.new(*shape, X, dtype=self.kept)
             whole, BX = self.new(self.batch, self.heads, self.chunks, X), self.block(X, self.config.x_prepared)
-        self.kernels.prepare_kernel[(self.chunks, -(-X // BX) if self.per_channel else 1, self.batch * self.heads)](
+        self.kernels.gla_prepare_kernel[(self.chunks, -(-X // BX) if self.per_channel else 1, self.batch * self.heads)](
             self.or_v(r), self.or_v(w), self.g, self.or_v(self.pos), sums, self.or_v(read), self.or_v(written),
             self.or_v(whole), self.length, self.scale, *launch_utils.strides(r, w, self.g), X=X, READ=r is not None,
             WRITE=w is not None, BX=BX, num_warps=4 if self.per_channel else 1, **self.common,
@@ -175,7 +177,7 @@ class Sum:
             options |= {"BX": self.block(size, self.config.x_products), "num_warps": self.config.warps}
         if not gated:
             options["GATE"] = _kind("none")
-        self.kernels.scores_kernel[(self.chunks, self.query_heads, self.batch)](
+        self.kernels.gla_scores_kernel[(self.chunks, self.query_heads, self.batch)](
             r, w, self.or_v(sums), self.or_v(self.pos), found, self.length, *launch_utils.strides(r, w), X=size,
             LEVELS=chunk.bit_length() - 1, **options,
         )  # fmt: skip
@@ -203,7 +205,7 @@ class Sum:
         def walk(piece: int, first: Tensor | None, kept: Tensor | None, decay: Tensor | None = None) -> Tensor:
             """Through pieces of so many chunks; what leaves each, [B, P, H, X, Y]."""
             last = self.new(self.batch, -(-chunks // piece), heads, X, Y)
-            self.kernels.states_kernel[(blocks, heads, self.batch * last.shape[1])](
+            self.kernels.chunk_h_kernel[(blocks, heads, self.batch * last.shape[1])](
                 along_x, along_y, self.or_v(prepared.sums), self.or_v(prepared.whole), self.or_v(self.pos), self.or_v(first),
                 self.or_v(kept), last, self.or_v(decay), self.length, chunks, piece, self.scale,
                 *launch_utils.strides(along_x, along_y), HAS_FIRST=first is not None, BACKWARDS=backwards, KEEP=kept is not None,
@@ -220,7 +222,7 @@ class Sum:
         decay = self.new(self.batch, -(-chunks // piece), heads, X if self.per_channel else 1)
         add = walk(piece, None, None, decay)
         arriving, last = torch.empty_like(add), self.new(self.batch, heads, X, Y)
-        self.kernels.fold_kernel[(-(-X * Y // 256), heads, self.batch)](
+        self.kernels.chunk_h_fold_kernel[(-(-X * Y // 256), heads, self.batch)](
             decay, add, self.or_v(first), arriving, last, add.shape[1], X=X, Y=Y, WIDTH=decay.shape[3],
             HAS_FIRST=first is not None, BACKWARDS=backwards, BLOCK=256, num_warps=4,
         )  # fmt: skip
@@ -244,7 +246,7 @@ class Sum:
                 Side(*(None if of is None else launch_utils.contiguous_last_dim(of) for of in projected.given)),
             )
         BX, BY = self.block(X, self.config.x), self.block(Y, self.config.y)
-        self.kernels.plain_kernel[(-(-Y // BY), self.chunks, self.batch * self.heads)](
+        self.kernels.gla_chunk_o_kernel[(-(-Y // BY), self.chunks, self.batch * self.heads)](
             self.or_v(x.read), self.or_v(y.r), self.or_v(x.written), self.or_v(y.w), self.or_v(x.sums), self.or_v(self.pos), scores,
             states, self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(raw.r), self.or_v(raw.w), self.length, self.chunks,
             self.scale, *launch_utils.strides(x.read, y.r, x.written, y.w, r, w, *raw), X=X, Y=Y, READ=read is not None,
@@ -275,7 +277,7 @@ class Sum:
         blocks = -(-X // BX)
         if write is not None and self.g is not None:
             g = self.new(*shape, heads, X) if self.per_channel else self.new(blocks, *shape, heads)
-        self.kernels.gated_kernel[(blocks, self.chunks, self.batch * heads // share)](
+        self.kernels.gla_chunk_dqk_kernel[(blocks, self.chunks, self.batch * heads // share)](
             self.or_v(x.r), self.or_v(y.r), self.or_v(x.w), self.or_v(y.w), self.or_v(sums), self.or_v(self.pos), scores, states,
             self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
             *launch_utils.strides(x.r, y.r, x.w, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
@@ -355,25 +357,9 @@ class _Gla(torch.autograd.Function):
 
 
 @cache
-def _kernels() -> ModuleType:
-    """Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.gated_linear_attention import sides
-
-    return sides
-
-
-@cache
 def _kind(gate: Gate) -> int:
     """Of the gate, as the kernels call it."""
-    kernels = _kernels()
+    kernels = _kernels
     kinds = {"none": kernels.NONE, "scalar": kernels.SCALAR, "key": kernels.CHANNEL, "value": kernels.CHANNEL}
     value: int = kinds[gate].value
     return value
-
-
-@cache
-def _low() -> Any:
-    """bfloat16, as Triton calls it."""
-    import triton.language as tl
-
-    return tl.bfloat16

@@ -2,7 +2,7 @@
 
 The one thing to know: a chunk is two passes of gated linear attention with one gate (Zhang et al. 2024, equation 7): keys written
 to the slots, decaying along the values of that pass, and values read from them, decaying along its keys. The decays are computed
-once; the mathematics is `gated_linear_attention.block`'s, the walk over chunks `common.chunked_autograd`.
+once; the mathematics is `gated_linear_attention.chunk_math`'s, the walk over chunks `common.chunked_autograd`.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import compute_dtype, run_chunked
 from baton.kernels.common.launch_utils import next_power_of_2, without_autocast
-from baton.kernels.gated_linear_attention.block import (
+from baton.kernels.gated_linear_attention.chunk_math import (
     ChannelDecay,
     extended,
     extended_positions,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_state_keys, expect_tensor
 from baton.kernels.gated_linear_attention.op import expect_attention
-from baton.kernels.gated_linear_attention.triton_launch import in_triton
+from baton.kernels.gated_linear_attention.triton_launch import use_triton
 from baton.kernels.gated_slot_attention.chunked import gsa_chunked
 from baton.kernels.gated_slot_attention.reference import SlotActivation
 from baton.kernels.gated_slot_attention.triton_launch import gsa_triton
@@ -90,7 +90,7 @@ def gated_slot_attention(
             expect_dtype(_KERNEL, f"initial_state {name}", leaf, (dtype,))
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
-    implementation = partial(gsa_triton, remake=remake) if in_triton(q, dtype) else gsa_chunked
+    implementation = partial(gsa_triton, remake=remake) if use_triton(q, dtype) else gsa_chunked
     return implementation(
         q,
         k,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_log_gates, randn
-from baton.kernels.gated_linear_attention.triton_launch import in_triton
+from baton.kernels.gated_linear_attention.triton_launch import use_triton
 from baton.kernels.gated_slot_attention.chunked import gsa_state
 from baton.kernels.gated_slot_attention.op import gated_slot_attention
 from baton.kernels.gated_slot_attention.reference import SlotActivation, activated, gsa_reference
@@ -72,7 +72,7 @@ class GatedSlotAttention(LinearRecurrence):
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
         """States only: this much less than a run is what can be sent before any output exists."""
         transition = self.transition_matrix(inputs, pos)
-        implementation = gsa_effect if in_triton(inputs[0], compute_dtype(*inputs)) else gsa_state
+        implementation = gsa_effect if use_triton(inputs[0], compute_dtype(*inputs)) else gsa_state
         return transition, self.state_transition(
             transition, implementation(*inputs[1:], gate_logit_normalizer=self.gate_logit_normalizer, pos=pos)
         )

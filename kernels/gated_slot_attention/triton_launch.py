@@ -9,7 +9,7 @@ given as projected has the derivatives of its activations in the kernels that wr
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,11 +18,14 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.adjacent_views import empty_like_adjacent
+from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.gate.triton_launch import activate
-from baton.kernels.gated_linear_attention.arguments import Given, LaunchConfig, Projected, Side
+from baton.kernels.gated_linear_attention.launch_args import Given, LaunchConfig, Projected, Side
 from baton.kernels.gated_linear_attention.triton_launch import Sum, gla_effect, launch_config_for
 from baton.kernels.gated_slot_attention.reference import SlotActivation
 from baton.kernels.protocol import State
+
+_kernels = LazyModule("baton.kernels.gated_slot_attention.triton_kernels")
 
 _ENTRIES = 2048  # of a program that computes slot by slot
 
@@ -167,14 +170,14 @@ def strength(log_alpha: Tensor) -> Tensor:
     """1 - alpha in float32, of its logarithm: alpha itself would lose the gates that matter most, those that keep nearly all."""
     gates = log_alpha.contiguous()
     out, (grid, sizes) = torch.empty_like(gates, dtype=torch.float32), _rows(gates)
-    _kernels().strength_kernel[grid](gates, out, gates.numel() // sizes["M"], **sizes)
+    _kernels.gsa_write_strength_kernel[grid](gates, out, gates.numel() // sizes["M"], **sizes)
     return out
 
 
 def weights_of(scores: Tensor, slot_activation: SlotActivation, dtype: torch.dtype) -> Tensor:
     """The slots' weights in a query's output."""
     out, (grid, sizes) = torch.empty_like(scores, dtype=dtype), _rows(scores)
-    _kernels().weights_kernel[grid](
+    _kernels.gsa_slot_weights_kernel[grid](
         scores, out, scores.numel() // sizes["M"], SLOT_ACTIVATION=_activation_code(slot_activation), **sizes
     )
     return out
@@ -183,7 +186,7 @@ def weights_of(scores: Tensor, slot_activation: SlotActivation, dtype: torch.dty
 def weights_backward(scores: Tensor, dweights: Tensor, slot_activation: SlotActivation) -> Tensor:
     """The scores' gradient, float32."""
     out, (grid, sizes) = torch.empty_like(scores), _rows(scores)
-    _kernels().weights_backward_kernel[grid](
+    _kernels.gsa_slot_weights_backward_kernel[grid](
         scores, dweights, out, scores.numel() // sizes["M"], SLOT_ACTIVATION=_activation_code(slot_activation), **sizes
     )
     return out
@@ -197,7 +200,7 @@ def _gates_backward(
     gates = log_alpha.contiguous()
     raw, out = launch_utils.contiguous_last_dim(given.flatten(2).flatten(0, 1)), torch.empty_like(gates) if into is None else into
     grid, sizes = _rows(gates)
-    _kernels().gates_backward_kernel[grid](
+    _kernels.gsa_gates_backward_kernel[grid](
         gates, dg_k, dg_v, dwrite_k, dwrite_v, raw, out, gates.numel() // sizes["M"],
         gate_logit_normalizer or 1.0, raw.stride(0), out.stride(1),
         H=gates.shape[2], LOGS=gate_logit_normalizer is not None, **sizes,
@@ -207,14 +210,6 @@ def _gates_backward(
 
 @cache
 def _activation_code(slot_activation: SlotActivation) -> int:
-    kernels = _kernels()
+    kernels = _kernels
     value: int = getattr(kernels, slot_activation.upper()).value
     return value
-
-
-@cache
-def _kernels() -> ModuleType:
-    """Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.gated_slot_attention import slots
-
-    return slots

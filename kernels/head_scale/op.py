@@ -7,7 +7,7 @@ GPU one launch each way does it, and nothing wider than x is in memory.
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_tensor
-from baton.kernels.head_scale.triton_launch import head_scale_triton, in_triton
+from baton.kernels.head_scale.triton_launch import head_scale_triton, use_triton
 
 _KERNEL = "head_scale"
 
@@ -29,7 +29,7 @@ def head_scale(x: Tensor, scale: Tensor) -> Tensor:
         raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (..., heads, d)")
     axes = (*(f"x's {n}" for n in range(x.dim() - 2)), "heads")
     expect_tensor(_KERNEL, "scale", scale, axes, tuple(x.shape[:-1]), x.device)
-    if in_triton(x, scale):
+    if use_triton(x, scale):
         return head_scale_triton(x, scale)
     y: Tensor = (x * scale.unsqueeze(-1)).to(x.dtype)
     return y

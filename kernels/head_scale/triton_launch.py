@@ -1,8 +1,8 @@
-"""Each head's scale on a GPU: launches the Triton kernels of `per_row` and gives them a gradient."""
+"""Each head's scale on a GPU: launches the Triton kernels of `triton_kernels` and gives them a gradient."""
 
 from collections.abc import Mapping
 from functools import cache
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,12 +10,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
+from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile.aot import on_gpu
+
+_kernels = LazyModule("baton.kernels.head_scale.triton_kernels")
 
 _ENTRIES = 4096  # of a program
 
 
-def in_triton(x: Tensor, scale: Tensor) -> bool:
+def use_triton(x: Tensor, scale: Tensor) -> bool:
     """Whether these kernels compute it: on a GPU, in float32."""
     return on_gpu(x) and scale.dtype == torch.float32 and x.dtype != torch.float64
 
@@ -38,7 +41,7 @@ class _HeadScale(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
         x, scale = x.contiguous(), scale.contiguous()
         sizes, y = sizes_of(x.shape[-1]), torch.empty_like(x)
-        _kernels().forward_kernel[(-(-scale.numel() // sizes["BR"]),)](x, scale, y, scale.numel(), **sizes)
+        _kernels.head_scale_forward_kernel[(-(-scale.numel() // sizes["BR"]),)](x, scale, y, scale.numel(), **sizes)
         ctx.save_for_backward(x, scale)
         return y
 
@@ -48,13 +51,5 @@ class _HeadScale(torch.autograd.Function):
         x, scale = ctx.saved_tensors
         sizes, dx, dscale = sizes_of(x.shape[-1]), torch.empty_like(x), torch.empty_like(scale)
         programs = -(-scale.numel() // sizes["BR"])
-        _kernels().backward_kernel[(programs,)](x, scale, dy.contiguous(), dx, dscale, scale.numel(), **sizes)
+        _kernels.head_scale_backward_kernel[(programs,)](x, scale, dy.contiguous(), dx, dscale, scale.numel(), **sizes)
         return dx, dscale
-
-
-@cache
-def _kernels() -> ModuleType:
-    """Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.head_scale import per_row
-
-    return per_row

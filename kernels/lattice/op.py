@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.lattice.chunked import Options, entering, lattice_chunked, within_limits
-from baton.kernels.lattice.triton_launch import in_triton, lattice_triton
+from baton.kernels.lattice.triton_launch import lattice_triton, use_triton
 from baton.kernels.lattice.variant import VARIANTS, Rule, Variant, norms
 
 _KERNEL = "lattice"
@@ -105,7 +105,7 @@ def lattice(
             seen = initial_state if pos is None else initial_state[pos[:, 0] != 0]
             _expect_slots("initial_state", seen)
     rule = Rule(variant, project)
-    if in_triton(q, compute_dtype, sparse=tau is not None):
+    if use_triton(q, compute_dtype, sparse=tau is not None):
         options = Options(rule, mu is not None, False)
         inputs = within_limits(options, (q, k, v, gamma, *(() if mu is None else (mu,)), S0))
         S = entering(options, inputs, pos, initial_state)

@@ -13,7 +13,7 @@ from baton.kernels.common.launch_utils import without_autocast
 from baton.kernels.lattice.chunked import Options, Prepared, advance, chunk_length, entering, prepare, within_limits
 from baton.kernels.lattice.op import lattice
 from baton.kernels.lattice.reference import lattice_reference
-from baton.kernels.lattice.triton_launch import in_triton, lattice_triton, no_kernel
+from baton.kernels.lattice.triton_launch import lattice_triton, no_kernel, use_triton
 from baton.kernels.lattice.variant import Rule, Variant
 from baton.kernels.protocol import Inputs, SequentialRecurrence, State, StateSpec, check
 
@@ -85,7 +85,7 @@ class Lattice(SequentialRecurrence):
         chunks = []
         with without_autocast(inputs[0]):
             limited = within_limits(self.options, inputs)
-            if in_triton(inputs[0], compute_dtype(*inputs), sparse=self.sparse):
+            if use_triton(inputs[0], compute_dtype(*inputs), sparse=self.sparse):
                 return Context(limited, pos, None)
             for begin in range(0, length, step):
                 piece = (*(x[:, begin : begin + step] for x in limited[:num_inputs]), *limited[num_inputs:])

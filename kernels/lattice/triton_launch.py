@@ -15,9 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
+from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.lattice.variant import Rule, Variant
+
+_kernels = LazyModule("baton.kernels.lattice.triton_forward")
 
 KERNEL = "lattice"
 
@@ -85,7 +88,7 @@ def no_kernel(*, sparse: bool) -> str | None:
     return "thresholds of slots (L1, sparsity > 0) are not in its kernels" if sparse else None
 
 
-def in_triton(x: Tensor, compute_dtype: torch.dtype, *, sparse: bool) -> bool:
+def use_triton(x: Tensor, compute_dtype: torch.dtype, *, sparse: bool) -> bool:
     """Whether these kernels compute it: on a GPU, in float32, and with options that they have."""
     return on_gpu(x) and compute_dtype == torch.float32 and no_kernel(sparse=sparse) is None
 
@@ -135,7 +138,7 @@ class _Run:
     ) -> None:  # fmt: skip
         self.q, self.k, self.v = (launch_utils.contiguous_last_dim(x) for x in (q, k, v))
         self.gamma, self.mu, self.S0, self.pos, self.config = gamma, mu, S0.mT.contiguous(), pos, config
-        self.kernels, self.variant, self.all = _kernels(), rule.variant, rule.variant == "dec"
+        self.kernels, self.variant, self.all = _kernels, rule.variant, rule.variant == "dec"
         self.project = rule.project
         self.batch, self.length, self.heads, self.m = q.shape
         self.d = v.shape[3]
@@ -302,14 +305,6 @@ class _Lattice(torch.autograd.Function):
         run = _Run(q, k, v, gamma, mu, S0, ctx.rule, pos, ctx.config)
         grads = run.backward(kept, dy, dlast)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:7], grads, strict=True)), *(None,) * 3)
-
-
-@cache
-def _kernels() -> ModuleType:
-    """Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.lattice import triton_forward
-
-    return triton_forward
 
 
 @cache

@@ -7,7 +7,7 @@ gradients agree to rounding.
 
 from torch import Tensor
 
-from baton.kernels.diagonal_scan.triton_launch import ScanInputs, diagonal_scan_triton, in_triton
+from baton.kernels.diagonal_scan.triton_launch import ScanInputs, diagonal_scan_triton, use_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.gate import gated
 from baton.kernels.longhorn.chunked import longhorn_chunked
@@ -82,7 +82,7 @@ def longhorn(
         expect_dtype(_KERNEL, "initial_state", initial_state, (compute_dtype,))
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
-    if in_triton(x, compute_dtype):
+    if use_triton(x, compute_dtype):
         inputs = ScanInputs(x, beta, None, k, q, D, z, beta_bias)
         return diagonal_scan_triton(inputs, pos=pos, initial_state=initial_state, activate=beta_sigmoid)
     if beta_bias is not None:

@@ -11,9 +11,9 @@ from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_keys, randn
 from baton.kernels.diagonal_scan.triton_launch import (
     ScanInputs,
-    in_triton,
     state_transition_backward_triton,
     state_transition_triton,
+    use_triton,
 )
 from baton.kernels.longhorn.op import longhorn
 from baton.kernels.longhorn.reference import longhorn_reference
@@ -70,13 +70,13 @@ class Longhorn(LinearRecurrence):
         return {"S": longhorn(torch.zeros_like(x), k, q, beta, D, **options)[1]}  # type: ignore[arg-type]
 
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
-        if not in_triton(inputs[0], compute_dtype(*inputs)):
+        if not use_triton(inputs[0], compute_dtype(*inputs)):
             return super().begin(inputs, pos)
         decay, add = state_transition_triton(self._scanned(inputs), pos=pos, activate=self.gated)
         return {"S": decay}, self.state_transition({"S": decay}, {"S": add})
 
     def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> StateTransition:
-        if not in_triton(inputs[0], compute_dtype(*inputs)):
+        if not use_triton(inputs[0], compute_dtype(*inputs)):
             return super().begin_backward(inputs, pos, transition, state, dy)
         return self.state_transition(
             transition, {"S": state_transition_backward_triton(self._scanned(inputs), dy, pos=pos, activate=self.gated)}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_tensor
-from baton.kernels.rms_norm.triton_launch import in_triton, rms_norm_triton
+from baton.kernels.rms_norm.triton_launch import rms_norm_triton, use_triton
 
 _KERNEL = "rms_norm"
 
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, silu: bool = False, dtype
     """
     _check(x, weight)
     dtype = dtype or weight.dtype
-    if in_triton(x, weight):
+    if use_triton(x, weight):
         return rms_norm_triton(x, weight, eps, dtype, silu=silu)[1]
     return _plain(F.silu(x) if silu else x, weight, eps, dtype)
 
@@ -54,7 +54,7 @@ def fused_add_rms_norm(
     if added is not None:
         expect_tensor(_KERNEL, "added", added, ("...", "width"), tuple(x.shape), x.device)
     dtype = dtype or weight.dtype
-    if in_triton(x, weight):
+    if use_triton(x, weight):
         return rms_norm_triton(x, weight, eps, dtype, added, from_y=True)
     x = x if added is None else x + added.to(x.dtype)
     return x, _plain(x, weight, eps, dtype)

@@ -1,8 +1,8 @@
-"""The root-mean-square norm on a GPU: launches the Triton kernels of `per_row` and gives them a gradient."""
+"""The root-mean-square norm on a GPU: launches the Triton kernels of `triton_kernels` and gives them a gradient."""
 
 from collections.abc import Mapping
 from functools import cache
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,14 +10,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
+from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile.aot import on_gpu
+
+_kernels = LazyModule("baton.kernels.rms_norm.triton_kernels")
 
 _ENTRIES = 4096  # of a block of rows
 _BLOCKS = 32  # of rows, of a program of the backward pass
 _ENTRIES_AHEAD = 16384  # that a program of the backward pass may load ahead, into shared memory
 
 
-def in_triton(x: Tensor, weight: Tensor) -> bool:
+def use_triton(x: Tensor, weight: Tensor) -> bool:
     """Whether these kernels compute it: on a GPU, in float32."""
     return on_gpu(x) and weight.dtype == torch.float32 and x.dtype != torch.float64
 
@@ -63,7 +66,7 @@ class _RMSNorm(torch.autograd.Function):
         added = x if added is None else added.contiguous()
         sizes, rows = sizes_of(x.shape[-1]), x.numel() // x.shape[-1]
         y, scale = torch.empty_like(x, dtype=dtype), torch.empty(rows, dtype=torch.float32, device=x.device)
-        _kernels().forward_kernel[(-(-rows // sizes["BR"]),)](
+        _kernels.rms_norm_forward_kernel[(-(-rows // sizes["BR"]),)](
             x, added, weight, stream, y, scale, rows, eps, ADD=ctx.added is not None, SILU=silu, FROM_Y=from_y, **sizes
         )
         ctx.save_for_backward(y if from_y else stream, weight, scale)
@@ -85,16 +88,8 @@ class _RMSNorm(torch.autograd.Function):
         # of the same type, one gradient does for both
         own = ctx.added is not None and ctx.added != dx.dtype
         dadded = torch.empty_like(dx, dtype=ctx.added) if own else dx
-        _kernels().backward_kernel[(programs,)](
+        _kernels.rms_norm_backward_kernel[(programs,)](
             x, weight, scale, dy, dy if dstream is None else dstream.contiguous(), dx, dadded, shares, rows,
             BESIDE=dstream is not None, ADD=own, SILU=ctx.silu, FROM_Y=ctx.from_y, BLOCKS=ctx.blocks, **sizes,
         )  # fmt: skip
         return dx, shares.sum(0), None if ctx.added is None else dadded, *(None,) * 5
-
-
-@cache
-def _kernels() -> ModuleType:
-    """Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.rms_norm import per_row
-
-    return per_row

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.errors import FLOAT_DTYPES, KernelError, expect_dtype, expect_positions, expect_tensor
-from baton.kernels.rotary.triton_launch import in_triton, rotary_triton
+from baton.kernels.rotary.triton_launch import rotary_triton, use_triton
 
 _KERNEL = "rotary"
 
@@ -49,7 +49,7 @@ def rotary(q: Tensor, k: Tensor, pos: Tensor, theta: float) -> tuple[Tensor, Ten
     dtype = torch.promote_types(q.dtype, torch.float32)
     angles_BTP = pos.to(torch.float64).unsqueeze(-1) * _rates(theta, dim // 2, q.device)
     cos, sin = angles_BTP.cos().to(dtype), angles_BTP.sin().to(dtype)
-    if in_triton(q):
+    if use_triton(q):
         return rotary_triton(q, k, cos, sin)
     return _turned(q, cos, sin), _turned(k, cos, sin)
 

@@ -1,4 +1,4 @@
-"""Rotary position embeddings on a GPU: launches the Triton kernel of `turns` and gives it a gradient.
+"""Rotary position embeddings on a GPU: launches the Triton kernel of `triton_kernels` and gives it a gradient.
 
 The one thing to know: q and k are mostly columns of one projection, so they are read as they lie, and their gradients are columns
 of one tensor, which the projection takes for the gradient of one.
@@ -6,7 +6,7 @@ of one tensor, which the projection takes for the gradient of one.
 
 from collections.abc import Mapping
 from functools import cache
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,12 +14,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
+from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile.aot import on_gpu
+
+_kernels = LazyModule("baton.kernels.rotary.triton_kernels")
 
 _ENTRIES = 4096  # of a program
 
 
-def in_triton(x: Tensor) -> bool:
+def use_triton(x: Tensor) -> bool:
     """Whether this kernel computes it: on a GPU, in float32."""
     return on_gpu(x) and x.dtype != torch.float64
 
@@ -64,12 +67,4 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, back: bool) -> None
     x, (batch, length, heads, dim) = launch_utils.contiguous_last_dim(x), x.shape
     sizes = sizes_of(heads, dim)
     grid = (-(-length // sizes["BT"]), -(-heads // sizes["BH"]), batch)
-    _kernels().turn_kernel[grid](x, cos, sin, y, length, *launch_utils.strides(x, y), BACK=back, **sizes)
-
-
-@cache
-def _kernels() -> ModuleType:
-    """Imported when they are first needed: where there is no GPU there need be no Triton."""
-    from baton.kernels.rotary import turns
-
-    return turns
+    _kernels.rotary_kernel[grid](x, cos, sin, y, length, *launch_utils.strides(x, y), BACK=back, **sizes)

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.diagonal_scan.triton_launch import ScanInputs, diagonal_scan_triton, in_triton
+from baton.kernels.diagonal_scan.triton_launch import ScanInputs, diagonal_scan_triton, use_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.gate import gated
 from baton.kernels.selective_scan.chunked import selective_scan_chunked
@@ -95,7 +95,7 @@ def selective_scan(
         expect_positions(_KERNEL, pos, batch, length, device)
     if discretization not in _DISCRETIZATIONS:
         raise KernelError(f"{_KERNEL}: discretization is {discretization!r}, expected one of {_DISCRETIZATIONS}")
-    if in_triton(x, compute_dtype):
+    if use_triton(x, compute_dtype):
         inputs = ScanInputs(x, dt, A, B, C, D, z, dt_bias)
         return diagonal_scan_triton(inputs, pos=pos, initial_state=initial_state, activate=dt_softplus, zoh=discretization == "zoh")
     if dt_bias is not None:

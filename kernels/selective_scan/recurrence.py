@@ -11,9 +11,9 @@ from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_steps, randn
 from baton.kernels.diagonal_scan.triton_launch import (
     ScanInputs,
-    in_triton,
     state_transition_backward_triton,
     state_transition_triton,
+    use_triton,
 )
 from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, StateTransition
 from baton.kernels.selective_scan.op import Discretization, selective_scan
@@ -85,7 +85,7 @@ class SelectiveScan(LinearRecurrence):
         return self.state_transition(transition, {"h": add})
 
     def _in_triton(self, inputs: Inputs) -> bool:
-        return in_triton(inputs[0], compute_dtype(*inputs))
+        return use_triton(inputs[0], compute_dtype(*inputs))
 
     @property
     def _zoh(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.short_conv.torch_impl import short_conv_torch
-from baton.kernels.short_conv.triton_launch import in_triton, short_conv_triton
+from baton.kernels.short_conv.triton_launch import short_conv_triton, use_triton
 
 Activation = Literal["silu"]
 
@@ -69,6 +69,6 @@ def short_conv(
         expect_positions(_KERNEL, pos, batch, length, device)
     if activation is not None and activation not in _ACTIVATIONS:
         raise KernelError(f"{_KERNEL}: activation is {activation!r}, expected None or one of {_ACTIVATIONS}")
-    if in_triton(x):
+    if use_triton(x):
         return short_conv_triton(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu", need_tail=need_tail)
     return short_conv_torch(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu", need_tail=need_tail)

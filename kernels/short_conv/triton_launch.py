@@ -6,7 +6,6 @@ dimension has to be contiguous.
 
 from dataclasses import dataclass, replace
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,9 +13,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
+from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.short_conv.torch_impl import new_tail
+
+_kernels = LazyModule("baton.kernels.short_conv.triton_kernels")
 
 KERNEL = "short_conv"
 
@@ -39,7 +41,7 @@ class LaunchConfig:
 _DEFAULT = LaunchConfig()
 
 
-def in_triton(x: Tensor) -> bool:
+def use_triton(x: Tensor) -> bool:
     """Whether tensors like x are computed by these kernels: on a GPU, in float32."""
     return on_gpu(x) and x.dtype != torch.float64
 
@@ -73,14 +75,6 @@ def _with_room(config: LaunchConfig, width: int) -> LaunchConfig:
     """A block of tokens is at least as long as a token's gradient reaches back."""
     steps = max(config.steps, launch_utils.next_power_of_2(width - 1))
     return replace(config, steps=steps, span=-(-config.span // steps) * steps)
-
-
-@cache
-def _kernels() -> ModuleType:
-    """Imported at the first use: without a GPU Triton need not be installed."""
-    from baton.kernels.short_conv import triton_kernels
-
-    return triton_kernels
 
 
 def _grid(x: Tensor, config: LaunchConfig) -> tuple[int, int, int]:
@@ -119,7 +113,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     rows, width = launch_utils.contiguous_last_dim(x), weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _kernels().short_conv_forward_kernel[_grid(x, config)](
+    _kernels.short_conv_forward_kernel[_grid(x, config)](
         rows, launch_utils.contiguous_aligned(weight), launch_utils.contiguous_aligned(bias),
         x if tail is None else tail.contiguous(), x if pos is None else pos, y, EVEN_T=x.shape[1] % config.steps == 0,
         **_options(rows, width, tail, pos, silu, config),
@@ -154,7 +148,7 @@ class _ShortConv(torch.autograd.Function):
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dtail = x if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
         sums = torch.empty(batch * grid[2], width + 1, channels, dtype=torch.float32, device=x.device)
-        _kernels().short_conv_backward_kernel[grid](
+        _kernels.short_conv_backward_kernel[grid](
             rows, launch_utils.contiguous_aligned(weight), launch_utils.contiguous_aligned(bias),
             x if tail is None else tail.contiguous(), x if pos is None else pos, dy,
             x if dleaving is None else dleaving.contiguous(), dx, dtail, sums, dy_batch=dy.stride(0), dy_row=dy.stride(1),

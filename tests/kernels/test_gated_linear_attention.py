@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.kernels.common.example_inputs import extreme_log_gates
 from baton.kernels.errors import KernelError
 from baton.kernels.gated_linear_attention import gated_linear_attention
-from baton.kernels.gated_linear_attention.block import ChannelDecay
+from baton.kernels.gated_linear_attention.chunk_math import ChannelDecay
 from baton.kernels.gated_linear_attention.chunked import CHUNK, gla_chunked, gla_state
 from baton.kernels.gated_linear_attention.reference import gla_reference
 

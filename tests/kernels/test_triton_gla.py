@@ -12,7 +12,7 @@ from support.rounding import products_are_rounded
 
 from baton.kernels.common.adjacent_views import merge_adjacent
 from baton.kernels.gated_linear_attention import triton_launch
-from baton.kernels.gated_linear_attention.arguments import LaunchConfig
+from baton.kernels.gated_linear_attention.launch_args import LaunchConfig
 from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_linear_attention.triton_launch import gla_effect, gla_triton
 from baton.kernels.gated_slot_attention import triton_launch as gated_slot_attention

@@ -21,7 +21,7 @@ THETA = 1e4
 
 
 @pytest.fixture
-def in_triton(monkeypatch):
+def use_triton(monkeypatch):
     """The kernel wherever it is able to compute, also on a CPU, by the interpreter."""
     monkeypatch.setattr(on_gpus, "on_gpu", lambda x: True)
 
@@ -76,19 +76,19 @@ def compare(run, shape, key_heads, dtype, *, lies="apart", largest=4000, limits=
 
 @pytest.mark.parametrize("lies", ["apart", "columns", "heads first", "dim first"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_is_a_turn(in_triton, dtype, lies):
+def test_it_is_a_turn(use_triton, dtype, lies):
     """Odd numbers of tokens, heads and pairs; several blocks of tokens."""
     compare(rotary, (2, 37, 3, 6), 1, dtype, lies=lies)
     compare(rotary, (1, 9, 5, 64), 5, dtype, lies=lies)
 
 
-def test_several_blocks_of_heads(in_triton):
+def test_several_blocks_of_heads(use_triton):
     assert on_gpus.sizes_of(5, 2100)["BH"] == 1
     compare(rotary, (2, 3, 5, 2100), 1, torch.float32, lies="columns")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_far_into_a_document(in_triton, dtype):
+def test_far_into_a_document(use_triton, dtype):
     """Where a float32 angle would be off by 0.06."""
     compare(rotary, (2, 21, 2, 16), 1, dtype, largest=1_000_003)
     compare(rotary, (2, 21, 2, 16), 1, dtype, largest=2**31 - 1)
@@ -99,7 +99,7 @@ def test_the_cpus_form_is_a_turn(dtype):
     compare(rotary, (2, 21, 3, 6), 1, dtype, lies="columns", largest=1_000_003)
 
 
-def test_gradients_of_both_are_columns_of_one_tensor(in_triton):
+def test_gradients_of_both_are_columns_of_one_tensor(use_triton):
     """In the order of the arguments, as a projection has them."""
     q, k = (torch.randn(2, 5, heads, 6, device=DEVICE, requires_grad=True) for heads in (3, 2))
     ys = rotary(q, k, at(2, 5, 100).to(DEVICE), THETA)
@@ -109,14 +109,14 @@ def test_gradients_of_both_are_columns_of_one_tensor(in_triton):
     assert dq.stride() == dk.stride() == (5 * 30, 30, 6, 1)
 
 
-def test_one_of_both_alone_has_its_gradient(in_triton):
+def test_one_of_both_alone_has_its_gradient(use_triton):
     q, k = (torch.randn(1, 5, 2, 6, device=DEVICE, requires_grad=True) for _ in range(2))
     pos = at(1, 5, 100)
     (dq,) = torch.autograd.grad(rotary(q, k.detach(), pos.to(DEVICE), THETA)[0].sum(), q)
     assert relative_error(dq, turned(torch.ones(1, 5, 2, 6), -pos)) <= LIMITS[torch.float32]
 
 
-def test_positions_as_they_come(in_triton):
+def test_positions_as_they_come(use_triton):
     """In either type, and however they lie."""
     q, pos = torch.randn(3, 7, 2, 6, generator=seeded(0)), at(3, 7, 5000)
     expected = turned(q, pos)
@@ -125,16 +125,16 @@ def test_positions_as_they_come(in_triton):
             assert relative_error(y, expected) <= LIMITS[torch.float32]
 
 
-def test_float64_is_not_computed_in_float32(in_triton, monkeypatch):
+def test_float64_is_not_computed_in_float32(use_triton, monkeypatch):
     monkeypatch.setattr(op, "rotary_triton", None)
     compare(rotary, (2, 5, 3, 6), 1, torch.float64, limits={torch.float64: 1e-12})
 
 
 def test_when_compiling_ahead_it_is_launched():
     q, pos = torch.empty(2, 5, 3, 6, device=META, requires_grad=True), torch.empty(2, 5, dtype=torch.int32, device=META)
-    assert not on_gpus.in_triton(q)
+    assert not on_gpus.use_triton(q)
     with launching_nothing(Target(90)):
-        assert on_gpus.in_triton(q)
+        assert on_gpus.use_triton(q)
         y, _ = rotary(q, q, pos, THETA)
         assert y.grad_fn.name() == "_RotaryBackward"
         y.backward(y)

@@ -128,7 +128,7 @@ def test_chunks_and_buckets_are_the_kernels():
     from baton.kernels.diagonal_scan.triton_launch import LaunchConfig
     from baton.kernels.eidetic_attention import chunked as eidetic_attention
     from baton.kernels.gated_linear_attention import chunked as linear_attention
-    from baton.kernels.gated_linear_attention.arguments import LaunchConfig as GLALaunchConfig
+    from baton.kernels.gated_linear_attention.launch_args import LaunchConfig as GLALaunchConfig
     from baton.kernels.gated_linear_attention.triton_launch import SCORES_SHARE
     from baton.kernels.gated_slot_attention import chunked as slot_attention
     from baton.kernels.lattice import chunked as lattice

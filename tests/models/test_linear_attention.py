@@ -201,7 +201,7 @@ def test_gsas_kernels_hand_the_projection_one_gradient(selective, monkeypatch):
     monkeypatch.setattr(linear, "_runs", lambda widths, grads: (runs.append(runs_of(widths, grads)), runs[-1])[1])
     monkeypatch.setattr(linear, "_NARROW", 0)  # nothing is put together
     for kernels in (False, True):
-        monkeypatch.setattr(gated_slot_attention, "in_triton", lambda *_, kernels=kernels: kernels)
+        monkeypatch.setattr(gated_slot_attention, "use_triton", lambda *_, kernels=kernels: kernels)
         leaf = x.clone().requires_grad_()
         y, state = mixer(leaf, pos, None)
         cotangents = [torch.randn(out.shape, generator=torch.Generator().manual_seed(4)) for out in (y, *state.values())]

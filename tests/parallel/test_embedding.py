@@ -21,7 +21,7 @@ def relative(found, expected):
 def taken(request, monkeypatch):
     """Who makes the gradient, on a CPU."""
     if request.param == "kernels":
-        monkeypatch.setattr(embeddings, "in_triton", lambda parameter: True)
+        monkeypatch.setattr(embeddings, "use_triton", lambda parameter: True)
         monkeypatch.setattr(embeddings, "add_rows", kernels.add_rows_triton)
     return request.param
 

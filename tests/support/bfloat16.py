@@ -80,4 +80,4 @@ def bfloat16_is_rounded() -> Iterator[None]:
 
 def products_of_bfloat16(monkeypatch) -> None:
     """Gated linear attention's kernels and the delta rule's multiply as on a GPU, of q, k and v of 16 bits."""
-    monkeypatch.setattr("baton.kernels.gated_linear_attention.arguments.on_gpu", lambda x: True)
+    monkeypatch.setattr("baton.kernels.gated_linear_attention.launch_args.on_gpu", lambda x: True)

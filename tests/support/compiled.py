@@ -29,8 +29,8 @@ CHEAP = {
     "mamba2 prepare",
     "mamba2 scores",
     "mamba2 states",
-    "mamba2 plain write",
-    "mamba2 gated backward",
+    "mamba2 chunk_o write",
+    "mamba2 chunk_dqk backward",
 }
 # of tensors: what is in the activations' dtype; the others are float32, positions int32, and what is no pointer a size
 ACTIVATIONS = {"x", "dt", "B", "C", "z", "y", "dx", "ddt", "dz", "dy", "tail", "dtail", "dtail_out", "dbc_partial"}
@@ -94,11 +94,11 @@ def _matrix_kernels(arch):
     import triton.language as tl
 
     from baton.kernels.compile import launch_configs
-    from baton.kernels.delta_rule import gradients, solve
     from baton.kernels.delta_rule import triton_launch as delta_rule
-    from baton.kernels.gated_linear_attention import sides
+    from baton.kernels.delta_rule import wy_backward_kernels, wy_forward_kernels
+    from baton.kernels.gated_linear_attention import triton_kernels
     from baton.kernels.gated_linear_attention import triton_launch as gated_linear_attention
-    from baton.kernels.gated_linear_attention.decays import CHANNEL, NONE, SCALAR
+    from baton.kernels.gated_linear_attention.triton_common import CHANNEL, NONE, SCALAR
 
     float32 = (
         "sums",
@@ -131,23 +131,29 @@ def _matrix_kernels(arch):
         of_slots = {**types, "w": "fp32", "wx": "fp32", "out_r": "fp32"} if name == "gsa" else types
         if gate.value != NONE.value:
             prepare = {**headed, "READ": per_channel, "WRITE": per_channel, "BX": min(X, config.x_prepared)}
-            yield f"{name} prepare", sides.prepare_kernel, prepare, 4 if per_channel else 1, of_slots
+            yield f"{name} prepare", triton_kernels.gla_prepare_kernel, prepare, 4 if per_channel else 1, of_slots
         scores = {"BX": min(X, config.x_scores), "num_stages": 1} if per_channel else {**BX, **stages}
         warps = config.warps_scores if per_channel else config.warps
-        yield f"{name} scores", sides.scores_kernel, {**headed, **low, **levels, **scores}, warps, of_slots
+        yield f"{name} scores", triton_kernels.gla_scores_kernel, {**headed, **low, **levels, **scores}, warps, of_slots
         for backwards in (False, True):
             states = {**common, **low, **stages, **BX, **BY, "Y": Y, "HAS_FIRST": True, "KEEP": True, "BACKWARDS": backwards}
             states |= {"DECAY": False}
-            yield f"{name} states{' backward' * backwards}", sides.states_kernel, states, config.warps, types
+            yield f"{name} states{' backward' * backwards}", triton_kernels.chunk_h_kernel, states, config.warps, types
         states |= {"HAS_FIRST": False, "KEEP": False, "DECAY": True}
-        yield f"{name} states of pieces", sides.states_kernel, states, config.warps, types
+        yield f"{name} states of pieces", triton_kernels.chunk_h_kernel, states, config.warps, types
         for read in (False, True):
             plain = {**headed, **low, **stages, **BX, **BY, "Y": Y, "READ": read, "WRITE": not read, "SILU": False}
-            yield f"{name} plain {'read' if read else 'write'}", sides.plain_kernel, plain, config.warps, types
+            yield f"{name} chunk_o {'read' if read else 'write'}", triton_kernels.gla_chunk_o_kernel, plain, config.warps, types
             if name == "gsa":
                 # of values, and of queries and keys
                 silu = {**plain, "READ": read, "WRITE": True, "SILU": True}
-                yield f"gsa plain, silu of {'two' if read else 'one'}", sides.plain_kernel, silu, config.warps, types
+                yield (
+                    f"gsa chunk_o, silu of {'two' if read else 'one'}",
+                    triton_kernels.gla_chunk_o_kernel,
+                    silu,
+                    config.warps,
+                    types,
+                )
         for write in (False, True):
             size, warps = (config.x_gated, config.warps_gated) if write else (config.x_read, config.warps_read)
             sizes = {"BX": min(X, size), "BY": min(Y, config.y_gated if size > 32 else 32), "Y": Y}
@@ -156,7 +162,7 @@ def _matrix_kernels(arch):
             gated["PRECISE"] = name == "gsa"
             if share > 1:
                 gated["BY"] = 32
-            yield f"{name} gated{' backward' * write}", sides.gated_kernel, gated, warps, of_slots
+            yield f"{name} chunk_dqk{' backward' * write}", triton_kernels.gla_chunk_dqk_kernel, gated, warps, of_slots
 
     def launch_config_of(kernel, shape):
         return replace(kernel.LaunchConfig(), **launch_configs.for_device_names(kernel.KERNEL, NAMES[arch], shape))
@@ -169,7 +175,7 @@ def _matrix_kernels(arch):
         yield from of_sum(name, decay, X, Y, launch_config_of(gated_linear_attention, gated_linear_attention.shape_of(gate, X, Y)))
     X = 128
     config = launch_config_of(delta_rule, delta_rule.shape_of(False, X, X))
-    read = ("delta scores", "delta plain read")
+    read = ("delta scores", "delta chunk_o read")
     yield from (kernel for kernel in of_sum("delta", NONE, X, X, config) if kernel[0] in read)
     strides = {f"{name}_row": 16 * X for name in ("q", "k", "v", "dy")} | {"beta_row": 16}
 
@@ -180,18 +186,18 @@ def _matrix_kernels(arch):
         return name, kernel, constants, warps, {**types, "inverse": "bf16", "out": "bf16"}
 
     blocks = {"BX": config.x_chunk, "BY": config.y_chunk}
-    yield of_rule("delta, gradients", gradients.gradients_kernel, config, config.warps_chunk, NONE, **blocks)
+    yield of_rule("delta, gradients", wy_backward_kernels.wy_gradients_kernel, config, config.warps_chunk, NONE, **blocks)
     config, small = launch_config_of(delta_rule, delta_rule.shape_of(True, X, X)), delta_rule.SMALL
     blocks = {"BX": config.x_chunk, "BY": config.y_chunk}
-    yield of_rule("gated delta, gradients", gradients.gradients_kernel, config, config.warps_chunk, **blocks)
-    yield of_rule("gated delta, inverse", solve.inverse_kernel, config, config.warps_inverse, BX=small)
-    yield of_rule("gated delta, strengths of 0", gradients.dbeta_of_zeros_kernel, config, 4, BX=small, BY=small)
+    yield of_rule("gated delta, gradients", wy_backward_kernels.wy_gradients_kernel, config, config.warps_chunk, **blocks)
+    yield of_rule("gated delta, inverse", wy_forward_kernels.wy_inverse_kernel, config, config.warps_inverse, BX=small)
+    yield of_rule("gated delta, strengths of 0", wy_backward_kernels.wy_dbeta_zero_kernel, config, 4, BX=small, BY=small)
     for name, first, keep in (("writes", True, True), ("what pieces do", False, False)):
         walk = {"BX": X, "BY": config.values, "HAS_FIRST": first, "KEEP": keep}
-        yield of_rule(f"gated delta, {name}", solve.writes_kernel, config, config.warps_walk, **walk)
+        yield of_rule(f"gated delta, {name}", wy_forward_kernels.wy_u_kernel, config, config.warps_walk, **walk)
     for backwards in (False, True):
         name, fold = f"gated delta, fold{' backward' * backwards}", {"WIDTH": X if backwards else 2 * X, "HAS_FIRST": True}
-        yield of_rule(name, solve.fold_kernel, config, 4, BX=64, BY=16, BACKWARDS=backwards, **fold)
+        yield of_rule(name, wy_forward_kernels.wy_fold_kernel, config, 4, BX=64, BY=16, BACKWARDS=backwards, **fold)
 
 
 def _lattice_kernels():
@@ -369,7 +375,7 @@ def _without_warps(sizes):
 
 def _norm_kernels():
     """Of the residual stream, and of heads."""
-    from baton.kernels.rms_norm import per_row
+    from baton.kernels.rms_norm import triton_kernels
     from baton.kernels.rms_norm.triton_launch import sizes_back, sizes_of
 
     for name, width in (("norm", 2048), ("norm, of heads", 128)):
@@ -377,78 +383,84 @@ def _norm_kernels():
         stream = width == 2048
         types = dict.fromkeys(("x", "stream", "weight", "scale", "dstream", "dx", "dweight"), "fp32")
         warps, sizes = sizes.pop("num_warps"), {**sizes, "ADD": stream, "SILU": False, "FROM_Y": stream}
-        yield f"{name} forward", per_row.forward_kernel, sizes, warps, types
+        yield f"{name} forward", triton_kernels.rms_norm_forward_kernel, sizes, warps, types
         back = types if not stream else {name: dtype for name, dtype in types.items() if name != "x"}
         back_sizes = {**sizes, **_without_warps(sizes_back(width)), "BLOCKS": 32, "BESIDE": stream}
-        yield f"{name} backward", per_row.backward_kernel, back_sizes, warps, back
+        yield f"{name} backward", triton_kernels.rms_norm_backward_kernel, back_sizes, warps, back
     silu = {**sizes_of(2048), "ADD": False, "SILU": True, "FROM_Y": False}
     warps, types = silu.pop("num_warps"), dict.fromkeys(("weight", "scale", "dweight"), "fp32")
-    yield "norm, of silu, forward", per_row.forward_kernel, silu, warps, types
+    yield "norm, of silu, forward", triton_kernels.rms_norm_forward_kernel, silu, warps, types
     back_sizes = {**silu, **_without_warps(sizes_back(2048)), "BLOCKS": 32, "BESIDE": False}
-    yield "norm, of silu, backward", per_row.backward_kernel, back_sizes, warps, types
+    yield "norm, of silu, backward", triton_kernels.rms_norm_backward_kernel, back_sizes, warps, types
 
 
 def _gate_kernels():
     """With an MLP's width at 1.3B, whose two halves lie in one tensor."""
-    from baton.kernels.gate import per_block
+    from baton.kernels.gate import triton_kernels
     from baton.kernels.gate.triton_launch import sizes_of
 
     for name, gelu in (("silu", False), ("gelu", True)):
         sizes = {**sizes_of(5632), "GELU": gelu}
         warps = sizes.pop("num_warps")
-        yield f"gate {name}, forward", per_block.forward_kernel, sizes, warps, {}
-        yield f"gate {name}, backward", per_block.backward_kernel, sizes, warps, {}
+        yield f"gate {name}, forward", triton_kernels.gate_forward_kernel, sizes, warps, {}
+        yield f"gate {name}, backward", triton_kernels.gate_backward_kernel, sizes, warps, {}
     for name, width in (("silu", 6144), ("gates", 256)):
         sizes = {**sizes_of(width), "LOGS": name == "gates"}
         warps, types = sizes.pop("num_warps"), {"y": "fp32"} if name == "gates" else {}
-        yield f"activated {name}", per_block.activate_kernel, sizes, warps, types
+        yield f"activated {name}", triton_kernels.gate_activation_kernel, sizes, warps, types
 
 
 def _scale_kernels():
     """With heads as in Mamba-2."""
-    from baton.kernels.head_scale import per_row
+    from baton.kernels.head_scale import triton_kernels
     from baton.kernels.head_scale.triton_launch import sizes_of
 
     sizes = {**sizes_of(64)}
     warps, types = sizes.pop("num_warps"), dict.fromkeys(("scale", "dscale"), "fp32")
-    yield "head scale, forward", per_row.forward_kernel, sizes, warps, types
-    yield "head scale, backward", per_row.backward_kernel, sizes, warps, types
+    yield "head scale, forward", triton_kernels.head_scale_forward_kernel, sizes, warps, types
+    yield "head scale, backward", triton_kernels.head_scale_backward_kernel, sizes, warps, types
 
 
 def _rotary_kernels():
     """With heads as in Transformer++, and one alone, wider and of no power of two."""
-    from baton.kernels.rotary import turns
+    from baton.kernels.rotary import triton_kernels
     from baton.kernels.rotary.triton_launch import sizes_of
 
     for name, heads, dim in (("rotary", 32, 64), ("rotary, one head", 1, 160)):
         sizes = {**sizes_of(heads, dim)}
         warps, types = sizes.pop("num_warps"), dict.fromkeys(("cos", "sin"), "fp32")
-        yield f"{name} forward", turns.turn_kernel, {**sizes, "BACK": False}, warps, types
-        yield f"{name} backward", turns.turn_kernel, {**sizes, "BACK": True}, warps, types
+        yield f"{name} forward", triton_kernels.rotary_kernel, {**sizes, "BACK": False}, warps, types
+        yield f"{name} backward", triton_kernels.rotary_kernel, {**sizes, "BACK": True}, warps, types
 
 
 def _loss_kernels():
     """With a vocabulary of the usual size."""
-    from baton.kernels.cross_entropy import per_row
+    from baton.kernels.cross_entropy import triton_kernels
     from baton.kernels.cross_entropy.triton_launch import COLUMNS
 
     types = {"logits": "bf16", "labels": "i64", **dict.fromkeys(("largest", "total", "own"), "fp32")}
-    yield "loss, sums", per_row.sums_kernel, {"V": 50280, "BV": COLUMNS}, 8, types
-    yield "loss, gradient", per_row.gradient_kernel, {"V": 50280, "BV": COLUMNS}, 8, types
+    yield "loss, sums", triton_kernels.cross_entropy_sums_kernel, {"V": 50280, "BV": COLUMNS}, 8, types
+    yield "loss, gradient", triton_kernels.cross_entropy_gradient_kernel, {"V": 50280, "BV": COLUMNS}, 8, types
 
 
 def _embedding_kernels():
     """With gradients in either type."""
-    from baton.kernels.embedding import per_run
+    from baton.kernels.embedding import triton_kernels
     from baton.kernels.embedding import triton_launch as embedding
 
     common = {"C": embedding._CHUNK}
     types = {"ids": "i32", "order": "i64", "into": "fp32", "parts": "fp32"}
     for name, dtype in (("float32", "fp32"), ("bfloat16", "bf16")):
         sizes = {**embedding.sizes_of(2048, embedding._COLUMNS), **common, "STEPS": embedding._STEPS}
-        yield f"embedding runs of {name}", per_run.runs_kernel, sizes, sizes.pop("num_warps"), {**types, "rows": dtype}
+        yield (
+            f"embedding runs of {name}",
+            triton_kernels.embedding_sum_runs_kernel,
+            sizes,
+            sizes.pop("num_warps"),
+            {**types, "rows": dtype},
+        )
     sizes = {**embedding.sizes_of(2048, embedding._BORDER_COLUMNS), **common, "BP": embedding._PARTS}
-    yield "embedding borders", per_run.borders_kernel, sizes, sizes.pop("num_warps"), types
+    yield "embedding borders", triton_kernels.embedding_sum_borders_kernel, sizes, sizes.pop("num_warps"), types
 
 
 def _kernels(arch):

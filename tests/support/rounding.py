@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import triton
 import triton.language as tl
 
-from baton.kernels.gated_linear_attention import decays, sides
+from baton.kernels.gated_linear_attention import triton_common, triton_kernels
 from baton.kernels.gated_linear_attention.triton_launch import Sum
 
 
@@ -39,7 +39,7 @@ def rounded(x, LOW: tl.constexpr):
 
 @triton.jit
 def from_here_on(x, C: tl.constexpr, LOW: tl.constexpr):
-    return decays.from_here_on(x, C, None)
+    return triton_common.from_here_on(x, C, None)
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def products_are_rounded(monkeypatch, *, twice=True):
 
     with monkeypatch.context() as patched:
         for name, function in (("product", product), ("rounded", rounded), ("from_here_on", from_here_on)):
-            patched.setattr(sides, name, function)
-        patched.setattr(sides, "product_of_two", product_of_two if twice else product)
+            patched.setattr(triton_kernels, name, function)
+        patched.setattr(triton_kernels, "product_of_two", product_of_two if twice else product)
         patched.setattr(Sum, "__init__", as_of_bfloat16)
         yield

@@ -103,8 +103,17 @@ def test_kernels_are_compiled_once_for_each_kind_of_call(programs, run_file):
         "kernels cannot be compiled ahead (no GPU of that kind): kernels are compiled when they are first launched"
     )
     binaries = {path.stem for path in (run_file.parent / "cache").glob("*/*.cubin")}
-    of_attention = {"turn_kernel", "joint_attention_backward_dq_kernel", "joint_attention_backward_dkv_kernel"}
-    of_others = {"forward_kernel", "backward_kernel", "sums_kernel", "gradient_kernel", "runs_kernel", "borders_kernel"}
+    of_attention = {"rotary_kernel", "joint_attention_backward_dq_kernel", "joint_attention_backward_dkv_kernel"}
+    of_others = {
+        "rms_norm_forward_kernel",
+        "rms_norm_backward_kernel",
+        "gate_forward_kernel",
+        "gate_backward_kernel",
+        "cross_entropy_sums_kernel",
+        "cross_entropy_gradient_kernel",
+        "embedding_sum_runs_kernel",
+        "embedding_sum_borders_kernel",
+    }
     assert binaries == of_others | of_attention, "norm, gate, loss and embedding"
     # a rank's share of the gate has another width; norms and loss are the same
     split, new, there = compiled(programs, run_file, *HOPPER, "layout.tensor=2")
@@ -157,12 +166,14 @@ def test_every_mixer_goes_through_in_every_layout(programs, cases):
     assert len(found) == 5 + cases * (len(kinds()) - 1)
     for name, kernels in found.items():
         assert kernels >= {
-            "forward_kernel",
-            "backward_kernel",
-            "sums_kernel",
-            "gradient_kernel",
-            "runs_kernel",
-            "borders_kernel",
+            "rms_norm_forward_kernel",
+            "rms_norm_backward_kernel",
+            "gate_forward_kernel",
+            "gate_backward_kernel",
+            "cross_entropy_sums_kernel",
+            "cross_entropy_gradient_kernel",
+            "embedding_sum_runs_kernel",
+            "embedding_sum_borders_kernel",
         }, name
     assert found["mamba, whole"] >= {
         "diagonal_scan_forward_kernel",
@@ -216,10 +227,10 @@ def test_a_deeper_model_launches_nothing_else(programs):
 KEYS = """
 import sys
 from baton.kernels.compile.aot import whole_keys
-from baton.kernels.diagonal_scan import forward
-from baton.kernels.short_conv import taps
+from baton.kernels.diagonal_scan import triton_forward
+from baton.kernels.short_conv import triton_kernels
 whole_keys()
-kernels = {"scan": forward.diagonal_scan_forward_kernel, "convolution": taps.short_conv_forward_kernel}
+kernels = {"scan": triton_forward.diagonal_scan_forward_kernel, "convolution": triton_kernels.short_conv_forward_kernel}
 print(*sorted((name, kernels[name].cache_key) for name in sys.argv[1:]))
 """
 

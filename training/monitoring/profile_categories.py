@@ -1,8 +1,8 @@
 """Which category of a profile a kernel or an operator belongs to: the table, and how it is read. Torch-free.
 
-The one thing to know: a kernel's own name says little (three recurrences and the norm have a `forward_kernel`), so a rule may also
-look at what the kernel was launched in: the operators and spans around its launch and, of a backward pass, around the forward
-operator whose gradient it is. The first rule that applies counts, so what is above is what is more certain.
+The one thing to know: a kernel's own name says little (it is that of a library's template, or shared by several operators), so a
+rule may also look at what the kernel was launched in: the operators and spans around its launch and, of a backward pass, around
+the forward operator whose gradient it is. The first rule that applies counts, so what is above is what is more certain.
 """
 
 import re

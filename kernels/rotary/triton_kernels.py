@@ -11,7 +11,7 @@ import triton.language as tl
 
 # for all lengths the same: a few tokens are looked at before a run's first step, and decoding has one
 @triton.jit(do_not_specialize=["T"])
-def turn_kernel(
+def rotary_kernel(
     x, cos, sin, y, T, x_batch, x_row, x_head, y_batch, y_row, y_head,
     H: tl.constexpr, K: tl.constexpr, BACK: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip

@@ -15,7 +15,7 @@ def block_of(rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(x, scale, y, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+def head_scale_forward_kernel(x, scale, y, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """y [R, D]."""
     row, at, inside = block_of(rows, D, BR, BD)
     factor = tl.load(scale + row, mask=row < rows, other=0.0)
@@ -24,7 +24,7 @@ def forward_kernel(x, scale, y, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.
 
 
 @triton.jit
-def backward_kernel(x, scale, dy, dx, dscale, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+def head_scale_backward_kernel(x, scale, dy, dx, dscale, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """dx [R, D] and dscale [R]."""
     row, at, inside = block_of(rows, D, BR, BD)
     factor = tl.load(scale + row, mask=row < rows, other=0.0)

@@ -10,7 +10,7 @@ from baton.kernels.common.triton_prefetch import LOG2_E
 
 
 @triton.jit
-def sums_kernel(logits, labels, largest, total, own, first_column, row, V: tl.constexpr, BV: tl.constexpr):
+def cross_entropy_sums_kernel(logits, labels, largest, total, own, first_column, row, V: tl.constexpr, BV: tl.constexpr):
     """See `op.Partial`. first_column: the first that is here; row: numbers between rows."""
     n = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + n) - first_column
@@ -31,7 +31,7 @@ def sums_kernel(logits, labels, largest, total, own, first_column, row, V: tl.co
 
 
 @triton.jit
-def gradient_kernel(logits, labels, largest, total, first_column, row, V: tl.constexpr, BV: tl.constexpr):
+def cross_entropy_gradient_kernel(logits, labels, largest, total, first_column, row, V: tl.constexpr, BV: tl.constexpr):
     """See `op.gradient`."""
     n = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BV + tl.arange(0, BV)

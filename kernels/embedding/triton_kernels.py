@@ -19,7 +19,7 @@ def id_at(ids, t, tokens):
 
 
 @triton.jit
-def runs_kernel(
+def embedding_sum_runs_kernel(
     ids, order, rows, into, parts, tokens, vocabulary,
     D: tl.constexpr, C: tl.constexpr, STEPS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def parts_from(ids, chunk, own, tokens, C: tl.constexpr):
 
 
 @triton.jit
-def borders_kernel(
+def embedding_sum_borders_kernel(
     ids, into, parts, tokens, vocabulary, D: tl.constexpr, C: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """into [V, D] += all parts of the run that begins in this program's chunk and goes on behind it, if there is one."""

@@ -29,7 +29,7 @@ def activation(z, GELU: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(
+def gate_forward_kernel(
     x, z, y, rows, x_row, z_row, D: tl.constexpr, GELU: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """y [R, D]; x_row, z_row: numbers between rows."""
@@ -40,7 +40,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def gate_backward_kernel(
     x, z, dy, dx, dz, rows, x_row, z_row, dy_row, dx_row, dz_row,
     D: tl.constexpr, GELU: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def backward_kernel(
 
 
 @triton.jit
-def activate_kernel(x, y, rows, divisor, x_row, D: tl.constexpr, LOGS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+def gate_activation_kernel(x, y, rows, divisor, x_row, D: tl.constexpr, LOGS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """y [R, D], silu of x or (LOGS) the logarithm of its sigmoid, divided; x_row: numbers between rows."""
     r, d, inside = block_of(rows, D, BR, BD)
     x_rd = tl.load(x + r * x_row + d, mask=inside, other=0.0).to(tl.float32)

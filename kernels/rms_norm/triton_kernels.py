@@ -11,7 +11,7 @@ Shape suffixes: R rows, D width.
 import triton
 import triton.language as tl
 
-from baton.kernels.gate.per_block import activation
+from baton.kernels.gate.triton_kernels import activation
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def steady(w):
 
 
 @triton.jit
-def forward_kernel(
+def rms_norm_forward_kernel(
     x, added, weight, stream, y, scale, rows, eps,
     D: tl.constexpr, ADD: tl.constexpr, SILU: tl.constexpr, FROM_Y: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def rms_norm_backward_kernel(
     x, weight, scale, dy, dstream, dx, dadded, dweight, rows,
     D: tl.constexpr, BESIDE: tl.constexpr, ADD: tl.constexpr, SILU: tl.constexpr, FROM_Y: tl.constexpr, BLOCKS: tl.constexpr,
     AHEAD: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,

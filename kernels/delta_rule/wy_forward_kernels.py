@@ -1,24 +1,25 @@
 """What the delta rule adds to gated linear attention, in Triton: each token's u, what it really writes.
 
 The one thing to know: with u known the delta rule is gated linear attention with one gate per token and u for values, so the
-output is read by the kernels of `baton.kernels.gated_linear_attention.sides`. In a chunk u solves (I + A) u = beta (v - decay S^T
-k), and A is what is below the diagonal of beta decay k k^T (see `chunked`). The inverse is made row by row in blocks of 16 tokens,
-and then block by block; it depends on keys and gates alone, so only two products of a chunk wait for the state. Where keys are much
-alike u is far smaller than what it is the difference of, so what the inverse is multiplied with keeps more than bfloat16's digits.
+output is read by the kernels of `baton.kernels.gated_linear_attention.triton_kernels`. In a chunk u solves (I + A) u = beta (v -
+decay S^T k), and A is what is below the diagonal of beta decay k k^T (see `chunked`). The inverse is made row by row in blocks of
+16 tokens, and then block by block; it depends on keys and gates alone, so only two products of a chunk wait for the state. Where
+keys are much alike u is far smaller than what it is the difference of, so what the inverse is multiplied with keeps more than
+bfloat16's digits.
 
 Row strides are known when a kernel is compiled: addresses of a tile's rows then differ by constants, and take few registers.
 
 A long sequence of few heads is walked in pieces at once. What a piece does to the state is S -> M S + add, and M is what it makes
-of a unit state without values: so all pieces are walked with as many more columns, `fold_kernel` goes from piece to piece, and they
-are walked again from what enters each. Cotangents go back by M^T.
+of a unit state without values: so all pieces are walked with as many more columns, `wy_fold_kernel` goes from piece to piece, and
+they are walked again from what enters each. Cotangents go back by M^T.
 
-Shape suffixes as in `sides`: X is d_key, Y d_value.
+Shape suffixes as in `gated_linear_attention.triton_kernels`: X is d_key, Y d_value.
 """
 
 import triton
 import triton.language as tl
 
-from baton.kernels.gated_linear_attention.decays import (
+from baton.kernels.gated_linear_attention.triton_common import (
     NONE,
     last_of,
     leave_rows,
@@ -44,7 +45,7 @@ def exact(a, b, LOW: tl.constexpr):
 
 @triton.jit
 def solved(inverse, square, x, TRANSPOSED: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
-    """inverse x, of twice LOW's digits. inverse: a chunk's, as `inverse_kernel` leaves it; square: where its elements lie."""
+    """inverse x, of twice LOW's digits. inverse: a chunk's, as `wy_inverse_kernel` leaves it; square: where its elements lie."""
     if LOW is None:
         whole = tl.load(inverse + square)
         return tl.dot(tl.trans(whole) if TRANSPOSED else whole, x, input_precision="ieee")
@@ -78,7 +79,7 @@ def overlaps_of_rows(k, beta, sums, pos, first, n, T, k_row, beta_row, H, X: tl.
 
 
 @triton.jit
-def inverse_kernel(
+def wy_inverse_kernel(
     k, beta, sums, pos, out, T, chunks, k_batch, k_row: tl.constexpr, k_head, beta_batch, beta_row: tl.constexpr, beta_head,
     X: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, LOW: tl.constexpr,
     C: tl.constexpr, BX: tl.constexpr,
@@ -133,7 +134,7 @@ def inverse_kernel(
 
 
 @triton.jit
-def writes_kernel(
+def wy_u_kernel(
     k, v, beta, sums, pos, inverse, first, u, states, last, T, chunks, piece,
     k_batch, k_row: tl.constexpr, k_head, v_batch, v_row: tl.constexpr, v_head, beta_batch, beta_row: tl.constexpr, beta_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, HAS_FIRST: tl.constexpr,
@@ -188,11 +189,11 @@ def writes_kernel(
 
 
 @triton.jit
-def fold_kernel(
+def wy_fold_kernel(
     effects, adds, first, arriving, pieces, X: tl.constexpr, Y: tl.constexpr, WIDTH: tl.constexpr, HAS_FIRST: tl.constexpr,
     BACKWARDS: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
-    """What enters each piece, arriving [B, H, P, X, Y], by effects [B, H, P, X, Y + X] as `writes_kernel` leaves them; or, if
+    """What enters each piece, arriving [B, H, P, X, Y], by effects [B, H, P, X, Y + X] as `wy_u_kernel` leaves them; or, if
     BACKWARDS, the cotangents of what leaves each. adds: what a piece adds, [B, H, P, X, WIDTH], in its first Y columns; first: what
     enters the first piece, [B, H, X, Y], or leaves the last. In float32, and exact where M is the unit matrix."""
     y, bh = tl.program_id(0) * BY + tl.arange(0, BY), tl.program_id(1).to(tl.int64)

@@ -1,17 +1,17 @@
-"""The gradients of `solve`, in Triton.
+"""The gradients of `wy_forward_kernels`, in Triton.
 
 The one thing to know: dr = (I + A)^-T du is the right-hand side's cotangent. So dv = beta dr, dA = -dr u^T, and beta's own is dr
 times what beta multiplies, u / beta, without making that again. Only dr and the states' cotangents are walked for, from the last
 chunk to the first; a program for each chunk makes all else of them.
 
-Shape suffixes as in `sides`: X is d_key, Y d_value.
+Shape suffixes as in `gated_linear_attention.triton_kernels`: X is d_key, Y d_value.
 """
 
 import triton
 import triton.language as tl
 
-from baton.kernels.delta_rule.solve import solved
-from baton.kernels.gated_linear_attention.decays import (
+from baton.kernels.delta_rule.wy_forward_kernels import solved
+from baton.kernels.gated_linear_attention.triton_common import (
     NONE,
     block_of,
     decays_between,
@@ -38,7 +38,7 @@ def finer(a, b, LOW: tl.constexpr):
 
 
 @triton.jit
-def writes_backward_kernel(
+def wy_u_backward_kernel(
     q, k, beta, sums, dy, pos, scores, inverse, arriving, dr, cotangents, dfirst, T, chunks, piece, scale,
     q_batch, q_row: tl.constexpr, q_head, k_batch, k_row: tl.constexpr, k_head,
     beta_batch, beta_row: tl.constexpr, beta_head, dy_batch, dy_row: tl.constexpr, dy_head,
@@ -110,7 +110,7 @@ def overlaps(a, b, i, left, a_row, b_row, X: tl.constexpr, LOW: tl.constexpr, C:
 
 
 @triton.jit
-def dbeta_of_zeros_kernel(
+def wy_dbeta_zero_kernel(
     k, v, beta, sums, pos, u, dr, states, dbeta, T, chunks,
     k_batch, k_row: tl.constexpr, k_head, v_batch, v_row: tl.constexpr, v_head, beta_batch, beta_row: tl.constexpr, beta_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
@@ -147,7 +147,7 @@ def dbeta_of_zeros_kernel(
 
 
 @triton.jit
-def gradients_kernel(
+def wy_gradients_kernel(
     q, k, beta, sums, dy, pos, u, dr, states, cotangents, dq, dk, dv, dbeta, dg, T, chunks, scale,
     q_batch, q_row: tl.constexpr, q_head, k_batch, k_row: tl.constexpr, k_head,
     beta_batch, beta_row: tl.constexpr, beta_head, dy_batch, dy_row: tl.constexpr, dy_head,
@@ -248,6 +248,6 @@ def gradients_kernel(
         behind = tl.sum(met[None, :], 1) * whole_of(total, at_last, C, HAS_POS) + tl.sum(brought[None, :], 1)
         grad_g = tl.cumsum(flow, 0, reverse=True) + behind
         tl.store(dg + to, grad_g, mask=i < left)
-    # beta multiplies what u / beta is; where there is no quotient, `dbeta_of_zeros_kernel` comes after this one
+    # beta multiplies what u / beta is; where there is no quotient, `wy_dbeta_zero_kernel` comes after this one
     dbeta_t = times_beta / tl.where(beta_t == 0.0, 1.0, beta_t)
     tl.store(dbeta + to, dbeta_t, mask=i < left)

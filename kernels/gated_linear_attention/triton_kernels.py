@@ -2,8 +2,8 @@
 
 The one thing to know: forwards and backwards are derivatives of one sum. With L = scale sum_i rx_i^T S_i ry_i, where the state
 S_i = Diag(a_i) S_{i-1} + wx_i wy_i^T decays along x, an output that is read with rx is dL/dry and one that is read with ry is
-dL/drx; their gradients are the other derivatives. So there are two kernels for all of it: `plain_kernel` for what lies along y and
-`gated_kernel` for what lies along x. A decay along the values is the same with x and y exchanged.
+dL/drx; their gradients are the other derivatives. So there are two kernels for all of it: `gla_chunk_o_kernel` for what lies along
+y and `gla_chunk_dqk_kernel` for what lies along x. A decay along the values is the same with x and y exchanged.
 
 Shape suffixes: B batch, T time, H heads of the state, Q query heads (G = Q / H of each), X and Y the state's sizes, N chunks of C.
 """
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from baton.kernels.common.triton_prefetch import LOG2_E
-from baton.kernels.gate.per_block import activation
-from baton.kernels.gated_linear_attention.decays import (
+from baton.kernels.gate.triton_kernels import activation
+from baton.kernels.gated_linear_attention.triton_common import (
     CHANNEL,
     LEAST,
     NEAR,
@@ -41,7 +41,7 @@ from baton.kernels.gated_linear_attention.decays import (
 
 
 @triton.jit
-def prepare_kernel(
+def gla_prepare_kernel(
     r, w, g, pos, sums, read, written, whole, T, scale, r_batch, r_row, r_head, w_batch, w_row, w_head, g_batch, g_row, g_head,
     X: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, READ: tl.constexpr,
     WRITE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
@@ -78,7 +78,7 @@ def prepare_kernel(
 
 
 @triton.jit
-def scores_kernel(
+def gla_scores_kernel(
     r, w, sums, pos, out, T, r_batch, r_row, r_head, w_batch, w_row, w_head,
     X: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, LOW: tl.constexpr,
     LEVELS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
@@ -114,7 +114,7 @@ def scores_kernel(
 
 
 @triton.jit
-def states_kernel(
+def chunk_h_kernel(
     a, c, sums, whole, pos, first, states, last, decay, T, chunks, piece, scale, a_batch, a_row, a_head, c_batch, c_row, c_head,
     X: tl.constexpr, Y: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, HAS_FIRST: tl.constexpr,
     BACKWARDS: tl.constexpr, KEEP: tl.constexpr, DECAY: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
@@ -122,7 +122,7 @@ def states_kernel(
 ):  # fmt: skip
     """The state before each chunk [B, H, N, X, Y] if KEEP, from first to last of each piece of so many chunks [B, P, H, X, Y]; and
     if DECAY what is left behind the piece of what entered it, [B, P, H, X], or of a head [B, P, H]. BACKWARDS: the cotangent of the
-    state behind each, a and c being what is read with, of G query heads. Of channels a is as `prepare_kernel` leaves it."""
+    state behind each, a and c being what is read with, of G query heads. Of channels a is as `gla_prepare_kernel` leaves it."""
     xs, h, H, pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1), tl.cdiv(chunks, piece)
     b, p = (tl.program_id(2) // pieces).to(tl.int64), tl.program_id(2) % pieces
     x = xs // tl.cdiv(Y, BY) * BX + tl.arange(0, BX)
@@ -169,7 +169,7 @@ def states_kernel(
 
 
 @triton.jit
-def fold_kernel(
+def chunk_h_fold_kernel(
     decay, add, first, arriving, last, pieces,
     X: tl.constexpr, Y: tl.constexpr, WIDTH: tl.constexpr, HAS_FIRST: tl.constexpr, BACKWARDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +188,7 @@ def fold_kernel(
 
 
 @triton.jit
-def plain_kernel(
+def gla_chunk_o_kernel(
     rx, ry, wx, wy, sums, pos, scores, states, cotangents, out_r, out_w, raw_r, raw_w, T, chunks, scale,
     rx_batch, rx_row, rx_head, ry_batch, ry_row, ry_head, wx_batch, wx_row, wx_head, wy_batch, wy_row, wy_head,
     out_r_batch, out_r_row, out_r_head, out_w_batch, out_w_row, out_w_head,
@@ -198,8 +198,8 @@ def plain_kernel(
     BY: tl.constexpr,
 ):  # fmt: skip
     """Derivatives along y: to ry, [B, T, Q, Y], if READ, and to wy, [B, T, H, Y], if WRITE; scores are those of rx and wx, which of
-    channels are here as `prepare_kernel` leaves them. SILU: ry and wy are silu of raw_r and raw_w, and derivatives are to those,
-    in memory with strides of its own."""
+    channels are here as `gla_prepare_kernel` leaves them. SILU: ry and wy are silu of raw_r and raw_w, and derivatives are to
+    those, in memory with strides of its own."""
     n, bh = tl.program_id(1), tl.program_id(2)
     y = tl.program_id(0) * BY + tl.arange(0, BY)
     b, h = (bh // H).to(tl.int64), bh % H
@@ -248,7 +248,7 @@ def plain_kernel(
 
 
 @triton.jit
-def gated_kernel(
+def gla_chunk_dqk_kernel(
     rx, ry, wx, wy, sums, pos, scores, states, cotangents, out_r, out_w, out_g, T, chunks, scale,
     rx_batch, rx_row, rx_head, ry_batch, ry_row, ry_head, wx_batch, wx_row, wx_head, wy_batch, wy_row, wy_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,

@@ -1,6 +1,6 @@
 """What the launches in `triton_launch` are given: how the kernels are cut, and tensors as the kernels read them.
 
-The one thing to know: a "side" is what lies along x, where decays are, or along y; see `sides`.
+The one thing to know: a "side" is what lies along x, where decays are, or along y; see `triton_kernels`.
 """
 
 from dataclasses import dataclass, replace
@@ -96,7 +96,7 @@ class Projected(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What the kernels take of the gates and of what lies along x, see `sides.prepare_kernel`. None: not needed."""
+    """What the kernels take of the gates and of what lies along x, see `triton_kernels.gla_prepare_kernel`. None: not needed."""
 
     sums: Tensor | None
     read: Tensor | None

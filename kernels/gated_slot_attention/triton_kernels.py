@@ -22,7 +22,7 @@ def entries(rows, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def strength_kernel(gates, out, rows, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
+def gsa_write_strength_kernel(gates, out, rows, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
     """1 - exp(gate) of [R, M]: what a slot takes in."""
     at, inside = entries(rows, M, BR, BM)
     gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
@@ -45,7 +45,9 @@ def softmax(scores, inside):
 
 
 @triton.jit
-def weights_kernel(scores, weights, rows, M: tl.constexpr, SLOT_ACTIVATION: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
+def gsa_slot_weights_kernel(
+    scores, weights, rows, M: tl.constexpr, SLOT_ACTIVATION: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr
+):
     """The link's weights of scores [R, M]."""
     at, inside = entries(rows, M, BR, BM)
     x = tl.load(scores + at, mask=inside, other=0.0)
@@ -61,7 +63,7 @@ def weights_kernel(scores, weights, rows, M: tl.constexpr, SLOT_ACTIVATION: tl.c
 
 
 @triton.jit
-def weights_backward_kernel(
+def gsa_slot_weights_backward_kernel(
     scores, dweights, dscores, rows, M: tl.constexpr, SLOT_ACTIVATION: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr
 ):
     """The scores' gradient of the weights'."""
@@ -81,7 +83,7 @@ def weights_backward_kernel(
 
 
 @triton.jit
-def gates_backward_kernel(
+def gsa_gates_backward_kernel(
     gates, dg_k, dg_v, dwrite_k, dwrite_v, raw, dgates, rows, divisor, raw_row, dgates_row,
     H: tl.constexpr, LOGS: tl.constexpr, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip

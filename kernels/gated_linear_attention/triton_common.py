@@ -1,4 +1,5 @@
-"""What is left between two tokens, and how a chunk's tokens are read and multiplied, in Triton, for `sides` and the delta rule.
+"""What is left between two tokens, and how a chunk's tokens are read and multiplied, in Triton, for `triton_kernels` and the delta
+rule.
 
 The one thing to know: what is left of key j at query i is the product of what is left of j at a token between them and of that
 token at i. Blocks of 8, 16, ... tokens are joined two by two at such a token, a product of matrices each, of factors of at most 1.
@@ -8,7 +9,7 @@ float holds.
 Sums of gates run from a chunk's begin on; differences of them are what lies between two tokens. They are float32 where products are
 of bfloat16, and float64 otherwise, so that no digit is lost to what came before.
 
-Shape suffixes as in `sides`.
+Shape suffixes as in `triton_kernels`.
 """
 
 import triton
