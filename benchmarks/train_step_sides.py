@@ -27,8 +27,8 @@ from baton.parallel.context_parallel import ContextLink
 from baton.parallel.param_layout import initialize_parameters
 from baton.training.config_checks import with_vocabulary
 from baton.training.evaluation.evaluate import forward_segments
-from baton.training.loop import open_stream
 from baton.training.run import RunProgress, RunSettings
+from baton.training.run_setup import open_stream
 from baton.training.step import batch_distribution
 from baton.training.step.microbatch_runner import TokenBatch
 

@@ -37,6 +37,7 @@ MAY_CHANGE = (
     "training.cuda_graphs",
     "training.replica_check_every",
     "training.log_every",
+    "training.callbacks",
     "training.checkpoint",
     "training.evaluation",
     "training.monitoring",

@@ -18,14 +18,16 @@ from baton.launcher.run_directory import read_config
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.training.build import TrainState, build_model, make_deterministic, model_fingerprint
-from baton.training.callbacks import TaskEvaluationCallback, TextEvaluationCallback
+from baton.training.callbacks.callback import Callback
+from baton.training.callbacks.task_evaluation import TaskEvaluationCallback
+from baton.training.callbacks.text_evaluation import TextEvaluationCallback
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.shard_boxes import parameter_boxes
 from baton.training.checkpoint.store import CheckpointStore, newest
 from baton.training.config_checks import with_vocabulary
 from baton.training.errors import CheckpointError
 from baton.training.monitoring.metrics import MetricsLogger
-from baton.training.run import Callback, RunProgress, RunSettings
+from baton.training.run import RunProgress, RunSettings
 from baton.training.step.executor import StepResult
 
 NAME = "evaluations.jsonl"

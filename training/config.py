@@ -1,7 +1,7 @@
 """Settings of a run's training. Torch-free."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -198,6 +198,11 @@ class TrainingConfig(_Settings):
                               "sequences")  # fmt: skip
     deterministic: bool = Field(True, description="refuse kernels whose result varies from run to run")
     log_every: int = Field(10, ge=1, description="steps between lines on the console; metrics.jsonl gets every step")
+    callbacks: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="callbacks of your own with their arguments, as {'my_package.histograms:WeightHistograms': {every: 100}}: a "
+        "module path, or the name of an entry point of the group baton.callbacks",
+    )
     replica_check_every: int = Field(500, ge=0, description="steps between comparisons of what ranks must hold to the bit; also at "
                                      "every start and before every checkpoint; 0: never")  # fmt: skip
     bptt: BpttConfig | None = Field(None, description="segments, for contexts whose activations do not fit; null: whole sequences"

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from baton.data_pipeline.config import DataConfig
 from baton.data_pipeline.run_source import ShardSource, TaskSource
 from baton.models.config import ModelConfig
 from baton.training.build import model_fingerprint
 from baton.training.config import ProfileConfig, TrainingConfig
-from baton.training.step.executor import StepResult
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,6 @@ class RunProgress:
     def advance(self, tokens: int, cursors: dict[int, Any]) -> None:
         """A step of so many tokens is done."""
         self.step, self.tokens, self.cursors, self.validation_loss = self.step + 1, self.tokens + tokens, cursors, None
-
-
-class Callback(Protocol):
-    """Called by all ranks after every step. time_is: what the ledger counts its time as."""
-
-    time_category: str
-
-    def after_step(self, progress: RunProgress, result: StepResult) -> None: ...
 
 
 def stream_order(training: TrainingConfig) -> dict[str, int]:

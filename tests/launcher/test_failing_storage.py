@@ -74,14 +74,14 @@ def start(mesh, attempt, size=resource.RLIM_INFINITY, bears=1 << 30):
     import torch
 
     from baton.data_pipeline.errors import StorageError
-    from baton.training import callbacks
+    from baton.training.callbacks import checkpoint
     from baton.training.loop import train
     from baton.training.run import RunSettings
 
     attempt, said = Path(attempt), Said(bears)
     config = read_config(attempt / "config.yaml")
     settings = RunSettings(config.folder, config.model, config.data, config.training, config.to_yaml(), int(attempt.name))
-    time, callbacks.time = callbacks.time, SimpleNamespace(**vars(callbacks.time) | {"sleep": lambda seconds: None})
+    time, checkpoint.time = checkpoint.time, SimpleNamespace(**vars(checkpoint.time) | {"sleep": lambda seconds: None})
     limit(size)
     try:
         with contextlib.redirect_stdout(said):
@@ -91,7 +91,7 @@ def start(mesh, attempt, size=resource.RLIM_INFINITY, bears=1 << 30):
         return error.exit_status, str(error), said.getvalue()
     finally:
         limit(resource.RLIM_INFINITY)
-        callbacks.time = time
+        checkpoint.time = time
         torch.set_deterministic_debug_mode("default")  # the pool serves other tests
         gc.collect()
 

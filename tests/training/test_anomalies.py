@@ -18,7 +18,7 @@ from baton.data_pipeline.stream import BatchStream, Dataset, documents
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
-from baton.training import loop
+from baton.training import loop, run_setup
 from baton.training.build import build
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.config import CheckpointConfig, EvaluationConfig, GuardConfig, MonitoringConfig
@@ -247,7 +247,7 @@ def run(mesh, corpus, bad, folder, policy, bptt=None):
         monitoring=MonitoringConfig(update_norm_every=4),
         guard=GuardConfig(policy=policy, max_interventions=2),
     )
-    theirs = loop.build
+    theirs = run_setup.build
 
     def build_poisoned(*arguments):
         train_state = theirs(*arguments)
@@ -258,13 +258,13 @@ def run(mesh, corpus, bad, folder, policy, bptt=None):
         train_state.model.embedding.register_forward_hook(poison)
         return train_state
 
-    loop.build = build_poisoned
+    run_setup.build = build_poisoned
     try:
         loop.train(RunSettings(folder, config, data, settings, ""), mesh)
     except RunError as error:
         return str(error)
     finally:
-        loop.build = theirs
+        run_setup.build = theirs
     return None
 
 

@@ -22,6 +22,7 @@ from baton.training.build import build
 from baton.training.checkpoint import manifest as manifests
 from baton.training.checkpoint.files import CheckpointFiles, Staging, describe, write_file
 from baton.training.checkpoint.manifest import Manifest, check_file
+from baton.training.checkpoint.resume import resume
 from baton.training.checkpoint.retention import Retention
 from baton.training.checkpoint.shard_boxes import (
     KINDS,
@@ -31,7 +32,6 @@ from baton.training.checkpoint.shard_boxes import (
 )
 from baton.training.checkpoint.store import CheckpointStore, published
 from baton.training.errors import CheckpointError
-from baton.training.loop import resume
 from baton.training.step.executor import StepExecutor
 
 

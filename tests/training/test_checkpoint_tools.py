@@ -17,11 +17,11 @@ from baton.launcher.cli import main
 from baton.training.build import build
 from baton.training.checkpoint.files import CheckpointFiles
 from baton.training.checkpoint.manifest import Manifest, checksum
+from baton.training.checkpoint.resume import load_initial_weights
 from baton.training.checkpoint.shard_boxes import optimizer_boxes
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.checkpoint.tools import differences, load_weights, problems
 from baton.training.errors import CheckpointError
-from baton.training.loop import load_initial_weights
 from baton.training.step.executor import StepExecutor
 
 

@@ -12,10 +12,10 @@ from baton.models.settings import kinds
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import build
 from baton.training.checkpoint.manifest import Manifest
+from baton.training.checkpoint.resume import resume
 from baton.training.checkpoint.shard_boxes import optimizer_boxes
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.errors import CheckpointError
-from baton.training.loop import resume
 
 TRUNCATED = {"mode": "truncated", "segment": 8}
 WHAT = "set of carried States"

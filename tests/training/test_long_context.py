@@ -132,7 +132,7 @@ def task_evaluations(mesh, segment):
     from baton.data_pipeline.config import MqarConfig
     from baton.data_pipeline.run_source import TaskSource
     from baton.training.build import build
-    from baton.training.callbacks import TaskEvaluationCallback
+    from baton.training.callbacks.task_evaluation import TaskEvaluationCallback
     from baton.training.run import RunProgress, RunSettings
 
     task = MqarConfig(length=16, pairs=2, vocab_size=61, cases=[{}, {"length": 40, "pairs": 4}])

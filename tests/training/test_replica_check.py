@@ -12,9 +12,9 @@ from baton.data_pipeline.config import MqarConfig
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
 from baton.parallel.param_layout import layout_of
-from baton.training import loop
+from baton.training import loop, run_setup
 from baton.training.build import build
-from baton.training.callbacks import ReplicaCheckCallback
+from baton.training.callbacks.replica_check import ReplicaCheckCallback
 from baton.training.checkpoint.interval import CheckpointSchedule
 from baton.training.checkpoint.shard_boxes import optimizer_boxes
 from baton.training.config import CheckpointConfig, EvaluationConfig
@@ -284,7 +284,7 @@ def run(mesh, folder, flip_after=None, flip_loaded=False, **changes):
         ).model_copy(update=changes),
         config_text="name: test",
     )
-    step, resume, done = StepExecutor.step, loop.resume, []
+    step, resume, done = StepExecutor.step, run_setup.resume, []
 
     def stepped(executor, *args) -> StepResult:
         result = step(executor, *args)
@@ -301,7 +301,7 @@ def run(mesh, folder, flip_after=None, flip_loaded=False, **changes):
 
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        with mock.patch.object(StepExecutor, "step", stepped), mock.patch.object(loop, "resume", resumed):
+        with mock.patch.object(StepExecutor, "step", stepped), mock.patch.object(run_setup, "resume", resumed):
             loop.train(settings, mesh)
     except RunError as error:
         return f"{error.exit_status}: {error}", len(done)

@@ -20,7 +20,7 @@ from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import build
-from baton.training.callbacks import CheckpointCallback
+from baton.training.callbacks.checkpoint import CheckpointCallback
 from baton.training.checkpoint.interval import CheckpointSchedule
 from baton.training.checkpoint.store import CheckpointStore, published
 from baton.training.run import RunProgress, RunSettings

@@ -7,7 +7,7 @@ writes it again.
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,10 @@ class MetricsLogger:
         whole = (seen["boundaries"][-1] - seen["boundaries"][0]) * seen["span"]
         print(f"step {step}  tokens that credit travels, of {whole:,} looked at  {shown}", flush=True)
         self._restart_window()
+
+    def log_scalars(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
+        """A callback's own values, by name: a row of kind "scalars", and a scalar each in TensorBoard."""
+        self._write({"kind": "scalars", "step": step, "tokens": tokens, "values": dict(values)})
 
     def log_profile(self, text: str) -> None:
         """The table of a few steps' time."""

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from baton.parallel.mesh import Mesh
 from baton.parallel.profiler_ranges import MARK, STEP, profiler_range
+from baton.training.callbacks.callback import Callback
 from baton.training.monitoring.metrics import MetricsLogger
 from baton.training.monitoring.peak_flops import Utilisation, device_peak
 from baton.training.monitoring.profile_table import ProfileTable, tabulate
@@ -30,11 +31,11 @@ FOLDER = "profile"
 _COMPRESSION = 3  # traces are large, and others wait while they are written
 
 
-class Profiler:
+class Profiler(Callback):
     """Looks at the steps that `settings.profile` names. start: steps done when this start of the run begins; parameters: of the
     whole model."""
 
-    time_category = "other"
+    slow = True
 
     def __init__(self, settings: RunSettings, mesh: Mesh, metrics: MetricsLogger | None, start: int, parameters: int) -> None:
         self._settings, self._mesh, self._metrics, self._parameters = settings, mesh, metrics, parameters
@@ -61,8 +62,11 @@ class Profiler:
             with profiler_range(MARK, part):
                 pass
 
-    def before_first_step(self, progress: RunProgress) -> None:
-        """Also when the run goes back to an earlier step: what was being looked at is thrown away."""
+    def on_train_start(self, progress: RunProgress) -> None:
+        self._begin(progress.step + 1)
+
+    def on_rollback(self, progress: RunProgress) -> None:
+        """An unfinished profile is discarded."""
         self._began = None
         if self._step is not None:
             self._end_step()

@@ -95,6 +95,10 @@ def _write_row(writer: "SummaryWriter", row: dict[str, Any]) -> None:
         if "sample" in row:
             writer.add_text("sample", f"```\n{row['sample']}\n```", step)
         return
+    if row["kind"] == "scalars":
+        for name, value in row["values"].items():
+            writer.add_scalar(name, value, step)
+        return
     if row["kind"] in ("long_context", "state_gradients", "gradient_reach"):
         for tag, value in _long_context_scalars(row):
             writer.add_scalar(tag, value, step)

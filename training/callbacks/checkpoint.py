@@ -1,0 +1,118 @@
+"""Saves checkpoints, asynchronously where settings say so."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from baton.data_pipeline.errors import StorageError
+from baton.data_pipeline.file_io import PAUSES_S
+from baton.training.bptt.lane_states import LaneStates
+from baton.training.build import TrainState
+from baton.training.callbacks.callback import Callback
+from baton.training.checkpoint.interval import CheckpointSchedule
+from baton.training.checkpoint.manifest import Manifest, versions
+from baton.training.checkpoint.shard_boxes import optimizer_boxes
+from baton.training.checkpoint.store import CheckpointStore, Saved, newest
+from baton.training.monitoring.metrics import MetricsLogger
+from baton.training.run import RunProgress, RunSettings
+from baton.training.step.executor import StepResult
+
+
+class CheckpointCallback(Callback):
+    """A checkpoint whenever one is due, written while training goes on."""
+
+    time_category = "save"
+
+    def __init__(
+        self,
+        train_state: TrainState,
+        lanes: LaneStates | None,
+        store: CheckpointStore,
+        metrics: MetricsLogger | None,
+        schedule: CheckpointSchedule,
+        settings: RunSettings,
+        describe: Callable[[], dict[str, Any]],
+    ) -> None:
+        """describe: what a manifest says of the run as it is: its fields `fingerprints` and `data`."""
+        self._train_state, self._lanes, self._store, self._metrics = train_state, lanes, store, metrics
+        self._mesh = train_state.mesh
+        self._schedule, self._training, self._describe = schedule, settings.training, describe
+        self._stall = 0.0
+
+    def on_train_start(self, progress: RunProgress) -> None:
+        """With guard.policy=rollback a new run saves its initial values: a rollback needs a checkpoint."""
+        if self._training.guard.policy == "rollback" and progress.step == 0:
+            self.save(progress)
+            self.finish()
+            self.save_again(progress)
+            self.require_saved(progress)
+
+    def after_step(self, progress: RunProgress, result: StepResult) -> None:
+        self._published(self._store.poll())
+        if self._schedule.due(progress.step, stop_requested=progress.stop_requested):
+            self.save(progress)
+        if progress.step == self._training.steps or progress.stop_requested:
+            self.finish()
+            self.save_again(progress)
+
+    def save_again(self, progress: RunProgress) -> None:
+        """Where the last save failed, and nothing is trained any more that would be followed by another one: try it again a few
+        times. Every rank calls it; `CheckpointStore.problem` says whether it failed to the end."""
+        for pause in PAUSES_S:
+            if self._store.problem is None:
+                return
+            if self._mesh.is_main:
+                print(f"trying again to save in {pause:g} s", flush=True)
+            time.sleep(pause)
+            self.save(progress)
+            self.finish()
+
+    def require_saved(self, progress: RunProgress) -> None:
+        """Raise StorageError, on all ranks, if the last save has failed."""
+        if self._store.problem is not None:
+            last = newest(self._store.folder)
+            kept = "no checkpoint is there" if last is None else f"the newest checkpoint is {last.name}"
+            raise StorageError(
+                f"{self._store.folder}: step {progress.step} could not be saved ({self._store.problem}), and {kept}; make room, "
+                f"then start again: the run goes on from there"
+            )
+
+    def finish(self) -> None:
+        """Wait for what is being written."""
+        self._published(self._store.finish())
+
+    def save(self, progress: RunProgress) -> None:
+        """Every rank calls it."""
+        self.finish()  # one at a time: what is still being written is waited for
+        start = time.perf_counter()
+        if self._metrics is not None:
+            self._metrics.flush()
+        mesh = self._train_state.mesh
+        cursors: list[Any] = [None] * mesh.world_size
+        dist.all_gather_object(cursors, {str(lane): c.to_json() for lane, c in progress.cursors.items()})
+        manifest = Manifest(
+            step=progress.step,
+            tokens=progress.tokens,
+            adam_steps=self._train_state.engine.updates,
+            cursors={lane: c for part in cursors for lane, c in part.items()},
+            layout=mesh.layout.sizes(),
+            versions=versions(),
+            validation=progress.validation_loss,
+            time=time.time(),
+            **self._describe(),
+        )
+        boxes = optimizer_boxes(self._train_state.model, self._train_state.engine, mesh, for_save=True)
+        if self._lanes is not None:
+            boxes |= self._lanes.boxes(for_save=True)
+        saved = self._store.save(boxes, manifest)
+        self._stall = time.perf_counter() - start
+        chosen = self._schedule.record_save(progress.step, self._stall)
+        if chosen is not None and mesh.is_main:
+            print(f"the next checkpoint is due after step {chosen}: this one stopped training for {self._stall:.2f} s", flush=True)
+        self._published(saved)
+
+    def _published(self, saved: Saved | None) -> None:
+        if saved is not None and self._metrics is not None:
+            self._metrics.log_checkpoint(saved.name, saved.seconds, saved.bytes, self._stall)

@@ -1,0 +1,29 @@
+"""When an evaluation is due, and its batches on every rank that works on the same rows."""
+
+from baton.data_pipeline.batches import Batch
+from baton.parallel.mesh import Mesh
+from baton.training.config import TrainingConfig
+from baton.training.monitoring import heartbeat
+from baton.training.run import RunProgress
+from baton.training.step import batch_distribution
+from baton.training.step.microbatch_runner import TokenBatch
+
+
+def evaluation_is_due(progress: RunProgress, training: TrainingConfig) -> bool:
+    every, last = training.evaluation.every, progress.step == training.steps
+    return bool(every) and (progress.step % every == 0 or last)
+
+
+def begin_evaluation(progress: RunProgress, *, first: bool) -> None:
+    """A sign of life. The first evaluation reads its documents and compiles kernels."""
+    heartbeat.own_heartbeat().beat(progress.step, "evaluation", slow=first)
+
+
+def distribute_batches(batches: list[Batch], mesh: Mesh, segments: int) -> list[TokenBatch]:
+    """Batches of a reading rank on every rank that works on the same rows, on the device: its spans of the segments."""
+    return [
+        batch_distribution.distribute(
+            b if batch_distribution.is_reader(mesh) else None, mesh, (b.tokens.shape[0], b.tokens.shape[1]), segments
+        )
+        for b in batches
+    ]

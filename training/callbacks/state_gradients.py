@@ -1,0 +1,46 @@
+"""Norms of the gradients that States pass back over the boundaries of segments and ranks."""
+
+from baton.training.build import TrainState
+from baton.training.callbacks.callback import Callback
+from baton.training.config import TrainingConfig
+from baton.training.monitoring.metrics import MetricsLogger
+from baton.training.monitoring.state_gradients import StateGradientMonitor
+from baton.training.run import RunProgress
+from baton.training.step.executor import StepResult
+
+
+class StateGradientCallback(Callback):
+    """Norms of the cotangents at the borders of segments and ranks, every so many steps."""
+
+    time_category = "other"
+
+    def __init__(self, train_state: TrainState, metrics: MetricsLogger | None, training: TrainingConfig) -> None:
+        model, mesh = train_state.model, train_state.mesh
+        self._metrics, self._training, self._mesh = metrics, training, mesh
+        self._gradient_monitor = None if model.link is None else StateGradientMonitor(model, model.link, mesh)
+
+    def on_train_start(self, progress: RunProgress) -> None:
+        self._observe_next(progress)
+
+    def on_rollback(self, progress: RunProgress) -> None:
+        self._observe_next(progress)
+
+    def _observe_next(self, progress: RunProgress) -> None:
+        """Observe the next step if its norms are due."""
+        if self._gradient_monitor is not None:
+            (self._gradient_monitor.start if self._is_due(progress.step + 1) else self._gradient_monitor.stop)()
+
+    def after_step(self, progress: RunProgress, result: StepResult) -> None:
+        if self._gradient_monitor is None:
+            return
+        if self._is_due(progress.step):
+            self._gradient_monitor.stop()
+            segment = self._training.at(progress.step - 1).segment
+            found = self._gradient_monitor.read(segment // self._mesh.layout.context, cut=self._training.carries_lane_states)
+            if self._metrics is not None and found is not None:
+                self._metrics.log_state_gradients(progress.step, progress.tokens, found.to_json())
+        self._observe_next(progress)
+
+    def _is_due(self, step: int) -> bool:
+        every = self._training.monitoring.state_grad_norm_every
+        return bool(every) and step % every == 0

@@ -1,0 +1,58 @@
+"""Validation loss, bits per byte, and a sample of generated text."""
+
+from baton.data_pipeline.run_source import ShardSource
+from baton.data_pipeline.stream import EvaluationSet, evaluation_batches
+from baton.training.build import TrainState
+from baton.training.callbacks.callback import Callback
+from baton.training.callbacks.evaluation_batches import begin_evaluation, distribute_batches, evaluation_is_due
+from baton.training.evaluation.evaluate import evaluate
+from baton.training.evaluation.generation import generate
+from baton.training.monitoring.metrics import MetricsLogger
+from baton.training.run import RunProgress, RunSettings
+from baton.training.step.executor import StepResult
+from baton.training.step.microbatch_runner import TokenBatch
+
+
+class TextEvaluationCallback(Callback):
+    """Validation on text every so many steps and after the last, with a sample of what the model writes."""
+
+    time_category = "evaluation"
+
+    def __init__(self, train_state: TrainState, source: ShardSource, metrics: MetricsLogger | None, settings: RunSettings) -> None:
+        self._train_state, self._source, self._tokenizer, self._metrics = train_state, source, source.tokenizer, metrics
+        self._training = settings.training
+        self._set: tuple[EvaluationSet, list[TokenBatch]] | None = None
+
+    def after_step(self, progress: RunProgress, result: StepResult) -> None:
+        if not evaluation_is_due(progress, self._training):
+            return
+        begin_evaluation(progress, first=self._set is None)
+        chosen, batches = self._set = self._set or self._read()
+        model, mesh = self._train_state.model, self._train_state.mesh
+        found = evaluate(model, batches, chosen.text_bytes, chosen.tokens, mesh, segments=self._training.segments)
+        sample = None
+        wanted = self._training.evaluation.sample_tokens
+        if wanted and mesh.data_rank == 0:
+            doc = self._tokenizer.doc
+            ids = generate(model, [doc], tokens=wanted, vocab_size=self._tokenizer.vocab_size, stop=doc, seed=progress.step)
+            sample = self._tokenizer.decode(ids, errors="replace")
+        progress.validation_loss = found.loss
+        if self._metrics is not None:
+            self._metrics.log_evaluation(progress.step, progress.tokens, found.loss, found.bits_per_byte, sample)
+
+    def _read(self) -> tuple[EvaluationSet, list[TokenBatch]]:
+        """Of several sources, of each its share."""
+        mesh, training, parts = self._train_state.mesh, self._training, []
+        for name, weight in self._source.weights.items():
+            chosen = evaluation_batches(
+                self._source.datasets[name],
+                self._tokenizer,
+                sequence_length=training.sequence_length,
+                micro_batch_size=training.micro_batch_size,
+                max_tokens=max(1, round(training.evaluation.tokens * weight)),
+                data_rank=mesh.data_rank,
+                data_size=mesh.layout.data,
+            )
+            parts.append(chosen)
+        together = EvaluationSet.joined(parts)
+        return together, distribute_batches(together.batches, mesh, training.segments)

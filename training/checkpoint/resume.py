@@ -1,0 +1,87 @@
+"""Where a run begins: its newest whole checkpoint, or initial weights from a file."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from baton.parallel.mesh import Mesh
+from baton.parallel.tensor import drop_cast_weights
+from baton.training.bptt.lane_states import LANE_STATE_PREFIX, LaneStates
+from baton.training.build import TrainState
+from baton.training.checkpoint.manifest import Manifest, versions
+from baton.training.checkpoint.shard_boxes import optimizer_boxes
+from baton.training.checkpoint.store import CheckpointStore
+from baton.training.checkpoint.tools import load_weights
+from baton.training.errors import CheckpointError
+from baton.training.run import RunProgress, RunSettings
+
+
+def open_store(settings: RunSettings, mesh: Mesh) -> CheckpointStore:
+    """The run's checkpoints."""
+    kept = settings.training.checkpoint
+    return CheckpointStore(
+        settings.folder / "checkpoints",
+        mesh,
+        kept.keep_last,
+        keep_every=kept.keep_every,
+        keep_best=kept.keep_best,
+        async_save=kept.async_save,
+    )
+
+
+def load_initial_weights(train_state: TrainState, path: Path) -> None:
+    """Give the model somebody's weights. Raises CheckpointError."""
+    load_weights(path, optimizer_boxes(train_state.model, train_state.engine, train_state.mesh, for_save=False))
+    train_state.engine.masters_changed()
+    drop_cast_weights(train_state.model)
+    if train_state.mesh.is_main:
+        print(f"beginning with the weights of {path}", flush=True)
+
+
+def resume(
+    train_state: TrainState,
+    lanes: LaneStates | None,
+    store: CheckpointStore,
+    fingerprints: dict[str, str],
+    cursor: Callable[[dict[str, Any]], Any],
+    adopt: Callable[[Manifest], None] = lambda manifest: None,
+) -> RunProgress:
+    """Load the newest whole checkpoint into the engine and the lanes; without any, the run stands at its beginning.
+
+    cursor: makes a lane's cursor of its JSON. adopt: what else goes on from the manifest, before fingerprints are compared.
+    """
+
+    def accept(manifest: Manifest) -> None:
+        if manifest.fingerprints.get("model") == fingerprints.get("model"):
+            adopt(manifest)
+        for what, ours in fingerprints.items():
+            if manifest.fingerprints.get(what) != ours:
+                raise CheckpointError(
+                    f"{store.folder}: the checkpoint of step {manifest.step} was made with another {what} (settings, tokenizer or "
+                    f"data differ); use the run's own configuration, or another run directory"
+                )
+
+    found = store.load_newest(accept)
+    if found is None:
+        return RunProgress(0, 0, {})
+    path, manifest = found
+    boxes = optimizer_boxes(train_state.model, train_state.engine, train_state.mesh, for_save=False)
+    if lanes is not None:
+        if any(key.startswith(LANE_STATE_PREFIX) for key in manifest.tensors):
+            boxes |= lanes.boxes(for_save=False)
+        else:  # a fork that begins its data anew
+            lanes.clear()
+    store.read(path, boxes)
+    train_state.engine.updates = manifest.adam_steps
+    train_state.engine.masters_changed()
+    drop_cast_weights(train_state.model)
+    mesh = train_state.mesh
+    cursors = {int(j): cursor(c) for j, c in manifest.cursors.items() if int(j) % mesh.layout.data == mesh.data_rank}
+    if mesh.is_main:
+        print(f"resuming from {path.name} ({manifest.tokens:,} tokens)", flush=True)
+        changed = [
+            f"{name} {manifest.versions[name]} -> {v}" for name, v in versions().items() if manifest.versions.get(name, v) != v
+        ]
+        if changed:
+            print(f"since {path.name}: {', '.join(changed)}; what is computed is the same but for its last bits", flush=True)
+    return RunProgress(manifest.step, manifest.tokens, cursors)
