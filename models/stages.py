@@ -50,7 +50,7 @@ def cut(config: ModelConfig, count: int, sequence_length: int) -> tuple[Stage, .
     """`count` stages of at least one layer, the slowest as fast as can be, the others as even as that leaves them.
 
     context: tokens of a sequence, on which attention's cost depends. The head counts where the vocabulary is known.
-    Raises LayoutError for more stages than layers, or a kind of mixer that does not say what it takes.
+    Raises LayoutError for more stages than layers, or a kind of mixer without `activation_costs`.
     """
     if count == 1:
         return (whole(config),)

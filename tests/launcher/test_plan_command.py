@@ -364,5 +364,5 @@ def test_a_kind_that_does_not_say_what_it_takes_is_refused():
 
     config = load(RUN)
     model = config.model.model_copy(update={"mixers": {"mamba": Silent()}})
-    with pytest.raises(ConfigError, match=r"model\.mixers\.mamba: kind silent does not say what it takes"):
+    with pytest.raises(ConfigError, match=r"model\.mixers\.mamba: kind silent does not say what it costs"):
         Arithmetic(config.model_copy(update={"model": model}))

@@ -167,8 +167,11 @@ NAMES: dict[str, list[Entry]] = {
         (("kernels/*",), ("_low",)),
     ],
     "models": [
-        (("*.py",), ("Site", "IGNORED", "remaking")),
-        (("models/*",), ("site", "beside=")),
+        (("*.py",), ("Site", "IGNORED", "remaking", "Footprint", ".footprint", "StateLeaf", "replicated_parameter")),
+        (
+            ("models/*", "launcher/*"),
+            ("site", "beside=", "Kept", "Carrier", "Reduction", "Work", ".carriers", ".reductions", "kept_bytes"),
+        ),
     ],
     "parallel": [
         (
