@@ -275,3 +275,15 @@ def test_a_retired_name_is_seen():
     assert retired("a.md", "an old_word here", words, names) == {"old_word"}
     assert retired("a.py", "x.old = f(1, other=2)  # old_word", words, names) == {"old_word", ".old", "other="}
     assert retired("a.py", "old = other = very_old_word = 1", words, names) == set()
+
+
+def test_every_term_is_where_the_glossary_says():
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| `([^`]+)`, `([^`]+)` \|", text, re.MULTILINE)
+    assert len(rows) == sum(line.startswith("| ") and "`" in line for line in text.splitlines()), "a row has another form"
+    missing = []
+    for term, name, file in rows:
+        path = ROOT / file
+        if not path.is_file() or not (path.stem == name or re.search(rf"\b{re.escape(name)}\b", path.read_text(encoding="utf-8"))):
+            missing.append(f"{term}: {name} in {file}")
+    assert missing == []
