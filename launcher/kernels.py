@@ -1,36 +1,57 @@
 """`baton doctor` and `baton compile`: kernels checked on this machine, and compiled before a run starts."""
 
 import sys
+import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from baton.kernels.common.kernel_check import compare
+from baton.launcher.ahead import Ahead
 from baton.launcher.config import load
 from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
 from baton.parallel.mesh import local_device
-from baton.training.doctor import compile_checks, findings_on
+from baton.training.doctor import compile_checks, references
 from baton.training.kernel_tools.aot_compile import Target, compile_run_kernels
 
 
 def check_machine(wanted: str) -> int:
     """Compare every recurrence with its definition, print what was found, and return the exit status.
 
-    wanted: "cpu", "cuda" or "auto". On a GPU all kernels are compiled first.
+    wanted: "cpu", "cuda" or "auto". On a GPU all kernels are compiled first, by other processes, while this one computes what the
+    definitions say.
     """
     say = partial(print, flush=True)
     # before this process has to do with CUDA: those that compile are forked from it
     gpu = None if wanted == "cpu" else Target.asked()
-    if gpu is not None:
-        for failure in compile_checks(gpu, say).failures:
-            say(f"{failure}; its check compiles it again")
+    if gpu is None:
+        expected = references()
+    else:
+        compiler = Ahead(partial(_compile_checks, gpu))
+        reading = threading.Thread(target=compiler.wait, args=(say,), daemon=True)
+        reading.start()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the other cores compile
+        expected = references()
+        torch.set_num_threads(threads)
+        reading.join()
     device, findings = local_device(0, 1, wanted), []
-    for finding in findings_on(device):
+    for reference in expected:
+        finding = compare(reference, device)
         say(finding)
         findings.append(finding)
     failed = sum(not finding.passed for finding in findings)
     say(f"{len(findings) - failed} of {len(findings)} checks on {device} passed")
     return 1 if failed else 0
+
+
+def _compile_checks(gpu: Target, say: Callable[[str], None]) -> None:
+    for failure in compile_checks(gpu, say).failures:
+        say(f"{failure}; its check compiles it again")
 
 
 def compile_run(

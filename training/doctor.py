@@ -1,10 +1,8 @@
 """Kernels against their definitions on the machine at hand: all of them on demand, those of a model before its first step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import torch
-
-from baton.kernels.common.kernel_check import KernelCheckResult, check, launch
+from baton.kernels.common.kernel_check import Reference, check, launch, reference
 from baton.kernels.compile.aot import META, Compiled, Target, compiling
 from baton.kernels.registry import recurrences
 from baton.models.mixer import recurrences_of
@@ -24,11 +22,9 @@ def compile_checks(wanted: Target, say: Callable[[str], None], processes: int | 
     return compiled
 
 
-def findings_on(device: torch.device) -> Iterator[KernelCheckResult]:
-    """Of every recurrence there is, in every precision that runs can have."""
-    for recurrence in recurrences():
-        for dtype in DTYPES.values():
-            yield check(recurrence, device, dtype)
+def references() -> list[Reference]:
+    """What the definition of every recurrence there is computes, in every precision that runs can have."""
+    return [reference(recurrence, dtype) for recurrence in recurrences() for dtype in DTYPES.values()]
 
 
 def check_kernels(train_state: TrainState, training: TrainingConfig) -> None:

@@ -45,21 +45,50 @@ class KernelCheckResult:
         return f"{self.recurrence:<44} {dtype:<9} {self.error:.1e} of {self.limit:.1e} ({self.tensor}){said}: {verdict}"
 
 
+_Example = tuple[Inputs, State, Tensor]
+"""What goes into a recurrence and its positions, on the CPU."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a recurrence's definition computes of an example, on the CPU.
+
+    expected: outputs, States and gradients by name, in float64. rounded: the same in float32, which decides how far a result may be
+    off where a last bit grows; None: fixed limits do.
+    """
+
+    recurrence: Recurrence
+    dtype: torch.dtype
+    example: _Example
+    expected: dict[str, Tensor]
+    rounded: dict[str, Tensor] | None
+
+
+def reference(recurrence: Recurrence, dtype: torch.dtype, *, extreme: bool = False) -> Reference:
+    """Compute what `check` compares with. dtype, extreme: as `check`."""
+    example, cpu = _example(recurrence, dtype, extreme), torch.device("cpu")
+    expected = _run(recurrence, example, True, cpu, torch.float64)
+    rounded = _run(recurrence, example, True, cpu, torch.float32) if extreme or recurrence.error_amplifying else None
+    return Reference(recurrence, dtype, example, expected, rounded)
+
+
 def check(recurrence: Recurrence, device: torch.device, dtype: torch.dtype, *, extreme: bool = False) -> KernelCheckResult:
     """Compare. dtype: of what runs along time; extreme: gates, steps and keys that reach the ends of their ranges."""
-    example = _example(recurrence, dtype, extreme)
+    return compare(reference(recurrence, dtype, extreme=extreme), device)
 
-    def run(defined: bool, where: torch.device, cast: torch.dtype | None) -> dict[str, Tensor]:
-        return {name: x.detach().cpu() for name, x in _run(recurrence, example, defined, where, cast).items()}
 
-    cpu = torch.device("cpu")
-    expected, found, again = run(True, cpu, torch.float64), run(False, device, None), run(False, device, None)
-    loose = extreme or recurrence.error_amplifying
-    rounded = run(True, cpu, torch.float32) if loose else expected
+def compare(wanted: Reference, device: torch.device) -> KernelCheckResult:
+    """Compare what the device computes with the reference."""
+    recurrence, dtype = wanted.recurrence, wanted.dtype
+
+    def run() -> dict[str, Tensor]:
+        return {name: x.cpu() for name, x in _run(recurrence, wanted.example, False, device, None).items()}
+
+    found, again = run(), run()
     least = FLOAT32_LIMIT if dtype == torch.float32 else recurrence.bfloat16_limit
     rows = []
-    for name, want in expected.items():
-        limit = max(least, CHAOS * _error(rounded[name], want)) if loose else least
+    for name, want in wanted.expected.items():
+        limit = least if wanted.rounded is None else max(least, CHAOS * _error(wanted.rounded[name], want))
         rows.append((_error(found[name], want), limit, name))
     # nan first: it is larger than any limit, but compares as smaller
     error, limit, worst = max(rows, key=lambda row: (row[0] != row[0], row[0] / row[1]))
@@ -71,10 +100,6 @@ def check(recurrence: Recurrence, device: torch.device, dtype: torch.dtype, *, e
 def launch(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) -> None:
     """Do on the device what `check` does there, and look at nothing."""
     _run(recurrence, _example(recurrence, dtype, False), False, device, None)
-
-
-_Example = tuple[Inputs, State, Tensor]
-"""What goes into a recurrence and its positions, on the CPU."""
 
 
 def _example(recurrence: Recurrence, dtype: torch.dtype, extreme: bool) -> _Example:
@@ -107,7 +132,8 @@ def results(y: Tensor, state: State, inputs: Inputs, entering: State, seed: int)
     """Outputs, leaving State and the gradients of everything for random cotangents, by name."""
     grads = gradients([y, *moving(state).values()], [*inputs, *moving(entering).values()], torch.Generator().manual_seed(seed))
     names = [*(f"d input {n}" for n in range(len(inputs))), *(f"d entering {name}" for name in moving(entering))]
-    return {"y": y, **{f"leaving {name}": x for name, x in state.items()}, **dict(zip(names, grads, strict=True))}
+    found = {"y": y, **{f"leaving {name}": x for name, x in state.items()}, **dict(zip(names, grads, strict=True))}
+    return {name: x.detach() for name, x in found.items()}
 
 
 def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], generator: torch.Generator) -> tuple[Tensor, ...]:
