@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from baton.kernels.common.kernel_check import compare
 from baton.launcher.ahead import Ahead
 from baton.launcher.config import load
 from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
 from baton.parallel.mesh import local_device
-from baton.training.doctor import compile_checks, references
+from baton.training.doctor import check_result, compile_checks, references
 from baton.training.kernel_tools.aot_compile import Target, compile_run_kernels
 
 
@@ -41,7 +40,7 @@ def check_machine(wanted: str) -> int:
         reading.join()
     device, findings = local_device(0, 1, wanted), []
     for reference in expected:
-        finding = compare(reference, device)
+        finding = check_result(reference, device)
         say(finding)
         findings.append(finding)
     failed = sum(not finding.passed for finding in findings)

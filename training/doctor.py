@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 
-from baton.kernels.common.kernel_check import Reference, check, launch, reference
+import torch
+
+from baton.kernels.common.kernel_check import KernelCheckResult, Reference, check, compare, launch, reference
 from baton.kernels.compile.aot import META, Compiled, Target, compiling
 from baton.kernels.registry import recurrences
 from baton.models.mixer import recurrences_of
@@ -25,6 +27,11 @@ def compile_checks(wanted: Target, say: Callable[[str], None], processes: int | 
 def references() -> list[Reference]:
     """What the definition of every recurrence there is computes, in every precision that runs can have."""
     return [reference(recurrence, dtype) for recurrence in recurrences() for dtype in DTYPES.values()]
+
+
+def check_result(expected: Reference, device: torch.device) -> KernelCheckResult:
+    """Compare what a device computes with what the definition does."""
+    return compare(expected, device)
 
 
 def check_kernels(train_state: TrainState, training: TrainingConfig) -> None:
