@@ -1,11 +1,15 @@
 """A profile's table: every moment of a step is in one category, and kernels are known by name, launch and phase."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from baton.training.monitoring.peak_flops import Utilisation, device_peak
-from baton.training.monitoring.profile_categories import CATEGORIES, category, name_rules, scope_rules
+from baton.training.monitoring.profile_categories import CATEGORIES, RULES, category, name_rules, scope_rules
 from baton.training.monitoring.profile_table import tabulate
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 HOST, BACKWARD, STREAM, OTHER = 1, 2, 7, 13
 
 
@@ -151,6 +155,40 @@ def test_a_trace_without_steps_or_without_kernels_is_said_to_be_one():
 )
 def test_kernels_are_known_by_what_is_most_certain(name, inside, expected):
     assert category(name_rules(name) | scope_rules(inside)) == expected
+
+
+def definitions(packages):
+    """Names of the Triton kernels and of the autograd functions that the packages define."""
+    kernels, functions = set(), set()
+    for package in packages:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                    kernels |= {node.name} if any("jit" in ast.unparse(one) for one in node.decorator_list) else set()
+                if isinstance(node, ast.ClassDef):
+                    functions |= {node.name} if any(ast.unparse(one).endswith("Function") for one in node.bases) else set()
+    return kernels, functions
+
+
+def test_rules_name_all_kernels_and_autograd_functions_and_none_that_do_not_exist():
+    """A function that is renamed or new would silently be counted as another category, or as unclassified."""
+    kernels, functions = definitions(["kernels", "models", "parallel", "training"])
+    assert len(kernels) > 30
+    assert len(functions) > 15
+    prefixes = [prefix for rule in RULES for prefix in rule.kernels]
+    assert [prefix for prefix in prefixes if not any(name.startswith(f"{prefix}_") for name in kernels)] == [], (
+        "no kernel has these"
+    )
+    assert {name for name in kernels if not any(name.startswith(f"{prefix}_") for prefix in prefixes)} == set(), "in no rule"
+    assert {name for rule in RULES for name in rule.functions} == functions
+
+
+def test_megatrons_communication_is_known():
+    from megatron.core.tensor_parallel import mappings
+
+    regions = [name for name in vars(mappings) if name.startswith("_") and name.endswith("Region")]
+    assert len(regions) > 6
+    assert {category(name_rules(f"{name}{suffix}")) for name in regions for suffix in ("", "Backward")} == {"exchange"}
 
 
 def test_utilisation_names_its_peak_and_shares_it_among_devices():

@@ -1,8 +1,9 @@
-"""Which category of a profile a kernel or an operator belongs to: the table, and how it is read. Torch-free.
+"""The category of a kernel or operator in a profile. Torch-free.
 
-The one thing to know: a kernel's own name says little (it is that of a library's template, or shared by several operators), so a
-rule may also look at what the kernel was launched in: the operators and spans around its launch and, of a backward pass, around
-the forward operator whose gradient it is. The first rule that applies counts, so what is above is what is more certain.
+`RULES` is the table. A rule looks at the kernel's own name, and at the names of what it was launched in: the operators and ranges
+around its launch and, in a backward pass, around the forward operator whose gradient it computes. Names alone do not suffice:
+PyTorch's elementwise kernels have the same names in the optimizer and in the model. The first rule that applies decides, so rules
+are ordered from the most to the least specific.
 """
 
 import re
@@ -11,14 +12,23 @@ from functools import cache
 
 IDLE, UNCLASSIFIED = "idle", "unclassified"
 PHASE = "phase: "
-"""How the name of a part of the step begins, which is around everything in it: PHASE + one of step_timer.PARTS."""
+"""Prefix of the range around each part of a step: PHASE + one of step_timer.PARTS."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """named: pattern of its own name; inside: of a name around it. Either will do."""
+    """One row of the table; it applies if any of its fields does.
+
+    Attributes:
+        kernels: prefixes of the names of Baton's Triton kernels ("gla" for gla_scores_kernel).
+        functions: Baton's autograd functions; also what runs inside of them, forward and backward.
+        name: pattern of the names of other kernels and operators.
+        scope: pattern of the names of operators and ranges; what runs inside of them.
+    """
 
     category: str
+    kernels: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
     name: str | None = None
     scope: str | None = None
 
@@ -27,58 +37,79 @@ _MATMUL = r"aten::(mm|addmm|bmm|baddbmm|addbmm|mv|dot|matmul|linear|_scaled_mm)$
 RULES = (
     Rule(
         "exchange",
-        name=r"nccl|^(c10d|gloo|nccl)::?|^record_param_comms|^_(Copy|Reduce|Gather|Scatter)\w*Region(Backward)?$",
+        name=r"nccl|^(c10d|gloo|nccl)::?|^record_param_comms|^_(Copy|Reduce|Gather|AllGather|Scatter)\w*Region(Backward)?$",
         scope=r"^exchange: |^(c10d|gloo|nccl)::?",
     ),
     Rule("data", scope=rf"^{PHASE}data$"),
-    # from the last backward pass to the end of the update: the finite check, the norm, the clip, AdamW, and copies for all of it
+    # from the last backward pass to the end of the update: finite check, gradient norm, clipping, AdamW, and their copies
     Rule("optimizer", scope=rf"^{PHASE}optimizer$|^Optimizer\.step"),
     Rule(
         "convolution",
-        name=r"^short_conv_|causal_conv1d|^aten::(_?conv|.*convolution)",
-        scope=r"^recurrence: short_conv|^_ShortConv",
+        kernels=("short_conv",),
+        functions=("_ShortConv",),
+        name=r"causal_conv1d|^aten::(_?conv|.*convolution)",
+        scope=r"^recurrence: short_conv",
     ),
-    # whatever mixes tokens: scans, matrix states, attention
+    # everything that mixes tokens: scans, matrix states, attention
     Rule(
         "scan",
-        name=r"^diagonal_scan_|selective_scan|flash_|fmha|sdpa|attention",
-        scope=r"^recurrence: |^_(SendState|SendStateEarly|TransitionScan)(Backward)?$"
-        r"|^_(Scan|DiagonalScan|InChunks|Gla|Gsa|DeltaRule|Lattice|Joint)(Backward)?$"
-        r"|^aten::_?scaled_dot_product|^baton::innovation",
+        kernels=(
+            "chunk_h", "diagonal_scan", "gla", "gsa", "innovation", "joint_attention", "lattice", "memory_copy", "topk_memory",
+            "wy",
+        ),
+        functions=(
+            "_DeltaRule", "_DiagonalScan", "_Gla", "_Gsa", "_Joint", "_Lattice", "_RecvState", "_RunChunked", "_Scan", "_SendState",
+            "_SendStateEarly", "_Span", "_Steps", "_TransitionScan",
+        ),
+        name=r"selective_scan|flash_|fmha|sdpa|attention",
+        scope=r"^recurrence: |^aten::_?scaled_dot_product|^baton::innovation",
     ),
-    Rule("norm", name=r"rms_?norm|layer_?norm", scope=r"^_RMSNorm|^aten::_?(fused_)?(rms|layer|native_layer)_norm"),
     Rule(
-        "matmul",
-        name=rf"gemm|nvjet|cutlass|cublas|xmma|gemv|split_?k|^{_MATMUL}|^LinearWith",
-        scope=rf"^{_MATMUL}|^_Linear(Backward)?$",
+        "norm",
+        kernels=("rms_norm",),
+        functions=("_RMSNorm",),
+        name=r"rms_?norm|layer_?norm",
+        scope=r"^aten::_?(fused_)?(rms|layer|native_layer)_norm",
     ),
-    Rule("loss", name=r"^(sums|gradient)_kernel", scope=r"^_LinearCrossEntropy|cross_entropy|^aten::_?(log_softmax|nll_loss)"),
+    Rule("matmul", functions=("_Linear",), name=rf"gemm|nvjet|cutlass|cublas|xmma|gemv|split_?k|^{_MATMUL}", scope=rf"^{_MATMUL}"),
+    Rule(
+        "loss",
+        kernels=("cross_entropy",),
+        functions=("_LinearCrossEntropy",),
+        scope=r"cross_entropy|^aten::_?(log_softmax|nll_loss)",
+    ),
     Rule(
         "elementwise",
+        kernels=("embedding", "gate", "head_scale", "rotary"),
+        functions=("_Embedding", "_Gate", "_HeadScale", "_Rotary"),
         name=r"^(aten|prims|torch|autograd)::|at::native|at_cuda_detail|elementwise|^Mem(cpy|set)|^triton_(poi|red|per)_"
         r"|Backward\d*$|^detach_?$",
-        scope=r"^_(Activated|Embedding|HeadScale|Gate|Rotary)(Backward)?$",
     ),
-)
+)  # fmt: skip
 CATEGORIES = ("matmul", "scan", "convolution", "norm", "loss", "optimizer", "exchange", "data", "elementwise", UNCLASSIFIED, IDLE)
-"""In the order of the table."""
+"""In the order in which a profile's table shows them."""
 
-_NAME_PATTERNS = tuple(re.compile(rule.name, re.IGNORECASE) if rule.name else None for rule in RULES)
-_SCOPE_PATTERNS = tuple(re.compile(rule.scope) if rule.scope else None for rule in RULES)
+
+def _pattern(alternatives: list[str], flags: int = 0) -> re.Pattern[str] | None:
+    return re.compile("|".join(alternatives), flags) if alternatives else None
+
+
+_NAME_PATTERNS = tuple(_pattern([*(rf"^{prefix}_" for prefix in r.kernels), *filter(None, [r.name])], re.IGNORECASE) for r in RULES)
+_SCOPE_PATTERNS = tuple(_pattern([*(rf"^{name}(Backward)?$" for name in r.functions), *filter(None, [r.scope])]) for r in RULES)
 
 
 @cache
 def name_rules(name: str) -> int:
-    """The rules that apply to something of this name, a bit each."""
+    """Bit mask of the rules that apply to a kernel or operator of this name."""
     return sum(1 << n for n, pattern in enumerate(_NAME_PATTERNS) if pattern is not None and pattern.search(name))
 
 
 @cache
 def scope_rules(name: str) -> int:
-    """The rules that apply to whatever is inside something of this name, a bit each."""
+    """Bit mask of the rules that apply to everything inside an operator or range of this name."""
     return sum(1 << n for n, pattern in enumerate(_SCOPE_PATTERNS) if pattern is not None and pattern.search(name))
 
 
 def category(rules: int) -> str:
-    """Of something that these rules apply to."""
+    """Category of the first rule of a bit mask; UNCLASSIFIED for 0."""
     return RULES[(rules & -rules).bit_length() - 1].category if rules else UNCLASSIFIED
