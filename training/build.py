@@ -1,4 +1,4 @@
-"""Making what a run drives: the model with its initial values, AdamW, and the ZeRO engine."""
+"""Builds what a run drives: the model with its initial values, AdamW, and the ZeRO engine."""
 
 import hashlib
 from dataclasses import dataclass
@@ -21,20 +21,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class TrainState:
-    """A model, or this rank's stage of it, its engine, and the mesh they live on."""
+    """A model, or this rank's pipeline stage of it, its engine (parameters, optimizer), and the mesh of ranks."""
 
     model: LanguageModel
     engine: zero.Engine
     mesh: Mesh
 
     def parameter_count(self) -> int:
-        """Of the whole model. Every rank calls it."""
+        """Parameters of the whole model. Collective over the pipeline stages."""
         count = torch.tensor(parameter_count(self.model), device=self.mesh.device)
         return int(count if self.mesh.pipeline is None else self.mesh.pipeline.sum(count))
 
 
 def build(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> TrainState:
-    """Model, optimizer and engine with the values that (seed, name) give each parameter."""
+    """Model, optimizer and engine, with initial values that are a function of (seed, parameter name)."""
     model = build_model(config, training, mesh.device, mesh)
     initialize_parameters(model, training.seed, mesh.tensor_rank, mesh.layout.tensor)
     settings = training.optimizer
@@ -51,7 +51,7 @@ def build(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> TrainSta
 
 
 def _names_elsewhere(model: LanguageModel, mesh: Mesh) -> list[str]:
-    """Names of the other stages' parameters."""
+    """Names of the parameters of this pipeline's stages."""
     names = [[name for name, _ in model.named_parameters()]] * dist.get_world_size(mesh.model_group)
     if mesh.pipeline is not None:
         dist.all_gather_object(names, names[0], group=mesh.model_group)
@@ -59,7 +59,7 @@ def _names_elsewhere(model: LanguageModel, mesh: Mesh) -> list[str]:
 
 
 def build_model(config: ModelConfig, training: TrainingConfig, device: torch.device, mesh: Mesh | None = None) -> LanguageModel:
-    """The model alone, with memory but without values. mesh: whose rank it is for; None: the whole model."""
+    """The model alone, with memory but without initial values. mesh: None for the whole model on one rank."""
     with device:
         return LanguageModel(
             config,
@@ -76,17 +76,18 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
 
 
 def _link(training: TrainingConfig, mesh: Mesh) -> ContextLink | None:
-    """The neighbours; where segments follow one another on one rank, it is its own."""
+    """The links to neighbouring context ranks; a rank that runs segments on its own is its own neighbour."""
     return ContextLink(0, [mesh.rank], mesh.device) if mesh.link is None and training.bptt is not None else mesh.link
 
 
 def model_fingerprint(config: ModelConfig) -> str:
-    """A digest of what the model computes (not of how: loss_chunk is left out)."""
+    """SHA-256 of the settings that decide what the model computes. loss_chunk is left out: it does not change results."""
     return hashlib.sha256(config.model_dump_json(exclude={"loss_chunk"}).encode()).hexdigest()
 
 
 def make_deterministic(training: TrainingConfig) -> None:
-    """Refuse kernels whose result varies. Before anything touches the GPU: cuBLAS reads its workspace setting once."""
+    """With training.deterministic, make PyTorch refuse kernels whose results vary. Call before any use of the GPU: cuBLAS
+    reads its workspace setting only once."""
     import os
 
     if training.deterministic:

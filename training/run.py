@@ -1,4 +1,4 @@
-"""What a run is, and where it stands."""
+"""The settings of a run from the launcher, its progress, and the fingerprints that a checkpoint must match."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,11 +14,19 @@ from baton.training.config import ProfileConfig, TrainingConfig
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run is, from the launcher. folder: the run directory. config_text: the resolved configuration as YAML. attempt: number
-    of this start, from 1; 0: not counted. profile: what to look at, None: nothing; flops_per_token: of the whole model in
-    a training step of such settings, matmuls and mixers counted once forwards and twice backwards. changed: settings that
-    differ from those of the start before, key to (old, new). notices: lines to say before the first step. await_kernels: returns
-    when what the run launches on a GPU is compiled."""
+    """Settings of a run.
+
+    Attributes:
+        folder: the run directory.
+        config_text: the resolved configuration as YAML.
+        attempt: number of this start, from 1; 0: not counted.
+        profile: which steps are profiled; None: none.
+        flops_per_token: FLOPs per token of the whole model in a training step with given settings, forward once and
+            backward twice.
+        changed: settings that differ from those of the previous start, key to (old, new).
+        notices: lines to print before the first step.
+        await_kernels: returns once all kernels that the run launches on a GPU are compiled.
+    """
 
     folder: Path
     model: ModelConfig
@@ -35,9 +43,15 @@ class RunSettings:
 
 @dataclass
 class RunProgress:
-    """Where the run stands: optimizer steps and tokens done, and the cursor of every lane that this rank reads. validation: loss
-    measured at this very step, if it was. ending: the run was asked to end here, and goes on in another start. waited: seconds that
-    the slowest reading rank waited for this step's batches."""
+    """How far the run is.
+
+    Attributes:
+        step, tokens: optimizer steps and tokens done.
+        cursors: position in the data of every lane that this rank reads.
+        validation_loss: measured after this very step, nats per token; None: not measured.
+        stop_requested: this start ends after this step, as a signal asked.
+        data_wait_s: seconds for which the slowest reading rank waited for this step's batches.
+    """
 
     step: int
     tokens: int
@@ -47,17 +61,17 @@ class RunProgress:
     data_wait_s: float = 0.0
 
     def advance(self, tokens: int, cursors: dict[int, Any]) -> None:
-        """A step of so many tokens is done."""
+        """Count a step."""
         self.step, self.tokens, self.cursors, self.validation_loss = self.step + 1, self.tokens + tokens, cursors, None
 
 
 def stream_order(training: TrainingConfig) -> dict[str, int]:
-    """What decides the lanes' contents, next to the data's own settings: arguments of a source's `fingerprint` and `adopt`."""
+    """Settings that decide the lanes' contents besides those of the data: arguments of a source's `fingerprint` and `adopt`."""
     return {"seed": training.seed, "lanes": training.lane_count}
 
 
 def fingerprints_of(model: ModelConfig, source: ShardSource | TaskSource, training: TrainingConfig) -> dict[str, str]:
-    """Of what must be the same when a run goes on from a checkpoint. model: with its vocabulary."""
+    """Fingerprints that must equal those of a checkpoint for the run to continue from it. model: with its vocabulary size."""
     found = {"model": model_fingerprint(model), "stream": source.fingerprint(**stream_order(training))}
     if training.carries_lane_states:
         found["set of carried States"] = f"{training.lane_count} lanes"

@@ -1,7 +1,8 @@
-"""What every lane carries from one optimizer step to the next: truncated backpropagation through time.
+"""The States that lanes carry from one optimizer step to the next, for truncated backpropagation through time.
 
-The one thing to know: a lane's State lives where its segments begin, on the first sequence rank, each stage having its own layers'.
-It moves with the lane: any layout can load what any other saved.
+A lane is one of the run's endless streams of documents. Its State is held by the rank whose span begins the sequence
+(context rank 0), and on each pipeline stage only for that stage's layers. In a checkpoint it is stored under the lane's
+number, so a run with another layout can load it.
 """
 
 import dataclasses
@@ -20,10 +21,9 @@ LANE_STATE_PREFIX = "carried."
 
 
 class LaneStates:
-    """States of this data rank's lanes. One that was never advanced has zeros: its first token begins a document, which lets
-    nothing in.
+    """The States of this data rank's lanes; zeros for a lane that has not been advanced, whose first token begins a document.
 
-    Memory: lane_count / data ranks times a sequence's State of this rank's layers, on the first sequence rank only.
+    Memory: (lane_count / data ranks) times the State of one sequence for this rank's layers, on context rank 0 only.
     """
 
     def __init__(self, model: LanguageModel, training: TrainingConfig, mesh: Mesh) -> None:
@@ -37,12 +37,12 @@ class LaneStates:
         self._backup: dict[tuple[int, ...], tuple[torch.Tensor, States]] | None = None
 
     def read(self, lanes: Sequence[int]) -> States:
-        """Copies of what enters the next tokens of these lanes."""
+        """Copies of the States with which the next tokens of these lanes begin, {layer: {name: [lanes, ...]}}."""
         rows = self._index(lanes)
         return {number: {name: x[rows] for name, x in state.items()} for number, state in self._states.items()}
 
     def write(self, lanes: Sequence[int], states: States) -> None:
-        """Keep what left them."""
+        """Store the States with which the lanes' tokens ended."""
         rows = self._index(lanes)
         if self._backup is not None and tuple(lanes) not in self._backup:  # every group of segments writes; the first counts
             self._backup[tuple(lanes)] = rows, self.read(lanes)
@@ -51,11 +51,12 @@ class LaneStates:
                 x[rows] = states[number][name].detach()
 
     def begin_step(self) -> None:
-        """A step begins: what is written from here on can be taken back, at the memory of the States of its lanes, once each."""
+        """Begin a step: States overwritten from here on are backed up, so that `restore` can bring them back. Memory:
+        `backup_bytes`."""
         self._backup = {}
 
     def restore(self) -> None:
-        """The States are as they were at `begin`."""
+        """Restore the States as of `begin_step`."""
         for rows, states in (self._backup or {}).values():
             for number, state in self._states.items():
                 for name, x in state.items():
@@ -63,7 +64,7 @@ class LaneStates:
         self._backup = {}
 
     def zero_touched(self) -> None:
-        """The lanes written since `begin` carry nothing, as at the beginning."""
+        """Zero the States of all lanes that were written since `begin_step`."""
         for rows, _ in (self._backup or {}).values():
             for state in self._states.values():
                 for x in state.values():
@@ -71,7 +72,7 @@ class LaneStates:
         self._backup = {}
 
     def clear(self) -> None:
-        """All lanes carry nothing, as at the beginning."""
+        """Zero the States of all lanes."""
         for state in self._states.values():
             for x in state.values():
                 x.zero_()
@@ -79,12 +80,12 @@ class LaneStates:
 
     @property
     def backup_bytes(self) -> int:
-        """Of what `take_back` would restore."""
+        """Bytes of the backed-up States."""
         return sum(x.nbytes for _, states in (self._backup or {}).values() for state in states.values() for x in state.values())
 
     @property
     def message_specs(self) -> tuple[StateSpec, ...]:
-        """All layers' leaves, as `to_message` calls them."""
+        """Specs of all layers' States in one message, named "<layer>.<name>" as by `to_message`."""
         return tuple(
             dataclasses.replace(leaf, name=f"{number}.{leaf.name}")
             for number, leaves in self.state_specs.items()
@@ -93,18 +94,20 @@ class LaneStates:
 
     @staticmethod
     def to_message(states: States) -> State:
-        """All layers' States in one."""
+        """All layers' States as one State with names "<layer>.<name>"."""
         return {f"{number}.{name}": x for number, state in states.items() for name, x in state.items()}
 
     def from_message(self, message: State) -> States:
-        """What `to_message` was given."""
+        """The inverse of `to_message`."""
         return {
             number: {leaf.name: message[f"{number}.{leaf.name}"] for leaf in leaves} for number, leaves in self.state_specs.items()
         }
 
     def boxes(self, *, for_save: bool) -> dict[str, list[ShardBox]]:
-        """Key "carried.layers.<number>.<leaf>", a tensor [lanes, ...], to this rank's part of it. for_save: leave out what tensor
-        rank 0 writes too."""
+        """This rank's boxes of the checkpoint tensors "carried.layers.<layer>.<name>", each of shape [lanes, ...].
+
+        for_save: leave out replicated States on tensor ranks other than 0, which would write them a second time.
+        """
         found: dict[str, list[ShardBox]] = {}
         for number, leaves in self._whole.items():
             for leaf, local in zip(leaves, self.state_specs[number], strict=True):
@@ -118,7 +121,7 @@ class LaneStates:
         return {key: boxes for key, boxes in found.items() if boxes}
 
     def _index(self, lanes: Sequence[int]) -> torch.Tensor:
-        """Rows of these lanes. Kept: where a lane is never changes, and making one anew waits for all that a GPU has to do."""
+        """Row indices of these lanes on the device, cached: making the tensor anew would synchronize with the GPU."""
         key = tuple(lanes)
         if key not in self._indices:
             self._indices[key] = torch.tensor([self._rows[lane] for lane in key], device=self._mesh.device)
@@ -126,6 +129,6 @@ class LaneStates:
 
 
 def _local(leaf: StateSpec, mesh: Mesh) -> StateSpec:
-    """This tensor rank's part of it."""
+    """The spec of this tensor rank's shard."""
     shape = tuple(n // mesh.layout.tensor if d == leaf.tp else n for d, n in enumerate(leaf.shape))
     return dataclasses.replace(leaf, shape=shape)

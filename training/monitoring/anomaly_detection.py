@@ -1,7 +1,7 @@
-"""What to do about a step whose loss or gradients are not finite, or far beyond those before it: stop, skip it, or roll back.
+"""Detects steps whose loss, gradient norm or update norm is far beyond those before; and the run's event log, events.jsonl.
 
-The one thing to know: the decision falls before the update, on all ranks at once, so parameters never hold what a bad step made.
-What happened is said, and written as a line of events.jsonl, which no restart cuts.
+Losses and gradients are judged before the update, on all ranks at once, so parameters never hold the result of an anomalous
+step. What then happens (stop, skip, roll back) is `anomaly_recovery`.
 """
 
 import json
@@ -20,7 +20,7 @@ EVENTS = "events.jsonl"
 
 
 class AnomalyDetector:
-    """Compares a step's loss and gradient norm with those of the accepted steps before it. The same on every rank."""
+    """Compares a step's norms with the medians of the accepted steps before it. The same on every rank."""
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
@@ -29,22 +29,22 @@ class AnomalyDetector:
         self._updates: deque[float] = deque(maxlen=config.window)
 
     def check_loss(self, loss: float) -> str | None:
-        """What is wrong with a loss in nats per label, or None."""
+        """What is wrong with a loss (nats per label), or None."""
         return self._exceeds("loss", loss, self._losses, self._config.loss_spike)
 
     def check_grad_norm(self, norm: float) -> str | None:
-        """What is wrong with the gradients' norm before the clip, or None."""
+        """What is wrong with the gradient norm before clipping, or None."""
         return self._exceeds("gradient norm", norm, self._norms, self._config.norm_spike)
 
     def check_update_norm(self, norm: float) -> str | None:
-        """What is wrong with the norm of the change that an update has made, or None."""
+        """What is wrong with the norm of the parameters' change, or None."""
         why = self._exceeds("norm of the update", norm, self._updates, self._config.update_spike)
         if why is None:
             self._updates.append(norm)
         return why
 
     def record(self, loss: float, norm: float) -> None:
-        """A step that was made."""
+        """Record an accepted step."""
         self._losses.append(loss)
         self._norms.append(norm)
 
@@ -58,15 +58,20 @@ class AnomalyDetector:
 
 
 class EventLog:
-    """RUN/events.jsonl: a line for everything that interrupted training and for every change of a setting of what is learned,
-    appended and synced; only the main rank writes."""
+    """RUN/events.jsonl: a line for everything that interrupted training, and for every changed setting.
+
+    Lines are appended and synced; no restart cuts them off. enabled: on the main rank only.
+    """
 
     def __init__(self, folder: Path, enabled: bool) -> None:
         self._path, self._enabled = folder / EVENTS, enabled
 
     def write(self, kind: str, step: int, **about: Any) -> None:
-        """kind: skip, rollback or stop, with the step whose update was not made, counted from 1; or change, with the number of
-        steps done before it."""
+        """Append an event.
+
+        kind: skip, rollback or stop, with the step (counted from 1) that was not made; or change, with the number of steps
+        made before it.
+        """
         if not self._enabled:
             return
         line = json.dumps({"kind": kind, "step": step, "time": time.time(), **about})
@@ -77,7 +82,7 @@ class EventLog:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Events of a run; a line that a kill or a full disk cut short is left out."""
+    """Events of a run; lines that were cut short are left out."""
     found = []
     path = folder / EVENTS
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:

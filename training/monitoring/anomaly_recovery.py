@@ -1,7 +1,7 @@
-"""What a run does about a step that was refused: the guard's policy, with the documents that did it.
+"""What a run does about an anomalous step: stop, skip its update, or roll back without the documents that caused it.
 
-The one thing to know: documents belong to lanes and lanes to the ranks that read them, so each reading rank finds its own; what is
-skipped is written into their cursors, and goes wherever a lane goes.
+Documents belong to lanes, and lanes to the ranks that read them, so each reading rank identifies its own documents. Those
+to be left out are written into the lanes' cursors, which move with the lanes to any layout.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ _SHOWN = 4
 
 
 class AnomalyRecovery:
-    """Counts what one start of a run has skipped, and decides. Every rank has one and makes the same decisions.
+    """Decides about anomalous steps and counts interventions of this start. Every rank has one and makes the same decisions.
 
-    `places`: after a rollback was decided, the documents to leave out, by lane, of this rank.
+    skip_documents: after a rollback was decided, this rank's documents to leave out, by lane.
     """
 
     def __init__(self, config: GuardConfig, events: EventLog, mesh: Mesh) -> None:
@@ -36,9 +36,13 @@ class AnomalyRecovery:
     def respond(
         self, result: StepResult, step: int, before: Mapping[int, Any], data: StepBatches, stream: Steps[Any] | None
     ) -> Literal["skip", "rollback"]:
-        """step: counted from 0. before: cursors of this rank's lanes before it. data: its batches. stream: on a reading rank.
+        """Decide about an anomalous step and log the event. Raises RunError, on all ranks, to stop the run.
 
-        Raises RunError, on all ranks, to stop the run.
+        Args:
+            step: counted from 0.
+            before: cursors of this rank's lanes before the step.
+            data: the step's batches.
+            stream: on a reading rank, else None.
         """
         assert result.anomaly is not None
         self.skip_documents, exact = self._find(result, step, before, data, stream)
@@ -77,7 +81,7 @@ class AnomalyRecovery:
     def _find(
         self, result: StepResult, step: int, before: Mapping[int, Any], data: StepBatches, stream: Steps[Any] | None
     ) -> tuple[dict[int, list[Place]], bool]:
-        """Documents of the step that this rank has read, by lane; whether it is the one that did it alone."""
+        """This rank's documents of the step, by lane; and whether they are narrowed down to the one that caused the anomaly."""
         if stream is None or data.reader_batches is None:
             return {}, False
         lanes = [lane for batch in data.reader_batches for lane in batch.lanes]

@@ -1,8 +1,8 @@
-"""`baton goodput`: where every second of a run went, from its ledger. Torch-free.
+"""`baton goodput`: where every second of a run went, computed from its time ledger. Torch-free.
 
-The one thing to know: seconds are not estimated but cut. The clock's time from the first submission to the last row is divided at
-the ledger's rows, each piece belongs to one thing, and so the pieces add up to the whole. Only afterwards is it known which steps
-were done in vain, and theirs are moved to "lost".
+The time from the first submission to the last row is divided at the ledger's rows, and each interval belongs to one part,
+so the parts add up to the whole exactly. Which steps were lost is known only from later attempts; their time is moved to
+"lost".
 """
 
 import time
@@ -40,8 +40,15 @@ _OF_STEPS = ("compute", "exchange", "data", "save", "evaluation", "check", "othe
 
 @dataclass(frozen=True)
 class Goodput:
-    """seconds: of each part, over all attempts. attempts: the same of each, by number. wall: seconds from the first submission to
-    the end. pieces: (from, to, part), in order, for the picture."""
+    """Time of a run.
+
+    Attributes:
+        seconds: of each part, over all attempts.
+        attempts: the same for each attempt, by number.
+        wall: seconds from the first submission to the end.
+        failures: attempts that failed.
+        intervals: (from, to, part) in order, for the plot.
+    """
 
     folder: Path
     seconds: dict[str, float]
@@ -52,12 +59,12 @@ class Goodput:
 
     @property
     def goodput(self) -> float:
-        """Share of the time since the first submission that went into steps which were kept."""
+        """Share of all time since the first submission that went into steps that were kept."""
         return sum(self.seconds[part] for part in PRODUCTIVE) / self.wall if self.wall else 0.0
 
     @property
     def goodput_in_job(self) -> float:
-        """The same, of the time that nodes were held."""
+        """The same share of the time for which nodes were held."""
         held = self.wall - self.seconds["queue"] - self.seconds["idle"]
         return sum(self.seconds[part] for part in PRODUCTIVE) / held if held > 0 else 0.0
 
@@ -81,8 +88,10 @@ class Goodput:
 
 
 def compute_goodput(folder: Path, now: float | None = None) -> Goodput:
-    """The account of a run. now: until when a running attempt is counted, on the clock of the last row; None: until now. Raises
-    RunError without a ledger."""
+    """The goodput of a run. Raises RunError if it has no ledger.
+
+    now: until when a running attempt is counted, on the clock of the last row; None: until the present.
+    """
     rows, at_present = align_clocks(time_ledger.read_rows(folder))
     if not any(row["kind"] == "attempt" for row in rows):
         raise RunError(f"{folder / time_ledger.NAME}: no attempt is recorded; is this a run directory?")
@@ -111,12 +120,12 @@ _BEGINS = ("submitted", "attempt")
 
 
 def align_clocks(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], float]:
-    """The rows with times of one clock that never goes back; and the present moment on it.
+    """The rows with times on one clock that never goes back, and the present moment on it.
 
-    rows: in the ledger's order, which is the order of what happened. Between rows of one machine the steady clock decides. A
-    machine that is seen for the first time is believed as far as that order allows: where its clock is behind, its first row comes
-    at once after the one before; where its clock was ahead is seen when a machine that is known speaks again, and its rows are
-    moved back.
+    rows: in the order of the ledger, which is the order of events. Between rows of one machine its steady clock decides. A
+    machine that appears for the first time is trusted as far as that order allows: if its clock is behind, its first row
+    follows the previous row at once; if its clock was ahead, that shows when a known machine appears again, and the
+    newcomer's rows are moved back.
     """
     placed: list[dict[str, Any]] = []
     offsets: dict[str, float] = {}  # of each machine: what to add to its steady clock, of rows without one to their time
@@ -150,7 +159,8 @@ def align_clocks(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], floa
 
 @dataclass(frozen=True)
 class _Interval:
-    """A stretch of the clock, and what its seconds went into. step: done at its end, of steps; attempt: 0 between attempts."""
+    """An interval of time and what its seconds went into. step: done at its end; None: not training. attempt: 0 between
+    attempts."""
 
     since: float
     until: float
@@ -160,7 +170,7 @@ class _Interval:
 
 
 def _intervals(rows: list[dict[str, Any]], now: float) -> Iterator[_Interval]:
-    """The whole time without gaps and overlaps."""
+    """The whole time as intervals without gaps or overlaps."""
     at, attempt, waiting, working = rows[0]["time"], 0, False, False
     for row in rows:
         kind, until = row["kind"], max(at, row["time"])
@@ -199,7 +209,7 @@ def _intervals(rows: list[dict[str, Any]], now: float) -> Iterator[_Interval]:
 
 
 def _kept(rows: list[dict[str, Any]]) -> dict[int, int]:
-    """Of each attempt: the last of its steps that no later attempt did again."""
+    """For each attempt, the last of its steps that no later attempt repeated."""
     kept: dict[int, int] = {}
     resumed = [(row["attempt"], row["step"]) for row in rows if row["kind"] == "start"]
     for number, _ in resumed:
@@ -210,7 +220,7 @@ def _kept(rows: list[dict[str, Any]]) -> dict[int, int]:
 
 
 def plot_goodput(found: Goodput, out: Path) -> Path:
-    """The picture: the run's time from left to right, a row for each thing it went into, and their shares."""
+    """Plot the run's time from left to right, with a row and a share for each part. Returns `out`."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The ledger in TensorBoard, beside the run's curves: where the time went so far, and on which layout, at every save."""
+"""Goodput in TensorBoard: the shares of the run's time, and its layout, written at every checkpoint."""
 
 import contextlib
 from pathlib import Path
@@ -10,14 +10,15 @@ from baton.training.monitoring.tensorboard import open_writer
 
 
 class GoodputTensorBoard:
-    """folder: the run directory. step: done before; what an earlier attempt showed after it is dropped."""
+    """Writes to RUN/tensorboard/ledger. folder: the run directory. step: steps done; later events of an earlier attempt are
+    dropped."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._folder = folder
         self._writer = open_writer(folder / "tensorboard" / "ledger", step)
 
     def show(self, step: int) -> None:
-        """The layout, and shares of all time since the first submission. A disk that is full costs the picture, not the run."""
+        """Write the layout and the shares of all time since the first submission. Skipped if the disk is full."""
         with contextlib.suppress(OSError, RunError):
             found = compute_goodput(self._folder)
             self._writer.add_scalar("goodput/of_all_time", found.goodput, step)

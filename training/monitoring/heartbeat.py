@@ -1,8 +1,8 @@
-"""Signs of life: each rank writes what it is doing into a small file, which the process that started it reads. Torch-free.
+"""Heartbeats: each rank writes what it is doing into a small file, which the process that started it reads. Torch-free.
 
-The training thread itself writes them, because a thread of its own would go on while training hangs. A sign costs about a
-microsecond: the file is mapped into memory. There is one at every operation of a step, layer, collective, callback, and block of a
-checkpoint that is written.
+The training thread itself writes them, because another thread would go on while training hangs. The file is memory-mapped,
+so that a heartbeat costs about a microsecond. Every operation of a step, layer, collective, callback and block of a
+checkpoint writes one.
 """
 
 import mmap
@@ -25,12 +25,17 @@ _NEEDED = _DOING.stop - _DOING.start, _WAITING.stop - _WAITING.start
 
 @dataclass(frozen=True)
 class Beat:
-    """One rank's last sign of life.
+    """One rank's last heartbeat.
 
-    step: being worked on (0 before the first). doing: the phase and the place in it. count: phases so far, which ranks of a layout
-    without stages go through alike. time: of the clock, seconds. pulse: signs so far. slow: the phase may compile kernels or read a
-    checkpoint, and has as much time as a start. waiting: the collective or message of other ranks that this rank waits for, as
-    "all_reduce over ranks 0, 1"; "" where it waits for none. gpu: its collectives run on a GPU, where the host does not wait.
+    Attributes:
+        step: being worked on; 0 before the first.
+        doing: the phase and the place in it.
+        count: phases so far; ranks of a layout without pipeline stages go through the same ones.
+        time: wall-clock time, seconds.
+        pulse: heartbeats so far.
+        slow: the phase may compile kernels or read a checkpoint, and has as much time as a start.
+        waiting: the collective or message that this rank waits for, as "all_reduce over ranks 0, 1"; "" if none.
+        gpu: its collectives run on a GPU, where the host does not wait for them.
     """
 
     step: int
@@ -44,7 +49,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes one rank's signs. path: the file, made by `prepare`; None: nobody reads them."""
+    """Writes one rank's heartbeats. path: its file, made by `create_file`; None: heartbeats are not read, and not written."""
 
     def __init__(self, path: Path | None) -> None:
         self._memory: mmap.mmap | None = None
@@ -66,24 +71,28 @@ class Heartbeat:
         self._write()
 
     def set_location(self, place: str) -> None:
-        """The phase has come to a place, as a layer."""
+        """The phase has come to a place, such as a layer."""
         if self._memory is not None:
             self._doing = f"{self._phase}, {place}".encode()
             self._write()
 
     def set_waiting(self, what: str) -> None:
-        """The rank begins to wait for others; "": it no longer does."""
+        """The rank begins to wait for other ranks; "": it no longer waits."""
         if self._memory is not None:
             self._waiting = what.encode()
             self._write()
 
     def set_warm(self, yes: bool = True) -> None:
-        """Whether the kernels of the steps to come have been compiled, by a step like them: until then every phase is slow."""
+        """Whether the kernels of the next steps are compiled, because a step of the same shape was made; until then every
+        phase is slow."""
         self._cold = not yes
 
     def watch_gpu(self, waited_for: Callable[[], str], every_s: float = 1.0) -> None:
-        """Watch the GPU from a thread: while the host is silent, note the collective that the GPU is inside. That is no sign of
-        life. waited_for: that collective, "" if it is in none."""
+        """Start a thread that records which collective the GPU is in while the host is silent. It does not count as a
+        heartbeat.
+
+        waited_for: returns that collective, "" if there is none.
+        """
 
         def look() -> None:
             since, noted = self._pulse, ""
@@ -115,7 +124,7 @@ _own: Heartbeat | None = None
 
 
 def own_heartbeat() -> Heartbeat:
-    """This process's signs."""
+    """This process's heartbeat."""
     global _own
     if _own is None:
         folder = os.environ.get(HEARTBEAT_DIR)
@@ -124,7 +133,7 @@ def own_heartbeat() -> Heartbeat:
 
 
 def reset() -> None:
-    """A process that a rank has forked gives no signs in its place."""
+    """Called in a process forked by a rank, which must not write heartbeats for it."""
     global _own
     _own = None
 
@@ -134,7 +143,8 @@ def heartbeat_path(folder: Path, rank: int) -> Path:
 
 
 def create_file(folder: Path, rank: int) -> None:
-    """Make a rank's file, before the rank starts. Raises OSError where there is no room: a mapped file must not lack any later."""
+    """Create a rank's file before the rank starts. Raises OSError if there is no room: a mapped file must not run out of it
+    later."""
     descriptor = os.open(heartbeat_path(folder, rank), os.O_RDWR | os.O_CREAT, 0o644)
     try:
         os.posix_fallocate(descriptor, 0, SIZE)
@@ -143,7 +153,8 @@ def create_file(folder: Path, rank: int) -> None:
 
 
 def read_beat(folder: Path, rank: int) -> Beat | None:
-    """A rank's last sign of life; None before the first. Texts may be torn while a rank writes; those of a silent one are whole."""
+    """A rank's last heartbeat; None before the first. Texts may be torn while the rank writes; those of a silent rank are
+    whole."""
     try:
         content = heartbeat_path(folder, rank).read_bytes()
         pulse, count, step, when, slow, gpu, doing, waiting = _HEAD.unpack_from(content)

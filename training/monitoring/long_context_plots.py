@@ -1,7 +1,7 @@
-"""Pictures of a record's rows about long context: loss by position, norms by layer and place.
+"""Plots of the rows of metrics.jsonl about long context: loss by position, norms by layer and position.
 
-The one thing to know: norms are drawn on a logarithmic scale, and a norm of exactly 0, which has no logarithm, is drawn black: what
-has vanished must be seen, and not be taken for what was not measured, which is left white.
+Norms are drawn on a logarithmic scale. A norm of exactly 0 has no logarithm and is drawn black, to show that it vanished;
+norms that were not measured are left white.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _TICKS = 6
 
 
 def panels(row: dict[str, Any]) -> list[Panel]:
-    """What draws a row, one panel each."""
+    """Functions that draw a row, one for each panel."""
     if row["kind"] == "long_context":
         maps = [_map(f"norm of {name}", row["positions"], norms, "tokens read") for name, norms in row["states"].items()]
         return [lambda axes: _draw_losses(axes, row["losses"]), *maps]
@@ -39,7 +39,7 @@ def panels(row: dict[str, Any]) -> list[Panel]:
 
 
 def save_figure(figure: Figure, out: Path) -> Path:
-    """Write a figure as a PNG, whole or not at all. Raises RunError when `out` cannot be written."""
+    """Write a figure as PNG, whole or not at all. Raises RunError if `out` cannot be written."""
     aside = out.with_name(f".{out.name}.new.png")
     try:
         figure.savefig(aside, dpi=120)
@@ -71,7 +71,7 @@ def _draw_losses(axes: Axes, losses: list[dict[str, Any]]) -> None:
 
 
 def _map(title: str, places: list[int], norms: dict[str, list[float | None]], xlabel: str) -> Panel:
-    """Layers by places."""
+    """A heat map of norms, layers by positions."""
 
     def draw(axes: Axes) -> None:
         layers = sorted(norms, key=int, reverse=True)

@@ -1,7 +1,7 @@
-"""What a run shows: metrics.jsonl (the primary record), TensorBoard, and lines on the console.
+"""A run's records: metrics.jsonl (the primary one), TensorBoard, and lines on the console.
 
-All three are continuous over restarts: on resuming at step s, what an earlier attempt wrote after s is cut off, because the run
-writes it again.
+All are continuous over restarts: a run that resumes at step s cuts off what an earlier attempt wrote after s, because it
+writes those steps again.
 """
 
 import json
@@ -18,10 +18,11 @@ from baton.training.monitoring.tensorboard import TensorBoardWriter
 
 
 class MetricsLogger:
-    """Writer of one run's record; only the main rank makes one.
+    """Writes one run's records; only the main rank has one.
 
-    folder: the run directory. step: steps already done when this attempt starts. A full disk is said aloud and does not end the
-    run: rows wait in memory until they fit. Only a start needs room, to cut off what an earlier attempt wrote: StorageError.
+    folder: the run directory. step: steps done when this attempt starts. A full disk is reported and does not end the run:
+    rows wait in memory until they fit. Only a start needs room, to cut off an earlier attempt's rows; it raises
+    StorageError.
     """
 
     def __init__(self, folder: Path, *, step: int, total_steps: int, log_every: int, config_text: str) -> None:
@@ -40,9 +41,12 @@ class MetricsLogger:
         self._problem = ""
 
     def log_step(self, row: dict[str, Any]) -> None:
-        """A step's row: {step, tokens, loss, lr, grad_norm, step_tokens, consumed: checksum of its tokens, labels and positions in
-        their lanes (feed.checksum), seconds: {part: s}, data_wait_s (of the rank that waited longest for its batches),
-        memory_bytes}."""
+        """A training step's row.
+
+        row: {step, tokens, loss, lr, grad_norm, step_tokens, consumed: checksum of its tokens, labels and positions in
+        their lanes (`batch_distribution.batch_checksum`), seconds: {part: s}, data_wait_s: of the rank that waited longest
+        for data, memory_bytes}.
+        """
         now = time.perf_counter()
         self._window = [*self._window[-50:], (now, self._window[-1][1] + row["step_tokens"])]
         (then, before), (_, after) = self._window[0], self._window[-1]
@@ -58,7 +62,7 @@ class MetricsLogger:
             )
 
     def log_evaluation(self, step: int, tokens: int, loss: float, bits_per_byte: float, sample: str | None) -> None:
-        """A validation result: loss in nats per token, bits per byte of text, and the text that the model wrote."""
+        """A validation result: loss in nats per token, bits per byte of text, and a sample of generated text."""
         row = {"kind": "evaluation", "step": step, "tokens": tokens, "loss": loss, "bits_per_byte": bits_per_byte}
         if sample is not None:
             row["sample"] = sample
@@ -67,8 +71,8 @@ class MetricsLogger:
         self._restart_window()
 
     def log_task_evaluation(self, step: int, tokens: int, cases: dict[str, tuple[float, float]]) -> None:
-        """A result on a synthetic task: loss in nats per label and accuracy (0 to 1) of every case, and their means over the
-        cases."""
+        """A result on a synthetic task. cases: name to (loss in nats per label, accuracy from 0 to 1); their means are
+        recorded too."""
         loss, accuracy = (sum(values) / len(cases) for values in zip(*cases.values()))
         named = {name: {"loss": of_case[0], "accuracy": of_case[1]} for name, of_case in cases.items()}
         self._write({"kind": "evaluation", "step": step, "tokens": tokens, "loss": loss, "accuracy": accuracy, "cases": named})
@@ -77,19 +81,19 @@ class MetricsLogger:
         self._restart_window()
 
     def log_long_context(self, step: int, tokens: int, seen: dict[str, Any]) -> None:
-        """Loss and norms of States by position: {losses, positions, states}, see training.long_context.LongLook."""
+        """Loss and norms of States by position: `LongContextResult.to_json`."""
         self._write({"kind": "long_context", "step": step, "tokens": tokens, **seen})
         shown = "  ".join(f"{bucket['from']:,}: {bucket['loss']:.4f}" for bucket in seen["losses"])
         print(f"step {step}  validation loss from position  {shown}", flush=True)
         self._restart_window()
 
     def log_state_gradients(self, step: int, tokens: int, seen: dict[str, Any]) -> None:
-        """Norms of a step's cotangents: {span, borders, norms}, see training.monitoring.state_gradients.Cotangents."""
+        """Norms of a step's State gradients: `StateGradients.to_json`."""
         self._write({"kind": "state_gradients", "step": step, "tokens": tokens, **seen})
 
     def log_gradient_reach(self, step: int, tokens: int, seen: dict[str, Any] | None) -> None:
-        """How far the credit of a few tokens' loss travels: {span, borders, norms, reach: tokens, by recurrence and layer}; None:
-        it could not be asked."""
+        """How far the gradient of a few tokens' loss reaches back: StateGradients.to_json and reach; None: no row was long
+        enough."""
         if seen is None:
             print(
                 f"step {step}  how far credit travels is not known: none of the long rows looked at is one document; make "
@@ -108,22 +112,23 @@ class MetricsLogger:
         self._write({"kind": "scalars", "step": step, "tokens": tokens, "values": dict(values)})
 
     def log_profile(self, text: str) -> None:
-        """The table of a few steps' time."""
+        """Print the table of the profiled steps."""
         print(text, flush=True)
         self._restart_window()
 
     def log_checkpoint(self, name: str, seconds: float, size: int, stall: float) -> None:
-        """A published checkpoint: its name, seconds from its beginning to its end, bytes, seconds that training stood still."""
+        """Print that a checkpoint was published. seconds: from its beginning to its end. size: bytes. stall: seconds for which
+        training stopped."""
         print(f"saved {name}: {size / 2**20:.1f} MiB in {seconds:.2f} s, of which training stood still {stall:.2f} s", flush=True)
         self._restart_window()
 
     def flush(self) -> None:
-        """Make everything so far durable: called before a checkpoint is published, so no record is behind one."""
+        """Make all rows durable. Called before a checkpoint is published, so that no record is behind a checkpoint."""
         self._guard("metrics.jsonl", lambda: self._append(sync=True))
         self._guard("TensorBoard", self._tensorboard.flush)
 
     def rewind(self, step: int) -> None:
-        """The run goes on from step `step` again: what was recorded after it is cut off, as on resuming."""
+        """The run goes on from `step` again: cut off all later rows, as on resuming."""
         self.close()
         self._waiting = [line for line in self._waiting if json.loads(line)["step"] <= step]
         truncate_metrics(self._path, step)
@@ -131,7 +136,7 @@ class MetricsLogger:
         self._restart_window()
 
     def close(self) -> str | None:
-        """Write what is waiting, if need be at several tries; why rows are missing in metrics.jsonl, or None."""
+        """Write waiting rows, at several tries if need be; returns why rows are missing in metrics.jsonl, or None."""
         self.flush()
         for pause in PAUSES_S:
             if not self._waiting:
@@ -144,7 +149,7 @@ class MetricsLogger:
         return f"{self._path}: its last {len(self._waiting)} rows could not be written ({self._problem})"
 
     def _restart_window(self) -> None:
-        """Tokens per second are of training steps alone."""
+        """Restart the window of tokens_per_s, which counts training steps alone."""
         self._window = [(time.perf_counter(), 0)]
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -153,7 +158,7 @@ class MetricsLogger:
         self._guard("TensorBoard", lambda: self._tensorboard.add(row))
 
     def _append(self, sync: bool = False) -> None:
-        """All waiting rows into the file, or none of them: a write that did not fit is cut off again."""
+        """Append all waiting rows or none: a write that did not fit is cut off again."""
         data = "".join(self._waiting).encode()
         with open(self._path, "ab", buffering=0) as f:
             whole = os.fstat(f.fileno()).st_size
@@ -168,7 +173,7 @@ class MetricsLogger:
         self._waiting = []
 
     def _guard(self, what: str, work: Callable[[], None]) -> None:
-        """Do some writing; a disk that does not take it is mentioned once, until it does again."""
+        """Do some writing; report a disk that refuses it once, until it succeeds again."""
         try:
             work()
         except OSError as error:
@@ -181,7 +186,7 @@ class MetricsLogger:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl; a last line that a kill cut short is left out."""
+    """Rows of a metrics.jsonl; a last line that was cut short is left out."""
     rows = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,8 +1,8 @@
-"""Which module made the first value that is not finite: a step run once more, with every module's output and gradient looked at.
+"""Finds the module that produced the first non-finite value, by running the step again with hooks on every module.
 
-The one thing to know: parameters and the States that entered are those of the step that failed, so the failure comes back; one that
-does not is the machine's. A module is named when what went into it was finite and what came out of it was not; what only passes it
-on is not named, so that the first of many ranks can be told from those it has infected.
+Parameters and initial States are those of the failed step, so the failure repeats; one that does not repeat is a hardware
+fault. A module is reported if its inputs were finite and its output is not. Modules that only pass on non-finite values are
+not reported, which tells the rank of origin from those that its collectives infected.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,12 @@ _MESSAGES = {
 
 @dataclass(frozen=True, order=True)
 class NonFiniteReport:
-    """What a rank has found, and when: the least of all ranks' findings is the first.
+    """A rank's report, ordered by time: the least report of all ranks comes first.
 
-    phase: index in parameter, forward, loss, backward, gradient. micro_batch, segment, then place (of the stage, and of the module
-    in it) say when; row and column: of the micro-batch, where known (else -1), column in the whole sequence.
+    Attributes:
+        phase: index into parameter, forward, loss, backward, gradient.
+        micro_batch, segment, stage, module_index: when it happened.
+        row, column: position in the micro-batch, column in the whole sequence; -1 if not known.
     """
 
     phase: int
@@ -50,7 +52,7 @@ class NonFiniteReport:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether a parameter itself is wrong, so that no document has done it."""
+        """Whether a parameter itself is not finite, so that no document is the cause."""
         return _PHASES[self.phase] == "parameter"
 
     def __str__(self) -> str:
@@ -59,7 +61,7 @@ class NonFiniteReport:
 
 
 class NonFiniteTrace:
-    """Looks at one run of a step. at: the operation under way, to be set before each."""
+    """Watches one run of a step. operation: the current one, to be set before each."""
 
     def __init__(self, model: LanguageModel, mesh: Mesh, span: int) -> None:
         """span: tokens of a segment on this rank."""
@@ -70,7 +72,7 @@ class NonFiniteTrace:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within it a run of the step is looked at."""
+        """Context in which the step is run again: hooks check every output and gradient."""
         handles: list[Any] = []
         for name, module in self._model.named_modules():
             if name:
@@ -87,12 +89,12 @@ class NonFiniteTrace:
                 handle.remove()
 
     def check_loss(self, total: Tensor) -> None:
-        """The step's loss on this rank."""
+        """Check the step's loss on this rank."""
         if not bool(torch.isfinite(total)) and not any(f.phase <= 1 for f in self._reports):
             self._add("loss", "")
 
     def first_report(self) -> NonFiniteReport | None:
-        """The first finding of all ranks, on all of them; None: it did not happen again. Every rank calls it."""
+        """The first report of all ranks, on all ranks; None if all values were finite. Collective."""
         of_ranks: list[Any] = [None] * self._mesh.world_size
         dist.all_gather_object(of_ranks, astuple(min(self._reports)) if self._reports else None)
         return min((NonFiniteReport(*report) for report in of_ranks if report is not None), default=None)
@@ -131,7 +133,7 @@ class NonFiniteTrace:
         self._reports.append(NonFiniteReport(*when, mesh.rank, mesh.data_rank, name, row, column))
 
     def _position(self, x: Tensor) -> tuple[int, int]:
-        """Row and local column of the first value that is not finite; (-1, -1) where the shape does not tell."""
+        """Row and local column of the first non-finite value; (-1, -1) if the shape does not tell."""
         bad = (~torch.isfinite(x)).flatten(1).any(dim=1) if x.dim() > 1 else ~torch.isfinite(x)
         if x.dim() >= 2 and x.shape[1] == self._span:
             wrong = (~torch.isfinite(x)).reshape(x.shape[0], self._span, -1).any(dim=2)

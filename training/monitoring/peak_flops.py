@@ -1,7 +1,7 @@
-"""What GPUs reach at most by their data sheets, and how much of it a run makes use of. Torch-free.
+"""GPUs' peak FLOP/s by their data sheets, and model FLOPs utilization (MFU). Torch-free.
 
-The one thing to know: model FLOPs utilisation (MFU, Chowdhery et al. 2022) is counted both ways, as papers do: 6 per parameter
-and token, and with what mixers compute besides (baton.launcher.arithmetic). What is computed again counts in neither.
+MFU (Chowdhery et al. 2022) counts model FLOPs in two ways, as papers do: 6 per parameter and token, and with the mixers'
+own operations added (launcher/planner). Recomputed operations count in neither.
 """
 
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ _SHEETS = (
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """tflops: of one device, 10^12 operations a second. name: whose and by what account."""
+    """tflops: of one device, 10^12 operations per second. name: which device, and by what source."""
 
     tflops: float
     name: str
 
 
 def device_peak(device: str, compute_dtype: str, given: float | None = None) -> DevicePeak | None:
-    """Of a device by its name. given: what the run's settings say. None: not known."""
+    """Peak of a device by its name; None if it is not known. given: overrides the table (profile.peak_tflops)."""
     if given is not None:
         return DevicePeak(given, "profile.peak_tflops")
     for name, bfloat16, float32 in _SHEETS:
@@ -42,7 +42,14 @@ def device_peak(device: str, compute_dtype: str, given: float | None = None) -> 
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Of a step: parameters of the model; flops: per token with mixers counted, None: not known; devices that share the step."""
+    """Utilization of a step.
+
+    Attributes:
+        parameters: of the model.
+        flops: per token with mixers counted; None: not known.
+        tokens, seconds: of the step.
+        devices: that share the step.
+    """
 
     parameters: int
     flops: float | None
@@ -57,7 +64,7 @@ class Utilisation:
         return self.tokens / self.seconds
 
     def share(self, flops_per_token: float | None) -> float | None:
-        """Of the peak; None where it is not known."""
+        """Share of the peak; None if the peak or the FLOPs are not known."""
         if self.peak is None or flops_per_token is None:
             return None
         return flops_per_token * self.tokens_per_s / (self.devices * self.peak.tflops * 1e12)

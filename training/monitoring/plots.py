@@ -1,4 +1,4 @@
-"""A picture of a run's curves, or of several runs' in one, from metrics.jsonl alone."""
+"""Plots of a run's curves, or of several runs' in one figure, from metrics.jsonl alone."""
 
 import itertools
 from collections.abc import Sequence
@@ -33,8 +33,11 @@ def plot(folder: Path, out: Path) -> Path:
 
 
 def curves(folder: Path) -> Figure:
-    """Draw loss, bits per byte (of a synthetic task: accuracy by case), learning rate and gradient norm, speed and the parts of a
-    step of the run in `folder`; below them, where the run has looked at long context, the last that it saw."""
+    """Figure of a run's loss, bits per byte (accuracy by case for a synthetic task), learning rate, gradient norm, and step
+    times.
+
+    Below them, if the run evaluates long contexts, the latest of those results.
+    """
     rows = read_metrics(folder / "metrics.jsonl")
     steps = [row for row in rows if row["kind"] == "train"]
     if not steps:
@@ -91,9 +94,9 @@ def curves(folder: Path) -> Figure:
 
 
 def compare(folders: Sequence[Path], out: Path) -> Path:
-    """Draw the validation loss and the learning rate of several runs over their tokens into one picture, named by their folders.
+    """Plot the validation losses and learning rates of several runs over tokens into one figure.
 
-    A fork's curve begins where it was forked. Raises RunError: none of them has been evaluated.
+    A fork's curve begins where it was forked. Raises RunError: none of the runs has been evaluated.
     """
     figure, (losses, rates) = plt.subplots(1, 2, figsize=(13, 5), width_ratios=(3, 2), constrained_layout=True)
     try:

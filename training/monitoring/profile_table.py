@@ -1,10 +1,11 @@
-"""Where the time of profiled steps went: the events of a trace, sorted into categories whose times add up to the steps. Torch-free.
+"""The time of profiled steps by category, from the events of a trace; categories add up to the steps' time. Torch-free.
 
-The one thing to know: every moment of a step is counted once. On a GPU it belongs to the kernel that runs; of several the one that
-is not an exchange, since what is hidden behind computation costs nothing; where none runs, the GPU is idle, or waits for data. On a
-CPU it belongs to the innermost operator of the training thread; where there is none it is idle, or waits for data or other ranks.
+Every moment of a step is counted once. On a GPU it belongs to the running kernel; of several, to one that is not
+communication, since communication hidden behind computation costs nothing; if no kernel runs, the GPU is idle or waits for
+data. On a CPU it belongs to the innermost operator of the training thread; if there is none, the thread is idle or waits
+for data or other ranks.
 
-Events are those of a Chrome trace as torch.profiler writes it: microseconds.
+Events are those of a Chrome trace as torch.profiler writes it; times are microseconds.
 """
 
 import bisect
@@ -27,7 +28,7 @@ _LARGEST = 8
 
 @dataclass
 class Kernel:
-    """A kernel, or on a CPU an operator: its time that nothing else is counted for, ms per step, and launches per step."""
+    """A kernel, or on a CPU an operator. ms: per step, not counting time attributed to others. calls: per step."""
 
     name: str
     ms: float = 0.0
@@ -36,8 +37,13 @@ class Kernel:
 
 @dataclass
 class ProfileTable:
-    """Of profiled steps. steps: of each {step, ms, categories: {category: ms}}; kernels: of each category, the largest first.
-    hidden_ms: of exchange, behind computation, per step, in no sum."""
+    """Table of the profiled steps.
+
+    Attributes:
+        steps: of each step {step, ms, categories: {category: ms}}.
+        kernels: of each category, largest first.
+        hidden_ms: communication behind computation, per step; in no sum.
+    """
 
     on_gpu: bool
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -46,7 +52,7 @@ class ProfileTable:
 
     @property
     def ms(self) -> float:
-        """Of a step, from its beginning to the next one's; the mean."""
+        """Mean time from the beginning of a step to that of the next."""
         return float(sum(step["ms"] for step in self.steps)) / len(self.steps)
 
     @property
@@ -93,7 +99,7 @@ class ProfileTable:
 
 @dataclass
 class _Interval:
-    """A stretch of a step, microseconds; what it is counted as, and what ran."""
+    """An interval of a step in microseconds, its category, and the kernel or operator that ran."""
 
     begin: float
     end: float
@@ -103,7 +109,7 @@ class _Interval:
 
 
 class _HostTimeline:
-    """What the host's threads did: events of each thread, nested."""
+    """Events of the host's threads, nested."""
 
     def __init__(self, events: Sequence[dict[str, Any]], flows: Iterable[dict[str, Any]]) -> None:
         self.events = sorted(events, key=lambda e: (e["ts"], -e["dur"]))

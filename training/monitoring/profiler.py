@@ -1,7 +1,7 @@
-"""A look at where a few steps' time goes: `profile=true` writes their trace, and a table as text and JSON, into the run directory.
+"""Profiles a few steps: `profile=true` writes their trace, and a table as text and JSON, into RUN/profile.
 
-The one thing to know: nothing that is computed changes. Only while steps are looked at do operators leave notes, so the table says
-beside its own steps' time how long a step took before, and rates and utilisation are of that one.
+Profiling does not change results. It slows steps down, because every operator is recorded, so the table also states the
+time of the unprofiled steps before, and rates and utilization are computed from that.
 """
 
 import gc
@@ -32,8 +32,8 @@ _COMPRESSION = 3  # traces are large, and others wait while they are written
 
 
 class Profiler(Callback):
-    """Looks at the steps that `settings.profile` names. start: steps done when this start of the run begins; parameters: of the
-    whole model."""
+    """Profiles the steps that `settings.profile` names. start: steps done when this start begins. parameters: of the whole
+    model."""
 
     slow = True
 
@@ -90,7 +90,7 @@ class Profiler(Callback):
         self._begin(progress.step + 1)
 
     def _begin(self, step: int) -> None:
-        """What is to be done before step `step`."""
+        """Prepare for step `step`."""
         if not self._left:
             return
         if self._profile is None and step == self._steps.start - 1:
@@ -189,7 +189,7 @@ class Profiler(Callback):
 
 
 def _write_trace(profiler: Any, path: Path) -> list[dict[str, Any]]:
-    """The trace as a file that Perfetto and chrome://tracing open; its events."""
+    """Write the trace as a file for Perfetto or chrome://tracing; returns its events."""
     plain = path.with_name(f".{path.name.removesuffix('.gz')}")
     try:
         profiler.export_chrome_trace(str(plain))

@@ -1,8 +1,8 @@
-"""Replicas: what several ranks hold and must hold to the bit, compared by fingerprints.
+"""Checks that ranks which hold replicas of a tensor hold the same bits, by comparing fingerprints.
 
-The one thing to know: nothing repairs a difference between tensor ranks. ZeRO gathers a parameter from its owner over the data
-ranks after every update, but tensor ranks own their copies of a replicated parameter each for itself, and copies that once differ
-go on drifting apart under a loss that looks healthy. A checkpoint writes tensor rank 0's copy and would hide it.
+ZeRO gathers a parameter from its owner after every update, so data ranks cannot drift apart. But each tensor rank owns its
+copy of a replicated parameter: copies that differ once go on drifting apart under a loss that looks healthy, and a
+checkpoint, which stores tensor rank 0's copy, would hide it.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 
 @dataclass(frozen=True)
 class ReplicaMismatch:
-    """A tensor whose replicas differ. sides: ranks that agree with each other, the most ranks first, then by lowest rank."""
+    """A tensor whose replicas differ. rank_groups: ranks that agree with each other, largest group first, then by lowest rank."""
 
     name: str
     rank_groups: tuple[tuple[int, ...], ...]
@@ -41,11 +41,12 @@ class ReplicaMismatch:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """The bits of a tensor of any shape and dtype as one int64, on its device (shape []); equal bits, equal fingerprints.
+    """The bits of a tensor of any shape and dtype as one int64 [] on its device; equal bits have equal fingerprints.
 
-    Modulo 2^64, the sum over a chunk's elements of bits * multiplier(position), and over chunks in Horner's way. All multipliers
-    are odd, so a change of one element, in however many bits, always changes the fingerprint; other changes escape with a
-    probability of at most about 2^-32. Integers add up to the same in any order, so that it does not vary from run to run.
+    Modulo 2^64, the sum over a chunk's elements of bits * multiplier(position), combined over chunks by Horner's rule. All
+    multipliers are odd, so a change of one element, in any number of bits, always changes the fingerprint; other changes go
+    unnoticed with probability of about 2^-32 or less. Integer sums do not depend on the order, so the fingerprint does not
+    vary from run to run.
     """
     bits = tensor.detach().reshape(-1)
     if bits.numel() * bits.element_size() % 4:
@@ -63,10 +64,13 @@ def fingerprint(tensor: Tensor) -> Tensor:
 def find_mismatches(
     names: Sequence[str], split: Sequence[bool], tensor_ranks: Sequence[int], prints: Sequence[Sequence[int]], first: int = 0
 ) -> list[ReplicaMismatch]:
-    """What differs, in the order of the names.
+    """Mismatches in the order of the names.
 
-    names, split: of the tensors; whether tensor ranks hold parts of it, not replicas. places: tensor rank of each rank.
-    prints: fingerprints, `[rank][tensor]`. first: global rank of the first row.
+    Args:
+        names, split: of each tensor; split: tensor ranks hold shards of it, not replicas.
+        tensor_ranks: tensor rank of each rank.
+        prints: fingerprints [rank][tensor].
+        first: global rank of the first row.
     """
     found = []
     for column, (name, is_split) in enumerate(zip(names, split)):
@@ -84,14 +88,14 @@ def find_mismatches(
 
 @torch.no_grad()
 def check_replicas(train_state: TrainState, step: int) -> None:
-    """Compare all parameters, and AdamW's counts of updates, over the ranks that must agree. Every rank calls it.
+    """Compare all parameters, and AdamW's update counts, over the ranks that must agree. Collective.
 
-    A parameter must agree over the data ranks, and over the tensor ranks too if its layout does not split it; a count of updates
-    over all ranks of a stage; what a stage was lent with the owner's. One all-gather of 8 bytes per tensor. step: optimizer steps
-    done, for the message.
+    A parameter must agree over the data ranks, and over the tensor ranks unless its layout splits it; an update count over
+    all ranks of a stage; a tied replica with its owner. One all-gather of 8 bytes per tensor. step: optimizer steps done,
+    for the message.
 
     Raises:
-        RunError: on every rank alike, naming the first parameter that differs and the ranks that the majority contradicts.
+        RunError: on every rank, naming the first parameter that differs and the ranks outside the majority.
     """
     mesh = train_state.mesh
     if mesh.world_size == 1:
@@ -123,7 +127,7 @@ def check_replicas(train_state: TrainState, step: int) -> None:
 
 
 def _tied_mismatches(train_state: TrainState) -> list[ReplicaMismatch]:
-    """Of what is lent from stage to stage: between this rank and its counterpart."""
+    """Mismatches between the owner of a tied parameter and its replica on another stage."""
     found, group = [], train_state.mesh.embedding_group
     for name, parameter, layout in named_layouts(train_state.model):
         if group is not None and (layout.tied_owner or layout.tied_replica):
@@ -135,7 +139,7 @@ def _tied_mismatches(train_state: TrainState) -> list[ReplicaMismatch]:
 
 
 def _gather_mismatches(mesh: Mesh, found: list[ReplicaMismatch]) -> list[ReplicaMismatch]:
-    """The differences that any rank has found, on all of them, once each and in the order of the ranks."""
+    """The mismatches that any rank has found, on all ranks, without duplicates, in the order of the ranks."""
     any_found = torch.tensor(len(found), device=mesh.device)
     dist.all_reduce(any_found)
     if not int(any_found):
@@ -146,7 +150,7 @@ def _gather_mismatches(mesh: Mesh, found: list[ReplicaMismatch]) -> list[Replica
 
 
 def _multipliers(count: int, device: torch.device) -> Tensor:
-    """Odd int64 numbers [count] that look random and depend on the position alone, whatever the device."""
+    """Odd pseudo-random int64 numbers [count] that depend on the position alone, on any device."""
     x = torch.arange(1, count + 1, dtype=torch.int64, device=device) * GOLDEN
     x = (x ^ (x >> 30)) * MIX
     return (x ^ (x >> 31)) | 1

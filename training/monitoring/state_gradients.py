@@ -1,8 +1,8 @@
-"""How far credit travels: norms of the cotangents that reach the borders of segments and ranks.
+"""Norms of the gradients that States receive at the boundaries of segments and ranks, and how far back a loss reaches.
 
-The one thing to know: in training a border's cotangent comes from all losses to its right, most of it from the nearest, so it says
-whether gradients grow or vanish, but not how far they come. `credit` asks that: the last few tokens alone have a loss, and what
-reaches a border has travelled all the way.
+During training the State gradient at a boundary comes from all losses to its right, mostly from the nearest. So its norm
+shows whether gradients grow or vanish, but not how far they come from. `gradient_reach` measures that: only the last tokens
+have a loss, and what arrives at a boundary has come all the way.
 """
 
 from collections import defaultdict
@@ -33,10 +33,12 @@ Norms = dict[str, dict[str, list[float | None]]]
 
 @dataclass(frozen=True)
 class StateGradients:
-    """What went left.
+    """Norms of State gradients.
 
-    span: tokens from one border to the next. borders: how many spans are before each. norms: of the cotangent that went left there,
-    of all sequences together: the gradient of the loss by the State that had passed to the right.
+    Attributes:
+        span: tokens from one boundary to the next.
+        boundaries: number of spans before each boundary.
+        norms: of the gradient of the loss with respect to the State at each boundary, over all sequences together.
     """
 
     span: int
@@ -44,12 +46,15 @@ class StateGradients:
     norms: Norms
 
     def to_json(self) -> dict[str, Any]:
-        """As it is recorded."""
+        """The values that metrics.jsonl records."""
         return {"span": self.span, "boundaries": self.boundaries, "norms": self.norms}
 
     def reach(self) -> dict[str, dict[str, int]]:
-        """Tokens that credit travels before it has faded, by recurrence and layer: from the nearest border, where the loss begins,
-        to the farthest at which the norm is at least FADED of what it is there; 0 where none comes to the nearest one."""
+        """Tokens over which the gradient stays significant, by recurrence and layer.
+
+        Counted from the boundary nearest to the loss to the farthest one where the norm is at least REACH_THRESHOLD of that
+        at the nearest; 0 if no gradient arrives at the nearest one.
+        """
         found: dict[str, dict[str, int]] = {}
         for name, of_layer in self.norms.items():
             for layer, norms in of_layer.items():
@@ -64,11 +69,11 @@ class StateGradients:
 
 
 class StateGradientMonitor:
-    """Sees the cotangents that leave segments on this rank. Squares are added up on the device, and read by `read` alone.
+    """Observes the State gradients that leave segments on this rank; sums of squares stay on the device until `read`.
 
-    Nothing is seen where States of sequence ranks are gathered (layout.context_comm) and sequences are not cut. Of what all
-    tensor ranks hold whole, each has the whole cotangent, which counts once; with layout.sequence_parallel each has a part, and
-    the parts' squares are added up.
+    Nothing is observed if context ranks all-gather their States (layout.context_comm) and sequences are not split in time.
+    A State that all tensor ranks hold whole has the whole gradient on each of them, and counts once; under
+    layout.sequence_parallel each rank has a part of its gradient, and the parts' squares are summed.
     """
 
     def __init__(self, model: LanguageModel, link: ContextLink, mesh: Mesh) -> None:
@@ -83,7 +88,7 @@ class StateGradientMonitor:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within it cotangents are seen."""
+        """Context in which State gradients are observed."""
         self.start()
         try:
             yield
@@ -91,7 +96,7 @@ class StateGradientMonitor:
             self.stop()
 
     def start(self) -> None:
-        """Forget what was seen, and see what comes."""
+        """Forget earlier observations and begin to observe."""
         self._squares.clear()
         self._count = 0
         self._link.observer = self._observe
@@ -100,8 +105,10 @@ class StateGradientMonitor:
         self._link.observer = None
 
     def read(self, span: int, *, cut: bool = False) -> StateGradients | None:
-        """What was seen on all ranks, which all call it; None where no border was passed. span: tokens from one border to the next.
-        cut: include border 0, what is left of the cotangent where it is cut off."""
+        """Observations of all ranks; None if no boundary was crossed. Collective.
+
+        span: tokens from one boundary to the next. cut: include boundary 0, where truncated BPTT cuts the gradient off.
+        """
         seen = {key: list(of_border.items()) for key, of_border in self._squares.items()}
         values = [square for of_border in seen.values() for _, square in of_border]
         numbers = iter(torch.stack(values).tolist() if values else [])
@@ -143,11 +150,13 @@ class StateGradientMonitor:
 
 
 def gradient_reach(model: LanguageModel, batch: TokenBatch | None, segments: int, span: int, mesh: Mesh) -> StateGradients | None:
-    """Norms at all borders of the gradient of the mean loss of the last span alone: what the tokens before that border are told
-    about it. Every rank calls it; all have the result.
+    """Norms at all boundaries of the gradient of the last span's mean loss. Collective; all ranks have the result.
 
-    batch: this rank's spans, of `span` tokens each, of `segments` segments of this data rank's rows, one after the other; None: it
-    has none. The model's parameters and their gradients stay as they are. Memory is a segment's, and a State for each.
+    Args:
+        batch: this rank's spans of `segments` segments of this data rank's rows, one after the other; None: it has no rows.
+        span: tokens of a span.
+
+    Parameters and their gradients stay as they are. Memory: activations of one segment, and a State for each segment.
     """
     last_rank = mesh.context_rank == mesh.layout.context - 1
     labels = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -174,7 +183,7 @@ def gradient_reach(model: LanguageModel, batch: TokenBatch | None, segments: int
 
 @contextmanager
 def _constant(model: LanguageModel) -> Iterator[None]:
-    """Within it parameters have no gradient, and States do."""
+    """Context in which parameters have no gradient, and States do."""
     moving = [p for p in model.parameters() if p.requires_grad]
     # what enters a stage has a gradient anyway; the first one's embeddings are given one in the parameters' place
     hook = model.embedding.register_forward_hook(_moving) if model.stage.first else None

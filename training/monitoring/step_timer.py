@@ -1,4 +1,4 @@
-"""Where a step's time goes, without slowing it: host clocks on a CPU, events on a GPU, read once the step is over."""
+"""Measures the parts of a step without slowing it: host clocks on a CPU, CUDA events on a GPU, read once the step is over."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ PARTS = ("data", "forward", "backward", "optimizer")
 
 
 class StepTimer:
-    """mark(part) closes the span since the last mark; seconds() gives each part's sum and starts anew. told: of each mark."""
+    """Times of a step's parts. `mark(part)` ends the span since the previous mark. on_mark: called with each part."""
 
     def __init__(self, device: torch.device, on_mark: Callable[[str], None] = lambda part: None) -> None:
         self._device, self._on_mark = device, on_mark
@@ -29,12 +29,12 @@ class StepTimer:
         self._marks = [("", self._now())]
 
     def mark(self, part: str) -> None:
-        """The time since the last mark belongs to `part`."""
+        """Charge the time since the last mark to `part`."""
         self._marks.append((part, self._now()))
         self._on_mark(part)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds per part. On a GPU this waits for the step's last event."""
+        """Seconds of each part. On a GPU this synchronizes with the step's last event."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         sums = dict.fromkeys(PARTS, 0.0)

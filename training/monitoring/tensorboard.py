@@ -1,7 +1,7 @@
-"""TensorBoard as a view of metrics.jsonl: each row becomes its scalars, texts and pictures, and nothing else does.
+"""TensorBoard as a view of metrics.jsonl: every row becomes scalars, texts and images.
 
-The writer of events works in a thread of its own and says late, or never, that the disk was full. So rows are kept until a flush
-has succeeded, and a writer that failed is replaced by one that writes them again.
+TensorBoard's event writer works in its own thread and reports a full disk late or never. So rows are kept until a flush has
+succeeded, and a failed writer is replaced by a new one that writes them again.
 """
 
 import time
@@ -18,7 +18,7 @@ _EVENTS = "events.out.tfevents."
 
 
 def open_writer(folder: Path, step: int) -> "SummaryWriter":
-    """A writer that goes on after `step`; step 0 holds the configuration. Raises OSError."""
+    """A writer that continues after `step`; step 0 holds the configuration. Raises OSError."""
     # only the main rank of a run writes any, and importing TensorBoard takes a fifth of a second
     from torch.utils.tensorboard import SummaryWriter
 
@@ -28,8 +28,11 @@ def open_writer(folder: Path, step: int) -> "SummaryWriter":
 
 
 def _rename_newer(folder: Path, now: int) -> None:
-    """Rename the event files that a new one would not follow. TensorBoard reads a folder's files in the order of their names, which
-    begin with the time: of a machine whose clock is behind, the new file would come first, and the old ones would replace it."""
+    """Rename event files that would sort after a new one.
+
+    TensorBoard reads a folder's event files in the order of their names, which begin with the time. On a machine whose
+    clock is behind, the new file would come first, and the old ones would override it.
+    """
     named = [(file, *file.name[len(_EVENTS) :].partition(".")) for file in sorted(folder.glob(f"{_EVENTS}*"))]
     late = [(file, rest) for file, when, _, rest in named if when.isdigit() and int(when) >= now - 1]
     for number, (file, rest) in enumerate(late):
@@ -37,7 +40,7 @@ def _rename_newer(folder: Path, now: int) -> None:
 
 
 class TensorBoardWriter:
-    """Events of one run. folder: where they go. step: steps done before; what an earlier attempt wrote after it is dropped."""
+    """Event files of one run. step: steps done before; events of an earlier attempt after it are dropped."""
 
     def __init__(self, folder: Path, step: int, config_text: str) -> None:
         self._folder = str(folder)
@@ -56,7 +59,7 @@ class TensorBoardWriter:
         return writer
 
     def add(self, row: dict[str, Any]) -> None:
-        """Show a row of metrics.jsonl. Raises OSError when the disk does not take it; the row is shown by a later flush."""
+        """Show a row of metrics.jsonl. Raises OSError if the disk refuses it; a later flush shows it then."""
         self._pending_rows.append(row)
         if self._writer is not None:
             try:
@@ -66,7 +69,7 @@ class TensorBoardWriter:
                 raise
 
     def flush(self) -> None:
-        """Everything so far onto the disk. Raises OSError when it does not fit; nothing is lost, call again."""
+        """Write everything so far to disk. Raises OSError if it does not fit; nothing is lost, and the call can be repeated."""
         try:
             (self._writer or self._open()).flush()
         except OSError:
@@ -77,7 +80,7 @@ class TensorBoardWriter:
             self._pending_rows = []
 
     def close(self) -> None:
-        """Flush and end the writer's thread."""
+        """Flush, and end the writer's thread."""
         self.flush()
         if self._writer is not None:
             self._writer.close()
@@ -118,8 +121,11 @@ def _write_row(writer: "SummaryWriter", row: dict[str, Any]) -> None:
 
 
 def _long_context_scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Tags and values of a row about long context: each bucket's loss, each layer's State where the rows end, the cotangent at the
-    first and the last border, the reach of credit."""
+    """Tags and values of a row about long context.
+
+    Each bucket's loss; each layer's State norm at the end of the rows; the State gradient at the first and last boundary;
+    gradient reach.
+    """
     if row["kind"] == "long_context":
         for bucket in row["losses"]:
             yield f"loss_by_position/from_{bucket['from']:07d}", bucket["loss"]

@@ -1,14 +1,14 @@
-"""ledger.jsonl: where every second of every attempt went. Only ever appended to, by whoever knows: one line, one write.
+"""ledger.jsonl: the append-only record of where every second of every attempt went. Torch-free.
 
-The one thing to know: the main rank's time is cut into spans without gaps, each of which belongs to one thing, so that the sums
-are the clock's. What was worked in vain is only known later: steps beyond the checkpoint that the next attempt started from are
-counted as lost by whoever reads (training.monitoring.goodput). Torch-free.
+The main rank's time is cut into spans without gaps, each of which belongs to one part, so that their sum is elapsed time.
+Whether a step was lost (repeated by a later attempt, because it came after that attempt's checkpoint) is only known later:
+readers work it out (`monitoring.goodput`).
 
-Clocks differ between machines, and jump. So the order of the rows is that of the file, whatever their times say, and spans are
-measured by the machine's steady clock: each row also has `boot`, which start of which machine wrote it, and `up`, the steady clock
-at `time`. Differences of `up` within one `boot` are true; training.monitoring.goodput puts the rows of several machines together.
+Clocks of machines differ and may jump. So the order of rows is that of the file, and spans are measured by the machine's
+steady clock: each row also has `boot`, the boot of the machine that wrote it, and `up`, its steady clock at `time`.
+Differences of `up` within one `boot` are exact; `monitoring.goodput` combines the rows of several machines.
 
-Rows, all with `kind` and `time` (seconds of the clock):
+Rows, all with `kind` and `time` (seconds since 1970):
   submitted  {job}                                           a job was handed to SLURM, or goes back into its queue
   attempt    {attempt, job, nodes, layout}                   an attempt begins: its folder is there
   preflight  {attempt, seconds, bad}                         nodes were checked
@@ -17,14 +17,12 @@ Rows, all with `kind` and `time` (seconds of the clock):
   end        {attempt, status, reason, nodes}                an attempt is over
   excluded   {node, reason}                                  a node is not used any more
   readmitted {node}                                          it is, again
-  stopped    {reason}                                        nobody starts the run again by itself
+  stopped    {reason}                                        the run is not started again automatically
 """
 
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ EVERY_S = 10.0
 
 
 def steady_time() -> float:
-    """Seconds since this machine was started; never set, and the same for all its processes."""
+    """Seconds since this machine booted, on a clock that is never set and that all its processes share."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -47,7 +45,7 @@ PROCESS_START_VARIABLE = "BATON_BEGAN"
 
 
 def process_start_time() -> float:
-    """When this process was started, or the one that it was forked from, by the steady clock."""
+    """When this process started, or the one that imported modules and forked it, on the steady clock."""
     if (began := os.environ.get(PROCESS_START_VARIABLE)) is not None:
         return float(began)
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -56,7 +54,7 @@ def process_start_time() -> float:
 
 @lru_cache
 def boot_id() -> str:
-    """Which start of which machine this is; "" where the system does not say."""
+    """Identifies this boot of this machine; "" if the system does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
@@ -64,12 +62,12 @@ def boot_id() -> str:
 
 
 def append_row(folder: Path, kind: str, **values: Any) -> None:
-    """Add a row to a run directory's ledger; it is tried again for some seconds where the disk does not take it. Raises OSError."""
+    """Append a row to a run's ledger, retrying for some seconds if the disk refuses it. Raises OSError."""
     patiently(lambda: append_row_once(folder, kind, **values))
 
 
 def append_row_once(folder: Path, kind: str, **values: Any) -> None:
-    """Add a row to a run directory's ledger. Raises OSError."""
+    """Append a row to a run's ledger. Raises OSError."""
     now, up = time.time(), steady_time()
     row: dict[str, Any] = {"kind": kind, "time": now} | values
     if boot_id() and "up" not in row:
@@ -78,7 +76,7 @@ def append_row_once(folder: Path, kind: str, **values: Any) -> None:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """All rows; a line that a full disk or a kill cut short is left out."""
+    """All rows; lines that were cut short are left out."""
     path = folder / NAME
     rows = []
     for line in patiently(lambda: path.read_text(encoding="utf-8")).splitlines() if path.exists() else ():
@@ -92,10 +90,12 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 class TimeLedger:
-    """The main rank's time, from the start of its process on. Rows that the disk does not take wait, and the run goes on.
+    """Accounts for the main rank's time from the start of its process on. Rows that the disk refuses wait, and the run goes
+    on.
 
-    folder: the run directory. attempt: number of this start. on: whether this rank keeps it. since: when its process began, by the
-    steady clock."""
+    folder: the run directory. attempt: number of this start. enabled: whether this rank writes. since: start of its process
+    (steady clock).
+    """
 
     def __init__(self, folder: Path, attempt: int, *, enabled: bool, since: float) -> None:
         self._folder, self._attempt, self._enabled = folder, attempt, enabled
@@ -111,32 +111,25 @@ class TimeLedger:
         self._add("start", self._since, step=step)
 
     def charge(self, part: str) -> None:
-        """The time since the last call belongs to `part`."""
+        """Charge the time since the previous call to `part`."""
         now = steady_time()
         self._seconds[part] = self._seconds.get(part, 0.0) + now - self._mark
         self._mark = now
 
     def reassign(self, part: str, to: str, seconds: float) -> None:
-        """So much of what was counted as `part` was really `to`."""
+        """Move seconds that were charged to `part` to another part."""
         seconds = min(max(0.0, seconds), self._seconds.get(part, 0.0))
         self._seconds[part] = self._seconds.get(part, 0.0) - seconds
         self._seconds[to] = self._seconds.get(to, 0.0) + seconds
 
-    @contextmanager
-    def spending(self, part: str) -> Iterator[None]:
-        """What happens inside belongs to `part`; what was before it, to other things."""
-        self.charge("other")
-        yield
-        self.charge(part)
-
     def step_done(self, step: int, *, write: bool = False) -> None:
-        """`step` is done. write: put it down now, because a checkpoint holds it; else when it is time to."""
+        """`step` is done. write: write a row now, because a checkpoint holds the step; else once EVERY_S have passed."""
         self._step = step
         if write or self._mark - self._since >= EVERY_S:
             self.flush()
 
     def flush(self) -> None:
-        """Put down what has been spent so far."""
+        """Write what was charged since the last row."""
         if self._seconds:
             since = self._since + self._offset
             self._add("spans", self._mark, since=since, step=self._step, seconds=self._seconds)

@@ -1,4 +1,4 @@
-"""Batches to the ranks that need them: one rank reads for all that work on the same sequences, and each takes its span of them."""
+"""Distributes batches: one rank reads for all ranks that work on the same sequences, and each takes its span of them."""
 
 import itertools
 import time
@@ -20,9 +20,16 @@ from baton.training.step.microbatch_runner import Segments, TokenBatch
 
 @dataclass(frozen=True)
 class StepBatches:
-    """One optimizer step's micro-batches on this rank, how their sequences are cut, and cursors of its lanes after the step ({} on
-    ranks that do not read). read: the same whole, on ranks that do; consumed: their checksum, 0 on other ranks. waited: seconds
-    that this rank waited for them to be made."""
+    """One optimizer step's micro-batches on this rank.
+
+    Attributes:
+        batches: this rank's spans, on its device.
+        segments: how the sequences are split in time.
+        cursors: of the rank's lanes after the step; {} on ranks that do not read.
+        reader_batches: the whole rows as they were read; None on ranks that do not read.
+        wait_s: seconds for which this rank waited for the data pipeline.
+        checksum: `batch_checksum` of reader_batches; 0 on other ranks.
+    """
 
     batches: list[TokenBatch]
     segments: Segments
@@ -33,7 +40,7 @@ class StepBatches:
 
 
 def step_plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: int) -> StepPlan:
-    """Which rows this data rank has in every step from start_step on."""
+    """The rows of this data rank in every step from start_step on."""
     stretches = [(first, at.sequence_length, at.sequences_per_step, at.micro_batch_size) for first, at in training.stretches]
     return StepPlan(
         lanes=training.lane_count,
@@ -46,7 +53,7 @@ def step_plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: i
 
 
 def step_batches(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig, start_step: int = 0) -> Iterator[StepBatches]:
-    """Endless steps from start_step on. stream: on a reading rank, None elsewhere."""
+    """Endless steps from start_step on. stream: on a reading rank; None on the others."""
     source = iter(stream) if stream is not None else None
     for step in itertools.count(start_step):
         at = training.at(step)
@@ -65,8 +72,11 @@ def step_batches(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig
 
 
 def batch_checksum(batches: Sequence[Batch]) -> int:
-    """Of the rows of some batches, tokens, labels and positions, each row at its lane: an int64. Sums over ranks wrap around to
-    the whole step's, however its rows were divided among ranks and micro-batches."""
+    """Checksum of the batches' rows (tokens, labels and positions, each row under its lane), int64.
+
+    Summed over ranks with wrap-around it is the checksum of the whole step, however rows were divided among ranks and
+    micro-batches.
+    """
     found = 0
     for batch in batches:
         rows = torch.from_numpy(np.stack([batch.tokens, batch.labels, batch.pos], axis=1).astype(np.int64))
@@ -80,8 +90,10 @@ def is_reader(mesh: Mesh) -> bool:
 
 
 def distribute(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int = 1) -> TokenBatch:
-    """This rank's span of each segment of a batch that a reading rank has, on the device. batch: None on the others; shape: of the
-    whole batch."""
+    """Broadcast a batch from its reading rank; returns this rank's span of each segment, on its device.
+
+    batch: None on ranks that do not read. shape: (rows, tokens) of the whole batch.
+    """
     rows, sequence_length = shape
     lanes: tuple[int, ...] | None = None
     if batch is not None:

@@ -1,9 +1,10 @@
-"""A micro-batch's forward and backward pass as two CUDA graphs, launched at once instead of kernel by kernel.
+"""A micro-batch's forward and backward passes as two CUDA graphs, each launched at once instead of kernel by kernel.
 
-The one thing to know: a graph repeats its kernels with the memory that they had, so all that changes from pass to pass (tokens, the
-losses' scale, the weights in the compute type) is copied to where they read it, and gradients add up where they did before. Python
-runs once, when the passes are recorded: for all layers and whole sequences, whose passes ask nothing of the host. What tensor ranks
-exchange is recorded with the rest; they record and repeat alike.
+A graph replays its kernels on the memory with which they were recorded. So everything that changes from pass to pass
+(tokens, the loss scale, weights in the compute dtype) is copied to where the kernels read it, and gradients accumulate in
+fixed buffers. Python code runs only while the passes are recorded: for all layers and whole sequences, whose passes never
+synchronize with the host. Collectives of tensor-parallel ranks are recorded with the rest; all of these ranks record and
+replay alike.
 """
 
 import gc
@@ -23,17 +24,18 @@ Run = Callable[[], None]
 
 
 class GraphRecorder(Protocol):
-    """What makes graphs of functions that launch kernels."""
+    """Interface of what records functions that launch kernels."""
 
     def warm_up(self, run: Run) -> None:
-        """Run it, where graphs will be recorded: what is done only the first time must not be part of any."""
+        """Run the function once where graphs will be recorded, so that one-time work is not part of a graph."""
 
     def record(self, run: Run) -> Run:
-        """What repeats it. Nothing has been computed when this returns. Recorded in the order in which they will be repeated."""
+        """Record the function without computing anything; returns its replay. Functions are recorded in the order in which
+        they are replayed."""
 
 
 class CudaGraphRecorder:
-    """CUDA graphs that share their memory."""
+    """Records CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -58,7 +60,7 @@ class CudaGraphRecorder:
 
 @dataclass(frozen=True)
 class _RecordedGraphs:
-    """The two passes, and the memory that they read and write."""
+    """The two recorded passes and the buffers that they read and write."""
 
     forward: Run
     backward: Run
@@ -71,7 +73,7 @@ class _RecordedGraphs:
 
 
 class CudaGraphs:
-    """The passes of one model. Gradients keep their memory from step to step; the graphs have that of all activations."""
+    """The recorded passes of one model. Gradient buffers live on from step to step; the graphs' pool holds all activations."""
 
     def __init__(self, model: LanguageModel, recorder: Callable[[torch.device], GraphRecorder] = CudaGraphRecorder) -> None:
         assert model.stage.count == 1
@@ -79,8 +81,10 @@ class CudaGraphs:
         self._recorded: _RecordedGraphs | None = None
 
     def runner(self, batches: Sequence[TokenBatch], scale: float) -> "CudaGraphRunner":
-        """Of a step's micro-batches, all of one shape, before which there are no gradients. The first call, and one with another
-        shape, record; no parameter may have moved to other memory since, or they are recorded again."""
+        """A runner for a step's micro-batches, all of one shape; no gradients may exist before it.
+
+        The first call records, and so does a call with another shape, or after a parameter has moved to other memory.
+        """
         found = self._recorded
         if found is None or found.batch.tokens.shape != batches[0].tokens.shape or found.read != self._addresses():
             found = self._recorded = None  # gives its memory back first
@@ -135,7 +139,7 @@ def _reset_buffers(recorded: _RecordedGraphs) -> None:
 
 
 class CudaGraphRunner:
-    """Carries out a step's operations as MicrobatchRunner does, those of whole sequences. total: sum of the losses, scaled."""
+    """Runs a step's operations as MicrobatchRunner does, for whole sequences. total: sum of the scaled losses."""
 
     def __init__(self, recorded: _RecordedGraphs, batches: Sequence[TokenBatch]) -> None:
         self._recorded, self._batches, self.total = recorded, batches, recorded.total
@@ -150,8 +154,8 @@ class CudaGraphRunner:
         self._recorded.forward()
 
     def finish(self) -> None:
-        """After the last operation."""
+        """Nothing is left after the last operation."""
 
     def mismatched_states(self) -> list[str]:
-        """No segment is computed twice."""
+        """Always empty: no segment runs twice."""
         return []

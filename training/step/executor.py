@@ -1,9 +1,9 @@
-"""One optimizer step: forward and backward of every micro-batch, finalise, check, update.
+"""One optimizer step: forward and backward passes of all micro-batches, gradient finalization, checks, update.
 
-A step is an explicit list of operations (parallel.pipeline.schedule), carried out one after the other (microbatch_runner); with one
-stage and whole sequences it is forward, backward, forward, backward. Autograd is called directly and gradients add up in fp32
-`.grad`; the engine sees them only in `Engine.step`. The loss is divided by the number of labels in the whole global batch, which is
-known before the first backward; nothing else is divided anywhere.
+The schedule (`parallel.pipeline.schedule`) lists the step's operations explicitly, and `MicrobatchRunner` carries them out.
+Autograd is called directly; gradients accumulate in fp32 `.grad`, and the ZeRO engine sees them only in `Engine.step`. The
+loss is divided by the number of labels in the global batch, which is known before the first backward pass. Nothing else is
+divided anywhere.
 """
 
 import math
@@ -32,10 +32,19 @@ from baton.training.step.microbatch_runner import MicrobatchRunner, Segments, To
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: nats per label over the global batch. grad_norm: global, before clipping. labels: counted labels. refused: why no
-    update was made, None where it was; where: what `Trace` found, if the reason was something that is not finite. update_norm: of
-    the parameters' change, where it was asked for; one that is refused for it is `made` all the same. consumed: checksum of the
-    step's rows, on ranks of the first stage that are first among those that share tensors."""
+    """Result of a step, the same on all ranks except for `checksum`.
+
+    Attributes:
+        loss: nats per label over the global batch.
+        grad_norm: global gradient norm before clipping.
+        labels: number of labels that counted.
+        anomaly: why the step is anomalous, one line; None for an ordinary step.
+        nonfinite: where the first non-finite value arose, if that was the anomaly and it was found again.
+        update_norm: norm of the parameters' change; None unless `StepExecutor.compute_update_norm`.
+        updated: whether parameters were updated. False for every anomaly but a spike of update_norm, which is seen after
+            the update.
+        checksum: checksum of the step's rows, on first-stage ranks that are first among those that share tensors.
+    """
 
     loss: float
     grad_norm: float
@@ -48,10 +57,14 @@ class StepResult:
 
 
 class StepExecutor:
-    """Drives a model, or a stage of it, and its engine.
+    """Drives a model, or a pipeline stage of it, and its ZeRO engine.
 
-    segments: how sequences are cut (None: not at all), may change between steps. lanes: what they carry from step to step. judge:
-    of losses and norms that are finite; None: all are good. graphs: launch passes as CUDA graphs, if they are of whole sequences.
+    Args:
+        timer: of the step's parts.
+        segments: how sequences are split in time; None: not. May be replaced between steps.
+        lanes: States carried from step to step (truncated BPTT); None: none.
+        anomaly_detector: judges finite losses and norms; None: accepts all.
+        cuda_graphs: record and replay the passes as CUDA graphs; only for whole sequences on one stage.
     """
 
     def __init__(
@@ -76,14 +89,18 @@ class StepExecutor:
             anomaly_detector,
             cuda_graphs,
         )
-        self.compute_update_norm = False  # whether to tell the norm of the parameters' change
+        self.compute_update_norm = False  # whether steps compute the norm of the parameters' change
 
     def step(self, batches: Sequence[TokenBatch], lr: float | Mapping[str, float], checksum: int = 0) -> StepResult:
-        """One update from this data rank's micro-batches, or none: see StepResult.refused. After a refusal parameters, moments and
-        what lanes carry are as before, but for lanes that would carry what is not finite, or is not known: they carry nothing.
+        """Make one update from this data rank's micro-batches, unless the step is anomalous (see StepResult).
 
-        Every stage is given the same batches. lr: of all parameters, or of each of the optimizer's rates ("" is everybody else's).
-        consumed: StepBatches.consumed, summed with the labels because one exchange costs as much as two.
+        After a step without an update, parameters, moments and lanes' States are as before; but lanes whose new States are
+        not finite, or not known, are zeroed.
+
+        Args:
+            batches: the same on every pipeline stage.
+            lr: one learning rate, or one for each of the optimizer's lr_overrides ("" for all other parameters).
+            checksum: StepBatches.checksum; it is summed in the same all-reduce as the number of labels.
         """
         sums = torch.stack([b.count_labels() for b in batches]).sum().repeat(2)
         sums[1] = checksum
@@ -130,7 +147,7 @@ class StepExecutor:
     def _forward_backward(
         self, batches: Sequence[TokenBatch], scale: float, trace: NonFiniteTrace | None = None
     ) -> tuple[Tensor, list[str]]:
-        """Forward and backward, up to whole gradients; the global loss, and the segments that differed when run twice."""
+        """Forward and backward passes up to finalized gradients; returns the global loss and `mismatched_states`."""
         stage, segments = self.model.stage, self.segments
         # what looks at gradients sees those that autograd hands to parameters
         with self.engine.gradients(), fused_grad_accumulation() if trace is None else nullcontext():
@@ -157,7 +174,7 @@ class StepExecutor:
         return total, runner.mismatched_states()
 
     def _trace_nonfinite(self, batches: Sequence[TokenBatch], scale: float) -> NonFiniteReport | None:
-        """The step once more, from the same States, looked at; its gradients are thrown away."""
+        """Run the step again from the same States under `NonFiniteTrace`; its gradients are discarded."""
         if self.lanes is not None:
             self.lanes.restore()
         trace = NonFiniteTrace(self.model, self.mesh, batches[0].tokens.shape[1] // self.segments.count)
@@ -176,18 +193,19 @@ class StepExecutor:
             group["lr"] = lr if isinstance(lr, float) else lr[group["lr_override"]]
 
     def _local_grads_finite(self) -> Tensor:
-        """Whether this rank's gradients are finite: before they are reduced, which would spread what is not."""
+        """Whether this rank's gradients are finite, bool []. Taken before they are reduced, which spreads non-finite values to
+        other ranks."""
         norms = torch._foreach_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         return torch.isfinite(torch.stack(norms)).all()
 
     def _all_ranks_finite(self, loss: Tensor) -> bool:
-        """Whether loss and gradients of all ranks are. The decision is ours and every rank's at once."""
+        """Whether loss and gradients are finite on all ranks."""
         finite = (self._grads_finite & torch.isfinite(loss.detach())).to(torch.int32)
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return bool(finite)
 
     def _check_recomputed_states(self, differing: list[str]) -> None:
-        """Segments that ran twice must have left the same States."""
+        """Raise RunError on all ranks if a segment's two forward passes ended in different States on any rank."""
         if self.segments.gradient_segments == 1:
             return
         count = torch.tensor(len(differing), device=self.mesh.device)

@@ -1,10 +1,12 @@
-"""The way of a step's micro-batches through this stage, segment by segment.
+"""Runs a step's micro-batches through this pipeline stage, segment by segment.
 
-The one thing to know: where a gradient goes through several segments, these are surveyed first, forward and without a graph, and
-only what entered them is kept; then, from the last to the first, each is run again with a graph, which takes the entering States
-that were kept, and back-propagated, cotangents going from segment to segment as they do from rank to rank (parallel.state_passing).
-The State that leaves a segment the second time must have the bits of the first: were a kernel not to repeat itself, gradients would
-be those of another run.
+`MicrobatchRunner.run_operation` carries out one operation of the schedule (`parallel.pipeline.schedule`). If a gradient
+goes back through several segments, all but the last first run forward without a graph, and only the States that entered
+them are kept. Then, from the last segment to the first, each runs forward again with a graph, from its kept State, and
+backward; State gradients pass from segment to segment as they do from rank to rank (`parallel.state_passing`).
+
+The State after the second forward pass must have the bits of the first: a kernel that does not repeat exactly would give
+the gradient of another computation. `mismatched_states` compares them.
 """
 
 from collections.abc import Sequence
@@ -24,9 +26,10 @@ from baton.training.monitoring.replica_check import fingerprint
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """tokens, labels int64 [B, T] (label IGNORE_INDEX counts nothing), pos int32 [B, T]; on the model's device.
+    """A micro-batch on the model's device: tokens and labels int64 [B, T], pos int32 [B, T].
 
-    Of a sequence in segments T is this rank's spans of them, one after the other. lanes: of each row, where lanes carry something.
+    A label of IGNORE_INDEX does not count. If sequences are split, T holds this rank's spans of all segments one after the
+    other. lanes: the lane of each row; empty if no lane carries a State.
     """
 
     tokens: Tensor
@@ -35,18 +38,18 @@ class TokenBatch:
     lanes: tuple[int, ...] = ()
 
     def count_labels(self) -> Tensor:
-        """Labels that count, int64 []."""
+        """Number of labels that count, int64 []."""
         return (self.labels != IGNORE_INDEX).sum()
 
     def segment(self, number: int, of: int) -> "TokenBatch":
-        """This rank's span of a segment."""
+        """This rank's span of segment `number` out of `of`."""
         tokens, labels, pos = (x.chunk(of, dim=1)[number] for x in (self.tokens, self.labels, self.pos))
         return TokenBatch(tokens, labels, pos, self.lanes)
 
 
 @dataclass(frozen=True)
 class Segments:
-    """How a sequence is cut. count: segments; gradient: how many a gradient goes back through."""
+    """How sequences are split in time: number of segments, and the number of segments that a gradient goes back through."""
 
     count: int = 1
     gradient_segments: int = 1
@@ -54,7 +57,11 @@ class Segments:
 
 @dataclass
 class _SavedSegment:
-    """What is kept of a segment until it is run again. x: what the stage before sent; fingerprints: of the leaving State."""
+    """What is kept of a segment between its two forward passes.
+
+    x: hidden vectors from the previous stage, None on the first stage. again: context of the second pass, which reuses the
+    recorded States. fingerprints: of the final State, int64 [States].
+    """
 
     x: Tensor | None
     again: AbstractContextManager[Any]
@@ -62,9 +69,9 @@ class _SavedSegment:
 
 
 class MicrobatchRunner:
-    """Carries out operations. scale: of the losses. lanes: what lanes carry from step to step, or None.
+    """Runs the operations of one step. scale: factor of the losses. lanes: None if lanes carry no State.
 
-    total: sum of the losses, scaled; 0 where no loss is. differing: leaves whose bits were others the second time, by place.
+    total: sum of the scaled losses, float32 []; 0 except on the last stage.
     """
 
     def __init__(
@@ -79,15 +86,16 @@ class MicrobatchRunner:
         self.total = torch.zeros((), device=batches[0].tokens.device)
 
     def run_operation(self, operation: Operation) -> None:
+        """Run one operation. Operations must come in the order of the schedule."""
         at = operation.micro_batch, operation.segment
         {"forward_no_grad": self._forward_no_grad, "forward": self._forward, "backward": self._backward}[operation.kind](*at)
 
     def finish(self) -> None:
-        """After the last operation."""
+        """Complete the step after its last operation."""
         self._recv_wraparound()
 
     def mismatched_states(self) -> list[str]:
-        """Leaves of States that a segment did not leave with the same bits both times, by name."""
+        """Names of the States whose bits differed between a segment's two forward passes."""
         if not self._comparisons:
             return []
         names = [f"{leaf.name} of layer {n}" for n, leaves in self._model.state_specs.items() for leaf in leaves]
@@ -143,12 +151,12 @@ class MicrobatchRunner:
             self._link.send("backward", x.grad)
 
     def _virtual_segment(self, s: int) -> AbstractContextManager[None]:
-        """Among the segments that a gradient goes through together."""
+        """The link's context for a segment, counted within its group of segments that share a gradient."""
         link, together = self._model.link, self._segments.gradient_segments
         return nullcontext() if link is None or self._segments.count == 1 else link.segment(s % together, of=together)
 
     def _initial_states(self, n: int, s: int) -> States | None:
-        """What enters a segment from outside of those that a gradient goes through together."""
+        """The lanes' States for the first segment of a group on the first context rank; None elsewhere."""
         if self._lanes is None or s % self._segments.gradient_segments:
             return None
         self._recv_wraparound()
@@ -156,7 +164,8 @@ class MicrobatchRunner:
         return self._lanes.read(self._batches[n].lanes) if link is None or link.rank == 0 else None
 
     def _emit_state(self, n: int, final_states: States) -> None:
-        """What leaves the last of those segments, to where it will enter."""
+        """Store the State after a group's last segment in the lanes, or send it there: the last context rank has it, the first
+        stores it."""
         assert self._lanes is not None
         link = self._model.link
         if link is None or link.size == 1:
@@ -167,7 +176,10 @@ class MicrobatchRunner:
             self._wraparound = n
 
     def _recv_wraparound(self) -> None:
-        """What the last rank has sent to the first; not before something has to be done with it, as all receives."""
+        """Receive what the last context rank sent to the first.
+
+        Deferred to the next use: an earlier receive would stall the GPU (see `_receive`).
+        """
         if self._wraparound is not None:
             link, lanes, batch = self._model.link, self._lanes, self._batches[self._wraparound]
             assert link is not None
@@ -176,13 +188,17 @@ class MicrobatchRunner:
             self._wraparound = None
 
     def _receive(self, kind: Literal["forward", "backward"], batch: TokenBatch) -> Tensor:
-        """Not a moment before its operation: on a GPU a receive is a kernel that spins, and CUDA, which loads a kernel when it is
-        first launched, waits for what is running. With receives ahead of the schedule two stages would wait for each other."""
+        """Receive hidden vectors or their gradient from a neighbouring stage.
+
+        Called only when the operation needs them. On a GPU a receive is a spinning kernel, and CUDA, which loads a kernel
+        at its first launch, waits for running kernels: receives posted ahead of the schedule can make two stages wait for
+        each other.
+        """
         assert self._link is not None
         return self._link.irecv(kind, self._model.hidden_shape(batch.tokens), self._model.hidden_dtype).wait()
 
 
 def _fingerprints(states: States) -> Tensor:
-    """Of all leaves, int64 [leaves]."""
+    """Fingerprints of all layers' States, int64 [States]."""
     prints = [fingerprint(x) for state in states.values() for x in state.values()]
     return torch.stack(prints) if prints else torch.zeros(0, dtype=torch.int64)
