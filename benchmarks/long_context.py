@@ -28,7 +28,7 @@ from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.training.build import TrainState, build, make_deterministic
-from baton.training.config import OptimizerConfig, TrainingConfig
+from baton.training.config import OptimizerConfig, Recompute, TrainingConfig
 from baton.training.step.executor import StepExecutor
 from baton.training.step.microbatch_runner import Segments, TokenBatch
 
@@ -36,7 +36,7 @@ NEAR = 1e-3  # relative difference of losses and norms, bfloat16
 TIMEOUT_S = 90  # of a message between ranks
 
 
-def settings(sequence_length: int, segment: int | None, *, recompute: bool = False) -> TrainingConfig:
+def settings(sequence_length: int, segment: int | None, *, recompute: Recompute = "none") -> TrainingConfig:
     bptt = None if segment is None else {"mode": "exact", "segment": segment}
     return TrainingConfig(
         steps=10,
@@ -129,7 +129,7 @@ def main() -> None:
     )
     for sequence_length, exact in zip(contexts, exacts, strict=False):
         assert exact is not None, f"segments of {arguments.segment} do not fit"
-        for name, recompute in (("plain", False), ("plain, recomputed", True)):
+        for name, recompute in (("plain", "none"), ("plain, recomputed", "full")):
             case = f"{arguments.model} {sequence_length}, {name}"
             if name in too_long:
                 report.say(f"{case}: not tried, for less did not fit")

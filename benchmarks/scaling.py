@@ -65,8 +65,8 @@ def case_of(model: str, layout: str, ranks: int, count: int, wide: Shape, long: 
 def words_of(case: Case, arguments: argparse.Namespace) -> list[str]:
     words = [] if case.layout == "one" else [f"layout.{case.layout}={case.ranks}"]
     words += [f"training.global_batch_tokens={case.tokens}"]
-    words += ["training.selective_recompute=true"] if arguments.selective else []
-    words += ["training.recompute=true"] if arguments.recompute else []
+    words += ["training.recompute=selective"] if arguments.selective else []
+    words += ["training.recompute=full"] if arguments.recompute else []
     return words + (["training.cuda_graphs=true"] if arguments.graphs else [])
 
 

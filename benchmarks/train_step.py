@@ -213,8 +213,8 @@ class Bench:
         stream = ", bfloat16 residual" if self.arguments.residual_dtype == "bfloat16" else ""
         stream += ", selective recomputation" if self.arguments.selective else ""
         report, case = self.report, f"{model} {shape}{stream}"
-        words: list[str] = ["training.recompute=true"] if self.arguments.recompute else []
-        words += ["training.selective_recompute=true"] if self.arguments.selective else []
+        words: list[str] = ["training.recompute=selective"] if self.arguments.selective else []
+        words += ["training.recompute=full"] if self.arguments.recompute else []
         words += [f"training.residual_dtype={self.arguments.residual_dtype}"]
         words += ["training.cuda_graphs=true"] if self.arguments.graphs else []
         if self.left() < self.arguments.reserve:
@@ -223,8 +223,8 @@ class Bench:
         config, path = self.config(model, shape, counts, *words)
         found = self.ours(config, path, counts)
         if found is None and not self.arguments.recompute:
-            report.say(f"{case}: out of memory; with training.recompute=true:")
-            config, path = self.config(model, shape, counts, "training.recompute=true")
+            report.say(f"{case}: out of memory; with training.recompute=full:")
+            config, path = self.config(model, shape, counts, "training.recompute=full")
             found = self.ours(config, path, counts)
         if found is None:
             report.say(f"{case}: out of memory")
@@ -283,7 +283,7 @@ class Bench:
             peak=device_peak(device, training.compute_dtype, 0.1 if self.arguments.tiny else None),
         )
         spread = f"{1000 * min(found.seconds):,.1f} to {1000 * max(found.seconds):,.1f}"
-        again = ", recomputed" if training.recompute else ", cheap parts recomputed" if training.selective_recompute else ""
+        again = {"none": "", "selective": ", cheap parts recomputed", "full": ", recomputed"}[training.recompute]
         again += ", recorded" if training.cuda_graphs else ""
         cut = f", {training.segments} exact segments" if training.segments > 1 else ""
         self.report.say(
@@ -338,8 +338,8 @@ def bench_arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--vocab-size", type=int, help="another vocabulary than the model's own")
     parser.add_argument("--reference-tokens", type=int, default=32768, metavar="N", help="micro-batches of more tokens rest on the "
                         "reference form's loss of other tokens, where another shape has one (default 32768)")  # fmt: skip
-    parser.add_argument("--recompute", action="store_true", help="training.recompute=true, also where it fits without")
-    parser.add_argument("--selective", action="store_true", help="training.selective_recompute=true")
+    parser.add_argument("--recompute", action="store_true", help="training.recompute=full, also where it fits without")
+    parser.add_argument("--selective", action="store_true", help="training.recompute=selective")
     parser.add_argument("--residual-dtype", choices=("float32", "bfloat16"), default="float32", help="training.residual_dtype")
     parser.add_argument("--graphs", action="store_true", help="training.cuda_graphs=true; not with --profile, nor in segments")
     parser.add_argument("--profile", action="store_true", help="also profile=true: where another step's time goes; not in segments")

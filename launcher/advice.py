@@ -59,7 +59,7 @@ def _savings(config: RunConfig, segments: list[Savings]) -> list[Savings]:
     """Nothing; recomputation, smaller micro-batches, both; segments, and these with recomputation. On one stage segments come
     before what recomputes one sequence at a time."""
     training = config.training
-    again: list[Savings] = [] if training.recompute else [{"recompute": True}]
+    again: list[Savings] = [] if training.recompute == "full" else [{"recompute": "full"}]
     smaller: list[Savings] = [
         {"micro_batch_size": n} for n in reversed(divisors(training.micro_batch_size)) if n < training.micro_batch_size
     ]
@@ -73,7 +73,7 @@ def _savings(config: RunConfig, segments: list[Savings]) -> list[Savings]:
 
 def _with_recomputation(config: RunConfig, savings: list[Savings]) -> list[Savings]:
     """All of them, then, where it is not there yet, with recomputation."""
-    return savings + ([] if config.training.recompute else [{"recompute": True, **saving} for saving in savings])
+    return savings + ([] if config.training.recompute == "full" else [{"recompute": "full", **saving} for saving in savings])
 
 
 def _segments(config: RunConfig) -> Iterator[tuple[Savings, int]]:

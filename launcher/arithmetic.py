@@ -109,7 +109,7 @@ class Arithmetic:
             segment=self.layout.context > 1 or self.training.bptt is not None,
             rerun=self.layout.context > 1 and self.layout.context_comm != "ring",
             sequence_parallel=self.layout.sequence_parallel and self.tensor > 1,
-            selective=self.training.selective_recompute,
+            selective=self.training.recompute == "selective",
         )
         self.micro_batches = self.training.sequences_per_step // (self.layout.data * self.training.micro_batch_size)
         self.passes = self.micro_batches * self.training.segments
@@ -206,9 +206,9 @@ class Arithmetic:
         norm = (compute if work.gpu else 2 * 4 * self.model.d_model) * work.stream_tokens
         return work.tokens * (integers + compute) + norm
 
-    def activations(self, *, recompute: bool) -> int:
-        """What forward keeps of a pass; recompute: each layer's input, and what its first run alone may decide."""
-        if not recompute:
+    def activations(self, *, full_recompute: bool) -> int:
+        """Bytes that forward keeps of a pass; full_recompute: each layer's input, and what its first run alone may decide."""
+        if not full_recompute:
             return self.around_layers + sum(self.layer_bytes(layer) for layer in self.layers)
         # what arrived from the rank before is kept with the graph
         return self.around_layers + len(self.layers) * self.hidden_bytes + self.entering + self._decided
@@ -283,7 +283,7 @@ class Arithmetic:
 
     def memory(self) -> Memory:
         """Of one rank."""
-        work, recompute = self.work, self.training.recompute
+        work, full_recompute = self.work, self.training.recompute == "full"
         low = work.compute_bytes == 2
         loss = waiting = 0
         if self.stage.last:
@@ -295,9 +295,9 @@ class Arithmetic:
             waiting = 4 * self.head_count if self.model.tie_embeddings and self.stage.first else 0
         # the gradients of what a sub-block kept are about as large as it
         in_hand = max(block.saved_bytes(work) + block.mask_bytes(work) for block in self.blocks.values())
-        if recompute:
+        if full_recompute:
             in_hand += max(self.layer_bytes(layer) for layer in set(self.layers))
-        activations = self.in_flight * self.activations(recompute=recompute) + self._expected
+        activations = self.in_flight * self.activations(full_recompute=full_recompute) + self._expected
         return Memory(
             parameters=4 * self._held,
             compute_copies=2 * self._copied if low else 0,
@@ -330,11 +330,11 @@ class Arithmetic:
         read; of parameters the compute copy is read three times and a gradient made and added; the step reads and writes whole
         gradients, Adam's parts and the parameters.
         """
-        work, again = self.work, int(self.training.recompute)
+        work, again = self.work, int(self.training.recompute == "full")
         tokens = work.tokens * self.passes
         matmuls = 2 * ((3 + again) * self._matmuls(head=False) + 3 * self._matmuls(head=True))
         matrix, vector = self._recurrences
-        kept = self.activations(recompute=False) * (5 + 2 * again)
+        kept = self.activations(full_recompute=False) * (5 + 2 * again)
         weights = self._copied * (3 * work.compute_bytes + (12 if work.compute_bytes == 2 else 8))
         update = 32 * self.local_count + 28 * self._part + (6 * self._copied if work.compute_bytes == 2 else 0)
         return Operations(
@@ -351,7 +351,7 @@ class Arithmetic:
             matrix=tokens * (2 * self._matmuls(head=False) + matrix),
             vector=tokens * vector,
             # as in a forward pass, what a layer makes is written and read
-            memory=self.surveys * (2 * self.activations(recompute=False) + self._copied * self.work.compute_bytes),
+            memory=self.surveys * (2 * self.activations(full_recompute=False) + self._copied * self.work.compute_bytes),
         )
 
     def _matmuls(self, *, head: bool) -> int:

@@ -33,7 +33,6 @@ MAY_CHANGE = (
     "data.cases",
     "training.micro_batch_size",
     "training.recompute",
-    "training.selective_recompute",
     "training.cuda_graphs",
     "training.replica_check_every",
     "training.log_every",

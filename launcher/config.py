@@ -108,10 +108,10 @@ class RunConfig(BaseModel):
             # a graph's kernels are not launched one by one, so nothing says what each of them belongs to
             "profile": self.profile is not None,
         }
-        if self.training.selective_recompute:
+        if self.training.recompute == "selective":
             raise ConfigError(
-                "training.cuda_graphs=true does not go with training.selective_recompute=true: what is made again in a backward "
-                "pass cannot be recorded (CUDA refuses it); set one of them to false"
+                "training.cuda_graphs=true does not go with training.recompute=selective: what is made again in a backward "
+                "pass cannot be recorded (CUDA refuses it); set training.recompute=none or full, or training.cuda_graphs=false"
             )
         found = [*split, *(name for name, there in others.items() if there)]
         if found:

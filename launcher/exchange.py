@@ -74,7 +74,7 @@ def tensor_volumes(one: Arithmetic) -> dict[tuple[str, str], int]:
 
 
 def _volumes_of_a_pass(one: Arithmetic) -> Counter[tuple[str, str]]:
-    work, shared, again = one.work, one.work.sequence_parallel, int(one.training.recompute)
+    work, shared, again = one.work, one.work.sequence_parallel, int(one.training.recompute == "full")
     vectors, both, found = _vectors(one), ("all-gather", "reduce-scatter"), Counter[tuple[str, str]]()
     for layer in one.layers:
         for all_reduce in (all_reduce for block in one.of_layer(layer) for all_reduce in block.all_reduces):

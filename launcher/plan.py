@@ -198,8 +198,9 @@ class Plan:
             if value:
                 yield _row(text, value)
         yield _row("at the highest moment", self.memory.peak)
-        other = not config.training.recompute
-        yield f"  (a {self._pass}'s activations with training.recompute={str(other).lower()}: {_size(self.activations[other])})"
+        other = config.training.recompute != "full"
+        word = "full" if other else "none"
+        yield f"  (a {self._pass}'s activations with training.recompute={word}: {_size(self.activations[other])})"
         yield ""
         if not self.memory.saved:
             yield "host memory per rank" + (", on the stage that has most" if len(self.stages) > 1 else "")
@@ -298,7 +299,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
         config=config,
         stages=stages,
         fullest=fullest,
-        activations={again: counted[fullest].activations(recompute=again) for again in (False, True)},
+        activations={full: counted[fullest].activations(full_recompute=full) for full in (False, True)},
         micro_batches=counted[0].micro_batches,
         bubble=_bubble(counted),
         speed=None if cluster is None else _speed(config, counted, cluster),

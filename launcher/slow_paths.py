@@ -70,7 +70,7 @@ def slow_paths(config: RunConfig, device: str, memory_bandwidth_tb_s: float = AS
 def seconds_by_mixer(one: Arithmetic, memory_bandwidth_tb_s: float) -> dict[str, float]:
     """Of one stage's ranks in an optimizer step, surveys and recomputation included."""
     found: dict[str, float] = {}
-    forwards = one.passes * (1 + int(one.training.recompute)) + one.surveys
+    forwards = one.passes * (1 + int(one.training.recompute == "full")) + one.surveys
     for name, block in one.blocks.items():
         if (eager := _eager(block)) is not None:
             forward, backward = eager.seconds(one.work.batch, one.tensor, memory_bandwidth_tb_s)

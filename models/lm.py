@@ -7,7 +7,7 @@ pieces equal the whole; hand them a token at a time and that is decoding.
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +45,11 @@ class LanguageModel(nn.Module):
 
     tensor_size: ranks of the tensor group this model is split over. compute_dtype: of matmuls and activations between them;
     parameters, step sizes and scan states stay fp32. residual_dtype: of the residual stream and of what goes from stage to stage.
-    recompute: keep only each layer's input for backward and run the layer again there; selective_recompute: only what costs little
-    is not kept. link: the neighbours that have the tokens before and after this rank's, or None. stage: which layers this rank has
-    (None: all); pipeline: the stages before and after it, or None. sequence_parallel: tensor ranks share the residual stream and
-    the norms, each a part of the tokens, [tokens_per_rank(B T), d_model]: such a part goes from stage to stage. The last stage's
-    hidden vectors are gathered.
+    recompute: activations that the backward pass recomputes: "none", "selective" (those that are cheap), or "full" (only each
+    layer's input is kept, and the layer runs again). link: the neighbours that have the tokens before and after this rank's, or
+    None. stage: which layers this rank has (None: all); pipeline: the stages before and after it, or None. sequence_parallel:
+    tensor ranks share the residual stream and the norms, each a part of the tokens, [tokens_per_rank(B T), d_model]: such a part
+    goes from stage to stage. The last stage's hidden vectors are gathered.
     """
 
     def __init__(
@@ -59,8 +59,7 @@ class LanguageModel(nn.Module):
         tensor_size: int = 1,
         compute_dtype: torch.dtype = torch.float32,
         residual_dtype: torch.dtype = torch.float32,
-        recompute: bool = False,
-        selective_recompute: bool = False,
+        recompute: Literal["none", "selective", "full"] = "none",
         link: ContextLink | None = None,
         stage: Stage | None = None,
         pipeline: PipelineLink | None = None,
@@ -97,8 +96,7 @@ class LanguageModel(nn.Module):
             compute_dtype,
             config.init_std,
             sequence_parallel=self.sequence_parallel,
-            # a layer that is run again keeps nothing anyway
-            selective_recompute=selective_recompute and not recompute,
+            selective_recompute=recompute == "selective",
         )
         self.layers = nn.ModuleDict({str(n): Layer(config.layers[n], config, context) for n in self.stage.layers})
         for name, module in self.named_modules():
@@ -128,7 +126,7 @@ class LanguageModel(nn.Module):
         leaving: States = {}
         for number, layer in self.layers.items():
             entering = None if states is None else states[number]
-            if self.recompute and torch.is_grad_enabled():
+            if self.recompute == "full" and torch.is_grad_enabled():
                 # nothing random happens in a layer, so there is no generator's state to restore
                 # one part, of which half as much is kept
                 x, leaving[number] = checkpoint(

@@ -67,7 +67,6 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
             compute_dtype=DTYPES[training.compute_dtype_on(device.type)],
             residual_dtype=DTYPES[training.residual_dtype],
             recompute=training.recompute,
-            selective_recompute=training.selective_recompute,
             link=None if mesh is None else _link(training, mesh),
             stage=None if mesh is None else stages.cut(config, mesh.layout.pipeline, training.sequence_length)[mesh.pipeline_rank],
             pipeline=None if mesh is None else mesh.pipeline,

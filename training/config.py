@@ -11,6 +11,7 @@ from baton.training.errors import RunError
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0)]
 ComputeDtype = Literal["float32", "bfloat16"]
+Recompute = Literal["none", "selective", "full"]
 
 
 class _Settings(BaseModel):
@@ -189,10 +190,12 @@ class TrainingConfig(_Settings):
     )
     initial_weights: str | None = Field(None, description="a safetensors file, as `baton checkpoint export` writes, that a new run "
                                         "begins with; null: values from the seed")  # fmt: skip
-    recompute: bool = Field(False, description="run each block again in backward and keep only its input: less memory")
-    selective_recompute: bool = Field(False, description="make again in backward what costs little, as convolutions and gates: "
-                                      "somewhat less memory; not for sequences in segments or over ranks, "
-                                      "nor with cuda_graphs")  # fmt: skip
+    recompute: Recompute = Field(
+        "none",
+        description="activations that the backward pass recomputes; none: all are kept, fastest; selective: those that are "
+        " cheap to recompute, as convolutions and gates: somewhat less memory, without effect on sequences in segments or "
+        "over ranks, and not with cuda_graphs; full: all of a layer but its input: least memory, one more forward pass",
+    )
     cuda_graphs: bool = Field(False, description="launch a pass's kernels at once: faster where the host takes longer to launch "
                               "them than the GPU to run them, for somewhat more memory; where a GPU has all layers and whole "
                               "sequences")  # fmt: skip

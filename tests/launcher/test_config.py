@@ -25,7 +25,7 @@ from baton.training.micro_batch_size import fit_micro_batch_size
         ("training.lanes=null", "training.lanes", None),
         ("directory=null", "directory", None),
         ("training.optimizer.betas=[0.9, 0.98]", "training.optimizer.betas", [0.9, 0.98]),
-        ("training.recompute=true", "training.recompute", True),
+        ("training.recompute=full", "training.recompute", "full"),
         ("layout={data: 4, tensor: 1}", "layout.data", 4),
         ("model.mixers.mamba.d_state=8", "model.mixers.mamba.d_state", 8),
         ("data.path=pipe:cat /a=b/{}", "data.path", "pipe:cat /a=b/{}"),
@@ -74,7 +74,7 @@ def test_what_may_not_change_is_listed_and_what_may_is_not(inputs):
     assert changes(old, old) == []
     free = ["name=other", "directory=/elsewhere", "device=auto", "layout.data=1", "model.loss_chunk=7", "data.prefetch=5"]
     free += ["data.path=/moved", "training.log_every=9", "training.checkpoint.every=3", "training.evaluation.tokens=5"]
-    free += ["training.recompute=true", "training.replica_check_every=7", "training.micro_batch_size=1"]
+    free += ["training.recompute=full", "training.replica_check_every=7", "training.micro_batch_size=1"]
     assert changes(old, load(inputs.run, free)) == []
     fixed = ["training.seed=3", "model.mixers.mamba.d_state=8", "data.unit_documents=2", "training.optimizer.lr=1e-3"]
     assert [str(change) for change in changes(old, load(inputs.run, [*fixed, *free]))] == [

@@ -167,7 +167,7 @@ def test_activations_are_what_autograd_keeps(measured, variant, compute_dtype):
     arithmetic = Arithmetic(run_of(variant, compute_dtype=compute_dtype))
     # the last norm's output has a gradient from the loss
     without = -READ_NUMBERS + {"float32": 4, "bfloat16": 2}[compute_dtype] * SMALL_WIDTH
-    counted = arithmetic.activations(recompute=False) - BATCH * SEQUENCE_LENGTH * without
+    counted = arithmetic.activations(full_recompute=False) - BATCH * SEQUENCE_LENGTH * without
     assert counted == pytest.approx(measured["saved"][variant][compute_dtype], rel=0.03)
 
 
@@ -175,7 +175,7 @@ def test_activations_are_what_autograd_keeps(measured, variant, compute_dtype):
 @pytest.mark.parametrize(("recompute", "residual_dtype"), LIVING_WITH)
 def test_what_lives_after_forward_is_activations_and_states(measured, variant, recompute, residual_dtype):
     arithmetic = Arithmetic(run_of(variant, compute_dtype="bfloat16", residual_dtype=residual_dtype))
-    counted = arithmetic.activations(recompute=recompute) + arithmetic.states
+    counted = arithmetic.activations(full_recompute=recompute == "full") + arithmetic.states
     assert counted == pytest.approx(measured["living"][f"{variant} {recompute} {residual_dtype}"], rel=0.1)
 
 
@@ -183,13 +183,13 @@ def test_what_lives_after_forward_is_activations_and_states(measured, variant, r
 def test_what_is_made_again_does_not_live(measured, variant):
     """Of a layer with an MLP and one without: as many bytes fewer as are counted."""
     plain, less = measured["selective"][variant]
-    runs = (Arithmetic(run_of(variant, compute_dtype="bfloat16", mlp=True, selective=on)) for on in (False, True))
-    counted = [run.activations(recompute=False) for run in runs]
+    runs = (Arithmetic(run_of(variant, compute_dtype="bfloat16", mlp=True, recompute=how)) for how in ("none", "selective"))
+    counted = [run.activations(full_recompute=False) for run in runs]
     assert plain - less == counted[0] - counted[1] > 0
 
 
 def test_a_gpu_keeps_less():
-    on_cpu, on_gpu = (Arithmetic(run_of("gla", device=device)).activations(recompute=False) for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (Arithmetic(run_of("gla", device=device)).activations(full_recompute=False) for device in ("cpu", "cuda"))
     assert 0.5 < on_gpu / on_cpu < 1
 
 
@@ -279,7 +279,7 @@ def test_activations_on_a_shared_residual_stream_are_what_autograd_keeps(measure
     assert arithmetic.work.stream_tokens * SHARED_BY["tensor"] > arithmetic.work.tokens
     # the last norm's output is gathered in the compute type
     without = -READ_NUMBERS + arithmetic.work.compute_bytes * SMALL_WIDTH
-    counted = arithmetic.activations(recompute=False) - BATCH * ODD_SEQUENCE_LENGTH * without
+    counted = arithmetic.activations(full_recompute=False) - BATCH * ODD_SEQUENCE_LENGTH * without
     assert counted == pytest.approx(measured["shared"][variant]["saved"][compute_dtype], rel=0.02)
 
 
@@ -289,7 +289,7 @@ def test_recomputation_on_a_shared_residual_stream_keeps_what_is_counted(measure
     arithmetic = shared(variant, compute_dtype=compute_dtype)
     # of the batch its tokens and positions are seen
     without = -READ_NUMBERS
-    counted = arithmetic.activations(recompute=True) + arithmetic.states - BATCH * ODD_SEQUENCE_LENGTH * without
+    counted = arithmetic.activations(full_recompute=True) + arithmetic.states - BATCH * ODD_SEQUENCE_LENGTH * without
     assert counted == pytest.approx(measured["shared"][variant]["living"][compute_dtype], rel=0.1)
 
 
@@ -372,7 +372,7 @@ def test_activations_of_a_stage_are_what_autograd_keeps(measured, variant):
     """To 4 %; what goes to the next stage is kept by who sends it."""
     for one, saved in zip(of_stages(run_of(variant, pipeline=STAGES)), measured["saved of a stage"][variant], strict=True):
         beside = -READ_NUMBERS + 4 * SMALL_WIDTH
-        assert one.activations(recompute=False) - BATCH * SEQUENCE_LENGTH * beside == pytest.approx(saved, rel=0.04)
+        assert one.activations(full_recompute=False) - BATCH * SEQUENCE_LENGTH * beside == pytest.approx(saved, rel=0.04)
 
 
 def test_stages_keep_as_many_micro_batches_as_their_schedule_has_ahead():
@@ -400,7 +400,7 @@ def test_sequence_ranks_hand_on_what_is_counted(measured, variant):
     names = {"right": "States: to the next rank", "left": "cotangents: to the rank before"}
     counted = {direction: exchange[name].bytes // 2 if name in exchange else 0 for direction, name in names.items()}
     assert counted == measured["handed on"][variant]
-    kept = arithmetic.activations(recompute=False) - BATCH * SEQUENCE_LENGTH // 2 * (-READ_NUMBERS + 4 * SMALL_WIDTH)
+    kept = arithmetic.activations(full_recompute=False) - BATCH * SEQUENCE_LENGTH // 2 * (-READ_NUMBERS + 4 * SMALL_WIDTH)
     assert kept == pytest.approx(measured["saved of a segment"][variant], rel=0.03)
 
 

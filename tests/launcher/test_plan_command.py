@@ -83,7 +83,7 @@ def test_memory_alone_gives_a_verdict(plan):
     assert (status, out.splitlines()[-1][:5]) == (0, "fits:")
     status, out, _ = plan(RUN, "--memory-gib", 20)
     assert (status, out.splitlines()[-1][:13]) == (2, "does not fit:")
-    assert "fits with training.recompute=true" in out
+    assert "fits with training.recompute=full" in out
 
 
 @pytest.mark.parametrize("cluster", ["a100", "h100", "h200"])
@@ -157,7 +157,7 @@ def test_stages_share_the_model_and_the_first_keeps_most_activations():
     assert [stage.in_flight for stage in found.stages] == [4, 3, 2, 1]
     # stages 1 and 2 have equal layers, and one micro-batch more or less
     one, two = (stage.memory.activations for stage in found.stages[1:3])
-    each = of_stages(load(RUN, ["layout.pipeline=4"]))[1].activations(recompute=False)
+    each = of_stages(load(RUN, ["layout.pipeline=4"]))[1].activations(full_recompute=False)
     assert len(found.stages[1].layers) == len(found.stages[2].layers)
     assert one - two == each
     # the last one is lent the embedding: values, copy and gradient, and no optimizer
@@ -237,7 +237,7 @@ def test_a_shared_residual_stream_saves_memory_where_layers_are_run_again():
     assert partial not in whole.exchange
     assert shared.exchange[partial] == ring(2 * 4 * 49 * width, 4)
     assert sum(shared.exchange.values()) - shared.exchange[partial] == sum(whole.exchange.values())
-    again = [make_plan(load(RUN, [*words, "training.recompute=true", *more])) for more in ((), ("layout.sequence_parallel=true",))]
+    again = [make_plan(load(RUN, [*words, "training.recompute=full", *more])) for more in ((), ("layout.sequence_parallel=true",))]
     assert again[0].memory.activations / 4 < again[1].memory.activations < again[0].memory.activations / 3.5
     sent = [sum(value for name, value in plan.exchange.items() if name.startswith("layers forward")) for plan in again]
     assert sent[1] - sent[0] == pytest.approx(48 * whole.micro_batches * ring(2 * tokens * width, 4), rel=1e-9)
@@ -252,19 +252,19 @@ def test_without_zero_every_rank_has_all_moments():
     sent = {zero: make_plan(load(RUN, [f"layout.zero={zero}"])).exchange for zero in ZERO}
     assert sum(sent[0].values()) == ring(8 * n, 8)
     assert sum(sent[2].values()) == sum(sent[1].values()) - ring(4 * n, 8)
-    found = make_plan(load(RUN, ["layout.zero=0", "training.recompute=true", "training.micro_batch_size=1"]), memory_gib=22)
+    found = make_plan(load(RUN, ["layout.zero=0", "training.recompute=full", "training.micro_batch_size=1"]), memory_gib=22)
     assert found.advice == ("layout.zero=1",)
-    assert make_plan(load(RUN, ["training.recompute=true", "training.micro_batch_size=1"]), memory_gib=22).fits
+    assert make_plan(load(RUN, ["training.recompute=full", "training.micro_batch_size=1"]), memory_gib=22).fits
 
 
 @pytest.mark.parametrize(
     ("words", "memory", "advice"),
     [
-        (("layout.tensor=8", "training.recompute=true", "training.micro_batch_size=1"), 2.3, ("layout.pipeline=2",)),
-        ((), 20, ("training.recompute=true",)),
-        (("training.recompute=true",), 17.0, ("training.micro_batch_size=1",)),
-        (("training.recompute=true", "training.micro_batch_size=1"), 16.5, ("layout.data=16",)),
-        (("training.recompute=true", "training.micro_batch_size=1"), 10, ("layout.tensor=2",)),
+        (("layout.tensor=8", "training.recompute=full", "training.micro_batch_size=1"), 2.3, ("layout.pipeline=2",)),
+        ((), 20, ("training.recompute=full",)),
+        (("training.recompute=full",), 17.0, ("training.micro_batch_size=1",)),
+        (("training.recompute=full", "training.micro_batch_size=1"), 16.5, ("layout.data=16",)),
+        (("training.recompute=full", "training.micro_batch_size=1"), 10, ("layout.tensor=2",)),
     ],
 )
 def test_advice_is_the_first_change_that_fits_and_does_fit(words, memory, advice):

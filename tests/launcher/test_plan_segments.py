@@ -45,7 +45,7 @@ def assert_kept(one, seen, rel=0.03):
     memory, waiting = one.memory(), one.entering if one.layout.context == 1 else 0
     if one.together > 1:
         assert memory.borders + memory.inputs + waiting == pytest.approx(seen["forward_no_grad"], rel=rel)
-    kept = memory.borders + memory.inputs + one.activations(recompute=one.training.recompute)
+    kept = memory.borders + memory.inputs + one.activations(full_recompute=one.training.recompute == "full")
     # the loss has made the head's gradient
     kept += 4 * one.head_count * one.stage.last
     assert kept == pytest.approx(seen["forward"], rel=rel)
@@ -65,7 +65,7 @@ def test_segments_keep_what_is_counted(measured, variant, bptt):
 
 @pytest.mark.parametrize("bptt", BPTT)
 def test_recomputed_segments_and_those_of_later_stages_keep_what_is_counted(measured, bptt):
-    assert_kept(arithmetic("gla", bptt, recompute=True), measured[f"gla {bptt} again"])
+    assert_kept(arithmetic("gla", bptt, recompute="full"), measured[f"gla {bptt} again"])
     last = arithmetic("gla", bptt, pipeline=STAGES)
     assert_kept(last, measured[f"gla {bptt} stage"])
     assert last.memory().inputs == (last.together - 1) * last.hidden_bytes
@@ -95,7 +95,7 @@ def test_segments_over_sequence_ranks_keep_and_send_what_is_counted(measured, va
 
 
 @pytest.mark.parametrize("bptt", BPTT)
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("how", ["tensor", "shared"])
 def test_tensor_ranks_exchange_surveys_too(measured, bptt, recompute, how):
     layout = {"tensor": 2} if how == "tensor" else SHARED_BY
@@ -209,7 +209,7 @@ def test_segments_run_forwards_once_more_but_for_the_last():
         make_plan(long_run(*words), cluster).speed
         for words in (
             (),
-            ("training.recompute=true",),
+            ("training.recompute=full",),
             ("training.bptt={mode: exact, segment: 16384}",),
             ("training.bptt={mode: truncated, segment: 16384, gradient_segments: 1}",),
         )
@@ -229,9 +229,9 @@ def test_segments_run_forwards_once_more_but_for_the_last():
         (("training.micro_batch_size=4", "training.global_batch_tokens=4194304"), 136,
          ("training.bptt={mode: exact, segment: 32768}", "training.micro_batch_size=1")),
         # both, where one of them is not enough
-        ((), 40, ("training.recompute=true", "training.bptt={mode: exact, segment: 16384}")),
+        ((), 40, ("training.recompute=full", "training.bptt={mode: exact, segment: 16384}")),
         # stages rather recompute what fits so
-        (("layout.pipeline=4", "training.sequence_length=65536"), 100, ("training.recompute=true",)),
+        (("layout.pipeline=4", "training.sequence_length=65536"), 100, ("training.recompute=full",)),
         (("layout.pipeline=4",), 100, ("training.bptt={mode: exact, segment: 65536}",)),
         # what has segments gets shorter ones, and gradients go as far back as they did
         (("training.bptt={mode: exact, segment: 131072}",), 136, ("training.bptt.segment=32768",)),

@@ -112,7 +112,7 @@ def test_a_truncated_run_killed_in_mid_step_and_mid_document_goes_on_bit_for_bit
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [(), OTHER_RANKS, ("layout.data=1", "layout.tensor=2", "training.recompute=true")], ids=str)
+@pytest.mark.parametrize("layout", [(), OTHER_RANKS, ("layout.data=1", "layout.tensor=2", "training.recompute=full")], ids=str)
 def test_an_exact_run_killed_in_mid_step_goes_on_bit_for_bit(inputs, launch, undisturbed, tmp_path, monkeypatch, layout):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     complete(launch, inputs, whole, (*EXACT, *layout))

@@ -97,8 +97,8 @@ def losses_and_gradients(recompute, monkeypatch=None):
 
 def test_recomputation_keeps_the_tokens_that_were_chosen(single_mesh, monkeypatch):
     """Even if the scores came out differently the second time, which is made to happen here."""
-    loss, grads, _ = losses_and_gradients(recompute=False)
-    again, recomputed, calls = losses_and_gradients(recompute=True, monkeypatch=monkeypatch)
+    loss, grads, _ = losses_and_gradients(recompute="none")
+    again, recomputed, calls = losses_and_gradients(recompute="full", monkeypatch=monkeypatch)
     assert calls == 4, "two layers, forwards and again"
     assert torch.equal(again, loss)
     for name, grad in grads.items():
@@ -106,9 +106,9 @@ def test_recomputation_keeps_the_tokens_that_were_chosen(single_mesh, monkeypatc
 
 
 def test_the_test_above_would_see_another_choice(single_mesh, monkeypatch):
-    _, grads, _ = losses_and_gradients(recompute=False)
+    _, grads, _ = losses_and_gradients(recompute="none")
     monkeypatch.setattr(bmojo.BMojo, "kept_operators", ())
-    _, recomputed, _ = losses_and_gradients(recompute=True, monkeypatch=monkeypatch)
+    _, recomputed, _ = losses_and_gradients(recompute="full", monkeypatch=monkeypatch)
     assert any(not torch.equal(recomputed[name], grad) for name, grad in grads.items())
 
 

@@ -8,7 +8,6 @@ from support.models import SMALL_WIDTH, model_of, step_batch
 
 from baton.models import selective_recompute
 from baton.models.lm import LanguageModel
-from baton.models.mixer import Mixer
 from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings import kinds
 from baton.parallel.param_layout import initialize_parameters
@@ -75,7 +74,7 @@ def test_losses_and_gradients_have_the_same_bits(mixer, dtype, monkeypatch, sing
 
     monkeypatch.setattr(selective_recompute, "_Placeholder", Recorded)
     for selective in (False, True):
-        model = LanguageModel(model_of(mixer), compute_dtype=dtype, selective_recompute=selective)
+        model = LanguageModel(model_of(mixer), compute_dtype=dtype, recompute="selective" if selective else "none")
         initialize_parameters(model, 0, 0, 1)
         hidden, _ = model(batch.tokens, batch.pos)
         loss = model.loss(hidden, batch.labels)
@@ -85,8 +84,3 @@ def test_losses_and_gradients_have_the_same_bits(mixer, dtype, monkeypatch, sing
     assert all(p.readers == 0 and p.value is None for p in placeholders)
     for saved, recomputed in zip(*results, strict=True):
         assert torch.equal(saved, recomputed)
-
-
-def test_full_recomputation_turns_selective_recomputation_off():
-    model = LanguageModel(model_of("mamba"), recompute=True, selective_recompute=True)
-    assert not any(mixer.context.selective_recompute for mixer in model.modules() if isinstance(mixer, Mixer))

@@ -118,7 +118,7 @@ def test_every_layer_on_a_shared_residual_stream_is_the_layer(pool, single_mesh,
                 assert relative_error(value, expected[mixer][name]) <= 1e-10, f"{mixer}: {name}"
 
 
-def model_on(mesh, mixer, compute_dtype, recompute=False):
+def model_on(mesh, mixer, compute_dtype, recompute="none"):
     config = model_of(mixer)
     model = LanguageModel(
         config,
@@ -160,17 +160,17 @@ def kept(mesh, mixer, recompute):
 @pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_recomputation_keeps_a_part_of_each_layers_input(pool, tensor):
     """What is kept in float32 are the layers' inputs, and what the final norm needs: with a shared stream a rank has its part."""
-    whole = pool.run(kept, "mamba", True, tensor=tensor)[0]
+    whole = pool.run(kept, "mamba", "full", tensor=tensor)[0]
     assert whole[torch.float32] > (model_of("mamba").n_layers + 1) * 48 * model_of("mamba").d_model
-    for part in pool.run(kept, "mamba", True, tensor=tensor, sequence_parallel=True):
+    for part in pool.run(kept, "mamba", "full", tensor=tensor, sequence_parallel=True):
         assert part[torch.float32] * tensor == whole[torch.float32]
         assert part[torch.bfloat16] == whole[torch.bfloat16] == 0
 
 
 def test_without_recomputation_norms_keep_a_part(pool):
     """The gathered input of a projection is whole in either case, in the compute type."""
-    whole = pool.run(kept, "mamba", False, tensor=2)[0]
-    part = pool.run(kept, "mamba", False, tensor=2, sequence_parallel=True)[0]
+    whole = pool.run(kept, "mamba", "none", tensor=2)[0]
+    part = pool.run(kept, "mamba", "none", tensor=2, sequence_parallel=True)[0]
     assert part[torch.bfloat16] == whole[torch.bfloat16]
     # per norm on a CPU: the residual stream, that normalised, and a number per token
     width, norms = model_of("mamba").d_model, model_of("mamba").n_layers + 1

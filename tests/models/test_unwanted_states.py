@@ -72,16 +72,16 @@ EVERY_WAY = {"bmojo", "hybrid"}
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        pytest.param(kind, how, marks=[] if how == "recompute" or kind in EVERY_WAY else pytest.mark.long)
+        pytest.param(kind, how, marks=[] if how == "full" or kind in EVERY_WAY else pytest.mark.long)
         for kind in [*kinds(), "hybrid"]
-        for how in ("plain", "recompute", "selective_recompute")
+        for how in ("none", "selective", "full")
     ],
 )
 def test_a_models_losses_and_gradients_are_the_same(kind, how, single_mesh):
     """Also where a layer is run again, outside of what said that no State is wanted."""
     batch, found = micro_batches(0, 0, 1, 2)[0], []
     for wanted in (True, False):
-        model = LanguageModel(model_of(kind), **({} if how == "plain" else {how: True}))
+        model = LanguageModel(model_of(kind), recompute=how)
         initialize_parameters(model, 0, 0, 1)
         hidden, states = model(batch.tokens, batch.pos, state_wanted=wanted)
         loss = model.loss(hidden, batch.labels)

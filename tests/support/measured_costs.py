@@ -36,9 +36,9 @@ SELECTIVELY = ("mamba", "longhorn")
 EXCHANGED = (*kinds(), "lattice, everything")
 HANDED_ON = [variant for variant, (_, changes) in VARIANTS.items() if changes.get("window", 1) is not None]
 # whether layers are run again, and what the residual stream is in: of what lives after a pass
-LIVING_WITH = [(False, "float32"), (True, "bfloat16")]
+LIVING_WITH = [("none", "float32"), ("full", "bfloat16")]
 # precision, whether layers are run again, and what the residual stream is in
-SENT_WITH = [("float32", False, "float32"), ("bfloat16", True, "float32"), ("bfloat16", False, "bfloat16")]
+SENT_WITH = [("float32", "none", "float32"), ("bfloat16", "full", "float32"), ("bfloat16", "none", "bfloat16")]
 STAGES = 2
 STAGED = ("mamba", "gla", "bmojo", "lattice")
 ZERO = (0, 1, 2)
@@ -47,7 +47,7 @@ SPANS = 4
 SHARED = ("mamba2", "gla", "bmojo", "mamba", "lattice")
 SHARED_BY = {"tensor": 4, "sequence_parallel": True}
 # precision, and whether layers are run again: of what ranks that share it exchange
-SHARED_WITH = [("float32", False), ("bfloat16", True)]
+SHARED_WITH = [("float32", "none"), ("bfloat16", "full")]
 ODD_SEQUENCE_LENGTH = 159
 # gradients through all segments, through some of them, and through none but their own
 SEGMENTED = ("mamba", "gla", "bmojo", "lattice")
@@ -62,7 +62,7 @@ SEGMENTED_OVER_RANKS = [(variant, bptt) for variant in SEGMENTED for bptt in BPT
 
 
 def run_of(
-    variant, *, compute_dtype="float32", recompute=False, selective=False, residual_dtype="float32", device="cpu",
+    variant, *, compute_dtype="float32", recompute="none", residual_dtype="float32", device="cpu",
     sequence_length=SEQUENCE_LENGTH, mlp=False,
     bptt=None, **layout,
 ):  # fmt: skip
@@ -80,7 +80,7 @@ def run_of(
         "micro_batch_size": BATCH,
     }
     training |= {"compute_dtype": compute_dtype, "recompute": recompute, "optimizer": {"lr": 1e-3}}
-    training |= {"selective_recompute": selective, "residual_dtype": residual_dtype}
+    training |= {"residual_dtype": residual_dtype}
     if bptt is not None:
         training |= {"bptt": BPTT[bptt], "lanes": LANES}
     return RunConfig.model_validate({"name": "small", "device": device, "model": model, "training": training, "layout": layout})
@@ -162,9 +162,7 @@ def measure():
         tokens = torch.randint(64, (BATCH, sequence_length))
         return TokenBatch(tokens, tokens.roll(-1, 1), torch.arange(sequence_length, dtype=torch.int32).repeat(BATCH, 1))
 
-    def model_of(
-        variant, compute_dtype, recompute, tensor, *, mlp=False, sequence_parallel=False, selective=False, residual_dtype="float32"
-    ):
+    def model_of(variant, compute_dtype, recompute, tensor, *, mlp=False, sequence_parallel=False, residual_dtype="float32"):
         """A model that has made its compute copies, and the storages of those and of its parameters."""
         config = run_of(variant, tensor=tensor, mlp=mlp)
         model = LanguageModel(
@@ -173,7 +171,6 @@ def measure():
             compute_dtype=DTYPES[compute_dtype],
             residual_dtype=DTYPES[residual_dtype],
             recompute=recompute,
-            selective_recompute=selective,
             sequence_parallel=sequence_parallel,
         )
         initialize_parameters(model, 0, 0, tensor)
@@ -198,7 +195,7 @@ def measure():
 
     read, results = batch(), {}
     mesh = meshes.initialize(run_of("mamba").layout, device=torch.device("cpu"), rank=0, store=None)
-    results["saved"] = {v: {p: saved(*model_of(v, p, False, 1), read) for p in DTYPES} for v in VARIANTS}
+    results["saved"] = {v: {p: saved(*model_of(v, p, "none", 1), read) for p in DTYPES} for v in VARIANTS}
     results["living"] = {}
     for variant, (recompute, residual_dtype) in itertools.product(RECOMPUTED, LIVING_WITH):
         model, known = model_of(variant, "bfloat16", recompute, 1, residual_dtype=residual_dtype)
@@ -209,8 +206,8 @@ def measure():
     results["selective"] = {}
     for variant in SELECTIVELY:
         found = results["selective"][variant] = []
-        for selective in (False, True):
-            model, known = model_of(variant, "bfloat16", False, 1, mlp=True, selective=selective)
+        for recompute in ("none", "selective"):
+            model, known = model_of(variant, "bfloat16", recompute, 1, mlp=True)
             with Living() as living:
                 kept = model(read.tokens, read.pos)
             found.append(living.nbytes(known))
@@ -232,8 +229,8 @@ def measure():
     for variant in SHARED:
         found = results["shared"][variant] = {"saved": {}, "living": {}, "sent": {}}
         for compute_dtype in DTYPES:
-            found["saved"][compute_dtype] = saved(*model_of(variant, compute_dtype, False, mlp=True, **SHARED_BY), read)
-            model, known = model_of(variant, compute_dtype, True, mlp=True, **SHARED_BY)
+            found["saved"][compute_dtype] = saved(*model_of(variant, compute_dtype, "none", mlp=True, **SHARED_BY), read)
+            model, known = model_of(variant, compute_dtype, "full", mlp=True, **SHARED_BY)
             with Living() as living:
                 kept = model(read.tokens, read.pos)
             found["living"][compute_dtype] = living.nbytes(known)
@@ -325,7 +322,7 @@ def measure():
 
     ContextLink.recv_wraparound = lambda link, leaves, batch: {x.name: torch.ones(batch, *x.shape, dtype=x.dtype) for x in leaves}
 
-    def passes_of(variant, bptt, rank=0, recompute=False, **layout):
+    def passes_of(variant, bptt, rank=0, recompute="none", **layout):
         """Of a micro-batch on a rank: bytes that live after the first group's surveys, and at most after the first passes forwards;
         bytes of its lanes, and of what these carried before; what its links and its collectives were given in all."""
         run = run_of(variant, sequence_length=CUT_SEQUENCE_LENGTH, bptt=bptt, recompute=recompute, **layout)
@@ -374,9 +371,9 @@ def measure():
             found[f"{variant} {bptt}"] = passes_of(variant, bptt)
             for rank in (0, 1) if (variant, bptt) in SEGMENTED_OVER_RANKS else ():
                 found[f"{variant} {bptt} rank {rank}"] = passes_of(variant, bptt, rank, context=2)
-        found[f"gla {bptt} again"] = passes_of("gla", bptt, recompute=True)
+        found[f"gla {bptt} again"] = passes_of("gla", bptt, recompute="full")
         found[f"gla {bptt} stage"] = passes_of("gla", bptt, 1, pipeline=STAGES)
-        for recompute in (False, True):
+        for recompute in ("none", "full"):
             found[f"mamba {bptt} tensor {recompute}"] = passes_of("mamba", bptt, recompute=recompute, tensor=2)
             found[f"mamba {bptt} shared {recompute}"] = passes_of("mamba", bptt, recompute=recompute, **SHARED_BY)
     print(json.dumps(results))

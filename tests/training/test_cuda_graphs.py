@@ -153,7 +153,7 @@ class Recorder:
 
 
 seen = []
-FORMS = ({}, {"recompute": True}, {"selective_recompute": True}, {"compute_dtype": "float32"})
+FORMS = ({}, {"recompute": "full"}, {"recompute": "selective"}, {"compute_dtype": "float32"})
 for (name, settings), (changes, tensor) in product(kinds().items(), [*((form, 1) for form in FORMS), ({}, 2)]):
     model = ModelConfig(d_model=SMALL_WIDTH, n_layers=2, vocab_size=64, pattern=[name], mixers={name: settings.small()})
     values = {"steps": 1, "sequence_length": 64, "global_batch_tokens": 128, "micro_batch_size": 2}
@@ -193,7 +193,7 @@ training: {steps: 2, sequence_length: 64, global_batch_tokens: 256, micro_batch_
         (["layout.pipeline=2"], "layout.pipeline=2"),
         (["layout.context=2"], "layout.context=2"),
         (["training.bptt={mode: exact, segment: 32}"], "training.bptt"),
-        (["training.selective_recompute=true"], "training.selective_recompute=true"),
+        (["training.recompute=selective"], "training.recompute=selective"),
         (["device=cpu", "profile=true", "training.steps=20"], "device=cpu and profile"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,

@@ -59,7 +59,7 @@ def oracle(compute_dtype="float32", mixer="mamba"):
     return rows, model, start
 
 
-def steps_on_a_layout(mesh, compute_dtype="float32", recompute=False, mixer="mamba"):
+def steps_on_a_layout(mesh, compute_dtype="float32", recompute="none", mixer="mamba"):
     config = settings_of(mixer, compute_dtype=compute_dtype, recompute=recompute)
     train_state = build(model_of(mixer), config, mesh)
     initial = gather_parameters(train_state.model, mesh.tensor_group)
@@ -119,21 +119,21 @@ def test_layers_without_skips_and_biases_on_a_layout_equal_plain_pytorch(pool, s
 def test_recomputation_exchanges_nothing(pool, mixer):
     """Over four sequence ranks: as many messages as without, and the same bits."""
     plain = pool.run(messages, mixer=mixer, context=4)
-    recomputed = pool.run(messages, mixer=mixer, recompute=True, context=4)
+    recomputed = pool.run(messages, mixer=mixer, recompute="full", context=4)
     for (rows, counted), (rows_again, counted_again) in zip(plain, recomputed):
         assert rows == rows_again
         assert counted == counted_again
         assert sum(counted.values()) > 0
 
 
-def messages(mesh, mixer, recompute=False):
+def messages(mesh, mixer, recompute="none"):
     rows, _, _ = steps_on_a_layout(mesh, mixer=mixer, recompute=recompute)
     return rows, dict(mesh.link.sent)
 
 
 def test_recomputation_and_bfloat16_on_a_layout(pool, single_mesh):
     rows, _, _ = oracle("bfloat16")
-    found, _, _ = pool.run(steps_on_a_layout, tensor=2, data=2, compute_dtype="bfloat16", recompute=True)[0]
+    found, _, _ = pool.run(steps_on_a_layout, tensor=2, data=2, compute_dtype="bfloat16", recompute="full")[0]
     for (loss, norm, _), (want_loss, want_norm) in zip(found, rows):
         assert loss == pytest.approx(want_loss, rel=1e-2)
         assert norm == pytest.approx(want_norm, rel=5e-2)

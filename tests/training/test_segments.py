@@ -51,7 +51,7 @@ class Case:
     segments: int
     dtype: torch.dtype
     gradient: int | None = None
-    recompute: bool = False
+    recompute: str = "none"
     micro_batch_size: int = ROWS
 
 
@@ -249,8 +249,8 @@ MANY = ("mamba", "bmojo", "lattice", "hybrid")
     [(2, 2, ("mamba", "bmojo"), ("mamba",)), *(pytest.param(n, n, MANY, MANY, marks=pytest.mark.long) for n in (1, 2))],
 )
 def test_recomputed_activations_and_micro_batches_change_nothing(pool, single_mesh, ranks, pipeline, exact, truncated):
-    cases = [Case(mixer, 3, torch.float64, None, recompute=True, micro_batch_size=1) for mixer in exact]
-    cases += [Case(mixer, 4, torch.float64, 2, recompute=True, micro_batch_size=1) for mixer in truncated]
+    cases = [Case(mixer, 3, torch.float64, None, recompute="full", micro_batch_size=1) for mixer in exact]
+    cases += [Case(mixer, 4, torch.float64, 2, recompute="full", micro_batch_size=1) for mixer in truncated]
     compare(pool, ranks, pipeline, cases)
 
 

@@ -54,7 +54,7 @@ def in_parts(model, of):
     return found
 
 
-def steps(mesh, mixer, recompute=False, compute_dtype="float32"):
+def steps(mesh, mixer, recompute="none", compute_dtype="float32"):
     """Loss and norm of each step; whole gradients as they are after the finalise pass, added up over the data ranks; parameters."""
     config = training(compute_dtype=compute_dtype, recompute=recompute)
     train_state = build(model_of(mixer), config, mesh)
@@ -90,8 +90,8 @@ LAYOUTS = [
     {"tensor": 2, "context": 2},
     {"tensor": 2, "pipeline": 2},
     {"tensor": 2, "data": 2},
-    {"tensor": 2, "data": 2, "recompute": True},
-    {"tensor": 2, "pipeline": 2, "context": 2, "recompute": True},
+    {"tensor": 2, "data": 2, "recompute": "full"},
+    {"tensor": 2, "pipeline": 2, "context": 2, "recompute": "full"},
 ]
 
 
@@ -125,7 +125,7 @@ def test_every_mixer_on_a_shared_residual_stream_equals_one_process(pool, single
 
 def test_bfloat16_on_a_shared_residual_stream(pool, single_mesh):
     want_rows, _, _ = one_process("mamba")
-    layout = {"tensor": 2, "data": 2, "recompute": True, "compute_dtype": "bfloat16"}
+    layout = {"tensor": 2, "data": 2, "recompute": "full", "compute_dtype": "bfloat16"}
     for rows, _, _ in pool.run(steps, "mamba", sequence_parallel=True, **layout):
         for (loss, norm), (want_loss, want_norm) in zip(rows, want_rows, strict=True):
             assert loss == pytest.approx(want_loss, rel=1e-2)
