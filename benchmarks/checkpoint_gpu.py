@@ -23,6 +23,7 @@ import torch.distributed as dist
 import yaml
 from report import Report
 
+from baton.data_pipeline.packing import Batch
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
@@ -32,7 +33,6 @@ from baton.training.checkpoint.shard_boxes import optimizer_boxes
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.config import OptimizerConfig, TrainingConfig
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import TokenBatch
 
 SEQUENCE_LENGTH = 2048
 RANKS = 4  # of the two layouts
@@ -52,12 +52,12 @@ def settings(model: str, rows: int, *, deterministic: bool) -> tuple[ModelConfig
     return config, training
 
 
-def batch(config: ModelConfig, rows: int, device: torch.device) -> TokenBatch:
+def batch(config: ModelConfig, rows: int, device: torch.device) -> Batch[torch.Tensor]:
     assert config.vocab_size is not None
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (rows, SEQUENCE_LENGTH + 1), generator=generator).to(device)
     pos = torch.arange(SEQUENCE_LENGTH, dtype=torch.int32, device=device).expand(rows, -1).contiguous()
-    return TokenBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), pos)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), pos)
 
 
 def manifest(step: int) -> Manifest:

@@ -23,6 +23,7 @@ import torch
 import torch.multiprocessing as mp
 from report import Report
 
+from baton.data_pipeline.packing import Batch
 from baton.launcher.arithmetic import Arithmetic
 from baton.launcher.config import RunConfig
 from baton.models.config import ModelConfig
@@ -33,7 +34,6 @@ from baton.training.build import build, make_deterministic
 from baton.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
 from baton.training.lr_schedule import learning_rates
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import TokenBatch
 
 FIRST, DRIFT, FLOOR = 1e-3, 4.0, 1e-3  # of the first loss; times the control's distance, or this distance
 PARAMETERS, WIDTH, VOCABULARY, SEQUENCE_LENGTH, SEQUENCES = 100e6, 1536, 8192, 256, 2
@@ -90,7 +90,7 @@ def layouts_of(mixer: str, ranks: int) -> Iterator[dict[str, int]]:
             break
 
 
-def batches(step: int, run: RunConfig, mesh: meshes.Mesh) -> list[TokenBatch]:
+def batches(step: int, run: RunConfig, mesh: meshes.Mesh) -> list[Batch[torch.Tensor]]:
     """Sequences whose next token is mostly a function of the last, in packed documents; this rank's span of each."""
     g = torch.Generator().manual_seed(step)
     noise = torch.randint(VOCABULARY, (SEQUENCES, SEQUENCE_LENGTH + 1), generator=g)
@@ -105,7 +105,7 @@ def batches(step: int, run: RunConfig, mesh: meshes.Mesh) -> list[TokenBatch]:
     span = slice(mesh.context_rank * size, (mesh.context_rank + 1) * size)
     parts = (tokens[:, :-1][:, span], tokens[:, 1:][:, span], pos.to(torch.int32)[:, span])
     rows = torch.arange(SEQUENCES).split(run.training.micro_batch_size)
-    return [TokenBatch(*(x[r].contiguous().to(mesh.device) for x in parts)) for r in rows]
+    return [Batch(*(x[r].contiguous().to(mesh.device) for x in parts)) for r in rows]
 
 
 def losses(run: RunConfig, mesh: meshes.Mesh, steps: int) -> list[float]:

@@ -29,14 +29,14 @@ from report import Report
 from stream_stages import say_stages
 
 from baton.data_pipeline.dataset import Dataset
+from baton.data_pipeline.evaluation import documents
 from baton.data_pipeline.lane_order import Cursor, LaneOrder, Units
-from baton.data_pipeline.prepare import prepare, unit_table
-from baton.data_pipeline.reader import Corpus
-from baton.data_pipeline.shards import BLOCK, DATASET, Index, ShardSummary, index_name, member_header, padded
+from baton.data_pipeline.prepare import prepare, unit_index_bytes
+from baton.data_pipeline.reader import CorpusSpec
+from baton.data_pipeline.run_source import BatchStream
+from baton.data_pipeline.shards import BLOCK, DATASET, UNITS, Index, ShardSummary, UnitIndex, index_name, member_header, padded
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.stream import BatchStream, documents
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
-from baton.data_pipeline.unit_index import UNITS, UnitTable
 
 LANES, SEQUENCE_LENGTH, UNIT_DOCUMENTS, SEED = 8, 2048, 16, 0
 UNITS_PER_LANE = 4  # of about 14 in an epoch: some 10 MB of text a repetition
@@ -143,8 +143,8 @@ def one_reader() -> StepPlan:
     return StepPlan.constant(**shape, start_step=0, prefetch=2)
 
 
-def corpus() -> Corpus:
-    return Corpus(split="train", seed=SEED, lanes=LANES, unit_documents=UNIT_DOCUMENTS, unit_bytes=32 << 20)
+def corpus() -> CorpusSpec:
+    return CorpusSpec(split="train", seed=SEED, lanes=LANES, unit_documents=UNIT_DOCUMENTS, unit_bytes=32 << 20)
 
 
 def with_workers(folder: Path, model: Path, content: str, workers: int, repetitions: int) -> tuple[float, float]:
@@ -207,10 +207,10 @@ def seek(folder: Path, model: str, size: int, report: Report) -> None:
         with open(folder / name, "wb") as f:
             f.truncate(index.end + 2 * BLOCK)
     manifest["shards"] = [entry.__dict__ for entry in entries]
-    units = unit_table(folder, entries)
+    units = unit_index_bytes(folder, entries)
     (folder / UNITS).write_bytes(units)
     middle = {lane: Cursor(unit=shards * documents // 64 // 2 // lanes, document=3, offset=11) for lane in range(lanes)}
-    table = UnitTable.from_bytes(units, UNITS)
+    table = UnitIndex.from_bytes(units, UNITS)
     starts = [table.starts(entry) for entry in entries]
     order = LaneOrder(Units(starts, [documents] * shards), SEED, lanes)
     for lane, cursor in middle.items():
@@ -261,7 +261,7 @@ def stream_equals_raw(folder: str, model: str) -> bool:
     for lane in range(LANES):
         expected: list[int] = []
         for text in texts_of_rank(folder, lane, LANES):
-            expected += [tokenizer.doc, *tokenizer.encode(text).tolist()]
+            expected += [tokenizer.eod_id, *tokenizer.encode(text).tolist()]
         expected = expected[: inputs.shape[1] + 1]
         n = min(len(expected) - 1, inputs.shape[1])
         if inputs[lane, :n].tolist() != expected[:n] or labels[lane, :n].tolist() != expected[1 : n + 1]:

@@ -41,6 +41,7 @@ from exchange_heads import HeadExchange, over_heads
 from report import Report
 from torch import Tensor
 
+from baton.data_pipeline.packing import Batch
 from baton.kernels.compile.aot import META
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
@@ -50,7 +51,6 @@ from baton.parallel.config import LayoutConfig
 from baton.parallel.context_parallel import ContextLink
 from baton.parallel.linear import fused_grad_accumulation
 from baton.parallel.param_layout import named_layouts
-from baton.training.step.microbatch_runner import TokenBatch
 
 FORMS = ("relay", "early", "gather", "all-to-all", "steps", "alone")
 EXCHANGING = FORMS[:4]
@@ -86,9 +86,9 @@ class Ranked:
         ids, at = torch.randint(config.vocab_size or 0, (1, count + 1), generator=g), torch.arange(count)
         # documents begin within spans and go on over borders
         parts = (ids[:, :-1], ids[:, 1:], (at % (7 * tokens // 10))[None].to(torch.int32))
-        self.whole = TokenBatch(*(x.contiguous().to(mesh.device) for x in parts))
+        self.whole = Batch(*(x.contiguous().to(mesh.device) for x in parts))
         self.span = slice(self.link.rank * tokens, (self.link.rank + 1) * tokens)
-        self.own = TokenBatch(*(x[:, self.span].contiguous().to(mesh.device) for x in parts))
+        self.own = Batch(*(x[:, self.span].contiguous().to(mesh.device) for x in parts))
         self.heads = HeadExchange(self.link.rank, self.ranks, self.whole.pos)
         self.itself = ContextLink(0, [mesh.rank], mesh.device)
 
@@ -109,7 +109,7 @@ class Ranked:
                     stack.enter_context(over_heads(self.heads))
             yield
 
-    def run(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    def run(self, batch: Batch[Tensor]) -> tuple[Tensor, Tensor]:
         """Forward and backward as in a training step, of the mean loss over all ranks' labels; hidden vectors, this rank's part of
         the loss. What is sent may still be on its way."""
         with fused_grad_accumulation():

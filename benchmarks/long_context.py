@@ -24,13 +24,14 @@ import torch.multiprocessing as mp
 import yaml
 from report import Report
 
+from baton.data_pipeline.packing import Batch
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.training.build import TrainState, build, make_deterministic
 from baton.training.config import OptimizerConfig, Recompute, TrainingConfig
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import Segments, TokenBatch
+from baton.training.step.microbatch_runner import Segments
 
 NEAR = 1e-3  # relative difference of losses and norms, bfloat16
 TIMEOUT_S = 90  # of a message between ranks
@@ -49,7 +50,7 @@ def settings(sequence_length: int, segment: int | None, *, recompute: Recompute 
     )
 
 
-def batch_of(model: ModelConfig, training: TrainingConfig, mesh: meshes.Mesh) -> TokenBatch:
+def batch_of(model: ModelConfig, training: TrainingConfig, mesh: meshes.Mesh) -> Batch[torch.Tensor]:
     """Packed documents, this rank's spans of the segments."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(model.vocab_size or 0, (1, training.sequence_length + 1), generator=generator)
@@ -57,7 +58,7 @@ def batch_of(model: ModelConfig, training: TrainingConfig, mesh: meshes.Mesh) ->
     parts = [tokens[:, :-1], tokens[:, 1:], pos]
     spans = [x.view(1, training.segments, mesh.layout.context, -1)[:, :, mesh.context_rank].reshape(1, -1) for x in parts]
     tokens, labels, pos = (x.contiguous().to(mesh.device) for x in spans)
-    return TokenBatch(tokens, labels, pos.to(torch.int32))
+    return Batch(tokens, labels, pos.to(torch.int32))
 
 
 def measure(train_state: TrainState, training: TrainingConfig, steps: int, warm: bool) -> dict[str, float] | None:

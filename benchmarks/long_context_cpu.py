@@ -32,6 +32,7 @@ def measure(mixer: str, tokens: int) -> dict[str, float]:
     """In this process: peak resident bytes of a step, seconds per token, bytes of a border's States and of what a token leaves."""
     import torch
 
+    from baton.data_pipeline.packing import Batch
     from baton.models.config import ModelConfig
     from baton.models.settings import kinds
     from baton.parallel import mesh as meshes
@@ -39,7 +40,7 @@ def measure(mixer: str, tokens: int) -> dict[str, float]:
     from baton.training.build import build
     from baton.training.config import OptimizerConfig, TrainingConfig
     from baton.training.step.executor import StepExecutor
-    from baton.training.step.microbatch_runner import Segments, TokenBatch
+    from baton.training.step.microbatch_runner import Segments
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +66,7 @@ def measure(mixer: str, tokens: int) -> dict[str, float]:
         segments = count // SEGMENT
         executor = StepExecutor(train_state.model, train_state.engine, mesh, segments=Segments(segments, segments))
         begin = time.perf_counter()
-        executor.step([TokenBatch(ids, ids.roll(-1, 1), pos)], 1e-3)
+        executor.step([Batch(ids, ids.roll(-1, 1), pos)], 1e-3)
         return time.perf_counter() - begin
 
     step(WARM_UP * SEGMENT)

@@ -17,31 +17,31 @@ import psutil
 from report import Report
 
 from baton.data_pipeline import reader
-from baton.data_pipeline.batches import OpenRun
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.lane_order import Cursor
-from baton.data_pipeline.reader import Corpus, Documents, LaneReader
-from baton.data_pipeline.shared_memory import Blocks
+from baton.data_pipeline.packing import PackedDocs
+from baton.data_pipeline.reader import CorpusSpec, DocReader, LaneReader
+from baton.data_pipeline.run_source import BatchStream
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.storage import ShardStream
-from baton.data_pipeline.stream import BatchStream
 from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.workers import Blocks
 
 STAGES: dict[str, tuple[Any, str]] = {
-    "opening units: files, order, and": (Documents, "open"),
+    "opening units: files, order, and": (DocReader, "open"),
     "  reading bytes": (ShardStream, "read"),
     "  crc32": (zlib, "crc32"),
-    "joining documents' ids": (reader, "id_run"),
-    "writing rows": (OpenRun, "fill"),
+    "joining documents' ids": (reader, "packed_docs"),
+    "writing rows": (PackedDocs, "fill"),
 }
 WARM, STEPS, REPETITIONS, BLOCKS = 300, 3000, 3, 9
 
 
-def say_stages(folder: Path, model: Path, plan: StepPlan, corpus: Corpus, report: Report) -> None:
+def say_stages(folder: Path, model: Path, plan: StepPlan, corpus: CorpusSpec, report: Report) -> None:
     """Microseconds of each stage a step, and of each process, into the log. folder: of token ids."""
-    opened, tokenizer, shape = Dataset.open(folder), Tokenizer(model), plan.stretches[0]
+    opened, tokenizer, shape = Dataset.open(folder), Tokenizer(model), plan.phases[0]
     blocks = Blocks(BLOCKS, plan, 0)
-    read = LaneReader(Documents(corpus, [opened], tokenizer), dict.fromkeys(range(plan.lanes), Cursor()))
+    read = LaneReader(DocReader(corpus, [opened], tokenizer), dict.fromkeys(range(plan.lanes), Cursor()))
 
     def ours(step: int) -> None:
         lanes, block = plan.rows(step), step % BLOCKS

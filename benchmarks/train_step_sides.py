@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from baton.data_pipeline.packing import Batch
 from baton.data_pipeline.run_source import open_source
 from baton.launcher.config import RunConfig
 from baton.launcher.run_directory import read_config
@@ -30,10 +31,9 @@ from baton.training.evaluation.evaluate import forward_segments
 from baton.training.run import RunProgress, RunSettings
 from baton.training.run_setup import open_stream
 from baton.training.step import batch_distribution
-from baton.training.step.microbatch_runner import TokenBatch
 
 
-def first_step(config: RunConfig, mesh: meshes.Mesh) -> tuple[ModelConfig, list[TokenBatch]]:
+def first_step(config: RunConfig, mesh: meshes.Mesh) -> tuple[ModelConfig, list[Batch[Tensor]]]:
     """The resolved model and the micro-batches of the run's first step, as the loop reads them."""
     training, source = config.training, open_source(config.data)
     source.fingerprint(seed=training.seed, lanes=training.lane_count)
@@ -126,7 +126,9 @@ PEERS = {"mamba": ("mamba_ssm", mamba_ssm), "gsa": ("fla", fla)}
 """By the name of the first mixer."""
 
 
-def time_peer(make: Any, model: ModelConfig, batch: TokenBatch, counts: Sequence[int], warm_up: int, steps: int) -> dict[str, Any]:
+def time_peer(
+    make: Any, model: ModelConfig, batch: Batch[Tensor], counts: Sequence[int], warm_up: int, steps: int
+) -> dict[str, Any]:
     """{parameters, loss, timed: {number of micro-batches, which are all the same: {seconds: of each timed step, bytes}}}. Raises
     OutOfMemoryError."""
     torch.manual_seed(0)
@@ -174,6 +176,6 @@ def peer_main(config_file: str, found: str, counts: Sequence[int], warm_up: int,
                 result = {"absent": "out of memory at any length"}
         gc.collect()
         torch.cuda.empty_cache()
-        batch = TokenBatch(*(x[:, :tokens].contiguous() for x in (batch.tokens, batch.labels, batch.pos)))
+        batch = Batch(*(x[:, :tokens].contiguous() for x in (batch.tokens, batch.labels, batch.pos)))
     Path(found).write_text(json.dumps(result))
     meshes.shutdown()

@@ -4,12 +4,13 @@ The one thing to know: what decides the contents of the lanes (`unit_documents` 
 `prefetch` and `cases` of a synthetic task) is fixed for a run; the rest may change at any time.
 """
 
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.mixture import check_weights
 
 MIB = 1 << 20
 
@@ -22,6 +23,31 @@ DEFAULT_INCLUDE = (
 DEFAULT_SHARD_BYTES = 256 * MIB
 #: Share of documents held out for validation.
 DEFAULT_VALIDATION_FRACTION = 0.02
+
+
+#: How far from 1 the weights' sum may be: what decimals with a few digits leave.
+TOLERANCE = 1e-6
+
+
+def check_weights(schedule: Sequence[tuple[int, Mapping[str, float]]], sources: Sequence[str]) -> None:
+    """Raises DataError unless the weights begin at step 0, go forward, name every source and sum to 1."""
+    firsts = [first for first, _ in schedule]
+    if firsts[:1] != [0] or any(a >= b for a, b in pairwise(firsts)):
+        raise DataError(f"data.mixture begins at steps {firsts}; give weights from step 0 on, and later ones in order")
+    for first, weights in schedule:
+        where = f"data.mixture from step {first}"
+        wrong = sorted(set(weights) ^ set(sources))
+        if wrong:
+            raise DataError(f"{where}: weights and data.sources disagree about {', '.join(wrong)}; give each source one weight")
+        negative = [name for name, weight in weights.items() if weight < 0]
+        if negative:
+            raise DataError(f"{where}: the weight of {negative[0]} is negative; use 0 to leave a source out")
+        total = sum(weights.values())
+        if abs(total - 1) > TOLERANCE:
+            raise DataError(
+                f"{where}: the weights sum to {total:g}, not 1; they are shares, such as "
+                + ", ".join(f"{name}: {weight / total if total else 1 / len(weights):.4g}" for name, weight in weights.items())
+            )
 
 
 class _Settings(BaseModel):

@@ -1,7 +1,7 @@
 """A prepared dataset, opened for reading: its dataset.json, its indexes, and any run of samples out of any shard.
 
 The one thing to know: dataset.json is checked at once, indexes are read when first needed, and every payload is checked against the
-index before any of it is given out, also one that is read in pieces (`LongPayload`).
+index before any of it is given out, also one that is read in pieces (`LongPayloadReader`).
 """
 
 import hashlib
@@ -15,9 +15,9 @@ from itertools import groupby
 from typing import Any
 
 from baton.data_pipeline.errors import DataError, StorageError
-from baton.data_pipeline.file_io import may_pass, unreadable
+from baton.data_pipeline.file_io import is_transient, unreadable
 from baton.data_pipeline.files import fingerprint
-from baton.data_pipeline.lane_order import Int64, unit_starts
+from baton.data_pipeline.lane_order import Int64
 from baton.data_pipeline.remote import Cache
 from baton.data_pipeline.shards import (
     BLOCK,
@@ -25,16 +25,18 @@ from baton.data_pipeline.shards import (
     EXTENSIONS,
     FORMAT,
     PLAN,
+    UNITS,
     VERSION,
     Index,
     ShardSummary,
+    UnitIndex,
     file_size,
     index_name,
     is_header_of,
     padded,
+    unit_starts,
 )
 from baton.data_pipeline.storage import Location, ShardStream, reason
-from baton.data_pipeline.unit_index import UNITS, UnitTable
 
 _REMEDY = "restore it from a copy, or prepare the dataset again"
 _KEPT_DOCUMENTS = 1 << 22  # entries of indexes in memory, 72 bytes each
@@ -43,7 +45,7 @@ _BATCH_BYTES = 1 << 25  # payload bytes that `samples` reads at a time
 #: A payload of more bytes is long: the streams read it in pieces, and never hold it whole.
 LONG_BYTES = 1 << 20
 #: Bytes of a piece: large enough to make calls cheap, small enough for hundreds of lanes.
-PIECE_BYTES = 1 << 17
+CHUNK_BYTES = 1 << 17
 
 
 class Dataset:
@@ -86,7 +88,7 @@ class Dataset:
         try:
             manifest = json.loads(location.read(DATASET))
         except OSError as error:
-            if may_pass(error):
+            if is_transient(error):
                 raise unreadable(location.url(DATASET), error) from error
             if location.folder is not None and (location.folder / PLAN).exists():
                 raise DataError(
@@ -168,7 +170,7 @@ class Dataset:
         try:
             content = self.location.read(name)
         except OSError as error:
-            if may_pass(error):
+            if is_transient(error):
                 raise unreadable(self.location.url(name), error) from error
             raise DataError(f"cannot read {self.location.url(name)}: {reason(error)}; {_REMEDY}") from error
         if hashlib.sha256(content).hexdigest() != sha256:
@@ -176,12 +178,12 @@ class Dataset:
         return content
 
     @cached_property
-    def units(self) -> UnitTable | None:
+    def units(self) -> UnitIndex | None:
         """Where units of the default settings begin; None for a dataset that was prepared before there was a file of it. Once it is
         read, every index read is compared with it. Raises DataError: missing or damaged."""
         if self._units_written is None:
             return None
-        return UnitTable.from_bytes(self._checked(UNITS, self._units_written[1]), self.location.url(UNITS))
+        return UnitIndex.from_bytes(self._checked(UNITS, self._units_written[1]), self.location.url(UNITS))
 
     def unit_starts(self, shard: ShardSummary, unit_documents: int, unit_bytes: int) -> Int64:
         """First sample of each unit of a shard, int64[units]: from `units` where that is of these settings and has the shard, else
@@ -212,7 +214,8 @@ class Dataset:
             return self._payloads(stream, shard, first, count)
 
     def read_short(self, shard: ShardSummary, first: int, count: int) -> list[bytes | None]:
-        """`read`, but for long payloads (more than LONG_BYTES), which are left out: None in their place. See `LongPayload`."""
+        """`read`, but for long payloads (more than LONG_BYTES), which are left out: None in their place. See
+        `LongPayloadReader`."""
         long = (self.index(shard).sizes[first : first + count] > LONG_BYTES).tolist()
         payloads: list[bytes | None] = []
         with ShardStream(self.location, shard.name) as stream:
@@ -272,7 +275,7 @@ class Dataset:
 
     def unreadable(self, shard: ShardSummary, sample: int, error: Exception) -> DataError | StorageError:
         """Its place cannot be read."""
-        if may_pass(error):
+        if is_transient(error):
             return unreadable(self.location.url(shard.name), error)
         return DataError(f"cannot read {self.named(shard, sample)}: {reason(error)}; check that it can be reached, or {_REMEDY}")
 
@@ -290,8 +293,8 @@ def _checksums(shard: ShardSummary) -> list[str]:
     return [shard.name, shard.tar_sha256, shard.index_sha256]
 
 
-class LongPayload:
-    """One payload of a shard, read in pieces of PIECE_BYTES, so that memory does not grow with it.
+class LongPayloadReader:
+    """One payload of a shard, read in pieces of CHUNK_BYTES, so that memory does not grow with it.
 
     It is read twice: once to compare it with the index, so that nothing of a damaged document is ever given out, also when reading
     begins in its middle; then piece by piece, each compared with what the first reading found. A folder's files are sought in. A
@@ -309,25 +312,25 @@ class LongPayload:
         self.head = b""
         with ShardStream(dataset.location, shard.name) as stream:
             header = self._read(stream, self._begin - BLOCK, BLOCK)
-            for number in range(-(-self._size // PIECE_BYTES)):
-                block = self._piece(stream, number)
+            for number in range(-(-self._size // CHUNK_BYTES)):
+                block = self._chunk(stream, number)
                 self.head = self.head or block[: 8 * BLOCK]
                 self._checksums.append(zlib.crc32(block, self._checksums[-1]))
         if not dataset.is_header(shard, sample, header) or self._checksums[-1] != index.crc32[sample]:
             raise dataset.damaged(shard, sample)
 
-    def pieces(self, begin: int = 0) -> Iterator[bytes]:
+    def chunks(self, begin: int = 0) -> Iterator[bytes]:
         """The payload from byte `begin` on. Raises DataError."""
         with ShardStream(self._dataset.location, self._shard.name) as stream:
-            for number in range(begin // PIECE_BYTES, len(self._checksums) - 1):
-                block = self._piece(stream, number)
+            for number in range(begin // CHUNK_BYTES, len(self._checksums) - 1):
+                block = self._chunk(stream, number)
                 if zlib.crc32(block, self._checksums[number]) != self._checksums[number + 1]:
                     raise self._dataset.damaged(self._shard, self._sample)
-                yield block[max(0, begin - number * PIECE_BYTES) :]
+                yield block[max(0, begin - number * CHUNK_BYTES) :]
 
-    def _piece(self, stream: ShardStream, number: int) -> bytes:
-        start = number * PIECE_BYTES
-        return self._read(stream, self._begin + start, min(PIECE_BYTES, self._size - start))
+    def _chunk(self, stream: ShardStream, number: int) -> bytes:
+        start = number * CHUNK_BYTES
+        return self._read(stream, self._begin + start, min(CHUNK_BYTES, self._size - start))
 
     def _read(self, stream: ShardStream, begin: int, size: int) -> bytes:
         try:

@@ -31,14 +31,14 @@ class FolderBusyError(DataError):
 class InputError(DataError):
     """One input file that cannot be read; the others can.
 
-    Attributes: `source`, the file's name in reports; `path`; `what`, why it cannot be read; `may_pass`, whether that says nothing
-    about the file, and reading it again may succeed.
+    Attributes: `source`, the file's name in reports; `path`; `what`, why it cannot be read; `is_transient`, whether that says
+    nothing about the file, and reading it again may succeed.
     """
 
-    def __init__(self, source: str, path: str, what: str, may_pass: bool = False) -> None:
+    def __init__(self, source: str, path: str, what: str, is_transient: bool = False) -> None:
         what = " ".join(what.split())
-        super().__init__(source, path, what, may_pass)
-        self.source, self.path, self.what, self.may_pass = source, path, what, may_pass
+        super().__init__(source, path, what, is_transient)
+        self.source, self.path, self.what, self.is_transient = source, path, what, is_transient
 
     def __str__(self) -> str:
         return f"cannot read the input {self.path}: {self.what}; restore the file or exclude it"

@@ -9,11 +9,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.data_pipeline.batches import IGNORE_INDEX, AnyIds, Batch, OpenDocument, check_tokenizer, empty_batch
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.packing import (
+    IGNORE_INDEX,
+    AnyIds,
+    Batch,
+    DocCursor,
+    NumpyBatch,
+    check_tokenizer,
+    empty_batch,
+    token_chunks,
+)
 from baton.data_pipeline.shards import tokens_of
-from baton.data_pipeline.token_chunks import id_pieces
 from baton.data_pipeline.tokenizer import Tokenizer
 
 
@@ -22,7 +30,7 @@ class EvaluationSet:
     """batches: this rank's; tokens: valid labels over all ranks (each document's tokens and its closing mark); text_bytes: UTF-8
     bytes of the documents' text over all ranks; documents: how many, over all ranks."""
 
-    batches: list[Batch]
+    batches: list[NumpyBatch]
     text_bytes: int
     tokens: int
     documents: int
@@ -61,7 +69,7 @@ def evaluation_batches(
     tokens = text_bytes = 0
     for shard, sample, payload in dataset.samples_short(split):
         document, count = [], 1  # its mark
-        for ids in id_pieces(dataset, tokenizer, shard, sample, payload):
+        for ids in token_chunks(dataset, tokenizer, shard, sample, payload):
             document.append(ids)
             count += len(ids)
             if chosen and tokens + count > max_tokens:
@@ -75,12 +83,12 @@ def evaluation_batches(
             break
     rounds = -(-tokens // (sequence_length * micro_batch_size * data_size))
     windows = empty_batch(rounds * micro_batch_size * data_size, sequence_length, ())
-    windows.tokens[:] = tokenizer.doc
+    windows.tokens[:] = tokenizer.eod_id
     windows.labels[:] = IGNORE_INDEX
     windows.pos[:] = np.arange(sequence_length)  # padding looks like a document, and is never one that goes on
     row = column = 0
     for pieces in chosen:
-        opened = OpenDocument(iter(pieces), 0, tokenizer.doc)
+        opened = DocCursor(iter(pieces), 0, tokenizer.eod_id)
         while not opened.over:
             column = opened.fill(windows, row, column)
             if column == sequence_length:

@@ -24,24 +24,24 @@ PERMANENT = frozenset(getattr(errno, f"E{name}") for name in _PERMANENT.split())
 """Errors that trying again does not mend: the path or its permissions are wrong."""
 
 
-def may_pass(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether an error is of a file system, and the same request may succeed later."""
     return isinstance(error, OSError) and error.errno is not None and error.errno not in PERMANENT
 
 
-def patiently(work: Callable[[], T]) -> T:
+def retry_transient(work: Callable[[], T]) -> T:
     """What `work` returns. It is tried again after errors that may pass; raises the last OSError."""
     for pause in PAUSES_S:
         try:
             return work()
         except OSError as error:
-            if not may_pass(error):
+            if not is_transient(error):
                 raise
             time.sleep(pause)
     return work()
 
 
-def why(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """The error in a few words, without the path: that is part of the sentence around it."""
     return getattr(error, "strerror", None) or str(error)
 
@@ -49,16 +49,17 @@ def why(error: BaseException) -> str:
 def unreadable(path: str | os.PathLike[str], error: BaseException) -> StorageError:
     """The error for a file that could not be read, though it may be sound."""
     return StorageError(
-        f"{path}: cannot be read at present ({why(error)}); the file may be sound: start again once its file system answers"
+        f"{path}: cannot be read at present ({error_reason(error)}); the file may be sound: start again once its file system "
+        "answers"
     )
 
 
 def read_text(path: Path) -> str:
     """A text file in UTF-8. Raises StorageError when it cannot be read at present, and OSErrors that do not pass."""
     try:
-        return patiently(lambda: path.read_text(encoding="utf-8"))
+        return retry_transient(lambda: path.read_text(encoding="utf-8"))
     except OSError as error:
-        if may_pass(error):
+        if is_transient(error):
             raise unreadable(path, error) from None
         raise
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from baton.data_pipeline.errors import DataError, StorageError
-from baton.data_pipeline.file_io import may_pass, patiently, unreadable, why
+from baton.data_pipeline.file_io import error_reason, is_transient, retry_transient, unreadable
 
 TEMPORARY = ".tmp"
 
@@ -53,9 +53,9 @@ class AtomicFile:
         except OSError as error:
             with suppress(OSError):
                 self._temporary.unlink(missing_ok=True)
-            if may_pass(error):
+            if is_transient(error):
                 raise StorageError(
-                    f"{self.path}: cannot be written at present ({why(error)}); free some room, then start again"
+                    f"{self.path}: cannot be written at present ({error_reason(error)}); free some room, then start again"
                 ) from error
             raise DataError(f"cannot write {self.path}: {error.strerror}; choose another folder") from error
 
@@ -78,11 +78,11 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
     """Read a JSON object; `remedy` ends the DataError raised when the file is missing or is no JSON object."""
     try:
-        value = json.loads(patiently(path.read_bytes))
+        value = json.loads(retry_transient(path.read_bytes))
     except FileNotFoundError:
         raise DataError(f"{path} is missing; {remedy}") from None
     except OSError as error:
-        if may_pass(error):
+        if is_transient(error):
             raise unreadable(path, error) from error
         raise DataError(f"cannot read {path}: {error.strerror}; {remedy}") from error
     except ValueError as error:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from baton.data_pipeline.compressed import SUFFIXES
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.file_io import may_pass, unreadable
+from baton.data_pipeline.file_io import is_transient, unreadable
 
 
 @dataclass(frozen=True)
-class Source:
+class InputFile:
     """One input file. `name` is how ids and reports call it: the input's own name and the path below it, with slashes. named: it
     was given as an input itself, not found in a folder."""
 
@@ -34,7 +34,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Piece:
+class InputPiece:
     """The part `start <= position < stop` of a source: bytes of JSON lines, row groups of a Parquet table, bytes of anything else
     (all of them).
 
@@ -42,7 +42,7 @@ class Piece:
     progress.
     """
 
-    source: Source
+    source: InputFile
     start: int
     stop: int
     size: int
@@ -68,11 +68,11 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Found:
+class InputFiles:
     """What inputs consist of. sources: the files to read, sorted by name. left: what matches and is not read, sorted. followed:
     links to folders that were searched. others: files in folders that match no include pattern, by the end of their names."""
 
-    sources: list[Source]
+    sources: list[InputFile]
     left: list[Rejected]
     followed: list[str]
     others: Counter[str]
@@ -104,16 +104,16 @@ def exclusion(source: str) -> str:
     return f"--exclude {shlex.quote(pattern)}"
 
 
-def find_sources(
+def find_input_files(
     inputs: Sequence[str | os.PathLike[str]], include: Sequence[str], exclude: Sequence[str], leave: Path | None = None
-) -> Found:
+) -> InputFiles:
     """The input files. A file named as an input is taken unless it is excluded; a folder is searched, without the folder `leave`
     (the output, which may be below an input).
 
     Raises DataError: a missing input, none that matches, or two files that would have the same name; StorageError: a folder or a
     file that cannot be looked at at present.
     """
-    found: dict[str, tuple[Source, str]] = {}  # name -> the file, and the path of it without links
+    found: dict[str, tuple[InputFile, str]] = {}  # name -> the file, and the path of it without links
     search = _Search(include, exclude, None if leave is None else os.path.realpath(leave))
     for given in inputs:
         top = Path(os.path.abspath(given))
@@ -130,7 +130,7 @@ def find_sources(
                     f"their folders"
                 )
             found[source.name] = source, real
-    sources: dict[str, Source] = {}  # path without links -> the file that it is read as; a real name is taken before a link
+    sources: dict[str, InputFile] = {}  # path without links -> the file that it is read as; a real name is taken before a link
     for source, real in sorted(found.values(), key=lambda each: (os.path.islink(each[0].path), each[0].name)):
         if real in sources:
             search.left.append(Rejected(source.name, 0, "same file", f"it is {sources[real].name}, which is read"))
@@ -143,7 +143,7 @@ def find_sources(
         named = ", ".join(map(str, inputs)) or "an empty list of inputs"
         raise DataError(f"no file in {named} matches {patterns}{example}{others}; see --include")
     left = sorted(search.left, key=lambda each: each.source)
-    return Found(sorted(sources.values(), key=lambda each: each.name), left, search.followed, search.others)
+    return InputFiles(sorted(sources.values(), key=lambda each: each.name), left, search.followed, search.others)
 
 
 def described_others(others: Counter[str]) -> str:
@@ -161,7 +161,7 @@ class _Search:
         self.followed: list[str] = []
         self.others: Counter[str] = Counter()
 
-    def file(self, path: Path, given: str | os.PathLike[str]) -> Iterator[tuple[Source, str]]:
+    def file(self, path: Path, given: str | os.PathLike[str]) -> Iterator[tuple[InputFile, str]]:
         """An input that is a file, and its path without links. Raises DataError when it is anything else."""
         if _matches(path.name, path.name, path.name, self._exclude):
             return
@@ -169,9 +169,9 @@ class _Search:
         kind = "a link to nothing" if status is None else _special(status.st_mode)
         if status is None or kind is not None:
             raise DataError(f"the input {given} is {kind}; inputs are files or folders on this machine")
-        yield Source(path.name, str(path), status.st_size, status.st_mtime_ns, named=True), os.path.realpath(path)
+        yield InputFile(path.name, str(path), status.st_size, status.st_mtime_ns, named=True), os.path.realpath(path)
 
-    def folder(self, top: Path) -> Iterator[tuple[Source, str]]:
+    def folder(self, top: Path) -> Iterator[tuple[InputFile, str]]:
         """The files in a folder, with their paths without links."""
         walked: set[str] = set()
         links: list[tuple[Path, str]] = []  # to folders, and where to
@@ -190,7 +190,7 @@ class _Search:
 
     def _walk(
         self, top: Path, folder: Path, real: str, walked: set[str], links: list[tuple[Path, str]]
-    ) -> Iterator[tuple[Source, str]]:
+    ) -> Iterator[tuple[InputFile, str]]:
         """Files below a folder whose path without links is `real`. Adds the folders that were read, and the links to folders."""
         folders = [(folder, real)]
         while folders:
@@ -202,7 +202,7 @@ class _Search:
                 with os.scandir(folder) as entries:
                     found = sorted(entries, key=lambda entry: entry.name)
             except OSError as error:
-                if may_pass(error):
+                if is_transient(error):
                     raise unreadable(folder, error) from error
                 raise DataError(f"cannot read the folder {folder}: {error.strerror}; make it readable or exclude it") from error
             for entry in found:
@@ -222,7 +222,7 @@ class _Search:
                     target = f"{real.rstrip('/')}/{entry.name}"
                 yield from self._found(path, below, name, target)
 
-    def _found(self, path: Path, below: str, name: str, real: str) -> Iterator[tuple[Source, str]]:
+    def _found(self, path: Path, below: str, name: str, real: str) -> Iterator[tuple[InputFile, str]]:
         status = _status(path)
         if status is None:  # a link may have been to a folder, so patterns say nothing about it
             self.left.append(Rejected(name, 0, "dangling link", f"it is a link to {os.readlink(path)}, which is not there"))
@@ -231,7 +231,7 @@ class _Search:
         elif (kind := _special(status.st_mode)) is not None:
             self.left.append(Rejected(name, 0, "not a file", f"it is {kind}"))
         else:
-            yield Source(name, str(path), status.st_size, status.st_mtime_ns), real
+            yield InputFile(name, str(path), status.st_size, status.st_mtime_ns), real
 
 
 def _ending(name: str) -> str:
@@ -245,7 +245,7 @@ def _status(path: Path) -> os.stat_result | None:
     try:
         return path.stat()
     except OSError as error:
-        if may_pass(error):  # also of a link: what it leads to may be there
+        if is_transient(error):  # also of a link: what it leads to may be there
             raise unreadable(path, error) from error
         if os.path.islink(path):
             return None

@@ -1,14 +1,18 @@
-"""Which documents a lane reads, in which order: pure functions of (seed, lane, shard indexes), and the cursor that marks a place in
-them.
+"""The order of documents in every lane, and the cursor of a place in a lane.
 
-The one thing to know: the training order is G endless *lanes*, fixed for a run. Lane j's k-th unit of a source is slot j + k*G of
-the endless sequence perm(seed, epoch 0), perm(seed, epoch 1), ... of all its units, and inside a unit documents come in the order
-perm(seed, epoch, unit). Nothing here knows of ranks or steps beyond the arithmetic of `next_lanes`, so changing their number
-changes nothing but who reads. Which of several sources a unit comes from is mixture.py's.
+The training order is G endless *lanes*, fixed for a run. A lane is a stream of documents that fills one row of a step. A unit is a
+run of neighbouring documents of a shard. Lane j's k-th unit of a source is slot j + k*G of the endless sequence perm(seed, epoch
+0), perm(seed, epoch 1), ... of all the source's units; inside a unit documents come in the order perm(seed, epoch, unit). `Mixture`
+chooses which of several sources a lane's next unit comes from: a hash of (seed, lane, unit number) against the weights of the step
+in which the unit is opened.
+
+All of it is a pure function of (seed, lane, shard indexes). Ranks and steps appear only in `next_lanes`, so that their number
+changes which process reads a lane and nothing else. New weights hold from a step on, in every lane from its next unit on.
 """
 
 import hashlib
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
@@ -16,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from baton.data_pipeline.config import check_weights
 from baton.data_pipeline.errors import DataError
 
 Int64 = npt.NDArray[np.int64]
@@ -23,14 +28,13 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Cursor:
-    """A place in a lane: the next token to consume. Independent of the context length.
+    """A place in a lane: the next token to consume. It does not depend on the length of rows.
 
-    unit: how many units the lane has left behind, of all sources. document: position in the unit's order. offset: how many of the
-    document's inputs (its mark, then its tokens) are consumed, so also `pos` of the next input.
-    taken: of several sources, units of each that are left behind; () with one. source: whose unit is open, since what the weights
-    were when it was opened need not be what they are now; None: the next unit is not chosen.
-    skipped: documents to leave out, each (source, how many units of it came before, position in the unit's order); what of one is
-    consumed already stays so.
+    unit: number of units that the lane has completed, of all sources. document: position in the unit's order. offset: number of the
+    document's inputs (its EOD token, then its tokens) that are consumed, which is also `pos` of the next input. taken: with several
+    sources, completed units of each; () with one. source: of the open unit, because the weights may have changed since it was
+    chosen; None: the next unit is not chosen. skipped: documents to leave out, each (source, units of it that came before, position
+    in the unit's order). Tokens of them that are consumed already are not taken back.
     """
 
     unit: int = 0
@@ -41,15 +45,15 @@ class Cursor:
     skipped: tuple[tuple[int, int, int], ...] = ()
 
     def units_of(self, source: int) -> int:
-        """Units of a source that are left behind."""
+        """Completed units of a source."""
         return self.taken[source] if self.taken else self.unit
 
     def at(self, document: int, offset: int) -> "Cursor":
-        """Another place in the same unit. Called once for every row of a step: `replace` takes three times as long."""
+        """Another place in the same unit. Called once for every row of a step; `replace` takes three times as long."""
         return Cursor(self.unit, document, offset, self.taken, self.source, self.skipped)
 
     def next_unit(self) -> "Cursor":
-        """The beginning of the next unit, which nobody has chosen."""
+        """The beginning of the next unit, whose source is not chosen yet."""
         taken = tuple(n + (number == self.source) for number, n in enumerate(self.taken))
         return replace(self, unit=self.unit + 1, document=0, offset=0, taken=taken, source=None)
 
@@ -59,7 +63,7 @@ class Cursor:
 
     @classmethod
     def from_json(cls, value: Any) -> "Cursor":
-        """What `to_json` made. Raises DataError for anything else."""
+        """The cursor that `to_json` wrote. Raises DataError for anything else."""
         try:
             if set(value) != {field.name for field in fields(cls)}:
                 raise ValueError
@@ -76,7 +80,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Unit:
-    """A run of neighbouring samples of one shard: samples `first` to `first + count - 1` of shard number `shard` (of the split)."""
+    """Neighbouring samples of one shard: samples `first` to `first + count - 1` of shard number `shard` of the split."""
 
     shard: int
     first: int
@@ -98,36 +102,18 @@ class Units:
         return len(self._first)
 
     def before(self, shard: int) -> int:
-        """How many units the first `shard` shards have."""
+        """Number of units in the first `shard` shards."""
         return self._before[shard]
 
     def __getitem__(self, number: int) -> Unit:
         return Unit(int(self._shard[number]), int(self._first[number]), int(self._count[number]))
 
 
-def unit_starts(sizes: Int64, unit_documents: int, unit_bytes: int) -> Int64:
-    """First sample of each unit: as many neighbours as fit in `unit_documents` and `unit_bytes`, at least one. int64[units].
-
-    sizes: int64[n], UTF-8 bytes of the documents' text (so text and token shards have the same units).
-    """
-    regular = np.arange(0, len(sizes), unit_documents)
-    if len(sizes) == 0 or np.add.reduceat(sizes, regular).max() <= unit_bytes:
-        return regular
-    total = np.concatenate([[0], np.cumsum(sizes)])
-    each = np.arange(len(sizes))
-    fitting = np.searchsorted(total, total[:-1] + unit_bytes, side="right") - 1
-    end = np.maximum(each + 1, np.minimum(each + unit_documents, fitting)).tolist()  # of a unit that begins with each sample
-    starts = [0]
-    while (following := end[starts[-1]]) < len(sizes):
-        starts.append(following)
-    return np.array(starts, dtype=np.int64)
-
-
 def permutation(n: int, *key: int | str) -> Int64:
-    """int64[n], a permutation of range(n) that depends on `key` alone: the order of n raw 64-bit words of Philox keyed by blake2b
+    """int64[n], a permutation of range(n) that depends on `key` alone: the order of n raw 64-bit words of Philox, keyed by blake2b
     of `key`.
 
-    Philox's raw words are fixed by its definition, unlike the methods of numpy's Generator, which may change between versions.
+    Philox's raw words are fixed by its definition. The methods of numpy's Generator may change between versions.
     """
     digest = hashlib.blake2b("\n".join(map(str, key)).encode(), digest_size=16).digest()
     words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
@@ -135,10 +121,10 @@ def permutation(n: int, *key: int | str) -> Int64:
 
 
 class LaneOrder:
-    """The endless order of units in every lane.
+    """The endless order of a source's units in every lane.
 
-    seed: of the run, and of the source where there are several. lanes: G. growth: (first epoch, units) of each size that the
-    source has had, where it has grown; its first epoch is 0. Units that came later are numbered after those before.
+    seed: of the run, and of the source where there are several. lanes: G. growth: (first epoch, units) of each size of a source to
+    which shards were added, from epoch 0 on. Added units are numbered after the earlier ones.
     """
 
     def __init__(self, units: Units, seed: int | str, lanes: int, growth: Sequence[tuple[int, int]] = ()) -> None:
@@ -157,7 +143,7 @@ class LaneOrder:
         """Lane `lane`'s k-th unit, and the order int64[count] in which its samples are read."""
         epoch, place, count = self._slot(lane, k)
         if epoch not in self._epochs:
-            if len(self._epochs) > 2:  # lanes move on together; old epochs are not needed again
+            if len(self._epochs) > 2:  # lanes advance together, so old epochs are not needed again
                 del self._epochs[min(self._epochs)]
             self._epochs[epoch] = permutation(count, "units", self.seed, epoch)
         number = int(self._epochs[epoch][place])
@@ -165,11 +151,11 @@ class LaneOrder:
         return unit, permutation(unit.count, "documents", self.seed, epoch, number)
 
     def epoch(self, lane: int, k: int) -> int:
-        """In which epoch lane `lane`'s k-th unit is."""
+        """The epoch of lane `lane`'s k-th unit."""
         return self._slot(lane, k)[0]
 
     def _slot(self, lane: int, k: int) -> tuple[int, int, int]:
-        """Epoch, place in it, and its number of units."""
+        """Epoch, place in the epoch, and number of units of the epoch."""
         slot = lane + k * self.lanes
         first, epoch, count = next(size for size in reversed(self._sizes) if size[0] <= slot)
         epochs, place = divmod(slot - first, count)
@@ -177,14 +163,12 @@ class LaneOrder:
 
 
 def next_lanes(rows: int, lanes: int, count: int) -> list[int]:
-    """The lanes that a step of `count` rows advances when the steps before it had `rows` in all: the next ones of `lanes`,
-    cyclically."""
+    """The lanes that a step of `count` rows advances after `rows` rows of earlier steps: the next ones of `lanes`, cyclically."""
     return [(rows + i) % lanes for i in range(count)]
 
 
 def check_layout(*, lanes: int, lanes_per_step: int, micro_batch_size: int, data_size: int) -> None:
-    """Raises DataError, naming sizes that would do, unless every data rank gets whole micro-batches of its own lanes in every
-    step."""
+    """Raises DataError, with possible sizes, unless every data rank gets whole micro-batches of its own lanes in every step."""
     if lanes < 1 or lanes_per_step < 1 or micro_batch_size < 1 or data_size < 1:
         raise DataError("lanes, lanes_per_step, micro_batch_size and data_size must all be at least 1")
     if lanes_per_step > lanes:
@@ -209,3 +193,37 @@ def check_layout(*, lanes: int, lanes_per_step: int, micro_batch_size: int, data
 def _divisors(n: int) -> str:
     found = [str(i) for i in range(1, n + 1) if n % i == 0]
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+
+
+class Mixture:
+    """Chooses the source of a lane's next unit.
+
+    Args:
+        schedule: (first step, {source: weight}) in the order of the steps, from step 0 on. Weights are shares of the text's bytes.
+        unit_bytes: {source: mean UTF-8 bytes of a unit}; sources with larger units get fewer of them. Its order numbers the
+            sources.
+
+    Raises:
+        DataError: see `check_weights`.
+    """
+
+    def __init__(self, seed: int, schedule: Sequence[tuple[int, Mapping[str, float]]], unit_bytes: Mapping[str, float]) -> None:
+        self._seed, self.count = seed, len(unit_bytes)
+        if self.count > 1:
+            check_weights(schedule, list(unit_bytes))
+        self._firsts = [first for first, _ in schedule]
+        self._bounds = []
+        for _, weights in schedule:
+            rates = [weights[name] / size for name, size in unit_bytes.items()]
+            total = sum(rates)
+            self._bounds.append(list(accumulate(rate / total for rate in rates)))
+
+    def source(self, lane: int, k: int, step: int) -> int:
+        """The source of lane `lane`'s unit number k, opened in step `step`."""
+        if self.count == 1:
+            return 0
+        bounds = self._bounds[bisect_right(self._firsts, step) - 1]
+        digest = hashlib.blake2b(f"source\n{self._seed}\n{lane}\n{k}".encode(), digest_size=8).digest()
+        drawn = int.from_bytes(digest, "little") / 2.0**64
+        last = max(n for n, bound in enumerate(bounds) if n == 0 or bound > bounds[n - 1])  # rounding must not choose beyond it
+        return min(bisect_right(bounds, drawn), last)

@@ -8,29 +8,29 @@ import pyarrow.parquet
 import pyarrow.types
 
 from baton.data_pipeline.errors import DataError, InputError
-from baton.data_pipeline.file_io import may_pass
-from baton.data_pipeline.input_files import Piece, Rejected, Source
+from baton.data_pipeline.file_io import is_transient
+from baton.data_pipeline.input_files import InputFile, InputPiece, Rejected
 from baton.data_pipeline.records import Record, accept
 
 # polars writes string_view and, of categories, dictionaries; others leave out that binary is text; pandas makes null of all-null
 _STRINGS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
 
 
-def split_parquet(source: Source, piece_bytes: int, text_field: str) -> list[Piece]:
+def split_parquet(source: InputFile, piece_bytes: int, text_field: str) -> list[InputPiece]:
     """Row groups, together of about `piece_bytes` each. A piece's size is the uncompressed bytes of the text column."""
     metadata = _open(source, text_field).metadata
     column = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(text_field)
-    pieces: list[Piece] = []
+    pieces: list[InputPiece] = []
     start, size = 0, 0
     for group in range(metadata.num_row_groups):
         size += metadata.row_group(group).column(column).total_uncompressed_size
         if size >= piece_bytes or group + 1 == metadata.num_row_groups:
-            pieces.append(Piece(source, start, group + 1, size))
+            pieces.append(InputPiece(source, start, group + 1, size))
             start, size = group + 1, 0
-    return pieces or [Piece(source, 0, 0, source.size)]
+    return pieces or [InputPiece(source, 0, 0, source.size)]
 
 
-def read_parquet(piece: Piece, text_field: str) -> Iterator[Record]:
+def read_parquet(piece: InputPiece, text_field: str) -> Iterator[Record]:
     """The rows of a piece's row groups. A file that split_source did not know for Parquet is one piece of bytes: all its rows."""
     table = _open(piece.source, text_field)
     name, metadata = piece.source.name, table.metadata
@@ -49,15 +49,15 @@ def read_parquet(piece: Piece, text_field: str) -> Iterator[Record]:
                 yield Rejected(name, row, "missing field", "the value is null") if text is None else accept(name, row, text)
                 row += 1
     except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(name, piece.source.path, f"it cannot be read from row {row:,} on: {error}", may_pass(error)) from error
+        raise InputError(name, piece.source.path, f"it cannot be read from row {row:,} on: {error}", is_transient(error)) from error
 
 
-def _open(source: Source, text_field: str) -> Any:
+def _open(source: InputFile, text_field: str) -> Any:
     try:
         table = pyarrow.parquet.ParquetFile(source.path)
         schema = table.schema_arrow
     except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(source.name, source.path, f"it is no sound parquet: {error}", may_pass(error)) from error
+        raise InputError(source.name, source.path, f"it is no sound parquet: {error}", is_transient(error)) from error
     found = schema.get_all_field_indices(text_field)
     if not found:
         raise DataError(

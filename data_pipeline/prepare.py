@@ -21,25 +21,26 @@ from baton.data_pipeline.config import PrepareConfig, ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint, write_atomically, write_json
-from baton.data_pipeline.input_files import Found, find_sources
-from baton.data_pipeline.lane_order import unit_starts
-from baton.data_pipeline.prepare_plan import PARTS, claimed, deal, make_plan, unreadable
-from baton.data_pipeline.prepare_workers import Task, TaskRecord, record_path, run_tasks
+from baton.data_pipeline.input_files import InputFiles, find_input_files
+from baton.data_pipeline.prepare_plan import PARTS, claimed_folder, make_plan, make_tasks, unreadable
+from baton.data_pipeline.prepare_workers import PrepareTask, TaskRecord, record_path, run_tasks
 from baton.data_pipeline.progress import Progress, shown
 from baton.data_pipeline.records import split_source
 from baton.data_pipeline.shards import (
     DATASET,
     FORMAT,
     REJECTED,
+    UNITS,
     VERSION,
     Index,
     ShardSummary,
     ShardWriter,
+    UnitIndex,
     file_size,
     index_name,
+    unit_starts,
 )
 from baton.data_pipeline.tokenizer import Tokenizer
-from baton.data_pipeline.unit_index import UNITS, UnitTable
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,14 @@ def prepare(
         raise DataError(f"{problem['loc'][0]} {problem['input']!r}: {problem['msg']}; correct it") from error
     vocabulary = Tokenizer(tokenizer).fingerprint if tokenizer is not None else None
     folder = Path(out)
-    found = find_sources(inputs, settings.include, settings.exclude, leave=folder)
+    found = find_input_files(inputs, settings.include, settings.exclude, leave=folder)
     sources = found.sources
     pieces = [piece for source in sources for piece in split_source(source, settings.shard_bytes, settings.text_field)]
-    with claimed(folder, make_plan(settings, sources, vocabulary), pieces) as plan:
+    with claimed_folder(folder, make_plan(settings, sources, vocabulary), pieces) as plan:
         if (folder / DATASET).exists():
             return _finished_before(folder, found, began)
         parts = folder / PARTS
-        tasks = deal(pieces, plan, settings, folder, None if tokenizer is None else str(tokenizer))
+        tasks = make_tasks(pieces, plan, settings, folder, None if tokenizer is None else str(tokenizer))
         processes = settings.workers or len(os.sched_getaffinity(0))
         with shown(progress, f"preparing {folder}") as advance:
             records, failures = run_tasks(tasks, _moved_already(folder, tasks), processes, advance)
@@ -138,7 +139,7 @@ def prepare(
         lines = [json.dumps(entry) + "\n" for entry in rejected]
         write_atomically(folder / REJECTED, "".join(lines).encode())
         counts = dict(sorted(Counter(str(entry["reason"]) for entry in rejected).items()))
-        units = unit_table(folder, summaries)
+        units = unit_index_bytes(folder, summaries)
         write_atomically(folder / UNITS, units)
         dataset = _dataset(plan, summaries, counts, vocabulary)
         dataset["units"] = {"bytes": len(units), "sha256": hashlib.sha256(units).hexdigest()}
@@ -173,7 +174,7 @@ def _final_names(records: Sequence[TaskRecord]) -> dict[str, str]:
     return {name: f"train-{number:06d}.tar" for number, name in enumerate(names)}
 
 
-def _moved_already(folder: Path, tasks: list[Task]) -> dict[str, str]:
+def _moved_already(folder: Path, tasks: list[PrepareTask]) -> dict[str, str]:
     """Where shards may be that a kill caught between renaming and dataset.json: only possible when every task has its record."""
     paths = [record_path(task) for task in tasks]
     if not all(path.exists() for path in paths):
@@ -211,12 +212,12 @@ def _publish(folder: Path, parts: Path, records: Sequence[TaskRecord], settings:
     return summaries
 
 
-def unit_table(folder: Path, summaries: Sequence[ShardSummary]) -> bytes:
+def unit_index_bytes(folder: Path, summaries: Sequence[ShardSummary]) -> bytes:
     """What a run with the default units needs to know of all indexes when it starts."""
     documents, size = (ShardsConfig.model_fields[name].default for name in ("unit_documents", "unit_bytes"))
     sizes = (Index.column(folder / index_name(shard.name), "text_bytes") for shard in summaries)
     found = [(shard.name, shard.index_sha256, unit_starts(each, documents, size)) for shard, each in zip(summaries, sizes)]
-    return UnitTable.of(documents, size, found).to_bytes()
+    return UnitIndex.of(documents, size, found).to_bytes()
 
 
 def _dataset(
@@ -246,7 +247,7 @@ def _dataset(
     }
 
 
-def _finished_before(folder: Path, found: Found, began: float) -> PrepareReport:
+def _finished_before(folder: Path, found: InputFiles, began: float) -> PrepareReport:
     """A second run on a finished folder changes nothing; it only makes sure that the shards are still there and whole in size."""
     dataset = Dataset.open(folder)
     with open(folder / REJECTED, encoding="utf-8") as lines:

@@ -14,11 +14,11 @@ from typing import Any
 
 from baton.data_pipeline.config import PrepareConfig
 from baton.data_pipeline.errors import DataError, FolderBusyError, InputError, StorageError
-from baton.data_pipeline.file_io import may_pass, why
+from baton.data_pipeline.file_io import error_reason, is_transient
 from baton.data_pipeline.files import read_json, write_json
-from baton.data_pipeline.input_files import Piece, Source, exclusion
+from baton.data_pipeline.input_files import InputFile, InputPiece, exclusion
 from baton.data_pipeline.lock import LockHeldError, exclusive
-from baton.data_pipeline.prepare_workers import Task, piece_key
+from baton.data_pipeline.prepare_workers import PrepareTask, piece_key
 from baton.data_pipeline.shards import DATASET, FORMAT, PLAN, VERSION
 
 PARTS = ".parts"  # finished tasks, until all are
@@ -27,7 +27,7 @@ _SEARCH = ("include", "exclude")  # settings that only choose inputs
 _RECORDS = "task-??????.json"
 
 
-def make_plan(settings: PrepareConfig, sources: Sequence[Source], vocabulary: str | None) -> dict[str, Any]:
+def make_plan(settings: PrepareConfig, sources: Sequence[InputFile], vocabulary: str | None) -> dict[str, Any]:
     """What is asked for: tells a resumed preparation from a different one."""
     return {
         "format": FORMAT,
@@ -37,7 +37,9 @@ def make_plan(settings: PrepareConfig, sources: Sequence[Source], vocabulary: st
     }
 
 
-def deal(pieces: Sequence[Piece], plan: dict[str, Any], settings: PrepareConfig, folder: Path, tokenizer: str | None) -> list[Task]:
+def make_tasks(
+    pieces: Sequence[InputPiece], plan: dict[str, Any], settings: PrepareConfig, folder: Path, tokenizer: str | None
+) -> list[PrepareTask]:
     """Tasks in the order of their first pieces: those that the plan keeps, and neighbouring pieces of about one shard's worth of
     input each."""
     place = {json.dumps(piece_key(piece)): number for number, piece in enumerate(pieces)}
@@ -58,11 +60,13 @@ def deal(pieces: Sequence[Piece], plan: dict[str, Any], settings: PrepareConfig,
     if group:
         groups.append((number, group))
     groups.sort(key=lambda each: each[1][0])
-    return [Task(number, tuple(pieces[i] for i in each), settings, str(folder / PARTS), tokenizer) for number, each in groups]
+    return [
+        PrepareTask(number, tuple(pieces[i] for i in each), settings, str(folder / PARTS), tokenizer) for number, each in groups
+    ]
 
 
 @contextmanager
-def claimed(folder: Path, plan: dict[str, Any], pieces: Sequence[Piece]) -> Iterator[dict[str, Any]]:
+def claimed_folder(folder: Path, plan: dict[str, Any], pieces: Sequence[InputPiece]) -> Iterator[dict[str, Any]]:
     """Make the folder ours: new, of the same plan or of one that this one can go on from, and no other process in it. Gives the
     plan to follow. Its scratch folder goes when dataset.json is there. Raises DataError."""
     if folder.exists() and not folder.is_dir():
@@ -78,8 +82,10 @@ def claimed(folder: Path, plan: dict[str, Any], pieces: Sequence[Piece]) -> Iter
             parts.mkdir(parents=True, exist_ok=True)
             held.enter_context(exclusive(parts / "lock"))
         except OSError as error:
-            if may_pass(error):
-                raise StorageError(f"{folder}: cannot be written at present ({why(error)}); start again once it can be") from error
+            if is_transient(error):
+                raise StorageError(
+                    f"{folder}: cannot be written at present ({error_reason(error)}); start again once it can be"
+                ) from error
             raise DataError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
         except LockHeldError as error:
             raise FolderBusyError(f"{folder} is being prepared by {error.holder}; wait for it{error.remedy}") from None
@@ -106,7 +112,7 @@ def _remove_parts(parts: Path, lock: ExitStack) -> None:
         parts.rmdir()
 
 
-def _agreed(folder: Path, plan: dict[str, Any], pieces: Sequence[Piece]) -> dict[str, Any]:
+def _agreed(folder: Path, plan: dict[str, Any], pieces: Sequence[InputPiece]) -> dict[str, Any]:
     """The plan to follow in a folder that has one. Raises DataError where it differs in what cannot change."""
     before = read_json(folder / PLAN, "delete the folder and prepare it again")
     settings, inputs = _differing_settings(before, plan), _differing_inputs(before, plan)
@@ -132,7 +138,7 @@ def _agreed(folder: Path, plan: dict[str, Any], pieces: Sequence[Piece]) -> dict
 
 
 def _split_finished(
-    parts: Path, changed: dict[str, str], pieces: Sequence[Piece]
+    parts: Path, changed: dict[str, str], pieces: Sequence[InputPiece]
 ) -> tuple[set[str], list[Path], list[tuple[int, list[list[Any]]]]]:
     """Changed inputs for which sound finished parts would be lost; the finished parts that are given up; those that are kept, as
     the plan lists them."""
@@ -169,7 +175,7 @@ def _differing_inputs(before: dict[str, Any], now: dict[str, Any]) -> dict[str, 
     }
 
 
-def unreadable(folder: Path, failures: Sequence[InputError], tasks: Sequence[Task]) -> DataError | StorageError:
+def unreadable(folder: Path, failures: Sequence[InputError], tasks: Sequence[PrepareTask]) -> DataError | StorageError:
     """Note the inputs that could not be read, and say what was kept and which words leave them out. A StorageError when nothing is
     known to be wrong with any of them."""
     parts = folder / PARTS
@@ -183,7 +189,7 @@ def unreadable(folder: Path, failures: Sequence[InputError], tasks: Sequence[Tas
     which = "the input" if len(failed) == 1 else f"{len(failed)} inputs:"
     it = "it" if len(failed) == 1 else "them"
     words = " ".join(exclusion(name) for name in failed)
-    passing = all(failure.may_pass for failure in failures)
+    passing = all(failure.is_transient for failure in failures)
     first = "start again once the file system answers" if passing else f"restore {it}"
     return (StorageError if passing else DataError)(
         f"cannot read {which} {'; '.join(shown)}{more}; {kept}{first}, or leave {it} out: the same command with {words}"

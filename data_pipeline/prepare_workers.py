@@ -20,7 +20,7 @@ from baton.data_pipeline import file_io
 from baton.data_pipeline.config import PrepareConfig
 from baton.data_pipeline.errors import DataError, InputError
 from baton.data_pipeline.files import read_json, sha256_file, write_json
-from baton.data_pipeline.input_files import Piece, Rejected, held_out
+from baton.data_pipeline.input_files import InputPiece, Rejected, held_out
 from baton.data_pipeline.progress import Progress
 from baton.data_pipeline.records import read_piece
 from baton.data_pipeline.shards import ShardSummary, ShardWriter, file_size, index_name, token_payload
@@ -30,11 +30,11 @@ _REPORT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Task:
+class PrepareTask:
     """Some neighbouring pieces of the input, and where and how to write them. Picklable."""
 
     number: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[InputPiece, ...]
     settings: PrepareConfig
     folder: str
     tokenizer: str | None
@@ -63,18 +63,18 @@ class TaskRecord:
         return cls(pieces, tuple(ShardSummary(**shard) for shard in value["shards"]), tuple(value["rejected"]), kept=True)
 
 
-def piece_key(piece: Piece) -> tuple[str, int, int]:
+def piece_key(piece: InputPiece) -> tuple[str, int, int]:
     """What identifies a piece among those of a plan's inputs."""
     return piece.source.name, piece.start, piece.stop
 
 
-def record_path(task: Task) -> Path:
+def record_path(task: PrepareTask) -> Path:
     """Where a task's record is once it is finished."""
     return Path(task.folder, f"task-{task.number:06d}.json")
 
 
 def run_tasks(
-    tasks: Sequence[Task], moved: dict[str, str], workers: int, progress: Progress
+    tasks: Sequence[PrepareTask], moved: dict[str, str], workers: int, progress: Progress
 ) -> tuple[list[TaskRecord], list[InputError]]:
     """Do what is left to do of `tasks` on `workers` processes; records in the order of the tasks, and the inputs that could not be
     read, whose tasks have no record. Other tasks are done nevertheless.
@@ -135,11 +135,11 @@ def _begin_worker(sizes: Any) -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _run_in_worker(task: Task, moved: dict[str, str]) -> TaskRecord | InputError:
+def _run_in_worker(task: PrepareTask, moved: dict[str, str]) -> TaskRecord | InputError:
     return _run(task, moved, _sizes.put)
 
 
-def _run(task: Task, moved: dict[str, str], add: Callable[[int], None]) -> TaskRecord | InputError:
+def _run(task: PrepareTask, moved: dict[str, str], add: Callable[[int], None]) -> TaskRecord | InputError:
     kept = _verified(task, moved)
     if kept is not None:
         add(task.size)
@@ -153,7 +153,7 @@ def _run(task: Task, moved: dict[str, str], add: Callable[[int], None]) -> TaskR
     return record
 
 
-def _patiently_written(task: Task, add: Callable[[int], None]) -> TaskRecord:
+def _patiently_written(task: PrepareTask, add: Callable[[int], None]) -> TaskRecord:
     """A task's shards. They are begun again after read errors that may pass."""
     for pause in file_io.PAUSES_S:
         reported = 0
@@ -167,13 +167,13 @@ def _patiently_written(task: Task, add: Callable[[int], None]) -> TaskRecord:
             return _Writer(task, count).run()
         except InputError as error:
             add(-reported)
-            if not error.may_pass:
+            if not error.is_transient:
                 raise
         time.sleep(pause)
     return _Writer(task, add).run()
 
 
-def _verified(task: Task, moved: dict[str, str]) -> TaskRecord | None:
+def _verified(task: PrepareTask, moved: dict[str, str]) -> TaskRecord | None:
     """The record of a task whose shards are all there and as recorded."""
     path = record_path(task)
     if not path.exists():
@@ -197,7 +197,7 @@ def _verified(task: Task, moved: dict[str, str]) -> TaskRecord | None:
 class _Writer:
     """One task under way: at most one open shard per split."""
 
-    def __init__(self, task: Task, add: Callable[[int], None]) -> None:
+    def __init__(self, task: PrepareTask, add: Callable[[int], None]) -> None:
         self._task = task
         self._add = add
         self._tokenizer = Tokenizer(task.tokenizer) if task.tokenizer is not None else None
@@ -216,7 +216,7 @@ class _Writer:
                 writer.discard()
         return TaskRecord(tuple(map(piece_key, self._task.pieces)), tuple(self._shards), tuple(self._rejected))
 
-    def _piece(self, piece: Piece) -> None:
+    def _piece(self, piece: InputPiece) -> None:
         settings = self._task.settings
         seen = reported = 0
         for record in read_piece(piece, settings.text_field):

@@ -1,7 +1,7 @@
-"""Lanes being read: from cursors to rows, unit by unit and document by document.
+"""Lanes read from cursors into rows, unit by unit and document by document.
 
-The one thing to know: a `LaneReader` is what a thread of the training process or a worker process has of some lanes; `Corpus` says
-what they read and is small enough to be sent to a worker, which opens the files for itself.
+A `LaneReader` reads some lanes, in a thread of the training process or in a worker process. `CorpusSpec` says which documents the
+lanes hold; it is small enough to be sent to a worker, which opens the files itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,31 +10,29 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from baton.data_pipeline.batches import Batch, OpenDocument, OpenRun, check_tokenizer
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint
-from baton.data_pipeline.lane_order import Cursor, LaneOrder, Unit, Units
-from baton.data_pipeline.mixture import Mixture
+from baton.data_pipeline.lane_order import Cursor, LaneOrder, Mixture, Unit, Units
+from baton.data_pipeline.packing import DocCursor, NumpyBatch, PackedDocs, check_tokenizer, packed_docs, token_chunks
 from baton.data_pipeline.shards import ShardSummary
-from baton.data_pipeline.steps import Place
-from baton.data_pipeline.token_chunks import id_pieces, id_run
+from baton.data_pipeline.steps import DocumentRef
 from baton.data_pipeline.tokenizer import Tokenizer
 
-STREAM_VERSION = 2  # part of the fingerprint: raise it when the order or the cutting changes
+STREAM_VERSION = 2  # part of the fingerprint: raise it when the order of documents or their packing changes
 
 RUN_BYTES = 1 << 18
-"""Of short lists of ids that a lane joins at a time: it has so much twice for as long as that takes."""
+"""Bytes of short documents that a lane concatenates at a time. They are in memory twice while it does."""
 
 Growth = tuple[tuple[int, int], ...]
-"""Of a source that has grown: (first epoch, shards) of each size it has had, the first from epoch 0 on; (): all that are there."""
+"""Sizes of a source to which shards were added: (first epoch, number of shards), from epoch 0 on; (): all shards that exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """What decides the contents of all lanes, but for the documents themselves.
+class CorpusSpec:
+    """Everything that decides the contents of all lanes, except the documents themselves.
 
-    names: of the sources, () for one alone. split: which documents. seed: of the order. lanes: G. schedule: see Mixture. growth:
+    names: of the sources, () for a single one. split: of the datasets. seed: of the order. lanes: G. schedule: see Mixture. growth:
     of each source.
     """
 
@@ -52,13 +50,14 @@ class Corpus:
             raise DataError("unit_documents and unit_bytes must both be at least 1")
 
     def fingerprint(self, datasets: Sequence[Dataset], tokenizer: Tokenizer) -> str:
-        """Hex sha256 of everything that decides the lanes' contents from the beginning. Weights may change, and shards be added."""
+        """Hex sha256 of everything that decides the lanes' contents from the beginning. Later weights and added shards are not part
+        of it."""
         contents = [d.prefix_fingerprint(self.split, growth[0][1] if growth else None) for d, growth in self._grown(datasets)]
         sizes = [self.seed, self.lanes, self.unit_documents, self.unit_bytes]
         return fingerprint([STREAM_VERSION, list(self.names), contents, tokenizer.fingerprint, self.split, *sizes])
 
     def orders(self, datasets: Sequence[Dataset]) -> tuple[list[LaneOrder], Mixture]:
-        """The order of units in each source, and which source comes next. Raises DataError."""
+        """The order of units in each source, and the mixture that chooses the source of the next unit. Raises DataError."""
         orders, means = [], {}
         for number, (dataset, growth) in enumerate(self._grown(datasets)):
             shards = dataset.require(self.split)[: growth[-1][1] if growth else None]
@@ -74,10 +73,14 @@ class Corpus:
         yield from zip(datasets, self.growth or [()] * len(datasets), strict=True)
 
 
-class Documents:
-    """Which documents lanes read, and reading them. Raises DataError: another tokenizer's ids, damaged data, no such split."""
+class DocReader:
+    """Finds and reads the documents of lanes.
 
-    def __init__(self, corpus: Corpus, datasets: Sequence[Dataset], tokenizer: Tokenizer) -> None:
+    Raises:
+        DataError: ids of another tokenizer, damaged data, no such split.
+    """
+
+    def __init__(self, corpus: CorpusSpec, datasets: Sequence[Dataset], tokenizer: Tokenizer) -> None:
         for dataset in datasets:
             check_tokenizer(dataset, tokenizer)
         self._datasets, self.tokenizer, self.sources = datasets, tokenizer, len(datasets)
@@ -85,23 +88,23 @@ class Documents:
         self._orders, self._mixture = corpus.orders(datasets)
 
     def choose(self, lane: int, cursor: Cursor, step: int) -> Cursor:
-        """The cursor with its unit's source; of one source alone nothing is chosen."""
+        """The cursor with the source of its unit. With a single source nothing is chosen."""
         if cursor.source is not None or self.sources == 1:
             return cursor
         return replace(cursor, source=self._mixture.source(lane, cursor.unit, step))
 
     def unit(self, lane: int, cursor: Cursor) -> tuple[int, Unit, npt.NDArray[np.int64]]:
-        """The source of the cursor's unit, and what it is there."""
+        """The source of the cursor's unit, the unit, and the order int64[count] in which its samples are read."""
         source = cursor.source or 0
         return source, *self._orders[source].unit(lane, cursor.units_of(source))
 
-    def open(self, lane: int, cursor: Cursor) -> "_OpenUnit":
+    def open(self, lane: int, cursor: Cursor) -> "_UnitReader":
         """The cursor's unit, read."""
         source, unit, samples = self.unit(lane, cursor)
-        return _OpenUnit(self._datasets[source], self.tokenizer, self._shards[source][unit.shard], unit.first, samples)
+        return _UnitReader(self._datasets[source], self.tokenizer, self._shards[source][unit.shard], unit.first, samples)
 
-    def touched(self, lane: int, before: Cursor, after: Cursor, step: int) -> list[Place]:
-        """The documents that a lane gave tokens of between two cursors, both of step `step`, in order."""
+    def documents_between(self, lane: int, before: Cursor, after: Cursor, step: int) -> list[DocumentRef]:
+        """Documents of which a lane gave tokens between two cursors of step `step`, in order."""
         found, cursor = [], replace(before, taken=before.taken or (0,) * len(after.taken))
         while (cursor.unit, cursor.document) < (after.unit, after.document + (after.offset > 0)):
             cursor = self.choose(lane, cursor, step)
@@ -109,17 +112,20 @@ class Documents:
             key = source, cursor.units_of(source), cursor.document
             if key not in cursor.skipped:
                 shard = self._shards[source][unit.shard]
-                found.append(Place(*key, self._datasets[source].named(shard, unit.first + int(samples[cursor.document]))))
+                found.append(DocumentRef(*key, self._datasets[source].named(shard, unit.first + int(samples[cursor.document]))))
             last = cursor.document + 1 == unit.count
             cursor = cursor.next_unit() if last else replace(cursor, document=cursor.document + 1, offset=0)
         return found
 
 
 class LaneReader:
-    """Some lanes being read; a `Fill` of their rows, that leaves those of other lanes alone. cursors: where each begins. Raises
-    DataError: cursors of other sources."""
+    """Reads some lanes; a `FillRows` for their rows that leaves rows of other lanes alone. cursors: where each lane begins.
 
-    def __init__(self, read: Documents, cursors: Mapping[int, Cursor]) -> None:
+    Raises:
+        DataError: the cursors are of a run with other sources.
+    """
+
+    def __init__(self, read: DocReader, cursors: Mapping[int, Cursor]) -> None:
         many = (0,) * read.sources if read.sources > 1 else ()
         begin = {lane: replace(cursor, taken=cursor.taken or many) for lane, cursor in cursors.items()}
         if any(len(cursor.taken) != len(many) for cursor in begin.values()):
@@ -127,7 +133,7 @@ class LaneReader:
         self._lanes = {lane: _Lane(read, lane, cursor) for lane, cursor in begin.items()}
         self._cursors = begin
 
-    def __call__(self, step: int, batches: Sequence[Batch]) -> dict[int, Cursor]:
+    def __call__(self, step: int, batches: Sequence[NumpyBatch]) -> dict[int, Cursor]:
         for batch in batches:
             for row, lane in enumerate(batch.lanes):
                 if lane in self._lanes:
@@ -136,18 +142,18 @@ class LaneReader:
 
 
 class _Lane:
-    """One lane being read: its unit's payloads from the cursor on, and the documents under way."""
+    """One lane: its open unit's payloads from the cursor on, and the documents that are being copied."""
 
-    def __init__(self, read: Documents, lane: int, cursor: Cursor) -> None:
+    def __init__(self, read: DocReader, lane: int, cursor: Cursor) -> None:
         self._read = read
         self._lane = lane
-        self._cursor = cursor  # of documents under way, where they were opened
+        self._cursor = cursor  # where the documents being copied were opened
         self._skipped = frozenset(cursor.skipped)
-        self._unit: _OpenUnit | None = None
-        self._opened: OpenDocument | OpenRun | None = None
+        self._unit: _UnitReader | None = None
+        self._opened: DocCursor | PackedDocs | None = None
 
-    def fill(self, step: int, batch: Batch, row: int) -> Cursor:
-        """Write the lane's next inputs into a row of a batch; the cursor after them."""
+    def fill(self, step: int, batch: NumpyBatch, row: int) -> Cursor:
+        """Write the lane's next inputs into a row of a batch. Returns the cursor after them."""
         start, sequence_length = 0, batch.tokens.shape[1]
         while start < sequence_length:
             opened = self._opened = self._opened or self._open(step)
@@ -156,7 +162,7 @@ class _Lane:
                 if not opened.over:
                     continue
             self._opened = None
-            assert self._unit is not None, "documents under way are of a unit"
+            assert self._unit is not None, "documents being copied belong to an open unit"
             following = self._cursor.document + (1 if opened is None else opened.count)
             if following == self._unit.count:
                 self._unit = None
@@ -167,8 +173,8 @@ class _Lane:
             return self._cursor
         return self._cursor.at(self._cursor.document + self._opened.document, self._opened.offset)
 
-    def _open(self, step: int) -> OpenDocument | OpenRun | None:
-        """The document at the cursor, from there on, with others that follow it; None when it is to be skipped."""
+    def _open(self, step: int) -> DocCursor | PackedDocs | None:
+        """The document at the cursor, from its offset on, together with documents that follow it; None when it is skipped."""
         cursor = self._cursor = self._read.choose(self._lane, self._cursor, step)
         source = cursor.source or 0
         if self._unit is None:
@@ -193,8 +199,8 @@ class _Lane:
             ) from None
 
 
-class _OpenUnit:
-    """A unit's documents in reading order; each is given out, and its payload forgotten, once."""
+class _UnitReader:
+    """A unit's documents in reading order. Each is returned once, and its payload is then released."""
 
     def __init__(
         self, dataset: Dataset, tokenizer: Tokenizer, shard: ShardSummary, first: int, order: npt.NDArray[np.int64]
@@ -205,25 +211,29 @@ class _OpenUnit:
         payloads = dataset.read_short(shard, first, self.count)
         self._payloads = [payloads[sample] for sample in order.tolist()]
 
-    def open(self, document: int, until: int, offset: int) -> OpenDocument | OpenRun:
-        """A document of which `offset` inputs are consumed; if it is token ids in memory, with those that follow it before document
-        `until`, as far as they are such too, within RUN_BYTES. Raises IndexError: it is shorter."""
+    def open(self, document: int, until: int, offset: int) -> DocCursor | PackedDocs:
+        """A document of which `offset` inputs are consumed. Token ids in memory are returned together with the following documents
+        of that kind before document `until`, up to RUN_BYTES.
+
+        Raises:
+            IndexError: the document is shorter than `offset`.
+        """
         sample, payload = self._samples[document], self._payloads[document]
-        doc = self._tokenizer.doc
+        eod_id = self._tokenizer.eod_id
         if payload is None or self._dataset.content != "tokens":
             self._payloads[document] = None
             first = max(0, offset - 1)
-            return OpenDocument(id_pieces(self._dataset, self._tokenizer, self._shard, sample, payload, first), offset, doc)
+            return DocCursor(token_chunks(self._dataset, self._tokenizer, self._shard, sample, payload, first), offset, eod_id)
         run, size = [(sample, payload)], len(payload)
         for number in range(document + 1, until):
             following = self._payloads[number]
             if following is None or (size := size + len(following)) > RUN_BYTES:
                 break
             run.append((self._samples[number], following))
-        opened = id_run(self._dataset, self._shard, run, offset, doc)
+        opened = packed_docs(self._dataset, self._shard, run, offset, eod_id)
         self._payloads[document : document + opened.count] = [None] * opened.count
         return opened
 
     def named(self, document: int) -> str:
-        """A document as errors name it."""
+        """The document's name in error messages."""
         return self._dataset.named(self._shard, self._samples[document])

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from baton.data_pipeline.compressed import Decompressed
 from baton.data_pipeline.errors import InputError
-from baton.data_pipeline.file_io import may_pass, why
+from baton.data_pipeline.file_io import error_reason, is_transient
 from baton.data_pipeline.formats import (
     HEAD_BYTES,
     JSON_SUFFIXES,
@@ -26,7 +26,7 @@ from baton.data_pipeline.formats import (
     known_not_text,
     open_content,
 )
-from baton.data_pipeline.input_files import Document, Piece, Rejected, Source, document_id
+from baton.data_pipeline.input_files import Document, InputFile, InputPiece, Rejected, document_id
 
 Record = Document | Rejected
 _BOM = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which some editors write in front of a file's text
@@ -34,10 +34,10 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 _AHEAD_BYTES = 1 << 18
 
 
-def split_source(source: Source, piece_bytes: int, text_field: str) -> list[Piece]:
+def split_source(source: InputFile, piece_bytes: int, text_field: str) -> list[InputPiece]:
     """Pieces of about `piece_bytes` each where the format allows it. Raises DataError for a Parquet table without the
     text column."""
-    whole = [Piece(source, 0, source.size, source.size)]
+    whole = [InputPiece(source, 0, source.size, source.size)]
     if source.name.endswith(".parquet"):
         from baton.data_pipeline.parquet import split_parquet
 
@@ -47,11 +47,11 @@ def split_source(source: Source, piece_bytes: int, text_field: str) -> list[Piec
         with suppress(OSError, EOFError, FormatError), open(source.path, "rb") as file:
             if format_of(source.name, file) == Format("lines"):
                 cuts = [*range(0, max(source.size, 1), piece_bytes), source.size]
-                return [Piece(source, start, stop, stop - start) for start, stop in pairwise(cuts)]
+                return [InputPiece(source, start, stop, stop - start) for start, stop in pairwise(cuts)]
     return whole
 
 
-def read_piece(piece: Piece, text_field: str) -> Iterator[Record]:
+def read_piece(piece: InputPiece, text_field: str) -> Iterator[Record]:
     """The records of a piece, in order. Raises InputError when the file has changed, is damaged, cannot be read or lacks the text
     column, and when it was named as an input and is nothing that can be read here."""
     source = piece.source
@@ -65,10 +65,10 @@ def read_piece(piece: Piece, text_field: str) -> Iterator[Record]:
             raise InputError(source.name, source.path, str(error)) from error
         yield Rejected(source.name, 0, "invalid utf-8" if "UTF-" in str(error) else "not text", str(error))
     except (OSError, EOFError) as error:
-        raise InputError(source.name, source.path, why(error), may_pass(error)) from error
+        raise InputError(source.name, source.path, error_reason(error), is_transient(error)) from error
 
 
-def _read(piece: Piece, text_field: str) -> Iterator[Record]:
+def _read(piece: InputPiece, text_field: str) -> Iterator[Record]:
     source = piece.source
     with open(source.path, "rb", buffering=1 << 20) as file:
         found = format_of(source.name, file)
@@ -98,7 +98,7 @@ def _read(piece: Piece, text_field: str) -> Iterator[Record]:
                     yield Rejected(source.name, stray.start, "stray bytes", what)
 
 
-def _read_whole(source: Source, found: Format, content: io.BufferedReader, text_field: str) -> Iterator[Record]:
+def _read_whole(source: InputFile, found: Format, content: io.BufferedReader, text_field: str) -> Iterator[Record]:
     if found.content == "tar":
         from baton.data_pipeline.archive import read_tar
 
@@ -110,7 +110,7 @@ def _read_whole(source: Source, found: Format, content: io.BufferedReader, text_
     return read_lines(source.name, content, text_field)
 
 
-def _read_text(source: Source, content: BinaryIO) -> Iterator[Record]:
+def _read_text(source: InputFile, content: BinaryIO) -> Iterator[Record]:
     if source.named and is_table(source.name):
         raise FormatError("it is a table as text, and would be one document; write its text column as JSON lines or Parquet")
     text = content.read()
@@ -175,7 +175,7 @@ def parse(source: str, record: int, line: bytes, text_field: str) -> Record:
         return Rejected(source, record, "invalid utf-8", f"lone surrogate at character {error.start} of the text")
 
 
-def _read_values(source: Source, content: BinaryIO, text_field: str) -> Iterator[Record]:
+def _read_values(source: InputFile, content: BinaryIO, text_field: str) -> Iterator[Record]:
     """JSON values behind each other, or the elements of arrays. In memory are a value and what was read ahead."""
     ahead = _Ahead(content.read)
     inside = due = False  # in an array; a value has been read there, and a comma or the array's end is due

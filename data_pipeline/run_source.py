@@ -1,7 +1,9 @@
-"""What a run reads, whatever its kind, in the one shape that the training loop drives.
+"""The data of a training run: text from shards or a synthetic task, as streams of batches.
 
-The one thing to know: both sources have the same attributes, and the loop asks for the class only where there is something that the
-other kind has not: a tokenizer's text, or a task's accuracy.
+`ShardSource` and `TaskSource` have the same attributes and methods. The training loop asks for the class only where one kind has
+something that the other lacks: a tokenizer, or a task's accuracy.
+
+A lane holds the short documents of one unit and a chunk of a long one, so its memory does not grow with a document's length.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,18 +13,92 @@ from baton.data_pipeline.config import ShardsConfig, TaskConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.lane_order import Cursor
-from baton.data_pipeline.reader import Corpus, Growth
+from baton.data_pipeline.reader import CorpusSpec, DocReader, Growth, LaneReader
 from baton.data_pipeline.remote import Cache
-from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.stream import BatchStream
-from baton.data_pipeline.synthetic_stream import ExampleCursor, TaskStream, task_fingerprint
+from baton.data_pipeline.steps import DocumentRef, StepPlan, StepStream
+from baton.data_pipeline.synthetic_stream import ExampleCursor, SyntheticStream, synthetic_fingerprint
 from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.workers import Start, Workers
+
+
+class BatchStream(StepStream[Cursor]):
+    """Iterator over the endless steps of one data rank.
+
+    Args:
+        sources: a dataset, or several by name.
+        tokenizer: makes the ids of a text dataset. It must be the one that made the ids of a token dataset.
+        plan: this rank's rows in each step. Everything except `lanes` may change on resuming.
+        split: which documents.
+        seed: of the order.
+        cursors: where lanes begin, as saved after step plan.start_step - 1; cursors of other ranks' lanes are ignored. None: the
+            beginning.
+        unit_documents, unit_bytes: see ShardsConfig.
+        mixture: of several sources, (first step, {name: weight}), see Mixture.
+        growth: of each source to which shards were added, by name ("" for a single one).
+        workers: number of processes that read; 0: a thread of this process.
+        start: see Workers.
+
+    Attributes:
+        fingerprint: hex sha256 of everything that decides the lanes' contents. A resumed run must have the same.
+        cursors: of this rank's lanes, after the last step yielded.
+
+    Raises:
+        DataError: ids of another tokenizer, missing cursors, damaged data. `next` raises errors of the background thread.
+    """
+
+    def __init__(
+        self,
+        sources: Dataset | Mapping[str, Dataset],
+        tokenizer: Tokenizer,
+        plan: StepPlan,
+        *,
+        split: str = "train",
+        seed: int,
+        cursors: Mapping[int, Cursor] | None = None,
+        unit_documents: int = ShardsConfig.model_fields["unit_documents"].default,
+        unit_bytes: int = ShardsConfig.model_fields["unit_bytes"].default,
+        mixture: tuple[tuple[int, Mapping[str, float]], ...] = (),
+        growth: Mapping[str, Growth] | None = None,
+        workers: int = 0,
+        start: Start | None = None,
+    ) -> None:
+        begin = plan.first_cursors(cursors, Cursor())
+        named = {"": sources} if isinstance(sources, Dataset) else dict(sources)
+        datasets = list(named.values())
+        corpus = CorpusSpec(
+            names=tuple(named) if len(named) > 1 else (),
+            split=split,
+            seed=seed,
+            lanes=plan.lanes,
+            unit_documents=unit_documents,
+            unit_bytes=unit_bytes,
+            schedule=mixture,
+            growth=tuple((growth or {}).get(name, ()) for name in named),
+        )
+        self.fingerprint = corpus.fingerprint(datasets, tokenizer)
+        # also with workers: it refuses unreadable data at once, and names documents for `documents_between`
+        self._documents = DocReader(corpus, datasets, tokenizer)
+        if workers:
+            fill = Workers(workers, corpus, datasets, tokenizer, plan, begin, start)
+            super().__init__(plan, begin, fill, fill.close, fill.room)
+        else:
+            super().__init__(plan, begin, LaneReader(self._documents, begin))
+
+    def documents_between(self, lane: int, before: Cursor | None, after: Cursor, step: int) -> list[DocumentRef]:
+        """Documents of which a lane of this rank gave tokens between two cursors of a step, in order. before: None is the lane's
+        beginning."""
+        return self._documents.documents_between(lane, before or Cursor(), after, step)
 
 
 class ShardSource:
-    """Text from shards. Raises DataError: no dataset or tokenizer in its place, sources that hold out different documents.
+    """Text from shards.
 
-    Attributes: `datasets`, by the name of their source; `weights`, of each for evaluation.
+    Attributes:
+        datasets: by the name of their source.
+        weights: of each source in evaluation.
+
+    Raises:
+        DataError: no dataset or tokenizer at its path, or sources that hold out different fractions.
     """
 
     cursor = staticmethod(Cursor.from_json)
@@ -38,23 +114,23 @@ class ShardSource:
 
     @property
     def heaviest(self) -> Dataset:
-        """The source with the greatest weight."""
+        """The source with the largest weight."""
         return self.datasets[max(self.weights, key=lambda name: self.weights[name])]
 
     def fingerprint(self, *, seed: int, lanes: int) -> str:
-        """Hex sha256 of everything that decides the lanes' contents. A resumed run must find it equal."""
+        """Hex sha256 of everything that decides the lanes' contents. A resumed run must have the same."""
         return self._corpus(seed, lanes).fingerprint(list(self.datasets.values()), self.tokenizer)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint says of the sources: {name: [[first epoch, shards, their fingerprint], ...]}, JSON-able."""
+        """The sources' part of a checkpoint: {name: [[first epoch, shards, their fingerprint], ...]}, JSON-able."""
         return {
             name: [[epoch, count, self.datasets[name].prefix_fingerprint("train", count)] for epoch, count in growth]
             for name, growth in self._growth.items()
         }
 
     def adopt(self, state: Mapping[str, Any], cursors: Mapping[int, Cursor], *, seed: int, lanes: int) -> None:
-        """Go on with the shards of a checkpoint, as `state` said them; those added since are read from the first epoch that no lane
-        has begun, if the settings ask for it. cursors: of all lanes. Raises DataError."""
+        """Continue with the shards of a checkpoint, `state`. Shards added since are read from the first epoch that no lane has
+        begun, if the settings allow it. cursors: of all lanes. Raises DataError."""
         if set(state) != set(self.datasets):
             raise DataError(
                 f"the run reads {_named(state)}, these settings name {_named(self.datasets)}; use the run's own sources"
@@ -81,7 +157,7 @@ class ShardSource:
                 self._growth[name] += ((begun + 1, have),)
 
     def stream(self, plan: StepPlan, *, seed: int, cursors: Mapping[int, Any] | None) -> BatchStream:
-        """This rank's steps; cursors: as `BatchStream` takes them. Raises DataError."""
+        """This rank's steps. cursors: see `BatchStream`. Raises DataError."""
         return BatchStream(
             self.datasets if self.config.sources else self.datasets[""],
             self.tokenizer,
@@ -95,8 +171,8 @@ class ShardSource:
             workers=self.config.workers,
         )
 
-    def _corpus(self, seed: int, lanes: int) -> Corpus:
-        return Corpus(
+    def _corpus(self, seed: int, lanes: int) -> CorpusSpec:
+        return CorpusSpec(
             names=tuple(self.config.sources),
             split="train",
             seed=seed,
@@ -109,8 +185,12 @@ class ShardSource:
 
 
 def open_datasets(config: ShardsConfig) -> dict[str, Dataset]:
-    """The datasets by the name of their source. Raises DataError, also when one's held-out documents may be another's training:
-    which are held out is a function of a document's text and of the fraction."""
+    """The datasets by the name of their source.
+
+    Raises:
+        DataError: a dataset cannot be opened, or datasets hold out different fractions. A document is held out by its text and the
+            fraction, so one's validation documents could be another's training documents.
+    """
     cache = None if config.cache is None else Cache(config.cache, config.cache_bytes)
     datasets = {name: Dataset.open(place, cache=cache) for name, place in config.places.items()}
     fractions = {name: dataset.settings.get("validation_fraction") for name, dataset in datasets.items()}
@@ -138,21 +218,21 @@ class TaskSource:
         self.vocab_size = config.vocab_size
 
     def fingerprint(self, *, seed: int, lanes: int) -> str:
-        """Hex sha256 of everything that decides the lanes' contents. A resumed run must find it equal."""
-        return task_fingerprint(self.config, seed=seed, lanes=lanes)
+        """Hex sha256 of everything that decides the lanes' contents. A resumed run must have the same."""
+        return synthetic_fingerprint(self.config, seed=seed, lanes=lanes)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint says of the source: nothing, examples have no files."""
+        """The source's part of a checkpoint: nothing, examples have no files."""
         return {}
 
     def adopt(self, state: Mapping[str, Any], cursors: Mapping[int, Any], *, seed: int, lanes: int) -> None:
-        """Go on from a checkpoint: nothing to do."""
+        """Continue from a checkpoint: nothing to do."""
 
-    def stream(self, plan: StepPlan, *, seed: int, cursors: Mapping[int, Any] | None) -> TaskStream:
-        """This rank's steps; cursors: as `TaskStream` takes them. Raises DataError."""
-        return TaskStream(self.config, plan, seed=seed, cursors=cursors)
+    def stream(self, plan: StepPlan, *, seed: int, cursors: Mapping[int, Any] | None) -> SyntheticStream:
+        """This rank's steps. cursors: see `SyntheticStream`. Raises DataError."""
+        return SyntheticStream(self.config, plan, seed=seed, cursors=cursors)
 
 
 def open_source(config: ShardsConfig | TaskConfig) -> ShardSource | TaskSource:
-    """The source that the settings describe. Raises DataError."""
+    """The source of a run's settings. Raises DataError."""
     return ShardSource(config) if isinstance(config, ShardsConfig) else TaskSource(config)

@@ -1,9 +1,9 @@
-"""The endless steps of one data rank: which rows a step has, made ahead by a thread or by workers, and the cursors of what was
-yielded.
+"""The rows of every step of one data rank, batches made ahead of use, and the cursors of consumed steps.
 
-The one thing to know: lane j lives on data rank j % data_size, and a step advances the next lanes cyclically, as many as it has
-rows: after R rows of earlier steps, lanes (R + i) % G. How many rows a step has and how long they are may change over the run
-(`Stretch`); what a lane holds is somebody else's business (`Fill`). Cursors tell what was *yielded*, never what was prefetched.
+Lane j belongs to data rank j % data_size. A step advances the next lanes cyclically, one row each: after R rows of earlier steps
+these are lanes (R + i) % G, i = 0, 1, ... The number of rows and their length may change over the run (`PhaseSpec`). `StepStream`
+calls a `FillRows` for the contents, in a background thread. Its cursors are those of the steps it has *yielded*, not of the steps
+made ahead.
 """
 
 import contextlib
@@ -17,30 +17,33 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Generic, Self, TypeVar
 
-from baton.data_pipeline.batches import Batch, empty_batch
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.lane_order import check_layout, next_lanes
+from baton.data_pipeline.packing import NumpyBatch, empty_batch
 
 C = TypeVar("C")
 
-Fill = Callable[[int, Sequence[Batch]], dict[int, C]]
-"""Writes the rows of a step's batches (each row's lane is in `Batch.lanes`); the cursors of all lanes after them. Called once for
-every step, in order."""
+FillRows = Callable[[int, Sequence[NumpyBatch]], dict[int, C]]
+"""Writes the rows of a step's batches (`Batch.lanes` names each row's lane) and returns the cursors of all lanes after them. Called
+once for each step, in order."""
 
 
 @dataclass(frozen=True)
 class StepData:
-    """What one data rank consumes in one optimizer step. cursors: of all lanes of the rank, after this step is consumed."""
+    """What one data rank consumes in one optimizer step. cursors: of all its lanes, after this step is consumed."""
 
     step: int
-    micro_batches: list[Batch]
+    micro_batches: list[NumpyBatch]
     cursors: dict[int, Any]
 
 
 @dataclass(frozen=True)
-class Place:
-    """A document where a lane reads it. source, unit (how many units of the source came before in the lane), document (position in
-    the unit's order): as in Cursor.skipped. name: as errors name it."""
+class DocumentRef:
+    """A document at a place of a lane.
+
+    source, unit, document: as in `Cursor.skipped` (unit: number of units of the source that came before in the lane; document:
+    position in the unit's order). name: the document's name in error messages.
+    """
 
     source: int
     unit: int
@@ -49,9 +52,9 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Steps of one shape, from `first_step` to the next stretch or for ever. context: inputs per row. lanes_per_step: g, rows of
-    the global batch. micro_batch_size: rows per Batch."""
+class PhaseSpec:
+    """Steps of one shape, from `first_step` to the next phase or without end. sequence_length: tokens per row. lanes_per_step: g,
+    rows of the global batch. micro_batch_size: rows per Batch."""
 
     first_step: int
     sequence_length: int
@@ -63,15 +66,17 @@ class Stretch:
 class StepPlan:
     """Which rows this data rank has in every step.
 
-    lanes: G, fixed for a run. stretches: the steps' shapes, in order, from step 0 on. With one stretch, step s advances lanes
-    (s*g + i) % G, i < g; with several, the rows of earlier ones count with their own g.
-    data_rank, data_size: this rank among the data-parallel ones; it owns the lanes j with j % data_size == data_rank.
-    start_step: number of the first step. prefetch: steps made ahead.
-    Raises DataError: an impossible layout (legal sizes are named, and the stretch if there are several).
+    lanes: G, fixed for a run. phases: shapes of the steps, in order, from step 0 on. With one phase, step s advances lanes (s*g +
+    i) % G, i < g. With several, the rows of earlier phases count with their own g. data_rank, data_size: this rank and the number
+    of data-parallel ranks. The rank owns the lanes j with j % data_size == data_rank. start_step: number of the first step.
+    prefetch: number of steps made ahead.
+
+    Raises:
+        DataError: an impossible layout. The message names possible sizes, and the phase if there are several.
     """
 
     lanes: int
-    stretches: tuple[Stretch, ...]
+    phases: tuple[PhaseSpec, ...]
     data_rank: int
     data_size: int
     start_step: int
@@ -79,71 +84,77 @@ class StepPlan:
 
     @classmethod
     def constant(cls, *, sequence_length: int, lanes_per_step: int, micro_batch_size: int, **others: int) -> Self:
-        """A plan whose steps are all alike. others: the fields of StepPlan but for `stretches`."""
-        return cls(stretches=(Stretch(0, sequence_length, lanes_per_step, micro_batch_size),), **others)
+        """A plan with one phase. others: the fields of StepPlan except `phases`."""
+        return cls(phases=(PhaseSpec(0, sequence_length, lanes_per_step, micro_batch_size),), **others)
 
     def __post_init__(self) -> None:
-        firsts = [stretch.first_step for stretch in self.stretches]
+        firsts = [phase.first_step for phase in self.phases]
         if firsts[:1] != [0] or any(a >= b for a, b in pairwise(firsts)):
-            raise DataError(f"the stretches of a run begin at steps {firsts}; begin the first at 0, and each after the one before")
-        self.check(self._check_stretch)
+            raise DataError(f"the phases of a run begin at steps {firsts}; begin the first at 0, and each after the one before")
+        self.check(self._check_phase)
         if self.prefetch < 1 or self.start_step < 0:
             raise DataError("prefetch must be at least 1 and start_step at least 0")
         if not 0 <= self.data_rank < self.data_size:
             raise DataError(f"data_rank {self.data_rank} is not one of {self.data_size} data ranks; use 0 to {self.data_size - 1}")
 
-    def check(self, require: Callable[[Stretch], None]) -> None:
-        """Call `require` with every stretch; a DataError of one of several is raised with its steps in front."""
-        for stretch, end in self._spans():
+    def check(self, require: Callable[[PhaseSpec], None]) -> None:
+        """Call `require` with each phase. A DataError about one of several phases is raised with its steps in front."""
+        for phase, end in self._phase_ranges():
             try:
-                require(stretch)
+                require(phase)
             except DataError as error:
-                if len(self.stretches) == 1:
+                if len(self.phases) == 1:
                     raise
                 last = "on" if end is None else f"to {end - 1}"
-                raise DataError(f"from step {stretch.first_step} {last}: {error}") from error
+                raise DataError(f"from step {phase.first_step} {last}: {error}") from error
 
-    def _spans(self) -> Iterator[tuple[Stretch, int | None]]:
-        """Each stretch and the step after its last; None for ever."""
-        yield from zip(self.stretches, [*(stretch.first_step for stretch in self.stretches[1:]), None])
+    def _phase_ranges(self) -> Iterator[tuple[PhaseSpec, int | None]]:
+        """Each phase and the step after its last one; None: no end."""
+        yield from zip(self.phases, [*(phase.first_step for phase in self.phases[1:]), None])
 
-    def _check_stretch(self, stretch: Stretch) -> None:
+    def _check_phase(self, phase: PhaseSpec) -> None:
         check_layout(
             lanes=self.lanes,
-            lanes_per_step=stretch.lanes_per_step,
-            micro_batch_size=stretch.micro_batch_size,
+            lanes_per_step=phase.lanes_per_step,
+            micro_batch_size=phase.micro_batch_size,
             data_size=self.data_size,
         )
-        if stretch.sequence_length < 1:
-            raise DataError(f"sequence_length {stretch.sequence_length} must be at least 1")
+        if phase.sequence_length < 1:
+            raise DataError(f"sequence_length {phase.sequence_length} must be at least 1")
 
-    def stretch(self, step: int) -> Stretch:
-        """The shape of step number `step`."""
-        return self.stretches[bisect_right(self.stretches, step, key=lambda stretch: stretch.first_step) - 1]
+    def phase(self, step: int) -> PhaseSpec:
+        """The phase of step number `step`."""
+        return self.phases[bisect_right(self.phases, step, key=lambda phase: phase.first_step) - 1]
 
     def lanes_of(self, step: int) -> list[int]:
         """The lanes that step number `step` advances, on all ranks."""
-        return next_lanes(self._rows_before(step), self.lanes, self.stretch(step).lanes_per_step)
+        return next_lanes(self._rows_before(step), self.lanes, self.phase(step).lanes_per_step)
 
     def _rows_before(self, step: int) -> int:
         """Rows of all earlier steps, on all ranks."""
-        ends = ((stretch, step if end is None else min(step, end)) for stretch, end in self._spans())
-        return sum(stretch.lanes_per_step * max(0, end - stretch.first_step) for stretch, end in ends)
+        ends = ((phase, step if end is None else min(step, end)) for phase, end in self._phase_ranges())
+        return sum(phase.lanes_per_step * max(0, end - phase.first_step) for phase, end in ends)
 
     def rows(self, step: int) -> tuple[int, ...]:
         """The lanes of this rank's rows in a step, in order."""
-        count = self.stretch(step).lanes_per_step
+        count = self.phase(step).lanes_per_step
         return _rank_lanes(self._rows_before(step) % self.lanes, self.lanes, count, self.data_rank, self.data_size)
 
-    def batches(self, step: int) -> list[Batch]:
+    def batches(self, step: int) -> list[NumpyBatch]:
         """Empty batches for this rank's rows in a step."""
-        shape, mine = self.stretch(step), self.rows(step)
+        shape, mine = self.phase(step), self.rows(step)
         rows = [mine[i : i + shape.micro_batch_size] for i in range(0, len(mine), shape.micro_batch_size)]
         return [empty_batch(len(lanes), shape.sequence_length, lanes) for lanes in rows]
 
     def first_cursors(self, cursors: Mapping[int, C] | None, beginning: C) -> dict[int, C]:
-        """Where this rank's lanes begin. cursors: as saved after step start_step - 1, those of other ranks' lanes are ignored;
-        none: all at `beginning`. Raises DataError: cursors are missing."""
+        """Cursors at which this rank's lanes begin.
+
+        Args:
+            cursors: saved after step start_step - 1; cursors of other ranks' lanes are ignored. None: all lanes are at `beginning`.
+
+        Raises:
+            DataError: cursors are missing.
+        """
         own = range(self.data_rank, self.lanes, self.data_size)
         if cursors is None and self.start_step:
             raise DataError(f"step {self.start_step} needs the lanes' cursors; pass those saved after step {self.start_step - 1}")
@@ -155,26 +166,31 @@ class StepPlan:
         return {lane: beginning if cursors is None else cursors[lane] for lane in own}
 
 
-@lru_cache(64)  # rows come round again after a few steps
+@lru_cache(64)  # the same rows recur after a few steps
 def _rank_lanes(first: int, lanes: int, count: int, data_rank: int, data_size: int) -> tuple[int, ...]:
     return tuple(lane for lane in next_lanes(first, lanes, count) if lane % data_size == data_rank)
 
 
-class Steps(Generic[C]):
-    """The endless steps of one data rank; iterate over it. A failure of `fill`, also in the background thread, is raised by `next`.
+class StepStream(Generic[C]):
+    """Iterator over the endless steps of one data rank. `next` also raises errors of `fill` from the background thread.
 
-    cursors: of this rank's lanes, from `StepPlan.first_cursors`; the attribute: those after the last step yielded. stop: what ends
-    `fill` for good when it may be waiting. room: of a fill that works ahead by itself, what gives the batches that it fills; None:
-    the plan's, and a thread that works ahead.
+    Args:
+        cursors: of this rank's lanes, from `StepPlan.first_cursors`.
+        stop: ends `fill` for good, also while it waits.
+        room: for a `fill` that works ahead by itself, returns the batches it fills. None: the plan's empty batches, filled by a
+            background thread.
+
+    Attributes:
+        cursors: of this rank's lanes, after the last step yielded.
     """
 
     def __init__(
         self,
         plan: StepPlan,
         cursors: dict[int, C],
-        fill: Fill[C],
+        fill: FillRows[C],
         stop: Callable[[], None] = lambda: None,
-        room: Callable[[int], list[Batch]] | None = None,
+        room: Callable[[int], list[NumpyBatch]] | None = None,
     ) -> None:
         self.cursors = cursors
         give = room or plan.batches
@@ -187,7 +203,7 @@ class Steps(Generic[C]):
                 step += 1
 
         self._steps = _Prefetched(steps(), plan.prefetch, stop) if room is None else _Direct(steps(), stop)
-        # the thread does not know of this object, so that dropping it without close() stops the thread too
+        # the thread holds no reference to this object, so dropping it without close() stops the thread too
         self._stop = weakref.finalize(self, self._steps.close)
 
     def __iter__(self) -> Self:
@@ -198,13 +214,13 @@ class Steps(Generic[C]):
         self.cursors = data.cursors
         return data
 
-    def touched(self, lane: int, before: C | None, after: C, step: int) -> list[Place]:
-        """The documents that a lane of this rank gave tokens of in a step between two cursors (before: None, the beginning), in
-        order; [] where there are none."""
+    def documents_between(self, lane: int, before: C | None, after: C, step: int) -> list[DocumentRef]:
+        """Documents of which a lane of this rank gave tokens between two cursors of a step, in order; [] if the stream has no
+        documents. before: None is the lane's beginning."""
         return []
 
     def close(self) -> None:
-        """Stop the background thread; safe to call twice."""
+        """Stop the background thread. May be called twice."""
         self._stop()
 
     def __enter__(self) -> Self:
@@ -218,7 +234,7 @@ _CLOSED = "the data stream is closed; make a new one"
 
 
 class _Direct:
-    """An endless iterator whose exception is raised by `get` ever after."""
+    """Reads an endless iterator. `get` raises the iterator's exception, also in later calls."""
 
     def __init__(self, items: Iterator[StepData], stop: Callable[[], None]) -> None:
         self._items, self._stop = items, stop
@@ -232,9 +248,9 @@ class _Direct:
             raise self._failure
         try:
             return next(self._items)
-        except BaseException as error:  # also what a signal's handler raises: the iterator is over, and must not end quietly
+        except BaseException as error:  # also from a signal handler: the iterator has ended, and later calls must raise
             self._failure = error
-            if self._closing:  # by another thread, which took from it what it waited for
+            if self._closing:  # closed by another thread while this one waited
                 raise DataError(_CLOSED) from None
             raise
 
@@ -244,7 +260,7 @@ class _Direct:
 
 
 class _Prefetched:
-    """Runs an endless iterator in a thread, at most `ahead` items ahead; its exception is raised by `get`, after the items before
+    """Runs an endless iterator in a thread, at most `ahead` items ahead. `get` raises its exception after the items that precede
     it."""
 
     def __init__(self, items: Iterator[StepData], ahead: int, stop: Callable[[], None]) -> None:
@@ -255,12 +271,12 @@ class _Prefetched:
         self._thread = threading.Thread(target=self._run, args=(items,), name="data-prefetch", daemon=True)
         self._thread.start()
 
-    def _run(self, items: Iterator[StepData]) -> None:  # nobody else keeps `items`: streams it has open close when the thread ends
+    def _run(self, items: Iterator[StepData]) -> None:  # holds the only reference to `items`: its open files close with the thread
         try:
             for item in items:
                 if not self._put(item):
                     return
-        except BaseException as error:  # handed to the consumer, whatever it is
+        except BaseException as error:  # raised by the consumer
             self._put(error)
 
     def _put(self, item: StepData | BaseException) -> bool:
@@ -277,7 +293,7 @@ class _Prefetched:
             if self._closing.is_set():
                 raise DataError(_CLOSED)
             try:
-                item = self._queue.get(timeout=0.5)  # not for ever: another thread may close the stream
+                item = self._queue.get(timeout=0.5)  # finite, because another thread may close the stream
             except queue.Empty:
                 continue
             if not isinstance(item, BaseException):
@@ -288,6 +304,6 @@ class _Prefetched:
     def close(self) -> None:
         self._closing.set()
         self._stop()
-        with contextlib.suppress(queue.Empty):  # a thread that waits for room need not wait for its time-out
+        with contextlib.suppress(queue.Empty):  # wakes a thread that waits for a free place
             self._queue.get_nowait()
         self._thread.join(timeout=10)

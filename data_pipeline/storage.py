@@ -12,7 +12,7 @@ from typing import BinaryIO, Self, cast
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from baton.data_pipeline.file_io import may_pass, patiently
+from baton.data_pipeline.file_io import is_transient, retry_transient
 from baton.data_pipeline.remote import Cache, HttpStream, with_retries
 
 _SKIP_BYTES = 1 << 22
@@ -63,7 +63,7 @@ class Location:
             with self.open(name) as stream:
                 return stream.read()
 
-        return patiently(whole) if self.folder is not None else with_retries(whole)
+        return retry_transient(whole) if self.folder is not None else with_retries(whole)
 
 
 class ShardStream:
@@ -86,7 +86,7 @@ class ShardStream:
                 self._stream, self._at = None, 0
                 raise
 
-        return patiently(again) if self._location.folder is not None else with_retries(again)
+        return retry_transient(again) if self._location.folder is not None else with_retries(again)
 
     def _read(self, begin: int, count: int) -> bytes:
         self._stream = stream = self._stream or self._location.open(self._name)
@@ -118,7 +118,7 @@ class ShardStream:
             assert self._stream is not None
             self._stream.seek(begin)
         except (AttributeError, OSError) as error:
-            if self._location.folder is not None and may_pass(error):
+            if self._location.folder is not None and is_transient(error):
                 raise  # a file can be sought in: its file system has failed
             return False
         return True

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from baton.data_pipeline.batches import IGNORE_INDEX
 from baton.data_pipeline.config import InductionConfig, MqarConfig, SelectiveCopyConfig, TaskConfig
+from baton.data_pipeline.packing import IGNORE_INDEX
 
 Int64 = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]

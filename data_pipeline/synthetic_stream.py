@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from baton.data_pipeline.batches import IGNORE_INDEX, Batch
 from baton.data_pipeline.config import TaskConfig
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint
-from baton.data_pipeline.steps import StepPlan, Steps
+from baton.data_pipeline.packing import IGNORE_INDEX, Batch, NumpyBatch
+from baton.data_pipeline.steps import StepPlan, StepStream
 from baton.data_pipeline.synthetic import VERSION, Examples
 
-PIECE_TOKENS = 1 << 18  # tokens made at once: enough to make calls cheap, few enough to bound what is in memory besides the batches
+CHUNK_TOKENS = 1 << 18  # tokens made at once: enough to make calls cheap, few enough to bound what is in memory besides the batches
 
 
 @dataclass(frozen=True)
@@ -38,29 +38,29 @@ class ExampleCursor:
         return cls(value["example"])
 
 
-class TaskStream(Steps[ExampleCursor]):
+class SyntheticStream(StepStream[ExampleCursor]):
     """The endless steps of one data rank; iterate over it. Every row holds context / length examples of its lane, one after the
     other, each a document with pos from 0.
 
     config: the task. plan: this rank's rows. seed: of the run. cursors: where lanes begin, as saved after step plan.start_step - 1;
     those of other ranks' lanes are ignored; none: the beginning.
 
-    Raises DataError: a context (of any stretch) that whole examples do not fill, missing cursors.
+    Raises DataError: a context (of any phase) that whole examples do not fill, missing cursors.
     """
 
     def __init__(
         self, config: TaskConfig, plan: StepPlan, *, seed: int, cursors: Mapping[int, ExampleCursor] | None = None
     ) -> None:
-        plan.check(lambda stretch: config.check_sequence_length(stretch.sequence_length))
+        plan.check(lambda phase: config.check_sequence_length(phase.sequence_length))
         begin = plan.first_cursors(cursors, ExampleCursor())
         examples = Examples(config)
         following = {lane: cursor.example for lane, cursor in begin.items()}
 
-        def fill(step: int, batches: Sequence[Batch]) -> dict[int, ExampleCursor]:
+        def fill(step: int, batches: Sequence[NumpyBatch]) -> dict[int, ExampleCursor]:
             rows = [(batch, row, lane) for batch in batches for row, lane in enumerate(batch.lanes)]
             sequence_length = int(batches[0].tokens.shape[1])
             per_row = sequence_length // config.length
-            at_once = max(1, PIECE_TOKENS // sequence_length)
+            at_once = max(1, CHUNK_TOKENS // sequence_length)
             for start in range(0, len(rows), at_once):
                 piece = rows[start : start + at_once]
                 tokens, labels = examples.take((("train", seed, lane), following[lane], per_row) for _, _, lane in piece)
@@ -74,22 +74,22 @@ class TaskStream(Steps[ExampleCursor]):
         super().__init__(plan, begin, fill)
 
 
-def task_fingerprint(config: TaskConfig, *, seed: int, lanes: int) -> str:
+def synthetic_fingerprint(config: TaskConfig, *, seed: int, lanes: int) -> str:
     """Hex sha256 of everything that decides the lanes' contents. A resumed run must find it equal."""
     return fingerprint(["task", VERSION, config.deciding(), seed, lanes])
 
 
 @dataclass(frozen=True)
-class TaskSet:
+class SyntheticEvaluationSet:
     """The examples of one evaluation case. batches: this rank's; labels: how many places are asked, over all ranks."""
 
-    batches: list[Batch]
+    batches: list[NumpyBatch]
     labels: int
 
 
-def task_set(
+def synthetic_evaluation_set(
     config: TaskConfig, *, tokens: int, sequence_length: int, micro_batch_size: int, data_rank: int, data_size: int
-) -> TaskSet:
+) -> SyntheticEvaluationSet:
     """The first tokens / length examples of a task's evaluation stream (at least one), an example a row; every run, seed and layout
     has the same ones. Batches have about as many tokens as those of training, micro_batch_size * sequence_length; rows without
     labels complete
@@ -99,11 +99,12 @@ def task_set(
             "tokens, sequence_length, micro_batch_size and data_size must be at least 1, and data_rank one of the data ranks"
         )
     count, rows = max(1, tokens // config.length), max(1, micro_batch_size * sequence_length // config.length)
-    examples, batches, pos = Examples(config), [], np.arange(config.length, dtype=np.int32)
+    examples, pos = Examples(config), np.arange(config.length, dtype=np.int32)
+    batches: list[NumpyBatch] = []
     rounds = -(-count // (rows * data_size))
     for number in range(rounds):
         first = (number * data_size + data_rank) * rows
         made, labels = examples.take([(("evaluation",), first, rows)])
         labels[max(0, count - first) :] = IGNORE_INDEX
         batches.append(Batch(made, labels, np.broadcast_to(pos, made.shape), ()))
-    return TaskSet(batches, count * examples.asked)
+    return SyntheticEvaluationSet(batches, count * examples.asked)

@@ -22,10 +22,10 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2 as model_pb2
 
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.file_io import may_pass, patiently, unreadable
+from baton.data_pipeline.file_io import is_transient, retry_transient, unreadable
 from baton.data_pipeline.files import write_atomically
 
-DOC_PIECE = "<doc>"
+EOD_PIECE = "<doc>"
 SPACE = "\u2581"  # SentencePiece writes a space as this character; the character itself is spelt in bytes
 _SPACE_UTF8 = SPACE.encode()
 _SYMBOLS = ("\n", "\n\n", "\t")  # whitespace the trainer cannot learn by itself
@@ -98,7 +98,7 @@ def train_tokenizer(
             allow_whitespace_only_pieces=True,
             split_digits=True,
             user_defined_symbols=list(_SYMBOLS),
-            control_symbols=[DOC_PIECE],
+            control_symbols=[EOD_PIECE],
             unk_id=0,
             bos_id=-1,
             eos_id=-1,
@@ -166,9 +166,9 @@ class Tokenizer:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = str(path)
         try:
-            content = patiently(Path(path).read_bytes)
+            content = retry_transient(Path(path).read_bytes)
         except OSError as error:
-            if may_pass(error):
+            if is_transient(error):
                 raise unreadable(path, error) from error
             raise DataError(f"cannot read the tokenizer {path}: {error.strerror}; train one or correct the path") from error
         model = model_pb2.ModelProto()
@@ -181,7 +181,7 @@ class Tokenizer:
             ) from error
         self._bytes_of = _checked_pieces(model, self.path)
         self.vocab_size = len(self._bytes_of)
-        self.doc = self._processor.piece_to_id(DOC_PIECE)
+        self.eod_id = self._processor.piece_to_id(EOD_PIECE)
         self.fingerprint = _fingerprint(model)
         self._space_ids: Ids = np.array([self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_UTF8], dtype=np.int32)
 
@@ -330,7 +330,7 @@ def _checked_pieces(model: model_pb2.ModelProto, path: str) -> list[bytes]:
         else:
             require(entry.type == kinds.UNKNOWN, f"piece {entry.piece!r} is unused")
         texts.append(text)
-    require(controls == [DOC_PIECE], f"its control symbols are {controls}, not [{DOC_PIECE!r}]")
+    require(controls == [EOD_PIECE], f"its control symbols are {controls}, not [{EOD_PIECE!r}]")
     require(len(spelt) == 256, "some bytes have no piece")
     require(any(entry.piece == SPACE and entry.type == kinds.NORMAL for entry in model.pieces), "the space has no piece")
     return texts

@@ -1,48 +1,166 @@
-"""Worker processes that read lanes: each has some of a data rank's lanes for good, and writes their rows step by step.
+"""Worker processes that read lanes, and the memory they share with the training process.
 
-The one thing to know: which worker reads a lane changes nothing but who does the work, so their number may change at any start, and
-their timing cannot reach the data's order. Rows and cursors lie in shared blocks, one for a step (see Blocks); what travels is
-which block is the next step's, a byte, and that a step is written, another. The cursors that count are those of the rows that were
-yielded, however far ahead a worker has read.
+Each worker has some of a data rank's lanes for good and writes their rows step by step. Which worker reads a lane does not change
+its contents, so the number of workers may change at any start, and their timing does not affect the data's order.
+
+Rows and cursors lie in blocks of shared memory (`SharedBlocks`), one block per step. Two kinds of one-byte messages are exchanged:
+the number of the next step's block, to a worker; "written", from a worker. The memory has no name (memfd), so a killed process
+leaves nothing behind. A block is used again when the last array over it is gone.
 """
 
+import ctypes
 import errno
 import json
+import mmap
 import multiprocessing
 import os
 import signal
+import struct
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import reduction
 from socket import socket, socketpair
 from typing import Any
 
-from baton.data_pipeline.batches import Batch
+import numpy as np
+
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError, StorageError
 from baton.data_pipeline.lane_order import Cursor
-from baton.data_pipeline.reader import Corpus, Documents, LaneReader
+from baton.data_pipeline.packing import Batch, NumpyBatch
+from baton.data_pipeline.reader import CorpusSpec, DocReader, LaneReader
 from baton.data_pipeline.remote import Cache
-from baton.data_pipeline.shared_memory import Blocks
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.tokenizer import Tokenizer
+
+_LINE = 64  # bytes of a cache line, to which arrays are aligned
+_INTS = 4  # integers of a cursor, without those per source
+
+
+class SharedBlocks:
+    """`count` blocks of shared memory, each with room for any step of `plan`. Pickled to another process, it is the same memory
+    there.
+
+    sources: number of sources that a cursor counts, 0 for a single one.
+
+    Attributes:
+        free: numbers of blocks that were leased and are no longer in use.
+    """
+
+    _layouts: dict[tuple[int, int], tuple[int, int, int, int, int]]
+
+    def __init__(self, count: int, plan: StepPlan, sources: int) -> None:
+        shapes = [(shape.lanes_per_step // plan.data_size, shape.sequence_length) for shape in plan.phases]
+        self._place, self._layouts = struct.Struct(f"{_INTS + sources}q"), {}
+        self._size = -(-max(self._offsets(*shape)[-1] for shape in shapes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.count = count
+        fd = os.memfd_create("baton-rows")
+        try:
+            os.ftruncate(fd, count * self._size)  # pages that are never written take no memory
+            self._open(fd)
+        finally:
+            os.close(fd)
+
+    def _open(self, fd: int) -> None:
+        self._fd = os.dup(fd)
+        self._memory = mmap.mmap(fd, self.count * self._size)
+        self._views: dict[tuple[int, int, int], NumpyBatch] = {}
+        self.free: deque[int] = deque()
+        weakref.finalize(self, os.close, self._fd)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return reduction.DupFd(self._fd), self.count, self._size, self._place.size // 8  # works while a process is started
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        received, self.count, self._size, ints = state
+        self._place, self._layouts = struct.Struct(f"{ints}q"), {}
+        fd = received.detach()
+        try:
+            self._open(fd)
+        finally:
+            os.close(fd)
+
+    def _offsets(self, rows: int, sequence_length: int) -> tuple[int, int, int, int, int]:
+        """First byte in a block of tokens, labels, positions and cursors, and the end."""
+        if (rows, sequence_length) not in self._layouts:
+            at = [0]
+            for size in (
+                8 * rows * sequence_length,
+                8 * rows * sequence_length,
+                4 * rows * sequence_length,
+                rows * self._place.size,
+            ):
+                at.append(at[-1] + -(-size // _LINE) * _LINE)
+            self._layouts[rows, sequence_length] = at[0], at[1], at[2], at[3], at[4]
+        return self._layouts[rows, sequence_length]
+
+    def rows(self, number: int, lanes: tuple[int, ...], sequence_length: int) -> NumpyBatch:
+        """A block as one batch, valid as long as the caller owns the block."""
+        key = number, len(lanes), sequence_length
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= 2 * self.count:  # also shapes of earlier phases
+                self._views.clear()
+            view = self._views[key] = self._batch(self._memory, number * self._size, lanes, sequence_length)
+        return Batch(view.tokens, view.labels, view.pos, lanes)
+
+    def lease(self, number: int, lanes: tuple[int, ...], sequence_length: int) -> NumpyBatch:
+        """A block as one batch that may be kept. When the batch and all arrays over its memory are gone, the block is `free`."""
+        held = (ctypes.c_char * self._size).from_buffer(self._memory, number * self._size)
+        weakref.finalize(held, self.free.append, number).atexit = False
+        return self._batch(held, 0, lanes, sequence_length)
+
+    def _batch(self, memory: Any, begin: int, lanes: tuple[int, ...], sequence_length: int) -> NumpyBatch:
+        shape = len(lanes), sequence_length
+        tokens, labels, pos, _, _ = self._offsets(*shape)
+        return Batch(
+            np.ndarray(shape, np.int64, memory, begin + tokens),
+            np.ndarray(shape, np.int64, memory, begin + labels),
+            np.ndarray(shape, np.int32, memory, begin + pos),
+            lanes,
+        )
+
+    def write_cursors(self, number: int, shape: tuple[int, int], cursors: Iterable[tuple[int, Cursor]]) -> None:
+        """Write (row, cursor) after the rows of a block. shape: rows and sequence length."""
+        begin = number * self._size + self._offsets(*shape)[3]
+        memory, size, pack = self._memory, self._place.size, self._place.pack_into
+        for row, cursor in cursors:
+            source = -1 if cursor.source is None else cursor.source
+            pack(memory, begin + row * size, cursor.unit, cursor.document, cursor.offset, source, *cursor.taken)
+
+    def cursors(self, number: int, shape: tuple[int, int], before: Iterable[Cursor]) -> list[Cursor]:
+        """The cursors of all rows that `write_cursors` wrote. before: earlier cursors of the same lanes, for their constant
+        fields."""
+        begin = number * self._size + self._offsets(*shape)[3]
+        places = self._place.iter_unpack(self._memory[begin : begin + shape[0] * self._place.size])
+        return [
+            Cursor(place[0], place[1], place[2], place[_INTS:], None if place[3] < 0 else place[3], old.skipped)
+            for place, old in zip(places, before)
+        ]
+
 
 Start = Callable[[Callable[..., None], tuple[Any, ...], socket], Any]
 
 
 class Workers:
-    """A `Fill` by `count` worker processes, at most one per lane, and the `room` that it fills. cursors: where the lanes begin.
-    start: what runs a function with arguments somewhere else, given the end that speaks with it, and can be ended by `terminate`
-    and `join` (for tests; default: a process).
+    """A `FillRows` by `count` worker processes, at most one per lane, and the `room` it fills.
 
-    Raises DataError, from the call: what a worker met, or that it died.
+    Args:
+        cursors: where the lanes begin.
+        start: runs a function with arguments elsewhere, given this process's end of the socket, and returns an object with
+            `terminate` and `join` (for tests; default: a process).
+
+    Raises:
+        DataError: from the call: a worker's error, or a worker has died.
     """
 
     def __init__(
         self,
         count: int,
-        corpus: Corpus,
+        corpus: CorpusSpec,
         datasets: Sequence[Dataset],
         tokenizer: Tokenizer,
         plan: StepPlan,
@@ -53,10 +171,10 @@ class Workers:
         self._cursors = dict(cursors)
         self._connections: list[socket] = []
         self._workers: list[Any] = []
-        self._blocks = Blocks(min(plan.prefetch + _AHEAD + _HELD, _MOST), plan, len(datasets) if len(datasets) > 1 else 0)
-        self._given: deque[int] = deque()  # blocks that workers write or have written, of steps to come
-        self._lanes: tuple[int, ...] = ()  # of the rows of the step under way
-        self._taken, self._leased = -1, False  # its block, and whether that is given out
+        self._blocks = SharedBlocks(min(plan.prefetch + _AHEAD + _HELD, _MOST), plan, len(datasets) if len(datasets) > 1 else 0)
+        self._given: deque[int] = deque()  # blocks of later steps, that workers write or have written
+        self._lanes: tuple[int, ...] = ()  # of the current step's rows
+        self._taken, self._leased = -1, False  # the current step's block, and whether its batches are views of it
         self._blocks.free.extend(range(self._blocks.count))
         places = [(dataset.place, dataset.location.cache) for dataset in datasets]
         lanes = sorted(cursors)
@@ -67,22 +185,23 @@ class Workers:
             self._workers.append((start or _start_process)(_serve, arguments, ours))
             self._connections.append(ours)
             if start is None:
-                theirs.close()  # the process has its own; with ours open its death would not be seen
-        self._written = [plan.start_step] * len(self._workers)  # by each, the steps before this
+                theirs.close()  # while a copy is open here, the worker's death would go unnoticed
+        self._written = [plan.start_step] * len(self._workers)  # each has written the steps before this one
         self._unread = [b""] * len(self._workers)
         self._give()
 
-    def room(self, step: int) -> list[Batch]:
-        """Batches for a step's rows: the block itself, unless whoever keeps batches would leave too few for the workers."""
+    def room(self, step: int) -> list[NumpyBatch]:
+        """Batches for a step's rows: views of the block, unless batches kept by the caller would leave the workers too few
+        blocks."""
         self._give()
-        shape = self._plan.stretch(step)
+        shape = self._plan.phase(step)
         self._taken, self._lanes = self._given.popleft(), self._plan.rows(step)
         self._leased = len(self._given) >= _AHEAD
         if not self._leased:
             return self._plan.batches(step)
         return _parts(self._blocks.lease(self._taken, self._lanes, shape.sequence_length), shape.micro_batch_size)
 
-    def __call__(self, step: int, batches: Sequence[Batch]) -> dict[int, Cursor]:
+    def __call__(self, step: int, batches: Sequence[NumpyBatch]) -> dict[int, Cursor]:
         for number in range(len(self._workers)):
             self._wait(number, step)
         rows, sequence_length = batches[0].tokens.shape
@@ -97,7 +216,7 @@ class Workers:
         return dict(self._cursors)
 
     def _give(self) -> None:
-        """Tell the workers of the blocks that they may go on in."""
+        """Send the workers the numbers of free blocks."""
         free = self._blocks.free
         if len(free) < _TOGETHER and self._given:
             return
@@ -108,10 +227,10 @@ class Workers:
                 connection.sendall(blocks)
             except OSError as error:
                 if error.errno not in _GONE:
-                    raise  # otherwise it has ended, and whoever waits for it says why
+                    raise  # else the worker has ended: `_wait` raises its error
 
     def _wait(self, number: int, step: int) -> None:
-        """Until a worker has written its rows of a step."""
+        """Wait until a worker has written its rows of a step."""
         while self._written[number] <= step:
             try:
                 heard = self._connections[number].recv(1 << 16)
@@ -126,7 +245,7 @@ class Workers:
             self._unread[number] = failed + failure
 
     def _failure(self, number: int) -> Exception:
-        """Why a worker has ended: what it said last, if it did."""
+        """The error of a worker that has ended."""
         with suppress(ValueError):
             failure = json.loads(self._unread[number].removeprefix(_FAILED))
             text = str(failure["error"])
@@ -140,7 +259,7 @@ class Workers:
         )
 
     def close(self) -> None:
-        """End the workers; safe to call twice, and while a call waits."""
+        """End the workers. May be called twice, and while a call waits."""
         for worker in self._workers:
             worker.terminate()
         for worker in self._workers:
@@ -149,19 +268,19 @@ class Workers:
             connection.close()
 
 
-_AHEAD = 4  # blocks for the workers, however many batches are kept
-_TOGETHER = 2  # blocks that they are told of at once, since to be woken costs more than to be told
-_HELD = 3  # blocks for the step being made and for who trains: the step under way, and the last one while it asks for the next
-_GONE = errno.ECONNRESET, errno.EPIPE, errno.EBADF  # of a worker, or of a closed stream; not what a signal's handler raises
+_AHEAD = 4  # blocks reserved for the workers
+_TOGETHER = 2  # block numbers per message: waking a worker costs more than reading a number
+_HELD = 3  # blocks of the step being filled, the step in training, and the last one while the next is requested
+_GONE = errno.ECONNRESET, errno.EPIPE, errno.EBADF  # a worker that has ended, or a closed stream
 _MOST = 256  # a block's number is a byte
 EXPECTED = (DataError, StorageError)
-"""Errors of a worker that are raised in the training process as they are."""
+"""Classes of workers' errors that are raised unchanged in the training process."""
 
-_WRITTEN, _FAILED = b".", b"!"  # what a worker says: a step's rows are written; it ends, and this is why (JSON)
+_WRITTEN, _FAILED = b".", b"!"  # messages of a worker: a step's rows are written; it ends with the error that follows as JSON
 
 
-def _parts(whole: Batch, rows: int) -> list[Batch]:
-    """A batch as several of `rows` rows."""
+def _parts(whole: NumpyBatch, rows: int) -> list[NumpyBatch]:
+    """A batch as batches of `rows` rows."""
     if len(whole.lanes) == rows:
         return [whole]
     parts = [slice(begin, begin + rows) for begin in range(0, len(whole.lanes), rows)]
@@ -169,7 +288,8 @@ def _parts(whole: Batch, rows: int) -> list[Batch]:
 
 
 def _start_process(serve: Callable[..., None], arguments: tuple[Any, ...], _: socket) -> Any:
-    """From a server that has imported what is needed: a fork of the training process, with its threads, would not be safe."""
+    """Started by a fork server that has imported this module: forking the training process, which has threads, would not be
+    safe."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     process = context.Process(target=serve, args=arguments, name="data-worker", daemon=True)
@@ -179,24 +299,24 @@ def _start_process(serve: Callable[..., None], arguments: tuple[Any, ...], _: so
 
 def _serve(
     connection: socket,
-    blocks: Blocks,
-    corpus: Corpus,
+    blocks: SharedBlocks,
+    corpus: CorpusSpec,
     places: Sequence[tuple[str, Cache | None]],
     tokenizer: str,
     plan: StepPlan,
     cursors: Mapping[int, Any],
 ) -> None:
-    """Write a step's rows after the other's; what ends it is that nobody listens."""
+    """Write one step's rows after the other, until the connection closes."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the training process ends this one
     try:
         begin = {lane: Cursor.from_json(cursor) for lane, cursor in cursors.items()}
         datasets = [Dataset.open(place, check_sizes=False, cache=cache) for place, cache in places]
-        reader = LaneReader(Documents(corpus, datasets, Tokenizer(tokenizer)), begin)
+        reader = LaneReader(DocReader(corpus, datasets, Tokenizer(tokenizer)), begin)
         step = plan.start_step
         while given := connection.recv(_MOST):
             for block in given:
-                lanes, sequence_length = plan.rows(step), plan.stretch(step).sequence_length
+                lanes, sequence_length = plan.rows(step), plan.phase(step).sequence_length
                 after = reader(step, [blocks.rows(block, lanes, sequence_length)])
                 blocks.write_cursors(
                     block, (len(lanes), sequence_length), ((r, after[lane]) for r, lane in enumerate(lanes) if lane in begin)

@@ -383,7 +383,8 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _tokenizer_train(arguments: argparse.Namespace) -> None:
-    from baton.data_pipeline.stream import Dataset, documents
+    from baton.data_pipeline.dataset import Dataset
+    from baton.data_pipeline.evaluation import documents
     from baton.data_pipeline.tokenizer import train_tokenizer
 
     texts = documents(Dataset.open(arguments.dataset), "train")

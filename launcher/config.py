@@ -81,7 +81,7 @@ class RunConfig(BaseModel):
         cut(self.model, self.layout.pipeline, self.training.sequence_length)
         tensor, model = self.layout.tensor, self.model
         if isinstance(self.data, TaskConfig):
-            for _, settings in self.training.stretches:
+            for _, settings in self.training.phases:
                 self.data.check_sequence_length(settings.sequence_length)
             model = with_vocabulary(model, self.data.vocab_size, None)
         sizes = {
@@ -123,7 +123,7 @@ class RunConfig(BaseModel):
     def _check_sequence(self, ranks: int) -> None:
         """Refuse a sequence, or a segment of it, that does not divide over its ranks, and a State that cannot be handed on."""
         shorter = [length.sequence_length for length in self.training.sequence_length_warmup]
-        for _, settings in self.training.stretches:
+        for _, settings in self.training.phases:
             warmup = settings.sequence_length in shorter and settings.segment == settings.sequence_length
             key = "training.sequence_length" if settings.bptt is None else "training.bptt.segment"
             where = f"training.sequence_length_warmup.{shorter.index(settings.sequence_length)}.sequence_length" if warmup else key

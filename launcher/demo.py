@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from baton.data_pipeline.stream import Dataset, documents
+from baton.data_pipeline.dataset import Dataset
+from baton.data_pipeline.evaluation import documents
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from baton.training.monitoring.metrics import format_duration, read_metrics
 
@@ -133,7 +134,7 @@ def bigram_bits(tokenizer: Tokenizer, train: Iterable[str], held_out: Iterable[s
     Counts of the training documents with Witten-Bell smoothing: P(b|a) = (c(ab) + d(a) P(b)) / (c(a) + d(a)), where d(a) is the
     number of different tokens seen after a, and P(b) = (c(b) + 1) / (n + V).
     """
-    v, doc = tokenizer.vocab_size, tokenizer.doc
+    v, doc = tokenizer.vocab_size, tokenizer.eod_id
 
     def pairs(texts: Iterable[str]) -> Iterable[np.ndarray]:
         for ids in tokenizer.encode_batch(list(texts)):

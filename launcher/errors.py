@@ -3,7 +3,7 @@
 import errno
 
 from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.file_io import may_pass, why
+from baton.data_pipeline.file_io import error_reason, is_transient
 
 _OF_DISKS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors that are of no other device, also where they do not name their file."""
@@ -38,6 +38,6 @@ def explained(error: Exception) -> tuple[int | None, str]:
     if status is not None:
         return int(status), str(error)
     if isinstance(error, OSError) and (error.filename is not None or error.errno in _OF_DISKS):
-        text = f"{error.filename or 'a file'}: cannot be read or written ({why(error)})"
-        return (StorageError.exit_status, f"{text}; start again once its file system answers") if may_pass(error) else (2, text)
+        text = f"{error.filename or 'a file'}: cannot be read or written ({error_reason(error)})"
+        return (StorageError.exit_status, f"{text}; start again once its file system answers") if is_transient(error) else (2, text)
     return None, str(error)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from baton.data_pipeline.file_io import append_line, may_pass
+from baton.data_pipeline.file_io import append_line, is_transient
 from baton.data_pipeline.run_source import ShardSource, open_source
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import read_config
@@ -42,7 +42,7 @@ class _Sheet:
         try:
             path.open("a").close()
         except OSError as error:
-            if may_pass(error):
+            if is_transient(error):
                 raise
             raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another file with --out") from None
 

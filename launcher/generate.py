@@ -49,10 +49,10 @@ def generate_text(
         store.read(found[0], parameter_boxes(model, mesh))
         ids = generate(
             model,
-            [tokenizer.doc, *tokenizer.encode(prompt).tolist()],
+            [tokenizer.eod_id, *tokenizer.encode(prompt).tolist()],
             tokens=tokens,
             vocab_size=tokenizer.vocab_size,
-            stop=tokenizer.doc,
+            stop=tokenizer.eod_id,
             temperature=temperature,
             top_k=top_k,
             seed=seed,

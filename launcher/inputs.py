@@ -7,13 +7,12 @@ tokenized until there are enough.
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.data_pipeline.batches import check_tokenizer
 from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError, StorageError
+from baton.data_pipeline.packing import check_tokenizer, token_chunks
 from baton.data_pipeline.run_source import open_datasets
 from baton.data_pipeline.storage import Location
-from baton.data_pipeline.token_chunks import id_pieces
 from baton.data_pipeline.tokenizer import Tokenizer
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
@@ -105,7 +104,7 @@ def _tokens(datasets: Sequence[Dataset], tokenizer: Tokenizer, wanted: int) -> i
         if dataset.content != "text":
             continue
         for shard, sample, payload in dataset.samples_short("train"):
-            found += 1 + sum(map(len, id_pieces(dataset, tokenizer, shard, sample, payload)))
+            found += 1 + sum(map(len, token_chunks(dataset, tokenizer, shard, sample, payload)))
             if found >= wanted:
                 return found
     return found

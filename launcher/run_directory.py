@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.file_io import may_pass, read_text
+from baton.data_pipeline.file_io import is_transient, read_text
 from baton.data_pipeline.lock import LockHeldError, exclusive
 from baton.launcher.changes import changes, refusal, with_changes_in_place
 from baton.launcher.config import RunConfig
@@ -213,7 +213,7 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if may_pass(error):
+        if is_transient(error):
             raise StorageError(
                 f"{folder}: cannot be written at present ({error.strerror}); start again once there is room"
             ) from None

@@ -234,7 +234,7 @@ class TrainingConfig(_Settings):
         )
 
     @property
-    def stretches(self) -> tuple[tuple[int, "TrainingConfig"], ...]:
+    def phases(self) -> tuple[tuple[int, "TrainingConfig"], ...]:
         """The first step of each shape of steps, and the settings from there on: one length, one batch, and the run's lanes."""
         contexts, first = {}, 0
         for length in self.sequence_length_warmup:
@@ -264,7 +264,7 @@ class TrainingConfig(_Settings):
 
     def at(self, step: int) -> "TrainingConfig":
         """The settings of a step, whose sequences are all of one length."""
-        return next(settings for first, settings in reversed(self.stretches) if first <= step)
+        return next(settings for first, settings in reversed(self.phases) if first <= step)
 
     @property
     def segment(self) -> int:
@@ -289,7 +289,7 @@ class TrainingConfig(_Settings):
     def check(self, data_size: int) -> None:
         """Refuse a batch that does not divide. data_size: data-parallel ranks. Raises RunError naming sizes that would work."""
         if self.sequence_length_warmup or self.batch_size_warmup:
-            self._check_stretches(data_size)
+            self._check_phases(data_size)
             return
         if self.global_batch_tokens % self.sequence_length:
             down = self.global_batch_tokens // self.sequence_length * self.sequence_length
@@ -331,7 +331,7 @@ class TrainingConfig(_Settings):
                 f"together exceed training.steps={self.steps}"
             )
 
-    def _check_stretches(self, data_size: int) -> None:
+    def _check_phases(self, data_size: int) -> None:
         """The same for each shape of steps."""
         for number, length in enumerate(self.sequence_length_warmup):
             if self.sequence_length % length.sequence_length:
@@ -340,11 +340,11 @@ class TrainingConfig(_Settings):
                     f"training.sequence_length={self.sequence_length}, and no number of such sequences makes the same "
                     f"micro-batch; those that do: {divisors(self.sequence_length)}"
                 )
-        for number, (first, settings) in enumerate(self.stretches):
+        for number, (first, settings) in enumerate(self.phases):
             try:
                 settings.check(data_size)
             except RunError as error:
-                if number + 1 == len(self.stretches):
+                if number + 1 == len(self.phases):
                     raise
                 where = f"from step {first}" if self.batch_size_warmup else f"training.sequence_length_warmup.{number}"
                 raise RunError(f"{where}: {error}") from None

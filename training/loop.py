@@ -52,7 +52,7 @@ def _train_steps(run: Run) -> bool:
     update_norm_every = training.monitoring.update_norm_every
     with open_stream(run.source, run.settings, run.mesh, progress) as stream:
         batches = batch_distribution.step_batches(stream, run.mesh, training, progress.step)
-        new_shapes = {progress.step, *(first for first, _ in training.stretches)}
+        new_shapes = {progress.step, *(first for first, _ in training.phases)}
         ledger.charge("start-up")
         while progress.step < training.steps and not progress.stop_requested:
             beats.set_warm(progress.step not in new_shapes)

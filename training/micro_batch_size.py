@@ -14,7 +14,7 @@ def fit_micro_batch_size(training: TrainingConfig, data_size: int) -> TrainingCo
         if size > training.micro_batch_size:
             continue
         candidate = training.model_copy(update={"micro_batch_size": size})
-        if all(_divides(settings, data_size) for _, settings in candidate.stretches):
+        if all(_divides(settings, data_size) for _, settings in candidate.phases):
             return candidate
     return training
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.data_pipeline.run_source import ShardSource, TaskSource, open_source
-from baton.data_pipeline.steps import Steps
+from baton.data_pipeline.steps import StepStream
 from baton.models.mixer import Mixer
 from baton.parallel.mesh import Mesh
 from baton.training.bptt.lane_states import LaneStates
@@ -180,7 +180,7 @@ def _resume(
 
 def open_stream(
     source: ShardSource | TaskSource, settings: RunSettings, mesh: Mesh, progress: RunProgress
-) -> AbstractContextManager[Steps[Any] | None]:
+) -> AbstractContextManager[StepStream[Any] | None]:
     """This rank's stream of batches from where the run stands; None on ranks that receive instead of reading."""
     if not batch_distribution.is_reader(mesh):
         return nullcontext()

@@ -5,8 +5,8 @@ import pytest
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.evaluation import documents, evaluation_batches
 from baton.data_pipeline.prepare import prepare
-from baton.data_pipeline.stream import documents, evaluation_batches
 
 
 def collect(dataset, tokenizer, *, data_size, **changes):
@@ -26,8 +26,8 @@ def test_ranks_share_the_same_documents(dataset, token_folder, tokenizer, data_s
     expected_tokens, expected_labels, expected_pos, size = [], [], [], 0
     for text in list(documents(dataset, "validation"))[: sets[0].documents]:
         ids = tokenizer.encode(text).tolist()
-        expected_tokens += [tokenizer.doc, *ids]
-        expected_labels += [*ids, tokenizer.doc]
+        expected_tokens += [tokenizer.eod_id, *ids]
+        expected_labels += [*ids, tokenizer.eod_id]
         expected_pos += range(len(ids) + 1)
         size += len(text.encode())
     n = len(expected_labels)

@@ -10,8 +10,8 @@ import pytest
 from baton.data_pipeline import file_io
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError, StorageError
-from baton.data_pipeline.file_io import append_line, may_pass, patiently, read_text
-from baton.data_pipeline.input_files import find_sources
+from baton.data_pipeline.file_io import append_line, is_transient, read_text, retry_transient
+from baton.data_pipeline.input_files import find_input_files
 from baton.data_pipeline.prepare import prepare
 from baton.data_pipeline.tokenizer import Tokenizer
 
@@ -63,8 +63,8 @@ def test_a_read_error_that_stays_says_nothing_about_the_file(tmp_path, pauses):
 def test_what_only_a_person_can_mend_is_not_tried_again(tmp_path, pauses):
     for path in (tmp_path / "missing", tmp_path, tmp_path / "missing" / "file"):
         with pytest.raises(OSError, match=r"No such|Is a directory") as raised:
-            patiently(path.read_bytes)
-        assert not may_pass(raised.value)
+            retry_transient(path.read_bytes)
+        assert not is_transient(raised.value)
     assert pauses[0] == []
 
 
@@ -153,4 +153,4 @@ def test_a_file_that_cannot_be_looked_at_is_not_left_out_as_a_dangling_link(tmp_
 
     monkeypatch.setattr(os, "stat", fail)
     with pytest.raises(StorageError, match=r"b\.txt: cannot be read at present \(Stale file handle\)"):
-        find_sources([tmp_path / "in"], ["*.txt"], [])
+        find_input_files([tmp_path / "in"], ["*.txt"], [])

@@ -24,11 +24,11 @@ from baton.data_pipeline import file_io, prepare_workers
 from baton.data_pipeline.config import PrepareConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError, InputError, StorageError
-from baton.data_pipeline.input_files import Piece, Source, exclusion, find_sources
+from baton.data_pipeline.evaluation import documents
+from baton.data_pipeline.input_files import InputFile, InputPiece, exclusion, find_input_files
 from baton.data_pipeline.prepare import prepare
-from baton.data_pipeline.prepare_plan import PARTS, deal
+from baton.data_pipeline.prepare_plan import PARTS, make_tasks
 from baton.data_pipeline.prepare_workers import piece_key
-from baton.data_pipeline.stream import documents
 from baton.data_pipeline.verify import verify
 from baton.launcher.cli import main
 
@@ -390,7 +390,7 @@ def test_a_read_error_that_passes_leaves_no_trace(tmp_path, make, monkeypatch):
         for number, record in enumerate(real(piece, text_field)):
             if opened == 1 and number == 5:
                 (tmp_path / "a.jsonl").rename(tmp_path / "away")
-                raise InputError("a.jsonl", piece.source.path, os.strerror(errno.ESTALE), may_pass=True)
+                raise InputError("a.jsonl", piece.source.path, os.strerror(errno.ESTALE), is_transient=True)
             yield record
 
     monkeypatch.setattr(prepare_workers, "read_piece", failing)
@@ -414,7 +414,8 @@ def test_the_words_that_exclude_a_file_exclude_it_alone(tmp_path, name):
     words = shlex.split(exclusion(f"in/{name}"))
     assert words[0] == "--exclude"
     before, after = (
-        {source.name for source in find_sources([folder, tmp_path / "in2"], ["*"], exclude).sources} for exclude in ([], words[1:])
+        {source.name for source in find_input_files([folder, tmp_path / "in2"], ["*"], exclude).sources}
+        for exclude in ([], words[1:])
     )
     assert before - after == {f"in/{name}"}
 
@@ -423,19 +424,19 @@ def test_every_piece_is_in_one_task_whatever_is_kept(tmp_path):
     rng = random.Random(3)
     settings = PrepareConfig(shard_bytes=50)
     for _ in range(200):
-        made = [Source(f"{i:02d}", "", 1, 1) for i in range(rng.randrange(1, 12))]
-        pieces = [Piece(source, start, start + 9, rng.randrange(1, 70)) for source in made for start in range(0, 27, 9)]
-        first = deal(pieces, {}, settings, tmp_path, None)
+        made = [InputFile(f"{i:02d}", "", 1, 1) for i in range(rng.randrange(1, 12))]
+        pieces = [InputPiece(source, start, start + 9, rng.randrange(1, 70)) for source in made for start in range(0, 27, 9)]
+        first = make_tasks(pieces, {}, settings, tmp_path, None)
         assert [piece for task in first for piece in task.pieces] == pieces
         gone = set(rng.sample(made, rng.randrange(len(made))))
         left = [piece for piece in pieces if piece.source not in gone]
         kept = [task for task in first if rng.random() < 0.5 and not {piece.source for piece in task.pieces} & gone]
         plan = {"kept": [[task.number, [list(piece_key(piece)) for piece in task.pieces]] for task in kept], "next": len(first)}
-        again = deal(left, plan, settings, tmp_path, None)
+        again = make_tasks(left, plan, settings, tmp_path, None)
         assert sorted(left, key=piece_key) == sorted((piece for task in again for piece in task.pieces), key=piece_key)
         assert len({task.number for task in again}) == len(again)
         assert set(kept) <= set(again)
-        assert deal(left, json.loads(json.dumps(plan)), settings, tmp_path, None) == again
+        assert make_tasks(left, json.loads(json.dumps(plan)), settings, tmp_path, None) == again
 
 
 def damaged(content: bytes, kind: type[Exception]) -> bytes:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.lane_order import Cursor, LaneOrder, Units, check_layout, next_lanes, permutation, unit_starts
+from baton.data_pipeline.lane_order import Cursor, LaneOrder, Units, check_layout, next_lanes, permutation
+from baton.data_pipeline.shards import unit_starts
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 

@@ -12,10 +12,10 @@ from baton.data_pipeline.config import InductionConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.lane_order import Cursor
-from baton.data_pipeline.steps import StepPlan, Stretch
-from baton.data_pipeline.stream import BatchStream
+from baton.data_pipeline.run_source import BatchStream
+from baton.data_pipeline.steps import PhaseSpec, StepPlan
 from baton.data_pipeline.synthetic import Examples
-from baton.data_pipeline.synthetic_stream import ExampleCursor, TaskStream
+from baton.data_pipeline.synthetic_stream import ExampleCursor, SyntheticStream
 
 LANES, SEED = 8, 4
 TASK = InductionConfig(length=12, vocab_size=9)
@@ -27,15 +27,15 @@ DIVIDES_FOUR_RANKS = st.builds(
     st.sampled_from([1, 2]),
 )
 SCHEDULES = st.lists(st.tuples(st.integers(1, 4), DIVIDES_FOUR_RANKS), min_size=1, max_size=4)
-"""[(how many steps, (context, rows of a step, rows of a micro-batch))]; the last stretch goes on."""
+"""[(how many steps, (context, rows of a step, rows of a micro-batch))]; the last phase goes on."""
 LIVES = st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 6)), min_size=1, max_size=5)
 """[(data ranks, steps until the run is killed)]."""
 
 
-def stretches(schedule, multiple=1):
+def phases(schedule, multiple=1):
     found, first = [], 0
     for steps, (sequence_length, rows, micro_batch_size) in schedule:
-        found.append(Stretch(first, sequence_length * multiple, rows, micro_batch_size))
+        found.append(PhaseSpec(first, sequence_length * multiple, rows, micro_batch_size))
         first += steps
     return tuple(found)
 
@@ -47,9 +47,7 @@ def shape_of(schedule, step):
 
 
 def plan(steps, **changes):
-    return StepPlan(
-        **{"lanes": LANES, "stretches": steps, "data_rank": 0, "data_size": 1, "start_step": 0, "prefetch": 2, **changes}
-    )
+    return StepPlan(**{"lanes": LANES, "phases": steps, "data_rank": 0, "data_size": 1, "start_step": 0, "prefetch": 2, **changes})
 
 
 def live(open_stream, schedule, lives, multiple=1):
@@ -59,7 +57,7 @@ def live(open_stream, schedule, lives, multiple=1):
         after, seen = {}, defaultdict(set)
         for rank in range(data_size):
             sizes = {"data_rank": rank, "data_size": data_size, "start_step": step}
-            with open_stream(plan(stretches(schedule, multiple), **sizes), cursors) as stream:
+            with open_stream(plan(phases(schedule, multiple), **sizes), cursors) as stream:
                 for data in islice(stream, steps):
                     sequence_length, rows, micro_batch_size = shape_of(schedule, data.step)
                     assert len(data.micro_batches) == rows // data_size // micro_batch_size
@@ -117,7 +115,9 @@ def test_documents_lose_and_repeat_nothing_where_the_length_changes(dataset, tok
 @settings(max_examples=30, deadline=None)
 @given(SCHEDULES, LIVES)
 def test_tasks_lose_and_repeat_nothing_where_the_length_changes(schedule, lives):
-    got, cursors, _ = live(lambda steps, c: TaskStream(TASK, steps, seed=SEED, cursors=c), schedule, lives, multiple=TASK.length)
+    got, cursors, _ = live(
+        lambda steps, c: SyntheticStream(TASK, steps, seed=SEED, cursors=c), schedule, lives, multiple=TASK.length
+    )
     for lane, rows in got.items():
         count = len(rows) // TASK.length
         assert cursors[lane] == ExampleCursor(count)
@@ -129,14 +129,14 @@ def test_tasks_lose_and_repeat_nothing_where_the_length_changes(schedule, lives)
 def test_one_stretch_is_a_constant_plan(step, rows):
     others = {"lanes": LANES, "data_rank": 0, "data_size": 1, "start_step": 0, "prefetch": 2}
     constant = StepPlan.constant(sequence_length=5, lanes_per_step=rows, micro_batch_size=1, **others)
-    assert constant == plan((Stretch(0, 5, rows, 1),))
+    assert constant == plan((PhaseSpec(0, 5, rows, 1),))
     assert constant.lanes_of(step) == [(step * rows + i) % LANES for i in range(rows)]
 
 
 def test_a_million_steps_ahead_are_counted_not_walked():
-    two = plan((Stretch(0, 8, 8, 1), Stretch(10**15 + 1, 16, 4, 1), Stretch(10**16, 32, 2, 1)))
-    assert two.stretch(10**15).sequence_length == 8
-    assert two.stretch(10**15 + 1).sequence_length == 16
+    two = plan((PhaseSpec(0, 8, 8, 1), PhaseSpec(10**15 + 1, 16, 4, 1), PhaseSpec(10**16, 32, 2, 1)))
+    assert two.phase(10**15).sequence_length == 8
+    assert two.phase(10**15 + 1).sequence_length == 16
     assert two.lanes_of(10**15 + 2) == [4, 5, 6, 7]
     rows = 8 * (10**15 + 1) + 4 * (10**16 - 10**15 - 1) + 2 * 5
     assert two.lanes_of(10**16 + 5) == [rows % LANES, rows % LANES + 1]
@@ -146,21 +146,21 @@ def test_a_million_steps_ahead_are_counted_not_walked():
     ("steps", "changes", "message"),
     [
         ((), {}, "begin at steps \\[\\]; begin the first at 0"),
-        ((Stretch(5, 8, 8, 1),), {}, "begin the first at 0"),
-        ((Stretch(0, 8, 8, 1), Stretch(0, 8, 8, 1)), {}, "each after the one before"),
-        ((Stretch(0, 8, 8, 1), Stretch(9, 16, 4, 3)), {}, "^from step 9 on: micro_batch_size 3 does not divide the 4 rows"),
+        ((PhaseSpec(5, 8, 8, 1),), {}, "begin the first at 0"),
+        ((PhaseSpec(0, 8, 8, 1), PhaseSpec(0, 8, 8, 1)), {}, "each after the one before"),
+        ((PhaseSpec(0, 8, 8, 1), PhaseSpec(9, 16, 4, 3)), {}, "^from step 9 on: micro_batch_size 3 does not divide the 4 rows"),
         (
-            (Stretch(0, 8, 3, 1), Stretch(9, 16, 4, 1)),
+            (PhaseSpec(0, 8, 3, 1), PhaseSpec(9, 16, 4, 1)),
             {"data_size": 2},
             "^from step 0 to 8: 2 data ranks do not divide .* use 1 ",
         ),
         (
-            (Stretch(0, 8, 8, 1), Stretch(9, 16, 4, 1), Stretch(11, 0, 4, 1)),
+            (PhaseSpec(0, 8, 8, 1), PhaseSpec(9, 16, 4, 1), PhaseSpec(11, 0, 4, 1)),
             {},
             "^from step 11 on: sequence_length 0 must be at least 1",
         ),
-        ((Stretch(0, 8, 8, 1), Stretch(9, 16, 16, 1)), {}, "^from step 9 on: lanes_per_step 16 exceeds lanes 8"),
-        ((Stretch(0, 8, 9, 1),), {}, "^lanes_per_step 9 exceeds lanes 8"),
+        ((PhaseSpec(0, 8, 8, 1), PhaseSpec(9, 16, 16, 1)), {}, "^from step 9 on: lanes_per_step 16 exceeds lanes 8"),
+        ((PhaseSpec(0, 8, 9, 1),), {}, "^lanes_per_step 9 exceeds lanes 8"),
     ],
 )
 def test_impossible_schedules_are_refused_naming_the_steps(steps, changes, message):
@@ -169,16 +169,16 @@ def test_impossible_schedules_are_refused_naming_the_steps(steps, changes, messa
 
 
 def test_a_context_that_examples_do_not_fill_is_refused_naming_the_steps():
-    steps = (Stretch(0, 24, 8, 1), Stretch(7, 32, 4, 1), Stretch(8, 36, 4, 1))
+    steps = (PhaseSpec(0, 24, 8, 1), PhaseSpec(7, 32, 4, 1), PhaseSpec(8, 36, 4, 1))
     with pytest.raises(
         DataError,
         match=r"^from step 7 to 7: training.sequence_length=32 is not a multiple .* that are: 24 and 36",
     ):
-        TaskStream(TASK, plan(steps), seed=0)
+        SyntheticStream(TASK, plan(steps), seed=0)
 
 
 def test_token_shards_follow_a_schedule_alike(dataset, token_folder, tokenizer):
-    steps = plan((Stretch(0, 11, 8, 2), Stretch(2, 44, 2, 1)))
+    steps = plan((PhaseSpec(0, 11, 8, 2), PhaseSpec(2, 44, 2, 1)))
     tokens = Dataset.open(token_folder)
     with BatchStream(dataset, tokenizer, steps, seed=SEED) as a, BatchStream(tokens, tokenizer, steps, seed=SEED) as b:
         for left, right in islice(zip(a, b), 6):

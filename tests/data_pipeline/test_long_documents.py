@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.data_pipeline import dataset as module
-from baton.data_pipeline.dataset import Dataset, LongPayload
+from baton.data_pipeline.dataset import Dataset, LongPayloadReader
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.lane_order import Cursor, permutation, unit_starts
-from baton.data_pipeline.shards import token_payload
+from baton.data_pipeline.evaluation import evaluation_batches
+from baton.data_pipeline.lane_order import Cursor, permutation
+from baton.data_pipeline.run_source import BatchStream
+from baton.data_pipeline.shards import token_payload, unit_starts
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.stream import BatchStream, evaluation_batches
 
 SEED, LANES, UNIT_DOCUMENTS, UNIT_BYTES = 3, 3, 4, 9000
 LONG, PIECE = 700, 194  # what counts as long in these tests, and a piece that divides nothing
@@ -57,7 +58,7 @@ def whole(long_texts, tokenizer):
             first, end = units[number]
             for d, i in enumerate(permutation(end - first, "documents", SEED, epoch, number).tolist()):
                 ids = tokenizer.encode(long_texts[first + i]).tolist()
-                rows += zip([tokenizer.doc, *ids], [*ids, tokenizer.doc], range(len(ids) + 1))
+                rows += zip([tokenizer.eod_id, *ids], [*ids, tokenizer.eod_id], range(len(ids) + 1))
                 cursors += [Cursor(k, d, offset) for offset in range(len(ids) + 1)]
             k += 1
         streams[lane] = (np.array(rows), cursors)
@@ -67,7 +68,7 @@ def whole(long_texts, tokenizer):
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(module, "LONG_BYTES", LONG)
-    monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(module, "CHUNK_BYTES", PIECE)
 
 
 def open_stream(place, tokenizer, cursors=None, sequence_length=50, **changes):
@@ -129,7 +130,7 @@ def test_random_lives_lose_and_repeat_nothing(folder, tokenizer, whole, data):
     for _ in range(data.draw(st.integers(1, 4))):
         sequence_length, steps = data.draw(st.sampled_from([1, 7, 64, 331, 1500])), data.draw(st.integers(1, 4))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "PIECE_BYTES", 2 * data.draw(st.sampled_from([64, 97, 1009, 10**6])))
+            patch.setattr(module, "CHUNK_BYTES", 2 * data.draw(st.sampled_from([64, 97, 1009, 10**6])))
             patch.setattr(module, "LONG_BYTES", data.draw(st.sampled_from([0, 100, 700, 10**6])))
             with open_stream(opened, tokenizer, cursors, sequence_length) as stream:
                 for step in islice(stream, steps):
@@ -232,39 +233,39 @@ def test_nothing_of_a_damaged_document_is_given_out(folder):
     for at in (begin - 512, begin, (begin + end) // 2, end - 1):
         flip(path, at)
         with pytest.raises(DataError, match=r"document \S+ of .*train-000000.tar is damaged"):
-            LongPayload(opened, shard, sample)
+            LongPayloadReader(opened, shard, sample)
         flip(path, at)
-    LongPayload(opened, shard, sample)
+    LongPayloadReader(opened, shard, sample)
 
 
 def test_a_long_document_that_is_cut_off_or_gone_is_named(write_dataset, tokenizer, tmp_path):
     text = b"to be or not to be " * 300
     write_dataset(tmp_path, [(b"a", 1, -1), (text, len(text), -1)], "text", tokenizer)
     opened, shard, sample, begin, end = positions(tmp_path)
-    payload = LongPayload(opened, shard, sample)
-    pieces = payload.pieces()
+    payload = LongPayloadReader(opened, shard, sample)
+    pieces = payload.chunks()
     next(pieces)
     for size in (end - 1, begin + 100, begin, begin - 1, 0):
         os.truncate(tmp_path / shard.name, size)
         with pytest.raises(DataError, match=r"train-000000.tar ends before document train0+1 does; it is truncated"):
-            LongPayload(opened, shard, sample)
+            LongPayloadReader(opened, shard, sample)
     with pytest.raises(DataError, match="truncated"):
         list(pieces)
     (tmp_path / shard.name).unlink()
     with pytest.raises(DataError, match=r"cannot read document train0+1 of .*: No such file"):
-        LongPayload(opened, shard, sample)
+        LongPayloadReader(opened, shard, sample)
 
 
 def test_a_file_that_changes_while_it_is_read_is_noticed(folder):
     opened, shard, sample, begin, end = positions(folder)
-    payload = LongPayload(opened, shard, sample)
-    pieces = payload.pieces(PIECE + 3)
+    payload = LongPayloadReader(opened, shard, sample)
+    pieces = payload.chunks(PIECE + 3)
     assert len(next(pieces)) == PIECE - 3
     flip(folder / shard.name, end - 1)
     with pytest.raises(DataError, match="is damaged"):
         list(pieces)
     flip(folder / shard.name, end - 1)
-    assert len(b"".join(payload.pieces(5))) == end - begin - 5
+    assert len(b"".join(payload.chunks(5))) == end - begin - 5
 
 
 @pytest.mark.parametrize("ids", [np.arange(900, dtype=np.int32), np.zeros((2, 450), np.uint16), np.arange(899, dtype=np.uint16)])

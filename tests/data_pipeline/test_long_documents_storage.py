@@ -17,9 +17,9 @@ from baton.data_pipeline import dataset as module
 from baton.data_pipeline import remote
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.run_source import BatchStream
 from baton.data_pipeline.shards import token_payload
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.stream import BatchStream
 
 PROGRAM = """
 import gc, json, sys, tracemalloc
@@ -28,7 +28,7 @@ import psutil, webdataset.gopen
 from baton.data_pipeline import remote
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.stream import BatchStream
+from baton.data_pipeline.run_source import BatchStream
 from baton.data_pipeline.tokenizer import Tokenizer
 
 tokenizer = Tokenizer(sys.argv[1])
@@ -88,7 +88,7 @@ def served(write_dataset, tokenizer, make_text, tmp_path, monkeypatch):
     """(folder, URL, log, limits): a dataset of three documents, the middle one long, on a server that logs what it is asked for and
     sends at most limits[0] bytes of a shard, for as long as there are any limits."""
     monkeypatch.setattr(module, "LONG_BYTES", 50_000)
-    monkeypatch.setattr(module, "PIECE_BYTES", 5_000)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 5_000)
     ids = np.random.default_rng(1).integers(0, tokenizer.vocab_size, 200_000)
     contents = [(token_payload(part, tokenizer.vocab_size), 10**6, len(part)) for part in (ids[:500], ids, ids[-300:])]
     folder = write_dataset(tmp_path, contents, "tokens", tokenizer)

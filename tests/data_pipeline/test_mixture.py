@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.mixture import Mixture
+from baton.data_pipeline.lane_order import Mixture
 from baton.data_pipeline.prepare import prepare
 from baton.data_pipeline.run_source import ShardSource
 from baton.data_pipeline.shards import ShardWriter, token_payload

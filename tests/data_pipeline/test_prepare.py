@@ -23,11 +23,11 @@ from support.runs import DEADLINE_S
 from baton.data_pipeline import files
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError, StorageError
-from baton.data_pipeline.input_files import Document, Rejected, find_sources
+from baton.data_pipeline.evaluation import documents
+from baton.data_pipeline.input_files import Document, Rejected, find_input_files
 from baton.data_pipeline.prepare import prepare
 from baton.data_pipeline.prepare_plan import PARTS
 from baton.data_pipeline.records import read_piece, split_source
-from baton.data_pipeline.stream import documents
 from baton.data_pipeline.verify import verify
 
 
@@ -122,7 +122,7 @@ def test_a_jsonl_cut_anywhere_gives_the_same_records(tmp_path_factory, lines, pi
     folder = tmp_path_factory.mktemp("cut")
     content = "\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in lines) + ("\n" if newline else "")
     fill(folder, {"a.jsonl": content.encode()})
-    (source,) = find_sources([folder / "a.jsonl"], ["*"], []).sources
+    (source,) = find_input_files([folder / "a.jsonl"], ["*"], []).sources
 
     def read(size):
         return [record for piece in split_source(source, size, "text") for record in read_piece(piece, "text")]
@@ -356,7 +356,7 @@ def test_two_files_of_one_name_are_refused(make, tmp_path):
 
 def test_an_input_that_changes_while_it_is_read_is_noticed(tmp_path):
     fill(tmp_path, {"a.txt": b"one"})
-    (source,) = find_sources([tmp_path / "a.txt"], ["*"], []).sources
+    (source,) = find_input_files([tmp_path / "a.txt"], ["*"], []).sources
     (piece,) = split_source(source, 100, "text")
     (tmp_path / "a.txt").write_bytes(b"longer")
     with pytest.raises(DataError, match="changed while it was read"):

@@ -12,8 +12,8 @@ from baton.data_pipeline import remote
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError, StorageError
 from baton.data_pipeline.remote import Cache, HttpStream
+from baton.data_pipeline.run_source import BatchStream
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.stream import BatchStream
 
 
 class Server:

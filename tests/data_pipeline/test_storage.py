@@ -12,8 +12,9 @@ import webdataset
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.evaluation import documents
+from baton.data_pipeline.run_source import BatchStream
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.stream import BatchStream, documents
 
 
 class _Handler(http.server.SimpleHTTPRequestHandler):

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.lane_order import Cursor, permutation
+from baton.data_pipeline.run_source import BatchStream
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.stream import BatchStream
 
 SEED, LANES, UNIT_DOCUMENTS = 11, 12, 5
 
@@ -30,7 +30,7 @@ def lane_streams(text_folder, tokenizer):
         with tarfile.open(path) as tar:
             shards.append([tokenizer.encode(tar.extractfile(member).read().decode()).tolist() for member in tar])
     units = [(s, first) for s, shard in enumerate(shards) for first in range(0, len(shard), UNIT_DOCUMENTS)]
-    doc = tokenizer.doc
+    doc = tokenizer.eod_id
     streams = {}
     for lane in range(LANES):
         rows = []

@@ -15,7 +15,7 @@ from baton.data_pipeline.config import InductionConfig, MqarConfig, SelectiveCop
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.synthetic import Examples, below, different, others, shuffled
-from baton.data_pipeline.synthetic_stream import ExampleCursor, TaskStream, task_fingerprint, task_set
+from baton.data_pipeline.synthetic_stream import ExampleCursor, SyntheticStream, synthetic_evaluation_set, synthetic_fingerprint
 
 SEEDS = st.integers(0, 2**70)
 
@@ -167,7 +167,9 @@ def test_training_lanes_seeds_tasks_and_evaluation_have_no_example_in_common():
     examples = Examples(config)
     streams = [examples.take([(("train", seed, lane), 0, 300)]) for seed in (0, 1) for lane in (0, 1, 10)]
     streams.append(Examples(other).take([(("train", 0, 0), 0, 300)]))
-    evaluation = task_set(config, tokens=300 * 256, sequence_length=256, micro_batch_size=4, data_rank=0, data_size=1)
+    evaluation = synthetic_evaluation_set(
+        config, tokens=300 * 256, sequence_length=256, micro_batch_size=4, data_rank=0, data_size=1
+    )
     streams += [(batch.tokens, batch.labels) for batch in evaluation.batches]
     rows = [row for stream in streams for row in as_bytes(stream)]
     assert len(rows) == 8 * 300
@@ -187,7 +189,9 @@ def open_stream(config, **changes):
         "data_rank": 0,
         "data_size": 1,
     }
-    return TaskStream(config, StepPlan.constant(**{**plan, "start_step": 0, "prefetch": 2, **changes}), seed=seed, cursors=cursors)
+    return SyntheticStream(
+        config, StepPlan.constant(**{**plan, "start_step": 0, "prefetch": 2, **changes}), seed=seed, cursors=cursors
+    )
 
 
 def rows_of(step, into):
@@ -250,7 +254,7 @@ def test_a_step_that_is_made_in_pieces_is_the_same(monkeypatch):
     config = SelectiveCopyConfig(length=64, data_tokens=4)
     found = []
     for piece in (1, 300, 1 << 18):
-        monkeypatch.setattr("baton.data_pipeline.synthetic_stream.PIECE_TOKENS", piece)
+        monkeypatch.setattr("baton.data_pipeline.synthetic_stream.CHUNK_TOKENS", piece)
         with open_stream(config, micro_batch_size=3) as stream:
             found.append([batch.tokens.tolist() for step in islice(stream, 2) for batch in step.micro_batches])
     assert found[0] == found[1] == found[2]
@@ -262,7 +266,7 @@ def test_the_evaluation_set_is_the_same_examples_once_each_on_any_layout(
     config, tokens, micro_batch_size, sequence_length, data_size
 ):
     sizes = {"tokens": tokens, "sequence_length": sequence_length, "micro_batch_size": micro_batch_size}
-    sets = [task_set(config, data_rank=rank, data_size=data_size, **sizes) for rank in range(data_size)]
+    sets = [synthetic_evaluation_set(config, data_rank=rank, data_size=data_size, **sizes) for rank in range(data_size)]
     assert len({(len(s.batches), s.labels) for s in sets}) == 1, "every rank takes part in as many batches"
     batches = [batch for round_ in zip(*(s.batches for s in sets), strict=True) for batch in round_]
     assert len({batch.tokens.shape for batch in batches}) == 1
@@ -288,7 +292,7 @@ def test_cases_change_what_is_measured_and_nothing_else():
 
 def test_the_fingerprint_is_of_all_that_decides_the_examples():
     def of(config, **changes):
-        return task_fingerprint(config, **{"seed": 0, "lanes": 4, **changes})
+        return synthetic_fingerprint(config, **{"seed": 0, "lanes": 4, **changes})
 
     same = {of(MqarConfig()), of(MqarConfig(prefetch=7)), of(MqarConfig(cases=({"length": 512},)))}
     assert len(same) == 1

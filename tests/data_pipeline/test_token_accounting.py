@@ -17,10 +17,10 @@ import pytest
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.lane_order import permutation
+from baton.data_pipeline.lane_order import Cursor, permutation
+from baton.data_pipeline.run_source import BatchStream
 from baton.data_pipeline.shards import token_payload
-from baton.data_pipeline.steps import StepPlan, Stretch
-from baton.data_pipeline.stream import BatchStream, Cursor
+from baton.data_pipeline.steps import PhaseSpec, StepPlan
 
 UNIT_DOCUMENTS = 3
 SOURCES = {"books": (23, 9), "code": (14, 15), "web": (31, 4)}
@@ -49,7 +49,7 @@ class Expected:
     """The rows of every lane, one after the other, worked out plainly."""
 
     def __init__(self, corpus, seed, lanes, doc):
-        self.seed, self.lanes, self.doc = seed, lanes, doc
+        self.seed, self.lanes, self.eod_id = seed, lanes, doc
         self.sources = [(name, documents) for name, (_, documents, _) in corpus.items()]
         # all documents of a shard, UNIT_DOCUMENTS at a time, are the units
         self.units = [[docs[i : i + UNIT_DOCUMENTS] for i in range(0, len(docs), UNIT_DOCUMENTS)] for _, docs in self.sources]
@@ -83,7 +83,7 @@ class Expected:
         rows = []
         for i in permutation(len(units[number]), "documents", seed, epoch, number):
             ids = units[number][i]
-            rows += zip([self.doc, *ids], [*ids, self.doc], range(len(ids) + 1))
+            rows += zip([self.eod_id, *ids], [*ids, self.eod_id], range(len(ids) + 1))
         return rows
 
 
@@ -115,7 +115,7 @@ def consume(corpus, tokenizer, schedule, start=in_thread, spoil=lambda cursors: 
     Returns how many tokens were consumed."""
     names, lanes, seed, lives = schedule
     chosen = {name: corpus[name] for name in names}
-    expected = Expected(chosen, seed, lanes, tokenizer.doc)
+    expected = Expected(chosen, seed, lanes, tokenizer.eod_id)
     datasets = {name: dataset for name, (dataset, _, _) in chosen.items()}
     sources = datasets if len(names) > 1 else datasets[names[0]]
     got, due, cursors, step, mixture, rows_before = Counter(), Counter(), None, 0, [], 0
@@ -124,11 +124,11 @@ def consume(corpus, tokenizer, schedule, start=in_thread, spoil=lambda cursors: 
         plan = {"lanes": lanes, "micro_batch_size": 1, "prefetch": 2, "data_size": data_size, "start_step": step}
         after = {}
         for rank in range(data_size):
-            stretches = StepPlan.constant(sequence_length=sequence_length, lanes_per_step=rows, data_rank=rank, **plan)
-            stretches = replace(stretches, stretches=shapes(lives, step, sequence_length, rows))
+            phases = StepPlan.constant(sequence_length=sequence_length, lanes_per_step=rows, data_rank=rank, **plan)
+            phases = replace(phases, phases=shapes(lives, step, sequence_length, rows))
             about = {"seed": seed, "unit_documents": UNIT_DOCUMENTS, "cursors": cursors, "workers": workers, "start": start}
             mixed = {"mixture": tuple(mixture)} if len(names) > 1 else {}
-            with BatchStream(sources, tokenizer, stretches, **about, **mixed) as stream:
+            with BatchStream(sources, tokenizer, phases, **about, **mixed) as stream:
                 for data in islice(stream, steps):
                     for batch in data.micro_batches:
                         got.update(
@@ -153,9 +153,9 @@ def shapes(lives, step, sequence_length, rows):
         if first >= step:
             break
         if steps:
-            found.append(Stretch(first, at, g, 1))
+            found.append(PhaseSpec(first, at, g, 1))
         first += steps
-    return (*found, Stretch(step, sequence_length, rows, 1))
+    return (*found, PhaseSpec(step, sequence_length, rows, 1))
 
 
 def test_short_ledger(corpus, tokenizer):
@@ -223,7 +223,7 @@ def test_skipped_documents_are_left_out_and_nothing_else(corpus, tokenizer):
             steps = list(islice(stream, count))
             batches = [step.micro_batches[0] for step in steps]
             found = [row for b in batches for row in zip(b.tokens[0].tolist(), b.labels[0].tolist(), b.pos[0].tolist())]
-            return found, stream.cursors[0], stream.touched(0, (cursors or {0: Cursor()})[0], stream.cursors[0], start)
+            return found, stream.cursors[0], stream.documents_between(0, (cursors or {0: Cursor()})[0], stream.cursors[0], start)
 
     whole, _, places = rows(0, None, 40)
     first, cursor, _ = rows(0, None, 2)

@@ -48,7 +48,7 @@ def test_every_string_comes_back(tokenizer, text):
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int32
     assert tokenizer.decode(ids) == text
-    assert tokenizer.doc not in ids
+    assert tokenizer.eod_id not in ids
     assert 0 not in ids  # the unknown piece
 
 
@@ -74,8 +74,8 @@ def test_batches_are_encoded_one_by_one(tokenizer, texts):
 
 
 def test_the_mark_is_the_only_control_and_decodes_to_nothing(tokenizer):
-    assert 0 <= tokenizer.doc < tokenizer.vocab_size == 420
-    ids = [tokenizer.doc, *tokenizer.encode("<doc>").tolist(), tokenizer.doc]
+    assert 0 <= tokenizer.eod_id < tokenizer.vocab_size == 420
+    ids = [tokenizer.eod_id, *tokenizer.encode("<doc>").tolist(), tokenizer.eod_id]
     assert tokenizer.decode(ids) == "<doc>"
 
 

@@ -12,12 +12,10 @@ from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import sha256_file
-from baton.data_pipeline.lane_order import unit_starts
-from baton.data_pipeline.reader import Corpus
-from baton.data_pipeline.shards import ShardWriter
+from baton.data_pipeline.reader import CorpusSpec
+from baton.data_pipeline.run_source import BatchStream
+from baton.data_pipeline.shards import UNITS, ShardWriter, UnitIndex, unit_starts
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.stream import BatchStream
-from baton.data_pipeline.unit_index import UNITS, UnitTable
 
 DEFAULTS = tuple(ShardsConfig.model_fields[name].default for name in ("unit_documents", "unit_bytes"))
 
@@ -29,7 +27,7 @@ def copy(text_folder, tmp_path):
 
 def order_of(dataset, lanes=4, units=60):
     """The samples that lanes read, in order, by a run with the default units."""
-    corpus = Corpus(split="train", seed=3, lanes=lanes, unit_documents=DEFAULTS[0], unit_bytes=DEFAULTS[1])
+    corpus = CorpusSpec(split="train", seed=3, lanes=lanes, unit_documents=DEFAULTS[0], unit_bytes=DEFAULTS[1])
     orders, _ = corpus.orders([dataset])
     found = [orders[0].unit(lane, k) for k in range(units // lanes) for lane in range(lanes)]
     return [(unit.shard, unit.first, samples.tolist()) for unit, samples in found]
@@ -127,7 +125,7 @@ def test_a_file_of_other_shards_is_refused(copy):
     """Its names are those of this dataset, its indexes are not."""
     shards = Dataset.open(copy).shards["train"]
     others = [shards[1], shards[0], *shards[2:]]
-    table = UnitTable.of(*DEFAULTS, [(shard.name, other.index_sha256, np.array([0])) for shard, other in zip(shards, others)])
+    table = UnitIndex.of(*DEFAULTS, [(shard.name, other.index_sha256, np.array([0])) for shard, other in zip(shards, others)])
     (copy / UNITS).write_bytes(table.to_bytes())
     mention(copy)
     assert "is of another train-000000.tar" in refused(copy)
@@ -136,7 +134,7 @@ def test_a_file_of_other_shards_is_refused(copy):
 @pytest.mark.parametrize("starts", [[1], [0, 0], [0, 3, 2], [0, 10**6], [], [-1, 0]])
 def test_units_that_cannot_be_are_refused(copy, starts):
     shard = Dataset.open(copy).shards["train"][0]
-    table = UnitTable.of(*DEFAULTS, [(shard.name, shard.index_sha256, np.array(starts, np.int64))])
+    table = UnitIndex.of(*DEFAULTS, [(shard.name, shard.index_sha256, np.array(starts, np.int64))])
     (copy / UNITS).write_bytes(table.to_bytes())
     mention(copy)
     assert "names impossible units of train-000000.tar" in refused(copy)
@@ -144,7 +142,7 @@ def test_units_that_cannot_be_are_refused(copy, starts):
 
 def test_units_that_disagree_with_an_index_are_refused_when_it_is_read(copy, tokenizer):
     shards = Dataset.open(copy).shards["train"]
-    table = UnitTable.of(*DEFAULTS, [(shard.name, shard.index_sha256, np.array([0, 3])) for shard in shards])
+    table = UnitIndex.of(*DEFAULTS, [(shard.name, shard.index_sha256, np.array([0, 3])) for shard in shards])
     (copy / UNITS).write_bytes(table.to_bytes())
     mention(copy)
     plan = StepPlan.constant(

@@ -22,14 +22,14 @@ from support.runs import DEADLINE_S
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.run_source import BatchStream
 from baton.data_pipeline.shards import token_payload
-from baton.data_pipeline.steps import StepPlan, Stretch
-from baton.data_pipeline.stream import BatchStream
+from baton.data_pipeline.steps import PhaseSpec, StepPlan
 
 LANES, UNIT_DOCUMENTS = 12, 5
 PLAN = StepPlan(
     lanes=LANES,
-    stretches=(Stretch(0, 16, 12, 4), Stretch(9, 61, 6, 2), Stretch(20, 5, 12, 12)),
+    phases=(PhaseSpec(0, 16, 12, 4), PhaseSpec(9, 61, 6, 2), PhaseSpec(20, 5, 12, 12)),
     data_rank=0,
     data_size=1,
     start_step=0,
@@ -107,7 +107,7 @@ def test_batches_that_are_kept_stay_what_they_were(tokens, tokenizer, clean):
 
 
 def test_blocks_are_used_again_and_memory_is_flat(tokens, tokenizer, clean):
-    plan = replace(PLAN, stretches=(Stretch(0, 2048, 12, 12),))
+    plan = replace(PLAN, phases=(PhaseSpec(0, 2048, 12, 12),))
     places, pages = set(), []
     with open_stream(tokens, tokenizer, 2, plan) as stream:
         for step in islice(stream, 400):
@@ -198,7 +198,7 @@ KILLED = """
 import json, sys, time
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.stream import BatchStream
+from baton.data_pipeline.run_source import BatchStream
 from baton.data_pipeline.tokenizer import Tokenizer
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from support.compare import relative_error
 from support.models import micro_batches, model_of, training
 from support.recurrences import positions, seeded
 
+from baton.data_pipeline.packing import Batch
 from baton.kernels.common.kernel_check import check
 from baton.kernels.protocol import LinearRecurrence
 from baton.kernels.registry import recurrences
@@ -20,7 +21,6 @@ from baton.training.build import build, make_deterministic
 from baton.training.checkpoint.shard_boxes import optimizer_boxes
 from baton.training.lr_schedule import learning_rate
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import TokenBatch
 
 pytestmark = pytest.mark.gpu
 STEPS = 5
@@ -75,7 +75,7 @@ def test_what_a_span_does_to_states_and_cotangents_is_known_early(recurrence, de
 
 
 def to(batch, device):
-    return TokenBatch(batch.tokens.to(device), batch.labels.to(device), batch.pos.to(device))
+    return Batch(batch.tokens.to(device), batch.labels.to(device), batch.pos.to(device))
 
 
 def steps(mesh, compute_dtype="float32", save_at=None, mixer="mamba"):

@@ -10,12 +10,11 @@ import torch.distributed as dist
 from support.compare import relative_error
 from support.models import micro_batches, model_of, training
 
-from baton.data_pipeline.batches import IGNORE_INDEX
+from baton.data_pipeline.packing import IGNORE_INDEX, Batch
 from baton.parallel.param_layout import gather_parameters, initialize_parameters, named_layouts
 from baton.training.build import build, build_model
 from baton.training.lr_schedule import learning_rate
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import TokenBatch
 
 pytestmark = pytest.mark.gpu
 STEPS = 3
@@ -23,7 +22,7 @@ STEPS = 3
 
 def own(mesh, step, config):
     found = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch_size, mesh.context_rank, mesh.layout.context)
-    return [TokenBatch(*(x.to(mesh.device) for x in (b.tokens, b.labels, b.pos))) for b in found]
+    return [Batch(*(x.to(mesh.device) for x in (b.tokens, b.labels, b.pos))) for b in found]
 
 
 def megatron_steps(mesh, mixer):

@@ -10,8 +10,9 @@ import pytest
 import yaml
 from support.runs import SAME_PLACES, STEPS, Launch
 
+from baton.data_pipeline.dataset import Dataset
+from baton.data_pipeline.evaluation import documents
 from baton.data_pipeline.prepare import prepare
-from baton.data_pipeline.stream import Dataset, documents
 from baton.data_pipeline.tokenizer import train_tokenizer
 
 SOURCES = ("textwrap", "heapq", "bisect", "shlex", "sched", "copy", "json/decoder", "json/encoder", "json/scanner", "queue")

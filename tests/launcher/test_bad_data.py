@@ -14,9 +14,8 @@ from support.runs import flip
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.evaluation import documents
 from baton.data_pipeline.files import sha256_file
-from baton.data_pipeline.shards import Index, index_name
+from baton.data_pipeline.shards import UNITS, Index, UnitIndex, index_name
 from baton.data_pipeline.tokenizer import Tokenizer
-from baton.data_pipeline.unit_index import UNITS, UnitTable
 from baton.launcher.cli import main
 
 
@@ -187,7 +186,7 @@ def test_units_that_are_not_the_datasets(ended, inputs, copy_of):
     """With the default units, which alone are read from their file."""
     folder = copy_of(inputs.shards)
     shards = Dataset.open(folder).shards["train"]
-    table = UnitTable.of(64, 32 << 20, [(shard.name, shard.index_sha256, np.arange(0, shard.documents, 3)) for shard in shards])
+    table = UnitIndex.of(64, 32 << 20, [(shard.name, shard.index_sha256, np.arange(0, shard.documents, 3)) for shard in shards])
     (folder / UNITS).write_bytes(table.to_bytes())
     entry = {"bytes": (folder / UNITS).stat().st_size, "sha256": sha256_file(folder / UNITS)}
     change_manifest(folder, lambda manifest: manifest.update(units=entry))

@@ -162,7 +162,7 @@ def test_a_batch_ramp_keeps_the_lanes_and_the_length():
     )
     training.check(2)
     shapes = [
-        (first, at.sequence_length, at.sequences_per_step, at.micro_batch_size, at.lane_count) for first, at in training.stretches
+        (first, at.sequence_length, at.sequences_per_step, at.micro_batch_size, at.lane_count) for first, at in training.phases
     ]
     assert shapes == [(0, 32, 24, 4, 48), (4, 64, 12, 2, 48), (10, 64, 24, 2, 48)]
     with pytest.raises(RunError, match=r"from step 0: layout.data=5 does not divide the 24 sequences"):

@@ -277,7 +277,7 @@ def scores_of_ranks(mesh):
     from support.models import training
 
     from baton.data_pipeline.config import MqarConfig
-    from baton.data_pipeline.synthetic_stream import task_set
+    from baton.data_pipeline.synthetic_stream import synthetic_evaluation_set
     from baton.models.config import ModelConfig
     from baton.parallel.param_layout import gather_parameters
     from baton.training.build import build
@@ -288,7 +288,9 @@ def scores_of_ranks(mesh):
     train_state = build(ModelConfig(d_model=16, n_layers=1, vocab_size=12, loss_chunk=5), training(), mesh)
 
     def batches(data_rank, data_size):
-        chosen = task_set(task, tokens=16 * 21, sequence_length=16, micro_batch_size=2, data_rank=data_rank, data_size=data_size)
+        chosen = synthetic_evaluation_set(
+            task, tokens=16 * 21, sequence_length=16, micro_batch_size=2, data_rank=data_rank, data_size=data_size
+        )
         return chosen.labels, [distribute(b if mesh.tensor_rank == 0 else None, mesh, b.tokens.shape) for b in chosen.batches]
 
     labels, own = batches(mesh.data_rank, mesh.layout.data)

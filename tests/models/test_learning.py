@@ -8,7 +8,7 @@ import pytest
 
 from baton.data_pipeline.config import InductionConfig, MqarConfig
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.synthetic_stream import TaskStream, task_set
+from baton.data_pipeline.synthetic_stream import SyntheticStream, synthetic_evaluation_set
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
 from baton.training.build import build
@@ -47,11 +47,11 @@ def learn(mesh, pattern, mixers, task, *, steps, enough=0.99, seed=0):
     )
     executor = StepExecutor(train_state.model, train_state.engine, mesh)
     one_rank = {"sequence_length": task.length, "micro_batch_size": ROWS, "data_rank": 0, "data_size": 1}
-    held_out = task_set(task, tokens=HELD_OUT * task.length, **one_rank)
+    held_out = synthetic_evaluation_set(task, tokens=HELD_OUT * task.length, **one_rank)
     batches = [batch_distribution.distribute(batch, mesh, batch.tokens.shape) for batch in held_out.batches]
     plan = StepPlan.constant(**one_rank, lanes=ROWS, lanes_per_step=ROWS, start_step=0, prefetch=2)
     accuracy = 0.0
-    with TaskStream(task, plan, seed=seed) as stream:
+    with SyntheticStream(task, plan, seed=seed) as stream:
         for step, data in zip(range(steps), batch_distribution.step_batches(stream, mesh, training)):
             executor.step(data.batches, learning_rate(step, training))
             if (step + 1) % LOOK_EVERY == 0 or step + 1 == steps:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from support.compare import relative_error
 
-from baton.data_pipeline.batches import IGNORE_INDEX
+from baton.data_pipeline.packing import IGNORE_INDEX
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel.param_layout import initialize_parameters

@@ -29,10 +29,10 @@ LONGEST = 90
 
 @dataclass(frozen=True)
 class Corpus:
-    """shards: of each training shard its documents' ids. doc: the mark between them. data: a run's settings for them."""
+    """shards: of each training shard its documents' ids. eod_id: the token between them. data: a run's settings for them."""
 
     shards: list[list[list[int]]]
-    doc: int
+    eod_id: int
     data: dict[str, object]
 
 
@@ -58,7 +58,7 @@ def write_corpus(folder: Path) -> Corpus:
     manifest |= {"tokenizer": tokenizer.fingerprint, "shards": summaries}
     (folder / "dataset" / "dataset.json").write_text(json.dumps(manifest))
     data = {"path": str(folder / "dataset"), "tokenizer": str(model), "unit_documents": UNIT_DOCUMENTS}
-    return Corpus(shards, tokenizer.doc, data)
+    return Corpus(shards, tokenizer.eod_id, data)
 
 
 def due(corpus: Corpus, config: RunConfig, steps: int) -> list[str]:
@@ -77,7 +77,7 @@ def due(corpus: Corpus, config: RunConfig, steps: int) -> list[str]:
                 number = int(permutation(len(units), "units", training.seed, epoch)[place])
                 for i in permutation(len(units[number]), "documents", training.seed, epoch, number):
                     ids = units[number][i]
-                    left[lane] += zip([corpus.doc, *ids], [*ids, corpus.doc], range(len(ids) + 1))
+                    left[lane] += zip([corpus.eod_id, *ids], [*ids, corpus.eod_id], range(len(ids) + 1))
             row, left[lane] = left[lane][:sequence_length], left[lane][sequence_length:]
             total += multiplier(0, lane) * plain_digest(row)
         found.append(f"{total % 2**64:016x}")

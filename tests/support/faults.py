@@ -203,8 +203,8 @@ FAULTS = (
         "cursor",
         "where the rows' number changes, the last step before is not counted, so lanes are out of turn",
         "data_pipeline/steps.py",
-        "ends = ((stretch, step if end is None else min(step, end)) for stretch, end in self._spans())",
-        "ends = ((stretch, step if end is None else min(step, end - 1)) for stretch, end in self._spans())",
+        "ends = ((phase, step if end is None else min(step, end)) for phase, end in self._phase_ranges())",
+        "ends = ((phase, step if end is None else min(step, end - 1)) for phase, end in self._phase_ranges())",
         (
             "tests/data_pipeline/test_length_schedule.py",
             "tests/data_pipeline/test_lane_order.py",

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from baton.data_pipeline.batches import IGNORE_INDEX
+from baton.data_pipeline.packing import IGNORE_INDEX
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.models.mixers.bmojo import BMojo, Innovation
@@ -29,7 +29,7 @@ from baton.training.checkpoint.shard_boxes import KINDS, optimizer_boxes
 from baton.training.lr_schedule import learning_rates
 from baton.training.step.executor import StepExecutor
 from support.compare import relative_error
-from support.models import SEQUENCE_LENGTH, SEQUENCES, TokenBatch, model_of, step_batch, training
+from support.models import SEQUENCE_LENGTH, SEQUENCES, Batch, model_of, step_batch, training
 
 STEPS, ACCUMULATION, RANKS = 2, 2, 8
 MIXERS = (*kinds(), "hybrid")
@@ -216,7 +216,7 @@ def cell(mesh, mixer: str, precision: str, forced: dict | None, changes: dict | 
     share = Share([], {}, {}, {})
     for step in range(STEPS):
         whole = step_batch(step)
-        batches = [TokenBatch(whole.tokens[r, span], whole.labels[r, span], whole.pos[r, span]) for r in rows]
+        batches = [Batch(whole.tokens[r, span], whole.labels[r, span], whole.pos[r, span]) for r in rows]
         wanted = None
         if forced is not None:
             wanted = {layer: [scores[r, span] for r in rows] for (at, layer), scores in forced.items() if at == step}

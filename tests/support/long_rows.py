@@ -2,10 +2,10 @@
 
 import torch
 
+from baton.data_pipeline.packing import Batch
 from baton.models import stages
 from baton.models.lm import LanguageModel
 from baton.parallel.param_layout import initialize_parameters
-from baton.training.step.microbatch_runner import TokenBatch
 from support.recurrences import positions, seeded
 
 SEGMENTS, SEGMENT = 3, 12  # 6 tokens to one of two ranks: the longest tail of the small mixers
@@ -21,11 +21,11 @@ def whole_batch():
     labels[:, SEGMENT // 2 - 1 :: SEGMENT // 2] = 7  # a border's last label says that the row goes on
     labels[-1, 2 * SEGMENT :] = -1
     pos = positions(g, ROWS, TOKENS, 0.04).to(torch.int32)
-    return TokenBatch(torch.randint(61, (ROWS, TOKENS), generator=g), labels, pos)
+    return Batch(torch.randint(61, (ROWS, TOKENS), generator=g), labels, pos)
 
 
 def rows_of(batch, rows):
-    return TokenBatch(batch.tokens[rows], batch.labels[rows], batch.pos[rows])
+    return Batch(batch.tokens[rows], batch.labels[rows], batch.pos[rows])
 
 
 def own_spans(batch, mesh, segments):
@@ -35,7 +35,7 @@ def own_spans(batch, mesh, segments):
 
 
 def joined(parts):
-    return TokenBatch(*(torch.cat([getattr(p, name) for p in parts], dim=1) for name in ("tokens", "labels", "pos")))
+    return Batch(*(torch.cat([getattr(p, name) for p in parts], dim=1) for name in ("tokens", "labels", "pos")))
 
 
 def model_on(mesh, config, link=None):

@@ -105,6 +105,7 @@ def measure():
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
+    from baton.data_pipeline.packing import Batch
     from baton.models import stages
     from baton.models.lm import LanguageModel
     from baton.parallel import mesh as meshes
@@ -114,7 +115,7 @@ def measure():
     from baton.training.bptt.lane_states import LaneStates
     from baton.training.build import DTYPES, build, build_model
     from baton.training.step.executor import StepExecutor
-    from baton.training.step.microbatch_runner import MicrobatchRunner, Segments, TokenBatch
+    from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
 
     torch.set_num_threads(1)
     gc.freeze()  # what is there already is not looked at again and again
@@ -160,7 +161,7 @@ def measure():
 
     def batch(sequence_length=SEQUENCE_LENGTH):
         tokens = torch.randint(64, (BATCH, sequence_length))
-        return TokenBatch(tokens, tokens.roll(-1, 1), torch.arange(sequence_length, dtype=torch.int32).repeat(BATCH, 1))
+        return Batch(tokens, tokens.roll(-1, 1), torch.arange(sequence_length, dtype=torch.int32).repeat(BATCH, 1))
 
     def model_of(variant, compute_dtype, recompute, tensor, *, mlp=False, sequence_parallel=False, residual_dtype="float32"):
         """A model that has made its compute copies, and the storages of those and of its parameters."""
@@ -265,7 +266,7 @@ def measure():
             model(read.tokens[:, span], read.pos[:, span])[0].sum().backward()
             sent = sum(n for (what, _), n in mesh.link.sent.items() if what == f"{direction} bytes")
             results["handed on"][variant][direction] = sent
-            part = TokenBatch(read.tokens[:, span], read.labels[:, span], read.pos[:, span])
+            part = Batch(read.tokens[:, span], read.labels[:, span], read.pos[:, span])
             known = {x.untyped_storage()._cdata for x in model.parameters()}
             results["saved of a segment"][variant] = saved(model, known, part)
         meshes.shutdown()
@@ -331,7 +332,7 @@ def measure():
         initialize_parameters(model, 0, mesh.tensor_rank, mesh.layout.tensor)
         lanes = LaneStates(model, training, mesh) if training.carries_lane_states else None
         whole, together = batch(CUT_SEQUENCE_LENGTH // run.layout.context), training.gradient_segments
-        read = TokenBatch(whole.tokens, whole.labels, whole.pos, (0, 1))
+        read = Batch(whole.tokens, whole.labels, whole.pos, (0, 1))
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         carried = [] if lanes is None else [x for state in lanes._states.values() for x in state.values()]

@@ -2,10 +2,10 @@
 
 import torch
 
+from baton.data_pipeline.packing import Batch
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
-from baton.training.step.microbatch_runner import TokenBatch
 
 MODEL = ModelConfig(
     d_model=32, n_layers=3, vocab_size=61, pad_vocab_to=4, loss_chunk=16, mixers={"mamba": kinds()["mamba"](d_state=4)}
@@ -42,7 +42,7 @@ def training(**changes) -> TrainingConfig:
     return TrainingConfig(**{**values, **changes})
 
 
-def step_batch(step: int) -> TokenBatch:
+def step_batch(step: int) -> Batch:
     """The global batch of a step: packed documents of unequal length, a few labels ignored."""
     g = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(61, (SEQUENCES, SEQUENCE_LENGTH), generator=g)
@@ -56,14 +56,14 @@ def step_batch(step: int) -> TokenBatch:
                 at = 0
             pos[row, t] = at
             at += 1
-    return TokenBatch(tokens, labels, pos)
+    return Batch(tokens, labels, pos)
 
 
 def micro_batches(
     step: int, data_rank: int, data_size: int, size: int, context_rank: int = 0, sequence_size: int = 1
-) -> list[TokenBatch]:
+) -> list[Batch]:
     """A data rank's share of the step's global batch, in micro-batches of `size` sequences, of which a sequence rank has a span."""
     whole = step_batch(step)
     rows = torch.arange(data_rank, SEQUENCES, data_size)
     span = slice(context_rank * SEQUENCE_LENGTH // sequence_size, (context_rank + 1) * SEQUENCE_LENGTH // sequence_size)
-    return [TokenBatch(whole.tokens[r, span], whole.labels[r, span], whole.pos[r, span]) for r in rows.split(size)]
+    return [Batch(whole.tokens[r, span], whole.labels[r, span], whole.pos[r, span]) for r in rows.split(size)]

@@ -138,6 +138,24 @@ WORDS: dict[str, Entry] = {
             "data_pipeline.tasks",
             "data_pipeline/claim",
             "data_pipeline.claim",
+            "OpenDocument",
+            "OpenRun",
+            "id_run",
+            "id_pieces",
+            "TaskStream",
+            "TaskSet",
+            "task_set",
+            "UnitTable",
+            "DOC_PIECE",
+            "TokenBatch",
+            "may_pass",
+            "find_sources",
+            "data_pipeline/mixture",
+            "data_pipeline/batches",
+            "data_pipeline/stream",
+            "data_pipeline.mixture",
+            "data_pipeline.batches",
+            "data_pipeline.stream",
         ),
     ),
 }
@@ -145,61 +163,14 @@ WORDS: dict[str, Entry] = {
 
 NAMES: dict[str, list[Entry]] = {
     "kernels": [
+        (("kernels/*", "tests/kernels/*", "training/*"), ("Tiles", "SumTiles", "tiles=", ".tiles", "tiles_for", "default_tiles")),
+        (("*.py",), ("Leaf", "Effect")),
         (
-            (
-                "kernels/*",
-                "tests/kernels/*",
-                "training/*",
-            ),
-            (
-                "Tiles",
-                "SumTiles",
-                "tiles=",
-                ".tiles",
-                "tiles_for",
-                "default_tiles",
-            ),
+            ("kernels/*", "parallel/*", "tests/kernels/*"),
+            (".along", ".chaotic", ".early", ".leave", ".outputs", ".effect", "unwanted"),
         ),
-        (
-            ("*.py",),
-            (
-                "Leaf",
-                "Effect",
-            ),
-        ),
-        (
-            (
-                "kernels/*",
-                "parallel/*",
-                "tests/kernels/*",
-            ),
-            (
-                ".along",
-                ".chaotic",
-                ".early",
-                ".leave",
-                ".outputs",
-                ".effect",
-                "unwanted",
-            ),
-        ),
-        (
-            (
-                "models/*",
-                "training/*",
-            ),
-            ("noting",),
-        ),
-        (
-            ("kernels/*",),
-            (
-                "loads_begun",
-                "lines_of",
-                "lines_from",
-                "in_a_line",
-                "in_rows",
-            ),
-        ),
+        (("models/*", "training/*"), ("noting",)),
+        (("kernels/*",), ("loads_begun", "lines_of", "lines_from", "in_a_line", "in_rows")),
         (("kernels/*",), ("_low",)),
     ],
     "models": [
@@ -227,7 +198,10 @@ NAMES: dict[str, list[Entry]] = {
             ),
         )
     ],
-    "data_pipeline": [],
+    "data_pipeline": [
+        (("*.py",), ("Stretch", "stretches", "PIECE_BYTES", "PIECE_TOKENS")),
+        (("data_pipeline/*",), ("Corpus", "Documents", "touched", "doc", "Place", "deal", "patiently")),
+    ],
     "training": [],
     "launcher": [],
     "slurm": [],

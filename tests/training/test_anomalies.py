@@ -12,9 +12,11 @@ import torch
 from support.models import MODEL, micro_batches, training
 
 from baton.data_pipeline.config import ShardsConfig
+from baton.data_pipeline.dataset import Dataset
+from baton.data_pipeline.evaluation import documents
 from baton.data_pipeline.prepare import prepare
+from baton.data_pipeline.run_source import BatchStream
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.stream import BatchStream, Dataset, documents
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds

@@ -278,6 +278,7 @@ def test_a_step_on_a_gpu_compiles_nothing_more(mixer, tmp_path, monkeypatch):
     """Nor does the check before it."""
     from triton import knobs
 
+    from baton.data_pipeline.packing import Batch
     from baton.models.config import ModelConfig
     from baton.models.settings import SMALL_WIDTH
     from baton.parallel import mesh as meshes
@@ -286,7 +287,6 @@ def test_a_step_on_a_gpu_compiles_nothing_more(mixer, tmp_path, monkeypatch):
     from baton.training.config import TrainingConfig
     from baton.training.doctor import check_kernels
     from baton.training.step.executor import StepExecutor
-    from baton.training.step.microbatch_runner import TokenBatch
 
     model = {"d_model": SMALL_WIDTH, "n_layers": 2, "vocab_size": 61, "pad_vocab_to": 4, "pattern": [mixer]}
     model["mixers"] = {mixer: kinds()[mixer].small().model_dump()}
@@ -307,7 +307,7 @@ def test_a_step_on_a_gpu_compiles_nothing_more(mixer, tmp_path, monkeypatch):
         train_state = build(ModelConfig(**model), training, mesh)
         check_kernels(train_state, training)
         batches = [
-            TokenBatch(b.tokens.to(mesh.device), b.labels.to(mesh.device), b.pos.to(mesh.device)) for b in micro_batches(0, 0, 1, 2)
+            Batch(b.tokens.to(mesh.device), b.labels.to(mesh.device), b.pos.to(mesh.device)) for b in micro_batches(0, 0, 1, 2)
         ]
         StepExecutor(train_state.model, train_state.engine, mesh).step(batches, 1e-3)
     finally:

@@ -9,7 +9,7 @@ from support.consumed import consumed, due, multiplier, plain_digest, write_corp
 from support.jobs import RUN
 from support.pool_runs import train_run
 
-from baton.data_pipeline.batches import Batch
+from baton.data_pipeline.packing import Batch
 from baton.launcher.config import load
 from baton.training.step.batch_distribution import batch_checksum
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.models import micro_batches, model_of, training
 
+from baton.data_pipeline.packing import Batch
 from baton.launcher.config import load
 from baton.launcher.errors import ConfigError
 from baton.models.settings import kinds
@@ -14,7 +15,6 @@ from baton.parallel.tensor import drop_cast_weights
 from baton.training.build import build, make_deterministic
 from baton.training.step.cuda_graphs import CudaGraphRecorder, CudaGraphs
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import TokenBatch
 
 MIXERS = (*kinds(), "hybrid")
 
@@ -35,7 +35,7 @@ class Again:
 
 
 def cut(batch, tokens, device):
-    return TokenBatch(*(x[:, :tokens].to(device) for x in (batch.tokens, batch.labels, batch.pos)))
+    return Batch(*(x[:, :tokens].to(device) for x in (batch.tokens, batch.labels, batch.pos)))
 
 
 def steps(mesh, mixer, recorder, compute_dtype="bfloat16"):
@@ -97,7 +97,7 @@ class Forgetful(Again):
     def record(self, run):
         if super().record(run) and self.records > 1:
             return run
-        tokens, ran = next(c.cell_contents for c in run.__closure__ if isinstance(c.cell_contents, TokenBatch)).tokens, []
+        tokens, ran = next(c.cell_contents for c in run.__closure__ if isinstance(c.cell_contents, Batch)).tokens, []
 
         def again():
             ran.append(tokens.clone())
@@ -124,7 +124,7 @@ from baton.parallel.linear import fused_grad_accumulation
 from baton.training.build import build_model
 from baton.training.config import TrainingConfig
 from baton.training.step.cuda_graphs import CudaGraphs
-from baton.training.step.microbatch_runner import TokenBatch
+from baton.data_pipeline.packing import Batch
 
 JITFunction._do_compile = lambda self, key, *_: self  # nothing is compiled here
 
@@ -163,7 +163,7 @@ for (name, settings), (changes, tensor) in product(kinds().items(), [*((form, 1)
         built = build_model(model, TrainingConfig(**values, optimizer={"lr": 1e-3}), META, mesh)
         ids, pos = (torch.empty(2, 64, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
         with fused_grad_accumulation():
-            CudaGraphs(built, Recorder).runner([TokenBatch(ids, ids, pos)], 1.0)
+            CudaGraphs(built, Recorder).runner([Batch(ids, ids, pos)], 1.0)
         meshes.shutdown()
 print("\\n".join(seen))
 seen.clear()

@@ -5,10 +5,10 @@ import torch
 from support.compare import relative_error
 from support.models import MODEL, micro_batches, model_of, step_batch, training
 
-from baton.data_pipeline.batches import IGNORE_INDEX
 from baton.data_pipeline.config import MqarConfig
+from baton.data_pipeline.packing import IGNORE_INDEX, Batch
 from baton.data_pipeline.run_source import open_source
-from baton.data_pipeline.steps import StepPlan, Stretch
+from baton.data_pipeline.steps import PhaseSpec, StepPlan
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel.errors import LayoutError
@@ -22,7 +22,6 @@ from baton.training.lr_schedule import learning_rates
 from baton.training.monitoring.metrics import read_metrics
 from baton.training.run import RunSettings
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import TokenBatch
 
 STEPS = 3
 
@@ -168,16 +167,16 @@ def test_a_run_is_its_steps_made_by_hand(single_mesh, tmp_path):
     recorded = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
 
     train_state = build(with_vocabulary(model, task.vocab_size, None), config, single_mesh)
-    executor, stretches = (
+    executor, phases = (
         StepExecutor(train_state.model, train_state.engine, single_mesh),
-        (Stretch(0, 12, 2, 2), Stretch(2, 12, 4, 2)),
+        (PhaseSpec(0, 12, 2, 2), PhaseSpec(2, 12, 4, 2)),
     )
-    plan = StepPlan(lanes=config.lane_count, stretches=stretches, data_rank=0, data_size=1, start_step=0, prefetch=1)
+    plan = StepPlan(lanes=config.lane_count, phases=phases, data_rank=0, data_size=1, start_step=0, prefetch=1)
     found = []
     with open_source(task).stream(plan, seed=config.seed, cursors=None) as stream:
         for step, rows in enumerate(rows_of_steps):
             batches = [
-                TokenBatch(*map(torch.from_numpy, (batch.tokens, batch.labels, batch.pos)), batch.lanes)
+                Batch(*map(torch.from_numpy, (batch.tokens, batch.labels, batch.pos)), batch.lanes)
                 for batch in next(stream).micro_batches
             ]
             assert sum(len(batch.tokens) for batch in batches) == rows

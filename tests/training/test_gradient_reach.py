@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from baton.data_pipeline.packing import Batch
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
 from baton.training.bptt.lane_states import LaneStates
@@ -16,7 +17,7 @@ from baton.training.build import build
 from baton.training.config import TrainingConfig
 from baton.training.lr_schedule import learning_rate
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import Segments, TokenBatch
+from baton.training.step.microbatch_runner import Segments
 
 SYMBOLS, SEGMENT, SEGMENTS, ROWS = 4, 6, 4, 32
 MARK, ASK = SYMBOLS, SYMBOLS + 1
@@ -30,7 +31,7 @@ def examples(generator):
     labels = torch.full_like(tokens, -1)
     labels[:, -1] = tokens[:, 1]
     pos = torch.arange(tokens.shape[1], dtype=torch.int32).expand(ROWS, -1).contiguous()
-    return TokenBatch(tokens, labels, pos, tuple(range(ROWS)))
+    return Batch(tokens, labels, pos, tuple(range(ROWS)))
 
 
 def losses(mesh, steps, bptt):

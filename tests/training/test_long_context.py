@@ -25,6 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.evaluation import documents
+from baton.data_pipeline.packing import Batch
 from baton.data_pipeline.prepare import prepare
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from baton.models.config import ModelConfig
@@ -38,7 +39,6 @@ from baton.training.errors import RunError
 from baton.training.evaluation.evaluate import evaluate, evaluate_task
 from baton.training.evaluation.long_context import LongRows, borders, evaluate_long
 from baton.training.monitoring.metrics import read_metrics
-from baton.training.step.microbatch_runner import TokenBatch
 
 MIXERS = (*(kind for kind, settings in kinds().items() if not settings.small().state_grows), "hybrid")
 STAGES = {"pipeline": 2, "context": 2}
@@ -204,8 +204,8 @@ def test_rows_are_the_longest_documents_one_after_the_other(data, tokens):
         inputs, labels, pos = [], [], []
         for text in texts[row::3]:
             ids = [int(i) for i in tokenizer.encode(text)]
-            inputs += [tokenizer.doc, *ids]
-            labels += [*ids, tokenizer.doc]
+            inputs += [tokenizer.eod_id, *ids]
+            labels += [*ids, tokenizer.eod_id]
             pos += range(len(ids) + 1)
         n = min(len(labels), count * 64)
         assert tokens == 500 or n == len(labels), "the whole split is read when as much is asked for"
@@ -255,7 +255,7 @@ def peaks(mesh, counts):
 def long_part(s):
     pos = torch.arange(s * LONG_SEGMENT, (s + 1) * LONG_SEGMENT, dtype=torch.int32).repeat(LONG_ROWS, 1)
     tokens = torch.randint(61, pos.shape, generator=seeded(s))
-    return TokenBatch(tokens, tokens, pos)
+    return Batch(tokens, tokens, pos)
 
 
 def test_memory_does_not_grow_with_the_row(pool):

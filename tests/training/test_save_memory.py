@@ -13,6 +13,7 @@ import torch
 from support.models import model_of, step_batch, training
 
 from baton.data_pipeline.config import ShardsConfig
+from baton.data_pipeline.packing import Batch
 from baton.launcher.arithmetic import of_stages
 from baton.launcher.config import RunConfig
 from baton.models.config import ModelConfig
@@ -25,7 +26,7 @@ from baton.training.checkpoint.interval import CheckpointSchedule
 from baton.training.checkpoint.store import CheckpointStore, published
 from baton.training.run import RunProgress, RunSettings
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import Segments, TokenBatch
+from baton.training.step.microbatch_runner import Segments
 
 TRUNCATED = {"mode": "truncated", "segment": 8}
 
@@ -92,7 +93,7 @@ def test_a_plan_counts_what_lanes_carried_before_a_step(single_mesh):
     lanes = LaneStates(train_state.model, config, single_mesh)
     executor = StepExecutor(train_state.model, train_state.engine, single_mesh, lanes=lanes, segments=Segments(3, 1))
     whole = step_batch(0)
-    batches = [TokenBatch(whole.tokens[r : r + 2], whole.labels[r : r + 2], whole.pos[r : r + 2], (r, r + 1)) for r in (0, 2, 4, 6)]
+    batches = [Batch(whole.tokens[r : r + 2], whole.labels[r : r + 2], whole.pos[r : r + 2], (r, r + 1)) for r in (0, 2, 4, 6)]
     run = {"name": "small", "device": "cpu", "model": model_of("mamba").model_dump(), "training": config.model_dump()}
     run["training"]["bptt"] = {**TRUNCATED, "gradient_segments": 1}
     counted = of_stages(RunConfig.model_validate(run))[0].memory().before
@@ -121,7 +122,7 @@ def resident(folder, saves):
     executor, whole, seen = StepExecutor(train_state.model, train_state.engine, mesh), step_batch(0), []
     progress, process = RunProgress(0, 0, {}), psutil.Process()
     for _ in range(saves):
-        result = executor.step([TokenBatch(whole.tokens[:2], whole.labels[:2], whole.pos[:2])], 1e-3)
+        result = executor.step([Batch(whole.tokens[:2], whole.labels[:2], whole.pos[:2])], 1e-3)
         progress.advance(48, {})
         saver.after_step(progress, result)
         seen.append(process.memory_info().rss)

@@ -17,6 +17,7 @@ from support.grid import model_for
 from support.models import training
 from support.recurrences import positions, seeded
 
+from baton.data_pipeline.packing import Batch
 from baton.models import stages
 from baton.models.lm import LanguageModel
 from baton.models.mixers.bmojo import BMojo, Innovation
@@ -29,7 +30,7 @@ from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import make_deterministic
 from baton.training.errors import RunError
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import MicrobatchRunner, Segments, TokenBatch
+from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
 
 MIXERS = (*(kind for kind, settings in kinds().items() if not settings.small().state_grows), "hybrid")
 SEGMENTS, RANKS, STAGES = (1, 2, 3, 7, 16), (1, 2, 4), (1, 2)
@@ -64,7 +65,7 @@ def batches_of(case):
     pos = positions(g, ROWS, tokens, 0.05).to(torch.int32)
     if case.gradient is not None:  # a lane begins with a document
         pos = torch.where((pos == 0).cumsum(1) > 0, pos, torch.arange(tokens, dtype=torch.int32))
-    whole = TokenBatch(torch.randint(61, (ROWS, tokens), generator=g), labels, pos, tuple(range(ROWS)))
+    whole = Batch(torch.randint(61, (ROWS, tokens), generator=g), labels, pos, tuple(range(ROWS)))
     return None if case.gradient is None else whole.segment(0, 2), whole.segment(steps - 1, steps)
 
 
@@ -76,7 +77,7 @@ def model_in(mixer, dtype, device=CPU, **place):
 
 
 def to(batch, device):
-    return TokenBatch(batch.tokens.to(device), batch.labels.to(device), batch.pos.to(device), batch.lanes)
+    return Batch(batch.tokens.to(device), batch.labels.to(device), batch.pos.to(device), batch.lanes)
 
 
 class Scores:
@@ -154,13 +155,13 @@ def own_spans(batch, mesh, segments):
     """This rank's span of every segment."""
     size = mesh.layout.context
     parts = [batch.segment(s * size + mesh.context_rank, segments * size) for s in range(segments)]
-    return TokenBatch(*(torch.cat([getattr(p, x) for p in parts], dim=1) for x in ("tokens", "labels", "pos")), batch.lanes)
+    return Batch(*(torch.cat([getattr(p, x) for p in parts], dim=1) for x in ("tokens", "labels", "pos")), batch.lanes)
 
 
 def run_step(mesh, model, batch, segments, lanes, micro_batch_size, wanted):
     own, size = own_spans(batch, mesh, segments.count), mesh.layout.context
     rows = torch.arange(ROWS).split(micro_batch_size)
-    batches = [TokenBatch(own.tokens[r], own.labels[r], own.pos[r], tuple(r.tolist())) for r in rows]
+    batches = [Batch(own.tokens[r], own.labels[r], own.pos[r], tuple(r.tolist())) for r in rows]
     runner = MicrobatchRunner(model, batches, 1.0 / float(batch.count_labels()), segments, lanes)
     with Scores(wanted).used() as scores:
         for operation in schedule(model.stage.index, model.stage.count, len(batches), segments.count, segments.gradient_segments):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.compare import relative_error
 from support.models import micro_batches, model_of, step_batch, training
 
-from baton.data_pipeline.batches import IGNORE_INDEX
+from baton.data_pipeline.packing import IGNORE_INDEX
 from baton.models.lm import LanguageModel
 from baton.models.settings import kinds
 from baton.parallel.param_layout import gather_parameters, initialize_parameters, named_layouts

@@ -9,12 +9,13 @@ from support.grid import model_for
 from support.long_rows import ROWS, SEGMENT, SEGMENTS, TOKENS, Float64, joined, model_on, own_spans, plain, rows_of, whole_batch
 from support.recurrences import seeded
 
+from baton.data_pipeline.packing import Batch
 from baton.models.config import ModelConfig
 from baton.parallel.context_parallel import ContextLink
 from baton.parallel.pipeline import schedule
 from baton.training.monitoring.long_context_plots import render_row
 from baton.training.monitoring.state_gradients import StateGradientMonitor, StateGradients, gradient_reach
-from baton.training.step.microbatch_runner import MicrobatchRunner, Segments, TokenBatch
+from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
 
 # recurrence -> the leaves that its messages hold
 LANE_STATE_PREFIX = {
@@ -122,7 +123,7 @@ def test_credit_vanishes_where_lattice_turns_far_and_not_where_it_hardly_turns(s
     g, segments, span, slots = seeded(5), 40, 8, "lattice lattice-sim-project"
     tokens = torch.randint(61, (2, segments * span), generator=g)
     pos = torch.arange(segments * span, dtype=torch.int32).repeat(2, 1)
-    batch = TokenBatch(tokens, torch.randint(61, tokens.shape, generator=g), pos)
+    batch = Batch(tokens, torch.randint(61, tokens.shape, generator=g), pos)
 
     def travelled(**settings):
         model = plain(lattice(variant="sim", **settings), torch.float32)

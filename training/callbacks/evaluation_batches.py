@@ -1,12 +1,13 @@
 """When an evaluation is due, and its batches on every rank that works on the same rows."""
 
-from baton.data_pipeline.batches import Batch
+from torch import Tensor
+
+from baton.data_pipeline.packing import Batch, NumpyBatch
 from baton.parallel.mesh import Mesh
 from baton.training.config import TrainingConfig
 from baton.training.monitoring import heartbeat
 from baton.training.run import RunProgress
 from baton.training.step import batch_distribution
-from baton.training.step.microbatch_runner import TokenBatch
 
 
 def evaluation_is_due(progress: RunProgress, training: TrainingConfig) -> bool:
@@ -19,7 +20,7 @@ def begin_evaluation(progress: RunProgress, *, first: bool) -> None:
     heartbeat.own_heartbeat().beat(progress.step, "evaluation", slow=first)
 
 
-def distribute_batches(batches: list[Batch], mesh: Mesh, segments: int) -> list[TokenBatch]:
+def distribute_batches(batches: list[NumpyBatch], mesh: Mesh, segments: int) -> list[Batch[Tensor]]:
     """Batches of a reading rank on every rank that works on the same rows, on the device: its spans of the segments."""
     return [
         batch_distribution.distribute(

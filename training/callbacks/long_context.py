@@ -2,7 +2,7 @@
 
 import torch
 
-from baton.data_pipeline.batches import IGNORE_INDEX
+from baton.data_pipeline.packing import IGNORE_INDEX, Batch
 from baton.data_pipeline.run_source import ShardSource, TaskSource
 from baton.training.build import TrainState
 from baton.training.callbacks.callback import Callback
@@ -13,7 +13,6 @@ from baton.training.monitoring.metrics import MetricsLogger
 from baton.training.monitoring.state_gradients import StateGradients, gradient_reach
 from baton.training.run import RunProgress, RunSettings
 from baton.training.step.executor import StepResult
-from baton.training.step.microbatch_runner import TokenBatch
 
 
 class LongContextCallback(Callback):
@@ -63,5 +62,5 @@ class LongContextCallback(Callback):
         if spans := list(next(groups, ())):
             tokens, labels, pos = (torch.cat([getattr(x, name) for x in spans], dim=1) for name in ("tokens", "labels", "pos"))
             # the last sequence rank, whose labels count, has the rows' last tokens
-            batch = TokenBatch(tokens, torch.where(pos[:, -1:] + 1 < segment * segments, IGNORE_INDEX, labels), pos)
+            batch = Batch(tokens, torch.where(pos[:, -1:] + 1 < segment * segments, IGNORE_INDEX, labels), pos)
         return gradient_reach(self._train_state.model, batch, segments, segment // mesh.layout.context, mesh)

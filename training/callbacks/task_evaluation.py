@@ -1,10 +1,11 @@
 """Loss and accuracy on a synthetic task, case by case."""
 
 import numpy as np
+from torch import Tensor
 
-from baton.data_pipeline.batches import IGNORE_INDEX, Batch
+from baton.data_pipeline.packing import IGNORE_INDEX, Batch, NumpyBatch
 from baton.data_pipeline.run_source import TaskSource
-from baton.data_pipeline.synthetic_stream import task_set
+from baton.data_pipeline.synthetic_stream import synthetic_evaluation_set
 from baton.training.build import TrainState
 from baton.training.callbacks.callback import Callback
 from baton.training.callbacks.evaluation_batches import begin_evaluation, distribute_batches, evaluation_is_due
@@ -12,7 +13,6 @@ from baton.training.evaluation.evaluate import evaluate_task
 from baton.training.monitoring.metrics import MetricsLogger
 from baton.training.run import RunProgress, RunSettings
 from baton.training.step.executor import StepResult
-from baton.training.step.microbatch_runner import TokenBatch
 
 
 class TaskEvaluationCallback(Callback):
@@ -23,7 +23,7 @@ class TaskEvaluationCallback(Callback):
     def __init__(self, train_state: TrainState, source: TaskSource, metrics: MetricsLogger | None, settings: RunSettings) -> None:
         self._train_state, self._cases, self._metrics = train_state, source.config.evaluated(), metrics
         self._training = settings.training
-        self._sets: dict[str, tuple[int, int, list[TokenBatch]]] = {}
+        self._sets: dict[str, tuple[int, int, list[Batch[Tensor]]]] = {}
 
     def after_step(self, progress: RunProgress, result: StepResult) -> None:
         if not evaluation_is_due(progress, self._training):
@@ -38,12 +38,12 @@ class TaskEvaluationCallback(Callback):
                 progress.step, progress.tokens, {name: (s.loss, s.accuracy) for name, s in found.items()}
             )
 
-    def _make(self) -> dict[str, tuple[int, int, list[TokenBatch]]]:
+    def _make(self) -> dict[str, tuple[int, int, list[Batch[Tensor]]]]:
         """Of each case: labels, segments, batches."""
         mesh, training = self._train_state.mesh, self._training
         made = {}
         for name, case in self._cases.items():
-            chosen = task_set(
+            chosen = synthetic_evaluation_set(
                 case,
                 tokens=training.evaluation.tokens,
                 sequence_length=training.sequence_length,
@@ -57,7 +57,7 @@ class TaskEvaluationCallback(Callback):
         return made
 
 
-def _padded(batch: Batch, tokens: int) -> Batch:
+def _padded(batch: NumpyBatch, tokens: int) -> NumpyBatch:
     """Rows of `tokens` tokens; the last ones are not asked."""
     more = ((0, 0), (0, tokens - batch.tokens.shape[1]))
     pos = np.broadcast_to(np.arange(tokens, dtype=np.int32), (len(batch.pos), tokens))

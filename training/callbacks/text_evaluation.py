@@ -1,7 +1,10 @@
 """Validation loss, bits per byte, and a sample of generated text."""
 
+from torch import Tensor
+
+from baton.data_pipeline.evaluation import EvaluationSet, evaluation_batches
+from baton.data_pipeline.packing import Batch
 from baton.data_pipeline.run_source import ShardSource
-from baton.data_pipeline.stream import EvaluationSet, evaluation_batches
 from baton.training.build import TrainState
 from baton.training.callbacks.callback import Callback
 from baton.training.callbacks.evaluation_batches import begin_evaluation, distribute_batches, evaluation_is_due
@@ -10,7 +13,6 @@ from baton.training.evaluation.generation import generate
 from baton.training.monitoring.metrics import MetricsLogger
 from baton.training.run import RunProgress, RunSettings
 from baton.training.step.executor import StepResult
-from baton.training.step.microbatch_runner import TokenBatch
 
 
 class TextEvaluationCallback(Callback):
@@ -21,7 +23,7 @@ class TextEvaluationCallback(Callback):
     def __init__(self, train_state: TrainState, source: ShardSource, metrics: MetricsLogger | None, settings: RunSettings) -> None:
         self._train_state, self._source, self._tokenizer, self._metrics = train_state, source, source.tokenizer, metrics
         self._training = settings.training
-        self._set: tuple[EvaluationSet, list[TokenBatch]] | None = None
+        self._set: tuple[EvaluationSet, list[Batch[Tensor]]] | None = None
 
     def after_step(self, progress: RunProgress, result: StepResult) -> None:
         if not evaluation_is_due(progress, self._training):
@@ -33,14 +35,14 @@ class TextEvaluationCallback(Callback):
         sample = None
         wanted = self._training.evaluation.sample_tokens
         if wanted and mesh.data_rank == 0:
-            doc = self._tokenizer.doc
+            doc = self._tokenizer.eod_id
             ids = generate(model, [doc], tokens=wanted, vocab_size=self._tokenizer.vocab_size, stop=doc, seed=progress.step)
             sample = self._tokenizer.decode(ids, errors="replace")
         progress.validation_loss = found.loss
         if self._metrics is not None:
             self._metrics.log_evaluation(progress.step, progress.tokens, found.loss, found.bits_per_byte, sample)
 
-    def _read(self) -> tuple[EvaluationSet, list[TokenBatch]]:
+    def _read(self) -> tuple[EvaluationSet, list[Batch[Tensor]]]:
         """Of several sources, of each its share."""
         mesh, training, parts = self._train_state.mesh, self._training, []
         for name, weight in self._source.weights.items():

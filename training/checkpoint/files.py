@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.data_pipeline.file_io import may_pass, patiently, unreadable
+from baton.data_pipeline.file_io import is_transient, retry_transient, unreadable
 from baton.training.checkpoint.digest import box_digest
 from baton.training.checkpoint.shard_boxes import ShardBox
 from baton.training.errors import CheckpointError
@@ -204,7 +204,7 @@ class CheckpointFiles:
     def _file(self, name: str) -> Any:
         if name not in self._open:
             path = self._folder / name
-            patiently(lambda: path.open("rb").close())  # safe_open calls every failure a missing file
+            retry_transient(lambda: path.open("rb").close())  # safe_open calls every failure a missing file
             self._open[name] = safe_open(path, framework="pt")
         return self._open[name]
 
@@ -213,7 +213,7 @@ class CheckpointFiles:
         try:
             yield
         except OSError as error:
-            if may_pass(error):
+            if is_transient(error):
                 raise unreadable(self._folder / file, error) from error
             raise
         except SafetensorError as error:

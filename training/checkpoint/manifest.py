@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from baton.data_pipeline.file_io import PAUSES_S, may_pass, patiently, read_text, unreadable
+from baton.data_pipeline.file_io import PAUSES_S, is_transient, read_text, retry_transient, unreadable
 from baton.kernels.compile import launch_configs
 from baton.training.errors import CheckpointError
 
@@ -103,11 +103,11 @@ def check_file(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
 
 def _look_at(path: Path, expected: dict[str, Any]) -> str | None:
     try:
-        found = patiently(lambda: checksum(path))
+        found = retry_transient(lambda: checksum(path))
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
-        if may_pass(error):
+        if is_transient(error):
             raise unreadable(path, error) from error
         raise
     if found["bytes"] != expected["bytes"]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.file_io import may_pass, sync_folder, unreadable, why
+from baton.data_pipeline.file_io import error_reason, is_transient, sync_folder, unreadable
 from baton.parallel.mesh import Mesh
 from baton.training.checkpoint.digest import combine_digests
 from baton.training.checkpoint.files import CheckpointFiles, ShardBoxes, StagedBox, Staging, file_name, write_file
@@ -347,10 +347,10 @@ def _read_error(path: Path, error: StorageError | OSError) -> StorageError | Che
     """The error for a checkpoint that a rank could not read."""
     if isinstance(error, StorageError):
         return error
-    if may_pass(error):
+    if is_transient(error):
         return unreadable(path, error)
     return CheckpointError(
-        f"{error.filename or path}: cannot be read ({why(error)}); make it readable for this user, then start again"
+        f"{error.filename or path}: cannot be read ({error_reason(error)}); make it readable for this user, then start again"
     )
 
 

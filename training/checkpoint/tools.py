@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.file_io import may_pass, patiently, unreadable, why
+from baton.data_pipeline.file_io import error_reason, is_transient, retry_transient, unreadable
 from baton.training.checkpoint.digest import combine_digests
 from baton.training.checkpoint.files import CheckpointFiles
 from baton.training.checkpoint.manifest import Manifest, check_file
@@ -83,7 +83,10 @@ def verified(place: Path) -> Iterator[tuple[int, str]]:
             found = problems(path)
         except (StorageError, OSError) as error:
             if path.exists():
-                yield (StorageError.exit_status if isinstance(error, StorageError) or may_pass(error) else 2), _said(path, error)
+                yield (
+                    (StorageError.exit_status if isinstance(error, StorageError) or is_transient(error) else 2),
+                    _said(path, error),
+                )
             continue
         if found and not path.exists():
             continue  # another process has deleted it meanwhile
@@ -92,7 +95,7 @@ def verified(place: Path) -> Iterator[tuple[int, str]]:
 
 def _said(path: Path, error: Exception) -> str:
     """An error of a checkpoint's file, with the file's path."""
-    return f"{error.filename or path}: cannot be read ({why(error)})" if isinstance(error, OSError) else str(error)
+    return f"{error.filename or path}: cannot be read ({error_reason(error)})" if isinstance(error, OSError) else str(error)
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -138,9 +141,9 @@ def pruned(place: Path, retention: Retention, *, delete: bool) -> list[Path]:
     try:
         return prune(folder, retention, delete=delete)
     except OSError as error:
-        if may_pass(error):
+        if is_transient(error):
             raise
-        raise CheckpointError(f"{error.filename or folder}: cannot be deleted ({why(error)})") from None
+        raise CheckpointError(f"{error.filename or folder}: cannot be deleted ({error_reason(error)})") from None
 
 
 def export(place: Path, out: Path, dtype: torch.dtype | None = None) -> Path:
@@ -177,7 +180,7 @@ def load_weights(path: Path, boxes: dict[str, list[ShardBox]]) -> None:
     """Fill masters (or parameters) in place from a file that `export` wrote, or that has the same names. Other rectangles are left
     alone. Raises CheckpointError: it cannot be read, or is of another model."""
     try:
-        patiently(lambda: path.open("rb").close())  # safe_open calls every failure a missing file
+        retry_transient(lambda: path.open("rb").close())  # safe_open calls every failure a missing file
         with safe_open(path, framework="pt") as file:
             names, wanted = set(file.keys()), {key.removeprefix(MASTER) for key in boxes if key.startswith(MASTER)}
             if wanted - names:
@@ -189,7 +192,7 @@ def load_weights(path: Path, boxes: dict[str, list[ShardBox]]) -> None:
                         raise CheckpointError(f"{path}: {name} has shape {tuple(there.get_shape())}, the model's {box.whole}")
                     box.data.copy_(there[tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape))])
     except (OSError, SafetensorError) as error:
-        if may_pass(error):
+        if is_transient(error):
             raise unreadable(path, error) from None
         raise CheckpointError(
             f"{path}: cannot be read as safetensors ({error}); give a file of `baton checkpoint export`"

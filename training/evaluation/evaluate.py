@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from baton.data_pipeline.batches import IGNORE_INDEX
+from baton.data_pipeline.packing import IGNORE_INDEX, Batch
 from baton.models.cross_entropy import token_cross_entropy
 from baton.models.lm import LanguageModel, States
 from baton.parallel.mesh import Mesh
-from baton.training.step.microbatch_runner import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class TextEvaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: LanguageModel, batches: Sequence[TokenBatch], text_bytes: int, tokens: int, mesh: Mesh, *, segments: int = 1
+    model: LanguageModel, batches: Sequence[Batch[Tensor]], text_bytes: int, tokens: int, mesh: Mesh, *, segments: int = 1
 ) -> TextEvaluation:
     """Every data rank brings its own batches, laid out in `segments`; text_bytes and tokens are of the whole set, all ranks
     together."""
@@ -56,7 +55,7 @@ class TaskEvaluation:
 
 @torch.no_grad()
 def evaluate_task(
-    model: LanguageModel, batches: Sequence[TokenBatch], labels: int, mesh: Mesh, *, segments: int = 1
+    model: LanguageModel, batches: Sequence[Batch[Tensor]], labels: int, mesh: Mesh, *, segments: int = 1
 ) -> TaskEvaluation:
     """Loss and accuracy at the labelled places. Every data rank brings its own batches, laid out in `segments`; labels: how many,
     all ranks together."""
@@ -80,8 +79,8 @@ def evaluate_task(
 
 @torch.no_grad()
 def forward_segments(
-    model: LanguageModel, parts: Iterable[TokenBatch], segments: int, *, state_wanted: bool = True
-) -> Iterator[tuple[TokenBatch, Tensor | None, States]]:
+    model: LanguageModel, parts: Iterable[Batch[Tensor]], segments: int, *, state_wanted: bool = True
+) -> Iterator[tuple[Batch[Tensor], Tensor | None, States]]:
     """The forward pass of a batch, segment by segment: (this rank's span, its hidden vectors on the last stage and None on the
     others, leaving States).
 

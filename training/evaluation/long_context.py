@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from baton.data_pipeline.batches import IGNORE_INDEX, Batch, OpenDocument, check_tokenizer, empty_batch
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.token_chunks import id_pieces
+from baton.data_pipeline.packing import IGNORE_INDEX, Batch, DocCursor, NumpyBatch, check_tokenizer, empty_batch, token_chunks
 from baton.data_pipeline.tokenizer import Tokenizer
 from baton.models.lm import LanguageModel
 from baton.models.mixer import Mixer
@@ -26,7 +25,6 @@ from baton.parallel.context_parallel import ContextLink
 from baton.parallel.mesh import Mesh
 from baton.training.evaluation.evaluate import all_reduce_sums, forward_segments, token_losses
 from baton.training.step import batch_distribution
-from baton.training.step.microbatch_runner import TokenBatch
 
 BOUNDARIES_PER_OCTAVE = 16
 """Of the borders between n and 2n spans into a row, so many are looked at: enough for a curve over the logarithm of the position,
@@ -55,11 +53,11 @@ class LongRows:
         most = np.where(counted < 0, lengths, counted)[order] + 1  # its mark
         self.tokens = min(tokens, max(int(most[row::rows].sum()) for row in range(rows)))
 
-    def segments(self, rows: range, tokens: int) -> Iterator[Batch]:
+    def segments(self, rows: range, tokens: int) -> Iterator[NumpyBatch]:
         """Endless segments of `tokens` tokens of these rows, as batches; label IGNORE_INDEX where a row has nothing left. Memory is
         a segment's, and a piece of each open document."""
         documents = [self._documents(row) for row in rows]
-        opened: list[OpenDocument | None] = [next(d, None) for d in documents]
+        opened: list[DocCursor | None] = [next(d, None) for d in documents]
         while True:
             batch = empty_batch(len(rows), tokens, ())
             for row in range(len(rows)):
@@ -69,26 +67,26 @@ class LongRows:
                     if document.over:
                         opened[row] = next(documents[row], None)
                 # what is left looks like a document, and never like one that goes on
-                batch.tokens[row, column:] = self._tokenizer.doc
+                batch.tokens[row, column:] = self._tokenizer.eod_id
                 batch.labels[row, column:] = IGNORE_INDEX
                 batch.pos[row, column:] = np.arange(tokens - column)
             yield batch
 
-    def _documents(self, row: int) -> Iterator[OpenDocument]:
+    def _documents(self, row: int) -> Iterator[DocCursor]:
         for number, sample in self._places[row :: self.rows].tolist():
             shard = self._shards[number]
             payload = self._dataset.read_short(shard, sample, 1)[0]
-            yield OpenDocument(id_pieces(self._dataset, self._tokenizer, shard, sample, payload), 0, self._tokenizer.doc)
+            yield DocCursor(token_chunks(self._dataset, self._tokenizer, shard, sample, payload), 0, self._tokenizer.eod_id)
 
 
 def long_row_batches(
     rows: LongRows, mesh: Mesh, *, micro_batch_size: int, segment: int, segments: int
-) -> Iterator[Iterator[TokenBatch]]:
+) -> Iterator[Iterator[Batch[Tensor]]]:
     """This data rank's rows, `micro_batch_size` at a time: of each group this rank's spans of the segments, read when needed. Every
     rank that works on the same rows takes all of them."""
     for start in range(mesh.data_rank * micro_batch_size, rows.rows, mesh.layout.data * micro_batch_size):
         group = range(start, min(start + micro_batch_size, rows.rows))
-        batches: Iterator[Batch | None] = rows.segments(group, segment) if batch_distribution.is_reader(mesh) else repeat(None)
+        batches: Iterator[NumpyBatch | None] = rows.segments(group, segment) if batch_distribution.is_reader(mesh) else repeat(None)
         yield (batch_distribution.distribute(next(batches), mesh, (len(group), segment)) for _ in range(segments))
 
 
@@ -114,7 +112,7 @@ class LongContextResult:
 
 @torch.no_grad()
 def evaluate_long(
-    model: LanguageModel, groups: Iterable[Iterable[TokenBatch]], mesh: Mesh, *, segment: int, segments: int
+    model: LanguageModel, groups: Iterable[Iterable[Batch[Tensor]]], mesh: Mesh, *, segment: int, segments: int
 ) -> LongContextResult:
     """Score rows of `segments` segments of `segment` tokens, all sequence ranks together. groups: this data rank's batches, each as
     this rank's spans of its segments. Every rank calls it; all have the result.
@@ -191,7 +189,7 @@ def sum_over_ranks(own: dict[Any, list[float]]) -> dict[Any, list[float]]:
     return found
 
 
-def _in_buckets(losses: Tensor, part: TokenBatch, firsts: Tensor) -> Tensor:
+def _in_buckets(losses: Tensor, part: Batch[Tensor], firsts: Tensor) -> Tensor:
     """Sums of the losses and numbers of labels by bucket, float64 [2, buckets]. A sum per bucket: what adds to places has no fixed
     order on a GPU."""
     counted = part.labels != IGNORE_INDEX

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from baton.data_pipeline.packing import Batch
 from baton.kernels.common.kernel_check import launch
 from baton.kernels.compile.aot import META, Compiled, Target, compiling
 from baton.models.config import ModelConfig
@@ -23,7 +24,7 @@ from baton.parallel.tensor import drop_cast_weights
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import DTYPES, build_model
 from baton.training.config import TrainingConfig
-from baton.training.step.microbatch_runner import MicrobatchRunner, Segments, TokenBatch
+from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
 
 __all__ = ["Target", "compile_run_kernels"]
 
@@ -55,7 +56,7 @@ def compile_run_kernels(
         try:
             rank_model = build_model(layers, training, META, mesh)
             with record_recurrences() as carried:
-                for at in {(at.micro_batch_size, at.sequence_length): at for _, at in training.stretches}.values():
+                for at in {(at.micro_batch_size, at.sequence_length): at for _, at in training.phases}.values():
                     _step(rank_model, at, layout.context, LaneStates(rank_model, at, mesh) if at.carries_lane_states else None)
             for recurrence in sorted(carried, key=str):
                 launch(recurrence, META, DTYPES[training.compute_dtype_on(META.type)])
@@ -83,7 +84,7 @@ def _step(model: LanguageModel, training: TrainingConfig, sequence: int, lanes: 
             ]
     shape = training.micro_batch_size, span * segments.count
     ids, pos = (torch.empty(shape, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
-    batch = TokenBatch(ids, ids, pos, tuple(range(training.micro_batch_size)))
+    batch = Batch(ids, ids, pos, tuple(range(training.micro_batch_size)))
     if lanes is not None:
         lanes.begin_step()
     runner = MicrobatchRunner(model, [batch, batch], 1.0, segments, lanes)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from baton.data_pipeline.lane_order import Cursor
-from baton.data_pipeline.steps import Place, Steps
+from baton.data_pipeline.steps import DocumentRef, StepStream
 from baton.parallel.mesh import Mesh
 from baton.training.config import GuardConfig
 from baton.training.errors import RunError
@@ -31,10 +31,10 @@ class AnomalyRecovery:
     def __init__(self, config: GuardConfig, events: EventLog, mesh: Mesh) -> None:
         self._config, self._events, self._mesh = config, events, mesh
         self._count = 0
-        self.skip_documents: dict[int, list[Place]] = {}
+        self.skip_documents: dict[int, list[DocumentRef]] = {}
 
     def respond(
-        self, result: StepResult, step: int, before: Mapping[int, Any], data: StepBatches, stream: Steps[Any] | None
+        self, result: StepResult, step: int, before: Mapping[int, Any], data: StepBatches, stream: StepStream[Any] | None
     ) -> Literal["skip", "rollback"]:
         """Decide about an anomalous step and log the event. Raises RunError, on all ranks, to stop the run.
 
@@ -79,13 +79,13 @@ class AnomalyRecovery:
         return policy
 
     def _find(
-        self, result: StepResult, step: int, before: Mapping[int, Any], data: StepBatches, stream: Steps[Any] | None
-    ) -> tuple[dict[int, list[Place]], bool]:
+        self, result: StepResult, step: int, before: Mapping[int, Any], data: StepBatches, stream: StepStream[Any] | None
+    ) -> tuple[dict[int, list[DocumentRef]], bool]:
         """This rank's documents of the step, by lane; and whether they are narrowed down to the one that caused the anomaly."""
         if stream is None or data.reader_batches is None:
             return {}, False
         lanes = [lane for batch in data.reader_batches for lane in batch.lanes]
-        touched = {lane: stream.touched(lane, before.get(lane), data.cursors[lane], step) for lane in lanes}
+        touched = {lane: stream.documents_between(lane, before.get(lane), data.cursors[lane], step) for lane in lanes}
         where = result.nonfinite
         if where is None or where.row < 0 or where.data_rank != self._mesh.data_rank:
             return touched, False
@@ -95,7 +95,7 @@ class AnomalyRecovery:
         return {lane: touched[lane][number : number + 1]}, bool(touched[lane][number : number + 1])
 
 
-def with_skipped(cursors: Mapping[int, Any], skip_documents: Mapping[int, list[Place]]) -> dict[int, Any]:
+def with_skipped(cursors: Mapping[int, Any], skip_documents: Mapping[int, list[DocumentRef]]) -> dict[int, Any]:
     """The cursors of a checkpoint, with documents to leave out."""
     found = dict(cursors)
     for lane, of_lane in skip_documents.items():

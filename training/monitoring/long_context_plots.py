@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
-from baton.data_pipeline.file_io import why
+from baton.data_pipeline.file_io import error_reason
 from baton.training.errors import RunError
 
 PLOTTED_KINDS = ("long_context", "state_gradients", "gradient_reach")
@@ -47,7 +47,7 @@ def save_figure(figure: Figure, out: Path) -> Path:
     except OSError as error:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
-        raise RunError(f"{out}: cannot be written ({why(error)}); choose another place with --out") from None
+        raise RunError(f"{out}: cannot be written ({error_reason(error)}); choose another place with --out") from None
     return out
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.file_io import PAUSES_S, may_pass, why
+from baton.data_pipeline.file_io import PAUSES_S, error_reason, is_transient
 from baton.training.errors import RunError
 from baton.training.monitoring.tensorboard import TensorBoardWriter
 
@@ -34,7 +34,7 @@ class MetricsLogger:
             truncate_metrics(self._path, step)
             self._tensorboard = TensorBoardWriter(folder / "tensorboard", step, config_text)
         except OSError as error:  # what was recorded before is as it was
-            kind = StorageError if may_pass(error) else RunError
+            kind = StorageError if is_transient(error) else RunError
             raise kind(f"{folder}: the record cannot be written ({error.strerror}); make room, then start the run again") from None
         self._window: list[tuple[float, int]] = [(time.perf_counter(), 0)]
         self._behind: set[str] = set()
@@ -177,7 +177,7 @@ class MetricsLogger:
         try:
             work()
         except OSError as error:
-            self._problem = why(error)
+            self._problem = error_reason(error)
             if what not in self._behind:
                 print(f"{what} is behind ({error}); it is completed once there is room, the run goes on", flush=True)
             self._behind.add(what)

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from baton.data_pipeline.batches import IGNORE_INDEX
+from baton.data_pipeline.packing import IGNORE_INDEX, Batch
 from baton.kernels.protocol import State
 from baton.models.lm import LanguageModel
 from baton.parallel.context_parallel import ContextLink, Direction, MessageTag
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import schedule
 from baton.training.evaluation.long_context import self_linked, sum_over_ranks
-from baton.training.step.microbatch_runner import MicrobatchRunner, Segments, TokenBatch
+from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
 
 REACH_THRESHOLD = 1e-3
 """Credit has faded where its norm is less than this share of what it is at the border nearest to the loss."""
@@ -149,7 +149,9 @@ class StateGradientMonitor:
             of_border[boundary] = of_border[boundary] + square if boundary in of_border else square
 
 
-def gradient_reach(model: LanguageModel, batch: TokenBatch | None, segments: int, span: int, mesh: Mesh) -> StateGradients | None:
+def gradient_reach(
+    model: LanguageModel, batch: Batch[Tensor] | None, segments: int, span: int, mesh: Mesh
+) -> StateGradients | None:
     """Norms at all boundaries of the gradient of the last span's mean loss. Collective; all ranks have the result.
 
     Args:
@@ -164,7 +166,7 @@ def gradient_reach(model: LanguageModel, batch: TokenBatch | None, segments: int
         wanted = torch.full_like(batch.labels, IGNORE_INDEX)
         if last_rank:
             wanted[:, -span:] = batch.labels[:, -span:]
-        batch = TokenBatch(batch.tokens, wanted, batch.pos)
+        batch = Batch(batch.tokens, wanted, batch.pos)
         labels += batch.count_labels()
     dist.all_reduce(labels, group=mesh.data_group)
     with self_linked(model, mesh) as link, _constant(model):

@@ -27,7 +27,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from baton.data_pipeline.file_io import append_line, patiently
+from baton.data_pipeline.file_io import append_line, retry_transient
 
 NAME = "ledger.jsonl"
 
@@ -63,7 +63,7 @@ def boot_id() -> str:
 
 def append_row(folder: Path, kind: str, **values: Any) -> None:
     """Append a row to a run's ledger, retrying for some seconds if the disk refuses it. Raises OSError."""
-    patiently(lambda: append_row_once(folder, kind, **values))
+    retry_transient(lambda: append_row_once(folder, kind, **values))
 
 
 def append_row_once(folder: Path, kind: str, **values: Any) -> None:
@@ -79,7 +79,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     """All rows; lines that were cut short are left out."""
     path = folder / NAME
     rows = []
-    for line in patiently(lambda: path.read_text(encoding="utf-8")).splitlines() if path.exists() else ():
+    for line in retry_transient(lambda: path.read_text(encoding="utf-8")).splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
         except ValueError:

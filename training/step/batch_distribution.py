@@ -10,12 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from baton.data_pipeline.batches import Batch
-from baton.data_pipeline.steps import StepPlan, Steps, Stretch
+from baton.data_pipeline.packing import Batch, NumpyBatch
+from baton.data_pipeline.steps import PhaseSpec, StepPlan, StepStream
 from baton.parallel.mesh import Mesh
 from baton.training.checkpoint.digest import rows_digest
 from baton.training.config import TrainingConfig
-from baton.training.step.microbatch_runner import Segments, TokenBatch
+from baton.training.step.microbatch_runner import Segments
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,20 @@ class StepBatches:
         checksum: `batch_checksum` of reader_batches; 0 on other ranks.
     """
 
-    batches: list[TokenBatch]
+    batches: list[Batch[torch.Tensor]]
     segments: Segments
     cursors: dict[int, Any]
-    reader_batches: list[Batch] | None = None
+    reader_batches: list[NumpyBatch] | None = None
     wait_s: float = 0.0
     checksum: int = 0
 
 
 def step_plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: int) -> StepPlan:
     """The rows of this data rank in every step from start_step on."""
-    stretches = [(first, at.sequence_length, at.sequences_per_step, at.micro_batch_size) for first, at in training.stretches]
+    phases = [(first, at.sequence_length, at.sequences_per_step, at.micro_batch_size) for first, at in training.phases]
     return StepPlan(
         lanes=training.lane_count,
-        stretches=tuple(Stretch(*stretch) for stretch in stretches),
+        phases=tuple(PhaseSpec(*phase) for phase in phases),
         data_rank=mesh.data_rank,
         data_size=mesh.layout.data,
         start_step=start_step,
@@ -52,7 +52,9 @@ def step_plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: i
     )
 
 
-def step_batches(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig, start_step: int = 0) -> Iterator[StepBatches]:
+def step_batches(
+    stream: StepStream[Any] | None, mesh: Mesh, training: TrainingConfig, start_step: int = 0
+) -> Iterator[StepBatches]:
     """Endless steps from start_step on. stream: on a reading rank; None on the others."""
     source = iter(stream) if stream is not None else None
     for step in itertools.count(start_step):
@@ -71,7 +73,7 @@ def step_batches(stream: Steps[Any] | None, mesh: Mesh, training: TrainingConfig
         yield StepBatches(batches, segments, cursors, reader_batches, wait_s, batch_checksum(reader_batches or []))
 
 
-def batch_checksum(batches: Sequence[Batch]) -> int:
+def batch_checksum(batches: Sequence[NumpyBatch]) -> int:
     """Checksum of the batches' rows (tokens, labels and positions, each row under its lane), int64.
 
     Summed over ranks with wrap-around it is the checksum of the whole step, however rows were divided among ranks and
@@ -89,7 +91,7 @@ def is_reader(mesh: Mesh) -> bool:
     return mesh.tensor_rank == 0 and mesh.context_rank == 0 and mesh.pipeline_rank == 0
 
 
-def distribute(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments: int = 1) -> TokenBatch:
+def distribute(batch: NumpyBatch | None, mesh: Mesh, shape: tuple[int, int], segments: int = 1) -> Batch[torch.Tensor]:
     """Broadcast a batch from its reading rank; returns this rank's span of each segment, on its device.
 
     batch: None on ranks that do not read. shape: (rows, tokens) of the whole batch.
@@ -110,4 +112,4 @@ def distribute(batch: Batch | None, mesh: Mesh, shape: tuple[int, int], segments
     tokens, labels, pos = spans.reshape(3, rows, -1)
     if lanes is None:  # reading them back from a GPU waits for it; who has read the batch knows them
         lanes = tuple(flat[3 * rows * sequence_length :].tolist())
-    return TokenBatch(tokens, labels, pos.to(torch.int32), lanes)
+    return Batch(tokens, labels, pos.to(torch.int32), lanes)

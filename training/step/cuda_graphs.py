@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from baton.data_pipeline.packing import Batch
 from baton.models.lm import LanguageModel
 from baton.parallel.pipeline import Operation
 from baton.parallel.tensor import CastWeightCache
-from baton.training.step.microbatch_runner import TokenBatch
 
 Run = Callable[[], None]
 
@@ -64,7 +64,7 @@ class _RecordedGraphs:
 
     forward: Run
     backward: Run
-    batch: TokenBatch
+    batch: Batch[Tensor]
     scale: Tensor
     total: Tensor
     copies: Sequence[tuple[CastWeightCache, Tensor]]
@@ -80,7 +80,7 @@ class CudaGraphs:
         self._model, self._recorder = model, recorder
         self._recorded: _RecordedGraphs | None = None
 
-    def runner(self, batches: Sequence[TokenBatch], scale: float) -> "CudaGraphRunner":
+    def runner(self, batches: Sequence[Batch[Tensor]], scale: float) -> "CudaGraphRunner":
         """A runner for a step's micro-batches, all of one shape; no gradients may exist before it.
 
         The first call records, and so does a call with another shape, or after a parameter has moved to other memory.
@@ -100,9 +100,9 @@ class CudaGraphs:
     def _addresses(self) -> tuple[int, ...]:
         return tuple(p.data_ptr() for p in self._model.parameters())
 
-    def _record(self, like: TokenBatch) -> _RecordedGraphs:
+    def _record(self, like: Batch[Tensor]) -> _RecordedGraphs:
         model, recorder = self._model, self._recorder(like.tokens.device)
-        batch = TokenBatch(like.tokens.clone(), like.labels.clone(), like.pos.clone())
+        batch = Batch(like.tokens.clone(), like.labels.clone(), like.pos.clone())
         scale, total = torch.ones((), device=like.tokens.device), torch.zeros((), device=like.tokens.device)
         gradients = [(p, torch.zeros_like(p)) for p in model.parameters() if p.requires_grad]
         losses: list[Tensor] = []
@@ -141,7 +141,7 @@ def _reset_buffers(recorded: _RecordedGraphs) -> None:
 class CudaGraphRunner:
     """Runs a step's operations as MicrobatchRunner does, for whole sequences. total: sum of the scaled losses."""
 
-    def __init__(self, recorded: _RecordedGraphs, batches: Sequence[TokenBatch]) -> None:
+    def __init__(self, recorded: _RecordedGraphs, batches: Sequence[Batch[Tensor]]) -> None:
         self._recorded, self._batches, self.total = recorded, batches, recorded.total
 
     def run_operation(self, operation: Operation) -> None:

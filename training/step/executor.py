@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from baton.data_pipeline.packing import Batch
 from baton.models.lm import LanguageModel
 from baton.parallel import zero
 from baton.parallel.linear import fused_grad_accumulation
@@ -27,7 +28,7 @@ from baton.training.monitoring.anomaly_detection import AnomalyDetector
 from baton.training.monitoring.nonfinite_trace import NonFiniteReport, NonFiniteTrace
 from baton.training.monitoring.step_timer import StepTimer
 from baton.training.step.cuda_graphs import CudaGraphRunner, CudaGraphs
-from baton.training.step.microbatch_runner import MicrobatchRunner, Segments, TokenBatch
+from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class StepExecutor:
         )
         self.compute_update_norm = False  # whether steps compute the norm of the parameters' change
 
-    def step(self, batches: Sequence[TokenBatch], lr: float | Mapping[str, float], checksum: int = 0) -> StepResult:
+    def step(self, batches: Sequence[Batch[Tensor]], lr: float | Mapping[str, float], checksum: int = 0) -> StepResult:
         """Make one update from this data rank's micro-batches, unless the step is anomalous (see StepResult).
 
         After a step without an update, parameters, moments and lanes' States are as before; but lanes whose new States are
@@ -145,7 +146,7 @@ class StepExecutor:
         return StepResult(loss, norm, labels, anomalies[0] if anomalies else None, nonfinite, update, updated, checksum)
 
     def _forward_backward(
-        self, batches: Sequence[TokenBatch], scale: float, trace: NonFiniteTrace | None = None
+        self, batches: Sequence[Batch[Tensor]], scale: float, trace: NonFiniteTrace | None = None
     ) -> tuple[Tensor, list[str]]:
         """Forward and backward passes up to finalized gradients; returns the global loss and `mismatched_states`."""
         stage, segments = self.model.stage, self.segments
@@ -173,7 +174,7 @@ class StepExecutor:
             self._grads_finite = self._local_grads_finite()
         return total, runner.mismatched_states()
 
-    def _trace_nonfinite(self, batches: Sequence[TokenBatch], scale: float) -> NonFiniteReport | None:
+    def _trace_nonfinite(self, batches: Sequence[Batch[Tensor]], scale: float) -> NonFiniteReport | None:
         """Run the step again from the same States under `NonFiniteTrace`; its gradients are discarded."""
         if self.lanes is not None:
             self.lanes.restore()

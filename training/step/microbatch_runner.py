@@ -17,34 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from baton.data_pipeline.batches import IGNORE_INDEX
+from baton.data_pipeline.packing import Batch
 from baton.models.lm import LanguageModel, States
 from baton.parallel.pipeline import Operation
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.monitoring.replica_check import fingerprint
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """A micro-batch on the model's device: tokens and labels int64 [B, T], pos int32 [B, T].
-
-    A label of IGNORE_INDEX does not count. If sequences are split, T holds this rank's spans of all segments one after the
-    other. lanes: the lane of each row; empty if no lane carries a State.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    pos: Tensor
-    lanes: tuple[int, ...] = ()
-
-    def count_labels(self) -> Tensor:
-        """Number of labels that count, int64 []."""
-        return (self.labels != IGNORE_INDEX).sum()
-
-    def segment(self, number: int, of: int) -> "TokenBatch":
-        """This rank's span of segment `number` out of `of`."""
-        tokens, labels, pos = (x.chunk(of, dim=1)[number] for x in (self.tokens, self.labels, self.pos))
-        return TokenBatch(tokens, labels, pos, self.lanes)
 
 
 @dataclass(frozen=True)
@@ -75,7 +52,7 @@ class MicrobatchRunner:
     """
 
     def __init__(
-        self, model: LanguageModel, batches: Sequence[TokenBatch], scale: float, segments: Segments, lanes: LaneStates | None
+        self, model: LanguageModel, batches: Sequence[Batch[Tensor]], scale: float, segments: Segments, lanes: LaneStates | None
     ) -> None:
         self._model, self._batches, self._scale, self._lanes = model, batches, scale, lanes
         self._segments, self._link = segments, model.pipeline
@@ -187,7 +164,7 @@ class MicrobatchRunner:
             lanes.write(batch.lanes, lanes.from_message(link.recv_wraparound(lanes.message_specs, len(batch.lanes))))
             self._wraparound = None
 
-    def _receive(self, kind: Literal["forward", "backward"], batch: TokenBatch) -> Tensor:
+    def _receive(self, kind: Literal["forward", "backward"], batch: Batch[Tensor]) -> Tensor:
         """Receive hidden vectors or their gradient from a neighbouring stage.
 
         Called only when the operation needs them. On a GPU a receive is a spinning kernel, and CUDA, which loads a kernel
