@@ -8,6 +8,7 @@ from baton.training.errors import RunError, StoppedError
 from baton.training.lr_schedule import learning_rates
 from baton.training.monitoring import heartbeat
 from baton.training.monitoring.anomaly_recovery import with_skipped
+from baton.training.monitoring.goodput_tensorboard import show_goodput
 from baton.training.monitoring.time_ledger import TimeLedger, process_start_time
 from baton.training.run import RunSettings
 from baton.training.run_setup import Run, RunClocks, open_stream, prepare_run
@@ -88,8 +89,8 @@ def _after_step(run: Run, result: StepResult) -> None:
         callback.after_step(progress, result)
         ledger.charge(callback.time_category)
     ledger.step_done(progress.step, write=save_due)
-    if save_due and run.clocks.tensorboard is not None:
-        run.clocks.tensorboard.show(progress.step)
+    if save_due and run.metrics is not None:
+        show_goodput(run.settings.folder, run.metrics, progress.step)
         ledger.charge("other")
 
 
@@ -115,8 +116,6 @@ def _finish(run: Run) -> None:
     """Close all records. Raises StorageError if one could not be written, StoppedError if steps are left."""
     progress, steps = run.progress, run.settings.training.steps
     unwritten = None if run.metrics is None else run.metrics.close()
-    if run.clocks.tensorboard is not None:
-        run.clocks.tensorboard.close()
     run.clocks.ledger.charge("other")
     run.clocks.ledger.flush()
     run.checkpoint_callback.require_saved(progress)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from baton.data_pipeline.run_source import ShardSource, TaskSource, open_source
 from baton.data_pipeline.steps import StepStream
 from baton.models.mixer import Mixer
@@ -30,8 +32,8 @@ from baton.training.errors import RunError
 from baton.training.monitoring import heartbeat
 from baton.training.monitoring.anomaly_detection import AnomalyDetector, EventLog
 from baton.training.monitoring.anomaly_recovery import AnomalyRecovery
-from baton.training.monitoring.goodput_tensorboard import GoodputTensorBoard
 from baton.training.monitoring.metrics import MetricsLogger
+from baton.training.monitoring.peak_flops import device_peak
 from baton.training.monitoring.profiler import Profiler
 from baton.training.monitoring.step_timer import StepTimer
 from baton.training.monitoring.time_ledger import TimeLedger
@@ -43,11 +45,10 @@ from baton.training.step.executor import StepExecutor
 
 @dataclass
 class RunClocks:
-    """What is told how far the run is: the time ledger, this rank's heartbeat and, on the main rank, goodput in TensorBoard."""
+    """Records of how far the run is: the time ledger and this rank's heartbeat."""
 
     ledger: TimeLedger
     heartbeat: heartbeat.Heartbeat
-    tensorboard: GoodputTensorBoard | None = None
 
 
 @dataclass
@@ -119,8 +120,8 @@ def prepare_run(settings: RunSettings, mesh: Mesh, clocks: RunClocks) -> Run | N
             total_steps=training.steps,
             log_every=training.log_every,
             config_text=settings.config_text,
+            mfu_per_token_rate=_mfu_per_token_rate(settings, mesh, parameters),
         )
-        clocks.tensorboard = GoodputTensorBoard(settings.folder, progress.step)
     profiler = Profiler(settings, mesh, metrics, progress.step, parameters)
 
     def on_mark(part: str) -> None:
@@ -158,6 +159,15 @@ def prepare_run(settings: RunSettings, mesh: Mesh, clocks: RunClocks) -> Run | N
         checkpoint_callback, callbacks,
     )  # fmt: skip
     return run
+
+
+def _mfu_per_token_rate(settings: RunSettings, mesh: Mesh, parameters: int) -> float | None:
+    """Model FLOPs utilisation, 6 FLOPs a parameter and token, at one token a second; None if the device's peak is not known."""
+    if mesh.device.type != "cuda":
+        return None
+    given = None if settings.profile is None else settings.profile.peak_tflops
+    peak = device_peak(torch.cuda.get_device_name(mesh.device), settings.training.compute_dtype_on(mesh.device.type), given)
+    return None if peak is None else 6.0 * parameters / (mesh.world_size * peak.tflops * 1e12)
 
 
 def _resume(

@@ -11,7 +11,8 @@ from baton.data_pipeline import file_io
 from baton.training.errors import RunError
 from baton.training.monitoring import time_ledger
 from baton.training.monitoring.goodput import PARTS, compute_goodput, plot_goodput
-from baton.training.monitoring.goodput_tensorboard import GoodputTensorBoard
+from baton.training.monitoring.goodput_tensorboard import show_goodput
+from baton.training.monitoring.metrics import MetricsLogger
 from baton.training.monitoring.time_ledger import TimeLedger
 
 
@@ -208,11 +209,12 @@ def test_a_row_is_tried_again_where_nothing_else_has_to_be_done(tmp_path, monkey
 
 def test_tensorboard_shows_the_account_at_every_save(tmp_path):
     write(tmp_path, *HISTORY)
-    board = GoodputTensorBoard(tmp_path, step=0)
-    board.show(10)
-    board.show(20)
-    board.close()
-    found = EventAccumulator(str(tmp_path / "tensorboard" / "ledger"))
+    metrics = MetricsLogger(tmp_path, step=0, total_steps=20, log_every=10, config_text="name: test")
+    show_goodput(tmp_path, metrics, 10)
+    show_goodput(tmp_path, metrics, 20)
+    metrics.close()
+    assert not (tmp_path / "metrics.jsonl").read_text(), "its record is the ledger"
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
     expected = compute_goodput(tmp_path)
     shown = found.Scalars("goodput/of_all_time")

@@ -1,12 +1,17 @@
 """The record: continuous over restarts, and complete after a disk was full."""
 
 import json
+import math
 import shutil
 
 import matplotlib.pyplot as plt
 import pytest
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as custom_scalars
+from tensorboard.plugins.hparams import metadata as hparams
+from tensorboard.plugins.hparams import plugin_data_pb2
 
 from baton.training.monitoring import metrics as monitors
 from baton.training.monitoring.metrics import MetricsLogger, format_duration, read_metrics, truncate_metrics
@@ -174,3 +179,31 @@ def test_labels_of_a_plot_do_not_overlap(tmp_path, scale, norms):
         for other, its in boxes[:number]:
             assert not box.overlaps(its), (text, other)
     plt.close(figure)
+
+
+def test_the_custom_panel_and_the_settings_are_there_for_tensorboard(tmp_path):
+    """Read as its plugins read them. The run is one entry: nothing is written beside the folder's own events."""
+    config = "name: test\ntraining:\n  optimizer: {lr: 0.1, betas: [0.9, 0.95]}\n  bptt: null\n"
+    metrics = MetricsLogger(tmp_path, step=0, total_steps=10, log_every=10, config_text=config, mfu_per_token_rate=1e-6)
+    metrics.log_step({**row(1, loss=2.0), "update_norm": 0.5})
+    metrics.log_evaluation(1, 10, 1.0, 0.5, None)
+    metrics.show_scalars(1, {"goodput/of_all_time": 0.9})
+    metrics.close()
+    assert [path.name for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()] == []
+    events = plugin_event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    tags = set(events.Tags()["tensors"])
+    (content,) = events.Tensors(custom_scalars.CONFIG_SUMMARY_TAG)
+    layout = layout_pb2.Layout.FromString(content.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == ["Training", "Time", "Layout"]
+    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    assert list(charts)[:2] == ["loss, nats per token", "perplexity"]
+    of_training = {tag for chart in layout.category[0].chart for tag in chart.multiline.tag}
+    assert of_training <= tags, "every curve of the first category has values"
+    plugin = events.SummaryMetadata(hparams.SESSION_START_INFO_TAG).plugin_data.content
+    start = plugin_data_pb2.HParamsPluginData.FromString(plugin).session_start_info
+    found = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()}
+    assert found == {"name": "test", "training.optimizer.lr": 0.1, "training.optimizer.betas": "[0.9, 0.95]"}
+    assert shown(tmp_path, "train/perplexity")[0] == [(1, pytest.approx(math.exp(2.0)))]
+    (recorded_row,) = [r for r in read_metrics(tmp_path / "metrics.jsonl") if r["kind"] == "train"]
+    assert recorded_row["mfu"] == pytest.approx(1e-6 * recorded_row["tokens_per_s"])

@@ -23,12 +23,22 @@ class MetricsLogger:
     folder: the run directory. step: steps done when this attempt starts. A full disk is reported and does not end the run:
     rows wait in memory until they fit. Only a start needs room, to cut off an earlier attempt's rows; it raises
     StorageError.
+    mfu_per_token_rate: model FLOPs utilisation at one token a second; None: the device's peak is not known, and rows have no mfu.
     """
 
-    def __init__(self, folder: Path, *, step: int, total_steps: int, log_every: int, config_text: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        step: int,
+        total_steps: int,
+        log_every: int,
+        config_text: str,
+        mfu_per_token_rate: float | None = None,
+    ) -> None:
         self._path = folder / "metrics.jsonl"
         self._folder, self._config_text = folder, config_text
-        self._total, self._log_every = total_steps, log_every
+        self._total, self._log_every, self._mfu = total_steps, log_every, mfu_per_token_rate
         self._waiting: list[str] = []
         try:
             truncate_metrics(self._path, step)
@@ -51,7 +61,8 @@ class MetricsLogger:
         self._window = [*self._window[-50:], (now, self._window[-1][1] + row["step_tokens"])]
         (then, before), (_, after) = self._window[0], self._window[-1]
         rate = (after - before) / max(1e-9, now - then)
-        self._write({"kind": "train", **row, "tokens_per_s": rate, "time": time.time()})
+        mfu = {} if self._mfu is None else {"mfu": self._mfu * rate}
+        self._write({"kind": "train", **row, "tokens_per_s": rate, **mfu, "time": time.time()})
         step = row["step"]
         if step % self._log_every == 0 or step == self._total:
             eta = (self._total - step) * row["step_tokens"] / rate
@@ -110,6 +121,11 @@ class MetricsLogger:
     def log_scalars(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
         """A callback's own values, by name: a row of kind "scalars", and a scalar each in TensorBoard."""
         self._write({"kind": "scalars", "step": step, "tokens": tokens, "values": dict(values)})
+
+    def show_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Values for TensorBoard alone, because another file of the run directory is their record."""
+        row = {"kind": "scalars", "step": step, "values": dict(values)}
+        self._guard("TensorBoard", lambda: self._tensorboard.add(row))
 
     def log_profile(self, text: str) -> None:
         """Print the table of the profiled steps."""

@@ -1,18 +1,43 @@
-"""TensorBoard as a view of metrics.jsonl: every row becomes scalars, texts and images.
+"""TensorBoard as a view of metrics.jsonl: every row becomes scalars, texts and images; goodput and layout are beside them.
+
+The panel "Custom Scalars" has loss, perplexity, learning rate, norms and speed first, then goodput and the layout. "HParams" has
+the run's settings, by which runs of one folder are compared.
 
 TensorBoard's event writer works in its own thread and reports a full disk late or never. So rows are kept until a flush has
 succeeded, and a failed writer is replaced by a new one that writes them again.
 """
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 GIB = 2**30
+
+CHARTS: dict[str, dict[str, list[str]]] = {
+    "Training": {
+        "loss, nats per token": ["train/loss", "validation/loss"],
+        "perplexity": ["train/perplexity", "validation/perplexity"],
+        "learning rate": ["train/lr"],
+        "gradient norm": ["train/grad_norm"],
+        "update norm": ["train/update_norm"],
+        "tokens per second": ["speed/tokens_per_s"],
+        "MFU (6N)": ["speed/mfu"],
+    },
+    "Time": {
+        "goodput": ["goodput/of_all_time", "goodput/of_time_on_nodes"],
+        "share of time waiting for data": ["time/data_wait_share"],
+        "memory, GiB": ["memory/GiB"],
+    },
+    "Layout": {"ranks": ["layout/data", "layout/tensor", "layout/pipeline", "layout/context"]},
+}
+"""Category -> chart -> tags of its curves, in the order in which the panel has them."""
 
 _EVENTS = "events.out.tfevents."
 
@@ -54,6 +79,7 @@ class TensorBoardWriter:
         writer = self._writer = open_writer(Path(self._folder), self._safe_step)
         if self._safe_step == 0:
             writer.add_text("config", f"```yaml\n{self._config_text}\n```", 0)
+            _write_panels(writer, self._config_text)
         for row in self._pending_rows:
             _write_row(writer, row)
         return writer
@@ -86,12 +112,43 @@ class TensorBoardWriter:
             self._writer.close()
 
 
+def _write_panels(writer: "SummaryWriter", config_text: str) -> None:
+    """The custom layout, and the settings as hyperparameters of this very run (add_hparams would make a run of its own)."""
+    from torch.utils.tensorboard.summary import hparams
+
+    writer.add_custom_scalars(
+        {title: {name: ["Multiline", tags] for name, tags in charts.items()} for title, charts in CHARTS.items()}
+    )
+    settings = dict(_flatten(yaml.safe_load(config_text)))
+    events = writer.file_writer
+    assert events is not None
+    for summary in hparams(settings, {"train/loss": 0.0, "validation/loss": 0.0}):
+        events.add_summary(summary)
+
+
+def _flatten(settings: Any, prefix: str = "") -> Iterator[tuple[str, bool | float | str]]:
+    """Settings by their dotted names; lists as text, and none where there is no value."""
+    if isinstance(settings, Mapping):
+        for name, value in settings.items():
+            yield from _flatten(value, f"{prefix}.{name}" if prefix else str(name))
+    elif isinstance(settings, bool | int | float | str):
+        yield prefix, settings
+    elif settings is not None:
+        yield prefix, str(settings)
+
+
+def _perplexity(loss: float) -> float:
+    """exp(loss); infinite where it is too large to be written."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 def _write_row(writer: "SummaryWriter", row: dict[str, Any]) -> None:
     step = row["step"]
     if row["kind"] == "evaluation":
         for name in ("loss", "bits_per_byte", "accuracy"):
             if name in row:
                 writer.add_scalar(f"validation/{name}", row[name], step)
+        writer.add_scalar("validation/perplexity", _perplexity(row["loss"]), step)
         for case, found in row.get("cases", {}).items():
             for name, value in found.items():
                 writer.add_scalar(f"{name}/{case}", value, step)
@@ -110,9 +167,13 @@ def _write_row(writer: "SummaryWriter", row: dict[str, Any]) -> None:
 
         writer.add_image(row["kind"], render_row(row), step, dataformats="HWC")
         return
-    for name in ("loss", "lr", "grad_norm"):
-        writer.add_scalar(f"train/{name}", row[name], step)
+    for name in ("loss", "lr", "grad_norm", "update_norm"):
+        if name in row:
+            writer.add_scalar(f"train/{name}", row[name], step)
+    writer.add_scalar("train/perplexity", _perplexity(row["loss"]), step)
     writer.add_scalar("speed/tokens_per_s", row["tokens_per_s"], step)
+    if "mfu" in row:
+        writer.add_scalar("speed/mfu", row["mfu"], step)
     writer.add_scalar("memory/GiB", row["memory_bytes"] / GIB, step)
     for part, seconds in row["seconds"].items():
         writer.add_scalar(f"time/{part}_s", seconds, step)
