@@ -56,7 +56,7 @@ Kind = Literal[
 GATE_TOKENS = 160
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 GATES_LIMIT = 8e-3  # of gradients of gates and step sizes in bfloat16
-GATE_NAMES = ("dg", "dbeta", "dlog_alpha", "dgamma")
+GATE_NAMES = ("dg", "dbeta", "dgamma")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def inputs_of(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor
     q, k, v = normal(shared, K), normal(shared, K), normal(H, V)
     if case.kind == "gsa":
         # scores have no scale: queries of length 1 make them what the states' vectors are
-        found = {"q": F.normalize(q, dim=-1), "k": k, "v": v, "log_alpha": F.logsigmoid(3 + 2 * normal(H, case.slots))}
+        found = {"q": F.normalize(q, dim=-1), "k": k, "v": v, "g": F.logsigmoid(3 + 2 * normal(H, case.slots))}
     elif case.kind == "gla":
         found = {"q": q, "k": k, "v": v, "g": F.logsigmoid(normal(H, K)) / 16}
     elif case.kind == "mamba2":
@@ -238,8 +238,8 @@ def peer_of(case: Case) -> tuple[str, Callable[..., Tensor] | None, bool]:
             op = importlib.import_module("fla.ops.gsa").chunk_gsa
             # it takes in what it is told: 1 - alpha
 
-            def slots(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor) -> Tensor:
-                return op(q, k, v, (1 - log_alpha.exp()).to(v.dtype), log_alpha, scale=1.0)[0]
+            def slots(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+                return op(q, k, v, (1 - g.exp()).to(v.dtype), g, scale=1.0)[0]
 
             return "fla", slots, True
         if case.kind == "gla":

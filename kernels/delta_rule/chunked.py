@@ -46,7 +46,7 @@ def delta_rule_chunked(
     return y, state["S"]
 
 
-def delta_rule_effect(
+def delta_rule_transition(
     k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, pos: Tensor | None, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
     """What a span does to the state that enters it, S -> M S + add: M [batch, heads, d_key, d_key] and add, without a gradient.

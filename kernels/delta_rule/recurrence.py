@@ -10,10 +10,10 @@ from torch.nn.functional import normalize
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_log_gates, randn
 from baton.kernels.common.launch_utils import without_autocast
-from baton.kernels.delta_rule.chunked import delta_rule_effect
+from baton.kernels.delta_rule.chunked import delta_rule_transition
 from baton.kernels.delta_rule.op import delta_rule
 from baton.kernels.delta_rule.reference import delta_rule_reference
-from baton.kernels.delta_rule.triton_launch import delta_rule_effect_triton
+from baton.kernels.delta_rule.triton_launch import delta_rule_transition_triton
 from baton.kernels.gated_linear_attention.triton_launch import use_triton
 from baton.kernels.protocol import Inputs, LinearRecurrence, MatrixAffine, State, StateSpec, StateTransition
 
@@ -54,7 +54,7 @@ class DeltaRule(LinearRecurrence):
 
     def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
         """The product of all exp(g) (I - beta k k^T), the last one leftmost, [batch, heads, d_key, d_key]."""
-        return {"S": self._effect(inputs, pos)[0]}
+        return {"S": self._transition(inputs, pos)[0]}
 
     def state_transition(self, transition: State, add: State) -> StateTransition:
         return MatrixAffine(transition, add)
@@ -64,12 +64,12 @@ class DeltaRule(LinearRecurrence):
 
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
         """One pass without queries for both parts: the transition and what is added share everything but their columns."""
-        matrix, add = self._effect(inputs, pos)
+        matrix, add = self._transition(inputs, pos)
         return {"S": matrix}, self.state_transition({"S": matrix}, {"S": add})
 
-    def _effect(self, inputs: Inputs, pos: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _transition(self, inputs: Inputs, pos: Tensor | None) -> tuple[Tensor, Tensor]:
         _, k, v, beta, *gate = inputs
-        implementation = delta_rule_effect_triton if use_triton(k, compute_dtype(*inputs)) else delta_rule_effect
+        implementation = delta_rule_transition_triton if use_triton(k, compute_dtype(*inputs)) else delta_rule_transition
         with torch.no_grad(), without_autocast(k):
             return implementation(k, v, beta, gate[0] if gate else None, pos=pos)
 

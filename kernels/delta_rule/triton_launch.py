@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
-from baton.kernels.gated_linear_attention.launch_args import Given, Prepared, Side
+from baton.kernels.gated_linear_attention.launch_args import QKV, PreparedGates, Side
 from baton.kernels.gated_linear_attention.launch_args import LaunchConfig as GLALaunchConfig
-from baton.kernels.gated_linear_attention.triton_launch import Sum
+from baton.kernels.gated_linear_attention.triton_launch import LinearAttentionLaunch
 
 _forward_kernels = LazyModule("baton.kernels.delta_rule.wy_forward_kernels")
 _backward_kernels = LazyModule("baton.kernels.delta_rule.wy_backward_kernels")
@@ -84,17 +84,19 @@ def delta_rule_triton(
     return y, leaving
 
 
-def delta_rule_effect_triton(
+def delta_rule_transition_triton(
     k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, pos: Tensor | None, config: LaunchConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `chunked.delta_rule_effect`, of arguments that `delta_rule_triton` takes."""
-    run = _Run(k, k, v, beta, g, 1.0, launch_utils.int32_positions(pos), config or _launch_config_for(k, v, g))
-    X, Y = run.sum.sizes
-    effects = run.effects(run.inverses(), run.pieces(-(-(Y + X) // run.walk(run.config.values)["BY"])))
-    total, *others = effects.unbind(2)
-    for effect in others:
-        total = effect[..., Y:] @ total
-        total[..., :Y] += effect[..., :Y]
+    """As `chunked.delta_rule_transition`, of arguments that `delta_rule_triton` takes."""
+    launch = _DeltaRuleLaunch(k, k, v, beta, g, 1.0, launch_utils.int32_positions(pos), config or _launch_config_for(k, v, g))
+    X, Y = launch.gla.sizes
+    transitions = launch.transitions(
+        launch.compute_inverses(), launch.chunks_per_piece(-(-(Y + X) // launch.chunk_loop_options(launch.config.values)["BY"]))
+    )
+    total, *others = transitions.unbind(2)
+    for transition in others:
+        total = transition[..., Y:] @ total
+        total[..., :Y] += transition[..., :Y]
     add, M = total.split((Y, X), dim=3)
     return M.contiguous(), add.contiguous()
 
@@ -114,7 +116,7 @@ def _launch_config_for(k: Tensor, v: Tensor, g: Tensor | None) -> LaunchConfig:
     return launch_configs.choose(KERNEL, _DEFAULT, v.device, shape_of(g is not None, k.shape[3], d_value), sizes)
 
 
-class _Run:
+class _DeltaRuleLaunch:
     """One call's launches."""
 
     def __init__(
@@ -128,137 +130,139 @@ class _Run:
         pos: Tensor | None,
         config: LaunchConfig,
     ) -> None:
-        given = Given.of(q, k, v)
-        self.sum = Sum("none" if g is None else "scalar", scale, pos, g, given, config, low=given.low)
+        given = QKV.of(q, k, v)
+        self.gla = LinearAttentionLaunch("none" if g is None else "scalar", scale, pos, g, given, config, low=given.low)
         self.config = config if given.low else config.for_float32
         self.beta, self.scale = launch_utils.contiguous_last_dim(beta), scale
-        self.sums = self.sum.prepare(None, None).sums
+        self.sums = self.gla.launch_prepare(None, None).sums
 
     def options(self, **own: int) -> dict[str, Any]:
         """Of a program that computes a chunk's gradients, but for what is its own."""
-        run, config = self.sum, self.config
-        X, Y = run.sizes
-        sizes = {"X": X, "Y": Y, "BX": run.block(X, config.x_chunk), "BY": run.block(Y, config.y_chunk)}
-        options = {**run.low, **run.common, **sizes, "num_warps": config.warps_chunk, **own}
+        launch, config = self.gla, self.config
+        X, Y = launch.sizes
+        sizes = {"X": X, "Y": Y, "BX": launch.block(X, config.x_chunk), "BY": launch.block(Y, config.y_chunk)}
+        options = {**launch.low, **launch.common, **sizes, "num_warps": config.warps_chunk, **own}
         del options["G"]
         return options
 
-    def walk(self, values: int, **own: int) -> dict[str, Any]:
+    def chunk_loop_options(self, values: int, **own: int) -> dict[str, Any]:
         """As `options`, of a program that walks over chunks with so much of d_value."""
-        X, Y = self.sum.sizes
-        return self.options(BX=max(16, launch_utils.next_power_of_2(X)), BY=self.sum.block(Y, values), **own)
+        X, Y = self.gla.sizes
+        return self.options(BX=max(16, launch_utils.next_power_of_2(X)), BY=self.gla.block(Y, values), **own)
 
-    def pieces(self, blocks: int) -> int:
+    def chunks_per_piece(self, blocks: int) -> int:
         """Chunks of each piece of the sequence, of so many programs a head."""
-        run = self.sum
+        launch = self.gla
         # pieces are walked twice, with more columns the first time: two do not pay
-        wanted = min(self.config.programs // (blocks * run.batch * run.heads), run.chunks // 4)
-        return run.chunks if wanted < 3 else -(-run.chunks // wanted)
+        wanted = min(self.config.programs // (blocks * launch.batch * launch.heads), launch.chunks // 4)
+        return launch.chunks if wanted < 3 else -(-launch.chunks // wanted)
 
-    def inverses(self) -> Tensor:
+    def compute_inverses(self) -> Tensor:
         """The chunks' inverses, see `wy_forward_kernels.wy_inverse_kernel`."""
-        run = self.sum
-        k, chunk, heads, rows = run.given.k, self.config.chunk, run.heads, run.batch * run.heads
-        planes = 1 if run.kept == torch.float32 else 2
-        inverse = run.new(run.batch, heads, run.chunks, planes, chunk, chunk, dtype=run.kept)
-        options = self.options(BX=run.block(run.sizes[0], SMALL), num_warps=self.config.warps_inverse)
+        launch = self.gla
+        k, chunk, heads, rows = launch.given.k, self.config.chunk, launch.heads, launch.batch * launch.heads
+        planes = 1 if launch.kept == torch.float32 else 2
+        inverse = launch.new(launch.batch, heads, launch.chunks, planes, chunk, chunk, dtype=launch.kept)
+        options = self.options(BX=launch.block(launch.sizes[0], SMALL), num_warps=self.config.warps_inverse)
         del options["Y"], options["BY"]
-        _forward_kernels.wy_inverse_kernel[(run.chunks, rows)](
-            k, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.length, run.chunks,
+        _forward_kernels.wy_inverse_kernel[(launch.chunks, rows)](
+            k, self.beta, launch.or_v(self.sums), launch.or_v(launch.pos), inverse, launch.length, launch.chunks,
             *launch_utils.strides(k, self.beta), **options,
         )  # fmt: skip
         return inverse
 
-    def walked(
+    def launch_u(
         self, inverse: Tensor, piece: int, first: Tensor | None, u: Tensor | None, states: Tensor | None, last: Tensor
     ) -> None:
         """A launch of `wy_forward_kernels.wy_u_kernel`; without u and states of what each piece does to the state."""
-        run, (_, k, v) = self.sum, self.sum.given
-        X, Y = run.sizes
-        options = self.walk(self.config.values, num_warps=self.config.warps_walk)
+        launch, (_, k, v) = self.gla, self.gla.given
+        X, Y = launch.sizes
+        options = self.chunk_loop_options(self.config.values, num_warps=self.config.warps_walk)
         columns = Y if u is not None else Y + X
-        _forward_kernels.wy_u_kernel[(-(-columns // options["BY"]), run.batch * run.heads, -(-run.chunks // piece))](
-            k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), inverse, run.or_v(first), run.or_v(u), run.or_v(states), last,
-            run.length, run.chunks, piece, *launch_utils.strides(k, v, self.beta), HAS_FIRST=first is not None, KEEP=u is not None,
-            **options,
+        _forward_kernels.wy_u_kernel[(-(-columns // options["BY"]), launch.batch * launch.heads, -(-launch.chunks // piece))](
+            k, v, self.beta, launch.or_v(self.sums), launch.or_v(launch.pos), inverse, launch.or_v(first), launch.or_v(u),
+            launch.or_v(states), last, launch.length, launch.chunks, piece, *launch_utils.strides(k, v, self.beta),
+            HAS_FIRST=first is not None, KEEP=u is not None, **options,
         )  # fmt: skip
 
-    def effects(self, inverse: Tensor, piece: int) -> Tensor:
+    def transitions(self, inverse: Tensor, piece: int) -> Tensor:
         """What each piece adds, and its transition, [B, H, P, d_key, d_value + d_key]."""
-        run, (X, Y) = self.sum, self.sum.sizes
-        effects = run.new(run.batch, run.heads, -(-run.chunks // piece), X, Y + X)
-        self.walked(inverse, piece, None, None, None, effects)
-        return effects
+        launch, (X, Y) = self.gla, self.gla.sizes
+        transitions = launch.new(launch.batch, launch.heads, -(-launch.chunks // piece), X, Y + X)
+        self.launch_u(inverse, piece, None, None, None, transitions)
+        return transitions
 
-    def folded(self, effects: Tensor, adds: Tensor, first: Tensor | None, *, backwards: bool) -> Tensor:
+    def fold_pieces(self, transitions: Tensor, adds: Tensor, first: Tensor | None, *, backwards: bool) -> Tensor:
         """What enters each piece, [B, H, P, d_key, d_value], or the cotangents of what leaves each."""
-        run, (X, Y), pieces = self.sum, self.sum.sizes, effects.shape[2]
-        arriving, BY = run.new(*effects.shape[:3], X, Y), 16
-        _forward_kernels.wy_fold_kernel[(-(-Y // BY), run.batch * run.heads)](
-            effects, adds, run.or_v(first), arriving, pieces, X=X, Y=Y, WIDTH=adds.shape[4], HAS_FIRST=first is not None,
-            BACKWARDS=backwards, BX=run.block(X, 64), BY=BY, num_warps=4,
+        launch, (X, Y), pieces = self.gla, self.gla.sizes, transitions.shape[2]
+        arriving, BY = launch.new(*transitions.shape[:3], X, Y), 16
+        _forward_kernels.wy_fold_kernel[(-(-Y // BY), launch.batch * launch.heads)](
+            transitions, adds, launch.or_v(first), arriving, pieces, X=X, Y=Y, WIDTH=adds.shape[4], HAS_FIRST=first is not None,
+            BACKWARDS=backwards, BX=launch.block(X, 64), BY=BY, num_warps=4,
         )  # fmt: skip
         return arriving
 
-    def writes(self, inverse: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """What tokens write [B, T, H, d_value], the states before each chunk, the last, and the pieces' effects if there are
+    def compute_u(self, inverse: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """What tokens write [B, T, H, d_value], the states before each chunk, the last, and the pieces' transitions if there are
         pieces."""
-        run, (X, Y), effects = self.sum, self.sum.sizes, None
-        piece = self.pieces(-(-Y // self.walk(self.config.values)["BY"]))
-        if piece < run.chunks:
-            effects = self.effects(inverse, piece)
-            first = self.folded(effects, effects, first, backwards=False)
-        u = run.new(*run.given.v.shape, dtype=run.kept)
-        states = run.new(run.batch, run.heads, run.chunks, X, Y, dtype=run.kept)
-        last = run.new(run.batch, run.heads, X, Y)
-        self.walked(inverse, piece, first, u, states, last)
-        return u, states, last, effects
+        launch, (X, Y), transitions = self.gla, self.gla.sizes, None
+        piece = self.chunks_per_piece(-(-Y // self.chunk_loop_options(self.config.values)["BY"]))
+        if piece < launch.chunks:
+            transitions = self.transitions(inverse, piece)
+            first = self.fold_pieces(transitions, transitions, first, backwards=False)
+        u = launch.new(*launch.given.v.shape, dtype=launch.kept)
+        states = launch.new(launch.batch, launch.heads, launch.chunks, X, Y, dtype=launch.kept)
+        last = launch.new(launch.batch, launch.heads, X, Y)
+        self.launch_u(inverse, piece, first, u, states, last)
+        return u, states, last, transitions
 
     def forward(self, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The output, the state that leaves and the chunks' inverses."""
-        run, inverse = self.sum, self.inverses()
-        q, k, _ = run.given
-        u, states, last, _ = self.writes(inverse, first)
-        scores = run.scores(q, k, self.sums, gated=True)
-        y, _ = run.along_y(Prepared(self.sums, q, k, None), Side(None, u), scores, states, None, read=q.dtype, write=None)
+        launch, inverse = self.gla, self.compute_inverses()
+        q, k, _ = launch.given
+        u, states, last, _ = self.compute_u(inverse, first)
+        scores = launch.launch_scores(q, k, self.sums, gated=True)
+        y, _ = launch.launch_chunk_o(
+            PreparedGates(self.sums, q, k, None), Side(None, u), scores, states, None, read=q.dtype, write=None
+        )
         assert y is not None
         return y, last, inverse
 
     def backward(self, first: Tensor | None, inverse: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
         """Gradients of q, k, v, beta, g and the state that entered."""
-        run = self.sum
-        (q, k, v), rows, shape = run.given, run.batch * run.heads, run.given.v.shape
-        u, states, _, effects = self.writes(inverse, first)
-        scores = run.scores(q, k, self.sums, gated=True)
-        dr, cotangents = run.new(*shape, dtype=run.kept), torch.empty_like(states)
+        launch = self.gla
+        (q, k, v), rows, shape = launch.given, launch.batch * launch.heads, launch.given.v.shape
+        u, states, _, transitions = self.compute_u(inverse, first)
+        scores = launch.launch_scores(q, k, self.sums, gated=True)
+        dr, cotangents = launch.new(*shape, dtype=launch.kept), torch.empty_like(states)
         whole_rows = all(x.stride(1) * x.element_size() % 16 == 0 for x in (q, k, dy))
 
         def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
             warps = self.config.warps_back if whole_rows else min(self.config.warps_back, ODD_WARPS)
-            options = self.walk(self.config.values_back, num_warps=warps, num_stages=self.config.stages_back)
+            options = self.chunk_loop_options(self.config.values_back, num_warps=warps, num_stages=self.config.stages_back)
             _backward_kernels.wy_u_backward_kernel[(-(-shape[3] // options["BY"]), rows, pieces)](
-                q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), scores, inverse, run.or_v(arriving), dr, cotangents,
-                dfirst, run.length, run.chunks, -(-run.chunks // pieces), self.scale, *launch_utils.strides(q, k, self.beta, dy),
-                KEEP=arriving is not None, **options,
+                q, k, self.beta, launch.or_v(self.sums), dy, launch.or_v(launch.pos), scores, inverse, launch.or_v(arriving), dr,
+                cotangents, dfirst, launch.length, launch.chunks, -(-launch.chunks // pieces), self.scale, *launch_utils.strides(q,
+                k, self.beta, dy), KEEP=arriving is not None, **options,
             )  # fmt: skip
             return dfirst
 
-        pieces = 1 if effects is None else effects.shape[2]
+        pieces = 1 if transitions is None else transitions.shape[2]
         arriving = dlast
-        if effects is not None:
-            adds = back(None, run.new(*effects.shape[:4], shape[3]), pieces)
-            arriving = self.folded(effects, adds, dlast, backwards=True)
+        if transitions is not None:
+            adds = back(None, launch.new(*transitions.shape[:4], shape[3]), pieces)
+            arriving = self.fold_pieces(transitions, adds, dlast, backwards=True)
         dfirst = back(arriving, torch.empty_like(dlast), pieces)
-        dq, dk, dv = (run.new(*x.shape, dtype=x.dtype) for x in (q, k, v))
-        dbeta, dg = run.new(*shape[:3]), None if self.sums is None else run.new(*shape[:3])
-        _backward_kernels.wy_gradients_kernel[(run.chunks, rows)](
-            q, k, self.beta, run.or_v(self.sums), dy, run.or_v(run.pos), u, dr, states, cotangents, dq, dk, dv, dbeta,
-            run.or_v(dg), run.length, run.chunks, self.scale, *launch_utils.strides(q, k, self.beta, dy), **self.options(),
+        dq, dk, dv = (launch.new(*x.shape, dtype=x.dtype) for x in (q, k, v))
+        dbeta, dg = launch.new(*shape[:3]), None if self.sums is None else launch.new(*shape[:3])
+        _backward_kernels.wy_gradients_kernel[(launch.chunks, rows)](
+            q, k, self.beta, launch.or_v(self.sums), dy, launch.or_v(launch.pos), u, dr, states, cotangents, dq, dk, dv, dbeta,
+            launch.or_v(dg), launch.length, launch.chunks, self.scale, *launch_utils.strides(q, k, self.beta, dy), **self.options(),
         )  # fmt: skip
-        X, Y = run.sizes
-        options = self.options(BX=run.block(X, SMALL), BY=run.block(Y, SMALL), num_warps=4)
-        _backward_kernels.wy_dbeta_zero_kernel[(run.chunks, rows)](
-            k, v, self.beta, run.or_v(self.sums), run.or_v(run.pos), u, dr, states, dbeta, run.length, run.chunks,
+        X, Y = launch.sizes
+        options = self.options(BX=launch.block(X, SMALL), BY=launch.block(Y, SMALL), num_warps=4)
+        _backward_kernels.wy_dbeta_zero_kernel[(launch.chunks, rows)](
+            k, v, self.beta, launch.or_v(self.sums), launch.or_v(launch.pos), u, dr, states, dbeta, launch.length, launch.chunks,
             *launch_utils.strides(k, v, self.beta), **options,
         )  # fmt: skip
         return dq, dk, dv, dbeta, dg, dfirst
@@ -270,7 +274,7 @@ class _DeltaRule(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, initial_state: Tensor | None, scale: float,
         pos: Tensor | None, config: LaunchConfig,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, last, inverse = _Run(q, k, v, beta, g, scale, pos, config).forward(_contiguous(initial_state))
+        y, last, inverse = _DeltaRuleLaunch(q, k, v, beta, g, scale, pos, config).forward(_contiguous(initial_state))
         ctx.save_for_backward(q, k, v, beta, g, initial_state, inverse, pos)
         ctx.scale, ctx.config = scale, config
         return y, last
@@ -279,8 +283,8 @@ class _DeltaRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
         q, k, v, beta, g, initial_state, inverse, pos = ctx.saved_tensors
-        run = _Run(q, k, v, beta, g, ctx.scale, pos, ctx.config)
-        dq, dk, dv, dbeta, dg, dfirst = run.backward(
+        launch = _DeltaRuleLaunch(q, k, v, beta, g, ctx.scale, pos, ctx.config)
+        dq, dk, dv, dbeta, dg, dfirst = launch.backward(
             _contiguous(initial_state), inverse, launch_utils.contiguous_last_dim(dy), dlast.contiguous()
         )
         grads = (dq, dk, dv, dbeta.to(beta.dtype), None if g is None else dg.to(g.dtype), dfirst)

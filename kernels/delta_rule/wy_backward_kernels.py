@@ -10,28 +10,28 @@ Shape suffixes as in `gated_linear_attention.triton_kernels`: X is d_key, Y d_va
 import triton
 import triton.language as tl
 
-from baton.kernels.delta_rule.wy_forward_kernels import solved
+from baton.kernels.delta_rule.wy_forward_kernels import apply_inverse
 from baton.kernels.gated_linear_attention.triton_common import (
     NONE,
-    block_of,
-    decays_between,
-    last_of,
-    leave_rows,
-    positions_of,
-    product,
-    rounded,
-    rows_of,
-    since_begin,
-    sums_at,
-    until_end,
-    whole_of,
+    chunk_decay,
+    decay_from_start,
+    decay_to_end,
+    dot,
+    last_token,
+    load_gate_sums,
+    load_positions,
+    load_state_block,
+    load_tokens,
+    pairwise_decays,
+    round_operand,
+    store_tokens,
 )
 
 
 @triton.jit
-def finer(a, b, LOW: tl.constexpr):
+def dot_tf32(a, b, DOT_DTYPE: tl.constexpr):
     """a b of float32, of more digits than `product`."""
-    if LOW is None:
+    if DOT_DTYPE is None:
         return tl.dot(a, b, input_precision="ieee")
     else:
         return tl.dot(a, b, input_precision="tf32")
@@ -43,7 +43,7 @@ def wy_u_backward_kernel(
     q_batch, q_row: tl.constexpr, q_head, k_batch, k_row: tl.constexpr, k_head,
     beta_batch, beta_row: tl.constexpr, beta_head, dy_batch, dy_row: tl.constexpr, dy_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, KEEP: tl.constexpr,
-    LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """Cotangents, of P pieces of so many chunks; arriving: of what leaves each, [B, H, P, X, Y]. If KEEP, of the right-hand side,
     dr [B, T, H, Y], of the state behind each chunk [B, H, N, X, Y] and of the first, dfirst [B, H, X, Y]; else of what enters each
@@ -62,7 +62,7 @@ def wy_u_backward_kernel(
     beta += b * beta_batch + h * beta_head
     dy += b * dy_batch + h * dy_head
     scores += (b * H + h) * chunks * (C * C)
-    PLANES: tl.constexpr = 1 if LOW is None else 2
+    PLANES: tl.constexpr = 1 if DOT_DTYPE is None else 2
     inverse += (b * H + h) * chunks * PLANES * (C * C)
     cotangents += head * chunks
     dS = tl.load(arriving + of_piece * (X * Y) + where, mask=inside, other=0.0) if KEEP else tl.zeros([BX, BY], tl.float32)
@@ -71,28 +71,28 @@ def wy_u_backward_kernel(
         n = tl.cast(behind - 1 - step, tl.int64)
         begin = n * C
         left = T - (behind - 1 - step) * C
-        k_x = rows_of(k + begin * k_row, i, k_row, x, left, X)
-        dy_t = rows_of(dy + begin * dy_row, i, dy_row, y, left, Y)
+        k_x = load_tokens(k + begin * k_row, i, k_row, x, left, X)
+        dy_t = load_tokens(dy + begin * dy_row, i, dy_row, y, left, Y)
         read = tl.load(scores + n * (C * C) + square)
         beta_t = tl.load(beta + begin * beta_row + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
-        at = positions_of(pos + b * T + begin, i, left, HAS_POS)
-        at_last = last_of(at, C)
-        summed = sums_at(sums + (b * T + begin) * H + h, i, left, x, H, X, GATE)
-        total = last_of(summed, C)
-        since, until = since_begin(summed, at, C, HAS_POS), until_end(summed, total, at_last, C, HAS_POS)
-        low = rounded(dS, LOW)
+        at = load_positions(pos + b * T + begin, i, left, HAS_POS)
+        at_last = last_token(at, C)
+        summed = load_gate_sums(sums + (b * T + begin) * H + h, i, left, x, H, X, GATE)
+        total = last_token(summed, C)
+        since, until = decay_from_start(summed, at, C, HAS_POS), decay_to_end(summed, total, at_last, C, HAS_POS)
+        low = round_operand(dS, DOT_DTYPE)
         if KEEP:
             tl.store(cotangents + n * (X * Y) + where, low.to(cotangents.dtype.element_ty), mask=inside)
-        du = product(k_x, low, LOW) * until[:, None]
-        du += product(tl.trans(read), dy_t * scale, LOW)
-        dr_t = solved(inverse + n * PLANES * (C * C), square, du, True, LOW, C)
+        du = dot(k_x, low, DOT_DTYPE) * until[:, None]
+        du += dot(tl.trans(read), dy_t * scale, DOT_DTYPE)
+        dr_t = apply_inverse(inverse + n * PLANES * (C * C), square, du, True, DOT_DTYPE, C)
         # not before: it would take registers that the others need
-        q_x = rows_of(q + begin * q_row, i, q_row, x, left, X)
-        dS *= whole_of(total, at_last, C, HAS_POS)
-        dS += product(tl.trans(q_x), dy_t * (since * scale)[:, None], LOW)
-        dS -= product(tl.trans(k_x), (since * beta_t)[:, None] * dr_t, LOW)
+        q_x = load_tokens(q + begin * q_row, i, q_row, x, left, X)
+        dS *= chunk_decay(total, at_last, C, HAS_POS)
+        dS += dot(tl.trans(q_x), dy_t * (since * scale)[:, None], DOT_DTYPE)
+        dS -= dot(tl.trans(k_x), (since * beta_t)[:, None] * dr_t, DOT_DTYPE)
         if KEEP:
-            leave_rows(dr + ((b * T + begin) * H + h) * Y, i, H * Y, y, left, Y, dr_t)
+            store_tokens(dr + ((b * T + begin) * H + h) * Y, i, H * Y, y, left, Y, dr_t)
     if KEEP:
         tl.store(dfirst + head + where, dS, mask=inside & (p == 0))
     else:
@@ -100,12 +100,12 @@ def wy_u_backward_kernel(
 
 
 @triton.jit
-def overlaps(a, b, i, left, a_row, b_row, X: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr):
+def chunk_products(a, b, i, left, a_row, b_row, X: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr):
     """a b^T of a chunk's tokens, [C, C]; so many of them are left."""
     found = tl.zeros([C, C], tl.float32)
     for x0 in range(0, X, BX):
         x = x0 + tl.arange(0, BX)
-        found += product(rows_of(a, i, a_row, x, left, X), tl.trans(rows_of(b, i, b_row, x, left, X)), LOW)
+        found += dot(load_tokens(a, i, a_row, x, left, X), tl.trans(load_tokens(b, i, b_row, x, left, X)), DOT_DTYPE)
     return found
 
 
@@ -114,7 +114,7 @@ def wy_dbeta_zero_kernel(
     k, v, beta, sums, pos, u, dr, states, dbeta, T, chunks,
     k_batch, k_row: tl.constexpr, k_head, v_batch, v_row: tl.constexpr, v_head, beta_batch, beta_row: tl.constexpr, beta_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
-    LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """dbeta [B, T, H] of tokens whose beta is 0, so that u says nothing of what beta multiplies: that is made again of v, the state
     that entered and u. Chunks without such a token have nothing to do."""
@@ -128,21 +128,21 @@ def wy_dbeta_zero_kernel(
         k += b * k_batch + h * k_head + begin * k_row
         v += b * v_batch + h * v_head + begin * v_row
         states += ((b * H + h) * chunks + n) * (X * Y)
-        at = positions_of(pos + b * T + begin, i, left, HAS_POS)
-        summed = sums_at(sums + of_rows, i, left, i, H, X, GATE)
-        since = since_begin(summed, at, C, HAS_POS)
-        found = overlaps(k, k, i, left, k_row, k_row, X, LOW, C, BX)
-        found *= tl.where(i[:, None] > i[None, :], decays_between(summed, at, C, GATE, HAS_POS), 0.0)
+        at = load_positions(pos + b * T + begin, i, left, HAS_POS)
+        summed = load_gate_sums(sums + of_rows, i, left, i, H, X, GATE)
+        since = decay_from_start(summed, at, C, HAS_POS)
+        found = chunk_products(k, k, i, left, k_row, k_row, X, DOT_DTYPE, C, BX)
+        found *= tl.where(i[:, None] > i[None, :], pairwise_decays(summed, at, C, GATE, HAS_POS), 0.0)
         dbeta_t = tl.zeros([C], tl.float32)
         for y0 in range(0, Y, BY):
             y = y0 + tl.arange(0, BY)
             recalled = tl.zeros([C, BY], tl.float32)
             for x0 in range(0, X, BX):
                 x = x0 + tl.arange(0, BX)
-                recalled += product(rows_of(k, i, k_row, x, left, X), block_of(states, x, y, X, Y), LOW)
-            earlier = finer(found, rows_of(u + of_rows * Y, i, H * Y, y, left, Y).to(tl.float32), LOW)
-            missed = rows_of(v, i, v_row, y, left, Y).to(tl.float32) - since[:, None] * recalled - earlier
-            dbeta_t += tl.sum(rows_of(dr + of_rows * Y, i, H * Y, y, left, Y).to(tl.float32) * missed, 1)
+                recalled += dot(load_tokens(k, i, k_row, x, left, X), load_state_block(states, x, y, X, Y), DOT_DTYPE)
+            earlier = dot_tf32(found, load_tokens(u + of_rows * Y, i, H * Y, y, left, Y).to(tl.float32), DOT_DTYPE)
+            missed = load_tokens(v, i, v_row, y, left, Y).to(tl.float32) - since[:, None] * recalled - earlier
+            dbeta_t += tl.sum(load_tokens(dr + of_rows * Y, i, H * Y, y, left, Y).to(tl.float32) * missed, 1)
         tl.store(dbeta + of_rows + i * H, dbeta_t, mask=nothing)
 
 
@@ -152,7 +152,7 @@ def wy_gradients_kernel(
     q_batch, q_row: tl.constexpr, q_head, k_batch, k_row: tl.constexpr, k_head,
     beta_batch, beta_row: tl.constexpr, beta_head, dy_batch, dy_row: tl.constexpr, dy_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
-    LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """All of a chunk's gradients at once, for they read the same states, keys and writes: dq, dk [B, T, H, X], dv [B, T, H, Y],
     dbeta [B, T, H] and, of a SCALAR, dg [B, T, H]."""
@@ -172,66 +172,70 @@ def wy_gradients_kernel(
     cotangents += of_chunk * (X * Y)
     beta_t = tl.load(beta + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
     y = tl.arange(0, BY)
-    dy_y, u_y, dr_y = rows_of(dy, i, dy_row, y, left, Y), rows_of(u, i, H * Y, y, left, Y), rows_of(dr, i, H * Y, y, left, Y)
+    dy_y, u_y, dr_y = (
+        load_tokens(dy, i, dy_row, y, left, Y),
+        load_tokens(u, i, H * Y, y, left, Y),
+        load_tokens(dr, i, H * Y, y, left, Y),
+    )
     # of what is read of each write, and of A but for beta and the decays
     over_writes = tl.zeros([C, C], tl.float32)
     over_keys = tl.zeros([C, C], tl.float32)
     for y0 in range(0, Y, BY):
         if Y > BY:
             y = y0 + tl.arange(0, BY)
-            dy_y = rows_of(dy, i, dy_row, y, left, Y)
-            u_y, dr_y = rows_of(u, i, H * Y, y, left, Y), rows_of(dr, i, H * Y, y, left, Y)
-        over_writes += product(dy_y, tl.trans(u_y), LOW)
-        over_keys += product(dr_y, tl.trans(u_y), LOW)
-        leave_rows(dv + of_rows * Y, i, H * Y, y, left, Y, beta_t[:, None] * dr_y.to(tl.float32))
-    at = positions_of(pos, i, left, HAS_POS)
-    at_last = last_of(at, C)
-    summed = sums_at(sums, i, left, i, H, X, GATE)
-    total = last_of(summed, C)
-    since, until = since_begin(summed, at, C, HAS_POS), until_end(summed, total, at_last, C, HAS_POS)
-    decays = decays_between(summed, at, C, GATE, HAS_POS)
+            dy_y = load_tokens(dy, i, dy_row, y, left, Y)
+            u_y, dr_y = load_tokens(u, i, H * Y, y, left, Y), load_tokens(dr, i, H * Y, y, left, Y)
+        over_writes += dot(dy_y, tl.trans(u_y), DOT_DTYPE)
+        over_keys += dot(dr_y, tl.trans(u_y), DOT_DTYPE)
+        store_tokens(dv + of_rows * Y, i, H * Y, y, left, Y, beta_t[:, None] * dr_y.to(tl.float32))
+    at = load_positions(pos, i, left, HAS_POS)
+    at_last = last_token(at, C)
+    summed = load_gate_sums(sums, i, left, i, H, X, GATE)
+    total = last_token(summed, C)
+    since, until = decay_from_start(summed, at, C, HAS_POS), decay_to_end(summed, total, at_last, C, HAS_POS)
+    decays = pairwise_decays(summed, at, C, GATE, HAS_POS)
     times_beta = tl.sum(tl.where(i[:, None] == i[None, :], over_keys, 0.0), 1)
     over_writes *= decays * scale
     if GATE != NONE:
         # what a gate's gradient grows by from a token on to the one before it: of pairs on one side of a gate what the later token
         # brings the earlier one takes away, for every pair is the same number in both sums
-        pairs = over_writes * overlaps(q, k, i, left, q_row, k_row, X, LOW, C, BX)
-    over_writes = rounded(over_writes, LOW)
+        pairs = over_writes * chunk_products(q, k, i, left, q_row, k_row, X, DOT_DTYPE, C, BX)
+    over_writes = round_operand(over_writes, DOT_DTYPE)
     over_keys *= tl.where(i[:, None] > i[None, :], -beta_t[:, None] * decays, 0.0)
-    both = rounded(over_keys + tl.trans(over_keys), LOW)
+    both = round_operand(over_keys + tl.trans(over_keys), DOT_DTYPE)
     if GATE != NONE:
-        pairs += over_keys * overlaps(k, k, i, left, k_row, k_row, X, LOW, C, BX)
+        pairs += over_keys * chunk_products(k, k, i, left, k_row, k_row, X, DOT_DTYPE, C, BX)
         flow = tl.sum(pairs, 1) - tl.sum(pairs, 0)
         # in all, what reaches the chunk's end of what entered and of what is written
         met = tl.zeros([BX], tl.float32)
         brought = tl.zeros([C], tl.float32)
     for x0 in range(0, X, BX):
         x = x0 + tl.arange(0, BX)
-        S, dS = block_of(states, x, y, X, Y), block_of(cotangents, x, y, X, Y)
-        k_x, q_x = rows_of(k, i, k_row, x, left, X), rows_of(q, i, q_row, x, left, X)
+        S, dS = load_state_block(states, x, y, X, Y), load_state_block(cotangents, x, y, X, Y)
+        k_x, q_x = load_tokens(k, i, k_row, x, left, X), load_tokens(q, i, q_row, x, left, X)
         dq_x = tl.zeros([C, BX], tl.float32)
         for y0 in range(0, Y, BY):
             if Y > BY:
                 y = y0 + tl.arange(0, BY)
-                dy_y, S = rows_of(dy, i, dy_row, y, left, Y), block_of(states, x, y, X, Y)
-            dq_x += product(dy_y, tl.trans(S), LOW)
+                dy_y, S = load_tokens(dy, i, dy_row, y, left, Y), load_state_block(states, x, y, X, Y)
+            dq_x += dot(dy_y, tl.trans(S), DOT_DTYPE)
         dq_x *= (since * scale)[:, None]
         if GATE != NONE:
             flow += tl.sum(q_x * dq_x, 1)
-        dq_x += product(over_writes, k_x, LOW)
-        leave_rows(dq + of_rows * X, i, H * X, x, left, X, dq_x)
+        dq_x += dot(over_writes, k_x, DOT_DTYPE)
+        store_tokens(dq + of_rows * X, i, H * X, x, left, X, dq_x)
         written = tl.zeros([C, BX], tl.float32)
         recalled = tl.zeros([C, BX], tl.float32)
         for y0 in range(0, Y, BY):
             if Y > BY:
                 y = y0 + tl.arange(0, BY)
-                u_y, dr_y = rows_of(u, i, H * Y, y, left, Y), rows_of(dr, i, H * Y, y, left, Y)
-                S, dS = block_of(states, x, y, X, Y), block_of(cotangents, x, y, X, Y)
-            written += product(u_y, tl.trans(dS), LOW)
-            recalled += product(dr_y, tl.trans(S), LOW)
+                u_y, dr_y = load_tokens(u, i, H * Y, y, left, Y), load_tokens(dr, i, H * Y, y, left, Y)
+                S, dS = load_state_block(states, x, y, X, Y), load_state_block(cotangents, x, y, X, Y)
+            written += dot(u_y, tl.trans(dS), DOT_DTYPE)
+            recalled += dot(dr_y, tl.trans(S), DOT_DTYPE)
             if GATE != NONE:
                 # a product's trace: the elements would take many registers
-                over_y = product(S, tl.trans(dS), LOW)
+                over_y = dot(S, tl.trans(dS), DOT_DTYPE)
                 met += tl.sum(tl.where(tl.arange(0, BX)[:, None] == tl.arange(0, BX)[None, :], over_y, 0.0), 1)
         written *= until[:, None]
         recalled *= (since * beta_t)[:, None]
@@ -239,13 +243,13 @@ def wy_gradients_kernel(
             of_token = tl.sum(k_x * written, 1)
             brought += of_token
             flow -= of_token + tl.sum(k_x * recalled, 1)
-        dk_x = written - recalled + product(tl.trans(over_writes), q_x, LOW)
-        dk_x += product(both, k_x, LOW)
-        leave_rows(dk + of_rows * X, i, H * X, x, left, X, dk_x)
+        dk_x = written - recalled + dot(tl.trans(over_writes), q_x, DOT_DTYPE)
+        dk_x += dot(both, k_x, DOT_DTYPE)
+        store_tokens(dk + of_rows * X, i, H * X, x, left, X, dk_x)
     to = of_rows + i * H
     if GATE != NONE:
         # of [1, BX]: with a sum over one dimension alone Triton 3.6 fails for sm_100
-        behind = tl.sum(met[None, :], 1) * whole_of(total, at_last, C, HAS_POS) + tl.sum(brought[None, :], 1)
+        behind = tl.sum(met[None, :], 1) * chunk_decay(total, at_last, C, HAS_POS) + tl.sum(brought[None, :], 1)
         grad_g = tl.cumsum(flow, 0, reverse=True) + behind
         tl.store(dg + to, grad_g, mask=i < left)
     # beta multiplies what u / beta is; where there is no quotient, `wy_dbeta_zero_kernel` comes after this one

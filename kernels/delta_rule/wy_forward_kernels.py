@@ -21,58 +21,59 @@ import triton.language as tl
 
 from baton.kernels.gated_linear_attention.triton_common import (
     NONE,
-    last_of,
-    leave_rows,
-    positions_of,
-    product,
-    rounded,
-    rows_of,
-    since_begin,
-    sums_at,
-    until_end,
-    whole_of,
+    chunk_decay,
+    decay_from_start,
+    decay_to_end,
+    dot,
+    last_token,
+    load_gate_sums,
+    load_positions,
+    load_tokens,
+    round_operand,
+    store_tokens,
 )
 
 
 @triton.jit
-def exact(a, b, LOW: tl.constexpr):
+def dot_fp32(a, b, DOT_DTYPE: tl.constexpr):
     """a b in float32, whatever the products' precision is."""
-    if LOW is None:
+    if DOT_DTYPE is None:
         return tl.dot(a, b, input_precision="ieee")
     else:
         return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
-def solved(inverse, square, x, TRANSPOSED: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
-    """inverse x, of twice LOW's digits. inverse: a chunk's, as `wy_inverse_kernel` leaves it; square: where its elements lie."""
-    if LOW is None:
+def apply_inverse(inverse, square, x, TRANSPOSED: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr):
+    """inverse x, of twice DOT_DTYPE's digits. inverse: a chunk's, as `wy_inverse_kernel` leaves it; square: where its elements
+    lie."""
+    if DOT_DTYPE is None:
         whole = tl.load(inverse + square)
         return tl.dot(tl.trans(whole) if TRANSPOSED else whole, x, input_precision="ieee")
     else:
         high, low = tl.load(inverse + square), tl.load(inverse + C * C + square)
         if TRANSPOSED:
             high, low = tl.trans(high), tl.trans(low)
-        x_high = x.to(LOW)
-        x_low = (x - x_high.to(tl.float32)).to(LOW)
+        x_high = x.to(DOT_DTYPE)
+        x_low = (x - x_high.to(tl.float32)).to(DOT_DTYPE)
         return tl.dot(high, x_high, tl.dot(low, x_high, tl.dot(high, x_low)))
 
 
 @triton.jit
-def overlaps_of_rows(k, beta, sums, pos, first, n, T, k_row, beta_row, H, X: tl.constexpr, GATE: tl.constexpr,
-                     HAS_POS: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr):  # fmt: skip
+def lower_rows(k, beta, sums, pos, first, n, T, k_row, beta_row, H, X: tl.constexpr, GATE: tl.constexpr,
+                     HAS_POS: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr):  # fmt: skip
     """A's 16 rows from `first` on, [16, C]."""
     i, j = first + tl.arange(0, 16), tl.arange(0, C)
     t_i, t_j = n * C + i, n * C + j
     found = tl.zeros([16, C], tl.float32)
     for x0 in range(0, X, BX):
         x = x0 + tl.arange(0, BX)
-        found += product(rows_of(k, t_i, k_row, x, T, X), tl.trans(rows_of(k, t_j, k_row, x, T, X)), LOW)
+        found += dot(load_tokens(k, t_i, k_row, x, T, X), tl.trans(load_tokens(k, t_j, k_row, x, T, X)), DOT_DTYPE)
     seen = i[:, None] > j[None, :]
     if HAS_POS:
-        seen &= i[:, None] - j[None, :] <= positions_of(pos, t_i, T, HAS_POS)[:, None]
+        seen &= i[:, None] - j[None, :] <= load_positions(pos, t_i, T, HAS_POS)[:, None]
     if GATE != NONE:
-        sums_i, sums_j = sums_at(sums, t_i, T, j, H, X, GATE), sums_at(sums, t_j, T, j, H, X, GATE)
+        sums_i, sums_j = load_gate_sums(sums, t_i, T, j, H, X, GATE), load_gate_sums(sums, t_j, T, j, H, X, GATE)
         found *= tl.exp2(tl.where(seen, sums_i[:, None] - sums_j[None, :], 0.0).to(tl.float32))
     beta_i = tl.load(beta + t_i.to(tl.int64) * beta_row, mask=t_i < T, other=0.0).to(tl.float32)
     return tl.where(seen, beta_i[:, None] * found, 0.0)
@@ -81,23 +82,23 @@ def overlaps_of_rows(k, beta, sums, pos, first, n, T, k_row, beta_row, H, X: tl.
 @triton.jit
 def wy_inverse_kernel(
     k, beta, sums, pos, out, T, chunks, k_batch, k_row: tl.constexpr, k_head, beta_batch, beta_row: tl.constexpr, beta_head,
-    X: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, LOW: tl.constexpr,
+    X: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, DOT_DTYPE: tl.constexpr,
     C: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
-    """(I + A)^-1 of each chunk: float32 [B, H, N, 1, C, C]; or of LOW [B, H, N, 2, C, C], what is rounded and then the rest, which
-    tensor cores, unlike float32, also read transposed. A first lies where its inverse will, in float32: tiles are small and depend
-    on each other, so a program has a warp or two and many programs hide each other's waiting."""
+    """(I + A)^-1 of each chunk: float32 [B, H, N, 1, C, C]; or of DOT_DTYPE [B, H, N, 2, C, C], what is rounded and then the rest,
+    which tensor cores, unlike float32, also read transposed. A first lies where its inverse will, in float32: tiles are small and
+    depend on each other, so a program has a warp or two and many programs hide each other's waiting."""
     n, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     i, row = tl.arange(0, C), tl.arange(0, 16)
-    PLANES: tl.constexpr = 1 if LOW is None else 2
+    PLANES: tl.constexpr = 1 if DOT_DTYPE is None else 2
     left_at = out + ((b * H + h) * chunks + n) * PLANES * (C * C)
     to = left_at.to(tl.pointer_type(tl.float32))
     k += b * k_batch + h * k_head
     beta += b * beta_batch + h * beta_head
     for r in tl.static_range(C // 16):
-        A = overlaps_of_rows(
-            k, beta, sums + b * T * H + h, pos + b * T, r * 16, n, T, k_row, beta_row, H, X, GATE, HAS_POS, LOW, C, BX
+        A = lower_rows(
+            k, beta, sums + b * T * H + h, pos + b * T, r * 16, n, T, k_row, beta_row, H, X, GATE, HAS_POS, DOT_DTYPE, C, BX
         )
         tl.store(to + (r * 16 + row)[:, None] * C + i[None, :], A)
     # rows of the blocks of 16 tokens on the diagonal, one after the other, all blocks at once: through memory, which alone
@@ -118,19 +119,19 @@ def wy_inverse_kernel(
             tl.debug_barrier()
             known = tl.zeros([16, 16], tl.float32)
             for m in tl.static_range(c, r):
-                known += exact(tl.load(to + (r * C + m) * 16 + square), tl.load(to + (m * C + c) * 16 + square), LOW)
-            solved = exact(tl.load(to + (r * C + r) * 16 + square), known, LOW)
+                known += dot_fp32(tl.load(to + (r * C + m) * 16 + square), tl.load(to + (m * C + c) * 16 + square), DOT_DTYPE)
+            solved = dot_fp32(tl.load(to + (r * C + r) * 16 + square), known, DOT_DTYPE)
             tl.debug_barrier()
             tl.store(to + (r * C + c) * 16 + square, -solved)
-    if LOW is not None:
+    if DOT_DTYPE is not None:
         tl.debug_barrier()
         # both parts of an element take the room that it had
         everywhere = i[:, None] * C + i[None, :]
         whole = tl.load(to + everywhere)
-        high = whole.to(LOW)
+        high = whole.to(DOT_DTYPE)
         tl.debug_barrier()
         tl.store(left_at + everywhere, high)
-        tl.store(left_at + C * C + everywhere, (whole - high.to(tl.float32)).to(LOW))
+        tl.store(left_at + C * C + everywhere, (whole - high.to(tl.float32)).to(DOT_DTYPE))
 
 
 @triton.jit
@@ -138,7 +139,7 @@ def wy_u_kernel(
     k, v, beta, sums, pos, inverse, first, u, states, last, T, chunks, piece,
     k_batch, k_row: tl.constexpr, k_head, v_batch, v_row: tl.constexpr, v_head, beta_batch, beta_row: tl.constexpr, beta_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, HAS_FIRST: tl.constexpr,
-    KEEP: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    KEEP: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """Of P pieces of so many chunks; first: what enters each, [B, H, P, X, Y]. If KEEP, u [B, T, H, Y], the state before each
     chunk [B, H, N, X, Y] and behind the last one; else what each piece does to the state, add and M, last [B, H, P, X, Y + X], of
@@ -154,7 +155,7 @@ def wy_u_kernel(
     k += b * k_batch + h * k_head
     v += b * v_batch + h * v_head
     beta += b * beta_batch + h * beta_head
-    PLANES: tl.constexpr = 1 if LOW is None else 2
+    PLANES: tl.constexpr = 1 if DOT_DTYPE is None else 2
     inverse += (b * H + h) * chunks * PLANES * (C * C)
     states += head * chunks
     if KEEP:
@@ -164,23 +165,23 @@ def wy_u_kernel(
     for step in range(p * piece, tl.minimum(chunks, (p + 1) * piece)):
         n = tl.cast(step, tl.int64)
         begin, left = n * C, T - step * C
-        k_x = rows_of(k + begin * k_row, i, k_row, x, left, X)
-        v_t = rows_of(v + begin * v_row, i, v_row, y, left, Y)
+        k_x = load_tokens(k + begin * k_row, i, k_row, x, left, X)
+        v_t = load_tokens(v + begin * v_row, i, v_row, y, left, Y)
         beta_t = tl.load(beta + begin * beta_row + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
-        at = positions_of(pos + b * T + begin, i, left, HAS_POS)
-        at_last = last_of(at, C)
-        summed = sums_at(sums + (b * T + begin) * H + h, i, left, x, H, X, GATE)
-        total = last_of(summed, C)
-        since, until = since_begin(summed, at, C, HAS_POS), until_end(summed, total, at_last, C, HAS_POS)
-        low = rounded(S, LOW)
+        at = load_positions(pos + b * T + begin, i, left, HAS_POS)
+        at_last = last_token(at, C)
+        summed = load_gate_sums(sums + (b * T + begin) * H + h, i, left, x, H, X, GATE)
+        total = last_token(summed, C)
+        since, until = decay_from_start(summed, at, C, HAS_POS), decay_to_end(summed, total, at_last, C, HAS_POS)
+        low = round_operand(S, DOT_DTYPE)
         if KEEP:
             tl.store(states + n * (X * Y) + where, low.to(states.dtype.element_ty), mask=inside)
-        missed = v_t - since[:, None] * product(k_x, low, LOW)
-        u_t = solved(inverse + n * PLANES * (C * C), square, beta_t[:, None] * missed, False, LOW, C)
-        S *= whole_of(total, at_last, C, HAS_POS)
-        S += product(tl.trans(k_x), until[:, None] * u_t, LOW)
+        missed = v_t - since[:, None] * dot(k_x, low, DOT_DTYPE)
+        u_t = apply_inverse(inverse + n * PLANES * (C * C), square, beta_t[:, None] * missed, False, DOT_DTYPE, C)
+        S *= chunk_decay(total, at_last, C, HAS_POS)
+        S += dot(tl.trans(k_x), until[:, None] * u_t, DOT_DTYPE)
         if KEEP:
-            leave_rows(u + ((b * T + begin) * H + h) * Y, i, H * Y, y, left, Y, u_t)
+            store_tokens(u + ((b * T + begin) * H + h) * Y, i, H * Y, y, left, Y, u_t)
     if KEEP:
         tl.store(last + head + where, S, mask=inside & (p == tl.num_programs(2) - 1))
     else:
@@ -190,16 +191,16 @@ def wy_u_kernel(
 
 @triton.jit
 def wy_fold_kernel(
-    effects, adds, first, arriving, pieces, X: tl.constexpr, Y: tl.constexpr, WIDTH: tl.constexpr, HAS_FIRST: tl.constexpr,
+    transitions, adds, first, arriving, pieces, X: tl.constexpr, Y: tl.constexpr, WIDTH: tl.constexpr, HAS_FIRST: tl.constexpr,
     BACKWARDS: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
-    """What enters each piece, arriving [B, H, P, X, Y], by effects [B, H, P, X, Y + X] as `wy_u_kernel` leaves them; or, if
+    """What enters each piece, arriving [B, H, P, X, Y], by transitions [B, H, P, X, Y + X] as `wy_u_kernel` leaves them; or, if
     BACKWARDS, the cotangents of what leaves each. adds: what a piece adds, [B, H, P, X, WIDTH], in its first Y columns; first: what
     enters the first piece, [B, H, X, Y], or leaves the last. In float32, and exact where M is the unit matrix."""
     y, bh = tl.program_id(0) * BY + tl.arange(0, BY), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BX)
     first += bh * (X * Y)
-    effects += bh * pieces * (X * (Y + X)) + Y
+    transitions += bh * pieces * (X * (Y + X)) + Y
     adds += bh * pieces * (X * WIDTH)
     arriving += bh * pieces * (X * Y)
     for x0 in range(0, X, BX):
@@ -220,7 +221,7 @@ def wy_fold_kernel(
             for z0 in range(0, X, BX):
                 z = z0 + i
                 rows, columns = (z[None, :], x[:, None]) if BACKWARDS else (x[:, None], z[None, :])
-                M = tl.load(effects + n * (X * (Y + X)) + rows * (Y + X) + columns, mask=(rows < X) & (columns < X), other=0.0)
+                M = tl.load(transitions + n * (X * (Y + X)) + rows * (Y + X) + columns, mask=(rows < X) & (columns < X), other=0.0)
                 entering = arriving + n * (X * Y) + z[:, None] * Y + y[None, :]
                 S += tl.dot(M, tl.load(entering, mask=(z < X)[:, None] & (y < Y)[None, :], other=0.0), input_precision="ieee")
             tl.store(to + x[:, None] * Y + y[None, :], S, mask=inside)

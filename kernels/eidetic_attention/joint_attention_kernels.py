@@ -16,7 +16,7 @@ import triton.language as tl
 
 from baton.kernels.common.triton_prefetch import LOG2_E
 from baton.kernels.eidetic_attention.memory_copy_kernels import add_copy_gradients, load_tile, store_tile
-from baton.kernels.gated_linear_attention.triton_common import product
+from baton.kernels.gated_linear_attention.triton_common import dot
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def online_softmax_update(acc, row_max, row_sum, scores, mask, v_j, scale, DOT_D
     # row_max is -inf until a row is visible
     base = tl.where(new == float("-inf"), 0.0, new * scale)
     weights, fewer = tl.exp2(scores * scale - base[:, None]), tl.exp2(row_max * scale - base)
-    return acc * fewer[:, None] + product(weights, v_j, DOT_DTYPE), new, row_sum * fewer + tl.sum(weights, 1)
+    return acc * fewer[:, None] + dot(weights, v_j, DOT_DTYPE), new, row_sum * fewer + tl.sum(weights, 1)
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def joint_attention_forward_kernel(
     first_common, last_common = rows_visible_to_all(i, num_near, N)
     for r0 in range(first_visible_row(i, num_near, N), tl.minimum(i0 + BLOCK_Q, T) + N, BLOCK_K):
         r = r0 + tl.arange(0, BLOCK_K)
-        scores = product(q_i, tl.trans(load_tile(k + row_offset, r, r < N + T, ROW, K, BLOCK_D)), DOT_DTYPE)
+        scores = dot(q_i, tl.trans(load_tile(k + row_offset, r, r < N + T, ROW, K, BLOCK_D)), DOT_DTYPE)
         mask = (r[None, :] > (i + N - num_near)[:, None]) & (r[None, :] <= (i + N)[:, None])
         if FAR == 0 and M == 0:
             # most tiles are visible to all queries; with far rows and memories few are, and registers are short
@@ -96,7 +96,7 @@ def joint_attention_forward_kernel(
         row_offset = (b * (F + T) * G + g) * K
         for r0 in range(first_visible_row(i, num_far, F - FAR), tl.minimum(i0 + BLOCK_Q, T) + F - FAR, BLOCK_K):
             r = r0 + tl.arange(0, BLOCK_K)
-            scores = product(q_i, tl.trans(load_tile(far_k + row_offset, r, r < F + T, G * K, K, BLOCK_D)), DOT_DTYPE)
+            scores = dot(q_i, tl.trans(load_tile(far_k + row_offset, r, r < F + T, G * K, K, BLOCK_D)), DOT_DTYPE)
             mask = (r[None, :] > (i + (F - FAR) - num_far)[:, None]) & (r[None, :] <= (i + (F - FAR))[:, None])
             v_j = load_tile(far_v + row_offset, r, r < F + T, G * K, K, BLOCK_D)
             acc, row_max, row_sum = online_softmax_update(acc, row_max, row_sum, scores, mask, v_j, scale_log2, DOT_DTYPE)
@@ -109,7 +109,7 @@ def joint_attention_forward_kernel(
                 exists = tl.load(row + memory_offset + m, mask=m < M, other=-1) >= 0
                 mask = (slot_i == s)[:, None] & exists[None, :]
                 at = (memory_offset * G + g) * K
-                scores = product(q_i, tl.trans(load_tile(memory_k + at, m, m < M, G * K, K, BLOCK_D)), DOT_DTYPE)
+                scores = dot(q_i, tl.trans(load_tile(memory_k + at, m, m < M, G * K, K, BLOCK_D)), DOT_DTYPE)
                 v_j = load_tile(memory_v + at, m, m < M, G * K, K, BLOCK_D)
                 acc, row_max, row_sum = online_softmax_update(acc, row_max, row_sum, scores, mask, v_j, scale_log2, DOT_DTYPE)
     # row_sum is positive for a token, which sees itself, and 0 past the end
@@ -127,16 +127,16 @@ def softmax_weights(scores, mask, lse_i, scale):
 @triton.jit
 def dq_of_rows(q_i, k_j, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: tl.constexpr):
     """The part of the queries' gradient that comes from these rows, before scaling."""
-    weights = softmax_weights(product(q_i, tl.trans(k_j), DOT_DTYPE), mask, lse_i[:, None], scale)
-    return product(weights * (product(dy_i, tl.trans(v_j), DOT_DTYPE) - delta_i[:, None]), k_j, DOT_DTYPE)
+    weights = softmax_weights(dot(q_i, tl.trans(k_j), DOT_DTYPE), mask, lse_i[:, None], scale)
+    return dot(weights * (dot(dy_i, tl.trans(v_j), DOT_DTYPE) - delta_i[:, None]), k_j, DOT_DTYPE)
 
 
 @triton.jit
 def dkv_of_queries(q_i, k_j, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: tl.constexpr):
     """The parts of the gradients of keys (before scaling) and of values that come from these queries."""
-    weights = softmax_weights(product(q_i, tl.trans(k_j), DOT_DTYPE), mask, lse_i[:, None], scale)
-    dscores = weights * (product(dy_i, tl.trans(v_j), DOT_DTYPE) - delta_i[:, None])
-    return product(tl.trans(dscores), q_i, DOT_DTYPE), product(tl.trans(weights), dy_i, DOT_DTYPE)
+    weights = softmax_weights(dot(q_i, tl.trans(k_j), DOT_DTYPE), mask, lse_i[:, None], scale)
+    dscores = weights * (dot(dy_i, tl.trans(v_j), DOT_DTYPE) - delta_i[:, None])
+    return dot(tl.trans(dscores), q_i, DOT_DTYPE), dot(tl.trans(weights), dy_i, DOT_DTYPE)
 
 
 @triton.jit

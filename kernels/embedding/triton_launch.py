@@ -35,7 +35,7 @@ def add_rows_triton(into: Tensor, ids: Tensor, rows: Tensor, *, chunk: int = _CH
     width, chunks = into.shape[1], -(-len(ids) // chunk)
     parts = torch.empty(2, chunks, width, dtype=torch.float32, device=into.device)
     common, kernels = (len(ids), len(into)), _kernels
-    runs, borders = sizes_of(width, _COLUMNS), sizes_of(width, _BORDER_COLUMNS)
+    runs, borders = launch_sizes(width, _COLUMNS), launch_sizes(width, _BORDER_COLUMNS)
     kernels.embedding_sum_runs_kernel[(chunks, -(-width // runs["BD"]))](
         ids, order, rows.contiguous(), into, parts, *common, C=chunk, STEPS=min(chunk, _STEPS), **runs
     )
@@ -45,7 +45,7 @@ def add_rows_triton(into: Tensor, ids: Tensor, rows: Tensor, *, chunk: int = _CH
 
 
 @cache
-def sizes_of(width: int, columns: int) -> Mapping[str, int]:
+def launch_sizes(width: int, columns: int) -> Mapping[str, int]:
     """A launch's, for rows of so many numbers, of which a program has so many columns."""
     block = min(columns, launch_utils.next_power_of_2(width))
     return MappingProxyType({"D": width, "BD": block, "num_warps": min(4, max(1, block // 64))})

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_tensor
-from baton.kernels.gate.triton_launch import gated_triton, use_triton
+from baton.kernels.gate.triton_launch import gate_triton, use_triton
 
 Activation = Literal["silu", "gelu"]
 
@@ -42,6 +42,6 @@ def gated(x: Tensor, z: Tensor, *, activation: Activation = "silu", dtype: torch
     if activation not in get_args(Activation):
         raise KernelError(f"{_KERNEL}: activation is {activation!r}, expected one of {get_args(Activation)}")
     if use_triton(x, z):
-        return gated_triton(x, z, gelu=activation == "gelu", dtype=dtype or x.dtype)
+        return gate_triton(x, z, gelu=activation == "gelu", dtype=dtype or x.dtype)
     precise = torch.promote_types(torch.promote_types(x.dtype, z.dtype), torch.float32)
     return (x.to(precise) * _ACTIVATIONS[activation](z.to(precise))).to(dtype or x.dtype)

@@ -11,7 +11,7 @@ from baton.kernels.diagonal_scan.triton_common import softplus
 
 
 @triton.jit
-def block_of(rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+def block_offsets(rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """This program's rows (int64) and columns, and which entries exist."""
     r, d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BD + tl.arange(0, BD)
     return r[:, None], d[None, :], (r < rows)[:, None] & (d < D)[None, :]
@@ -33,7 +33,7 @@ def gate_forward_kernel(
     x, z, y, rows, x_row, z_row, D: tl.constexpr, GELU: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """y [R, D]; x_row, z_row: numbers between rows."""
-    r, d, inside = block_of(rows, D, BR, BD)
+    r, d, inside = block_offsets(rows, D, BR, BD)
     x_rd = tl.load(x + r * x_row + d, mask=inside, other=0.0).to(tl.float32)
     act, _ = activation(tl.load(z + r * z_row + d, mask=inside, other=0.0).to(tl.float32), GELU)
     tl.store(y + r * D + d, (x_rd * act).to(y.dtype.element_ty), mask=inside)
@@ -45,7 +45,7 @@ def gate_backward_kernel(
     D: tl.constexpr, GELU: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """dx and dz [R, D]."""
-    r, d, inside = block_of(rows, D, BR, BD)
+    r, d, inside = block_offsets(rows, D, BR, BD)
     x_rd = tl.load(x + r * x_row + d, mask=inside, other=0.0).to(tl.float32)
     dy_rd = tl.load(dy + r * dy_row + d, mask=inside, other=0.0).to(tl.float32)
     act, slope = activation(tl.load(z + r * z_row + d, mask=inside, other=0.0).to(tl.float32), GELU)
@@ -56,7 +56,7 @@ def gate_backward_kernel(
 @triton.jit
 def gate_activation_kernel(x, y, rows, divisor, x_row, D: tl.constexpr, LOGS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """y [R, D], silu of x or (LOGS) the logarithm of its sigmoid, divided; x_row: numbers between rows."""
-    r, d, inside = block_of(rows, D, BR, BD)
+    r, d, inside = block_offsets(rows, D, BR, BD)
     x_rd = tl.load(x + r * x_row + d, mask=inside, other=0.0).to(tl.float32)
     if LOGS:
         y_rd = -softplus(-x_rd) / divisor

@@ -26,13 +26,13 @@ def use_triton(x: Tensor, z: Tensor) -> bool:
     return on_gpu(x) and torch.float64 not in (x.dtype, z.dtype)
 
 
-def gated_triton(x: Tensor, z: Tensor, *, gelu: bool, dtype: torch.dtype) -> Tensor:
+def gate_triton(x: Tensor, z: Tensor, *, gelu: bool, dtype: torch.dtype) -> Tensor:
     """As `op.gated`, which checks the arguments."""
     y: Tensor = _Gate.apply(x, z, gelu, dtype)
     return y
 
 
-def activate(*xs: Tensor, logs: float | None = None) -> tuple[Tensor, ...]:
+def activate_columns(*xs: Tensor, logs: float | None = None) -> tuple[Tensor, ...]:
     """silu(x) of each of xs [..., width], in its dtype; or log(sigmoid(x)) / logs in float32, of which no digit is lost.
 
     Without a gradient. Neighbouring columns of one tensor are one launch, and what is made of them is again; else copies are made
@@ -48,7 +48,7 @@ def activate(*xs: Tensor, logs: float | None = None) -> tuple[Tensor, ...]:
     return tuple(made)
 
 
-def sizes_of(width: int) -> dict[str, int]:
+def launch_sizes(width: int) -> dict[str, int]:
     """A launch's, for rows of so many numbers."""
     columns = min(_COLUMNS, launch_utils.next_power_of_2(width))
     return {"D": width, "BR": max(1, _ENTRIES // columns), "BD": columns, "num_warps": 4}
@@ -92,5 +92,5 @@ def _gradients(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    sizes = sizes_of(x.shape[1])
+    sizes = launch_sizes(x.shape[1])
     return (-(-len(x) // sizes["BR"]), -(-x.shape[1] // sizes["BD"])), sizes

@@ -54,7 +54,7 @@ def empty_state(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
     return k.new_zeros(k.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=dtype)
 
 
-def gla_state(k: Tensor, v: Tensor, g: Tensor | None, *, gate: Gate, pos: Tensor | None, chunk: int = CHUNK) -> Tensor:
+def gla_final_state(k: Tensor, v: Tensor, g: Tensor | None, *, gate: Gate, pos: Tensor | None, chunk: int = CHUNK) -> Tensor:
     """What a span adds to a state of zeros, [batch, heads, d_key, d_value], without queries, outputs and gradients."""
     inputs = (k, v) if g is None else (k, v, g)
     dtype = compute_dtype(*inputs)

@@ -59,7 +59,7 @@ class LaunchConfig:
         return replace(self, **least, warps_gated=self.warps, warps_read=self.warps, warps_scores=self.warps, stages=1)
 
 
-class Given(NamedTuple):
+class QKV(NamedTuple):
     """Arguments whose last dimension is contiguous, with a head of q and k for each that is read with or written."""
 
     q: Tensor
@@ -72,7 +72,7 @@ class Given(NamedTuple):
         return on_gpu(self.v) and all(x.dtype in REDUCED_DTYPES for x in self)
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Given":
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "QKV":
         heads = v.shape[2]
         q, k = (
             x.expand(-1, -1, heads, -1) if x.shape[2] == 1 else x
@@ -88,14 +88,14 @@ class Side(NamedTuple):
     w: Tensor | None
 
 
-class Projected(NamedTuple):
+class PreActivations(NamedTuple):
     """What lies along y and is silu of what was projected: that, and memory of the same shapes for its gradients."""
 
     given: Side
     gradients: Side
 
 
-class Prepared(NamedTuple):
+class PreparedGates(NamedTuple):
     """What the kernels take of the gates and of what lies along x, see `triton_kernels.gla_prepare_kernel`. None: not needed."""
 
     sums: Tensor | None

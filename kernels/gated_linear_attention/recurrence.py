@@ -8,10 +8,10 @@ from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_log_gates, randn
-from baton.kernels.gated_linear_attention.chunked import gla_state
+from baton.kernels.gated_linear_attention.chunked import gla_final_state
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate, along_state, gla_reference
-from baton.kernels.gated_linear_attention.triton_launch import gla_effect, use_triton
+from baton.kernels.gated_linear_attention.triton_launch import gla_final_state_triton, use_triton
 from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, StateTransition
 
 
@@ -67,7 +67,7 @@ class GatedLinearAttention(LinearRecurrence):
         """States only: this much less than a run is what can be sent before any output exists."""
         transition = self.transition_matrix(inputs, pos)
         _, k, v, *gates = inputs
-        implementation = gla_effect if use_triton(k, compute_dtype(*inputs)) else gla_state
+        implementation = gla_final_state_triton if use_triton(k, compute_dtype(*inputs)) else gla_final_state
         S = implementation(k, v, gates[0] if gates else None, gate=self.gate, pos=pos)
         return transition, self.state_transition(transition, {"S": S})
 

@@ -21,34 +21,34 @@ NEAR = tl.constexpr(3)  # log2 of the tokens of a block that is joined at one of
 
 
 @triton.jit
-def product(a, b, LOW: tl.constexpr):
-    """a b, of what is rounded to LOW, or in float32."""
-    if LOW is None:
+def dot(a, b, DOT_DTYPE: tl.constexpr):
+    """a b, of what is rounded to DOT_DTYPE, or in float32."""
+    if DOT_DTYPE is None:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
-        return tl.dot(a.to(LOW), b.to(LOW))
+        return tl.dot(a.to(DOT_DTYPE), b.to(DOT_DTYPE))
 
 
 @triton.jit
-def rounded(x, LOW: tl.constexpr):
+def round_operand(x, DOT_DTYPE: tl.constexpr):
     """As `product` takes it."""
-    return x if LOW is None else x.to(LOW)
+    return x if DOT_DTYPE is None else x.to(DOT_DTYPE)
 
 
 @triton.jit
-def product_of_two(a, b, LOW: tl.constexpr):
-    """a b, of a rounded to LOW and b to twice as many digits, as the sum of two."""
-    high = b.to(LOW)
-    low = (b - high.to(tl.float32)).to(LOW)
-    return tl.dot(a.to(LOW), low, tl.dot(a.to(LOW), high))
+def dot_split(a, b, DOT_DTYPE: tl.constexpr):
+    """a b, of a rounded to DOT_DTYPE and b to twice as many digits, as the sum of two."""
+    high = b.to(DOT_DTYPE)
+    low = (b - high.to(tl.float32)).to(DOT_DTYPE)
+    return tl.dot(a.to(DOT_DTYPE), low, tl.dot(a.to(DOT_DTYPE), high))
 
 
 @triton.jit
-def from_here_on(x, C: tl.constexpr, LOW: tl.constexpr):
+def reverse_cumsum(x, C: tl.constexpr, DOT_DTYPE: tl.constexpr):
     """Of [C, BX] the sum from each token to the last, without rounding: three parts of eight bits hold a float32."""
     i = tl.arange(0, C)
     which = i[:, None] <= i[None, :]
-    if LOW is None:
+    if DOT_DTYPE is None:
         return tl.dot(which.to(tl.float32), x, input_precision="ieee")
     else:
         ones = which.to(tl.bfloat16)
@@ -60,27 +60,27 @@ def from_here_on(x, C: tl.constexpr, LOW: tl.constexpr):
 
 
 @triton.jit
-def rows_of(base, t, row, x, T, X: tl.constexpr):
+def load_tokens(base, t, row, x, T, X: tl.constexpr):
     """Tokens t, columns x, [C, BX]; zeros of what does not exist."""
     inside = (t < T)[:, None] & (x < X)[None, :]
     return tl.load(base + t[:, None].to(tl.int64) * row + x[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def leave_rows(to, t, row, x, T, X: tl.constexpr, value):
+def store_tokens(to, t, row, x, T, X: tl.constexpr, value):
     """As `rows_of`."""
     inside = (t < T)[:, None] & (x < X)[None, :]
     tl.store(to + t[:, None].to(tl.int64) * row + x[None, :], value.to(to.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def block_of(base, x, y, X: tl.constexpr, Y: tl.constexpr):
+def load_state_block(base, x, y, X: tl.constexpr, Y: tl.constexpr):
     """Of a state [X, Y] a block [BX, BY]; zeros of what does not exist."""
     return tl.load(base + x[:, None] * Y + y[None, :], mask=(x < X)[:, None] & (y < Y)[None, :], other=0.0)
 
 
 @triton.jit
-def positions_of(pos, t, T, HAS_POS: tl.constexpr):
+def load_positions(pos, t, T, HAS_POS: tl.constexpr):
     """Of tokens t in their documents; behind the last token its document goes on."""
     if HAS_POS:
         known = tl.minimum(t, T - 1)
@@ -90,13 +90,13 @@ def positions_of(pos, t, T, HAS_POS: tl.constexpr):
 
 
 @triton.jit
-def last_of(at, C: tl.constexpr):
+def last_token(at, C: tl.constexpr):
     """Of [C] the last."""
     return tl.sum(tl.where(tl.arange(0, C) == C - 1, at, 0), 0)
 
 
 @triton.jit
-def sums_at(sums, t, T, x, H, X: tl.constexpr, GATE: tl.constexpr):
+def load_gate_sums(sums, t, T, x, H, X: tl.constexpr, GATE: tl.constexpr):
     """The gates' sums from the chunk's begin through tokens t, [C, BX] or, of a SCALAR, [C]; behind the last token its own."""
     known = tl.minimum(t, T - 1).to(tl.int64)
     if GATE == CHANNEL:
@@ -108,7 +108,7 @@ def sums_at(sums, t, T, x, H, X: tl.constexpr, GATE: tl.constexpr):
 
 
 @triton.jit
-def since_begin(summed, at, C: tl.constexpr, HAS_POS: tl.constexpr):
+def decay_from_start(summed, at, C: tl.constexpr, HAS_POS: tl.constexpr):
     """What is left of what entered the chunk at each of its tokens, [C, BX] or [C]. at: their positions."""
     left_of = tl.exp2(summed.to(tl.float32))
     if HAS_POS:
@@ -118,7 +118,7 @@ def since_begin(summed, at, C: tl.constexpr, HAS_POS: tl.constexpr):
 
 
 @triton.jit
-def until_end(summed, total, at_last, C: tl.constexpr, HAS_POS: tl.constexpr):
+def decay_to_end(summed, total, at_last, C: tl.constexpr, HAS_POS: tl.constexpr):
     """What is left of each token at the chunk's end, [C, BX] or [C]. total: the sum of all; at_last: the last one's position."""
     left_of = tl.exp2((total - summed).to(tl.float32))
     if HAS_POS:
@@ -128,42 +128,42 @@ def until_end(summed, total, at_last, C: tl.constexpr, HAS_POS: tl.constexpr):
 
 
 @triton.jit
-def whole_of(total, at_last, C: tl.constexpr, HAS_POS: tl.constexpr):
+def chunk_decay(total, at_last, C: tl.constexpr, HAS_POS: tl.constexpr):
     """What is left of what entered the chunk behind it."""
     left_of = tl.exp2(total.to(tl.float32))
     return tl.where(at_last > C - 1, left_of, 0.0) if HAS_POS else left_of
 
 
 @triton.jit
-def visible(at, C: tl.constexpr, HAS_POS: tl.constexpr):
+def causal_mask(at, C: tl.constexpr, HAS_POS: tl.constexpr):
     """Which keys a query sees, its own among them."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     return (i >= j) & (i - j <= at[:, None]) if HAS_POS else i >= j
 
 
 @triton.jit
-def meet(level, C: tl.constexpr):
+def joined_pairs(level, C: tl.constexpr):
     """Which pairs of tokens meet where blocks of 2^level are joined two by two, [C, C]."""
     i, j = tl.arange(0, C)[:, None] >> level, tl.arange(0, C)[None, :] >> level
     return (i == j + 1) & (i & 1 == 1)
 
 
 @triton.jit
-def near(C: tl.constexpr):
+def same_block(C: tl.constexpr):
     """Which pairs of tokens are of the same block of 2^NEAR, [C, C]."""
     return tl.arange(0, C)[:, None] >> NEAR == tl.arange(0, C)[None, :] >> NEAR
 
 
 @triton.jit
-def joint(level, C: tl.constexpr):
+def split_token(level, C: tl.constexpr):
     """At which token of a chunk the block of 2^(level + 1) tokens that each is of is joined: the last of its first half."""
     return ((tl.arange(0, C) >> (level + 1)) * 2 + 1 << level) - 1
 
 
 @triton.jit
-def decays_between(summed, at, C: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr):
+def pairwise_decays(summed, at, C: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr):
     """Of one gate per token: what is left of token j at i, [C, C]; 1 of a token's own."""
-    seen = visible(at, C, HAS_POS)
+    seen = causal_mask(at, C, HAS_POS)
     if GATE == SCALAR:
         apart = tl.where(seen, summed[:, None] - summed[None, :], 0.0).to(tl.float32)
         return tl.where(seen, tl.exp2(apart), 0.0)

@@ -19,24 +19,24 @@ from baton.kernels.gated_linear_attention.triton_common import (
     NEAR,
     NONE,
     SCALAR,
-    block_of,
-    decays_between,
-    from_here_on,
-    joint,
-    last_of,
-    leave_rows,
-    meet,
-    near,
-    positions_of,
-    product,
-    product_of_two,
-    rounded,
-    rows_of,
-    since_begin,
-    sums_at,
-    until_end,
-    visible,
-    whole_of,
+    causal_mask,
+    chunk_decay,
+    decay_from_start,
+    decay_to_end,
+    dot,
+    dot_split,
+    joined_pairs,
+    last_token,
+    load_gate_sums,
+    load_positions,
+    load_state_block,
+    load_tokens,
+    pairwise_decays,
+    reverse_cumsum,
+    round_operand,
+    same_block,
+    split_token,
+    store_tokens,
 )
 
 
@@ -58,29 +58,29 @@ def gla_prepare_kernel(
         summed = tl.cumsum(gates.to(sums.dtype.element_ty), 0)
         tl.store(sums + b * T * H + h + t.to(tl.int64) * H, summed, mask=t < T)
     else:
-        gates = tl.maximum(rows_of(g, t, g_row, x, T, X).to(tl.float32) * LOG2_E, LEAST)
+        gates = tl.maximum(load_tokens(g, t, g_row, x, T, X).to(tl.float32) * LOG2_E, LEAST)
         summed = tl.cumsum(gates.to(sums.dtype.element_ty), 0)
-        leave_rows(sums + (b * T * H + h) * X, t, H * X, x, T, X, summed)
-        at = positions_of(pos + b * T, t, T, HAS_POS)
+        store_tokens(sums + (b * T * H + h) * X, t, H * X, x, T, X, summed)
+        at = load_positions(pos + b * T, t, T, HAS_POS)
         if READ:
-            since = since_begin(summed, at, C, HAS_POS) * scale
+            since = decay_from_start(summed, at, C, HAS_POS) * scale
             for q in tl.static_range(G):
-                r_x = rows_of(r + b * r_batch + (h * G + q) * r_head, t, r_row, x, T, X)
-                leave_rows(read + (b * T * (H * G) + h * G + q) * X, t, H * G * X, x, T, X, r_x * since)
+                r_x = load_tokens(r + b * r_batch + (h * G + q) * r_head, t, r_row, x, T, X)
+                store_tokens(read + (b * T * (H * G) + h * G + q) * X, t, H * G * X, x, T, X, r_x * since)
         if WRITE:
             total = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], summed, 0.0), 0)
-            at_last = last_of(at, C)
-            w_x = rows_of(w + b * w_batch + h * w_head, t, w_row, x, T, X)
-            until = until_end(summed, total[None, :], at_last, C, HAS_POS)
-            leave_rows(written + (b * T * H + h) * X, t, H * X, x, T, X, w_x * until)
-            left = whole_of(total, at_last, C, HAS_POS)
+            at_last = last_token(at, C)
+            w_x = load_tokens(w + b * w_batch + h * w_head, t, w_row, x, T, X)
+            until = decay_to_end(summed, total[None, :], at_last, C, HAS_POS)
+            store_tokens(written + (b * T * H + h) * X, t, H * X, x, T, X, w_x * until)
+            left = chunk_decay(total, at_last, C, HAS_POS)
             tl.store(whole + ((b * H + h) * tl.num_programs(0) + n) * X + x, left, mask=x < X)
 
 
 @triton.jit
 def gla_scores_kernel(
     r, w, sums, pos, out, T, r_batch, r_row, r_head, w_batch, w_row, w_head,
-    X: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, LOW: tl.constexpr,
+    X: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, DOT_DTYPE: tl.constexpr,
     LEVELS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
     """What query i reads of key j, [B, Q, N C, C], but for the scale; GATE NONE: without decays."""
@@ -89,26 +89,26 @@ def gla_scores_kernel(
     t, i = n * C + tl.arange(0, C), tl.arange(0, C)
     r += b * r_batch + q * r_head
     w += b * w_batch + h * w_head
-    at = positions_of(pos + b * T, t, T, HAS_POS)
+    at = load_positions(pos + b * T, t, T, HAS_POS)
     found = tl.zeros([C, C], tl.float32)
     for x0 in range(0, X, BX):
         x = x0 + tl.arange(0, BX)
-        r_x, w_x = rows_of(r, t, r_row, x, T, X), rows_of(w, t, w_row, x, T, X)
+        r_x, w_x = load_tokens(r, t, r_row, x, T, X), load_tokens(w, t, w_row, x, T, X)
         if GATE == CHANNEL:
             here = sums + (b * T * H + h) * X
-            summed = sums_at(here, t, T, x, H, X, GATE)
-            apart = (summed - sums_at(here, n * C + joint(NEAR - 1, C), T, x, H, X, GATE)).to(tl.float32)
-            found += tl.where(near(C), product(r_x * tl.exp2(apart), tl.trans(w_x * tl.exp2(-apart)), LOW), 0.0)
+            summed = load_gate_sums(here, t, T, x, H, X, GATE)
+            apart = (summed - load_gate_sums(here, n * C + split_token(NEAR - 1, C), T, x, H, X, GATE)).to(tl.float32)
+            found += tl.where(same_block(C), dot(r_x * tl.exp2(apart), tl.trans(w_x * tl.exp2(-apart)), DOT_DTYPE), 0.0)
             for level in tl.static_range(NEAR, LEVELS):
-                apart = summed - sums_at(here, n * C + joint(level, C), T, x, H, X, GATE)
+                apart = summed - load_gate_sums(here, n * C + split_token(level, C), T, x, H, X, GATE)
                 across = tl.exp2(-tl.abs(apart).to(tl.float32))
-                found += tl.where(meet(level, C), product(r_x * across, tl.trans(w_x * across), LOW), 0.0)
+                found += tl.where(joined_pairs(level, C), dot(r_x * across, tl.trans(w_x * across), DOT_DTYPE), 0.0)
         else:
-            found += product(r_x, tl.trans(w_x), LOW)
+            found += dot(r_x, tl.trans(w_x), DOT_DTYPE)
     if GATE == SCALAR:
-        found *= decays_between(sums_at(sums + b * T * H + h, t, T, i, H, X, GATE), at, C, GATE, HAS_POS)
+        found *= pairwise_decays(load_gate_sums(sums + b * T * H + h, t, T, i, H, X, GATE), at, C, GATE, HAS_POS)
     else:
-        found = tl.where(visible(at, C, HAS_POS), found, 0.0)
+        found = tl.where(causal_mask(at, C, HAS_POS), found, 0.0)
     to = out + ((b * tl.num_programs(1) + q) * tl.num_programs(0) + n) * (C * C)
     tl.store(to + i[:, None] * C + i[None, :], found.to(out.dtype.element_ty))
 
@@ -117,7 +117,7 @@ def gla_scores_kernel(
 def chunk_h_kernel(
     a, c, sums, whole, pos, first, states, last, decay, T, chunks, piece, scale, a_batch, a_row, a_head, c_batch, c_row, c_head,
     X: tl.constexpr, Y: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, HAS_FIRST: tl.constexpr,
-    BACKWARDS: tl.constexpr, KEEP: tl.constexpr, DECAY: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+    BACKWARDS: tl.constexpr, KEEP: tl.constexpr, DECAY: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
     BY: tl.constexpr,
 ):  # fmt: skip
     """The state before each chunk [B, H, N, X, Y] if KEEP, from first to last of each piece of so many chunks [B, P, H, X, Y]; and
@@ -145,23 +145,23 @@ def chunk_h_kernel(
             left = tl.load(whole + ((b * H + h) * chunks + n) * X + x, mask=x < X, other=0.0)
             S *= left[:, None]
         else:
-            at = positions_of(pos + b * T, t, T, HAS_POS)
-            summed = sums_at(sums + b * T * H + h, t, T, x, H, X, GATE)
-            total, at_last = last_of(summed, C), last_of(at, C)
-            left = whole_of(total, at_last, C, HAS_POS)
+            at = load_positions(pos + b * T, t, T, HAS_POS)
+            summed = load_gate_sums(sums + b * T * H + h, t, T, x, H, X, GATE)
+            total, at_last = last_token(summed, C), last_token(at, C)
+            left = chunk_decay(total, at_last, C, HAS_POS)
             S *= left
             if BACKWARDS:
-                factor = since_begin(summed, at, C, HAS_POS) * scale
+                factor = decay_from_start(summed, at, C, HAS_POS) * scale
             else:
-                factor = until_end(summed, total, at_last, C, HAS_POS)
+                factor = decay_to_end(summed, total, at_last, C, HAS_POS)
         if DECAY:
             remains *= left
         for q in tl.static_range(G if BACKWARDS else 1):
             head_q = h * G + q if BACKWARDS else h
-            a_x = rows_of(a + head_q * a_head, t, a_row, x, T, X)
+            a_x = load_tokens(a + head_q * a_head, t, a_row, x, T, X)
             if GATE != CHANNEL:
                 a_x = a_x * factor[:, None]
-            S += product(tl.trans(a_x), rows_of(c + head_q * c_head, t, c_row, y, T, Y), LOW)
+            S += dot(tl.trans(a_x), load_tokens(c + head_q * c_head, t, c_row, y, T, Y), DOT_DTYPE)
     tl.store(last + of_piece, S, mask=inside)
     if DECAY:
         width = X if GATE == CHANNEL else 1
@@ -194,7 +194,7 @@ def gla_chunk_o_kernel(
     out_r_batch, out_r_row, out_r_head, out_w_batch, out_w_row, out_w_head,
     raw_r_batch, raw_r_row, raw_r_head, raw_w_batch, raw_w_row, raw_w_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
-    READ: tl.constexpr, WRITE: tl.constexpr, SILU: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, SILU: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
     BY: tl.constexpr,
 ):  # fmt: skip
     """Derivatives along y: to ry, [B, T, Q, Y], if READ, and to wy, [B, T, H, Y], if WRITE; scores are those of rx and wx, which of
@@ -207,44 +207,44 @@ def gla_chunk_o_kernel(
     square = i[:, None] * C + i[None, :]
     of_state = ((b * H + h) * chunks + n) * (X * Y)
     if GATE != CHANNEL:
-        at = positions_of(pos + b * T, t, T, HAS_POS)
-        summed = sums_at(sums + b * T * H + h, t, T, i, H, X, GATE)
-        since = since_begin(summed, at, C, HAS_POS) * scale
-        until = until_end(summed, last_of(summed, C), last_of(at, C), C, HAS_POS)
+        at = load_positions(pos + b * T, t, T, HAS_POS)
+        summed = load_gate_sums(sums + b * T * H + h, t, T, i, H, X, GATE)
+        since = decay_from_start(summed, at, C, HAS_POS) * scale
+        until = decay_to_end(summed, last_token(summed, C), last_token(at, C), C, HAS_POS)
     grad_w = tl.zeros([C, BY], tl.float32)
     for group in tl.static_range(G):
         q = h * G + group
         M = tl.load(scores + ((b * (H * G) + q) * chunks + n) * (C * C) + square)
         if READ:
-            found = product(M, rows_of(wy + b * wy_batch + h * wy_head, t, wy_row, y, T, Y), LOW) * scale
+            found = dot(M, load_tokens(wy + b * wy_batch + h * wy_head, t, wy_row, y, T, Y), DOT_DTYPE) * scale
             for x0 in range(0, X, BX):
                 x = x0 + tl.arange(0, BX)
-                r_x = rows_of(rx + b * rx_batch + q * rx_head, t, rx_row, x, T, X)
+                r_x = load_tokens(rx + b * rx_batch + q * rx_head, t, rx_row, x, T, X)
                 if GATE != CHANNEL:
                     r_x = r_x * since[:, None]
-                found += product(r_x, block_of(states + of_state, x, y, X, Y), LOW)
+                found += dot(r_x, load_state_block(states + of_state, x, y, X, Y), DOT_DTYPE)
             if SILU:
-                raw = rows_of(raw_r + b * raw_r_batch + q * raw_r_head, t, raw_r_row, y, T, Y)
+                raw = load_tokens(raw_r + b * raw_r_batch + q * raw_r_head, t, raw_r_row, y, T, Y)
                 _, slope = activation(raw.to(tl.float32), False)
-                leave_rows(out_r + b * out_r_batch + q * out_r_head, t, out_r_row, y, T, Y, found * slope)
+                store_tokens(out_r + b * out_r_batch + q * out_r_head, t, out_r_row, y, T, Y, found * slope)
             else:
-                leave_rows(out_r + (b * T * (H * G) + q) * Y, t, H * G * Y, y, T, Y, found)
+                store_tokens(out_r + (b * T * (H * G) + q) * Y, t, H * G * Y, y, T, Y, found)
         if WRITE:
-            grad_w += product(tl.trans(M), rows_of(ry + b * ry_batch + q * ry_head, t, ry_row, y, T, Y), LOW)
+            grad_w += dot(tl.trans(M), load_tokens(ry + b * ry_batch + q * ry_head, t, ry_row, y, T, Y), DOT_DTYPE)
     if WRITE:
         grad_w *= scale
         for x0 in range(0, X, BX):
             x = x0 + tl.arange(0, BX)
-            w_x = rows_of(wx + b * wx_batch + h * wx_head, t, wx_row, x, T, X)
+            w_x = load_tokens(wx + b * wx_batch + h * wx_head, t, wx_row, x, T, X)
             if GATE != CHANNEL:
                 w_x = w_x * until[:, None]
-            grad_w += product(w_x, block_of(cotangents + of_state, x, y, X, Y), LOW)
+            grad_w += dot(w_x, load_state_block(cotangents + of_state, x, y, X, Y), DOT_DTYPE)
         if SILU:
-            raw = rows_of(raw_w + b * raw_w_batch + h * raw_w_head, t, raw_w_row, y, T, Y)
+            raw = load_tokens(raw_w + b * raw_w_batch + h * raw_w_head, t, raw_w_row, y, T, Y)
             _, slope = activation(raw.to(tl.float32), False)
-            leave_rows(out_w + b * out_w_batch + h * out_w_head, t, out_w_row, y, T, Y, grad_w * slope)
+            store_tokens(out_w + b * out_w_batch + h * out_w_head, t, out_w_row, y, T, Y, grad_w * slope)
         else:
-            leave_rows(out_w + (b * T * H + h) * Y, t, H * Y, y, T, Y, grad_w)
+            store_tokens(out_w + (b * T * H + h) * Y, t, H * Y, y, T, Y, grad_w)
 
 
 @triton.jit
@@ -252,20 +252,20 @@ def gla_chunk_dqk_kernel(
     rx, ry, wx, wy, sums, pos, scores, states, cotangents, out_r, out_w, out_g, T, chunks, scale,
     rx_batch, rx_row, rx_head, ry_batch, ry_row, ry_head, wx_batch, wx_row, wx_head, wy_batch, wy_row, wy_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
-    READ: tl.constexpr, WRITE: tl.constexpr, LOW: tl.constexpr, PRECISE: tl.constexpr, LEVELS: tl.constexpr, SHARE: tl.constexpr,
-    C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, DOT_DTYPE: tl.constexpr, PRECISE: tl.constexpr, LEVELS: tl.constexpr,
+    SHARE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """Derivatives along x: to rx, [B, T, Q, X], if READ, and to wx, [B, T, H, X], and the log-decays, [B, T, H, X] or, of a SCALAR,
     of each block of x [X / BX, B, T, H], if WRITE; scores are those of ry and wy, without decays. PRECISE: of
-    channels, what is read within a chunk is of wx with twice LOW's digits. SHARE: heads, one after the other, that a program has;
-    of more than one the derivatives to rx and wx are sums, [B, T, H / SHARE, X]."""
+    channels, what is read within a chunk is of wx with twice DOT_DTYPE's digits. SHARE: heads, one after the other, that a program
+    has; of more than one the derivatives to rx and wx are sums, [B, T, H / SHARE, X]."""
     PARTS: tl.constexpr = H // SHARE
     xs, n = tl.program_id(0), tl.program_id(1)
     x = xs * BX + tl.arange(0, BX)
     b, share = (tl.program_id(2) // PARTS).to(tl.int64), tl.program_id(2) % PARTS
     t, i = n * C + tl.arange(0, C), tl.arange(0, C)
-    at = positions_of(pos + b * T, t, T, HAS_POS)
-    at_last = last_of(at, C)
+    at = load_positions(pos + b * T, t, T, HAS_POS)
+    at_last = last_token(at, C)
     if SHARE > 1:
         sum_r, sum_w = tl.zeros([C, BX], tl.float32), tl.zeros([C, BX], tl.float32)
     for one in range(SHARE):
@@ -282,31 +282,31 @@ def gla_chunk_dqk_kernel(
             found = tl.zeros([C, BX], tl.float32)
             for y0 in range(0, Y, BY):
                 y = y0 + tl.arange(0, BY)
-                S = block_of(states + of_state, x, y, X, Y)
-                found += product(rows_of(ry + b * ry_batch + q * ry_head, t, ry_row, y, T, Y), tl.trans(S), LOW)
+                S = load_state_block(states + of_state, x, y, X, Y)
+                found += dot(load_tokens(ry + b * ry_batch + q * ry_head, t, ry_row, y, T, Y), tl.trans(S), DOT_DTYPE)
                 if WRITE and group == 0:
-                    dS = block_of(cotangents + of_state, x, y, X, Y)
-                    grad_w += product(rows_of(wy + b * wy_batch + h * wy_head, t, wy_row, y, T, Y), tl.trans(dS), LOW)
+                    dS = load_state_block(cotangents + of_state, x, y, X, Y)
+                    grad_w += dot(load_tokens(wy + b * wy_batch + h * wy_head, t, wy_row, y, T, Y), tl.trans(dS), DOT_DTYPE)
                     if GATE != NONE:
                         behind += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-            summed = sums_at(here, t, T, x, H, X, GATE)
-            w_x = rows_of(wx + b * wx_batch + h * wx_head, t, wx_row, x, T, X)
-            r_x = rows_of(rx + b * rx_batch + q * rx_head, t, rx_row, x, T, X) if WRITE else w_x
-            since = since_begin(summed, at, C, HAS_POS)
+            summed = load_gate_sums(here, t, T, x, H, X, GATE)
+            w_x = load_tokens(wx + b * wx_batch + h * wx_head, t, wx_row, x, T, X)
+            r_x = load_tokens(rx + b * rx_batch + q * rx_head, t, rx_row, x, T, X) if WRITE else w_x
+            since = decay_from_start(summed, at, C, HAS_POS)
             found *= since if GATE == CHANNEL else since[:, None]
             if WRITE and group == 0:
                 if GATE == CHANNEL:
                     total = tl.sum(tl.where((i == C - 1)[:, None], summed, 0.0), 0)
-                    grad_w *= until_end(summed, total[None, :], at_last, C, HAS_POS)
+                    grad_w *= decay_to_end(summed, total[None, :], at_last, C, HAS_POS)
                 else:
-                    total = last_of(summed, C)
-                    grad_w *= until_end(summed, total, at_last, C, HAS_POS)[:, None]
+                    total = last_token(summed, C)
+                    grad_w *= decay_to_end(summed, total, at_last, C, HAS_POS)[:, None]
                 if GATE == CHANNEL:
                     flow -= w_x * grad_w
-                    behind = behind * whole_of(total, at_last, C, HAS_POS) - tl.sum(flow, 0)
+                    behind = behind * chunk_decay(total, at_last, C, HAS_POS) - tl.sum(flow, 0)
                 elif GATE == SCALAR:
                     written = w_x * grad_w
-                    behind = behind * whole_of(total, at_last, C, HAS_POS) + tl.sum(written, 0)
+                    behind = behind * chunk_decay(total, at_last, C, HAS_POS) + tl.sum(written, 0)
                     flow -= tl.sum(written, 1)
             if WRITE and GATE == CHANNEL:
                 flow += r_x * found * scale
@@ -315,46 +315,46 @@ def gla_chunk_dqk_kernel(
             P = tl.load(scores + ((b * (H * G) + q) * chunks + n) * (C * C) + i[:, None] * C + i[None, :])
             if GATE == CHANNEL:
                 for level in tl.range(NEAR - 1, LEVELS, num_stages=1 if PRECISE else None):
-                    apart = (summed - sums_at(here, n * C + joint(level, C), T, x, H, X, GATE)).to(tl.float32)
+                    apart = (summed - load_gate_sums(here, n * C + split_token(level, C), T, x, H, X, GATE)).to(tl.float32)
                     # within a block of 2^NEAR both are on either side of the token between them
                     far = -tl.abs(apart)
                     for_r = tl.exp2(tl.where(level < NEAR, apart, far))
                     for_w = tl.exp2(tl.where(level < NEAR, -apart, far))
-                    P_level = tl.where(tl.where(level < NEAR, near(C), meet(level, C)), P, 0.0)
+                    P_level = tl.where(tl.where(level < NEAR, same_block(C), joined_pairs(level, C)), P, 0.0)
                     if PRECISE:
                         w_level = w_x * for_w
-                        read = product_of_two(P_level, w_level, LOW)
+                        read = dot_split(P_level, w_level, DOT_DTYPE)
                     else:
-                        w_level = rounded(w_x * for_w, LOW)
-                        read = product(P_level, w_level, LOW)
+                        w_level = round_operand(w_x * for_w, DOT_DTYPE)
+                        read = dot(P_level, w_level, DOT_DTYPE)
                     found += for_r * read
                     if WRITE:
-                        r_level = rounded(r_x * for_r, LOW)
-                        written = product(tl.trans(P_level), r_level, LOW)
+                        r_level = round_operand(r_x * for_r, DOT_DTYPE)
+                        written = dot(tl.trans(P_level), r_level, DOT_DTYPE)
                         grad_w += for_w * written * scale
                         # every pair is the same number in both, so those on one side of a gate cancel
                         flow += (r_level * read - w_level * written) * scale
             else:
-                P_all = P * decays_between(summed, at, C, GATE, HAS_POS)
-                read = product(P_all, w_x, LOW)
+                P_all = P * pairwise_decays(summed, at, C, GATE, HAS_POS)
+                read = dot(P_all, w_x, DOT_DTYPE)
                 found += read
                 if WRITE:
-                    written = product(tl.trans(P_all), r_x, LOW)
+                    written = dot(tl.trans(P_all), r_x, DOT_DTYPE)
                     grad_w += written * scale
                     if GATE == SCALAR:
-                        flow += tl.sum(rounded(r_x, LOW) * read - rounded(w_x, LOW) * written, 1) * scale
+                        flow += tl.sum(round_operand(r_x, DOT_DTYPE) * read - round_operand(w_x, DOT_DTYPE) * written, 1) * scale
             if READ:
                 if SHARE == 1:
-                    leave_rows(out_r + (b * T * (H * G) + q) * X, t, H * G * X, x, T, X, found * scale)
+                    store_tokens(out_r + (b * T * (H * G) + q) * X, t, H * G * X, x, T, X, found * scale)
                 else:
                     sum_r += found * scale
         if WRITE:
             if SHARE == 1:
-                leave_rows(out_w + (b * T * H + h) * X, t, H * X, x, T, X, grad_w)
+                store_tokens(out_w + (b * T * H + h) * X, t, H * X, x, T, X, grad_w)
             else:
                 sum_w += grad_w
             if GATE == CHANNEL:
-                leave_rows(out_g + (b * T * H + h) * X, t, H * X, x, T, X, from_here_on(flow, C, LOW) + behind[None, :])
+                store_tokens(out_g + (b * T * H + h) * X, t, H * X, x, T, X, reverse_cumsum(flow, C, DOT_DTYPE) + behind[None, :])
             elif GATE == SCALAR:
                 # of [1, BX]: with a sum over one dimension alone Triton 3.6 fails for sm_100
                 grad_g = tl.cumsum(flow, 0, reverse=True) + tl.sum(behind[None, :], 1)
@@ -363,6 +363,6 @@ def gla_chunk_dqk_kernel(
     if SHARE > 1:
         to = (b * T * PARTS + share) * X
         if READ:
-            leave_rows(out_r + to, t, PARTS * X, x, T, X, sum_r)
+            store_tokens(out_r + to, t, PARTS * X, x, T, X, sum_r)
         if WRITE:
-            leave_rows(out_w + to, t, PARTS * X, x, T, X, sum_w)
+            store_tokens(out_w + to, t, PARTS * X, x, T, X, sum_w)

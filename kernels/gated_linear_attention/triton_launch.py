@@ -17,7 +17,7 @@ from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
-from baton.kernels.gated_linear_attention.launch_args import Given, LaunchConfig, Prepared, Projected, Side
+from baton.kernels.gated_linear_attention.launch_args import QKV, LaunchConfig, PreActivations, PreparedGates, Side
 from baton.kernels.gated_linear_attention.reference import Gate
 
 _kernels = LazyModule("baton.kernels.gated_linear_attention.triton_kernels")
@@ -38,7 +38,7 @@ def shape_of(gate: Gate, d_key: int, d_value: int) -> launch_configs.Shape:
     return {"gate": gate, "d_key": launch_utils.next_power_of_2(d_key), "d_value": launch_utils.next_power_of_2(d_value)}
 
 
-def launch_config_for(gate: Gate, given: Given) -> LaunchConfig:
+def launch_config_for(gate: Gate, given: QKV) -> LaunchConfig:
     batch, length, heads, d_value = given.v.shape
     d_key, query_heads = given.k.shape[3], given.q.shape[2]
     sizes = {"batch": batch, "tokens": length, "heads": heads, "query_heads": query_heads, "d_key": d_key, "d_value": d_value}
@@ -58,12 +58,12 @@ def gla_triton(
     config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `op.gated_linear_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits."""
-    config = config or launch_config_for(gate, Given(q, k, v))
+    config = config or launch_config_for(gate, QKV(q, k, v))
     y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch_utils.int32_positions(pos), config)
     return y, leaving
 
 
-def gla_effect(
+def gla_final_state_triton(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
@@ -75,20 +75,22 @@ def gla_effect(
 ) -> Tensor:
     """What a span adds to a state of zeros, [batch, heads, d_key, d_value], without queries, outputs and gradients. low: whether
     products are of bfloat16 (default: where k and v have 16 bits)."""
-    given = Given.of(k, k, v)
+    given = QKV.of(k, k, v)
     low = given.low if low is None else low
-    run = Sum(gate, 1.0, launch_utils.int32_positions(pos), g, given, config or launch_config_for(gate, Given(k, k, v)), low=low)
+    run = LinearAttentionLaunch(
+        gate, 1.0, launch_utils.int32_positions(pos), g, given, config or launch_config_for(gate, QKV(k, k, v)), low=low
+    )
     wx, wy = run.writes
-    prepared = run.prepare(None, wx)
+    prepared = run.launch_prepare(None, wx)
     assert prepared.written is not None
-    return run.state(run.states(prepared.written, wy, prepared, None, keep=False)[1])
+    return run.state(run.launch_chunk_h(prepared.written, wy, prepared, None, keep=False)[1])
 
 
-class Sum:
+class LinearAttentionLaunch:
     """One call's shapes and launches: scale sum_i rx_i^T S_i ry_i, see `triton_kernels`. low: whether products are of bfloat16."""
 
     def __init__(
-        self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: Given, config: LaunchConfig, *, low: bool
+        self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: QKV, config: LaunchConfig, *, low: bool
     ) -> None:
         self.swapped = gate == "value"
         # one query and one key for all heads, which see them by a stride of 0
@@ -112,7 +114,7 @@ class Sum:
             "H": self.heads, "G": self.query_heads // self.heads, "GATE": self.gate, "HAS_POS": pos is not None,
             "C": self.config.chunk, "num_stages": self.config.stages,
         }  # fmt: skip
-        self.low = {"LOW": launch_utils.triton_bfloat16() if low else None}
+        self.low = {"DOT_DTYPE": launch_utils.triton_bfloat16() if low else None}
 
     @property
     def keeps_scores(self) -> bool:
@@ -144,10 +146,10 @@ class Sum:
     def block(self, size: int, wanted: int) -> int:
         return max(16, min(wanted, launch_utils.next_power_of_2(size)))
 
-    def prepare(self, r: Tensor | None, w: Tensor | None) -> Prepared:
+    def launch_prepare(self, r: Tensor | None, w: Tensor | None) -> PreparedGates:
         """Of what is read with and what is written along x."""
         if self.g is None:
-            return Prepared(None, r, w, None)
+            return PreparedGates(None, r, w, None)
         shape, X = (self.batch, self.length, self.heads), self.sizes[0]
         # see `triton_common`
         precise = torch.float32 if self.kept == torch.bfloat16 else torch.float64
@@ -163,9 +165,9 @@ class Sum:
             self.or_v(whole), self.length, self.scale, *launch_utils.strides(r, w, self.g), X=X, READ=r is not None,
             WRITE=w is not None, BX=BX, num_warps=4 if self.per_channel else 1, **self.common,
         )  # fmt: skip
-        return Prepared(sums, read, written, whole)
+        return PreparedGates(sums, read, written, whole)
 
-    def scores(self, r: Tensor, w: Tensor, sums: Tensor | None, *, gated: bool) -> Tensor:
+    def launch_scores(self, r: Tensor, w: Tensor, sums: Tensor | None, *, gated: bool) -> Tensor:
         """What is read of what is written, but for the scale, [B, Q, N, C, C]; over what lies along x if gated, along y if not."""
         chunk, size = self.config.chunk, r.shape[3]
         found = self.new(self.batch, self.query_heads, self.chunks, chunk, chunk, dtype=self.kept)
@@ -183,11 +185,11 @@ class Sum:
         )  # fmt: skip
         return found
 
-    def states(
+    def launch_chunk_h(
         self,
-        along_x: Tensor,
-        along_y: Tensor,
-        prepared: Prepared,
+        x_operand: Tensor,
+        y_operand: Tensor,
+        prepared: PreparedGates,
         first: Tensor | None,
         *,
         backwards: bool = False,
@@ -206,10 +208,10 @@ class Sum:
             """Through pieces of so many chunks; what leaves each, [B, P, H, X, Y]."""
             last = self.new(self.batch, -(-chunks // piece), heads, X, Y)
             self.kernels.chunk_h_kernel[(blocks, heads, self.batch * last.shape[1])](
-                along_x, along_y, self.or_v(prepared.sums), self.or_v(prepared.whole), self.or_v(self.pos), self.or_v(first),
+                x_operand, y_operand, self.or_v(prepared.sums), self.or_v(prepared.whole), self.or_v(self.pos), self.or_v(first),
                 self.or_v(kept), last, self.or_v(decay), self.length, chunks, piece, self.scale,
-                *launch_utils.strides(along_x, along_y), HAS_FIRST=first is not None, BACKWARDS=backwards, KEEP=kept is not None,
-                DECAY=decay is not None, num_warps=self.config.warps, **options, **self.low,
+                *launch_utils.strides(x_operand, y_operand), HAS_FIRST=first is not None, BACKWARDS=backwards,
+                KEEP=kept is not None, DECAY=decay is not None, num_warps=self.config.warps, **options, **self.low,
             )  # fmt: skip
             return last
 
@@ -230,9 +232,9 @@ class Sum:
             walk(piece, arriving, kept)
         return last if kept is None else kept, last
 
-    def along_y(
-        self, x: Prepared, y: Side, scores: Tensor, states: Tensor, cotangents: Tensor | None, *,
-        read: torch.dtype | None, write: torch.dtype | None, projected: Projected | None = None,
+    def launch_chunk_o(
+        self, x: PreparedGates, y: Side, scores: Tensor, states: Tensor, cotangents: Tensor | None, *,
+        read: torch.dtype | None, write: torch.dtype | None, projected: PreActivations | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """Derivatives, in the dtypes that are given, to what is read with and to what is written along y, or what was projected."""
         (X, Y), shape = self.sizes, (self.batch, self.length)
@@ -255,7 +257,7 @@ class Sum:
         )  # fmt: skip
         return r, w
 
-    def along_x(
+    def launch_chunk_dqk(
         self, x: Side, y: Side, sums: Tensor | None, scores: Tensor, states: Tensor, cotangents: Tensor | None, *,
         read: torch.dtype | None, write: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
@@ -281,7 +283,7 @@ class Sum:
             self.or_v(x.r), self.or_v(y.r), self.or_v(x.w), self.or_v(y.w), self.or_v(sums), self.or_v(self.pos), scores, states,
             self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
             *launch_utils.strides(x.r, y.r, x.w, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
-            PRECISE=self.low["LOW"] is not None and self.per_channel and read == torch.float32,
+            PRECISE=self.low["DOT_DTYPE"] is not None and self.per_channel and read == torch.float32,
             LEVELS=self.config.chunk.bit_length() - 1, SHARE=share, BX=BX, BY=BY, num_warps=warps, **self.common, **self.low,
         )  # fmt: skip
         return r, w, g if g is None or self.per_channel else g.sum(0)
@@ -289,41 +291,45 @@ class Sum:
     def forward(self, first: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """The output, [B, T, Q, d_value] in dtype, the state that leaves, and scores for `backward` if they are kept."""
         (wx, wy), q = self.writes, self.given.q
-        prepared = self.prepare(None if self.swapped else q, wx)
+        prepared = self.launch_prepare(None if self.swapped else q, wx)
         assert prepared.written is not None
-        states, last = self.states(prepared.written, wy, prepared, None if first is None else self.state(first).contiguous())
+        states, last = self.launch_chunk_h(
+            prepared.written, wy, prepared, None if first is None else self.state(first).contiguous()
+        )
         if self.swapped:
-            scores = self.scores(q, wy, None, gated=False)
-            read, _, _ = self.along_x(Side(None, wx), Side(q, wy), prepared.sums, scores, states, None, read=dtype, write=None)
+            scores = self.launch_scores(q, wy, None, gated=False)
+            read, _, _ = self.launch_chunk_dqk(
+                Side(None, wx), Side(q, wy), prepared.sums, scores, states, None, read=dtype, write=None
+            )
         else:
-            scores = self.scores(q, wx, prepared.sums, gated=True)
-            read, _ = self.along_y(prepared, Side(None, wy), scores, states, None, read=dtype, write=None)
+            scores = self.launch_scores(q, wx, prepared.sums, gated=True)
+            read, _ = self.launch_chunk_o(prepared, Side(None, wy), scores, states, None, read=dtype, write=None)
         assert read is not None
         return read, self.state(last), scores if self.keeps_scores else None
 
     def backward(
         self, first: Tensor | None, scores: Tensor | None, dy: Tensor, dlast: Tensor | None, *, wide: str = "",
-        projected: Projected | None = None,
+        projected: PreActivations | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Gradients of q, k, v, g and the state that entered; scores: see `forward`; dlast: None for zeros. wide: those of q, k and
         v that are not rounded to their dtypes. projected: what those along y were made of, which gradients are of then."""
         (wx, wy), (q, k, v) = self.writes, self.given
         rx, ry = (dy, q) if self.swapped else (q, dy)
-        prepared = self.prepare(rx, wx)
+        prepared = self.launch_prepare(rx, wx)
         assert prepared.written is not None
         assert prepared.read is not None
-        states, _ = self.states(prepared.written, wy, prepared, None if first is None else self.state(first).contiguous())
+        states, _ = self.launch_chunk_h(prepared.written, wy, prepared, None if first is None else self.state(first).contiguous())
         last = None if dlast is None else self.state(dlast).contiguous()
-        cotangents, dfirst = self.states(prepared.read, ry, prepared, last, backwards=True)
+        cotangents, dfirst = self.launch_chunk_h(prepared.read, ry, prepared, last, backwards=True)
         x, y = Side(rx, wx), Side(ry, wy)
         over_x, over_y = (None, scores) if self.swapped else (scores, None)
-        over_x = self.scores(rx, wx, prepared.sums, gated=True) if over_x is None else over_x
+        over_x = self.launch_scores(rx, wx, prepared.sums, gated=True) if over_x is None else over_x
         of_q, of_k, of_v = (torch.float32 if name in wide else x.dtype for name, x in zip("qkv", (q, k, v), strict=True))
         plain = {"read": of_q, "write": of_k} if self.swapped else {"read": None, "write": of_v}
-        y_r, y_w = self.along_y(prepared, y, over_x, states, cotangents, projected=projected, **plain)
-        over_y = self.scores(ry, wy, None, gated=False) if over_y is None else over_y
+        y_r, y_w = self.launch_chunk_o(prepared, y, over_x, states, cotangents, projected=projected, **plain)
+        over_y = self.launch_scores(ry, wy, None, gated=False) if over_y is None else over_y
         gated = {"read": None, "write": of_v} if self.swapped else {"read": of_q, "write": of_k}
-        x_r, x_w, dg = self.along_x(x, y, prepared.sums, over_y, states, cotangents, **gated)
+        x_r, x_w, dg = self.launch_chunk_dqk(x, y, prepared.sums, over_y, states, cotangents, **gated)
         dq, dk, dv = (y_r, y_w, x_w) if self.swapped else (x_r, x_w, y_w)
         return dq, dk, dv, dg, None if first is None else self.state(dfirst)
 
@@ -334,8 +340,8 @@ class _Gla(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial_state: Tensor | None, gate: Gate, scale: float,
         pos: Tensor | None, config: LaunchConfig,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        given = Given.of(q, k, v)
-        y, last, scores = Sum(gate, scale, pos, g, given, config, low=given.low).forward(initial_state, q.dtype)
+        given = QKV.of(q, k, v)
+        y, last, scores = LinearAttentionLaunch(gate, scale, pos, g, given, config, low=given.low).forward(initial_state, q.dtype)
         ctx.save_for_backward(q, k, v, g, initial_state, scores, pos)
         ctx.gate, ctx.scale, ctx.config = gate, scale, config
         ctx.set_materialize_grads(False)
@@ -347,8 +353,8 @@ class _Gla(torch.autograd.Function):
         q, k, v, g, initial_state, scores, pos = ctx.saved_tensors
         if dy is None:
             dy = q.new_zeros(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
-        given = Given.of(q, k, v)
-        run = Sum(ctx.gate, ctx.scale, pos, g, given, ctx.config, low=given.low)
+        given = QKV.of(q, k, v)
+        run = LinearAttentionLaunch(ctx.gate, ctx.scale, pos, g, given, ctx.config, low=given.low)
         dq, dk, dv, dg, dfirst = run.backward(initial_state, scores, launch_utils.contiguous_last_dim(dy), dlast)
         # a head that all share was given to each, or to several at a time
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))

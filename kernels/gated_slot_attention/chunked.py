@@ -29,7 +29,7 @@ def gsa_chunked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_alpha: Tensor,
+    g: Tensor,
     *,
     scale: float,
     slot_activation: SlotActivation,
@@ -39,28 +39,28 @@ def gsa_chunked(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, State]:
     """As `op.gated_slot_attention`, which checks the arguments; `chunk` is the number of tokens per chunk."""
-    inputs = (q, k, v, log_alpha)
+    inputs = (q, k, v, g)
     dtype = compute_dtype(*inputs)
-    state = empty_state(k, v, log_alpha, dtype) if initial_state is None else initial_state
+    state = empty_state(k, v, g, dtype) if initial_state is None else initial_state
     step = partial(_step, scale=scale, slot_activation=slot_activation, gate_logit_normalizer=gate_logit_normalizer, dtype=dtype)
     return run_chunked(step, inputs, len(inputs), pos=pos, state={"k": state["k"], "v": state["v"]}, chunk=chunk)
 
 
-def empty_state(k: Tensor, v: Tensor, log_alpha: Tensor, dtype: torch.dtype) -> State:
+def empty_state(k: Tensor, v: Tensor, g: Tensor, dtype: torch.dtype) -> State:
     """Slots that nothing was written to, {k [batch, heads, d_key, slots], v [batch, heads, slots, d_value]}."""
     batch, _, heads, d_key = k.shape
-    slots, d_value = log_alpha.shape[3], v.shape[3]
+    slots, d_value = g.shape[3], v.shape[3]
     return {
         "k": k.new_zeros(batch, heads, d_key, slots, dtype=dtype),
         "v": k.new_zeros(batch, heads, slots, d_value, dtype=dtype),
     }
 
 
-def gsa_state(
-    k: Tensor, v: Tensor, log_alpha: Tensor, *, gate_logit_normalizer: float | None = None, pos: Tensor | None, chunk: int = CHUNK
+def gsa_final_state(
+    k: Tensor, v: Tensor, g: Tensor, *, gate_logit_normalizer: float | None = None, pos: Tensor | None, chunk: int = CHUNK
 ) -> State:
     """What a span adds to slots of zeros: neither queries nor link nor outputs, and without gradients."""
-    inputs = (k, v, log_alpha)
+    inputs = (k, v, g)
     dtype = compute_dtype(*inputs)
     state = empty_state(*inputs, dtype)
     with torch.no_grad(), without_autocast(k):
@@ -96,10 +96,10 @@ class _Block:
 
     def __init__(self, inputs: Inputs, pos: Tensor | None, dtype: torch.dtype) -> None:
         length = next_power_of_2(inputs[0].shape[1])
-        self.k, self.v, log_alpha = (heads_first(extended(x, length), dtype) for x in inputs)
-        self.decay = ChannelDecay(log_alpha, extended_positions(pos, length))
+        self.k, self.v, g = (heads_first(extended(x, length), dtype) for x in inputs)
+        self.decay = ChannelDecay(g, extended_positions(pos, length))
         # 1 - alpha itself would lose the gates that matter most, those that keep nearly all
-        self.strength = -torch.expm1(log_alpha)
+        self.strength = -torch.expm1(g)
 
     def write(self, state: State) -> State:
         """The slots after the chunk."""

@@ -25,12 +25,12 @@ def gated_slot_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_alpha: Tensor,
+    g: Tensor,
     *,
     scale: float = 1.0,
     slot_activation: SlotActivation = "softmax",
     gate_logit_normalizer: float | None = None,
-    remake: bool = False,
+    recompute_activations: bool = False,
     pos: Tensor | None = None,
     initial_state: State | None = None,
 ) -> tuple[Tensor, State]:
@@ -47,14 +47,15 @@ def gated_slot_attention(
             head h // group. Slots are kept and computed once per head, not per query head.
         k: keys, [batch, T, heads, d_key].
         v: values, [batch, T, heads, d_value].
-        log_alpha: logarithm of what each slot keeps, finite and at most 0, no unit, [batch, T, heads, slots]; not checked. What it
+        g: logarithm of what each slot keeps, finite and at most 0, no unit, [batch, T, heads, slots]; not checked. What it
             takes in, 1 - alpha, is computed from the logarithm: pass it in float32, whatever k and v are in.
         scale: of the scores; the authors train with 1.
         slot_activation: weights out of scores: softmax over the slots, identity, silu, relu or relu2 (the square of relu).
-        gate_logit_normalizer: more than 0; then q, k, v and log_alpha are given as a layer projects them: silu of q, k and v is
-            taken (rounded to their dtypes), and log(sigmoid(log_alpha)) / gate_logit_normalizer (in float32, always). On a GPU
+        gate_logit_normalizer: more than 0; then q, k, v and g are given as a layer projects them: silu of q, k and v is
+            taken (rounded to their dtypes), and log(sigmoid(g)) / gate_logit_normalizer (in float32, always). On a GPU
             the gradients of neighbouring columns of one tensor are such columns too. None: they are given as they are.
-        remake: whether what is made of projected q, k and v is made again for the backward pass, not kept; a CPU never keeps it.
+        recompute_activations: whether what is made of projected q, k and v is made again for the backward pass, not kept; a CPU
+            never keeps it.
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
         initial_state: the slots that arrive, {k [batch, heads, d_key, slots], v [batch, heads, slots, d_value]}, float32 (float64
@@ -77,9 +78,9 @@ def gated_slot_attention(
     expect_attention(_KERNEL, q, k, v, shared=False)
     batch, length, heads, d_key = k.shape
     d_value, device = v.shape[3], q.device
-    expect_tensor(_KERNEL, "log_alpha", log_alpha, ("batch", "T", "heads", "slots"), (batch, length, heads, -1), device)
-    slots = log_alpha.shape[3]
-    dtype = expect_one_precision(_KERNEL, q=q, k=k, v=v, log_alpha=log_alpha)
+    expect_tensor(_KERNEL, "g", g, ("batch", "T", "heads", "slots"), (batch, length, heads, -1), device)
+    slots = g.shape[3]
+    dtype = expect_one_precision(_KERNEL, q=q, k=k, v=v, g=g)
     if initial_state is not None:
         expect_state_keys(_KERNEL, "initial_state", initial_state, ("k", "v"))
         axes, sizes = ("batch", "heads", "d_key", "slots"), (batch, heads, d_key, slots)
@@ -90,12 +91,12 @@ def gated_slot_attention(
             expect_dtype(_KERNEL, f"initial_state {name}", leaf, (dtype,))
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
-    implementation = partial(gsa_triton, remake=remake) if use_triton(q, dtype) else gsa_chunked
+    implementation = partial(gsa_triton, recompute_activations=recompute_activations) if use_triton(q, dtype) else gsa_chunked
     return implementation(
         q,
         k,
         v,
-        log_alpha,
+        g,
         scale=scale,
         slot_activation=slot_activation,
         gate_logit_normalizer=gate_logit_normalizer,

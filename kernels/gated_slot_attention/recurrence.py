@@ -10,16 +10,16 @@ from torch import Tensor
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_log_gates, randn
 from baton.kernels.gated_linear_attention.triton_launch import use_triton
-from baton.kernels.gated_slot_attention.chunked import gsa_state
+from baton.kernels.gated_slot_attention.chunked import gsa_final_state
 from baton.kernels.gated_slot_attention.op import gated_slot_attention
 from baton.kernels.gated_slot_attention.reference import SlotActivation, activated, gsa_reference
-from baton.kernels.gated_slot_attention.triton_launch import gsa_effect
+from baton.kernels.gated_slot_attention.triton_launch import gsa_final_state_triton
 from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, StateTransition
 
 
 @dataclass(frozen=True)
 class GatedSlotAttention(LinearRecurrence):
-    """Inputs q, k, v, log_alpha along time; State {k [batch, heads, d_key, slots], v [batch, heads, slots, d_value]}.
+    """Inputs q, k, v, g along time; State {k [batch, heads, d_key, slots], v [batch, heads, slots, d_value]}.
 
     Both leaves have one decay, so they travel together. See `op.gated_slot_attention`, also for
     gate_logit_normalizer, with which inputs are as a
@@ -29,9 +29,9 @@ class GatedSlotAttention(LinearRecurrence):
     slot_activation: SlotActivation = "softmax"
     scale: float = 1.0
     gate_logit_normalizer: float | None = None
-    remake: bool = False
+    recompute_activations: bool = False
     group: int = 1
-    input_names = ("q", "k", "v", "log_alpha")
+    input_names = ("q", "k", "v", "g")
     num_time_inputs = 4
     # of products of bfloat16 a score is a thousandth of its size off, and the link multiplies what comes of it with its size; slots
     # that enter, of a few tokens' queries in groups, have a gradient 5.9e-3 off, all else is under 5.1e-3
@@ -43,15 +43,17 @@ class GatedSlotAttention(LinearRecurrence):
         return f"gated_slot_attention-{self.slot_activation}{projected}" + (f"-grouped-{self.group}" if self.group > 1 else "")
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
-        _, k, v, log_alpha = inputs
-        heads, slots, dtype = k.shape[2], log_alpha.shape[3], compute_dtype(*inputs)
+        _, k, v, g = inputs
+        heads, slots, dtype = k.shape[2], g.shape[3], compute_dtype(*inputs)
         return (
             StateSpec("k", (heads, k.shape[3], slots), dtype, tp=0, grad=True),
             StateSpec("v", (heads, slots, v.shape[3]), dtype, tp=0, grad=True),
         )
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        return gated_slot_attention(*inputs, **self._options, remake=self.remake, pos=pos, initial_state=state)
+        return gated_slot_attention(
+            *inputs, **self._options, recompute_activations=self.recompute_activations, pos=pos, initial_state=state
+        )
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         return gsa_reference(*inputs, **self._options, pos=pos, initial_state=state)
@@ -61,9 +63,9 @@ class GatedSlotAttention(LinearRecurrence):
         return {"scale": self.scale, "slot_activation": self.slot_activation, "gate_logit_normalizer": self.gate_logit_normalizer}
 
     def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
-        """exp(sum of log_alpha), the same along either leaf's slots."""
-        (log_alpha,) = activated(inputs[3:], self.gate_logit_normalizer)
-        decay = log_alpha.to(compute_dtype(*inputs)).sum(1).exp()
+        """exp(sum of g), the same along either leaf's slots."""
+        (g,) = activated(inputs[3:], self.gate_logit_normalizer)
+        decay = g.to(compute_dtype(*inputs)).sum(1).exp()
         if pos is not None:
             decay = decay.masked_fill((pos == 0).any(1)[:, None, None], 0.0)
         return {"k": decay[:, :, None, :], "v": decay[:, :, :, None]}
@@ -72,7 +74,7 @@ class GatedSlotAttention(LinearRecurrence):
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
         """States only: this much less than a run is what can be sent before any output exists."""
         transition = self.transition_matrix(inputs, pos)
-        implementation = gsa_effect if use_triton(inputs[0], compute_dtype(*inputs)) else gsa_state
+        implementation = gsa_final_state_triton if use_triton(inputs[0], compute_dtype(*inputs)) else gsa_final_state
         return transition, self.state_transition(
             transition, implementation(*inputs[1:], gate_logit_normalizer=self.gate_logit_normalizer, pos=pos)
         )
@@ -83,8 +85,8 @@ class GatedSlotAttention(LinearRecurrence):
         q, k = normal(batch, length, heads * self.group, d_key), normal(batch, length, heads, d_key)
         gates = (batch, length, heads, slots)
         # of projected ones logarithms from nearly 0 to -50
-        log_alpha = extreme_log_gates(generator, *gates, dtype=dtype) if self.gate_logit_normalizer is None else 8 * normal(*gates)
-        inputs = (q, k, normal(batch, length, heads, d_value), log_alpha)
+        g = extreme_log_gates(generator, *gates, dtype=dtype) if self.gate_logit_normalizer is None else 8 * normal(*gates)
+        inputs = (q, k, normal(batch, length, heads, d_value), g)
         return inputs, {"k": normal(batch, heads, d_key, slots), "v": normal(batch, heads, slots, d_value)}
 
 

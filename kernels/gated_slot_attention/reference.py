@@ -28,7 +28,7 @@ SLOT_ACTIVATIONS: dict[SlotActivation, Callable[[Tensor], Tensor]] = {
 
 
 def activated(inputs: Inputs, gate_logit_normalizer: float | None) -> Inputs:
-    """(..., log_alpha), which with a gate_logit_normalizer are given as projected: silu of what is before,
+    """(..., g), which with a gate_logit_normalizer are given as projected: silu of what is before,
     log(sigmoid) / gate_logit_normalizer of the gates,
     in float32 at least. Differentiable."""
     if gate_logit_normalizer is None:
@@ -42,7 +42,7 @@ def gsa_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_alpha: Tensor,
+    g: Tensor,
     *,
     scale: float = 1.0,
     slot_activation: SlotActivation = "softmax",
@@ -58,9 +58,9 @@ def gsa_reference(
     on states k [B, H, K, M] and v [B, H, M, V] (the paper's slots of keys, transposed, and of values), which are replaced by 0
     before a token where pos == 0.
     """
-    q, k, v, log_alpha = activated((q, k, v, log_alpha), gate_logit_normalizer)
+    q, k, v, g = activated((q, k, v, g), gate_logit_normalizer)
     batch, length, heads, d_key = k.shape
-    slots, d_value = log_alpha.shape[3], v.shape[3]
+    slots, d_value = g.shape[3], v.shape[3]
     q_BTHGK = q.unflatten(2, (heads, -1))
     k_BHKM = k.new_zeros(batch, heads, d_key, slots) if initial_state is None else initial_state["k"]
     v_BHMV = k.new_zeros(batch, heads, slots, d_value) if initial_state is None else initial_state["v"]
@@ -69,7 +69,7 @@ def gsa_reference(
         if pos is not None:
             starts = (pos[:, t] == 0)[:, None, None, None]
             k_BHKM, v_BHMV = k_BHKM.masked_fill(starts, 0.0), v_BHMV.masked_fill(starts, 0.0)
-        keep_BHM, write_BHM = log_alpha[:, t].exp(), -torch.expm1(log_alpha[:, t])
+        keep_BHM, write_BHM = g[:, t].exp(), -torch.expm1(g[:, t])
         k_BHKM = keep_BHM[:, :, None, :] * k_BHKM + k[:, t, :, :, None] * write_BHM[:, :, None, :]
         v_BHMV = keep_BHM[:, :, :, None] * v_BHMV + write_BHM[:, :, :, None] * v[:, t, :, None, :]
         scores_BHGM = scale * torch.einsum("bhgk,bhkm->bhgm", q_BTHGK[:, t].to(k_BHKM.dtype), k_BHKM)

@@ -15,7 +15,7 @@ NEAR = tl.constexpr(0.25)  # below it 1 - exp(-x) is summed up: a difference fro
 
 
 @triton.jit
-def entries(rows, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
+def slot_offsets(rows, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
     """This program's offsets in [R, M], and which of them exist."""
     row, m = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BM)
     return row[:, None] * M + m[None, :], (row < rows)[:, None] & (m < M)[None, :]
@@ -24,7 +24,7 @@ def entries(rows, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
 @triton.jit
 def gsa_write_strength_kernel(gates, out, rows, M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
     """1 - exp(gate) of [R, M]: what a slot takes in."""
-    at, inside = entries(rows, M, BR, BM)
+    at, inside = slot_offsets(rows, M, BR, BM)
     gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
     # -x (1 + x/2 (1 + x/3 (...))), whose eighth term is less than a float32's last digit
     summed = tl.zeros_like(gate) + 1.0
@@ -49,7 +49,7 @@ def gsa_slot_weights_kernel(
     scores, weights, rows, M: tl.constexpr, SLOT_ACTIVATION: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr
 ):
     """The link's weights of scores [R, M]."""
-    at, inside = entries(rows, M, BR, BM)
+    at, inside = slot_offsets(rows, M, BR, BM)
     x = tl.load(scores + at, mask=inside, other=0.0)
     if SLOT_ACTIVATION == SOFTMAX:
         x = softmax(x, inside)
@@ -67,7 +67,7 @@ def gsa_slot_weights_backward_kernel(
     scores, dweights, dscores, rows, M: tl.constexpr, SLOT_ACTIVATION: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr
 ):
     """The scores' gradient of the weights'."""
-    at, inside = entries(rows, M, BR, BM)
+    at, inside = slot_offsets(rows, M, BR, BM)
     x, d = tl.load(scores + at, mask=inside, other=0.0), tl.load(dweights + at, mask=inside, other=0.0).to(tl.float32)
     if SLOT_ACTIVATION == SOFTMAX:
         x = softmax(x, inside)
@@ -89,7 +89,7 @@ def gsa_gates_backward_kernel(
 ):  # fmt: skip
     """The gates' gradient, [R, M]: of both passes' decays, and of what both passes write, whose strength falls by exp(gate). LOGS:
     gates are logarithms of sigmoids of raw, divided, of which the gradient is then. raw, dgates: rows of H heads."""
-    at, inside = entries(rows, M, BR, BM)
+    at, inside = slot_offsets(rows, M, BR, BM)
     gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
     written = tl.load(dwrite_k + at, mask=inside, other=0.0).to(tl.float32) + tl.load(dwrite_v + at, mask=inside, other=0.0)
     decayed = tl.load(dg_k + at, mask=inside, other=0.0) + tl.load(dg_v + at, mask=inside, other=0.0)

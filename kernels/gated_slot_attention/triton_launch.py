@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 from baton.kernels.common import launch_utils
 from baton.kernels.common.adjacent_views import empty_like_adjacent
 from baton.kernels.common.launch_utils import LazyModule
-from baton.kernels.gate.triton_launch import activate
-from baton.kernels.gated_linear_attention.launch_args import Given, LaunchConfig, Projected, Side
-from baton.kernels.gated_linear_attention.triton_launch import Sum, gla_effect, launch_config_for
+from baton.kernels.gate.triton_launch import activate_columns
+from baton.kernels.gated_linear_attention.launch_args import QKV, LaunchConfig, PreActivations, Side
+from baton.kernels.gated_linear_attention.triton_launch import LinearAttentionLaunch, gla_final_state_triton, launch_config_for
 from baton.kernels.gated_slot_attention.reference import SlotActivation
 from baton.kernels.protocol import State
 
@@ -34,12 +34,12 @@ def gsa_triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_alpha: Tensor,
+    g: Tensor,
     *,
     scale: float,
     slot_activation: SlotActivation,
     gate_logit_normalizer: float | None = None,
-    remake: bool = False,
+    recompute_activations: bool = False,
     pos: Tensor | None,
     initial_state: State | None,
     config: LaunchConfig | None = None,
@@ -47,15 +47,15 @@ def gsa_triton(
     """As `op.gated_slot_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. config: of
     both passes."""
     first = {"k": None, "v": None} if initial_state is None else initial_state
-    options = scale, slot_activation, gate_logit_normalizer, remake, launch_utils.int32_positions(pos), config
-    y, keys, values = _Gsa.apply(q, k, v, log_alpha, first["k"], first["v"], *options)
+    options = scale, slot_activation, gate_logit_normalizer, recompute_activations, launch_utils.int32_positions(pos), config
+    y, keys, values = _Gsa.apply(q, k, v, g, first["k"], first["v"], *options)
     return y, {"k": keys, "v": values}
 
 
-def gsa_effect(
+def gsa_final_state_triton(
     k: Tensor,
     v: Tensor,
-    log_alpha: Tensor,
+    g: Tensor,
     *,
     gate_logit_normalizer: float | None = None,
     pos: Tensor | None,
@@ -63,30 +63,30 @@ def gsa_effect(
 ) -> State:
     """What a span adds to slots of zeros: neither queries nor link nor outputs, and without gradients."""
     if gate_logit_normalizer is not None:
-        (k, v), (log_alpha,) = _activated(k, v), _activated(log_alpha, gate_logit_normalizer=gate_logit_normalizer)
-    write, low = strength(log_alpha), Given(k, k, v).low
+        (k, v), (g,) = _activated(k, v), _activated(g, gate_logit_normalizer=gate_logit_normalizer)
+    write, low = write_strength(g), QKV(k, k, v).low
     return {
-        "k": gla_effect(k, write, log_alpha, gate="value", pos=pos, config=config, low=low),
-        "v": gla_effect(write, v, log_alpha, gate="key", pos=pos, config=config, low=low),
+        "k": gla_final_state_triton(k, write, g, gate="value", pos=pos, config=config, low=low),
+        "v": gla_final_state_triton(write, v, g, gate="key", pos=pos, config=config, low=low),
     }
 
 
 class _Gsa(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, first_k: Tensor | None, first_v: Tensor | None,
-        scale: float, slot_activation: SlotActivation, gate_logit_normalizer: float | None, remake: bool, pos: Tensor | None,
-        config: LaunchConfig | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, first_k: Tensor | None, first_v: Tensor | None,
+        scale: float, slot_activation: SlotActivation, gate_logit_normalizer: float | None, recompute_activations: bool,
+        pos: Tensor | None, config: LaunchConfig | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        given = (q, k, v, log_alpha)
+        given = (q, k, v, g)
         made: tuple[Tensor | None, ...] = (None,) * 4
         if gate_logit_normalizer is not None:
-            (q, k, v), (log_alpha,) = _activated(q, k, v), _activated(log_alpha, gate_logit_normalizer=gate_logit_normalizer)
-            made = (None, None, None, log_alpha) if remake else (q, k, v, log_alpha)
-        write, low = strength(log_alpha), Given(q, k, v).low
-        scores, keys, among_k = _keys(q, k, write, log_alpha, scale, pos, config, low).forward(first_k, torch.float32)
-        weights = weights_of(scores, slot_activation, q.dtype)
-        y, values, among_v = _values(weights, write, v, log_alpha, pos, config, low).forward(first_v, q.dtype)
+            (q, k, v), (g,) = _activated(q, k, v), _activated(g, gate_logit_normalizer=gate_logit_normalizer)
+            made = (None, None, None, g) if recompute_activations else (q, k, v, g)
+        write, low = write_strength(g), QKV(q, k, v).low
+        scores, keys, among_k = _keys(q, k, write, g, scale, pos, config, low).forward(first_k, torch.float32)
+        weights = slot_weights(scores, slot_activation, q.dtype)
+        y, values, among_v = _values(weights, write, v, g, pos, config, low).forward(first_v, q.dtype)
         ctx.save_for_backward(*given, *made, first_k, first_v, scores, among_k, among_v, pos)
         ctx.scale, ctx.slot_activation, ctx.gate_logit_normalizer, ctx.config = (
             scale,
@@ -102,32 +102,32 @@ class _Gsa(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dkeys: Tensor | None, dvalues: Tensor | None) -> tuple[Any, ...]:
         kept = ctx.saved_tensors
         given, made, (first_k, first_v, scores, among_k, among_v, pos) = kept[:4], kept[4:8], kept[8:]
-        q, k, v, log_alpha = given
+        q, k, v, g = given
         keys = values = into = None
         if ctx.gate_logit_normalizer is not None:
             into_q, into_k, into_v, into = _like(given)
-            keys, values = Projected(Side(q, k), Side(into_q, into_k)), Projected(Side(None, v), Side(None, into_v))
+            keys, values = PreActivations(Side(q, k), Side(into_q, into_k)), PreActivations(Side(None, v), Side(None, into_v))
             q, k, v = _activated(q, k, v) if made[0] is None else made[:3]
-            log_alpha = made[3]
+            g = made[3]
         if dy is None:
             dy = q.new_zeros(*q.shape[:3], v.shape[3])
-        write, low = strength(log_alpha), Given(q, k, v).low
-        of_values = _values(weights_of(scores, ctx.slot_activation, q.dtype), write, v, log_alpha, pos, ctx.config, low)
+        write, low = write_strength(g), QKV(q, k, v).low
+        of_values = _values(slot_weights(scores, ctx.slot_activation, q.dtype), write, v, g, pos, ctx.config, low)
         # of weights and strengths only differences reach what they are made of
         dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(
             first_v, among_v, launch_utils.contiguous_last_dim(dy), dvalues, wide="q", projected=values
         )
-        dscores = weights_backward(scores, dweights, ctx.slot_activation)
-        of_keys = _keys(q, k, write, log_alpha, ctx.scale, pos, ctx.config, low)
+        dscores = slot_weights_backward(scores, dweights, ctx.slot_activation)
+        of_keys = _keys(q, k, write, g, ctx.scale, pos, ctx.config, low)
         dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, among_k, dscores, dkeys, projected=keys)
-        dgates = _gates_backward(log_alpha, dg_k, dg_v, dwrite_k, dwrite_v, given[3], into, ctx.gate_logit_normalizer)
+        dgates = _gates_backward(g, dg_k, dg_v, dwrite_k, dwrite_v, given[3], into, ctx.gate_logit_normalizer)
         grads = (dq, dk, dv, dgates, dfirst_k, dfirst_v)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 6)
 
 
 def _activated(*projected: Tensor, gate_logit_normalizer: float | None = None) -> list[Tensor]:
     """Of [B, T, heads, width] each, as `activate`."""
-    made = activate(*(x.flatten(2) for x in projected), logs=gate_logit_normalizer)
+    made = activate_columns(*(x.flatten(2) for x in projected), logs=gate_logit_normalizer)
     return [y.unflatten(2, x.shape[2:]) for x, y in zip(projected, made, strict=True)]
 
 
@@ -138,19 +138,19 @@ def _like(projected: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _keys(
-    q: Tensor, k: Tensor, write: Tensor, log_alpha: Tensor, scale: float, pos: Tensor | None, config: LaunchConfig | None, low: bool
-) -> Sum:
+    q: Tensor, k: Tensor, write: Tensor, g: Tensor, scale: float, pos: Tensor | None, config: LaunchConfig | None, low: bool
+) -> LinearAttentionLaunch:
     """The pass that writes keys to slots and reads a query's scores of them."""
-    given = Given.of(q, k, write)
-    return Sum("value", scale, pos, log_alpha, given, config or launch_config_for("value", given), low=low)
+    given = QKV.of(q, k, write)
+    return LinearAttentionLaunch("value", scale, pos, g, given, config or launch_config_for("value", given), low=low)
 
 
 def _values(
-    weights: Tensor, write: Tensor, v: Tensor, log_alpha: Tensor, pos: Tensor | None, config: LaunchConfig | None, low: bool
-) -> Sum:
+    weights: Tensor, write: Tensor, v: Tensor, g: Tensor, pos: Tensor | None, config: LaunchConfig | None, low: bool
+) -> LinearAttentionLaunch:
     """The pass that writes values to slots and reads them by weights."""
-    given = Given.of(weights, write, v)
-    return Sum("key", 1.0, pos, log_alpha, given, config or launch_config_for("key", given), low=low)
+    given = QKV.of(weights, write, v)
+    return LinearAttentionLaunch("key", 1.0, pos, g, given, config or launch_config_for("key", given), low=low)
 
 
 @cache
@@ -166,15 +166,15 @@ def _rows(x: Tensor) -> tuple[tuple[int], Mapping[str, int]]:
     return (-(-(x.numel() // sizes["M"]) // sizes["BR"]),), sizes
 
 
-def strength(log_alpha: Tensor) -> Tensor:
+def write_strength(g: Tensor) -> Tensor:
     """1 - alpha in float32, of its logarithm: alpha itself would lose the gates that matter most, those that keep nearly all."""
-    gates = log_alpha.contiguous()
+    gates = g.contiguous()
     out, (grid, sizes) = torch.empty_like(gates, dtype=torch.float32), _rows(gates)
     _kernels.gsa_write_strength_kernel[grid](gates, out, gates.numel() // sizes["M"], **sizes)
     return out
 
 
-def weights_of(scores: Tensor, slot_activation: SlotActivation, dtype: torch.dtype) -> Tensor:
+def slot_weights(scores: Tensor, slot_activation: SlotActivation, dtype: torch.dtype) -> Tensor:
     """The slots' weights in a query's output."""
     out, (grid, sizes) = torch.empty_like(scores, dtype=dtype), _rows(scores)
     _kernels.gsa_slot_weights_kernel[grid](
@@ -183,7 +183,7 @@ def weights_of(scores: Tensor, slot_activation: SlotActivation, dtype: torch.dty
     return out
 
 
-def weights_backward(scores: Tensor, dweights: Tensor, slot_activation: SlotActivation) -> Tensor:
+def slot_weights_backward(scores: Tensor, dweights: Tensor, slot_activation: SlotActivation) -> Tensor:
     """The scores' gradient, float32."""
     out, (grid, sizes) = torch.empty_like(scores), _rows(scores)
     _kernels.gsa_slot_weights_backward_kernel[grid](
@@ -193,11 +193,11 @@ def weights_backward(scores: Tensor, dweights: Tensor, slot_activation: SlotActi
 
 
 def _gates_backward(
-    log_alpha: Tensor, dg_k: Tensor, dg_v: Tensor, dwrite_k: Tensor, dwrite_v: Tensor,
+    g: Tensor, dg_k: Tensor, dg_v: Tensor, dwrite_k: Tensor, dwrite_v: Tensor,
     given: Tensor, into: Tensor | None, gate_logit_normalizer: float | None,
 ) -> Tensor:  # fmt: skip
     """The gradient of the gates that were given, in their dtype; into: memory for it, in which tokens are rows."""
-    gates = log_alpha.contiguous()
+    gates = g.contiguous()
     raw, out = launch_utils.contiguous_last_dim(given.flatten(2).flatten(0, 1)), torch.empty_like(gates) if into is None else into
     grid, sizes = _rows(gates)
     _kernels.gsa_gates_backward_kernel[grid](

@@ -30,7 +30,7 @@ def head_scale_triton(x: Tensor, scale: Tensor) -> Tensor:
 
 
 @cache
-def sizes_of(width: int) -> Mapping[str, int]:
+def launch_sizes(width: int) -> Mapping[str, int]:
     """A launch's, for heads of so many numbers."""
     block = launch_utils.next_power_of_2(width)
     return MappingProxyType({"D": width, "BR": max(1, _ENTRIES // block), "BD": block, "num_warps": 4})
@@ -40,7 +40,7 @@ class _HeadScale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
         x, scale = x.contiguous(), scale.contiguous()
-        sizes, y = sizes_of(x.shape[-1]), torch.empty_like(x)
+        sizes, y = launch_sizes(x.shape[-1]), torch.empty_like(x)
         _kernels.head_scale_forward_kernel[(-(-scale.numel() // sizes["BR"]),)](x, scale, y, scale.numel(), **sizes)
         ctx.save_for_backward(x, scale)
         return y
@@ -49,7 +49,7 @@ class _HeadScale(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, scale = ctx.saved_tensors
-        sizes, dx, dscale = sizes_of(x.shape[-1]), torch.empty_like(x), torch.empty_like(scale)
+        sizes, dx, dscale = launch_sizes(x.shape[-1]), torch.empty_like(x), torch.empty_like(scale)
         programs = -(-scale.numel() // sizes["BR"])
         _kernels.head_scale_backward_kernel[(programs,)](x, scale, dy.contiguous(), dx, dscale, scale.numel(), **sizes)
         return dx, dscale

@@ -15,14 +15,14 @@ from baton.kernels.gate.triton_kernels import activation
 
 
 @triton.jit
-def block_of(n, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+def block_offsets(n, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """Rows of the n-th block, their offsets, and which entries exist."""
     row, d = n * BR + tl.arange(0, BR), tl.arange(0, BD)
     return row, row[:, None].to(tl.int64) * D + d[None, :], (row < rows)[:, None] & (d < D)[None, :]
 
 
 @triton.jit
-def steady(w):
+def clamp_weight(w):
     """Weights that y can be divided by: one nearer to 0 than 2^-60 counts as 2^-60 of its sign. In a sum of other features that is
     far below the rounding, and both bfloat16 and float32 have room for what is multiplied with it."""
     least: tl.constexpr = 2.0**-60
@@ -36,7 +36,7 @@ def rms_norm_forward_kernel(
 ):  # fmt: skip
     """y [R, D], and what each row was multiplied with, [R]. ADD: what is normalised is x + added, which goes to stream [R, D];
     SILU: it is silu(x); FROM_Y: the backward pass will have y."""
-    row, at, inside = block_of(tl.program_id(0), rows, D, BR, BD)
+    row, at, inside = block_offsets(tl.program_id(0), rows, D, BR, BD)
     d = tl.arange(0, BD)
     x_rd = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -48,7 +48,7 @@ def rms_norm_forward_kernel(
     factor = 1.0 / tl.sqrt(tl.sum(x_rd * x_rd, 1) / D + eps)
     w = tl.load(weight + d, mask=d < D, other=0.0)
     if FROM_Y:
-        w = steady(w)
+        w = clamp_weight(w)
     tl.store(y + at, (x_rd * factor[:, None] * w[None, :]).to(y.dtype.element_ty), mask=inside)
     tl.store(scale + row, factor, mask=row < rows)
 
@@ -56,20 +56,20 @@ def rms_norm_forward_kernel(
 @triton.jit
 def rms_norm_backward_kernel(
     x, weight, scale, dy, dstream, dx, dadded, dweight, rows,
-    D: tl.constexpr, BESIDE: tl.constexpr, ADD: tl.constexpr, SILU: tl.constexpr, FROM_Y: tl.constexpr, BLOCKS: tl.constexpr,
+    D: tl.constexpr, HAS_DSTREAM: tl.constexpr, ADD: tl.constexpr, SILU: tl.constexpr, FROM_Y: tl.constexpr, BLOCKS: tl.constexpr,
     AHEAD: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """dx [R, D], and this program's share of the weight's gradient, [programs, D]. BESIDE: dx has what else reads x gives. ADD: dx
-    once more, in the type of what was added. FROM_Y: x is y. AHEAD: blocks
+    """dx [R, D], and this program's share of the weight's gradient, [programs, D]. HAS_DSTREAM: dx has what else reads x gives.
+    ADD: dx once more, in the type of what was added. FROM_Y: x is y. AHEAD: blocks
     that are loaded ahead of the one that is computed."""
     d = tl.arange(0, BD)
     w = tl.load(weight + d, mask=d < D, other=0.0)
     if FROM_Y:
-        w = steady(w)
+        w = clamp_weight(w)
         inverse = 1.0 / w
     share = tl.zeros([BD], tl.float32)
     for n in tl.range(tl.program_id(0) * BLOCKS, (tl.program_id(0) + 1) * BLOCKS, num_stages=AHEAD + 1):
-        row, at, inside = block_of(n, rows, D, BR, BD)
+        row, at, inside = block_offsets(n, rows, D, BR, BD)
         factor = tl.load(scale + row, mask=row < rows, other=0.0)
         x_rd = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         if SILU:
@@ -85,7 +85,7 @@ def rms_norm_backward_kernel(
         dx_rd = (dnormed - normed * along[:, None]) * factor[:, None]
         if SILU:
             dx_rd *= slope
-        if BESIDE:
+        if HAS_DSTREAM:
             dx_rd += tl.load(dstream + at, mask=inside, other=0.0)
         tl.store(dx + at, dx_rd.to(dx.dtype.element_ty), mask=inside)
         if ADD:

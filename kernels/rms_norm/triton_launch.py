@@ -37,7 +37,7 @@ def rms_norm_triton(
 
 
 @cache
-def sizes_of(width: int) -> Mapping[str, int]:
+def launch_sizes(width: int) -> Mapping[str, int]:
     """A launch's, for rows of so many numbers."""
     block = launch_utils.next_power_of_2(width)
     # forwards two long rows are no faster than one, which more programs can have
@@ -46,9 +46,9 @@ def sizes_of(width: int) -> Mapping[str, int]:
 
 
 @cache
-def sizes_back(width: int) -> Mapping[str, int]:
+def backward_launch_sizes(width: int) -> Mapping[str, int]:
     """The same of the backward pass."""
-    sizes = sizes_of(width)
+    sizes = launch_sizes(width)
     rows = max(1, _ENTRIES // sizes["BD"])
     return MappingProxyType({**sizes, "BR": rows, "AHEAD": min(2, _ENTRIES_AHEAD // (rows * sizes["BD"]))})
 
@@ -64,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
         stream = x if added is None else torch.empty_like(x)
         ctx.added = None if added is None else added.dtype
         added = x if added is None else added.contiguous()
-        sizes, rows = sizes_of(x.shape[-1]), x.numel() // x.shape[-1]
+        sizes, rows = launch_sizes(x.shape[-1]), x.numel() // x.shape[-1]
         y, scale = torch.empty_like(x, dtype=dtype), torch.empty(rows, dtype=torch.float32, device=x.device)
         _kernels.rms_norm_forward_kernel[(-(-rows // sizes["BR"]),)](
             x, added, weight, stream, y, scale, rows, eps, ADD=ctx.added is not None, SILU=silu, FROM_Y=from_y, **sizes
@@ -81,7 +81,7 @@ class _RMSNorm(torch.autograd.Function):
             assert dstream is not None
             return dstream, None, None if ctx.added is None else dstream.to(ctx.added), *(None,) * 5
         x, weight, scale = ctx.saved_tensors
-        sizes, rows, dx = sizes_back(x.shape[-1]), scale.shape[0], torch.empty_like(x, dtype=ctx.dtype)
+        sizes, rows, dx = backward_launch_sizes(x.shape[-1]), scale.shape[0], torch.empty_like(x, dtype=ctx.dtype)
         programs = -(-rows // (sizes["BR"] * ctx.blocks))
         shares = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
         dy = dy.contiguous()
@@ -90,6 +90,6 @@ class _RMSNorm(torch.autograd.Function):
         dadded = torch.empty_like(dx, dtype=ctx.added) if own else dx
         _kernels.rms_norm_backward_kernel[(programs,)](
             x, weight, scale, dy, dy if dstream is None else dstream.contiguous(), dx, dadded, shares, rows,
-            BESIDE=dstream is not None, ADD=own, SILU=ctx.silu, FROM_Y=ctx.from_y, BLOCKS=ctx.blocks, **sizes,
+            HAS_DSTREAM=dstream is not None, ADD=own, SILU=ctx.silu, FROM_Y=ctx.from_y, BLOCKS=ctx.blocks, **sizes,
         )  # fmt: skip
         return dx, shares.sum(0), None if ctx.added is None else dadded, *(None,) * 5

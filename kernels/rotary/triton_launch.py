@@ -34,7 +34,7 @@ def rotary_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 
 
 @cache
-def sizes_of(heads: int, dim: int) -> Mapping[str, int]:
+def launch_sizes(heads: int, dim: int) -> Mapping[str, int]:
     """A launch's, for so many heads of so many numbers: all heads of a few tokens where there is room."""
     pairs = launch_utils.next_power_of_2(dim // 2)
     rows = max(1, _ENTRIES // (2 * pairs))
@@ -65,6 +65,6 @@ class _Rotary(torch.autograd.Function):
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, back: bool) -> None:
     """y becomes x turned, forwards or back."""
     x, (batch, length, heads, dim) = launch_utils.contiguous_last_dim(x), x.shape
-    sizes = sizes_of(heads, dim)
+    sizes = launch_sizes(heads, dim)
     grid = (-(-length // sizes["BT"]), -(-heads // sizes["BH"]), batch)
     _kernels.rotary_kernel[grid](x, cos, sin, y, length, *launch_utils.strides(x, y), BACK=back, **sizes)

@@ -42,7 +42,7 @@ class GSA(Mixer, settings=GSAConfig):
         *qkv, alpha = self.in_proj(x_BTM, self.in_proj.local_splits)
         inputs = (*(x.unflatten(2, (-1, self.config.head_dim)) for x in qkv), alpha.unflatten(2, (-1, self.config.slots)))
         recurrence = GatedSlotAttention(
-            self.config.slot_activation, gate_logit_normalizer=self.config.gate_logit_normalizer, remake=selective
+            self.config.slot_activation, gate_logit_normalizer=self.config.gate_logit_normalizer, recompute_activations=selective
         )
         o_BTHV, state = self.carry(recurrence, inputs, pos_BT, state)
         read = o_BTHV.flatten(2)

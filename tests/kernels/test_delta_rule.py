@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from baton.kernels.delta_rule import delta_rule
-from baton.kernels.delta_rule.chunked import CHUNK, delta_rule_chunked, delta_rule_effect
+from baton.kernels.delta_rule.chunked import CHUNK, delta_rule_chunked, delta_rule_transition
 from baton.kernels.delta_rule.recurrence import DeltaRule
 from baton.kernels.delta_rule.reference import delta_rule_reference
 
@@ -63,7 +63,7 @@ def test_the_effect_is_the_product_of_the_transitions_for_any_chunk_size(
     arguments = _example(seed, 2, length, torch.float64, gated)
     pos = positions(seeded(seed), 2, length, start_probability)
     q, k, v, beta = arguments[:4]
-    M, add = delta_rule_effect(k, v, beta, _gate(arguments), pos=pos, chunk=chunk)
+    M, add = delta_rule_transition(k, v, beta, _gate(arguments), pos=pos, chunk=chunk)
     expected = torch.eye(k.shape[3], dtype=torch.float64).expand_as(M)
     for t in range(length):
         key = k[:, t]
@@ -175,7 +175,7 @@ def test_the_transition_never_makes_a_state_longer(gated: bool, seed: int, lengt
     beta = 2 * torch.rand(1, length, 2, generator=generator, dtype=torch.float64)
     beta[:, ::5] = 2.0
     g = -torch.rand(1, length, 2, generator=generator, dtype=torch.float64) * 0.01 if gated else None
-    M, _ = delta_rule_effect(k, torch.zeros_like(k), beta, g, pos=None)
+    M, _ = delta_rule_transition(k, torch.zeros_like(k), beta, g, pos=None)
     norm = torch.linalg.matrix_norm(M, ord=2)
     assert (norm <= (1 if g is None else g.sum(1).exp()) * (1 + 1e-12)).all()
 
@@ -183,7 +183,7 @@ def test_the_transition_never_makes_a_state_longer(gated: bool, seed: int, lengt
 def test_reflections_keep_the_length_of_a_state():
     """beta = 2 with unit keys: the transition is orthogonal, over any number of tokens."""
     k = normalize(torch.randn(1, 500, 2, 9, generator=seeded(12), dtype=torch.float64), dim=-1)
-    M, _ = delta_rule_effect(k, torch.zeros_like(k), torch.full((1, 500, 2), 2.0, dtype=torch.float64), None, pos=None)
+    M, _ = delta_rule_transition(k, torch.zeros_like(k), torch.full((1, 500, 2), 2.0, dtype=torch.float64), None, pos=None)
     assert relative_error(M @ M.transpose(2, 3), torch.eye(9, dtype=torch.float64).expand_as(M)) <= 1e-12
 
 

@@ -14,7 +14,7 @@ from baton.kernels.common.example_inputs import extreme_log_gates
 from baton.kernels.errors import KernelError
 from baton.kernels.gated_linear_attention import gated_linear_attention
 from baton.kernels.gated_linear_attention.chunk_math import ChannelDecay
-from baton.kernels.gated_linear_attention.chunked import CHUNK, gla_chunked, gla_state
+from baton.kernels.gated_linear_attention.chunked import CHUNK, gla_chunked, gla_final_state
 from baton.kernels.gated_linear_attention.reference import gla_reference
 
 BATCH, HEADS, D_KEY, D_VALUE = 2, 3, 5, 7
@@ -284,7 +284,7 @@ def test_states_alone_are_the_states_of_a_run(gate: str):
     pos = positions(seeded(18), BATCH, 2 * CHUNK + 5, 0.02)
     _, S = gated_linear_attention(*inputs, gate=gate, pos=pos)
     k, v, *gates = inputs[1:]
-    assert torch.equal(gla_state(k, v, gates[0] if gates else None, gate=gate, pos=pos), S)
+    assert torch.equal(gla_final_state(k, v, gates[0] if gates else None, gate=gate, pos=pos), S)
 
 
 @every_gate

@@ -23,7 +23,7 @@ from baton.kernels.cross_entropy import gradient, partial_sums
 from baton.kernels.eidetic_attention.recurrence import Innovation
 from baton.kernels.embedding import add_rows
 from baton.kernels.gate import gated
-from baton.kernels.gate.triton_launch import activate
+from baton.kernels.gate.triton_launch import activate_columns
 from baton.kernels.head_scale import head_scale
 from baton.kernels.lattice.recurrence import Lattice
 from baton.kernels.protocol import Inputs, LinearRecurrence, Recurrence, SequentialRecurrence, State, StateFirstRecurrence
@@ -257,7 +257,7 @@ def _add_rows(into: Tensor, ids: Tensor, rows: Tensor) -> Sequence[Tensor]:
 
 def _activations(x: Tensor, z: Tensor) -> Sequence[Tensor]:
     with torch.no_grad():
-        return (*activate(x, z), *activate(x, z, logs=2.0))
+        return (*activate_columns(x, z), *activate_columns(x, z, logs=2.0))
 
 
 _R = partial(torch.randn, generator=seeded(9))

@@ -9,9 +9,9 @@ from support.bfloat16 import products_of_bfloat16
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
-from baton.kernels.delta_rule.chunked import delta_rule_effect
+from baton.kernels.delta_rule.chunked import delta_rule_transition
 from baton.kernels.delta_rule.reference import delta_rule_reference
-from baton.kernels.delta_rule.triton_launch import LaunchConfig, _Run, delta_rule_effect_triton, delta_rule_triton
+from baton.kernels.delta_rule.triton_launch import LaunchConfig, _DeltaRuleLaunch, delta_rule_transition_triton, delta_rule_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = LaunchConfig(chunk=16, x=16, y=16, values=16, values_back=16, x_chunk=16, y_chunk=16)
@@ -80,7 +80,12 @@ def test_a_sequence_is_walked_in_pieces(gated):
     """Three pieces of five chunks and one of three, of what is written in columns of two programs; documents start in some."""
     config = replace(SMALL, programs=8)
     sizes = (1, 276, 1, 18, 19)
-    assert _Run(*(torch.empty(*sizes[:3], n) for n in (18, 18, 19)), torch.empty(sizes[:3]), None, 1.0, None, config).pieces(2) == 5
+    assert (
+        _DeltaRuleLaunch(
+            *(torch.empty(*sizes[:3], n) for n in (18, 18, 19)), torch.empty(sizes[:3]), None, 1.0, None, config
+        ).chunks_per_piece(2)
+        == 5
+    )
     compare(sizes, config, gated=gated, starts=gated)
 
 
@@ -96,8 +101,8 @@ def test_what_a_span_does_to_the_state_is_the_chunked_forms(gated, programs):
     beta, gates = 2 * torch.rand(2, 200, 2, generator=g), 0.1 * F.logsigmoid(randn(2, 200, 2)) if gated else None
     pos = positions(seeded(3), 2, 200, 0.002)
     given = [x if x is None else x.to(DEVICE) for x in (k, v, beta, gates)]
-    found = delta_rule_effect_triton(*given, pos=pos.to(DEVICE), config=replace(SMALL, programs=programs))
-    exact = delta_rule_effect(*(x if x is None else x.double() for x in (k, v, beta, gates)), pos=pos)
+    found = delta_rule_transition_triton(*given, pos=pos.to(DEVICE), config=replace(SMALL, programs=programs))
+    exact = delta_rule_transition(*(x if x is None else x.double() for x in (k, v, beta, gates)), pos=pos)
     for ours, expected in zip(found, exact, strict=True):
         assert relative_error(ours.double().cpu(), expected) <= 1e-5
 

@@ -9,7 +9,7 @@ from support.recurrences import seeded
 from baton.kernels.common.adjacent_views import empty_like_adjacent, merge_adjacent
 from baton.kernels.errors import KernelError
 from baton.kernels.gate import gated
-from baton.kernels.gate.triton_launch import activate, gated_triton
+from baton.kernels.gate.triton_launch import activate_columns, gate_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
@@ -41,12 +41,12 @@ def compare(run, shape, dtype, activation, *, lies="apart", out=None):
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_it_is_the_product(dtype, activation, lies):
     """Odd widths, several blocks of rows and of columns."""
-    compare(lambda x, z: gated_triton(x, z, gelu=activation == "gelu", dtype=x.dtype), (2, 7, 1100), dtype, activation, lies=lies)
-    compare(lambda x, z: gated_triton(x, z, gelu=activation == "gelu", dtype=x.dtype), (300, 37), dtype, activation, lies=lies)
+    compare(lambda x, z: gate_triton(x, z, gelu=activation == "gelu", dtype=x.dtype), (2, 7, 1100), dtype, activation, lies=lies)
+    compare(lambda x, z: gate_triton(x, z, gelu=activation == "gelu", dtype=x.dtype), (300, 37), dtype, activation, lies=lies)
 
 
 def test_another_type_for_the_result():
-    run = lambda x, z: gated_triton(x, z.bfloat16(), gelu=False, dtype=torch.bfloat16)  # noqa: E731
+    run = lambda x, z: gate_triton(x, z.bfloat16(), gelu=False, dtype=torch.bfloat16)  # noqa: E731
     rows = seeded(0)
     x, z = torch.randn(5, 9, generator=rows), torch.randn(5, 9, generator=rows).bfloat16()
     y = run(x.to(DEVICE), z.to(DEVICE))
@@ -60,7 +60,7 @@ def test_gradients_of_neighbours_are_neighbours():
         rows = torch.randn(6, 20, device=DEVICE).requires_grad_()
         x, z = rows[:, 2:11], rows[:, 11:20]
         x, z = (z, x) if turned else (x, z)
-        dx, dz = torch.autograd.grad(gated_triton(x, z, gelu=False, dtype=x.dtype).sum(), (x, z))
+        dx, dz = torch.autograd.grad(gate_triton(x, z, gelu=False, dtype=x.dtype).sum(), (x, z))
         assert dx.untyped_storage().data_ptr() == dz.untyped_storage().data_ptr()
         assert dz.storage_offset() - dx.storage_offset() == (-9 if turned else 9)
         assert dx.stride() == dz.stride() == (18, 1)
@@ -104,7 +104,7 @@ def test_neighbours_are_activated_each(lies, dtype, logs):
     xs = rows[:, taken, 3 : 3 + width].split(WIDTHS, dim=-1)
     xs = [x.contiguous() if lies == "apart" else x for x in xs]
     assert [widths for _, widths in merge_adjacent(xs)] == ([[n] for n in WIDTHS] if lies == "apart" else [list(WIDTHS)])
-    found = activate(*xs, logs=logs)
+    found = activate_columns(*xs, logs=logs)
     for x, y in zip(xs, found, strict=True):
         exact = x.double().cpu()
         want, have = F.silu(exact) if logs is None else F.logsigmoid(exact) / logs, y.double().cpu()

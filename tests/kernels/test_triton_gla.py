@@ -14,11 +14,17 @@ from baton.kernels.common.adjacent_views import merge_adjacent
 from baton.kernels.gated_linear_attention import triton_launch
 from baton.kernels.gated_linear_attention.launch_args import LaunchConfig
 from baton.kernels.gated_linear_attention.reference import gla_reference
-from baton.kernels.gated_linear_attention.triton_launch import gla_effect, gla_triton
+from baton.kernels.gated_linear_attention.triton_launch import gla_final_state_triton, gla_triton
 from baton.kernels.gated_slot_attention import triton_launch as gated_slot_attention
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
 from baton.kernels.gated_slot_attention.reference import SLOT_ACTIVATIONS, gsa_reference
-from baton.kernels.gated_slot_attention.triton_launch import gsa_effect, gsa_triton, strength, weights_backward, weights_of
+from baton.kernels.gated_slot_attention.triton_launch import (
+    gsa_final_state_triton,
+    gsa_triton,
+    slot_weights,
+    slot_weights_backward,
+    write_strength,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = LaunchConfig(chunk=16, x=16, x_gated=16, x_read=16, x_prepared=16, y=16, y_gated=16, programs=1)
@@ -96,8 +102,10 @@ def test_a_sequence_may_be_cut_into_pieces(gate):
 
 @pytest.mark.parametrize("gate", ["scalar", "value", *(pytest.param(gate, marks=pytest.mark.long) for gate in ("none", "key"))])
 def test_few_scores_are_kept_and_many_are_made_again(gate, monkeypatch):
-    made, scores = [], triton_launch.Sum.scores
-    monkeypatch.setattr(triton_launch.Sum, "scores", lambda self, *a, **k: (made.append(self), scores(self, *a, **k))[1])
+    made, scores = [], triton_launch.LinearAttentionLaunch.launch_scores
+    monkeypatch.setattr(
+        triton_launch.LinearAttentionLaunch, "launch_scores", lambda self, *a, **k: (made.append(self), scores(self, *a, **k))[1]
+    )
     for share, expected in ((triton_launch.SCORES_SHARE, 2), (1000, 3)):
         monkeypatch.setattr(triton_launch, "SCORES_SHARE", share)
         compare(gate, (1, 37, 2, 2, 2, 40, 50), SMALL, starts=True)
@@ -124,7 +132,7 @@ def test_products_of_bfloat16(gate, monkeypatch):
 
 @pytest.mark.parametrize("gate", ["none", "value"])
 def test_pieces_with_the_state_handed_on_are_the_whole(gate):
-    """And what `gla_effect` says of a span is what the span adds."""
+    """And what `gla_final_state_triton` returns for a span is what the span adds."""
     sizes = SIZES[gate]
     given, cotangents = example(gate, sizes)
     given, pos = rounded(given, torch.float32), positions(seeded(2), *sizes[:2], 0.1).to(DEVICE)
@@ -142,7 +150,7 @@ def test_pieces_with_the_state_handed_on_are_the_whole(gate):
     cut = with_gradients(in_two, given, cotangents, pos=pos)
     for name, value in whole.items():
         assert relative_error(cut[name], value) <= 1e-5, name
-    effect = gla_effect(given["k"], given["v"], given["g"], gate=gate, pos=pos, config=SMALL)
+    effect = gla_final_state_triton(given["k"], given["v"], given["g"], gate=gate, pos=pos, config=SMALL)
     _, leaving = gla_triton(**{**given, "initial_state": None}, pos=pos, **options)
     torch.testing.assert_close(effect, leaving, rtol=1e-6, atol=1e-6)
 
@@ -177,12 +185,12 @@ def test_weights_and_strengths_of_slots(slot_activation):
     expected = SLOT_ACTIVATIONS[slot_activation](leaf)
     expected.backward(cotangents.double())
     assert leaf.grad is not None
-    found = weights_of(scores.to(DEVICE), slot_activation, torch.float32).cpu()
+    found = slot_weights(scores.to(DEVICE), slot_activation, torch.float32).cpu()
     assert relative_error(found.double(), expected.detach()) <= 1e-6
-    found = weights_backward(scores.to(DEVICE), cotangents.to(DEVICE), slot_activation).cpu()
+    found = slot_weights_backward(scores.to(DEVICE), cotangents.to(DEVICE), slot_activation).cpu()
     assert relative_error(found.double(), leaf.grad) <= 1e-6
     gates = -torch.logspace(-12, 2, 77).view(7, 11)
-    for found, value in zip(strength(gates.to(DEVICE)).cpu().flatten(), -torch.expm1(gates.double()).flatten()):
+    for found, value in zip(write_strength(gates.to(DEVICE)).cpu().flatten(), -torch.expm1(gates.double()).flatten()):
         assert float(found) == pytest.approx(float(value), rel=2e-6)
 
 
@@ -207,8 +215,8 @@ def test_slots_are_two_passes():
     expected = run(gsa_reference, "cpu", torch.float64)
     for found, value in zip(run(gsa_triton, DEVICE, torch.float32, config=SMALL), expected, strict=True):
         assert relative_error(found.double().cpu(), value) <= 1e-5
-    k, v, log_alpha = (x.to(DEVICE) for x in given[1:])
-    effect = gsa_effect(k, v, log_alpha, pos=pos.to(DEVICE), config=SMALL)
+    k, v, g = (x.to(DEVICE) for x in given[1:])
+    effect = gsa_final_state_triton(k, v, g, pos=pos.to(DEVICE), config=SMALL)
     _, whole = gsa_reference(*(x.double() for x in given), pos=pos)
     for name, x in whole.items():
         assert relative_error(effect[name].double().cpu(), x) <= 1e-5
@@ -232,7 +240,7 @@ def test_slots_of_what_is_projected(dtype, lies, monkeypatch):
     if dtype == torch.bfloat16:
         products_of_bfloat16(monkeypatch)
     batch, tokens, queries, heads, d_key, slots, d_value, g = 2, 21, 4, 2, 12, 9, 18, seeded(3)
-    sizes = {"q": (queries, d_key), "k": (heads, d_key), "v": (heads, d_value), "log_alpha": (heads, slots)}
+    sizes = {"q": (queries, d_key), "k": (heads, d_key), "v": (heads, d_value), "g": (heads, slots)}
     widths = [count * size for count, size in sizes.values()]
     rows = (2 * torch.randn(batch, tokens + 3 * (lies == "in time"), sum(widths), generator=g)).to(DEVICE, dtype)
     columns = rows[:, -tokens:].split(widths, dim=-1)
@@ -260,7 +268,7 @@ def test_slots_of_what_is_projected(dtype, lies, monkeypatch):
         return [*outputs, *torch.autograd.grad(outputs, [*leaves, *arriving], ds)]
 
     expected = run(gsa_reference, "cpu", torch.float64)
-    found, again = (run(gsa_triton, DEVICE, None, config=SMALL, remake=on) for on in (False, True))
+    found, again = (run(gsa_triton, DEVICE, None, config=SMALL, recompute_activations=on) for on in (False, True))
     limit = GatedSlotAttention.bfloat16_limit if dtype == torch.bfloat16 else LIMITS[dtype]
     for name, have, same, want in zip(("y", "k", "v", *sizes, "first k", "first v"), found, again, expected, strict=True):
         assert relative_error(have.double().cpu(), want) <= limit, (name, relative_error(have.double().cpu(), want))
@@ -268,7 +276,7 @@ def test_slots_of_what_is_projected(dtype, lies, monkeypatch):
     grads = [x.flatten(2) for x in found[3:7]]
     assert [x.dtype for x in grads] == [dtype] * 4
     assert [whole.shape[2] for whole, _ in merge_adjacent(grads)] == (widths if lies == "apart" else [sum(widths)])
-    effect = gsa_effect(*given[1:], gate_logit_normalizer=2.0, pos=pos.to(DEVICE), config=SMALL)
+    effect = gsa_final_state_triton(*given[1:], gate_logit_normalizer=2.0, pos=pos.to(DEVICE), config=SMALL)
     _, whole = gsa_reference(*(x.double().cpu() for x in given), gate_logit_normalizer=2.0, pos=pos)
     for name, x in whole.items():
         assert relative_error(effect[name].double().cpu(), x) <= limit
@@ -276,18 +284,18 @@ def test_slots_of_what_is_projected(dtype, lies, monkeypatch):
 
 def errors_of_slots(monkeypatch, slot_activation, *, twice=True):
     """Of outputs, states and gradients by name, where products are of bfloat16; of more than a chunk, gates that mostly keep."""
-    sizes = {"q": (17,), "k": (17,), "v": (35,), "log_alpha": (11,)}
+    sizes = {"q": (17,), "k": (17,), "v": (35,), "g": (11,)}
     given = {name: torch.randn(1, 70, 3, *size, generator=seeded(n)) for n, (name, size) in enumerate(sizes.items())}
-    given["log_alpha"] = F.logsigmoid(3 + 2 * given["log_alpha"])
+    given["g"] = F.logsigmoid(3 + 2 * given["g"])
     given = {name: x.bfloat16().float() for name, x in given.items()}
     given |= {"first k": torch.randn(1, 3, 17, 11, generator=seeded(4)), "first v": torch.randn(1, 3, 11, 35, generator=seeded(5))}
     pos = positions(seeded(6), 1, 70, 0.02)
 
     def results(run, dtype):
         leaves = {name: x.to(dtype).requires_grad_() for name, x in given.items()}
-        q, k, v, log_alpha, first_k, first_v = leaves.values()
+        q, k, v, g, first_k, first_v = leaves.values()
         y, leaving = run(
-            q, k, v, log_alpha, scale=0.5, slot_activation=slot_activation, pos=pos, initial_state={"k": first_k, "v": first_v}
+            q, k, v, g, scale=0.5, slot_activation=slot_activation, pos=pos, initial_state={"k": first_k, "v": first_v}
         )
         outputs = {"y": y, **{f"leaving {name}": x for name, x in leaving.items()}}
         cotangents = [torch.randn(x.shape, generator=seeded(n)).bfloat16().to(dtype) for n, x in enumerate(outputs.values())]
@@ -307,7 +315,7 @@ def test_slots_lose_little_to_products_of_bfloat16(slot_activation, monkeypatch)
     assert max(errors.values()) <= LIMITS[torch.bfloat16], errors
     if slot_activation == "softmax":
         # with strengths that are rounded, and read once
-        monkeypatch.setattr(gated_slot_attention, "strength", lambda gates: strength(gates).bfloat16().float())
+        monkeypatch.setattr(gated_slot_attention, "write_strength", lambda gates: write_strength(gates).bfloat16().float())
         more = errors_of_slots(monkeypatch, slot_activation, twice=False)
-        for name in ("y", "dq", "dk", "dlog_alpha"):
+        for name in ("y", "dq", "dk", "dg"):
             assert more[name] > 1.2 * errors[name], (name, errors, more)

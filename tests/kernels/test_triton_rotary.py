@@ -83,7 +83,7 @@ def test_it_is_a_turn(use_triton, dtype, lies):
 
 
 def test_several_blocks_of_heads(use_triton):
-    assert on_gpus.sizes_of(5, 2100)["BH"] == 1
+    assert on_gpus.launch_sizes(5, 2100)["BH"] == 1
     compare(rotary, (2, 3, 5, 2100), 1, torch.float32, lies="columns")
 
 

@@ -228,7 +228,7 @@ calls = {
                   {"scale": 1.0}),
 }
 op, settings, given, options = calls["gsa"]
-calls["gsa selectively"] = op, settings, given, {**options, "remake": True}
+calls["gsa selectively"] = op, settings, given, {**options, "recompute_activations": True}
 for kind, (op, settings, given, options) in calls.items():
     own = {t.untyped_storage()._cdata for t in given if t is not None}
     kept = {}
@@ -241,7 +241,7 @@ for kind, (op, settings, given, options) in calls.items():
     with compiling(Target(90)), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         found = op(*given, **options, **rest)
     costs = kinds()[kind.split()[0]](**settings).costs(WIDTH)
-    work = Workload(B, T, selective="remake" in options)
+    work = Workload(B, T, selective="recompute_activations" in options)
     counted = sum(k.nbytes(work) for k in costs.saved if k.in_recurrence == "kernel")
     print(kind, sum(kept.values()), counted, sep=",")
 """

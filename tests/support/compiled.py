@@ -116,10 +116,10 @@ def _matrix_kernels(arch):
         "decay",
         "add",
         "adds",
-        "effects",
+        "transitions",
     )
     types = dict.fromkeys(float32, "fp32")
-    low = {"LOW": tl.bfloat16}
+    low = {"DOT_DTYPE": tl.bfloat16}
 
     def of_sum(name, gate, X, Y, config):
         common = {"X": X, "G": 1, "GATE": gate.value, "HAS_POS": True, "C": config.chunk}
@@ -376,36 +376,36 @@ def _without_warps(sizes):
 def _norm_kernels():
     """Of the residual stream, and of heads."""
     from baton.kernels.rms_norm import triton_kernels
-    from baton.kernels.rms_norm.triton_launch import sizes_back, sizes_of
+    from baton.kernels.rms_norm.triton_launch import backward_launch_sizes, launch_sizes
 
     for name, width in (("norm", 2048), ("norm, of heads", 128)):
-        sizes = {**sizes_of(width)}
+        sizes = {**launch_sizes(width)}
         stream = width == 2048
         types = dict.fromkeys(("x", "stream", "weight", "scale", "dstream", "dx", "dweight"), "fp32")
         warps, sizes = sizes.pop("num_warps"), {**sizes, "ADD": stream, "SILU": False, "FROM_Y": stream}
         yield f"{name} forward", triton_kernels.rms_norm_forward_kernel, sizes, warps, types
         back = types if not stream else {name: dtype for name, dtype in types.items() if name != "x"}
-        back_sizes = {**sizes, **_without_warps(sizes_back(width)), "BLOCKS": 32, "BESIDE": stream}
+        back_sizes = {**sizes, **_without_warps(backward_launch_sizes(width)), "BLOCKS": 32, "HAS_DSTREAM": stream}
         yield f"{name} backward", triton_kernels.rms_norm_backward_kernel, back_sizes, warps, back
-    silu = {**sizes_of(2048), "ADD": False, "SILU": True, "FROM_Y": False}
+    silu = {**launch_sizes(2048), "ADD": False, "SILU": True, "FROM_Y": False}
     warps, types = silu.pop("num_warps"), dict.fromkeys(("weight", "scale", "dweight"), "fp32")
     yield "norm, of silu, forward", triton_kernels.rms_norm_forward_kernel, silu, warps, types
-    back_sizes = {**silu, **_without_warps(sizes_back(2048)), "BLOCKS": 32, "BESIDE": False}
+    back_sizes = {**silu, **_without_warps(backward_launch_sizes(2048)), "BLOCKS": 32, "HAS_DSTREAM": False}
     yield "norm, of silu, backward", triton_kernels.rms_norm_backward_kernel, back_sizes, warps, types
 
 
 def _gate_kernels():
     """With an MLP's width at 1.3B, whose two halves lie in one tensor."""
     from baton.kernels.gate import triton_kernels
-    from baton.kernels.gate.triton_launch import sizes_of
+    from baton.kernels.gate.triton_launch import launch_sizes
 
     for name, gelu in (("silu", False), ("gelu", True)):
-        sizes = {**sizes_of(5632), "GELU": gelu}
+        sizes = {**launch_sizes(5632), "GELU": gelu}
         warps = sizes.pop("num_warps")
         yield f"gate {name}, forward", triton_kernels.gate_forward_kernel, sizes, warps, {}
         yield f"gate {name}, backward", triton_kernels.gate_backward_kernel, sizes, warps, {}
     for name, width in (("silu", 6144), ("gates", 256)):
-        sizes = {**sizes_of(width), "LOGS": name == "gates"}
+        sizes = {**launch_sizes(width), "LOGS": name == "gates"}
         warps, types = sizes.pop("num_warps"), {"y": "fp32"} if name == "gates" else {}
         yield f"activated {name}", triton_kernels.gate_activation_kernel, sizes, warps, types
 
@@ -413,9 +413,9 @@ def _gate_kernels():
 def _scale_kernels():
     """With heads as in Mamba-2."""
     from baton.kernels.head_scale import triton_kernels
-    from baton.kernels.head_scale.triton_launch import sizes_of
+    from baton.kernels.head_scale.triton_launch import launch_sizes
 
-    sizes = {**sizes_of(64)}
+    sizes = {**launch_sizes(64)}
     warps, types = sizes.pop("num_warps"), dict.fromkeys(("scale", "dscale"), "fp32")
     yield "head scale, forward", triton_kernels.head_scale_forward_kernel, sizes, warps, types
     yield "head scale, backward", triton_kernels.head_scale_backward_kernel, sizes, warps, types
@@ -424,10 +424,10 @@ def _scale_kernels():
 def _rotary_kernels():
     """With heads as in Transformer++, and one alone, wider and of no power of two."""
     from baton.kernels.rotary import triton_kernels
-    from baton.kernels.rotary.triton_launch import sizes_of
+    from baton.kernels.rotary.triton_launch import launch_sizes
 
     for name, heads, dim in (("rotary", 32, 64), ("rotary, one head", 1, 160)):
-        sizes = {**sizes_of(heads, dim)}
+        sizes = {**launch_sizes(heads, dim)}
         warps, types = sizes.pop("num_warps"), dict.fromkeys(("cos", "sin"), "fp32")
         yield f"{name} forward", triton_kernels.rotary_kernel, {**sizes, "BACK": False}, warps, types
         yield f"{name} backward", triton_kernels.rotary_kernel, {**sizes, "BACK": True}, warps, types
@@ -451,7 +451,7 @@ def _embedding_kernels():
     common = {"C": embedding._CHUNK}
     types = {"ids": "i32", "order": "i64", "into": "fp32", "parts": "fp32"}
     for name, dtype in (("float32", "fp32"), ("bfloat16", "bf16")):
-        sizes = {**embedding.sizes_of(2048, embedding._COLUMNS), **common, "STEPS": embedding._STEPS}
+        sizes = {**embedding.launch_sizes(2048, embedding._COLUMNS), **common, "STEPS": embedding._STEPS}
         yield (
             f"embedding runs of {name}",
             triton_kernels.embedding_sum_runs_kernel,
@@ -459,7 +459,7 @@ def _embedding_kernels():
             sizes.pop("num_warps"),
             {**types, "rows": dtype},
         )
-    sizes = {**embedding.sizes_of(2048, embedding._BORDER_COLUMNS), **common, "BP": embedding._PARTS}
+    sizes = {**embedding.launch_sizes(2048, embedding._BORDER_COLUMNS), **common, "BP": embedding._PARTS}
     yield "embedding borders", triton_kernels.embedding_sum_borders_kernel, sizes, sizes.pop("num_warps"), types
 
 

@@ -35,6 +35,11 @@ WORDS: dict[str, Entry] = {
             "turn_kernel",
             "writes_kernel",
             "dbeta_of_zeros_kernel",
+            "log_alpha",
+            "gla_effect",
+            "gsa_effect",
+            "delta_rule_effect",
+            "gated_triton",
         ),
     ),
     "models": (("*",), ("rms_norm_beside", "kept_not", "GatedScan", "GatedScanConfig")),
@@ -172,6 +177,45 @@ NAMES: dict[str, list[Entry]] = {
         (("models/*", "training/*"), ("noting",)),
         (("kernels/*",), ("loads_begun", "lines_of", "lines_from", "in_a_line", "in_rows")),
         (("kernels/*",), ("_low",)),
+        (
+            (
+                "kernels/*",
+                "models/*",
+            ),
+            (
+                "remake",
+                "remake=",
+            ),
+        ),
+        (
+            (
+                "kernels/gated_linear_attention/*",
+                "kernels/delta_rule/*",
+            ),
+            (
+                "Sum",
+                "Given",
+                "rows_of",
+                "leave_rows",
+                "since_begin",
+                "until_end",
+                "whole_of",
+                "along_x",
+                "along_y",
+            ),
+        ),
+        (
+            (
+                "kernels/rms_norm/*",
+                "kernels/gate/*",
+                "kernels/rotary/*",
+            ),
+            (
+                "sizes_of",
+                "BESIDE",
+                "steady",
+            ),
+        ),
     ],
     "models": [
         (("*.py",), ("Site", "IGNORED", "remaking", "Footprint", ".footprint", "StateLeaf", "replicated_parameter")),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.gated_linear_attention import triton_common, triton_kernels
-from baton.kernels.gated_linear_attention.triton_launch import Sum
+from baton.kernels.gated_linear_attention.triton_launch import LinearAttentionLaunch
 
 
 @triton.jit
@@ -22,41 +22,41 @@ def cut(x):
 
 
 @triton.jit
-def product(a, b, LOW: tl.constexpr):
+def dot(a, b, DOT_DTYPE: tl.constexpr):
     return tl.dot(cut(a), cut(b), input_precision="ieee")
 
 
 @triton.jit
-def product_of_two(a, b, LOW: tl.constexpr):
+def dot_split(a, b, DOT_DTYPE: tl.constexpr):
     high = cut(b)
     return tl.dot(cut(a), high, input_precision="ieee") + tl.dot(cut(a), cut(b - high), input_precision="ieee")
 
 
 @triton.jit
-def rounded(x, LOW: tl.constexpr):
+def round_operand(x, DOT_DTYPE: tl.constexpr):
     return cut(x)
 
 
 @triton.jit
-def from_here_on(x, C: tl.constexpr, LOW: tl.constexpr):
-    return triton_common.from_here_on(x, C, None)
+def reverse_cumsum(x, C: tl.constexpr, DOT_DTYPE: tl.constexpr):
+    return triton_common.reverse_cumsum(x, C, None)
 
 
 @contextmanager
 def products_are_rounded(monkeypatch, *, twice=True):
     """twice: what is taken with twice the digits is."""
-    begin = Sum.__init__
+    begin = LinearAttentionLaunch.__init__
 
     def as_of_bfloat16(self, *arguments, low):
         config = arguments[-1]
         begin(self, *arguments, low=False)
         self.config, self.chunks = config, -(-self.length // config.chunk)
         self.common["C"] = config.chunk
-        self.low = {"LOW": 1}  # any but None
+        self.low = {"DOT_DTYPE": 1}  # any but None
 
     with monkeypatch.context() as patched:
-        for name, function in (("product", product), ("rounded", rounded), ("from_here_on", from_here_on)):
+        for name, function in (("dot", dot), ("round_operand", round_operand), ("reverse_cumsum", reverse_cumsum)):
             patched.setattr(triton_kernels, name, function)
-        patched.setattr(triton_kernels, "product_of_two", product_of_two if twice else product)
-        patched.setattr(Sum, "__init__", as_of_bfloat16)
+        patched.setattr(triton_kernels, "dot_split", dot_split if twice else dot)
+        patched.setattr(LinearAttentionLaunch, "__init__", as_of_bfloat16)
         yield
