@@ -47,7 +47,7 @@ from baton.kernels.head_scale import head_scale
 from baton.kernels.lattice.chunked import lattice_chunked
 from baton.kernels.lattice.op import lattice
 from baton.kernels.lattice.reference import lattice_reference
-from baton.kernels.lattice.variant import Rule
+from baton.kernels.lattice.variant import UpdateRule
 
 Kind = Literal[
     *("gsa", "gla", "mamba2", "delta_net", "gated_delta_net"),
@@ -162,7 +162,7 @@ def run(case: Case, inputs: dict[str, Tensor], pos: Tensor | None = None, define
         variant: Any = case.kind.partition("-")[2]
         project = case.kind.startswith("lattice")
         if defined:
-            return list(lattice_reference(**given, rule=Rule(variant, project), pos=pos, initial_state=first))
+            return list(lattice_reference(**given, rule=UpdateRule(variant, project), pos=pos, initial_state=first))
         return list(lattice(**given, variant=variant, project=project, pos=pos, initial_state=first))
     rule = delta_rule_reference if defined else delta_rule
     return list(rule(**{"g": None, **given}, scale=scale, pos=pos, initial_state=first))
@@ -299,7 +299,7 @@ def in_pytorch(report: Report, case: Case, inputs: dict[str, Tensor], own: tuple
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
 
     def forward() -> Tensor:
-        rule: Any = Rule(variant, False)
+        rule: Any = UpdateRule(variant, False)
         return lattice_chunked(**leaves, mu=None, tau=None, rule=rule, pos=None, initial_state=None)[0]
 
     dy = torch.randn_like(forward())

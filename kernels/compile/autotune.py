@@ -27,7 +27,7 @@ from baton.kernels.errors import LaunchConfigError
 from baton.kernels.gated_linear_attention import triton_launch as gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate
 from baton.kernels.lattice import triton_launch as lattice
-from baton.kernels.lattice.variant import Rule, Variant, norms
+from baton.kernels.lattice.variant import UpdateRule, Variant, slot_norms
 from baton.kernels.short_conv import triton_launch as short_conv
 
 LEAST_GAIN = 0.02
@@ -64,11 +64,11 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
     ),
     lattice.KERNEL: (
         {"chunk": (0, 32, 64), "warps_chunk": (2, 4)},
-        {"steps_chunk": (4, 8), "warps_chunk_back": (2, 4), "warps_beside": (2, 4)},
+        {"steps_chunk": (4, 8), "warps_chunk_back": (2, 4), "warps_parallel": (2, 4)},
         {"slots": (16, 64), "warps": (1, 4, 8), "parts": (2, 4)},
         {"slots_back": (8, 16, 64), "warps_back": (1, 4, 8), "parts_back": (2, 4)},
-        {"warps_all": (2, 4, 8), "parts_all": (2, 4)},
-        {"warps_all_back": (4, 8), "parts_all_back": (2, 4), "steps_back": (1, 2)},
+        {"warps_dec": (2, 4, 8), "parts_dec": (2, 4)},
+        {"warps_dec_back": (4, 8), "parts_dec_back": (2, 4), "steps_back": (1, 2)},
         {"steps": (2, 4, 8)},
         {"steps_back": (1, 2, 4)},
     ),
@@ -169,7 +169,11 @@ def _failed(request: launch_configs.Request, config: Any, default: Any, error: R
 def _fits(config: Any) -> bool:
     """What the attributes' descriptions ask for."""
     if isinstance(config, diagonal_scan.LaunchConfig):
-        return config.border % config.steps == 0 and config.ahead <= config.steps and config.ahead_summary <= config.steps_summary
+        return (
+            config.checkpoint_interval % config.steps == 0
+            and config.ahead <= config.steps
+            and config.ahead_summary <= config.steps_summary
+        )
     if isinstance(config, lattice.LaunchConfig):
         # of a warp: more do not fit in registers, and fewer are mostly waited for
         return all(8 <= n <= 16 for n in (config.slots // config.warps, config.slots_back // config.warps_back))
@@ -282,7 +286,7 @@ def _delta_rule(request: launch_configs.Request, device: torch.device, dtype: to
 
 def _lattice(request: launch_configs.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
     g, sizes, name = _generator(device), request.sizes, str(request.shape["variant"])
-    rule = Rule(cast(Variant, name.removeprefix("osr-")), not name.startswith("osr-"))
+    rule = UpdateRule(cast(Variant, name.removeprefix("osr-")), not name.startswith("osr-"))
     shape = (sizes["batch"], sizes["tokens"], sizes["heads"])
 
     def randn(*shape: int) -> Tensor:
@@ -290,7 +294,7 @@ def _lattice(request: launch_configs.Request, device: torch.device, dtype: torch
 
     slots = randn(sizes["batch"], sizes["heads"], sizes["d"], sizes["m"])
     q, k, v = (randn(*shape, sizes[name]).to(dtype) for name in ("m", "m", "d"))
-    leaves = [q, F.normalize(k, dim=-1), v, 0.2 * torch.sigmoid(randn(*shape)), slots / norms(slots)]
+    leaves = [q, F.normalize(k, dim=-1), v, 0.2 * torch.sigmoid(randn(*shape)), slots / slot_norms(slots)]
     leaves, dy = [x.requires_grad_() for x in leaves], randn(*shape, sizes["d"]).to(dtype)
 
     def call(config: lattice.LaunchConfig) -> list[Tensor]:

@@ -59,8 +59,7 @@ def diagonal_scan_transition_backward_kernel(
     T, split_len, dt_batch, z_batch, dy_batch,
     DIM: tl.constexpr, DSTATE: tl.constexpr, dt_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
     RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, HAS_Z: tl.constexpr, HAS_POS: tl.constexpr, EVEN_T: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PREFETCH_T: tl.constexpr,
+    EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PREFETCH_T: tl.constexpr,
 ):  # fmt: skip
     """The part of the gradient of each split's initial state that comes from the split's dy, [batch, splits, DIM, DSTATE]."""
     b, p = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -128,8 +127,8 @@ def diagonal_scan_backward_kernel(
     T, split_len, x_batch, dt_batch, z_batch, dy_batch,
     DIM: tl.constexpr, DSTATE: tl.constexpr, x_row: tl.constexpr, dt_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
     RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, HAS_Z: tl.constexpr, HAS_POS: tl.constexpr, EVEN_T: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, CHECKPOINT_INTERVAL: tl.constexpr, WARP_SUMS: tl.constexpr,
+    EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, CHECKPOINT_INTERVAL: tl.constexpr,
+    WARP_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Gradients, given the cotangent of each split's final state, dfinal_states [batch, splits, DIM, DSTATE].
 

@@ -41,9 +41,9 @@ from baton.kernels.diagonal_scan.triton_common import (
 def diagonal_scan_transition_kernel(
     x, dt, A, bc, dt_bias, pos, decay_out, add_out,
     T, split_len, x_batch, dt_batch,
-    DIM: tl.constexpr, DSTATE: tl.constexpr, x_row: tl.constexpr, dt_row: tl.constexpr,
-    RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, HAS_POS: tl.constexpr, EVEN_T: tl.constexpr, EVEN_D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PREFETCH_T: tl.constexpr,
+    DIM: tl.constexpr, DSTATE: tl.constexpr, x_row: tl.constexpr, dt_row: tl.constexpr, RECURRENCE: tl.constexpr,
+    ACTIVATE: tl.constexpr, HAS_POS: tl.constexpr, EVEN_T: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PREFETCH_T: tl.constexpr,
 ):  # fmt: skip
     """The transition of each split, h_out = decay h_in + add: decay and add, [batch, splits, DIM, DSTATE]."""
     b, p = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -127,9 +127,8 @@ def diagonal_scan_forward_kernel(
     T, split_len, x_batch, dt_batch, z_batch,
     DIM: tl.constexpr, DSTATE: tl.constexpr, x_row: tl.constexpr, dt_row: tl.constexpr, z_row: tl.constexpr,
     RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, HAS_Z: tl.constexpr, HAS_POS: tl.constexpr, HAS_INITIAL_STATES: tl.constexpr,
-    STORE_CHECKPOINTS: tl.constexpr, EVEN_T: tl.constexpr, EVEN_D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PREFETCH_T: tl.constexpr,
-    CHECKPOINT_INTERVAL: tl.constexpr, UNROLL: tl.constexpr,
+    STORE_CHECKPOINTS: tl.constexpr, EVEN_T: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, PREFETCH_T: tl.constexpr, CHECKPOINT_INTERVAL: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """y [batch, T, DIM], multiplied by silu(z) if HAS_Z; the final state [batch, DIM, DSTATE]; and, if STORE_CHECKPOINTS, the state
     before every CHECKPOINT_INTERVAL-th token, [batch, chunks, DIM, DSTATE].

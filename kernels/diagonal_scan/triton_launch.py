@@ -52,7 +52,7 @@ class LaunchConfig:
     ahead: int = 6
     ahead_summary: int = 4
     steps_back: int = 2
-    border: int = 16
+    checkpoint_interval: int = 16
     unroll: int = 1
     full: int = 1024
     programs: int = 4096
@@ -289,15 +289,15 @@ class _ScanLaunch:
             initial_states, _ = self.combine(decay, add, initial_states)
         y = self.empty(self.batch, self.length, self.channels, like=x)
         final = self.empty(self.batch, self.channels, self.d_state)
-        chunks, checkpoints = -(-self.length // self.config.border), None
+        chunks, checkpoints = -(-self.length // self.config.checkpoint_interval), None
         if keep:
             checkpoints = self.empty(self.batch, chunks, self.channels, self.d_state)
         self.launch(
             self.forward_kernels.diagonal_scan_forward_kernel, self.config.steps, x, dt, self.A, self.bc, D, self.or_x(z),
             self.or_x(dt_bias), self.or_x(self.pos), self.or_x(initial_states), y, final, self.or_x(checkpoints),
-            **self.strides(x=x, dt=dt, z=z),
-            HAS_Z=z is not None, HAS_INITIAL_STATES=initial_states is not None, STORE_CHECKPOINTS=keep,
-            CHECKPOINT_INTERVAL=self.config.border, PREFETCH_T=self.config.ahead, UNROLL=self.config.unroll,
+            **self.strides(x=x, dt=dt, z=z), HAS_Z=z is not None, HAS_INITIAL_STATES=initial_states is not None,
+            STORE_CHECKPOINTS=keep, CHECKPOINT_INTERVAL=self.config.checkpoint_interval, PREFETCH_T=self.config.ahead,
+            UNROLL=self.config.unroll,
         )  # fmt: skip
         return y, final, checkpoints, decay
 
@@ -317,14 +317,14 @@ class _ScanLaunch:
         dD, ddt_bias = (self.empty(batch * self.num_splits, channels) for _ in range(2))
         block_d, block_n = self.config.channels_back, self.options["BLOCK_N"]
         blocks = -(-channels // block_d)
-        scratch = self.empty(batch * self.num_splits * blocks, self.config.border // block_t, block_d, block_n)
+        scratch = self.empty(batch * self.num_splits * blocks, self.config.checkpoint_interval // block_t, block_d, block_n)
         dbc_partial = self.empty(blocks, batch, length, 2, d_state, like=x)
         dinitial_state = self.empty(batch, channels, d_state)
         self.launch(
             self.backward_kernels.diagonal_scan_backward_kernel, block_t, x, dt, self.A, self.bc, D, self.or_x(z),
             self.or_x(dt_bias), self.or_x(self.pos), checkpoints, dfinal_states, dy, scratch,
             dx, ddt, self.or_x(dA), dbc_partial, dD, self.or_x(dz), ddt_bias, dinitial_state,
-            **self.strides(x=x, dt=dt, z=z, dy=dy), HAS_Z=z is not None, CHECKPOINT_INTERVAL=self.config.border,
+            **self.strides(x=x, dt=dt, z=z, dy=dy), HAS_Z=z is not None, CHECKPOINT_INTERVAL=self.config.checkpoint_interval,
             BLOCK_D=block_d, WARP_SUMS=self.warp_sums(block_t),
         )  # fmt: skip
         dB, dC = dbc_partial.sum(0, dtype=torch.float32).unbind(2)
@@ -367,7 +367,7 @@ def _recurrence(mamba: bool, zoh: bool) -> int:
 
 def _splits(programs: int, length: int, config: LaunchConfig) -> tuple[int, int]:
     """The number of splits of a sequence, and tokens of each, a multiple of border."""
-    chunks = -(-length // config.border)
+    chunks = -(-length // config.checkpoint_interval)
     wanted = 1 if programs >= config.full else min(-(-config.programs // programs), max(1, chunks // 4))
-    split_len = -(-chunks // wanted) * config.border
+    split_len = -(-chunks // wanted) * config.checkpoint_interval
     return -(-length // split_len), split_len

@@ -204,10 +204,8 @@ def load_query_tile(q, dy, lse, delta, i, inside, b, h, T, H: tl.constexpr, K: t
 def joint_attention_backward_dkv_kernel(
     q, k, v, limit, lse, dy, delta, first, later, dmemory_k, dmemory_v, dk, dv, T, memories, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, MIN_DISTANCE: tl.constexpr, M: tl.constexpr,
-    E: tl.constexpr,
-    DOT_DTYPE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, REACH: tl.constexpr,
-    ROW: tl.constexpr,
-    GRAD_ROW: tl.constexpr,
+    E: tl.constexpr, DOT_DTYPE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    REACH: tl.constexpr, ROW: tl.constexpr, GRAD_ROW: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of a history, [B, N + T, G, K], including the copies of its T tokens in memories (none if M = 0), located by first and
     later.

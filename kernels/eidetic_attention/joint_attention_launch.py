@@ -301,8 +301,8 @@ class _JointAttentionLaunch:
         copies = self.or_q(self.seen.first, self.copies[2], *dmemory)
         self.kernels.joint_attention_backward_dkv_kernel[self.grid(k.shape[1] + max(0, reach), size, self.groups)](
             self.q, k, v, limit, lse, dy, delta, *copies, dk, dv, self.length, self.memories, self.scale, N=before,
-            MIN_DISTANCE=nearest,
-            REACH=reach, ROW=k.stride(1), GRAD_ROW=dk.stride(1), E=self.entries, BLOCK_Q=self.config.queries_back, BLOCK_K=size,
+            MIN_DISTANCE=nearest, REACH=reach, ROW=k.stride(1), GRAD_ROW=dk.stride(1), E=self.entries,
+            BLOCK_Q=self.config.queries_back, BLOCK_K=size,
             num_warps=self.config.warps_back, **{**self.common, "M": self.rows if copied else 0},
         )  # fmt: skip
         return dk, dv

@@ -45,8 +45,7 @@ def topk_before(score, entry_score, entry_where, end, doc_start, E: tl.constexpr
 def topk_memory_kernel(
     pos, seen, score, entry_score, entry_where, frozen, limit, far_limit, slot, begin, row, first, fading_first, last, T, blocks,
     WINDOW: tl.constexpr, EIDETIC: tl.constexpr, FADING: tl.constexpr, FAR: tl.constexpr, HAS_STATE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_F: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Fills `Visibility` for positions [B, T]; first and fading_first are set to -1 only. One more program per lane computes
     `last`, as `topk_memory_launch.select_memories` returns it. seen, entry_score, entry_where, frozen: from the State, if HAS_STATE

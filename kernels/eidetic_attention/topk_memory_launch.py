@@ -53,7 +53,6 @@ def select_memories(
         int32_positions(pos), *(limit if x is None else x for x in (*read, *seen, last)), length, blocks,
         WINDOW=options.window, EIDETIC=eidetic, FADING=fading, FAR=int(options.sliding), HAS_STATE=int(old),
         BLOCK_M=launch_utils.next_power_of_2(max(eidetic, 16)), BLOCK_F=launch_utils.next_power_of_2(max(fading, 16)),
-        BLOCK_T=_TOKENS,
-        num_warps=1,
+        BLOCK_T=_TOKENS, num_warps=1,
     )  # fmt: skip
     return seen, last

@@ -1,4 +1,6 @@
-"""Lattice's recurrence: slots whose every change is orthogonal to what they hold, put back on the unit sphere after each step."""
+"""Lattice's recurrence: memory slots whose every update is orthogonal to their content, normalized to the unit sphere after each
+step.
+"""
 
 from baton.kernels.lattice.op import lattice
 

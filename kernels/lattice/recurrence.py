@@ -1,4 +1,4 @@
-"""The Lattice recurrence for those who hand its state on and those who test it."""
+"""Lattice's recurrence as a `SequentialRecurrence`, for state passing and for tests."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,16 +10,16 @@ from torch import Tensor
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_keys, randn
 from baton.kernels.common.launch_utils import without_autocast
-from baton.kernels.lattice.chunked import Options, Prepared, advance, chunk_length, entering, prepare, within_limits
+from baton.kernels.lattice.chunked import Options, Prepared, apply_limits, chunk_length, initial_slots, prepare, run_chunk
 from baton.kernels.lattice.op import lattice
 from baton.kernels.lattice.reference import lattice_reference
 from baton.kernels.lattice.triton_launch import lattice_triton, no_kernel, use_triton
-from baton.kernels.lattice.variant import Rule, Variant
+from baton.kernels.lattice.variant import UpdateRule, Variant
 from baton.kernels.protocol import Inputs, SequentialRecurrence, State, StateSpec, check
 
 
 class Context(NamedTuple):
-    """A piece of a sequence, waiting for its state. chunks: None if the kernels for a GPU run it, which prepare nothing."""
+    """A segment of a sequence whose state has not arrived. chunks: None if it runs on Triton kernels, which prepare nothing."""
 
     inputs: Inputs
     pos: Tensor | None
@@ -30,7 +30,7 @@ class Context(NamedTuple):
 class Lattice(SequentialRecurrence):
     """Inputs q, k, v, gamma, then mu if it forgets, then tau if it is sparse, along time, then S0; State {S [batch, heads, d, m]}.
 
-    See `op.lattice`. A State of zeros is none: what nothing was read into is S0, and so is a state of None.
+    See `op.lattice`. A State of None, and a State of zeros, stand for S0.
     """
 
     variant: Variant = "dec"
@@ -63,7 +63,7 @@ class Lattice(SequentialRecurrence):
 
     @property
     def options(self) -> Options:
-        return Options(Rule(self.variant, self.project), self.forget, self.sparse)
+        return Options(UpdateRule(self.variant, self.project), self.forget, self.sparse)
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         return (StateSpec("S", tuple(inputs[-1].shape), compute_dtype(*inputs), tp=0, grad=True),)
@@ -80,11 +80,11 @@ class Lattice(SequentialRecurrence):
 
     @torch.no_grad()
     def prepare(self, inputs: Inputs, pos: Tensor | None) -> Context:
-        """Casts, masks, and an orthonormal basis of each chunk's values where the recurrence runs in one."""
+        """Casts, masks, and an orthonormal basis of each chunk's values where the recurrence runs in coordinates."""
         num_inputs, length, step = self.num_time_inputs, inputs[0].shape[1], chunk_length(self.options)
         chunks = []
         with without_autocast(inputs[0]):
-            limited = within_limits(self.options, inputs)
+            limited = apply_limits(self.options, inputs)
             if use_triton(inputs[0], compute_dtype(*inputs), sparse=self.sparse):
                 return Context(limited, pos, None)
             for begin in range(0, length, step):
@@ -97,13 +97,13 @@ class Lattice(SequentialRecurrence):
         check(state, self.state_specs(context.inputs), context.inputs[0].shape[0])
         ys = []
         with without_autocast(context.inputs[0]):
-            S = entering(self.options, context.inputs, context.pos, state["S"])
+            S = initial_slots(self.options, context.inputs, context.pos, state["S"])
             if context.chunks is None:
                 q, k, v, gamma, *mu, S0 = context.inputs
                 y, S = lattice_triton(q, k, v, gamma, S0, mu=mu[0] if mu else None, rule=self.options.rule, pos=context.pos, S=S)
                 return y, {"S": S}
             for chunk in context.chunks:
-                y, S = advance(self.options, chunk, S)
+                y, S = run_chunk(self.options, chunk, S)
                 ys.append(y)
         return torch.cat(ys, dim=1).to(context.inputs[0].dtype), {"S": S}
 
@@ -124,7 +124,7 @@ class Lattice(SequentialRecurrence):
         return (normal(*along, m), k, normal(*along, d), gamma, *optional, S0), {"S": S}
 
     def smooth(self, inputs: Inputs) -> Inputs:
-        """Keys of moderate size, gates above their limit, and thresholds that an entry of nearly 0 does not reach."""
+        """Keys of moderate size, gates above their limit, and thresholds that entries near 0 do not reach."""
         mu = tuple(x.clamp(0.05, 0.95) for x in inputs[4 : 4 + self.forget])
         tau = tuple(x + 0.01 for x in inputs[4 + self.forget : -1])
         return (inputs[0], inputs[1].clamp(-2.0, 2.0), *inputs[2:4], *mu, *tau, inputs[-1])

@@ -1,13 +1,13 @@
-"""The Lattice recurrence as one sequential loop over time: the definition.
+"""Lattice's recurrence as a sequential loop over time: the reference that every other implementation is tested against.
 
-The one thing to know: gradients are plain autograd, so this file holds no derivative that could be wrong. It keeps several
-[batch, heads, d, m] tensors per token for the backward pass; use it for short sequences.
+Gradients come from autograd, so there is no hand-written derivative here. The backward pass keeps several [batch, heads, d, m]
+tensors per token: use it for short sequences.
 """
 
 import torch
 from torch import Tensor
 
-from baton.kernels.lattice.variant import SMALLEST_GATE, SMALLEST_NORM, Rule
+from baton.kernels.lattice.variant import MIN_GATE, MIN_NORM, UpdateRule
 
 
 def lattice_reference(
@@ -19,12 +19,12 @@ def lattice_reference(
     *,
     mu: Tensor | None = None,
     tau: Tensor | None = None,
-    rule: Rule,
+    rule: UpdateRule,
     pos: Tensor | None = None,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Lattice (Karami & Mirrokni 2025), equations 7, 10 and 12 to 18, in the promoted dtype; shapes as in `op.lattice`,
-    nothing is checked.
+    """Lattice (Karami & Mirrokni 2025), equations 7, 10 and 12 to 18, in the promoted dtype. Shapes as in `op.lattice`; nothing is
+    checked.
     """
     batch, length, _, _ = q.shape
     if rule.project:
@@ -40,7 +40,7 @@ def lattice_reference(
         q_t, k_t, v_t = q[:, t, :, None, :], k[:, t, :, None, :], v[:, t, :, :, None]
         gamma_t = gamma[:, t, :, None, None]
 
-        rho = torch.ones_like(_norms(S)) if rule.project else _norms(S).clamp(min=SMALLEST_NORM)
+        rho = torch.ones_like(_norms(S)) if rule.project else _norms(S).clamp(min=MIN_NORM)
         Phi = S / rho
         if rule.variant == "dec":
             h, c = (Phi * k_t).sum(-1, keepdim=True) - v_t, k_t
@@ -52,7 +52,7 @@ def lattice_reference(
         orthogonal = h - Phi * (Phi * h).sum(-2, keepdim=True)
         if mu is not None:
             mu_t = mu[:, t, :, None, None]
-            S = (mu_t.clamp(min=SMALLEST_GATE) if rule.project else mu_t) * S
+            S = (mu_t.clamp(min=MIN_GATE) if rule.project else mu_t) * S
         S = S + alpha / rho * orthogonal
         if tau is not None:
             S = _thresholded(S, tau[:, t, :, None, None], rule.project)
@@ -67,8 +67,8 @@ def _norms(S: Tensor) -> Tensor:
 
 
 def _thresholded(U: Tensor, tau: Tensor, project: bool) -> Tensor:
-    """Equation 18; of a slot that is to be projected and would lose everything, the largest entry stays, as 1 or -1."""
-    # tau = 0 is the identity, at U = 0 as well
+    """Equation 18. With projection, a slot that would vanish keeps its largest entry, as 1 or -1."""
+    # tau = 0 is the identity, also at U = 0
     shrunk = torch.where((U.abs() > tau) | (tau == 0), U - tau * torch.sign(U), 0.0)
     if not project:
         return shrunk

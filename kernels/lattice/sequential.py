@@ -1,6 +1,6 @@
-"""The recurrence on the slots themselves: what every variant and option can run as.
+"""Lattice's recurrence on the slots themselves, for every variant and option.
 
-The one thing to know: it is `step_loop` with the slots as they are, and costs a few passes over d x m numbers per token.
+It runs `step_loop` on the slots and costs a few passes over d x m numbers per token.
 """
 
 from typing import Any
@@ -9,34 +9,36 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from baton.kernels.lattice.step_loop import Starts, Tokens, Walk, written
-from baton.kernels.lattice.variant import Rule
+from baton.kernels.lattice.step_loop import DocumentStarts, StepLoop, Tokens, known_h
+from baton.kernels.lattice.variant import UpdateRule
 
 
-def run_steps(rule: Rule, tokens: Tokens, starts: Starts | None, S: Tensor) -> tuple[Tensor, Tensor]:
-    """A chunk of tokens, shaped as `step_loop` says.
+def run_sequential(rule: UpdateRule, tokens: Tokens, starts: DocumentStarts | None, S: Tensor) -> tuple[Tensor, Tensor]:
+    """Run a chunk of tokens, shaped as in `step_loop`.
 
-    S: entering slots [N, d, m]; with projection they have norm 1, and their gradient's part along them means nothing.
+    S: initial slots [N, d, m]. With projection they have norm 1, and their gradient's component along them is meaningless.
 
     Returns:
-        what is read, [L, N, d, 1], and the leaving slots, with exact gradients to tokens, S and what is loaded at starts.
+        y, [L, N, d, 1], and the final slots, with exact gradients to tokens, S and the slots that documents start with.
     """
-    loaded = None if starts is None else starts.slots
-    return _Steps.apply(rule, starts, loaded, *tokens, S)
+    S0 = None if starts is None else starts.slots
+    return _Sequential.apply(rule, starts, S0, *tokens, S)
 
 
-class _Steps(Function):
+class _Sequential(Function):
     @staticmethod
-    def forward(ctx: Any, rule: Rule, starts: Starts | None, loaded: Tensor | None, *tensors: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, rule: UpdateRule, starts: DocumentStarts | None, S0: Tensor | None, *tensors: Any
+    ) -> tuple[Tensor, Tensor]:
         q, k, v, gamma, mu, tau, S = tensors
-        ctx.walk = walk = Walk(rule, starts, written(rule, v), k, gamma, mu, tau, S)
+        ctx.loop = loop = StepLoop(rule, starts, known_h(rule, v), k, gamma, mu, tau, S)
         ctx.save_for_backward(q)
-        return walk.states[1:] @ q.mT, walk.states[-1].clone()
+        return loop.states[1:] @ q.mT, loop.states[-1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dS: Tensor) -> tuple[Any, ...]:
-        (q,), walk = ctx.saved_tensors, ctx.walk
-        found = walk.back(dy, q, dS)
-        dq = dy.mT @ walk.states[1:]
-        return None, None, found.loaded, dq, found.k, written(walk.rule, found.h), found.gamma, found.mu, found.tau, found.S
+        (q,), loop = ctx.saved_tensors, ctx.loop
+        grads = loop.backward(dy, q, dS)
+        dq = dy.mT @ loop.states[1:]
+        return None, None, grads.dloaded, dq, grads.k, known_h(loop.rule, grads.h), grads.gamma, grads.mu, grads.tau, grads.S

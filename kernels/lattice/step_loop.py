@@ -1,10 +1,11 @@
-"""The recurrence token by token over the slots of a chunk, there and back: the one loop that every variant and option runs in.
+"""Lattice's recurrence token by token over the slots of a chunk, forward and backward: the loop that all variants and options run
+in.
 
-The one thing to know: the backward pass is derived by hand. Forwards the loop keeps the slots after each token and a few vectors;
-backwards every quantity of a step is one or two passes over its slots, where autograd makes and frees a dozen tensors.
+Shapes: time first, broadcastable against slots. With N = batch x heads: S [N, d, m]; q, k and other per-slot values [L, N, 1, m];
+v, h and y [L, N, d, 1]; gamma, mu and tau [L, N, 1, 1].
 
-Everything is time first and shaped to broadcast against slots: with N = batch x heads, S [N, d, m]; q, k and what each slot has one
-of [L, N, 1, m]; v, h and y [L, N, d, 1]; gamma, mu and tau [L, N, 1, 1].
+The backward pass is derived by hand. The forward loop keeps the slots after each token and a few vectors; in the backward loop
+every quantity of a step takes one or two passes over its slots, where autograd would allocate and free a dozen tensors.
 """
 
 from typing import NamedTuple
@@ -12,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.kernels.lattice.variant import SMALLEST_NORM, Rule, norms
+from baton.kernels.lattice.variant import MIN_NORM, UpdateRule, slot_norms
 
 
 class Tokens(NamedTuple):
-    """A chunk of inputs, in the dtype of the computation."""
+    """The inputs of a chunk, in the compute dtype."""
 
     q: Tensor
     k: Tensor
@@ -26,13 +27,13 @@ class Tokens(NamedTuple):
     tau: Tensor | None
 
 
-class Starts(NamedTuple):
+class DocumentStarts(NamedTuple):
     """Where documents start in a chunk.
 
     Attributes:
         mask: bool [L, N, 1, 1].
         tokens: for each token, whether a document starts there in any lane.
-        slots: what is loaded there, [N, d, m].
+        slots: the initial slots that a document starts with, [N, d, m].
     """
 
     mask: Tensor
@@ -41,13 +42,13 @@ class Starts(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What `Walk.back` finds.
+    """Result of `StepLoop.backward`.
 
     Attributes:
-        h, k, gamma, mu, tau, S: gradients of the walk's arguments (h without its dependence on the slots in decoding).
-        loaded: of what is loaded at starts.
-        a: of a = Phi^T h, in encoding with what comes through c.
-        radial: with projection, the parts of the slots' cotangents along the slots after each token.
+        h, k, gamma, mu, tau, S: gradients of the loop's arguments (h without its dependence on the slots in decoding).
+        dloaded: of the initial slots that documents start with.
+        a: of a = Phi^T h, in encoding including the part through c.
+        radial: with projection, the components of the slots' cotangents along the slots after each token.
     """
 
     h: Tensor
@@ -56,29 +57,31 @@ class Gradients(NamedTuple):
     mu: Tensor | None
     tau: Tensor | None
     S: Tensor
-    loaded: Tensor | None
+    dloaded: Tensor | None
     a: Tensor
     radial: Tensor
 
 
-def written(rule: Rule, v: Tensor) -> Tensor:
-    """h as far as it is known without the state: v in encoding, else -v. Its own transpose, for gradients."""
+def known_h(rule: UpdateRule, v: Tensor) -> Tensor:
+    """The part of h that does not depend on the state: v in encoding, else -v. The map is its own transpose, so it also maps
+    gradients.
+    """
     return v if rule.variant == "enc" else -v
 
 
-class Walk:
-    """One chunk's steps u = mu s + w (h - phi a), with a = phi . h and w = -gamma c / rho (the equations: `op.lattice`).
+class StepLoop:
+    """One chunk's steps u = mu s + w (h - phi a), with a = phi . h and w = -gamma c / rho (equations: `op.lattice`).
 
     Attributes:
         states: the slots before the first token and after each, [L + 1, N, d, m].
-        h, c, a, weight: of every token, in the words above.
-        norm: with projection, what each u was divided by.
+        h, c, a, weight: h, c, a and w of every token.
+        norm: with projection, the norm that each u was divided by.
     """
 
     def __init__(
         self,
-        rule: Rule,
-        starts: Starts | None,
+        rule: UpdateRule,
+        starts: DocumentStarts | None,
         h: Tensor,
         k: Tensor,
         gamma: Tensor,
@@ -86,7 +89,7 @@ class Walk:
         tau: Tensor | None,
         S: Tensor,
     ) -> None:
-        """h: as `written` returns it; decoding adds its Phi k to it in place."""
+        """h: as `known_h` returns it; decoding adds Phi k in place."""
         self.rule, self.starts, self.h, self.k, self.gamma, self.mu, self.tau = rule, starts, h, k, gamma, mu, tau
         self.states = S.new_empty(len(k) + 1, *S.shape)
         self.states[0] = S
@@ -96,8 +99,8 @@ class Walk:
         self.weight = torch.empty_like(k) if rule.variant == "enc" else -gamma * k
         self._forward()
 
-    def _before(self, t: int, S: Tensor) -> Tensor:
-        """The slots that token t sees, if S are those after the token before."""
+    def _entering(self, t: int, S: Tensor) -> Tensor:
+        """The slots that token t sees, given those after the token before it."""
         if self.starts is None or not self.starts.tokens[t]:
             return S
         return torch.where(self.starts.mask[t], self.starts.slots, S)
@@ -109,9 +112,9 @@ class Walk:
         (rho_all,), (mu_all,) = _each(self.rho), _each(self.mu)
         tangent = torch.empty_like(states[0])
         for t, (h, k, a, weight) in enumerate(zip(h_all, k_all, a_all, weights, strict=True)):
-            S = Phi = self._before(t, states[t])
+            S = Phi = self._entering(t, states[t])
             if rho_all:
-                rho = torch.clamp(norms(S), min=SMALLEST_NORM, out=rho_all[t])
+                rho = torch.clamp(slot_norms(S), min=MIN_NORM, out=rho_all[t])
                 Phi = S / rho
             if rule.variant == "dec":
                 h.baddbmm_(Phi, k.mT)
@@ -120,29 +123,29 @@ class Walk:
                 torch.mul(torch.sub(a, k, out=c_all[t]), steps[t], out=weight)
             if rho_all:
                 weight /= rho
-            # h - Phi a before it is scaled: a large step leaves the difference of two large multiples of Phi otherwise
+            # h - Phi a before scaling: with a large step the result would otherwise be a difference of two large multiples of Phi
             torch.addcmul(h, Phi, a, value=-1, out=tangent)
             U = torch.addcmul(mu_all[t] * S if mu_all else S, tangent, weight, out=states[t + 1])
-            emptied = None if tau is None else self._threshold(U, tau[t])
+            vanished = None if tau is None else self._threshold(U, tau[t])
             if rule.project:
-                U /= norms(U, out=norm_all[t])
-                if emptied is not None:
-                    # what was emptied depends on nothing: its cotangent is divided by this
-                    norm_all[t].masked_fill_(emptied, torch.inf)
+                U /= slot_norms(U, out=norm_all[t])
+                if vanished is not None:
+                    # a slot that vanished is constant: its cotangent is divided by infinity
+                    norm_all[t].masked_fill_(vanished, torch.inf)
 
     def _threshold(self, U: Tensor, tau: Tensor) -> Tensor:
-        """Equation 18, in place; with projection an emptied slot keeps its largest entry. Returns which were emptied."""
+        """Equation 18, in place; with projection a slot that would vanish keeps its largest entry. Returns which slots vanished."""
         size = U.abs()
-        emptied = (size <= tau).all(1, keepdim=True)
+        vanished = (size <= tau).all(1, keepdim=True)
         shrunk = U - torch.clamp(U, -tau, tau)
         if self.rule.project:
             largest = torch.zeros_like(U).scatter_(1, size.argmax(1, keepdim=True), 1.0)
-            shrunk = torch.where(emptied, U.sign() * largest, shrunk)
+            shrunk = torch.where(vanished, U.sign() * largest, shrunk)
         U.copy_(shrunk)
-        return emptied
+        return vanished
 
-    def back(self, dy: Tensor, q: Tensor, dS: Tensor) -> Gradients:
-        """Gradients, given the leaving slots' cotangent dS; to the slots after token t, dy[t] * q[t] is added.
+    def backward(self, dy: Tensor, q: Tensor, dS: Tensor) -> Gradients:
+        """Gradients, given the cotangent dS of the final slots; dy[t] * q[t] is added to the cotangent of the slots after token t.
 
         dy: [L, N, d, 1 or m].
         """
@@ -158,7 +161,7 @@ class Walk:
         dh_all, da_all, dalpha_all, along_all, e_along_all, radial_all = _each(dh, da, dalpha, along, e_along, radial)
         (rho_all,) = _each(self.rho)
         for t in reversed(range(length)):
-            S, after, h, a, weight = self._before(t, states[t]), states[t + 1], h_all[t], a_all[t], weights[t]
+            S, after, h, a, weight = self._entering(t, states[t]), states[t + 1], h_all[t], a_all[t], weights[t]
             dU = torch.addcmul(dS, dy_all[t], q_all[t])
             if project:
                 torch.sum(after * dU, 1, keepdim=True, out=radial_all[t])
@@ -171,7 +174,7 @@ class Walk:
             dweight = torch.bmm(h.mT, dU, out=dalpha_all[t]).addcmul_(a, along_all[t], value=-1)
             da_t = torch.mul(weight, along_all[t], out=da_all[t]).neg_()
             if rho_all:
-                # phi . dphi + rho drho, both with the parts that follow below
+                # phi . dphi + rho drho; their other parts are added below
                 inward = (a * da_t).addcmul_(weight, torch.addcmul(dweight, a, along_all[t], value=-1))
                 dweight /= rho_all[t]
             if variant == "enc":
@@ -186,8 +189,8 @@ class Walk:
                     inward.addcmul_(a * gammas[t], dalpha_all[t], value=-1)
                 elif variant == "dec":
                     inward.addcmul_(e_along_all[t], k_all[t])
-                # where a norm is below its limit, rho is a constant
-                inward.masked_fill_(rho_all[t] <= SMALLEST_NORM, 0.0)
+                # where a norm is below its limit, rho is constant
+                inward.masked_fill_(rho_all[t] <= MIN_NORM, 0.0)
                 dS.addcmul_(Phi, inward / rho_all[t], value=-1)
             if starts is not None and dloaded is not None and starts.tokens[t]:
                 dloaded += dS.masked_fill(~starts.mask[t], 0.0)
@@ -200,5 +203,5 @@ class Walk:
 
 
 def _each(*tensors: Tensor | None) -> list[tuple[Tensor, ...]]:
-    """Each tensor's tokens: one view each, made all at once, since indexing costs as much as a small operation."""
+    """Each tensor's tokens as views, made all at once: indexing costs as much as a small operation."""
     return [() if x is None else x.unbind(0) for x in tensors]

@@ -136,8 +136,7 @@ def short_conv_forward_kernel(
 def block_backward(
     xs, dys, pos_s, t0, carry, taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end, d_in, T,
     DIM: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr,
-    HAS_DTAIL_OUT: tl.constexpr,
-    BLOCK_T: tl.constexpr, EDGE: tl.constexpr,
+    HAS_DTAIL_OUT: tl.constexpr, BLOCK_T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BLOCK_T tokens from t0 on. Gradients of inputs that no later token reaches are stored. EDGE: some tokens may lie
     past the span, and belong to the next one, or past the end.
@@ -234,17 +233,15 @@ def short_conv_backward_kernel(
         next_pos = load_positions(pos, t1, T, BLOCK_T, EVEN_T, HAS_POS)
         issue_loads()
         window, dx_pending, dtaps, dbias_d = block_backward(
-            xs, dys, pos_s, b * 0 + t0, (window, dx_pending, dtaps, dbias_d), taps, bias_d, x, dy, dtail_out, dx, dtail, begin,
-            end, d_in,
-            T, DIM, W, HAS_TAIL, HAS_POS, SILU, HAS_DTAIL_OUT, BLOCK_T, not EVEN_T,
+            xs, dys, pos_s, b * 0 + t0, (window, dx_pending, dtaps, dbias_d), taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end,
+            d_in, T, DIM, W, HAS_TAIL, HAS_POS, SILU, HAS_DTAIL_OUT, BLOCK_T, not EVEN_T,
         )  # fmt: skip
         xs, dys, pos_s = next_xs, next_dys, next_pos
     # the tokens after the span, which its last inputs reach
     behind = b * 0 + begin + tl.cdiv(end - begin, BLOCK_T) * BLOCK_T
     window, dx_pending, dtaps, dbias_d = block_backward(
         xs, dys, pos_s, behind, (window, dx_pending, dtaps, dbias_d), taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end, d_in,
-        T,
-        DIM, W, HAS_TAIL, HAS_POS, SILU, HAS_DTAIL_OUT, BLOCK_T, True,
+        T, DIM, W, HAS_TAIL, HAS_POS, SILU, HAS_DTAIL_OUT, BLOCK_T, True,
     )  # fmt: skip
     sums += (b * tl.num_programs(2) + tl.program_id(2)) * (W + 1) * DIM + d
     for i in tl.static_range(W):

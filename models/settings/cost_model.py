@@ -19,7 +19,7 @@ from baton.models.settings.eager import Eager
 LINEAR_ATTENTION_CHUNK = 64
 DELTA_RULE_CHUNK = 64
 SCORES_SHARE = 8  # of linear attention's kernels
-LATTICE_STEPS_CHUNK, LATTICE_SPAN_CHUNK = 32, 16
+LATTICE_SEQUENTIAL_CHUNK, LATTICE_QR_CHUNK = 32, 16
 LATTICE_GPU_CHUNK = 32  # of the kernels on a GPU, which have no thresholds
 WINDOW_BLOCK = 64
 EIDETIC_BLOCK = 128

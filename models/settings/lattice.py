@@ -8,8 +8,8 @@ from baton.models.initializers import Constant, OrthonormalColumns, linear
 from baton.models.settings import MixerConfig
 from baton.models.settings.cost_model import (
     LATTICE_GPU_CHUNK,
-    LATTICE_SPAN_CHUNK,
-    LATTICE_STEPS_CHUNK,
+    LATTICE_QR_CHUNK,
+    LATTICE_SEQUENTIAL_CHUNK,
     MixerCosts,
     RecurrenceCosts,
     SavedTensor,
@@ -160,7 +160,7 @@ class LatticeConfig(MixerConfig):
                 RecurrenceCosts(
                     "lattice",
                     (S,),
-                    chunk=LATTICE_SPAN_CHUNK if spans else LATTICE_STEPS_CHUNK,
+                    chunk=LATTICE_QR_CHUNK if spans else LATTICE_SEQUENTIAL_CHUNK,
                     copied=True,
                     gpu_chunk=None if self.sparsity else LATTICE_GPU_CHUNK,
                     eager=self._eager(slots) if self.sparsity else None,

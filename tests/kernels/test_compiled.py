@@ -48,7 +48,7 @@ def test_a_spill_would_be_seen(compiled):
 
 @pytest.mark.parametrize("compiled", [pytest.param("all", marks=pytest.mark.long)], indirect=True)
 def test_a_lane_has_a_channel_whatever_is_known_of_pointers_and_sizes(compiled):
-    """Sums over channels by tensor cores rest on it: `over_channels` does not ask where a block's elements lie. With a
+    """Sums over channels by tensor cores rest on it: `sum_over_channels` does not ask where a block's elements lie. With a
     Triton that lays them otherwise the kernels sum plainly."""
     from baton.kernels.diagonal_scan.channel_reduce import LANE_OWNS_CHANNEL
 

@@ -1,7 +1,8 @@
-"""What is particular to B'MOJO's attention: the paper's interleaved form, its memory, ties, innovation. The law is in test_law.py.
+"""Properties of B'MOJO's attention: the paper's interleaved form, memory, ties, innovation. Split invariance is tested in
+test_law.py.
 
-In the law scores are inputs, so both sides of a comparison select the same tokens; that the scores themselves survive a split is
-shown for the mixer, in tests/models/test_bmojo.py.
+Scores are inputs in test_law.py, so both sides of a comparison select the same tokens; tests/models/test_bmojo.py shows that the
+scores themselves are invariant to splits.
 """
 
 import itertools
@@ -32,7 +33,7 @@ def _arguments(seed: int, length: int, batch: int = 1, dtype: torch.dtype = torc
 
 @pytest.mark.parametrize(("window", "n_fading", "n_eidetic"), [(8, 3, 5), (4, 4, 2), (4, 0, 6), (4, 1, 0), (3, 0, 0)])
 def test_the_papers_interleaved_form_is_the_same_function(window: int, n_fading: int, n_eidetic: int):
-    """Memory blocks put before the chunks, and one sliding window of window + m keys over all of it (section 3.3 of the paper)."""
+    """Memory blocks placed before the chunks, and one sliding window of window + m keys over all of it (section 3.3)."""
     chunks = 6
     length, m = window * chunks, n_fading + n_eidetic
     leaves, score = _arguments(1, length)
@@ -72,7 +73,7 @@ def test_the_papers_interleaved_form_is_the_same_function(window: int, n_fading:
     cuts=st.lists(st.integers(1, 29), max_size=6),
 )
 def test_the_memory_of_any_pieces_is_the_memory_of_the_whole(seed: int, m: int, length: int, levels: int, cuts: list[int]):
-    """Against sorting everything, with as many ties as a few levels of score make."""
+    """Against sorting all scores, with many ties."""
     score = torch.randint(0, levels, (2, length), generator=seeded(seed)).float()
     where = torch.arange(length).expand(2, -1)
     kept_score, kept_where = torch.zeros(2, m), torch.full((2, m), -1)
@@ -104,7 +105,9 @@ def test_among_equal_scores_the_oldest_tokens_stay():
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("cuts", [[8, 16, 24], [5, 17, 18], [1, 2, 31]], ids=str)
 def test_four_ranks_with_unaligned_documents(sliding: bool, cuts: list[int]):
-    """Cut at multiples of the window in the row (which are none in the documents) and elsewhere; three lanes, random starts."""
+    """Split at multiples of the window in the row (which are not multiples in the documents) and elsewhere; three lanes, random
+    starts.
+    """
     length, batch = 37, 3
     for seed in range(6):
         leaves, score = _arguments(seed, length, batch)
@@ -123,7 +126,7 @@ def test_four_ranks_with_unaligned_documents(sliding: bool, cuts: list[int]):
 
 
 def test_a_memory_is_frozen_between_multiples_of_the_window():
-    """What is eidetic at token 8 stays so until token 11, whatever scores come between."""
+    """The eidetic tokens at token 8 stay until token 11, whatever scores come between."""
     leaves, score = _arguments(4, 16)
     sizes = {"window": 4, "n_fading": 1, "n_eidetic": 2}
     frozen = []
@@ -165,9 +168,9 @@ SPANS = (
 def test_a_state_that_leaves_first_has_every_bit_of_the_walk(
     attention: EideticAttention, seed: int, length: int, start_probability: float, levels: int, dtype: torch.dtype, cuts: list[int]
 ):
-    """Many publications and starts in a span, or none, and many ties: against the definition, the blocks and any pieces.
+    """Many publications and starts in a span, or none, and many ties: against the reference, the blocks and any segments.
 
-    The entering State is one that the first document has left behind, so that positions continue it.
+    The initial State is one that the first document has left, so that positions continue it.
     """
     generator = seeded(seed)
     before = torch.randint(1, 2 * attention.window + 9, (1,), generator=generator).item()

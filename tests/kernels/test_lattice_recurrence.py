@@ -1,6 +1,6 @@
-"""What is particular to the Lattice recurrence: its geometry, its forms, its limits and its memory.
+"""Properties of Lattice's recurrence: its geometry, its two forms, its limits and its memory.
 
-The law is in test_law.py, long runs in test_lattice_recurrence_long.py.
+Split invariance is tested in test_law.py, long runs in test_lattice_recurrence_long.py.
 """
 
 import itertools
@@ -17,12 +17,12 @@ from torch import Tensor
 from baton.kernels.errors import KernelError
 from baton.kernels.lattice import lattice
 from baton.kernels.lattice.chunked import Options, chunk_length, lattice_chunked
-from baton.kernels.lattice.qr_chunk import run_span, span_of
+from baton.kernels.lattice.qr_chunk import qr_basis, run_qr_chunk
 from baton.kernels.lattice.recurrence import Lattice
 from baton.kernels.lattice.reference import lattice_reference
-from baton.kernels.lattice.sequential import run_steps
+from baton.kernels.lattice.sequential import run_sequential
 from baton.kernels.lattice.step_loop import Tokens
-from baton.kernels.lattice.variant import VARIANTS, Rule
+from baton.kernels.lattice.variant import VARIANTS, UpdateRule
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 either_projection = pytest.mark.parametrize("project", [True, False])
@@ -39,7 +39,7 @@ def _arguments(
     dtype: torch.dtype = torch.float64,
     **optional: bool,
 ) -> dict[str, Tensor]:
-    """q, k, v, gamma, S0, an initial_state of unit slots, and mu and tau if asked for. Steps turn slots by about a radian."""
+    """q, k, v, gamma, S0, an initial_state of unit slots, and mu and tau if requested. Steps rotate slots by about a radian."""
     generator = seeded(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -88,7 +88,7 @@ def test_any_chunk_size_equals_the_definition(
     d, m = max(sizes), min(sizes)
     arguments = _arguments(seed, batch, length, 3, d, m, forget=forget, sparse=sparse)
     pos = None if start_probability is None else positions(seeded(seed), batch, length, start_probability)
-    rule, found = Rule(variant, project), []
+    rule, found = UpdateRule(variant, project), []
     for form, options in ((lattice_chunked, {"chunk": chunk}), (lattice_reference, {})):
         leaves = _leaves(arguments)
         outputs = form(**{"mu": None, "tau": None, **leaves}, rule=rule, pos=pos, **options)
@@ -124,7 +124,8 @@ def test_projected_slots_have_norm_one_after_every_step(variant):
 @every_variant
 def test_without_projection_a_step_descends_the_loss_of_the_slots_directions(variant):
     """u = mu s - gamma dL/ds, where L reads the slots' directions s / |s| (equations 5, 9 and 11): the derivative of that division
-    is the paper's orthogonal projection over |s|. L is half a square for dec and enc, so that no factor of 2 is left."""
+    is the paper's orthogonal projection over |s|. L is half a square for dec and enc, so that no factor of 2 remains.
+    """
     found, pos = [], torch.tensor([[3, 4, 5, 0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 0, 0, 1, 2]])
     arguments = _arguments(8, length=11, heads=3, d=7, m=5, forget=True)
     arguments["S0"] = arguments["S0"] * torch.linspace(0.2, 3.0, 5, dtype=torch.float64)
@@ -157,7 +158,7 @@ def test_without_projection_a_step_descends_the_loss_of_the_slots_directions(var
 @every_variant
 @pytest.mark.parametrize("forget", [False, True])
 def test_a_projected_step_turns_a_slot_towards_what_is_written_by_a_known_angle(variant, forget):
-    """theta' = theta - atan(alpha |h| sin theta / mu), theta the angle from h to the slot, within the plane of both."""
+    """theta' = theta - atan(alpha |h| sin theta / mu), theta the angle from h to the slot, in the plane of both."""
     arguments = _arguments(4, length=8, forget=forget)
     before = arguments["initial_state"]
     for t, (_, after) in enumerate(_slots(variant, True, arguments)):
@@ -178,7 +179,7 @@ def test_a_projected_step_turns_a_slot_towards_what_is_written_by_a_known_angle(
 
 @every_variant
 def test_without_projection_pythagoras_holds(variant):
-    """|u|^2 = mu^2 |s|^2 + |u - mu s|^2: every change is orthogonal to its slot."""
+    """|u|^2 = mu^2 |s|^2 + |u - mu s|^2: every update is orthogonal to its slot."""
     arguments = _arguments(5, length=20, forget=True)
     before = 3 * arguments["initial_state"]
     for t, (_, after) in enumerate(_slots(variant, False, {**arguments, "initial_state": before})):
@@ -190,7 +191,7 @@ def test_without_projection_pythagoras_holds(variant):
 
 @every_variant
 def test_a_forget_gate_under_projection_is_a_larger_step(variant):
-    """NOSR(mu, gamma) = NOSR(1, gamma / mu); and a gate of 0 is not the end of a slot."""
+    """NOSR(mu, gamma) = NOSR(1, gamma / mu); and a gate of 0 does not destroy a slot."""
     arguments = _arguments(6, forget=True)
     arguments["mu"] = arguments["mu"].clamp(min=0.01)
     gated = lattice(**arguments, variant=variant)
@@ -207,7 +208,7 @@ def test_a_forget_gate_under_projection_is_a_larger_step(variant):
 @either_projection
 @with_a_span
 def test_small_steps_towards_values_outside_the_slots_are_linear_attention(variant, project):
-    """P(s) v = v then, so S = S0 + gamma sum v k^T + O(gamma^2): halving gamma quarters what differs."""
+    """P(s) v = v then, so S = S0 + gamma sum v k^T + O(gamma^2): halving gamma quarters the difference."""
     arguments = _arguments(7, d=9, m=3)
     S0 = arguments["S0"].expand(2, -1, -1, -1)
     arguments["initial_state"] = S0
@@ -229,9 +230,9 @@ def test_small_steps_towards_values_outside_the_slots_are_linear_attention(varia
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.long)], ids=["in a direction", "of each number"])
 def test_the_backward_pass_by_hand_is_that_of_finite_differences(variant, project, sparse, fast):
-    """Of the walk over slots of any norm, and of the walk over coordinates, the basis made anew for every difference."""
+    """Of the loop over slots of any norm, and of the loop over coordinates, with a new basis for every difference."""
     length, n, d, m = 4, 2, 6, 3
-    rule, generator = Rule(variant, project), seeded(8)
+    rule, generator = UpdateRule(variant, project), seeded(8)
     shapes = [(length, n, 1, m), (length, n, 1, m), (length, n, d, 1), *[(length, n, 1, 1)] * 3, (n, d, m)]
     q, k, v, gamma, mu, tau, S = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes)
     mu, tau = torch.sigmoid(mu) + 0.1, 0.05 * torch.sigmoid(tau)
@@ -239,11 +240,11 @@ def test_the_backward_pass_by_hand_is_that_of_finite_differences(variant, projec
 
     def steps(*tensors):
         *inputs, S = tensors
-        return run_steps(rule, Tokens(*inputs, *([] if sparse else [None])), None, S)
+        return run_sequential(rule, Tokens(*inputs, *([] if sparse else [None])), None, S)
 
     def span(*tensors):
         *inputs, S = tensors
-        return run_span(rule, span_of(rule, inputs[2]), Tokens(*inputs, None), S)
+        return run_qr_chunk(rule, qr_basis(rule, inputs[2]), Tokens(*inputs, None), S)
 
     assert torch.autograd.gradcheck(steps, leaves, atol=1e-7, rtol=1e-5, fast_mode=fast)
     if project and variant != "dec" and not sparse:
@@ -282,7 +283,7 @@ def test_under_projection_norms_of_entering_and_initial_slots_mean_nothing(varia
 @pytest.mark.parametrize("words", [1, 4])
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_repeated_values_are_as_exact_in_coordinates_as_token_by_token(variant, words, scale):
-    """Values of a few words: coordinates along the values themselves would be as large as one likes."""
+    """Values of a few words: coordinates along the values themselves would grow without bound."""
     length, n, d, m = 64, 3, 64, 16
     generator = seeded(12)
     word = torch.randint(0, words, (length,), generator=generator)
@@ -290,16 +291,16 @@ def test_repeated_values_are_as_exact_in_coordinates_as_token_by_token(variant, 
     q, gamma = torch.randn(length, n, 1, m, generator=generator), torch.full((length, n, 1, 1), 0.03 / scale)
     v[5] = 0.0
     S = torch.linalg.qr(torch.randn(n, d, m, generator=generator))[0]
-    rule, found = Rule(variant, True), {}
+    rule, found = UpdateRule(variant, True), {}
     for form, dtype in (("exact", torch.float64), ("steps", torch.float32), ("span", torch.float32)):
         *inputs, state = leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, gamma, S)]
         tokens, ys = Tokens(*inputs, None, None), []
         for begin in range(0, length, 16):
             piece = Tokens(*(x if x is None else x[begin : begin + 16] for x in tokens))
             if form == "span":
-                y, state = run_span(rule, span_of(rule, piece.v), piece, state)
+                y, state = run_qr_chunk(rule, qr_basis(rule, piece.v), piece, state)
             else:
-                y, state = run_steps(rule, piece, None, state)
+                y, state = run_sequential(rule, piece, None, state)
             ys.append(y)
         outputs = [torch.cat(ys), state]
         found[form] = [*outputs, *gradients(outputs, leaves, seeded(11))]
@@ -310,7 +311,7 @@ def test_repeated_values_are_as_exact_in_coordinates_as_token_by_token(variant, 
 @law(max_examples=10)
 @given(seed=seeds, tau=st.floats(0.0, 1.2))
 def test_a_threshold_and_the_projection_are_the_nearest_sparse_unit_slot(seed, tau):
-    """x minimises |x - u|^2 / 2 + tau |x|_1 among unit x: no other one tried is better, and nothing is divided by zero."""
+    """x minimizes |x - u|^2 / 2 + tau |x|_1 among unit x: no other candidate is better, and nothing is divided by zero."""
     arguments = {**_arguments(seed, length=1), "tau": torch.full((2, 1, 2), tau, dtype=torch.float64)}
     _, x = lattice(**arguments, variant="sim")
     k, v, gamma, S = (arguments[name] for name in ("k", "v", "gamma", "initial_state"))
@@ -331,7 +332,7 @@ def test_a_threshold_and_the_projection_are_the_nearest_sparse_unit_slot(seed, t
 @every_variant
 @either_projection
 def test_a_slot_that_lost_everything_is_written_again(variant, project):
-    """By closed gates, or by high thresholds: with projection neither takes a slot away, without it a slot is zero for a while."""
+    """By closed gates, or by high thresholds: with projection neither removes a slot, without it a slot is zero for a while."""
     arguments = _arguments(13, length=30, dtype=torch.float32, forget=True, sparse=True)
     for name in ("mu", "k", "v"):
         arguments[name][:, 5:8] = 0.0
@@ -374,7 +375,7 @@ def test_what_is_prepared_serves_every_state_and_is_not_rounded_by_autocast(vari
 def test_nothing_of_the_size_of_all_expanded_tokens_is_ever_allocated(variant, project):
     batch, length, heads, d, m = 2, 512, 3, 32, 32
     leaves = _leaves(_arguments(17, batch, length, heads, d, m, torch.float32))
-    chunk = chunk_length(Options(Rule(variant, project), False, False))
+    chunk = chunk_length(Options(UpdateRule(variant, project), False, False))
     with LargestTensor() as largest:
         outputs = lattice(**leaves, variant=variant, project=project)
         gradients([outputs[0]], [leaves[name] for name in ("q", "k", "v", "initial_state")], seeded(18))

@@ -1,4 +1,4 @@
-"""The Lattice recurrence over many tokens: norms stay within their bounds, and everything is a number."""
+"""Lattice's recurrence over many tokens: norms stay within their bounds, and all numbers are finite."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ thousands = pytest.mark.parametrize("length", [4_000, pytest.param(20_000, marks
 
 
 def _long_run(variant, project, length, d, m):
-    """In fp32 from bfloat16 inputs and S0: keys of 30, one head of random tokens, one of the same token again and again."""
+    """In fp32 from bfloat16 inputs and S0: keys of 30, one head of random tokens, one of the same token repeated."""
     generator = seeded(16)
     q, k, v = (torch.randn(1, length, 2, size, generator=generator) for size in (m, m, d))
     k *= 30
@@ -46,7 +46,7 @@ def _long_run(variant, project, length, d, m):
 @every_variant
 @thousands
 def test_gradients_of_unit_keys_reach_back_over_many_tokens_as_numbers(variant, length):
-    """Projected, steps of |gamma k h| < 1. (Of large keys they are not bounded: decoding turns a slot by more than it lacks.)"""
+    """With projection and steps of |gamma k h| < 1. (With large keys gradients are not bounded: decoding overshoots.)"""
     generator = seeded(17)
     q, k, v = (torch.randn(1, length, 2, size, generator=generator) for size in (3, 3, 8))
     k[:, :, 1], v[:, :, 1] = k[:, :1, 1], v[:, :1, 1]

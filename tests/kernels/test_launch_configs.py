@@ -15,7 +15,7 @@ from baton.kernels.eidetic_attention import triton_launch as eidetic_attention
 from baton.kernels.errors import LaunchConfigError
 from baton.kernels.gated_linear_attention import triton_launch as gated_linear_attention
 from baton.kernels.lattice import triton_launch as lattice
-from baton.kernels.lattice.variant import Rule
+from baton.kernels.lattice.variant import UpdateRule
 from baton.kernels.short_conv import triton_launch as short_conv
 
 KERNELS = (diagonal_scan, short_conv, gated_linear_attention, delta_rule, lattice, eidetic_attention)
@@ -101,7 +101,7 @@ def test_tuning_returns_a_configuration_that_computes_the_same(kernel, monkeypat
         request = Request(kernel, gated_linear_attention.shape_of("key", 8, 8), sizes)
     elif kernel == lattice.KERNEL:
         sizes = {"batch": 1, "tokens": 5, "heads": 1, "d": 6, "m": 6}
-        request = Request(kernel, lattice.shape_of(Rule("enc", True), 6, 6), sizes)
+        request = Request(kernel, lattice.shape_of(UpdateRule("enc", True), 6, 6), sizes)
     elif kernel == eidetic_attention.KERNEL:
         sizes = {"batch": 1, "tokens": 20, "heads": 2, "groups": 1, "dim": 8, "window": 6}
         request = Request(kernel, eidetic_attention.shape_of(8), sizes)

@@ -1,4 +1,4 @@
-"""What is particular to Longhorn: its bounds, its other forms, large keys, long runs and memory. The law is in test_law.py."""
+"""Properties of Longhorn: bounds, equivalent forms, large keys, long runs and memory. Split invariance is tested in test_law.py."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def _arguments(seed: int, batch: int, length: int, channels: int, d_state: int, 
 
 
 def _decay_and_add(x: Tensor, k: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """What the chunked form makes of all tokens at once, [batch, T, channels, d_state]."""
+    """decay and add of the chunked form for all tokens at once, [batch, T, channels, d_state]."""
     along = [t.transpose(0, 1).contiguous() for t in (x, k, beta)]
     buffers = ChunkBuffers(x, k.shape[2], x.shape[1])
     decay = buffers.expanded(buffers.decay_flat, x.shape[1])
@@ -120,7 +120,7 @@ def test_the_ratio_form_and_the_parallel_form_are_the_same_recurrence():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
 def test_the_decay_lies_between_its_bounds(scale: float, dtype: torch.dtype):
-    """Exactly, not to rounding: 1 / (1 + beta |k|^2) <= a <= 1, and all of a token's forgetting sums to less than 1."""
+    """Exactly, not up to rounding: 1 / (1 + beta |k|^2) <= a <= 1, and the forgetting of a token sums to less than 1."""
     x, k, _, beta, _, _ = _arguments(9, 2, 50, 33, 16, dtype)
     k = k * scale
     k[:, ::7, 1:] *= 1e-4  # one key nearly alone: 1 - eps k^2 and |k|^2 - k_n^2 cancel completely
@@ -191,7 +191,9 @@ def test_bfloat16_keys_of_any_size_are_as_good_as_their_rounding(scale: float):
 
 
 def test_twenty_thousand_tokens_leave_numbers_within_the_bound():
-    """Lanes: large random keys, constant tiny ones (the worst case: state grows like the root of the length), constant large."""
+    """Lanes: large random keys, constant tiny ones (the worst case: the state grows like the root of the length), constant large
+    ones.
+    """
     length = 20_000
     k = torch.ones(3, length, 4) * torch.tensor([30.0, 0.01, 30.0])[:, None, None]
     k[0] *= torch.randn(length, 4, generator=seeded(17))
@@ -208,7 +210,7 @@ def test_twenty_thousand_tokens_leave_numbers_within_the_bound():
 
 @pytest.mark.long
 def test_a_hundred_thousand_tokens_of_large_bfloat16_keys_leave_numbers_within_the_bound():
-    """Lanes: random keys of 30, the same large key again and again. |S| <= sqrt(sum of eps x^2), from a state of zeros."""
+    """Lanes: random keys of 30, and the same large key repeated. |S| <= sqrt(sum of eps x^2), from a state of zeros."""
     length = 100_000
     generator = seeded(21)
     k = 30 * torch.randn(2, length, 4, generator=generator)

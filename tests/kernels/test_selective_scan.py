@@ -1,4 +1,4 @@
-"""What is particular to the selective scan: its discretisations, chunks, extremes and memory. The law is in test_law.py."""
+"""Properties of the selective scan: discretizations, chunks, extreme inputs, memory. Split invariance is tested in test_law.py."""
 
 import gc
 
@@ -182,7 +182,7 @@ def test_chunks_are_long_enough_for_their_borders_to_be_cheap_and_short_enough_f
 
 @both_discretizations
 def test_a_scan_leaves_nothing_behind(discretization: str):
-    """No cycle of references keeps a chunk's expanded buffers alive until the garbage collector comes."""
+    """No reference cycle keeps a chunk's expanded buffers alive until garbage collection."""
     arguments = _arguments(23, 1, 64, 32, 16, torch.float32)
 
     def buffers() -> int:

@@ -1,4 +1,4 @@
-"""What is particular to the short convolution: torch's own as a witness, tails, widths and spoilt neighbours."""
+"""Properties of the short convolution: equality with torch's, tails, widths, and isolation of documents."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_the_new_tail_does_not_keep_the_piece_alive():
 
 
 def test_a_spoilt_document_does_not_spoil_the_next():
-    """Not even infinities and NaN cross a border: nothing is multiplied by a mask."""
+    """Infinities and NaN do not cross a document boundary either: nothing is multiplied by a mask."""
     x, weight, bias, tail = _arguments(4, 1, 8, 3, 4)
     pos = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     y, _ = short_conv(x, weight, bias, pos=pos, tail=tail, activation="silu")

@@ -1,4 +1,4 @@
-"""The short convolution's Triton kernels, in Triton's interpreter where there is no GPU, against the definition in float64."""
+"""The short convolution's Triton kernels against the reference in float64; in Triton's interpreter where there is no GPU."""
 
 import os
 
@@ -18,7 +18,7 @@ LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}  # bfloat16: what comes out
 
 @pytest.fixture(autouse=True)
 def unasked():
-    """What is asked for ahead of time is there, in every test, and what else is loaded is this."""
+    """Checks in every test that prefetched addresses exist, and records which other addresses are loaded."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield None
         return
@@ -27,7 +27,7 @@ def unasked():
 
 
 def example(length, width, *, tail, starts, dtype, channels=11, batch=2):
-    """Inputs of which `dtype` loses nothing, in float64; positions that begin inside a document; cotangents."""
+    """Inputs in float64, exactly representable in `dtype`; positions that begin inside a document; cotangents."""
     g = seeded(length + width)
 
     def randn(*shape):
@@ -60,7 +60,7 @@ def compare(length, width, *, tail, starts, silu, dtype=torch.float32, config=LA
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("tail", [False, True])
 def test_outputs_and_gradients_are_the_definitions(tail, starts, silu):
-    """Within a span, over spans whose last one is short, and pieces shorter than the tail."""
+    """Within a span, over spans with a short last one, and segments shorter than the tail."""
     for length, width in ((8, 4), (21, 4), (2, 4), (16, 3), (5, 1), (9, 2)):
         if width > 1 or not tail:
             compare(length, width, tail=tail, starts=starts, silu=silu)
@@ -76,7 +76,7 @@ def test_bfloat16_is_rounded_once():
 
 @pytest.mark.parametrize("tail", [False, True])
 def test_a_tail_that_is_not_wanted_or_not_taken_changes_nothing(tail):
-    """To the bit, as if its cotangent were 0: outputs and gradients, of spans that are whole and one that is not."""
+    """Outputs and gradients have the bits of a run with a zero cotangent; spans that are whole blocks, and one that is not."""
     for length in (2, 16, 21):
         given, pos, (dy, dleaving) = example(length, 4, tail=tail, starts=True, dtype=torch.float32)
         given = {name: None if x is None else x.float().to(DEVICE).requires_grad_() for name, x in given.items()}
@@ -108,7 +108,7 @@ def test_a_tail_alone_has_gradients():
 
 
 def test_cut_anywhere_the_bits_are_the_same():
-    """Also where spans of the pieces are others."""
+    """Also where the segments have other spans."""
     given, pos, _ = example(21, 4, tail=True, starts=True, dtype=torch.float32)
     x, weight, bias, tail = (given[name].to(DEVICE, torch.float32) for name in ("x", "weight", "bias", "tail"))
     whole, last = short_conv_triton(x, weight, bias, pos=pos.to(DEVICE), tail=tail, silu=True, config=LAUNCH_CONFIG)
@@ -141,7 +141,7 @@ def test_views_are_taken_and_equal_calls_give_equal_bits():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU nobody sees what is asked for")
 @pytest.mark.parametrize("length", [64, 61])
 def test_what_is_loaded_was_asked_for(length, unasked):
-    """Backwards, all but what a program begins with: a span's first block, and the inputs that its taps reach before it."""
+    """In the backward pass every load was prefetched, except a program's first block and the inputs before it."""
     config = LaunchConfig(channels=64, steps=4, span=32)
     given, _, cotangents = example(length, 4, tail=False, starts=False, dtype=torch.float32, channels=64, batch=1)
     given = {name: None if x is None else x.float() for name, x in given.items()}

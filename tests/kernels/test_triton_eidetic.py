@@ -1,4 +1,4 @@
-"""B'MOJO's attention in Triton against its definition in float64; on a CPU the same kernels are interpreted."""
+"""B'MOJO's attention in Triton against the reference in float64; in Triton's interpreter where there is no GPU."""
 
 import itertools
 from dataclasses import replace
@@ -25,8 +25,9 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 def compare(
     recurrence: EideticAttention, length: int, config: LaunchConfig, *, wide: bool, dtype=torch.float32, starts=0.15, score=None
 ):
-    """Output, State that leaves and every gradient, the same bits twice; a State that a document before has left enters, documents
-    start within. score: instead of the example's."""
+    """Output, final State and every gradient, and the same bits twice. The initial State is one that an earlier document has left;
+    documents start within. score: instead of the example's.
+    """
     inputs, state = recurrence.example(seeded(0), 2, length, torch.float32, wide=wide)
     inputs = inputs if score is None else (*inputs[:5], score)
     pos = positions(seeded(1), 2, length, starts)
@@ -73,14 +74,15 @@ def test_bfloat16(sliding):
 
 
 def test_longer_than_a_tile():
-    """A window of several tiles, memories of more rows than one, many publications of a document."""
+    """A window of several tiles, memories longer than a tile, many publications of a document."""
     compare(EideticAttention(20, 3, 18), 95, SMALL, wide=False, starts=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
 def test_tokens_that_stay_are_evicted_and_are_in_the_window_too(dtype):
-    """One token is in every memory since it was read, an entry is too until it goes, one is chosen and evicted, and one is chosen
-    while it is in the windows of those who see the memory."""
+    """One token is in every memory after it was read; an entry is too until it is evicted; one is selected and evicted; and one is
+    selected while it is in the windows of the tokens that see the memory.
+    """
     recurrence, length, stays, goes, near = EideticAttention(8, 0, 3), 61, 2, 4, 12
     score = torch.rand(2, length, generator=seeded(3)) * 0.1
     # lane 0 is at 19 of a document: it publishes at 5, 13, 21, ...
@@ -100,7 +102,7 @@ def test_tokens_that_stay_are_evicted_and_are_in_the_window_too(dtype):
 
 @pytest.mark.parametrize("entered", [pytest.param(False, marks=pytest.mark.long), True])
 def test_gradients_of_copies_are_added_in_the_order_of_publications_and_rounded_once(entered):
-    """To the bit, of bfloat16: of tokens, fading tokens and what a State has of them. Each row's chain ends."""
+    """Bitwise, in bfloat16: of tokens, of fading tokens and of their rows in a State. Each row's chain ends."""
     batch, length, dim, eidetic, fading = 2, 150, 5, 18, 3
     recurrence = EideticAttention(20, fading, eidetic)
     (q, k, v, fading_k, fading_v, score), state = recurrence.example(seeded(0), batch, length, torch.bfloat16, wide=True)
@@ -156,7 +158,9 @@ def test_gradients_of_copies_are_added_in_the_order_of_publications_and_rounded_
 
 @pytest.mark.parametrize("sliding", [False, True])
 def test_gradients_of_what_lies_side_by_side_do_too(sliding):
-    """To the bit those of what does not. So a projection that made keys and values reads their gradients as those of one output."""
+    """Bitwise equal to those of separate tensors. The projection that made keys and values then reads their gradients as one
+    tensor.
+    """
     recurrence = EideticAttention(20, 0 if sliding else 3, 18, sliding)
     (q, *keyed, score), _ = recurrence.example(seeded(0), 2, 47, torch.float32, wide=True)
     score, pos, groups = score.to(DEVICE), positions(seeded(1), 2, 47, 0.02).to(DEVICE), keyed[0].shape[2]
@@ -179,7 +183,7 @@ def test_gradients_of_what_lies_side_by_side_do_too(sliding):
 
 @pytest.mark.parametrize("sliding", [False, True])
 def test_rows_that_nothing_was_read_into_need_not_be_there(sliding):
-    """To the bit, outputs, leaving State and gradients."""
+    """Bitwise: outputs, final State and gradients."""
     recurrence = EideticAttention(20, 0 if sliding else 3, 18, sliding)
     (*inputs, score), _ = recurrence.example(seeded(0), 2, 47, torch.float32, wide=False)
     inputs = [x.to(DEVICE).requires_grad_() for x in inputs]
@@ -210,7 +214,7 @@ def test_rows_that_nothing_was_read_into_need_not_be_there(sliding):
     ids=str,
 )
 def test_a_state_that_is_not_wanted_changes_nothing(sizes, entered):
-    """To the bit, outputs and gradients."""
+    """Bitwise: outputs and gradients."""
     recurrence = EideticAttention(*sizes)
     (*inputs, score), state = recurrence.example(seeded(0), 2, 47, torch.float32, wide=False)
     inputs = [x.to(DEVICE).requires_grad_() for x in inputs]
@@ -243,8 +247,9 @@ def test_the_launch_configs_of_runs(sliding, dtype):
 
 @pytest.mark.parametrize("lengths", [(1, 9, 70), pytest.param((8, 31, 54), marks=pytest.mark.long)], ids=str)
 def test_what_is_chosen_is_what_the_definition_keeps(lengths):
-    """To the bit, as the leaving States of the form in PyTorch, of spans of several lengths: equal scores, negative ones, both
-    zeros; documents that begin before the span and within."""
+    """Bitwise the final States of the PyTorch form, for spans of several lengths: equal scores, negative ones, both zeros;
+    documents that begin before the span and within it.
+    """
     recurrence, length = EideticAttention(8, 3, 24), 70
     inputs, state = recurrence.example(seeded(0), 3, length, torch.float32, wide=False)
     score = torch.randint(-3, 4, (3, length), generator=seeded(1)) * 0.25
@@ -263,7 +268,7 @@ def test_what_is_chosen_is_what_the_definition_keeps(lengths):
 
 
 def test_a_fading_memory_as_long_as_the_window_reaches_back_to_the_first_token():
-    """Of a document, or of what has been read of it."""
+    """Of a document, or of the tokens read of it."""
     pos = torch.stack((torch.arange(20), torch.arange(20) + 6)).to(DEVICE)
     options = Options(8, 8, 3, sliding=False, scale=1.0)
     seen, _ = select_memories(torch.rand(2, 20, generator=seeded(0)).to(DEVICE), options, pos=pos, state=None)
@@ -276,7 +281,7 @@ def test_a_fading_memory_as_long_as_the_window_reaches_back_to_the_first_token()
 @pytest.mark.parametrize("norm", ["l2", "l1", "max"])
 @pytest.mark.parametrize(("length", "channels", "k", "cut"), [(37, 300, 4, 21), (3, 17, 5, 1)])
 def test_innovation_is_its_definitions_and_the_same_bits_over_any_cut(length, channels, k, cut, norm, dtype):
-    """Also in pieces shorter than what is foretold from. What is of another document is not read: it is NaN."""
+    """Also in segments shorter than the predictor. Rows of another document are NaN and are not read."""
     y, tail = (torch.randn(2, n, channels, generator=seeded(n)).to(dtype) for n in (length, k))
     weights, pos = torch.rand(k, generator=seeded(1)), positions(seeded(2), 2, length, 0.1)
     pos[1] = torch.arange(length)  # a document that begins with the span

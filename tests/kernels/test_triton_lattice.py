@@ -1,4 +1,4 @@
-"""Lattice's Triton kernels against the definition: interpreted on a CPU, compiled on a GPU."""
+"""Lattice's Triton kernels against the reference in float64; in Triton's interpreter where there is no GPU."""
 
 from dataclasses import replace
 
@@ -10,25 +10,26 @@ import triton.language as tl
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
-from baton.kernels.lattice.chunk_kernel_utils import sectors_of
+from baton.kernels.lattice.chunk_kernel_utils import load_sectors
 from baton.kernels.lattice.reference import lattice_reference
-from baton.kernels.lattice.triton_launch import LaunchConfig, _Run, lattice_triton
-from baton.kernels.lattice.variant import VARIANTS, Rule, norms
+from baton.kernels.lattice.triton_launch import LaunchConfig, _LatticeLaunch, lattice_triton
+from baton.kernels.lattice.variant import VARIANTS, UpdateRule, slot_norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = LaunchConfig(slots=4, slots_back=4, warps=1, warps_back=1, steps=2, steps_back=2, border=8, chunk=0)
+SMALL = LaunchConfig(slots=4, slots_back=4, warps=1, warps_back=1, steps=2, steps_back=2, checkpoint_interval=8, chunk=0)
 CHUNKS = LaunchConfig(chunk=16, slots_chunk=16, warps_chunk=1, warps_chunk_back=1)
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 5e-3}
 
 
 def compare(variant, sizes, config, *, starts, forgets, project=True, dtype=torch.float32, far=(), short=True):
-    """Outputs, slots that leave and all gradients, with projection to the slots' the part across them. Steps turn slots by up to a
-    radian or so, those of the tokens `far` by all that they can. Without projection slots enter with lengths from below
-    SMALLEST_NORM to 3, and one is all zeros.
+    """Outputs, final slots and all gradients; with projection, the slots' gradients without their component along the slots.
 
-    short: whether slots without projection may become short, at their beginning or by forgetting. The gradient goes with the square
-    of 1 / |s|, so that over many tokens rounding decides it: the definition in float32 is then off by 1e-2 itself. Without it slots
-    enter with lengths from 0.1, steps are small and little is forgotten; the definition in float32 is then within 1e-6.
+    Steps rotate slots by up to about a radian, those of the tokens `far` by as much as possible. Without projection the initial
+    slots have norms from below MIN_NORM to 3, and one is all zeros.
+
+    short: whether slots without projection may become short, initially or by forgetting. The gradient grows with the square of 1 /
+    |s|, so over many tokens rounding dominates it: the reference in float32 is then itself off by 1e-2. If False, slots start with
+    norms from 0.1, steps are small and little is forgotten; the reference in float32 is then within 1e-6.
     """
     batch, tokens, heads, d, m = sizes
     g = seeded(0)
@@ -38,7 +39,7 @@ def compare(variant, sizes, config, *, starts, forgets, project=True, dtype=torc
 
     def slots(*shape):
         S = randn(*shape, dtype=torch.float32)
-        S = S / norms(S)
+        S = S / slot_norms(S)
         if not project:
             S = S * torch.logspace(-3.5 if short else -1.0, 0.5, shape[-1], dtype=torch.float64)
             if short:
@@ -74,10 +75,10 @@ def compare(variant, sizes, config, *, starts, forgets, project=True, dtype=torc
 
     def defined(leaves, pos):
         options = {name: x for name, x in leaves.items() if name != "S"}
-        return lattice_reference(**options, rule=Rule(variant, project), pos=pos, initial_state=leaves["S"])
+        return lattice_reference(**options, rule=UpdateRule(variant, project), pos=pos, initial_state=leaves["S"])
 
     def fused(leaves, pos):
-        return lattice_triton(**{"mu": None, **leaves}, rule=Rule(variant, project), pos=pos, config=config)
+        return lattice_triton(**{"mu": None, **leaves}, rule=UpdateRule(variant, project), pos=pos, config=config)
 
     expected = run(defined, "cpu", torch.float64)
     for name, x in run(fused, DEVICE, dtype).items():
@@ -93,12 +94,12 @@ def test_outputs_and_gradients_are_the_definitions(variant, starts):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("warps", "parts", "steps"), [(1, 4, 1), (2, 1, 4)])
 def test_however_a_program_is_cut(variant, warps, parts, steps):
-    """With all slots of a head, and of whole chunks of whole slots."""
-    cut = {f"{name}{which}": n for name, n in (("warps", warps), ("parts", parts)) for which in ("", "_back", "_all", "_all_back")}
+    """With all slots of a head in one program, and of whole blocks."""
+    cut = {f"{name}{which}": n for name, n in (("warps", warps), ("parts", parts)) for which in ("", "_back", "_dec", "_dec_back")}
     compare(
         variant,
         (1, 16, 1, 16, 8),
-        LaunchConfig(**cut, steps=steps, steps_back=steps, border=8, chunk=0),
+        LaunchConfig(**cut, steps=steps, steps_back=steps, checkpoint_interval=8, chunk=0),
         starts=False,
         forgets=True,
     )
@@ -112,13 +113,13 @@ def test_without_projection_outputs_and_gradients_are_the_definitions(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_without_projection_however_a_program_is_cut(variant):
     """All slots in one program of two warps."""
-    cut = {f"{name}{which}": n for name, n in (("warps", 2), ("parts", 1)) for which in ("", "_back", "_all", "_all_back")}
-    config = LaunchConfig(**cut, steps=4, steps_back=4, border=8)
+    cut = {f"{name}{which}": n for name, n in (("warps", 2), ("parts", 1)) for which in ("", "_back", "_dec", "_dec_back")}
+    config = LaunchConfig(**cut, steps=4, steps_back=4, checkpoint_interval=8)
     compare(variant, (1, 16, 1, 16, 8), config, starts=False, forgets=False, project=False)
 
 
 def test_without_projection_a_token_alone():
-    """As in generation: with the State of the tokens before it."""
+    """As in generation: one token with the State of the tokens before it."""
     compare("dec", (2, 1, 1, 8, 8), SMALL, starts=False, forgets=True, project=False)
 
 
@@ -127,15 +128,16 @@ def test_without_projection_a_token_alone():
     ((1, 40, 2, 9, 7), False, 8), ((2, 37, 1, 16, 16), True, 4), ((1, 16, 1, 20, 40), True, 16),
 ])  # fmt: skip
 def test_chunk_by_chunk(variant, sizes, starts, steps):
-    """With documents that begin in chunks, an end in one, slots in several programs, and walks in one and several groups of tokens;
-    forgetting where documents begin."""
+    """Documents that start inside chunks, an incomplete last chunk, slots in several programs, and one or several groups of tokens
+    per chunk; forgetting where documents start.
+    """
     compare(variant, sizes, replace(CHUNKS, steps_chunk=steps), starts=starts, forgets=starts)
 
 
 @pytest.mark.parametrize("variant", ["enc", "sim"])
 @pytest.mark.parametrize("starts", [False, True])
 def test_chunks_that_go_token_by_token(variant, starts):
-    """Between others that do not."""
+    """Between chunks that do not."""
     compare(variant, (1, 60, 1, 16, 16), CHUNKS, starts=starts, forgets=starts, far=(18, 20, 33))
 
 
@@ -146,27 +148,27 @@ def test_bfloat16(variant):
 
 @pytest.mark.parametrize("variant", ["enc", "sim"])
 def test_which_chunks_are_safe(variant):
-    """Of moderate steps all; of one that turns slots by right angles the chunk that it is in."""
+    """All chunks of moderate steps are safe; a chunk in which slots turn by right angles is not."""
     g = seeded(3)
     q, k = torch.randn(1, 48, 1, 16, generator=g), F.normalize(torch.randn(1, 48, 1, 16, generator=g), dim=-1)
     v, gamma = F.normalize(torch.randn(1, 48, 1, 16, generator=g), dim=-1), torch.rand(1, 48, 1, generator=g)
     k[:, 20:22], v[:, 20:22] = 30 * k[:, 20:22], 10 * v[:, 20:22]
     S = torch.randn(1, 1, 16, 16, generator=g)
-    S /= norms(S)
-    run = _Run(*(x.to(DEVICE) for x in (q, k, v, gamma)), None, S[0].to(DEVICE), Rule(variant, True), None, CHUNKS)
+    S /= slot_norms(S)
+    run = _LatticeLaunch(*(x.to(DEVICE) for x in (q, k, v, gamma)), None, S[0].to(DEVICE), UpdateRule(variant, True), None, CHUNKS)
     unsafe = run.forward(S.to(DEVICE), keep=True)[2][2]
     assert unsafe.flatten().tolist() == [0, 1, 0]
 
 
 @triton.jit
 def _sectors(numbers, out, first, C: tl.constexpr, N: tl.constexpr):
-    found = sectors_of(numbers, first, C, N)
+    found = load_sectors(numbers, first, C, N)
     tl.store(out + tl.arange(0, found.shape[0]), found)
 
 
 @pytest.mark.parametrize(("chunk", "first", "steps"), [(32, 8, 8), (32, 24, 8), (16, 4, 4), (16, 0, 16), (32, 0, 32)])
 def test_a_number_of_every_sector_that_a_group_reads_is_loaded(chunk, first, steps):
-    """And of no other: sectors have 8 numbers."""
+    """And of no other sector; sectors hold 8 numbers."""
     numbers, out = torch.arange(chunk * (chunk + 3), dtype=torch.float32, device=DEVICE), torch.full((1024,), -1.0, device=DEVICE)
     _sectors[1,](numbers, out, first, C=chunk, N=steps)
     read = {(t * chunk + s) // 8 for t in range(chunk + 3) for s in range(first, first + steps)}
@@ -177,7 +179,7 @@ def test_a_number_of_every_sector_that_a_group_reads_is_loaded(chunk, first, ste
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_launch_configs_of_runs_without_projection(variant, dtype):
-    """Those of a token alone, and of the table for this GPU, too."""
+    """Also for a single token, and with this GPU's row of the table."""
     compare(variant, (2, 150, 3, 64, 64), LaunchConfig(), starts=True, forgets=True, project=False, dtype=dtype, short=False)
     compare(variant, (1, 128, 2, 64, 64), None, starts=False, forgets=False, project=False, dtype=dtype)
     compare(variant, (2, 1, 3, 64, 64), None, starts=False, forgets=True, project=False, dtype=dtype)

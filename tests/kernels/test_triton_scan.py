@@ -1,4 +1,4 @@
-"""The diagonal scans' Triton kernels, in Triton's interpreter where there is no GPU, against the definitions in float64."""
+"""The diagonal scan's Triton kernels against the references in float64; in Triton's interpreter where there is no GPU."""
 
 import itertools
 import math
@@ -26,9 +26,9 @@ from baton.kernels.selective_scan.reference import selective_scan_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # two lanes share their channels, or none do
-WHOLE = LaunchConfig(steps=4, steps_summary=4, ahead=3, ahead_summary=2, border=8, full=1)
+WHOLE = LaunchConfig(steps=4, steps_summary=4, ahead=3, ahead_summary=2, checkpoint_interval=8, full=1)
 # a piece has four chunks of `border` tokens or more: 29 tokens and more are two
-CUT = replace(WHOLE, channels=8, channels_back=8, unroll=2, border=4, full=100, programs=100)
+CUT = replace(WHOLE, channels=8, channels_back=8, unroll=2, checkpoint_interval=4, full=100, programs=100)
 NAMES = ("initial", *ScanInputs._fields)
 # float32 against float64, and bfloat16: what comes out is rounded to it
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
@@ -36,7 +36,7 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 
 @pytest.fixture(autouse=True)
 def unasked():
-    """What is asked for ahead of time is there, in every test, and what else is loaded is this."""
+    """Checks in every test that prefetched addresses exist, and records which other addresses are loaded."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield None
         return
@@ -45,7 +45,7 @@ def unasked():
 
 
 def example(kind, batch, length, channels, d_state, *, activate, gated, dtype=torch.float32, seed=0):
-    """Inputs by name in float64, of which `dtype` loses nothing, and cotangents of y and the final state."""
+    """Inputs by name in float64, exactly representable in `dtype`, and cotangents of y and the final state."""
     g = seeded(seed)
 
     def randn(*shape, dtype=dtype):
@@ -95,7 +95,7 @@ def with_gradients(run, given, cotangents, **options):
 
 
 def rounded(given, dtype):
-    """As the kernels are given them: states, rates and bias in float32."""
+    """The inputs in the kernels' dtypes: states, A, D and biases in float32."""
     whole = ("initial", "A", "dt_bias", "D")
     return {name: None if x is None else x.to(DEVICE, torch.float32 if name in whole else dtype) for name, x in given.items()}
 
@@ -123,19 +123,19 @@ SIZES = ((2, 16, 32, 8), (1, 37, 11, 5))
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("starts", [False, True])
 def test_outputs_and_gradients_are_the_definitions(kind, starts, fused):
-    """Whole and in pieces, even sizes and odd ones, documents packed or not, with and without step function and gate."""
+    """Unsplit and split, even and odd sizes, with and without document starts, activation and gate."""
     for config, sizes in zip((WHOLE, CUT) if starts == fused else (CUT, WHOLE), SIZES):
         compare(kind, sizes, config, starts=starts, activate=fused, gated=fused)
 
 
 def test_sizes_are_cut_into_splits():
-    """Without which the tests of pieces would compare a whole sequence."""
+    """Otherwise the tests of splits would compare an unsplit sequence."""
     assert (_splits(2, 37, CUT), _splits(2, 29, CUT)) == ((2, 20), (2, 16))
     assert _splits(2, 37, WHOLE)[0] == 1
 
 
 def test_a_zero_order_hold_is_the_definitions():
-    """In pieces, of odd sizes, with documents packed, a step function and a gate."""
+    """Split, of odd sizes, with document starts, activation and gate."""
     compare("zoh", SIZES[1], CUT, starts=True, activate=True, gated=True)
 
 
@@ -148,14 +148,14 @@ def test_bfloat16_is_rounded_once(kind):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["mamba", "longhorn", "zoh"])
 def test_tensor_cores_sum_over_channels(kind, dtype):
-    """They do on a GPU where a program has 32 channels of 16 states."""
+    """Used on a GPU where a program has 32 channels of 16 states."""
     for sizes in ((2, 16, 64, 16), (1, 37, 41, 16), (2, 300, 96, 16)):
         compare(kind, sizes, WHOLE, starts=True, activate=True, gated=True, dtype=dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_with_the_state_handed_on_are_the_whole(kind):
-    """And what `state_transition_triton` says of a span is what the span does."""
+    """And `state_transition_triton` of a segment is the transition of the segment."""
     options = {"activate": True, "zoh": kind == "zoh"}
     given, cotangents = example(kind, 2, 29, 8, 4, activate=True, gated=True)
     given, pos = rounded(given, torch.float32), positions(seeded(2), 2, 29, 0.1).to(DEVICE)
@@ -184,7 +184,7 @@ def test_pieces_with_the_state_handed_on_are_the_whole(kind):
 
 
 def exact_hold(dt, rate):
-    """phi = expm1(x) / rate with x = step rate, d phi / d rate, and d phi / d step = exp(x), in Python's floats."""
+    """phi = expm1(x) / rate with x = dt rate, d phi / d rate, and d phi / d dt = exp(x), in Python floats."""
     x = dt * rate
     if abs(x) < 1:
         phi = dt * sum(x**k / math.factorial(k + 1) for k in range(25))
@@ -194,8 +194,7 @@ def exact_hold(dt, rate):
 
 
 def test_a_zero_order_hold_loses_no_digits_at_any_step():
-    """Number by number, from a step of nothing to one that forgets everything: of one token and no state before it, what each state
-    takes in, and its derivatives."""
+    """From a step of 0 to one that forgets everything: the state after one token and no initial state, and its derivatives."""
     steps = (0.0, 1e-9, 1e-4, 0.03, 0.49, 0.51, 3.0, 1e3)
     rates = (-1e-6, -1e-2, -0.99, -1.01, -16.0)
     A = torch.tensor(rates).repeat(len(steps), 1).to(DEVICE).requires_grad_()
@@ -215,7 +214,7 @@ def test_a_zero_order_hold_loses_no_digits_at_any_step():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("d_state", [16, 64])
 def test_a_zero_order_hold_with_the_launch_configs_of_runs(dtype, d_state):
-    """Whole, and token by token as text is generated."""
+    """A whole sequence, and token by token as in generation."""
     compare("zoh", (2, 300, 96, d_state), None, starts=True, activate=True, gated=True, dtype=dtype)
     given, _ = example("zoh", 2, 20, 96, d_state, activate=True, gated=True, dtype=dtype)
     own = rounded(given, dtype)
@@ -257,7 +256,7 @@ def test_without_gradients_the_bits_are_the_same():
 @pytest.mark.parametrize("length", [64, 61])
 @pytest.mark.parametrize("kind", ["mamba", "longhorn"])
 def test_what_is_loaded_was_asked_for(kind, length, unasked):
-    """All but what a program begins with: of a piece, or of a piece's last tokens backwards."""
+    """Every load was prefetched, except a program's first: of a split, or of a split's last tokens in the backward pass."""
     channels, d_state = 32, 16
     config = replace(WHOLE, full=100, programs=100)  # two pieces
     sizes, row = (1, length, channels, d_state), {"mamba": 32, "longhorn": 36}[kind]
@@ -265,10 +264,10 @@ def test_what_is_loaded_was_asked_for(kind, length, unasked):
     with_gradients(kernels, rounded(given, torch.float32), cotangents, pos=None, activate=True, config=config)
 
     def lines(spans, row):
-        """That tokens' rows lie in, of so many float32."""
+        """Cache lines of the tokens' rows of so many float32 numbers."""
         return {at // LINE for begin, end in spans for at in range(4 * row * begin, 4 * row * end, 4)}
 
-    piece, steps, border = 32, config.steps, config.border
+    piece, steps, border = 32, config.steps, config.checkpoint_interval
     # two blocks, of which the second is loaded while the first is computed
     ahead = [(0, 2 * steps), (piece, piece + 2 * steps)]
     last = (length - 1) // steps * steps

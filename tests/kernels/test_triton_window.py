@@ -1,4 +1,4 @@
-"""Window attention in Triton against its definition in float64; on a CPU the same kernels are interpreted."""
+"""Window attention in Triton against the reference in float64; in Triton's interpreter where there is no GPU."""
 
 import pytest
 import torch
@@ -18,7 +18,9 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 def compare(recurrence, length, config, *, wide, dtype=torch.float32, starts=0.1, carried=True):
-    """Output, State that leaves and every gradient; documents start within. carried: what a document before has left enters."""
+    """Output, final State and every gradient; documents start within. carried: the initial State is one that an earlier document
+    has left.
+    """
     inputs, state = recurrence.example(seeded(0), 2, length, torch.float32, wide=wide)
     pos = positions(seeded(1), 2, length, starts)
     pos[0] = torch.arange(length) + 50  # goes on with the document that the State is of
@@ -63,13 +65,13 @@ def test_bfloat16(window):
 
 @pytest.mark.parametrize("window", [37, None])
 def test_longer_than_a_tile(window):
-    """Rows that tokens several tiles on see, and a window that is no multiple of a tile."""
+    """Rows visible to tokens several tiles later, and a window that is not a multiple of a tile."""
     compare(WindowAttention(window, grouped=True), 75, SMALL, wide=False, starts=0.02)
 
 
 @pytest.mark.parametrize(("window", "length"), [(20, 45), (20, 12), (None, 45)])
 def test_rows_that_nothing_was_read_into_need_not_be_there(window, length):
-    """To the bit, outputs, leaving State and gradients."""
+    """Bitwise: outputs, final State and gradients."""
     recurrence = WindowAttention(window, grouped=True)
     inputs, _ = recurrence.example(seeded(0), 2, length, torch.float32, wide=False)
     inputs = [x.to(DEVICE).requires_grad_() for x in inputs]
@@ -87,7 +89,7 @@ def test_rows_that_nothing_was_read_into_need_not_be_there(window, length):
 @pytest.mark.parametrize("entered", [False, True])
 @pytest.mark.parametrize("window", [20, None])
 def test_a_state_that_is_not_wanted_changes_nothing(window, entered):
-    """To the bit, outputs and gradients."""
+    """Bitwise: outputs and gradients."""
     recurrence = WindowAttention(window, grouped=True)
     inputs, state = recurrence.example(seeded(0), 2, 45, torch.float32, wide=False)
     inputs = [x.to(DEVICE).requires_grad_() for x in inputs]
@@ -121,7 +123,7 @@ def test_scales_that_are_not_positive(scale):
 
 @pytest.mark.parametrize("window", [8, None])
 def test_the_leaving_state_is_the_chunked_forms(window):
-    """To the bit."""
+    """Bitwise."""
     recurrence = WindowAttention(window)
     inputs, state = recurrence.example(seeded(0), 3, 30, torch.float32, wide=False)
     given = {"pos": positions(seeded(1), 3, 30, 0.1).to(DEVICE), "state": {name: x.to(DEVICE) for name, x in state.items()}}

@@ -1,4 +1,4 @@
-"""What is particular to window attention: that it is attention, its blocks, memory. The law is in test_law.py."""
+"""Properties of window attention: equality with masked attention, blocks, memory. Split invariance is tested in test_law.py."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_packed_documents_are_torchs_causal_attention_of_each():
 
 
 def test_a_state_that_has_read_nothing_is_no_key():
-    """Positions that say the document began earlier do not make rows of zeros into keys, in one piece or in two."""
+    """Rows of zeros are not keys, even if positions say that the document began earlier; in one segment or two."""
     q, k, v = (x.detach() for x in _arguments(4, 9))
     pos = 50 + torch.arange(9).expand(2, -1)
     y, _ = window_attention(q, k, v, window=5, pos=pos)

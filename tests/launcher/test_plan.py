@@ -141,9 +141,9 @@ def test_chunks_and_buckets_are_the_kernels():
     assert GLALaunchConfig().chunk == cost_model.LINEAR_ATTENTION_CHUNK
     assert DeltaRuleLaunchConfig().chunk == cost_model.DELTA_RULE_CHUNK
     assert SCORES_SHARE == cost_model.SCORES_SHARE
-    assert lattice._STEPS_LENGTH == cost_model.LATTICE_STEPS_CHUNK
-    assert lattice._SPAN_LENGTH == cost_model.LATTICE_SPAN_CHUNK
-    assert LatticeLaunchConfig().border == LatticeLaunchConfig().chunk == cost_model.LATTICE_GPU_CHUNK
+    assert lattice._SEQUENTIAL_CHUNK == cost_model.LATTICE_SEQUENTIAL_CHUNK
+    assert lattice._QR_CHUNK == cost_model.LATTICE_QR_CHUNK
+    assert LatticeLaunchConfig().checkpoint_interval == LatticeLaunchConfig().chunk == cost_model.LATTICE_GPU_CHUNK
     assert window_attention._BLOCK == cost_model.WINDOW_BLOCK
     assert eidetic_attention._BLOCK == cost_model.EIDETIC_BLOCK
     assert protocol._ALIGNMENT_BYTES == cost_model.MESSAGE_ALIGNMENT
@@ -151,7 +151,7 @@ def test_chunks_and_buckets_are_the_kernels():
         carrier = cost_model.RecurrenceCosts("scan", (), chunk=1, scan_elements=channels * d_state)
         expected = diagonal_scan.chunk_length(batch, channels // 2, d_state)
         assert carrier.tokens_per_chunk(cost_model.Workload(batch, 1 << 20, tensor=2, gpu=False)) == expected
-        assert carrier.tokens_per_chunk(cost_model.Workload(batch, 1 << 20, tensor=2)) == LaunchConfig().border
+        assert carrier.tokens_per_chunk(cost_model.Workload(batch, 1 << 20, tensor=2)) == LaunchConfig().checkpoint_interval
     assert all(deepspeed_config(1.0, stage)["zero_optimization"]["reduce_bucket_size"] == REDUCE_BUCKET for stage in ZERO)
 
 

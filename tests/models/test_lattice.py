@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from support.compare import relative_error
 
 from baton.kernels.lattice.reference import lattice_reference
-from baton.kernels.lattice.variant import Rule
+from baton.kernels.lattice.variant import UpdateRule
 from baton.models.mixer import build_mixer
 from baton.models.mixer_context import MixerContext
 from baton.models.settings.lattice import LatticeConfig
@@ -66,7 +66,7 @@ def _block(layer, x):
         S0,
         mu=torch.sigmoid(forget[0] + layer.forget_bias) if config.forget else None,
         tau=gamma * config.sparsity if config.sparsity else None,
-        rule=Rule(config.variant, config.project),
+        rule=UpdateRule(config.variant, config.project),
     )
     o = o.flatten(2)
     if config.output_norm:

@@ -203,10 +203,23 @@ def _matrix_kernels(arch):
 def _lattice_kernels():
     """With the sizes of 340M and 1.3B."""
     from baton.kernels.lattice import triton_backward, triton_forward
-    from baton.kernels.lattice.triton_launch import LaunchConfig, own
+    from baton.kernels.lattice.triton_launch import LaunchConfig, scratch_size
 
     config, d, m = LaunchConfig(), 64, 64
-    float32 = ("gamma", "mu", "first", "loaded", "borders", "last", "arriving", "states", "dgamma", "dmu", "dfirst", "dloaded")
+    float32 = (
+        "gamma",
+        "mu",
+        "S_initial",
+        "S0",
+        "checkpoints",
+        "S_final",
+        "dS_final",
+        "scratch",
+        "dgamma",
+        "dmu",
+        "dS_initial",
+        "dS0",
+    )
     types = dict.fromkeys(float32, "fp32")
     for variant, project in itertools.product(("dec", "enc", "sim"), (True, False)):
         decoding, name = variant == "dec", f"lattice, {variant}{'' if project else ' without projection'}"
@@ -218,21 +231,22 @@ def _lattice_kernels():
             "FORGET": False,
             "HAS_POS": True,
         }
-        common |= {"EVEN": True, "BORDER": config.border, "BD": d}
+        common |= {"EVEN_T": True, "CHECKPOINT_INTERVAL": config.checkpoint_interval, "BLOCK_D": d}
         slots, slots_back = (m, m) if decoding else (config.slots, config.slots_back)
-        parts, parts_back = (config.parts_all, config.parts_all_back) if decoding else (config.parts, config.parts_back)
-        warps, warps_back = (config.warps_all, config.warps_all_back) if decoding else (config.warps, config.warps_back)
-        ahead = {**common, "KEEP": True, "STEPS": config.steps, "BM": slots, "PARTS": parts, "WARPS": warps, "PROJECT": project}
+        parts, parts_back = (config.parts_dec, config.parts_dec_back) if decoding else (config.parts, config.parts_back)
+        warps, warps_back = (config.warps_dec, config.warps_dec_back) if decoding else (config.warps, config.warps_back)
+        ahead = {**common, "STORE_CHECKPOINTS": True, "BLOCK_T": config.steps, "PROJECT": project}
+        ahead |= {"BLOCK_M": slots, "PARTS": parts, "WARPS": warps}
         yield name, triton_forward.lattice_forward_kernel, ahead, warps, types | ({"y": "fp32"} if slots < m else {})
         back = {
             **common,
-            "STEPS": config.steps_back,
-            "BM": slots_back,
+            "BLOCK_T": config.steps_back,
+            "BLOCK_M": slots_back,
             "PARTS": parts_back,
             "WARPS": warps_back,
             "PROJECT": project,
         }
-        back["OWN"] = own(config.border, config.steps_back, slots_back, d, variant)
+        back["SCRATCH"] = scratch_size(config.checkpoint_interval, config.steps_back, slots_back, d, variant)
         yield (
             f"{name} backward",
             triton_backward.lattice_backward_kernel,
@@ -247,22 +261,22 @@ def _lattice_kernels():
 def _lattice_chunks(variant, config, common, types):
     """Not the walk back over chunks, where some of what says where tiles lie is not kept in registers."""
     from baton.kernels.lattice import triton_chunk_backward, triton_chunk_forward
-    from baton.kernels.lattice.triton_launch import own_of_chunks
+    from baton.kernels.lattice.triton_launch import chunk_scratch_size
 
-    common = {**common, "BORDER": config.chunk}
-    types |= dict.fromkeys(("own", "numbers", "rows", "scales", "dlasts"), "fp32") | {"unsafe": "i32"}
-    beside, walk = {**common, "BM": config.slots_chunk}, {"GROUP": config.steps_chunk}
-    ahead = {**beside, **walk, "WARPS": config.warps_chunk, "PARTS": config.parts, "STEPS": config.steps}
-    ahead["OWN"] = own_of_chunks(config.chunk, config.slots_chunk, common["D"])
+    common = {**common, "CHECKPOINT_INTERVAL": config.chunk}
+    types |= dict.fromkeys(("scratch", "gram", "rows", "scales", "dlasts"), "fp32") | {"unsafe": "i32"}
+    beside, walk = {**common, "BLOCK_M": config.slots_chunk}, {"GROUP_T": config.steps_chunk}
+    ahead = {**beside, **walk, "WARPS": config.warps_chunk, "PARTS": config.parts, "BLOCK_T": config.steps}
+    ahead["SCRATCH"] = chunk_scratch_size(config.chunk, config.slots_chunk, common["D"])
     name = f"lattice, {variant} chunks"
     yield name, triton_chunk_forward.lattice_chunk_forward_kernel, ahead, config.warps_chunk, types
     before = {n: x for n, x in (beside | walk).items() if n in triton_chunk_backward.lattice_backward_pre_kernel.arg_names}
-    yield f"{name} before", triton_chunk_backward.lattice_backward_pre_kernel, before, config.warps_beside, types
+    yield f"{name} before", triton_chunk_backward.lattice_backward_pre_kernel, before, config.warps_parallel, types
     if variant == "sim":  # the others are the same in both
         for of, kernel, warps in (
-            ("numbers of", triton_chunk_forward.lattice_chunk_gram_kernel, 1),
-            ("outputs of", triton_chunk_forward.lattice_chunk_output_kernel, config.warps_beside),
-            ("behind", triton_chunk_backward.lattice_backward_post_kernel, config.warps_beside),
+            ("gram of", triton_chunk_forward.lattice_chunk_gram_kernel, 1),
+            ("outputs of", triton_chunk_forward.lattice_chunk_output_kernel, config.warps_parallel),
+            ("behind", triton_chunk_backward.lattice_backward_post_kernel, config.warps_parallel),
         ):
             yield f"lattice, {of} chunks", kernel, {n: x for n, x in beside.items() if n in kernel.arg_names}, warps, types
 
@@ -492,7 +506,7 @@ def _kernels(arch):
             "HAS_Z": True,
             "HAS_INITIAL_STATES": True,
             "STORE_CHECKPOINTS": True,
-            "CHECKPOINT_INTERVAL": config.border,
+            "CHECKPOINT_INTERVAL": config.checkpoint_interval,
             "UNROLL": config.unroll,
         }
         yield f"{label} summarize", triton_forward.diagonal_scan_transition_kernel, summary, config.warps, "bf16"
@@ -510,7 +524,7 @@ def _kernels(arch):
             {
                 **back,
                 "HAS_Z": True,
-                "CHECKPOINT_INTERVAL": config.border,
+                "CHECKPOINT_INTERVAL": config.checkpoint_interval,
                 "BLOCK_D": config.channels_back,
                 "WARP_SUMS": LANE_OWNS_CHANNEL and d_state == 16 and config.channels_back == 32,
             },
