@@ -1,7 +1,7 @@
-"""torch's AdamW without TorchDynamo.
+"""torch.optim.AdamW without TorchDynamo.
 
-Methods of torch's optimizers are decorated so that torch.compile leaves them alone, and the decorators import all of TorchDynamo at
-the first call (1.3 s of processor time in every process, and 130 MiB). Nothing here compiles an optimizer.
+Methods of PyTorch's optimizers are decorated so that torch.compile leaves them alone, and the decorators import TorchDynamo
+at the first call (1.3 s of processor time in every process, and 130 MiB). Nothing here compiles an optimizer.
 """
 
 import inspect

@@ -55,7 +55,7 @@ class BatchConfig(_Settings):
 
 
 class BpttConfig(_Settings):
-    """Backpropagation through time, segment by segment: only a segment's activations are kept at a time."""
+    """Backpropagation through time in segments: only one segment's activations are kept at a time."""
 
     mode: Literal["exact", "truncated"] = Field(
         description="exact: the gradient of the whole sequence, each segment but the last one computed twice; truncated: each lane "
@@ -85,7 +85,7 @@ class CheckpointConfig(_Settings):
 
 
 class GuardConfig(_Settings):
-    """Steps that must not be made: a loss or gradients that are not finite, or far beyond those before."""
+    """What to do about anomalous steps: a loss or gradients that are not finite, or far beyond those before."""
 
     policy: Literal["stop", "skip", "rollback"] = Field("stop", description="stop: end the run, which resumes from its last "
         "checkpoint; skip: make no update from this step's documents; rollback: go back to the last checkpoint and leave the "
@@ -100,7 +100,7 @@ class GuardConfig(_Settings):
 
 
 class EvaluationConfig(_Settings):
-    """Loss and bits per byte on the validation split, and a sample of text; of a synthetic task, loss and accuracy."""
+    """Loss and bits per byte on the validation split, and a sample of text; loss and accuracy on a synthetic task."""
 
     every: int = Field(1000, ge=0, description="steps between evaluations, and one after the last step; 0: none at all")
     tokens: int = Field(1_000_000, ge=1, description="tokens of the validation split, always the same ones; of a synthetic "
@@ -126,7 +126,7 @@ class EvaluationConfig(_Settings):
 
 
 class MonitoringConfig(_Settings):
-    """What else is written about training."""
+    """Further norms that are logged."""
 
     update_norm_every: int = Field(10, ge=0, description="steps between norms of the parameters' change, from AdamW's moments, at "
                                    "the memory of one chunk; 0: never")  # fmt: skip
@@ -135,7 +135,7 @@ class MonitoringConfig(_Settings):
 
 
 class ProfileConfig(_Settings):
-    """A look at where a few steps' time goes: RUN/profile gets their trace, and a table of it as text and JSON."""
+    """Profiling of a few steps: RUN/profile gets their trace, and a table as text and JSON."""
 
     steps: int = Field(3, ge=1, description="steps that are looked at, one after the other; more: a larger trace, of which the "
                        "first ones say most")  # fmt: skip
@@ -161,7 +161,7 @@ class ProfileConfig(_Settings):
 
 
 class TrainingConfig(_Settings):
-    """The run: batch, length, precision, optimizer."""
+    """The run's training: steps, batch, sequence length, dtypes, optimizer, and everything around its steps."""
 
     steps: int = Field(ge=1, description="optimizer steps of the whole run")
     sequence_length: int = Field(ge=1, description="tokens per sequence")

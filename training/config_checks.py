@@ -8,8 +8,10 @@ from baton.training.errors import RunError
 
 
 def check_long_evaluation(model: ModelConfig, training: TrainingConfig, ranks: int, *, documents: bool) -> None:
-    """Refuse to look at long rows where there are none, or where their States cannot be handed on. ranks: that share a sequence.
-    documents: whether the run reads any. Raises RunError."""
+    """Refuse long-context evaluation without documents, or with mixers whose States cannot be passed on. Raises RunError.
+
+    ranks: context ranks that share a sequence. documents: whether the run reads documents.
+    """
     evaluation = training.evaluation
     asked = {
         "training.evaluation.long_tokens": ("a segment", training.segment if evaluation.long_tokens else 0),

@@ -1,8 +1,8 @@
-"""Errors of a run that a user can act on; the command line prints the sentence and exits with the status."""
+"""Errors of a run on which a user can act; the command prints the message and exits with the status."""
 
 
 class RunError(Exception):
-    """A run that cannot start or go on: the message says what, where and what to do."""
+    """A run that cannot start or continue. The message is one line: what, where, what to do."""
 
     exit_status = 2
 
@@ -12,12 +12,12 @@ class CheckpointError(RunError):
 
 
 class KernelCheckError(RunError):
-    """A kernel does not compute on this machine what its definition says."""
+    """A kernel's results differ from its reference implementation on this machine."""
 
     exit_status = 1
 
 
 class StoppedError(RunError):
-    """A run that was asked to end, and did so at a step boundary with everything saved. (75: sysexits' "try again later")"""
+    """A run that was asked to stop, and did so at a step boundary with everything saved. (75: EX_TEMPFAIL of sysexits.h)"""
 
     exit_status = 75

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+"""The learning rate as a pure function of the step; it has no state to save."""
 
 import math
 
@@ -6,14 +6,14 @@ from baton.training.config import TrainingConfig
 
 
 def learning_rates(step: int, training: TrainingConfig) -> dict[str, float]:
-    """Learning rates of the step-th update: of each pattern of optimizer.lr_overrides, and "" of all other parameters."""
+    """Learning rates of the step-th update: of each pattern of optimizer.lr_overrides, and "" for all other parameters."""
     return {"": learning_rate(step, training)} | {
         pattern: learning_rate(step, training, peak) for pattern, peak in training.optimizer.lr_overrides.items()
     }
 
 
 def learning_rate(step: int, training: TrainingConfig, peak: float | None = None) -> float:
-    """Learning rate of the step-th update (from 0). peak: None for optimizer.lr."""
+    """Learning rate of the step-th update, from 0. peak: None for optimizer.lr."""
     schedule, peak = training.schedule, training.optimizer.lr if peak is None else peak
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
@@ -28,7 +28,7 @@ def learning_rate(step: int, training: TrainingConfig, peak: float | None = None
 
 
 def equal_lr_steps(training: TrainingConfig, steps: int) -> float:
-    """How many of a run's first steps have the same learning rates if `steps` takes the place of training.steps; inf: all."""
+    """Number of first steps whose learning rates stay equal if `steps` replaces training.steps; inf: all."""
     schedule = training.schedule
     if schedule.kind == "constant" or steps == training.steps or (schedule.kind == "wsd" and not schedule.decay_steps):
         return math.inf

@@ -1,14 +1,14 @@
-"""Settings that are made to fit others, where a smaller value changes nothing that is learned. Torch-free."""
+"""Fits the micro-batch size to a rank's sequences; a smaller size does not change what is learned. Torch-free."""
 
 from baton.parallel.config import divisors
 from baton.training.config import TrainingConfig
 
 
 def fit_micro_batch_size(training: TrainingConfig, data_size: int) -> TrainingConfig:
-    """The settings with the largest micro-batch, at most their own, that divides what a data rank takes in every step.
+    """The settings with the largest micro-batch, at most their own, that divides a data rank's sequences in every step.
 
-    data_size: data-parallel ranks. Where no size divides, as for a batch that is no multiple of the context, the settings come
-    back unchanged, and `TrainingConfig.check` says why.
+    data_size: data-parallel ranks. If no size divides, as for a batch that is no multiple of the sequence length, the
+    settings are returned unchanged, and `TrainingConfig.check` says why.
     """
     for size in reversed(divisors(training.sequences_per_step // data_size)):
         if size > training.micro_batch_size:

@@ -1,7 +1,7 @@
-"""A run that is told to end: signals only set a flag, and all ranks agree on it at a step boundary, where it is safe to save.
+"""Stop requests: signal handlers only set a flag, and all ranks agree on it at a step boundary, where it is safe to save.
 
-Torch-free until ranks agree. The one thing to know: a handler of Python's runs only between two bytecodes, so a rank that waits
-inside a collective notices late; that it ends in time is for the process that started it to see to.
+Torch-free until ranks agree. Python runs a handler only between two bytecodes, so a rank inside a collective notices late;
+ending it in time is the task of the process that started it.
 """
 
 import signal
@@ -17,7 +17,8 @@ _received: list[int] = []
 
 
 def install_handlers() -> None:
-    """From here on the signals ask for an end instead of bringing it. Whoever starts a rank may block them until then."""
+    """From here on the signals request a stop instead of ending the process. The process that starts a rank may block them
+    until then."""
     for number in SIGNALS:
         signal.signal(number, _on_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -28,13 +29,13 @@ def _on_signal(number: int, frame: Any) -> None:
 
 
 def stop_requested() -> bool:
-    """Whether this rank has been asked to end."""
+    """Whether this rank has received a stop signal."""
     return bool(_received)
 
 
 def sync_stop_request(mesh: "Mesh", waited: float = 0.0) -> tuple[bool, float]:
-    """Whether any rank has been asked, and the longest of what the ranks waited for data (seconds), which travels with it; the same
-    answer on all. Every rank calls it, at the same step boundary."""
+    """Whether any rank has received a stop signal, and the longest data wait of the ranks in seconds, in one all-reduce. Every
+    rank calls it at the same step boundary and has the same result."""
     import torch
     import torch.distributed as dist
 

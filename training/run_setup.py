@@ -191,7 +191,7 @@ def _resume(
 def open_stream(
     source: ShardSource | TaskSource, settings: RunSettings, mesh: Mesh, progress: RunProgress
 ) -> AbstractContextManager[StepStream[Any] | None]:
-    """This rank's stream of batches from where the run stands; None on ranks that receive instead of reading."""
+    """This rank's stream of batches from the run's progress on; None on ranks that do not read."""
     if not batch_distribution.is_reader(mesh):
         return nullcontext()
     training = settings.training
@@ -200,7 +200,7 @@ def open_stream(
 
 
 def record_changes(settings: RunSettings, step: int, mesh: Mesh) -> None:
-    """Write into events.jsonl that the run goes on with other settings after `step` steps."""
+    """Log in events.jsonl that the run continues with other settings after `step` steps."""
     EventLog(settings.folder, mesh.is_main).write("change", step, settings=settings.changed)
     if mesh.is_main:
         shown = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in settings.changed.items())
@@ -208,7 +208,7 @@ def record_changes(settings: RunSettings, step: int, mesh: Mesh) -> None:
 
 
 def _report_layers(train_state: TrainState) -> None:
-    """From now on each mixer's forward pass is a sign of life that names its layer."""
+    """Make each mixer's forward pass a heartbeat that names its layer."""
 
     def say(mixer: Any, inputs: Any) -> None:
         heartbeat.own_heartbeat().set_location(f"in {mixer.where}")

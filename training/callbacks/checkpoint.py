@@ -21,7 +21,7 @@ from baton.training.step.executor import StepResult
 
 
 class CheckpointCallback(Callback):
-    """A checkpoint whenever one is due, written while training goes on."""
+    """Saves whenever the schedule says so, and after the last step of a start."""
 
     time_category = "save"
 
@@ -58,8 +58,10 @@ class CheckpointCallback(Callback):
             self.save_again(progress)
 
     def save_again(self, progress: RunProgress) -> None:
-        """Where the last save failed, and nothing is trained any more that would be followed by another one: try it again a few
-        times. Every rank calls it; `CheckpointStore.problem` says whether it failed to the end."""
+        """Retry a failed last save a few times, when no later step would be followed by another. Collective.
+
+        `CheckpointStore.problem` says whether all tries failed.
+        """
         for pause in PAUSES_S:
             if self._store.problem is None:
                 return
@@ -80,11 +82,11 @@ class CheckpointCallback(Callback):
             )
 
     def finish(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the checkpoint that is being written."""
         self._published(self._store.finish())
 
     def save(self, progress: RunProgress) -> None:
-        """Every rank calls it."""
+        """Begin a save. Collective."""
         self.finish()  # one at a time: what is still being written is waited for
         start = time.perf_counter()
         if self._metrics is not None:

@@ -16,7 +16,8 @@ from baton.training.step.executor import StepResult
 
 
 class LongContextCallback(Callback):
-    """Loss by position, norms of States and the reach of credit on long rows, with every evaluation."""
+    """Evaluates long rows together with every evaluation, if evaluation.long_tokens or gradient_reach_segment_length ask for
+    it."""
 
     time_category = "evaluation"
 
@@ -53,8 +54,11 @@ class LongContextCallback(Callback):
                 self._metrics.log_gradient_reach(progress.step, progress.tokens, seen)
 
     def _gradient_reach(self, rows: LongRows) -> StateGradients | None:
-        """On those of this data rank's first rows that are one document: no credit goes back beyond a document's start. None: no
-        rank has any."""
+        """Gradient reach on those of this data rank's first rows that are one document, since no gradient passes a document's
+        start.
+
+        None: no rank has such a row.
+        """
         mesh, evaluation = self._train_state.mesh, self._training.evaluation
         segment, segments = evaluation.gradient_reach_segment_length, evaluation.gradient_reach_segments
         groups = long_row_batches(rows, mesh, micro_batch_size=self._training.micro_batch_size, segment=segment, segments=segments)

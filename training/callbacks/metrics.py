@@ -15,7 +15,7 @@ from baton.training.step.executor import StepResult
 
 
 class MetricsCallback(Callback):
-    """Every step into the record."""
+    """Logs every step that made an update."""
 
     time_category = "other"
 
@@ -43,5 +43,5 @@ class MetricsCallback(Callback):
 
 
 def _memory(device: torch.device) -> int:
-    """Peak bytes on a GPU, resident bytes of this process on a CPU."""
+    """Peak allocated bytes on a GPU, resident bytes of this process on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss

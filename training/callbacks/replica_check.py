@@ -10,7 +10,8 @@ from baton.training.step.executor import StepResult
 
 
 class ReplicaCheckCallback(Callback):
-    """Replicas compared every so many steps, and before anything is saved: what a run resumes from has been found in order."""
+    """Compares replicas at the start, every `replica_check_every` steps, and before every checkpoint, so that none stores a
+    difference."""
 
     time_category = "check"
 

@@ -10,7 +10,7 @@ from baton.training.step.executor import StepResult
 
 
 class StateGradientCallback(Callback):
-    """Norms of the cotangents at the borders of segments and ranks, every so many steps."""
+    """Logs norms of State gradients at the boundaries of segments and ranks, every `monitoring.state_grad_norm_every` steps."""
 
     time_category = "other"
 

@@ -16,7 +16,7 @@ from baton.training.step.executor import StepResult
 
 
 class TaskEvaluationCallback(Callback):
-    """Accuracy on a synthetic task every so many steps and after the last, case by case."""
+    """Evaluates every case of a synthetic task, at multiples of evaluation.every and after the last step."""
 
     time_category = "evaluation"
 
@@ -39,7 +39,7 @@ class TaskEvaluationCallback(Callback):
             )
 
     def _make(self) -> dict[str, tuple[int, int, list[Batch[Tensor]]]]:
-        """Of each case: labels, segments, batches."""
+        """Of each case: number of labels, number of segments, batches."""
         mesh, training = self._train_state.mesh, self._training
         made = {}
         for name, case in self._cases.items():
@@ -58,7 +58,7 @@ class TaskEvaluationCallback(Callback):
 
 
 def _padded(batch: NumpyBatch, tokens: int) -> NumpyBatch:
-    """Rows of `tokens` tokens; the last ones are not asked."""
+    """Rows padded to `tokens` tokens without labels."""
     more = ((0, 0), (0, tokens - batch.tokens.shape[1]))
     pos = np.broadcast_to(np.arange(tokens, dtype=np.int32), (len(batch.pos), tokens))
     return Batch(np.pad(batch.tokens, more), np.pad(batch.labels, more, constant_values=IGNORE_INDEX), pos, batch.lanes)

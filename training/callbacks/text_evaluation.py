@@ -16,7 +16,7 @@ from baton.training.step.executor import StepResult
 
 
 class TextEvaluationCallback(Callback):
-    """Validation on text every so many steps and after the last, with a sample of what the model writes."""
+    """Evaluates the validation split and generates a sample, at multiples of evaluation.every and after the last step."""
 
     time_category = "evaluation"
 
@@ -43,7 +43,7 @@ class TextEvaluationCallback(Callback):
             self._metrics.log_evaluation(progress.step, progress.tokens, found.loss, found.bits_per_byte, sample)
 
     def _read(self) -> tuple[EvaluationSet, list[Batch[Tensor]]]:
-        """Of several sources, of each its share."""
+        """The evaluation set; each of several sources contributes by its weight."""
         mesh, training, parts = self._train_state.mesh, self._training, []
         for name, weight in self._source.weights.items():
             chosen = evaluation_batches(

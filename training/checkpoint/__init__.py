@@ -1,6 +1,7 @@
-"""Checkpoints: fp32 masters and Adam moments as rectangles in safetensors files, beside a manifest.
+"""Checkpoints: fp32 masters, Adam moments and lanes' States as boxes of whole tensors in safetensors files, and a manifest.
 
-`shard_boxes` says where a ZeRO fragment lies in the whole tensors, `files` writes and reads them, `digest` is the checksum of a
-tensor however it is cut, `manifest` holds everything else, `store` publishes, verifies, falls back and prunes, `retention` says
-which are kept, `interval` when to save, and `tools` is what the command line does with a run's checkpoints.
+`shard_boxes`: where a ZeRO fragment lies in the whole tensors. `files`: writes and reads them. `digest`: checksum of a
+tensor, however it is split. `manifest`: everything else. `store`: publishing, verification, fallback, pruning. `retention`:
+which checkpoints are kept. `interval`: when to save. `resume`: loads the newest into a run. `fork`: makes one the first of
+another run. `tools`: the commands.
 """

@@ -1,8 +1,9 @@
-"""A checksum of a tensor that does not depend on how it is cut: parts at their places add up to the whole's.
+"""A checksum of a tensor that does not depend on how it is split: the digests of boxes, at their offsets, add up to the
+whole's.
 
-The one thing to know: modulo 2^64 it is the sum over elements of bits * product over dimensions of multiplier(dimension, index),
-all multipliers odd. So a change of one element, in however many bits, always changes it, equal tensors have equal checksums
-whatever layout wrote them, and it can be taken rectangle by rectangle.
+Modulo 2^64 it is the sum over elements of bits * product over dimensions of multiplier(dimension, index), with odd
+multipliers. So a change of one element, in any number of bits, always changes it, and equal tensors have equal checksums in
+any layout.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 @torch.no_grad()
 def box_digest(data: Tensor, offset: tuple[int, ...]) -> int:
-    """Of a box at `offset` of a whole tensor, on a CPU: 0 to 2^64 - 1. Add up the boxes' with `joined`."""
+    """Digest of a box at `offset` of a whole tensor, on a CPU: 0 to 2^64 - 1. `combine_digests` adds them up."""
     if data.numel() == 0:
         return 0
     whole, offset = (data, offset) if data.dim() else (data.view(1), (0,))
@@ -42,14 +43,14 @@ def box_digest(data: Tensor, offset: tuple[int, ...]) -> int:
 
 @torch.no_grad()
 def rows_digest(data: Tensor, places: Sequence[int]) -> int:
-    """Of rows [N, .., ..], int64, that lie anywhere in a whole tensor: the sum of part_digest(row[None], (place, 0, 0))."""
+    """Digest of rows int64 [N, .., ..] anywhere in a whole tensor: the sum of box_digest(row[None], (place, 0, 0))."""
     found = (data * _multipliers(2, 0, data.shape[2])).sum(dim=2)
     found = (found * _multipliers(1, 0, data.shape[1])).sum(dim=1)
     return int((found * _mixed(0, torch.tensor(places, dtype=torch.int64))).sum()) & 0xFFFF_FFFF_FFFF_FFFF
 
 
 def combine_digests(parts: list[int]) -> str:
-    """The whole's checksum from its boxes', as 16 hexadecimal digits."""
+    """Checksum of a whole tensor from its boxes' digests, 16 hexadecimal digits."""
     return f"{sum(parts) & 0xFFFF_FFFF_FFFF_FFFF:016x}"
 
 
@@ -60,7 +61,7 @@ def _multipliers(dim: int, first: int, count: int) -> Tensor:
 
 
 def _mixed(dim: int, indexes: Tensor) -> Tensor:
-    """Odd int64 numbers of indexes, that look random."""
+    """Odd pseudo-random int64 numbers, a function of dimension and index."""
     x = (indexes + (dim + 1) * 0x1_0000_0000_0000) * _GOLDEN
     x = (x ^ _shifted(x, 30)) * _MIX
     x = (x ^ _shifted(x, 27)) * _MIX_2

@@ -1,8 +1,7 @@
-"""A rank's tensors on disk: one safetensors file of rectangles, each under "KEY@OFFSET"; and reading boxes of whole tensors back.
+"""A rank's tensors on disk: a safetensors file of boxes, each named "KEY@OFFSET"; and reading boxes of whole tensors back.
 
-The one thing to know: what is written is first copied into host memory of its own (`Staging`), which later saves use again:
-training goes on while a thread writes, and memory does not grow from save to save. safetensors is a header of JSON and plain bytes:
-reading one runs no code.
+Tensors are first copied to host memory (`Staging`), which later saves reuse: training goes on while a thread writes, and
+memory does not grow from save to save. safetensors is a JSON header and plain bytes, so reading a file runs no code.
 """
 
 import hashlib
@@ -48,13 +47,13 @@ DTYPES = {
 
 
 def file_name(rank: int) -> str:
-    """Of a rank's tensors."""
+    """File of a rank's tensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class StagedBox:
-    """A rectangle in host memory."""
+    """A box in host memory."""
 
     key: str
     whole: tuple[int, ...]
@@ -67,19 +66,19 @@ class StagedBox:
 
 
 def box_key(key: str, offset: Sequence[int]) -> str:
-    """Of a rectangle in its file."""
+    """Name of a box in its file."""
     return f"{key}@{','.join(map(str, offset))}"
 
 
 class Staging:
-    """Host memory that a save is copied into; page-locked where there is a GPU."""
+    """Host memory into which a save is copied; pinned if there is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, boxes: ShardBoxes) -> tuple[list[StagedBox], Tensor]:
-        """The rectangles as they are now, and the bytes of all of them, one after the other."""
+        """Copies of the boxes as of now, and the memory that holds them one after the other, uint8 [bytes]."""
         tensor_boxes = [(key, box) for key, tensor_boxes in boxes.items() for box in tensor_boxes]
         tensor_boxes.sort(key=lambda item: -item[1].data.element_size())  # each begins at a multiple of its elements' size
         size = sum(box.data.nbytes for _, box in tensor_boxes)
@@ -99,8 +98,11 @@ class Staging:
 def write_file(
     path: Path, parts: Sequence[StagedBox], memory: Tensor, on_block: Callable[[], None] = lambda: None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write what `Staging.copy` gave, synced; {bytes, sha256} of what was meant to be written, and what `describe` says of the
-    parts. Both checksums are taken while the disk writes, by threads of their own. told: of each block. Raises OSError."""
+    """Write and sync what `Staging.copy` returned. Raises OSError.
+
+    Returns {bytes, sha256} of the content that was meant to be written, and `describe` of the parts. Both checksums are
+    computed by threads while the disk writes. on_block: called after each block.
+    """
     header, at = {}, 0
     for part in parts:
         end = at + part.data.nbytes
@@ -142,7 +144,7 @@ def _blocks(*contents: bytes | memoryview) -> Iterator[memoryview]:
 
 
 def describe(parts: Sequence[StagedBox]) -> dict[str, Any]:
-    """What the manifest says of a rank's parts: {key: {dtype, shape, digest: of these parts, parts: [[offset, extent], ...]}}."""
+    """The manifest's entries of a rank's boxes: {key: {dtype, shape, digest: of these boxes, parts: [[offset, extent], ...]}}."""
     found: dict[str, Any] = {}
     for part in parts:
         entry = {"dtype": DTYPES[part.data.dtype], "shape": list(part.whole), "digest": 0, "parts": []}
@@ -153,16 +155,22 @@ def describe(parts: Sequence[StagedBox]) -> dict[str, Any]:
 
 
 class CheckpointFiles:
-    """The tensors of a checkpoint's folder. tensors: the manifest's, {key: {dtype, shape, checksum, parts: [[file, offset,
-    extent], ...]}}."""
+    """The tensors in a checkpoint's folder.
+
+    tensors: as in the manifest, {key: {dtype, shape, checksum, parts: [[file, offset, extent], ...]}}.
+    """
 
     def __init__(self, folder: Path, tensors: Mapping[str, Any]) -> None:
         self._folder, self.tensors = folder, tensors
         self._open: dict[str, Any] = {}
 
     def fill(self, key: str, box: ShardBox) -> None:
-        """Copy a box of a whole tensor to where it belongs. Raises CheckpointError: no such tensor, another shape or type, or
-        parts that do not cover it; StorageError or OSError: a file cannot be read."""
+        """Copy a box of a whole tensor into the box's memory.
+
+        Raises:
+            CheckpointError: there is no such tensor, shape or dtype differ, or the stored boxes do not cover it.
+            StorageError, OSError: a file cannot be read.
+        """
         stored = self.tensors.get(key)
         if stored is None:
             raise CheckpointError(f"the checkpoint has no tensor {key}: it is of another model")
@@ -185,7 +193,7 @@ class CheckpointFiles:
             raise CheckpointError(f"the checkpoint holds {covered} of {box.data.numel()} elements of {key} at {box.offset}")
 
     def whole(self, key: str) -> Tensor:
-        """A whole tensor, on the CPU. Raises what `fill` does."""
+        """A whole tensor, on the CPU. Raises what `fill` raises."""
         stored = self.tensors[key]
         shape = tuple(stored["shape"])
         dtype = next(dtype for dtype, name in DTYPES.items() if name == stored["dtype"])
@@ -194,7 +202,7 @@ class CheckpointFiles:
         return box.data
 
     def digests(self, key: str) -> list[int]:
-        """Of a tensor's parts, as they are on disk. Raises what `fill` does."""
+        """Digests of a tensor's boxes as they are on disk. Raises what `fill` raises."""
         found = []
         for file, offset, _ in self.tensors[key]["parts"]:
             with self._reading(file, key):

@@ -1,8 +1,7 @@
-"""A checkpoint of one run becomes the first checkpoint of another one: checked against its settings, linked, verified.
+"""Makes a checkpoint of one run the first checkpoint of another: checked against its settings, linked, verified.
 
-Weights, moments and the number of steps are kept as they are, and with them the lanes' cursors and carried States, unless the new
-run begins its data anew. Tensors are not read by this process but for their checksums, and files are shared by hard links where the
-file system has them: a checkpoint is never written in place.
+Weights, moments and the number of steps are kept, and so are the lanes' cursors and States unless the new run begins its
+data anew. Files are hard links where the file system has them, because a checkpoint is never modified in place.
 """
 
 import dataclasses
@@ -35,7 +34,7 @@ from baton.training.run import fingerprints_of, stream_order
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a fork's first checkpoint came from. digest: SHA-256 of the manifest, as it names itself."""
+    """The checkpoint from which a fork was made. digest: SHA-256 of its manifest."""
 
     step: int
     tokens: int
@@ -45,11 +44,16 @@ class Origin:
 def link_checkpoint(
     run: Path, step: int | None, folder: Path, describe: Callable[[Manifest], Manifest], say: Callable[[str], None]
 ) -> Origin:
-    """Put the checkpoint of `step`, or (None) the newest whole one, of the run in `run` into `folder`, with another manifest.
+    """Put a checkpoint of a run into `folder`, with another manifest.
 
-    describe: makes the manifest, or raises. say: where a damaged newest checkpoint is named, before the one before it is taken.
-    Raises CheckpointError: there is no such checkpoint, or none is whole; StorageError or OSError: something cannot be read or
-    written.
+    Args:
+        step: of the checkpoint; None: the newest whole one.
+        describe: makes the new manifest, or raises.
+        say: receives lines about damaged checkpoints that are skipped.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or none is whole.
+        StorageError, OSError: something cannot be read or written.
     """
     there = published(run / "checkpoints")
     if step is not None:
@@ -81,7 +85,7 @@ def link_checkpoint(
 
 
 def _link(path: Path, target: Path, manifest: Manifest) -> str | None:
-    """Link, or copy, a checkpoint's files; what is wrong with one of them, or None."""
+    """Link, or copy, a checkpoint's files; returns what is wrong with one of them, or None."""
     target.mkdir(parents=True)
     for name, expected in sorted(manifest.files.items()):
         source = (path / name).resolve()
@@ -101,10 +105,11 @@ def _link(path: Path, target: Path, manifest: Manifest) -> str | None:
 def describe_fork(
     manifest: Manifest, model: ModelConfig, data: DataConfig, training: TrainingConfig, *, restart_data: bool
 ) -> Manifest:
-    """The manifest of a checkpoint, for a run with these settings. restart_data: all lanes stand at the beginning of their data
-    and carry nothing.
+    """The manifest for a run with these settings. restart_data: lanes begin their data anew, with zero States.
 
-    Raises CheckpointError: its tensors are not those of the model; DataError: the data is not what it has read.
+    Raises:
+        CheckpointError: the checkpoint's tensors are not those of the model.
+        DataError: the data is not what the checkpoint has read.
     """
     source = open_source(data)
     tokenizer = source.config.tokenizer if isinstance(source, ShardSource) else None
@@ -142,8 +147,10 @@ def _require_same_data(manifest: Manifest, source: ShardSource | TaskSource, tra
 def shape_mismatch(
     tensors: dict[str, dict[str, Any]], config: ModelConfig, training: TrainingConfig, *, carried: bool
 ) -> str | None:
-    """How the tensors of a checkpoint differ in their names and shapes from what a run with these settings saves, or None.
-    carried: whether States of lanes are among them."""
+    """How the checkpoint's tensors differ in name or shape from those that a run with these settings saves; None: not.
+
+    carried: whether lanes' States are among them.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     mesh = meshes.initialize(LayoutConfig(), device=META, rank=0, store=FakeStore())

@@ -1,7 +1,7 @@
-"""When to save: every so many steps, or as often as what a save costs and what a failure loses make best.
+"""When to save: at a fixed interval, or at the interval that minimizes the time lost to saves and failures.
 
-The one thing to know: with failures at a steady rate, time is lost least when saves are sqrt(2 * cost of a save * mean time between
-failures) apart. Young, "A first order approximation to the optimum checkpoint interval", 1974; Daly, 2006.
+With failures at a constant rate, that is sqrt(2 * cost of a save * mean time between failures). Young, "A first order
+approximation to the optimum checkpoint interval", 1974; Daly, 2006.
 """
 
 import math
@@ -18,12 +18,12 @@ FIRST_SAVE_STEPS = 10
 
 
 def optimal_interval_s(cost_s: float, failures_per_day: float) -> float:
-    """Seconds between saves. cost_s: seconds that a save stops training for. failures_per_day: of the whole run."""
+    """Seconds between saves. cost_s: seconds for which a save stops training. failures_per_day: of the whole run."""
     return math.sqrt(2 * cost_s * 86400 / failures_per_day)
 
 
 class CheckpointSchedule:
-    """Which steps are followed by a save. steps: of the whole run, after whose last one there always is one. start: steps done."""
+    """After which steps to save. steps: of the whole run, whose last step is always saved. start: steps done."""
 
     def __init__(self, config: CheckpointConfig, steps: int, mesh: Mesh, start: int) -> None:
         self._config, self._steps, self._mesh = config, steps, mesh
@@ -31,13 +31,13 @@ class CheckpointSchedule:
         self._since, self._from, self._stalled = time.perf_counter(), start, 0.0
 
     def due(self, step: int, *, stop_requested: bool = False) -> bool:
-        """Whether to save after step number `step` (counted from 1). ending: this start ends with it. The same on every rank."""
+        """Whether to save after step `step`, counted from 1. stop_requested: this start ends with it. The same on every rank."""
         if stop_requested or step == self._steps:
             return True
         return step == self._next if self._config.every == "auto" else step % self._config.every == 0
 
     def record_save(self, step: int, stall_s: float) -> int | None:
-        """A save after this step stopped training for so long: every rank says so. The next step that is due, if it was chosen."""
+        """Report on every rank for how long a save stopped training; returns the next step to save after, if `every` is auto."""
         if self._config.every != "auto":
             return None
         self._stalled += stall_s

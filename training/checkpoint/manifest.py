@@ -1,6 +1,6 @@
-"""manifest.json: everything of a checkpoint that is not a tensor, where each tensor's parts are, and the checksums of both.
+"""manifest.json: everything in a checkpoint that is not a tensor, and where each tensor's boxes are, with checksums.
 
-It is written last and carries a checksum of itself, so a folder with a manifest that verifies is a whole checkpoint.
+It is written last and contains a checksum of itself, so a folder whose manifest verifies is a complete checkpoint.
 """
 
 import hashlib
@@ -22,13 +22,19 @@ NAME = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: optimizer steps done. tokens: tokens consumed by them. adam_steps: updates AdamW made.
+    """Content of manifest.json.
 
-    cursors: per lane, where its stream goes on. fingerprints: of what must be the same on resuming (model, stream, …). layout: the
-    mesh that wrote it, and versions: of what computed, for the reader's eyes: any others may load it. data: what the sources say of
-    themselves (data_pipeline.run_source). validation: loss measured after this very step, nats per token; None: it was not. time:
-    when it was saved, seconds since 1970. files: name -> {bytes, sha256}. tensors: key -> {dtype, shape, checksum
-    (checkpoint.digest), parts: [[file, offset, extent], ...]}.
+    Attributes:
+        step, tokens: optimizer steps done and tokens consumed.
+        adam_steps: updates that AdamW made.
+        cursors: per lane, where its stream continues.
+        fingerprints: of what must be the same on resuming (model, stream, ...).
+        layout, versions: of the ranks and packages that wrote it; for information, any others may load it.
+        data: state of the data sources (data_pipeline.run_source).
+        validation: loss measured after this step, nats per token; None: not measured.
+        time: of the save, seconds since 1970.
+        files: name to {bytes, sha256}.
+        tensors: key to {dtype, shape, checksum (checkpoint.digest), parts: [[file, offset, extent], ...]}.
     """
 
     step: int
@@ -55,8 +61,12 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read folder/manifest.json. Raises CheckpointError when it is missing, damaged or of another format, at two looks;
-        StorageError or OSError when it cannot be read, which says nothing about it."""
+        """Read folder/manifest.json.
+
+        Raises:
+            CheckpointError: it is missing, damaged or of another format, at two reads.
+            StorageError, OSError: it cannot be read, which says nothing about its content.
+        """
         try:
             return cls._read(folder)
         except CheckpointError:
@@ -93,8 +103,12 @@ def checksum(path: Path) -> dict[str, Any]:
 
 
 def check_file(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
-    """What is wrong with a file of a checkpoint, or None. Only bytes that were read decide, and only if a second look at them, a
-    little later, agrees. Raises StorageError or OSError when the file cannot be read, which says nothing about it."""
+    """What is wrong with a checkpoint's file, or None. Decided by bytes that were read, and confirmed by a second read a
+    little later.
+
+    Raises:
+        StorageError, OSError: the file cannot be read, which says nothing about its content.
+    """
     if _look_at(folder / name, expected) is None:
         return None
     time.sleep(PAUSES_S[0])  # as for the manifest
@@ -118,6 +132,6 @@ def _look_at(path: Path, expected: dict[str, Any]) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes here: packages, and the table of the kernels' launch configurations."""
+    """Versions of the packages that compute, and the digest of the kernels' launch configurations."""
     packages = ("baton-lm", "torch", "deepspeed", "megatron-core")
     return {**{name: version(name) for name in packages}, "kernel launch configurations": launch_configs.digest()}

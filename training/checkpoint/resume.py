@@ -1,4 +1,4 @@
-"""Where a run begins: its newest whole checkpoint, or initial weights from a file."""
+"""Where a run begins: at its newest whole checkpoint, or with initial weights from a file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from baton.training.run import RunProgress, RunSettings
 
 
 def open_store(settings: RunSettings, mesh: Mesh) -> CheckpointStore:
-    """The run's checkpoints."""
+    """The store of the run's checkpoints."""
     kept = settings.training.checkpoint
     return CheckpointStore(
         settings.folder / "checkpoints",
@@ -30,7 +30,7 @@ def open_store(settings: RunSettings, mesh: Mesh) -> CheckpointStore:
 
 
 def load_initial_weights(train_state: TrainState, path: Path) -> None:
-    """Give the model somebody's weights. Raises CheckpointError."""
+    """Load the model's weights from a safetensors file. Raises CheckpointError."""
     load_weights(path, optimizer_boxes(train_state.model, train_state.engine, train_state.mesh, for_save=False))
     train_state.engine.masters_changed()
     drop_cast_weights(train_state.model)
@@ -46,9 +46,12 @@ def resume(
     cursor: Callable[[dict[str, Any]], Any],
     adopt: Callable[[Manifest], None] = lambda manifest: None,
 ) -> RunProgress:
-    """Load the newest whole checkpoint into the engine and the lanes; without any, the run stands at its beginning.
+    """Load the newest whole checkpoint into the engine and the lanes; without one, returns the progress of a new run.
 
-    cursor: makes a lane's cursor of its JSON. adopt: what else goes on from the manifest, before fingerprints are compared.
+    Args:
+        fingerprints: of this run; the checkpoint's must be equal. Raises CheckpointError if they are not.
+        cursor: makes a lane's cursor from JSON.
+        adopt: takes further state from the manifest, before fingerprints are compared.
     """
 
     def accept(manifest: Manifest) -> None:

@@ -1,9 +1,9 @@
-"""Where a rank's optimizer state lies in the whole model.
+"""Where a rank's optimizer state lies in the whole tensors.
 
-ZeRO cuts the concatenation of a group's parameters into equal flat ranges, one per data rank, wherever the cuts fall. What a
-rank owns of one parameter is therefore a flat range of its row-major tensor-parallel share, and such a range is a few
-rectangles: a part of a first row, whole rows, a part of a last row. Written at their offsets in the whole tensor they need no
-communication, and any layout can read what any other wrote.
+ZeRO splits the concatenation of a group's parameters into equal flat ranges, one per data rank, at arbitrary positions. So
+a rank owns a flat range of a parameter's row-major tensor-parallel shard. Such a range is a few boxes: part of a first row,
+whole rows, part of a last row. Written under their offsets in the whole tensor, they need no communication, and any layout
+can read another's checkpoint.
 """
 
 import math
@@ -23,7 +23,10 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class ShardBox:
-    """A box of one whole tensor and the memory that holds it (a view, shaped like the box)."""
+    """A box of a whole tensor and its memory.
+
+    whole: shape of the whole tensor. offset: of the box in it. data: a view, shaped like the box.
+    """
 
     whole: tuple[int, ...]
     offset: tuple[int, ...]
@@ -31,7 +34,7 @@ class ShardBox:
 
 
 def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes (offset, extent), in row-major order, that together are elements [start, stop) of a row-major tensor of `shape`.
+    """Boxes (offset, extent), in row-major order, that make up elements [start, stop) of a row-major tensor of `shape`.
 
     At most 2k - 1 boxes for k dimensions.
     """
@@ -59,10 +62,10 @@ def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[
 
 
 def optimizer_boxes(module: nn.Module, engine: Engine, mesh: Mesh, *, for_save: bool) -> dict[str, list[ShardBox]]:
-    """Key ("master.<name>", "exp_avg.<name>", …) to the rectangles of it that this rank's optimizer holds.
+    """Boxes of this rank's optimizer state by key: "master.<name>", "exp_avg.<name>", "exp_avg_sq.<name>".
 
-    for_save: leave out what another rank writes too: replicated parameters are written by tensor rank 0, and at ZeRO stage 0, where
-    every data rank holds everything, all by the first of them.
+    for_save: leave out what another rank writes. Replicated parameters are written by tensor rank 0; at ZeRO stage 0, where
+    every data rank has all of them, by data rank 0.
     """
     names = {parameter: (name, layout) for name, parameter, layout in named_layouts(module)}
     found: dict[str, list[ShardBox]] = {}
@@ -91,7 +94,7 @@ def optimizer_boxes(module: nn.Module, engine: Engine, mesh: Mesh, *, for_save: 
 
 
 def parameter_boxes(module: nn.Module, mesh: Mesh) -> dict[str, list[ShardBox]]:
-    """The same keys' master copies with the module's own parameters as memory: for loading weights without an engine."""
+    """Boxes "master.<name>" whose memory is the module's parameters: for loading weights without an engine."""
     found: dict[str, list[ShardBox]] = {}
     for name, parameter, layout in named_layouts(module):
         for block in layout.shard_boxes(name, mesh.tensor_rank, mesh.layout.tensor):

@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: atomic publishing, verified loading, falling back, pruning.
+"""The folder of a run's checkpoints: atomic publishing, verified loading, fallback to older checkpoints, pruning.
 
-A checkpoint is copied to host memory, written into a hidden folder by a thread while training goes on, and renamed; whatever
-happens before the rename leaves the older ones as they were. Every function here is called by all ranks together; the thread talks
-to nobody.
+A checkpoint is copied to host memory, written into a hidden folder by a thread while training goes on, and renamed. A
+failure before the rename leaves older checkpoints as they were. All ranks call every method together; the thread does not
+communicate.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ UNFINISHED = ".saving-"
 
 @dataclass(frozen=True)
 class Saved:
-    """A published checkpoint. bytes: of all ranks' tensors. seconds: from the call of `save` to its being published."""
+    """A published checkpoint. bytes: of all ranks' tensors. seconds: from the call of `save` to its publication."""
 
     name: str
     bytes: int
@@ -71,10 +71,10 @@ class CheckpointStore:
         self._pending: _PendingSave | None = None
 
     def save(self, boxes: ShardBoxes, manifest: Manifest) -> Saved | None:
-        """Write a checkpoint; one that is still being written is published first.
+        """Begin to write a checkpoint; an unfinished one is published first.
 
-        Returns what was published, if it was this one. A failure (a full disk) is said aloud and costs only itself; `problem`
-        keeps it.
+        Returns the checkpoint if it was published at once (async_save=False). A failure, such as a full disk, is reported,
+        kept in `problem`, and costs only this checkpoint.
         """
         self.finish()
         self.problem = None
@@ -89,7 +89,7 @@ class CheckpointStore:
         return None if self.async_save else self.finish()
 
     def poll(self) -> Saved | None:
-        """Publish what was being written, if every rank has written its part. Every rank calls it after the same steps."""
+        """Publish the unfinished checkpoint if every rank has written its file. Every rank calls it after the same steps."""
         if self._pending is None:
             return None
         written = torch.tensor(int(self._pending.is_written()), device=self.mesh.device)
@@ -97,7 +97,7 @@ class CheckpointStore:
         return self.finish() if int(written) else None
 
     def finish(self) -> Saved | None:
-        """Wait for what is being written, if anything is, and publish it."""
+        """Wait for the unfinished checkpoint, if any, and publish it."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -116,14 +116,20 @@ class CheckpointStore:
     def load_newest(
         self, accept: Callable[[Manifest], None], *, cleanup: bool = True, only: Path | None = None
     ) -> tuple[Path, Manifest] | None:
-        """The newest checkpoint that verifies, or None where there is none at all; damaged ones are named.
+        """The newest checkpoint that verifies; None if there is none. Damaged ones are reported.
 
-        accept: raises for a manifest that does not fit this run (that is no damage, and ends the search).
-        tidy: this is the run itself: remove what a killed save left, and set damaged checkpoints aside. A mere reader must not:
-        the run may be saving at this moment. only: this checkpoint, and no other.
-        Raises CheckpointError when there are checkpoints and none is whole; they stay where they are, so that the next start
-        is refused as well. Raises StorageError when a checkpoint cannot be read at present, and CheckpointError when its
-        permissions forbid it: it may be sound, so it is neither set aside nor passed over.
+        Args:
+            accept: raises if a manifest does not fit this run, which is no damage and ends the search.
+            cleanup: this is the run itself: remove what a killed save left, and move damaged checkpoints aside. Mere
+                readers must not, since
+                the run may be saving.
+            only: consider this checkpoint alone.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all are damaged; they stay in place, so the next start is refused as
+                well. Or a
+                checkpoint's permissions forbid reading.
+            StorageError: a checkpoint cannot be read at present; it may be sound, so it is neither moved nor skipped.
         """
         if cleanup:
             self._attempt(self._clean)
@@ -152,8 +158,12 @@ class CheckpointStore:
         return None
 
     def read(self, path: Path, boxes: ShardBoxes) -> None:
-        """Fill the rectangles in place from a checkpoint that `load_newest` returned. Raises, on all ranks alike, CheckpointError:
-        the checkpoint is not of this model; StorageError: it cannot be read at present."""
+        """Fill the boxes from a checkpoint that `load_newest` returned.
+
+        Raises, on all ranks alike:
+            CheckpointError: the checkpoint is of another model.
+            StorageError: it cannot be read at present.
+        """
         problem: Exception | None = None
         try:
             files = CheckpointFiles(path, Manifest.read(path).tensors)
@@ -205,8 +215,8 @@ class CheckpointStore:
             self.say(f"an older checkpoint could not be deleted ({error}); it is tried again after the next save")
 
     def _verify(self, path: Path) -> tuple[Manifest | None, str | None]:
-        """All ranks check a share of the files; all get the same verdict on the bytes that were read. Where a rank could not read,
-        and the others found nothing wrong, all raise what it met."""
+        """Check a checkpoint, with the files divided among the ranks; all ranks return the same. If a rank could not read and
+        the others found no damage, all raise its error."""
         manifest, problem, unread = None, None, None
         try:
             manifest = Manifest.read(path)
@@ -222,7 +232,7 @@ class CheckpointStore:
         return manifest, problem
 
     def _was_removed(self, path: Path) -> bool:
-        """Whether a checkpoint is not there any more, as the main rank sees it."""
+        """Whether a checkpoint no longer exists, as seen by the main rank."""
         there = [path.exists() if self.mesh.is_main else None]
         dist.broadcast_object_list(there, src=0)
         return not there[0]
@@ -246,7 +256,7 @@ class CheckpointStore:
             os.rename(path, aside)
 
     def _listed(self) -> list[Path]:
-        """The same list on every rank: a shared file system may show ranks different moments."""
+        """The same list on every rank: a shared file system may show ranks different states."""
         names = [published(self.folder) if self.mesh.is_main else None]
         dist.broadcast_object_list(names, src=0)
         return names[0] or []
@@ -267,7 +277,7 @@ class CheckpointStore:
 
 
 class _PendingSave:
-    """A checkpoint of which this rank's part is being written by a thread."""
+    """A checkpoint whose file on this rank is being written by a thread."""
 
     def __init__(
         self, name: str, work: Path, manifest: Manifest, began: float, rank: int, staged: list[StagedBox], memory: torch.Tensor
@@ -308,7 +318,7 @@ class _PendingSave:
 
 
 def _joined(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The manifest's tensors from what the ranks say of their parts."""
+    """The manifest's tensors from all ranks' descriptions of their boxes."""
     found: dict[str, Any] = {}
     for key, of in (item for one in of_ranks for item in one.items()):
         entry = found.setdefault(key, {"dtype": of["dtype"], "shape": of["shape"], "digests": [], "parts": []})
@@ -318,8 +328,11 @@ def _joined(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def prune(folder: Path, retention: Retention, *, delete: bool = True) -> list[Path]:
-    """Delete the checkpoints that need not stay; those deleted, or (not really) that would be. One whose manifest is damaged or
-    cannot be read stays. Raises OSError."""
+    """Delete the checkpoints that the retention does not keep; returns those that were, or with delete=False would be,
+    deleted.
+
+    Checkpoints whose manifest is damaged or cannot be read are kept. Raises OSError.
+    """
     steps, validation = {}, {}
     for path in published(folder):
         try:
@@ -355,8 +368,7 @@ def _read_error(path: Path, error: StorageError | OSError) -> StorageError | Che
 
 
 def published(folder: Path) -> list[Path]:
-    """Published checkpoints, oldest first; none where the folder is not there. Raises OSError where it cannot be listed, which
-    `glob` takes for an empty folder: a run would begin anew."""
+    """Published checkpoints, oldest first; none if the folder does not exist. Raises OSError if it cannot be listed."""
     try:
         entries = [*folder.iterdir()]
     except FileNotFoundError:
@@ -365,6 +377,6 @@ def published(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest published checkpoint that has a manifest, unverified; for readers outside a run."""
+    """The newest published checkpoint that has a manifest, unverified; for readers outside of a run."""
     steps = [p for p in published(folder) if (p / NAME).exists()]
     return steps[-1] if steps else None

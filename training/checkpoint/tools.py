@@ -1,4 +1,4 @@
-"""What the command line does with a run's checkpoints: list, verify, compare, prune, and export weights. One process, no groups."""
+"""Commands on a run's checkpoints: list, verify, compare, prune, export weights. One process, no process groups."""
 
 import json
 import math
@@ -28,7 +28,8 @@ FORMAT = "baton-weights-1"
 
 
 def checkpoints_of(place: Path) -> list[Path]:
-    """The checkpoints of a run directory, oldest first, or the one that `place` is. Raises CheckpointError: there is none."""
+    """Checkpoints of a run directory, oldest first, or the one checkpoint that `place` is. Raises CheckpointError: there is
+    none."""
     if (place / "manifest.json").exists():
         return [place]
     found = published(place / "checkpoints") or published(place)
@@ -55,9 +56,10 @@ def listing(place: Path) -> Iterator[str]:
 
 
 def problems(path: Path) -> list[str]:
-    """What is wrong with a checkpoint: every file against its checksum, every tensor against its own. [] when nothing is.
+    """What is wrong with a checkpoint: every file and every tensor is compared with its checksum. [] if nothing is.
 
-    Raises StorageError or OSError when a file cannot be read: that says nothing about it."""
+    Raises StorageError or OSError if a file cannot be read, which says nothing about its content.
+    """
     try:
         manifest = Manifest.read(path)
     except CheckpointError as error:
@@ -76,8 +78,8 @@ def problems(path: Path) -> list[str]:
 
 
 def verified(place: Path) -> Iterator[tuple[int, str]]:
-    """A line per checkpoint (more for what is damaged in several places), each with an exit status: 0 whole, 1 damaged, 2 or
-    StorageError's: it could not be read, so nothing is known."""
+    """A line per checkpoint (more for several damages), each with an exit status: 0 whole, 1 damaged, 2 or StorageError's: not
+    readable."""
     for path in checkpoints_of(place):
         try:
             found = problems(path)
@@ -94,12 +96,12 @@ def verified(place: Path) -> Iterator[tuple[int, str]]:
 
 
 def _said(path: Path, error: Exception) -> str:
-    """An error of a checkpoint's file, with the file's path."""
+    """Text of an error, with the file's path."""
     return f"{error.filename or path}: cannot be read ({error_reason(error)})" if isinstance(error, OSError) else str(error)
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What two checkpoints do not have in common, whatever layouts wrote them; a line per thing, none when they are equal."""
+    """Differences between two checkpoints of any layouts, one line each; [] if they are equal."""
     a, b = Manifest.read(one), Manifest.read(other)
     found = []
     for name in ("step", "tokens", "adam_steps", "fingerprints", "data"):
@@ -136,7 +138,7 @@ def _short(value: Any) -> str:
 
 
 def pruned(place: Path, retention: Retention, *, delete: bool) -> list[Path]:
-    """Delete what the retention does not keep; the checkpoints deleted, or (not really) that would be. Raises CheckpointError."""
+    """Prune a run's checkpoints; returns those deleted, or that would be (delete=False). Raises CheckpointError."""
     folder = checkpoints_of(place)[0].parent
     try:
         return prune(folder, retention, delete=delete)
@@ -149,8 +151,8 @@ def pruned(place: Path, retention: Retention, *, delete: bool) -> list[Path]:
 def export(place: Path, out: Path, dtype: torch.dtype | None = None) -> Path:
     """Write the weights of a checkpoint, or of a run's newest whole one, as one safetensors file; returns the checkpoint.
 
-    Tensors are whole, under the parameters' names, those of fused projections by their parts. dtype: of floating-point tensors;
-    None: fp32, as the masters. Raises CheckpointError: none is whole, or the file cannot be written.
+    Tensors are whole and have the parameters' names; fused projections are split into their parts. dtype: of floating-point
+    tensors; None: fp32. Raises CheckpointError: no checkpoint is whole, or the file cannot be written.
     """
     for path in reversed(checkpoints_of(place)):
         if not problems(path):
@@ -177,8 +179,10 @@ def export(place: Path, out: Path, dtype: torch.dtype | None = None) -> Path:
 
 
 def load_weights(path: Path, boxes: dict[str, list[ShardBox]]) -> None:
-    """Fill masters (or parameters) in place from a file that `export` wrote, or that has the same names. Other rectangles are left
-    alone. Raises CheckpointError: it cannot be read, or is of another model."""
+    """Fill masters or parameters from a safetensors file with the names that `export` writes. Other boxes are left alone.
+
+    Raises CheckpointError: the file cannot be read, or is of another model.
+    """
     try:
         retry_transient(lambda: path.open("rb").close())  # safe_open calls every failure a missing file
         with safe_open(path, framework="pt") as file:

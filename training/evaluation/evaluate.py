@@ -1,8 +1,8 @@
-"""Validation: loss per token and bits per byte on a fixed set of whole documents; loss and accuracy on a synthetic task's set.
+"""Validation: loss per token and bits per byte on a fixed set of whole documents; loss and accuracy on a synthetic task.
 
-The one thing to know: every data rank scores its own batches and the sums meet once, at the end; tensor ranks score the same batch,
-each on its share of the vocabulary. Long rows are scored segment by segment, States going from each to the next, so that memory is
-that of a segment.
+Every data rank evaluates its own batches, and sums are reduced once at the end. Tensor ranks evaluate the same batch, each
+on its share of the vocabulary. Long rows are evaluated segment by segment with States passed on, so memory is that of one
+segment.
 """
 
 import math
@@ -22,7 +22,8 @@ from baton.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class TextEvaluation:
-    """loss: nats per token. bits_per_byte: of the documents' UTF-8 text, their end marks included."""
+    """loss: nats per token. bits_per_byte: bits per byte of the documents' UTF-8 text, with their EOD tokens counted in the
+    loss."""
 
     loss: float
     bits_per_byte: float
@@ -32,8 +33,10 @@ class TextEvaluation:
 def evaluate(
     model: LanguageModel, batches: Sequence[Batch[Tensor]], text_bytes: int, tokens: int, mesh: Mesh, *, segments: int = 1
 ) -> TextEvaluation:
-    """Every data rank brings its own batches, laid out in `segments`; text_bytes and tokens are of the whole set, all ranks
-    together."""
+    """Evaluate this data rank's batches, laid out in `segments` segments. Collective.
+
+    text_bytes, tokens: of the whole set, all ranks together.
+    """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:
         parts = (batch.segment(s, segments) for s in range(segments))
@@ -47,7 +50,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class TaskEvaluation:
-    """loss: nats per label. accuracy: share of the labels that are the model's likeliest token, 0 to 1."""
+    """loss: nats per label. accuracy: share of labels that are the most probable token, 0 to 1."""
 
     loss: float
     accuracy: float
@@ -57,8 +60,8 @@ class TaskEvaluation:
 def evaluate_task(
     model: LanguageModel, batches: Sequence[Batch[Tensor]], labels: int, mesh: Mesh, *, segments: int = 1
 ) -> TaskEvaluation:
-    """Loss and accuracy at the labelled places. Every data rank brings its own batches, laid out in `segments`; labels: how many,
-    all ranks together."""
+    """Loss and accuracy at the labelled positions of this data rank's batches. labels: their number on all ranks together.
+    Collective."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batch in batches:
         # such a batch only completes a round over the ranks; but a span without a question may be needed by the next one
@@ -81,11 +84,16 @@ def evaluate_task(
 def forward_segments(
     model: LanguageModel, parts: Iterable[Batch[Tensor]], segments: int, *, state_wanted: bool = True
 ) -> Iterator[tuple[Batch[Tensor], Tensor | None, States]]:
-    """The forward pass of a batch, segment by segment: (this rank's span, its hidden vectors on the last stage and None on the
-    others, leaving States).
+    """Forward pass of a batch, segment by segment; yields (this rank's span, hidden vectors [B, T, d_model] or None, final
+    States).
 
-    parts: this rank's spans of the `segments` segments, in order; made as they are asked for, they need not all be in memory. With
-    more than one the model needs a link. state_wanted: whether the leaving States will be looked at.
+    Hidden vectors are None except on the last pipeline stage.
+
+    Args:
+        parts: this rank's spans of the `segments` segments, in order; made on demand, so that they need not all be in
+            memory. More than one
+            needs a link.
+        state_wanted: whether the final States are used.
     """
     for number, part in enumerate(parts):
         link = model.link
@@ -101,7 +109,8 @@ def forward_segments(
 
 @torch.no_grad()
 def token_losses(model: LanguageModel, hidden: Tensor, labels: Tensor) -> Tensor:
-    """Negative log-likelihood (nats, fp32 [B, T]) of each label of [B, T] int64, 0 where it is IGNORE_INDEX. On the last stage."""
+    """Negative log-likelihood of each label, nats, fp32 [B, T]; 0 where labels int64 [B, T] are IGNORE_INDEX. On the last
+    stage."""
     flat, chunk = labels.flatten(), model.config.loss_chunk
     found = [
         token_cross_entropy(model.local_logits(h), y)
@@ -111,7 +120,7 @@ def token_losses(model: LanguageModel, hidden: Tensor, labels: Tensor) -> Tensor
 
 
 def all_reduce_sums(sums: Tensor, mesh: Mesh) -> None:
-    """Over data ranks and stages (all but the last have zeros), in place."""
+    """Sum in place over data ranks and pipeline stages; all stages but the last contribute zeros."""
     dist.all_reduce(sums, group=mesh.data_group)
     if mesh.pipeline is not None:
         mesh.pipeline.sum(sums)
@@ -119,9 +128,10 @@ def all_reduce_sums(sums: Tensor, mesh: Mesh) -> None:
 
 @torch.no_grad()
 def greedy_tokens(model: LanguageModel, hidden: Tensor, mesh: Mesh) -> Tensor:
-    """The token with the greatest logit, hidden [N, d_model] to int64 [N]; of equal ones the first, whatever the layout.
+    """The most probable tokens, int64 [N], of hidden [N, d_model]; ties go to the lowest id in every layout.
 
-    Logits stay split over the tensor group: each rank offers its best, the greatest wins. Rows that pad the vocabulary never do.
+    Logits stay split over the tensor group: each rank contributes its maximum. Padding rows of the vocabulary are never
+    chosen.
     """
     vocab_size, found = model.config.vocab_size, []
     assert vocab_size is not None, "a model that was built knows its vocabulary"

@@ -1,4 +1,4 @@
-"""Writing text with the recurrent step: constant memory and time per token, whatever came before."""
+"""Generates text with the recurrent step: constant memory and time per token for a context of any length."""
 
 import torch
 from torch import Tensor
@@ -18,10 +18,14 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
 ) -> list[int]:
-    """Ids that follow the prompt (at most `tokens`, ending before `stop`).
+    """Ids that follow the prompt: at most `tokens`, ending before `stop`.
 
-    prompt: ids, at least one; its first is the document mark. vocab_size: ids the tokenizer has (the padding is never drawn).
-    temperature: 0 takes the likeliest. top_k: draw among the k likeliest; 0: among all. The draw is a function of the seed.
+    Args:
+        prompt: ids, at least one; the first is the EOD token.
+        vocab_size: ids of the tokenizer; padding is never sampled.
+        temperature: 0: the most probable token.
+        top_k: sample among the k most probable tokens; 0: among all.
+        seed: the samples are a function of it.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device="cpu").manual_seed(seed)

@@ -1,8 +1,8 @@
-"""Validation on rows far longer than training's: loss by position, and how large every layer's State becomes.
+"""Validation on rows far longer than those of training: loss by position, and norms of every layer's State.
 
-The one thing to know: rows are the longest documents of the validation split, one after the other, and are read, scored and
-forgotten segment by segment; only States go on. So neither time per token nor memory grows with the row, and positions are compared
-on the same documents, not on those that happen to be long enough.
+Rows consist of the longest documents of the validation split. They are read, evaluated and dropped segment by segment; only
+States are passed on, so neither time per token nor memory grows with the row. Positions are compared on the same documents,
+not on those that happen to be long enough.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,11 +32,12 @@ few enough for a line of the record."""
 
 
 class LongRows:
-    """The documents of a split by falling length, dealt to `rows` rows: row r has number r, then r + rows, and so on.
+    """The documents of a split by decreasing length, dealt to `rows` rows: row r has documents r, r + rows, and so on.
 
-    Longest first: what is far into a document is rare, so all that there is counts. Length is in UTF-8 bytes, which do not depend
-    on a tokenizer. tokens: asked of each row. `tokens`, the attribute: that, or less where the split has less; of a text whose
-    tokens nobody has counted, its bytes count. Raises DataError: no such split, another tokenizer's ids.
+    Longest first, because text far into a document is rare. Length is in UTF-8 bytes, which do not depend on a tokenizer.
+
+    tokens: wanted per row. The attribute `tokens` is that, or less if the split has less; documents without a token count
+    are counted by their bytes. Raises DataError: no such split, or another tokenizer's ids.
     """
 
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, *, rows: int, tokens: int, split: str = "validation") -> None:
@@ -54,8 +55,10 @@ class LongRows:
         self.tokens = min(tokens, max(int(most[row::rows].sum()) for row in range(rows)))
 
     def segments(self, rows: range, tokens: int) -> Iterator[NumpyBatch]:
-        """Endless segments of `tokens` tokens of these rows, as batches; label IGNORE_INDEX where a row has nothing left. Memory is
-        a segment's, and a piece of each open document."""
+        """Endless segments of `tokens` tokens of these rows as batches; labels are IGNORE_INDEX after a row's end.
+
+        Memory: one segment, and a chunk of each open document.
+        """
         documents = [self._documents(row) for row in rows]
         opened: list[DocCursor | None] = [next(d, None) for d in documents]
         while True:
@@ -82,8 +85,11 @@ class LongRows:
 def long_row_batches(
     rows: LongRows, mesh: Mesh, *, micro_batch_size: int, segment: int, segments: int
 ) -> Iterator[Iterator[Batch[Tensor]]]:
-    """This data rank's rows, `micro_batch_size` at a time: of each group this rank's spans of the segments, read when needed. Every
-    rank that works on the same rows takes all of them."""
+    """This data rank's rows in groups of micro_batch_size; each group yields this rank's spans of the segments, read on
+    demand.
+
+    All ranks that work on the same rows must consume all of them.
+    """
     for start in range(mesh.data_rank * micro_batch_size, rows.rows, mesh.layout.data * micro_batch_size):
         group = range(start, min(start + micro_batch_size, rows.rows))
         batches: Iterator[NumpyBatch | None] = rows.segments(group, segment) if batch_distribution.is_reader(mesh) else repeat(None)
@@ -92,12 +98,16 @@ def long_row_batches(
 
 @dataclass(frozen=True)
 class LongContextResult:
-    """What a row's positions do to the loss and to the States.
+    """Loss and State norms by position.
 
-    losses: (first position, mean nats per label, labels) of each bucket of positions, first to 2 first - 1; a document's first
-    token is at position 1. positions: tokens of a row that were read at each border looked at. norms: by leaf, "mamba.scan", and
-    layer, of the State that leaves there: the root of the sum of its squares, and of that the root mean square over the rows that
-    have a document there; None where none has.
+    Attributes:
+        losses: (first position, mean nats per label, number of labels) of each bucket of positions, first to 2 first - 1; a
+            document's first
+            token is at position 1.
+        positions: tokens of a row read at each boundary that was recorded.
+        norms: by State ("mamba.scan") and layer, of the State at each boundary: root mean square over rows of its 2-norm.
+            Rows without a
+            document there are left out; None if all are.
     """
 
     losses: list[tuple[int, float, int]]
@@ -105,7 +115,7 @@ class LongContextResult:
     norms: dict[str, dict[str, list[float | None]]]
 
     def to_json(self) -> dict[str, Any]:
-        """As it is recorded."""
+        """The values that metrics.jsonl records."""
         losses = [{"from": first, "loss": loss, "labels": labels} for first, loss, labels in self.losses]
         return {"losses": losses, "positions": self.positions, "states": self.norms}
 
@@ -114,10 +124,11 @@ class LongContextResult:
 def evaluate_long(
     model: LanguageModel, groups: Iterable[Iterable[Batch[Tensor]]], mesh: Mesh, *, segment: int, segments: int
 ) -> LongContextResult:
-    """Score rows of `segments` segments of `segment` tokens, all sequence ranks together. groups: this data rank's batches, each as
-    this rank's spans of its segments. Every rank calls it; all have the result.
+    """Evaluate rows of `segments` segments of `segment` tokens (all context ranks together). Collective; all ranks have the
+    result.
 
-    A model without a link, whose sequences are not cut in training, has one for as long as this takes.
+    groups: this data rank's batches, each as this rank's spans of its segments. A model without a link is given one for the
+    call.
     """
     ranks, span = mesh.layout.context, segment // mesh.layout.context
     kept = {border: n for n, border in enumerate(borders(ranks * segments))}
@@ -156,14 +167,13 @@ def evaluate_long(
 
 
 def borders(count: int) -> list[int]:
-    """Of the borders 1 to count after as many spans, those to look at, the last among them: BORDERS_PER_OCTAVE from each power of
-    two to the next."""
+    """Boundaries out of 1 to `count` that are recorded: BOUNDARIES_PER_OCTAVE per power of two, and the last."""
     return [n for n in range(1, count + 1) if n % max(1, (1 << (n.bit_length() - 1)) // BOUNDARIES_PER_OCTAVE) == 0 or n == count]
 
 
 @contextmanager
 def self_linked(model: LanguageModel, mesh: Mesh) -> Iterator[ContextLink]:
-    """Within it segments can follow one another, also where training does not cut sequences."""
+    """Context in which segments can pass on States, also for a model that has no link in training."""
     if model.link is not None:
         yield model.link
         return
@@ -180,7 +190,7 @@ def self_linked(model: LanguageModel, mesh: Mesh) -> Iterator[ContextLink]:
 
 
 def sum_over_ranks(own: dict[Any, list[float]]) -> dict[Any, list[float]]:
-    """Sums of the lists that ranks have under the same key. Every rank of the world calls it."""
+    """Elementwise sums of the ranks' lists by key. Collective over the world."""
     of_ranks: list[dict[Any, list[float]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
     found: dict[Any, list[float]] = {}
@@ -190,8 +200,10 @@ def sum_over_ranks(own: dict[Any, list[float]]) -> dict[Any, list[float]]:
 
 
 def _in_buckets(losses: Tensor, part: Batch[Tensor], firsts: Tensor) -> Tensor:
-    """Sums of the losses and numbers of labels by bucket, float64 [2, buckets]. A sum per bucket: what adds to places has no fixed
-    order on a GPU."""
+    """Sums of losses and numbers of labels by bucket, float64 [2, buckets].
+
+    One sum per bucket, because scatter-add has no deterministic order on a GPU.
+    """
     counted = part.labels != IGNORE_INDEX
     bucket = torch.bucketize(part.pos + 1, firsts, right=True) - 1
     found = []

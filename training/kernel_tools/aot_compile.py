@@ -1,7 +1,7 @@
-"""A run's kernels compiled before it starts, for a GPU that need not be here: on a login node, once for all nodes.
+"""Compiles a run's kernels before it starts, for a GPU that need not be present: on a login node, once for all nodes.
 
-The one thing to know: a rank's model makes a step on the meta device, in every shape that the run's steps have, and what the check
-before the first step launches is launched too. Nothing is computed and no memory taken, so any size compiles anywhere.
+A rank's model makes a step on the meta device for every shape of the run's steps, and the kernels of the check before the
+first step are launched too. Nothing is computed and no memory allocated, so any size compiles on any machine.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def compile_run_kernels(
 ) -> Compiled:
     """Compile what a rank of the run launches in its steps, with one of each kind of layer.
 
-    processes: that compile (default: the usable cores). say: takes lines about the progress.
+    processes: that compile; default: the usable cores. say: receives lines about progress.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -66,7 +66,7 @@ def compile_run_kernels(
 
 
 def _step(model: LanguageModel, training: TrainingConfig, sequence: int, lanes: LaneStates | None) -> None:
-    """Two micro-batches, of which the second adds to the gradients of the first, in segments if there are any; an evaluation."""
+    """Two micro-batches, the second adding to the gradients of the first, in segments if there are any; and an evaluation."""
     span = training.segment // sequence
     # a first, a middle and a last one of those that a gradient goes through together, and what comes behind them
     gradient = min(training.gradient_segments, 3)

@@ -1,5 +1,4 @@
-"""The shapes that a run's kernels have on a rank, and the table of launch configurations that is quickest for them on the GPU at
-hand."""
+"""Shapes of a run's kernels on a rank, and the fastest launch configurations for them on the present GPU."""
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -63,14 +62,15 @@ def tune_run_kernels(
     path: Path,
     kernels: Collection[str] = (),
 ) -> Iterator[Tuned]:
-    """The fastest launch configurations of everything that the run asks for, one after the other; each is in the table at `path`
-    when it comes.
+    """Tune the launch configurations of everything that the run launches; each is written to the table at `path` before it is
+    yielded.
 
     Args:
-        kernels: names of those that are tuned; none: all.
+        kernels: names of those to tune; none: all.
 
     Raises:
-        LaunchConfigError: the table cannot be read or written, or the run has none of the kernels, before anything is timed.
+        LaunchConfigError: the table cannot be read or written, or the run has none of the kernels; before anything is
+            timed.
     """
     launch_configs.write(launch_configs.read(path), path)
     dtype, here = DTYPES[training.compute_dtype_on(device.type)], Target.here()
