@@ -1,7 +1,8 @@
-"""The recurrences themselves, one folder each: no processes, no modules, no configuration, and nothing of baton imported.
+"""Recurrences and other operators, one folder each, with their CPU and Triton implementations.
 
-The one thing to know: every recurrence takes the state that arrives and returns the state that leaves, and splitting a
-sequence anywhere changes neither. `protocol` says what a State is; each folder's `op.py` holds its public function.
+`protocol` defines State and Recurrence; each folder's `op.py` holds the public function. The package imports nothing else of baton:
+no processes, modules or configuration. Every recurrence takes an entering State and returns the State after its last token, and
+splitting a sequence anywhere changes neither outputs nor gradients.
 """
 
 from baton.kernels.common.mkl_warmup import warm_up

@@ -1,7 +1,7 @@
-"""The exceptions of this package, and the checks that raise the first.
+"""Exceptions of this package, and argument checks that raise KernelError.
 
-The one thing to know: a kernel never broadcasts its arguments. Whatever does not have exactly the expected shape, dtype and
-device is refused by name before anything is computed, so a transposed matrix cannot train for a week.
+Kernels never broadcast their arguments. An argument without exactly the expected shape, dtype and device is refused by name before
+anything is computed; a transposed matrix would otherwise train for a week.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,13 +19,13 @@ class KernelError(ValueError):
 
 
 class LaunchConfigError(Exception):
-    """The table of launch configurations cannot be used or written."""
+    """The table of launch configurations cannot be read, used or written."""
 
     exit_status = 2
 
 
 class CompileError(Exception):
-    """Kernels cannot be compiled ahead."""
+    """Kernels cannot be compiled ahead of time."""
 
     exit_status = 2
 

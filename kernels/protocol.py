@@ -1,8 +1,9 @@
-"""What is carried between pieces of a sequence, a State, and what carries it, a Recurrence.
+"""State and Recurrence: what is carried between parts of a sequence, and the interface of the operators that carry it.
 
-The one thing to know: a State is a plain dict of tensors whose leading dimension is the batch (a lane each). What is in it is
-the layer's own business; everybody else only ships, detaches, saves or zeroes it, with the functions of this file. A Recurrence
-maps (inputs, State) to (outputs, State); how early its leaving State can be known decides which phases it has.
+A State is a dict of tensors whose leading dimension is the batch. Its contents are private to the recurrence; all other code only
+sends, detaches, saves or zeroes it, with the functions of this file. A Recurrence maps (inputs, State) to (outputs, State). Its
+subclasses differ in how early the final State is known, which decides the phases that sequence parallelism can use: a tail of the
+inputs, a linear function of the entering State, a State that is cheap before the outputs, or none of these.
 """
 
 import math
@@ -24,16 +25,16 @@ _ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One tensor of a State.
+    """Specification of one tensor of a State.
 
     Attributes:
         name: its key in the State.
         shape: without the leading batch dimension.
-        dtype: of the tensor wherever it is: in memory, in a message and in a file.
-        tp: the dimension of `shape` (batch not counted) that is split over the tensor group; None if every rank holds all of it.
-        grad: whether a gradient flows through it (indices and flags have none).
-        grows: whether dimension 0 grows with every token read, from the size in `shape`: full attention's keys. Such a State cannot
-            be shipped in messages of a known size.
+        dtype: in memory, in messages and in files.
+        tp: the dimension of `shape` that is split over the tensor-parallel group; None if every rank holds all of it.
+        grad: whether a gradient flows through it (not for indices and flags).
+        grows: whether dimension 0 grows with every token, from the size in `shape`: the keys of full attention. Such a State
+            cannot be sent in messages of a known size.
     """
 
     name: str
@@ -50,22 +51,22 @@ class StateSpec:
             raise KernelError(f"StateSpec: {self.name} has dtype {self.dtype} and grad, expected a floating dtype or grad=False")
 
     def nbytes(self, batch: int) -> int:
-        """Bytes of this leaf for `batch` lanes."""
+        """Bytes of this tensor for `batch` sequences."""
         return batch * math.prod(self.shape) * self.dtype.itemsize
 
 
 def zeros(leaves: Sequence[StateSpec], batch: int, device: torch.device | str) -> State:
-    """The State of nothing read yet, for recurrences that begin from zero."""
+    """The initial State of recurrences whose State starts at zero."""
     return {leaf.name: torch.zeros(batch, *leaf.shape, dtype=leaf.dtype, device=device) for leaf in leaves}
 
 
 def detach(state: State) -> State:
-    """The same values with the gradient cut: truncated backpropagation through time."""
+    """The same values without a gradient: truncated backpropagation through time."""
     return {name: leaf.detach() for name, leaf in state.items()}
 
 
 class _AbsentTensor:
-    """In the place of a leaf that nobody wants. Whatever is asked of it is refused."""
+    """Placeholder for a tensor of a State that was not computed. Every use of it raises KernelError."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -80,7 +81,7 @@ class _AbsentTensor:
 
 
 def absent_state(leaves: Sequence[StateSpec]) -> State:
-    """In the place of a leaving State that nobody wants: its names, and no tensors. Whoever takes a leaf for one gets an error."""
+    """Placeholder for a final State that is not needed: its keys, with placeholders that raise KernelError on use."""
     return {leaf.name: cast(Tensor, _AbsentTensor(leaf.name)) for leaf in leaves}
 
 
@@ -159,22 +160,22 @@ Inputs = tuple[Tensor, ...]
 
 
 class StateTransition(ABC):
-    """What a span of tokens does to the State that enters it, known without that State."""
+    """The map from the State that enters a span of tokens to the State after it, computed without the entering State."""
 
     @abstractmethod
     def apply(self, state: State) -> State:
-        """The State that leaves the span when `state` enters it."""
+        """The State after the span, given the entering State."""
 
     @abstractmethod
     def compose(self, later: "StateTransition") -> "StateTransition":
-        """The effect of this span followed by `later`."""
+        """The transition of this span followed by the span of `later`."""
 
 
 @dataclass(frozen=True)
 class Affine(StateTransition):
-    """S -> decay S + add, elementwise, leaf by leaf. decay broadcasts against its leaf; a start in the span makes it 0.
+    """S -> decay S + add, elementwise. decay broadcasts against its tensor; it is 0 if a document starts in the span.
 
-    The order of operations is fixed, multiply then add, so equal spans make equal bits wherever they are folded.
+    Multiplication always precedes addition, so equal spans give equal bits however they are grouped.
     """
 
     decay: State
@@ -204,18 +205,18 @@ class MatrixAffine(StateTransition):
 
 
 class Recurrence(ABC):
-    """One recurrence as everybody outside its folder sees it. Instances hold its options and nothing else.
+    """Interface of a recurrence. Instances hold its options and nothing else.
 
     Attributes:
         name: of the recurrence with its options, for messages and tests.
-        input_names: of its inputs in order, as errors call them.
-        num_time_inputs: how many of the inputs, the first ones, run along time.
-        needs_pos: whether `run` must be told positions also where no document starts.
+        input_names: names of the inputs in order, as errors use them.
+        num_time_inputs: the number of inputs, the first ones, that have a time dimension.
+        needs_pos: whether `run` requires positions even if no document starts in the span.
         differentiable: whether anything it returns has a gradient.
-        error_amplifying: whether an error in a last bit grows from token to token until it is all there is.
-        bfloat16_limit: relative error that outputs and gradients may have with inputs in bfloat16.
-        split_bitwise_exact: whether the forms in PyTorch keep every bit of outputs and states wherever a sequence is cut; all keep
-            them to rounding.
+        error_amplifying: whether an error in the last bit grows from token to token.
+        bfloat16_limit: allowed relative error of outputs and gradients with inputs in bfloat16.
+        split_bitwise_exact: whether the PyTorch implementations keep every bit of outputs and States wherever a sequence is
+            split; all keep them to rounding.
     """
 
     name: str
@@ -241,16 +242,16 @@ class Recurrence(ABC):
 
     @abstractmethod
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
-        """What is carried, for inputs of these shapes and dtypes."""
+        """The tensors of the State, for inputs of these shapes and dtypes."""
 
     @abstractmethod
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        """Outputs [batch, T, ...] and the leaving State, with exact gradients to inputs and state. state None: nothing read yet."""
+        """Outputs [batch, T, ...] and the final State, with exact gradients to inputs and state. state None: the initial State."""
 
     def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
-        """The outputs alone, every bit as `run` returns them, and gradients too, for passes that drop the leaving State.
+        """The outputs alone, bitwise equal to those of `run`, with equal gradients, for passes that drop the final State.
 
-        To be overridden where making that costs something.
+        Override it where computing the final State has a cost.
         """
         return self.run(inputs, pos, state)[0]
 
@@ -260,23 +261,23 @@ class Recurrence(ABC):
 
     @abstractmethod
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
-        """Random inputs and an entering State that reach the corners: gates near 0 and 1, distinct values per head, odd sizes.
+        """Random inputs and an entering State that cover corner cases: gates near 0 and 1, distinct values per head, odd sizes.
 
-        Tests and checks on the machine compare the forms on them. wide: larger than one vector or tile.
+        Tests and `kernel_check` compare the implementations on them. wide: larger than one vector or tile.
         """
 
     def tail_state(self, inputs: Inputs, pos: Tensor | None) -> State | None:
-        """The leaving State where it does not depend on the entering one, as a tail of enough tokens; else None. Differentiable."""
+        """The final State if it depends only on the last tokens and not on the entering State, else None. Differentiable."""
         return None
 
     def smooth(self, inputs: Inputs) -> Inputs:
-        """An example's inputs moved to where finite differences are accurate."""
+        """An example's inputs, moved to where finite differences are accurate."""
         return inputs
 
     def vjp(
         self, inputs: Inputs, pos: Tensor | None, state: State | None, dy: Tensor, dstate: State | None
     ) -> tuple[tuple[Tensor, ...], State]:
-        """Gradients of inputs and entering state ({} for None) for the cotangents dy and dstate; what dstate leaves out is zero."""
+        """Gradients of inputs and entering State ({} for None) for the gradients dy and dstate; what dstate omits is zero."""
         given, cotangents_of = state or {}, dstate or {}
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in (*inputs, *given.values())]
@@ -291,72 +292,74 @@ class Recurrence(ABC):
 
 
 class LinearRecurrence(Recurrence):
-    """A recurrence whose leaving State is affine in the entering one, so that it can be sent before any output exists.
+    """A recurrence whose final State is affine in the entering State, so that it can be sent before the outputs are computed.
 
-    The phases of a span, forwards: `begin` without the State that arrives, then advance(effect) leaves, then `finish`. Backwards:
-    `begin_backward` without the cotangent that arrives from the right, then advance(effect) leaves to the left, then
-    `finish_backward`. The definitions here derive all of them from `run` and `transition`; a recurrence that can do less work
-    overrides them.
+    Phases of a span in the forward pass: `begin` without the entering State, then the transition is applied to it and the result
+    sent, then `finish`. In the backward pass: `begin_backward` without the gradient of the final State, then the transition of
+    gradients is applied and the result sent to the previous rank, then `finish_backward`. The defaults derive all phases from `run`
+    and `transition_matrix`; override them where less work suffices.
     """
 
     @abstractmethod
     def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
-        """The span's decay, or matrix, of each leaf, as `effect` takes it; 0 where a document starts in the span."""
+        """The span's transition matrix for each tensor of the State, or its diagonal as a broadcastable decay; 0 if a document
+        starts in the span."""
 
     def state_transition(self, transition: State, add: State) -> StateTransition:
-        """The effect made of a transition and of what the span adds to a State of zeros."""
+        """The transition made of a transition matrix and of the State that the span reaches from zero."""
         return Affine(transition, add)
 
     def adjoint(self, transition: State) -> State:
-        """The transition that cotangents see."""
+        """The transition matrix of gradients."""
         return transition
 
     @torch.no_grad()
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
-        """States only, from nothing: the span's transition, which `begin_backward` is given again, and its effect."""
+        """The span's transition matrix, which `begin_backward` takes again, and its state transition. No outputs, no gradient."""
         transition = self.transition_matrix(inputs, pos)
         _, add = self.run(inputs, pos, None)
         return transition, self.state_transition(transition, add)
 
     @torch.no_grad()
     def finish(self, inputs: Inputs, pos: Tensor | None, state: State) -> Tensor:
-        """Outputs, given the State that entered."""
+        """The outputs, given the entering State."""
         return self.forward_no_state(inputs, pos, state)
 
     def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> StateTransition:
-        """The effect on cotangents: what dy alone adds to the entering State's cotangent, and the adjoint transition."""
+        """The transition of gradients: the adjoint matrix, and the entering State's gradient from dy alone."""
         _, add = self.vjp(inputs, pos, state, dy, None)
         return self.state_transition(self.adjoint(transition), add)
 
     def finish_backward(self, inputs: Inputs, pos: Tensor | None, state: State, dy: Tensor, dstate: State) -> tuple[Tensor, ...]:
-        """Gradients of the inputs, given the leaving State's cotangent."""
+        """Gradients of the inputs, given the final State's gradient."""
         return self.vjp(inputs, pos, state, dy, dstate)[0]
 
 
 class SequentialRecurrence(Recurrence):
-    """A recurrence that is not linear in its State: what does not need the State is prepared before it arrives."""
+    """A recurrence that is not linear in its State. Work that does not need the State is done before it arrives."""
 
     def prepare(self, inputs: Inputs, pos: Tensor | None) -> Any:
-        """Everything that does not depend on the State. Here: nothing."""
+        """Everything that does not depend on the State. Default: nothing."""
         return inputs, pos
 
     def run_prepared(self, context: Any, state: State) -> tuple[Tensor, State]:
-        """As `run`, on what `prepare` returned."""
+        """As `run`, with the result of `prepare`."""
         inputs, pos = context
         return self.run(inputs, pos, state)
 
 
 class StateFirstRecurrence(Recurrence):
-    """A recurrence whose leaving State, though not linear in the entering one, costs little beside the outputs.
+    """A recurrence whose final State is not linear in the entering one, but cheap compared with the outputs.
 
-    So it is computed and sent first: `leave`, send, `outputs`. Backwards `outputs` is pulled back before the leaving State's
-    cotangent arrives, then `leave` with that cotangent, and the gradients are added. `run` is both.
+    The final State is therefore computed and sent first: `final_state`, send, `forward_no_state`. In the backward pass the
+    gradients of `forward_no_state` are computed before the final State's gradient arrives, then those of `final_state` with it, and
+    both are added. `run` is both.
     """
 
     @abstractmethod
     def initial(self, inputs: Inputs) -> State:
-        """The State of nothing read, which `run` takes None for."""
+        """The initial State, which `run` uses for None."""
 
     @abstractmethod
     def final_state(self, inputs: Inputs, pos: Tensor | None, state: State) -> State:
-        """The leaving State alone, every bit as `run` returns it; by plain autograd, with exact gradients to inputs and state."""
+        """The final State alone, bitwise equal to that of `run`; plain autograd with exact gradients to inputs and state."""

@@ -1,6 +1,6 @@
-"""Every recurrence there is: a folder with a `recurrence.py` is in, without being listed anywhere.
+"""All recurrences: those in RECURRENCES of every folder that has a `recurrence.py`.
 
-The one thing to know: the tests of the law run over `recurrences()`, so a new folder is tested by being there.
+The split-invariance tests run over `recurrences()`, so a new folder is tested without being listed anywhere.
 """
 
 from functools import cache
@@ -12,6 +12,6 @@ from baton.kernels.protocol import Recurrence
 
 @cache
 def recurrences() -> tuple[Recurrence, ...]:
-    """The instances in RECURRENCES of every folder's recurrence.py, by folder name."""
+    """The instances in RECURRENCES of every folder's recurrence.py, in alphabetical order of the folders."""
     folders = sorted(path.parent.name for path in Path(__file__).parent.glob("*/recurrence.py"))
     return tuple(item for folder in folders for item in import_module(f"baton.kernels.{folder}.recurrence").RECURRENCES)

@@ -215,6 +215,44 @@ def scale(x, out, FACTOR: tl.constexpr):
     assert {op for op in folders if not (ROOT / "kernels" / op / "__init__.py").is_file()} == set(), "benchmarks/kernel_version.py"
 
 
+OPERATOR_FILES = {"__init__", "op", "reference", "recurrence", "chunked", "torch_impl", "triton_launch"}
+KERNEL_FILES = {"triton_kernels", "triton_forward", "triton_backward", "triton_common"}
+# what a folder has besides; other files with kernels are NAME_kernels.py, and what launches them NAME_launch.py
+OTHER_FILES = {
+    "diagonal_scan": {"channel_reduce"},
+    "eidetic_attention": {"topk_memory"},
+    "gated_linear_attention": {"chunk_math", "launch_args"},
+    "lattice": {"chunk_kernel_utils", "qr_chunk", "register_tiles", "sequential", "step_loop", "variant"},
+    "selective_scan": {"selective_scan_interface"},
+}
+
+
+def misnamed(folder, names):
+    """What is wrong with the files of an operator's folder."""
+    kernels = {n for n in names if n in KERNEL_FILES or n.startswith("triton_chunk_") or n.endswith("_kernels")}
+    allowed = OPERATOR_FILES | OTHER_FILES.get(folder, set()) | kernels | {n for n in names if n.endswith("_launch")}
+    wrong = [f"{folder}/{name}.py" for name in sorted(names - allowed)]
+    # diagonal_scan is shared by two operators, and has none itself
+    wrong += [f"{folder} has no op.py"] if "op" not in names and folder != "diagonal_scan" else []
+    wrong += [f"{folder} has kernels and no triton_launch.py"] if kernels and "triton_launch" not in names else []
+    if "recurrence" in names:
+        wrong += [f"{folder} has no reference.py"] if "reference" not in names else []
+        wrong += [f"{folder} has not one of chunked.py and torch_impl.py"] if len(names & {"chunked", "torch_impl"}) != 1 else []
+    return wrong
+
+
+def test_operators_have_the_same_files():
+    folders = [p for p in (ROOT / "kernels").iterdir() if (p / "__init__.py").is_file() and p.name not in ("common", "compile")]
+    assert len(folders) >= 16
+    assert [wrong for p in sorted(folders) for wrong in misnamed(p.name, {f.stem for f in p.glob("*.py")})] == []
+
+
+def test_a_misnamed_file_of_an_operator_is_seen():
+    assert misnamed("new", {"__init__", "op", "slots"}) == ["new/slots.py"]
+    assert misnamed("new", {"__init__", "op", "triton_kernels"}) == ["new has kernels and no triton_launch.py"]
+    assert misnamed("new", {"__init__", "op", "recurrence", "chunked"}) == ["new has no reference.py"]
+
+
 def test_faults_can_still_be_planted():
     """`make faults` plants each by its text, which has to be in the code exactly once."""
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) == 30

@@ -1,6 +1,7 @@
-"""Neighbouring columns of one tensor: what one launch takes together, and gradients that lie as what they are gradients of.
+"""Adjacent column views of one tensor: merged for a single launch, and gradients allocated in the same layout.
 
-The one thing to know: a projection whose output is given in parts takes gradients that are neighbours for the gradient of one.
+A fused projection returns its output as column views of one tensor. If the gradients of these views are adjacent views as well, the
+projection treats them as one tensor, so that its backward is one matmul without a concatenation.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 def merge_adjacent(xs: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
-    """Of xs [..., width] those that follow each other in the rows of one tensor as one, and their widths."""
+    """Merge tensors [..., width] that are adjacent columns of one tensor: pairs of a (merged) view and the widths of its parts."""
     found: list[tuple[Tensor, list[int]]] = []
     for x in xs:
         last = found[-1][0] if found else None
@@ -22,7 +23,7 @@ def merge_adjacent(xs: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
 
 
 def empty_like_adjacent(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Memory for as many numbers; in rows that neighbours have together and to themselves."""
+    """Uninitialised tensors of the given shapes; tensors that are adjacent in `xs` are adjacent in the result."""
     return [
         part
         for whole, widths in merge_adjacent(xs)

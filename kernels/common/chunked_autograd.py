@@ -1,9 +1,9 @@
-"""A recurrence that is written for one chunk of tokens, run over a whole piece: what GLA, GSA, the delta rule and Lattice share.
+"""Runs a recurrence that is defined for one chunk of tokens over a whole sequence: shared by GLA, GSA, the delta rule and Lattice.
 
-The one thing to know: a recurrence only says what one chunk does, in plain differentiable PyTorch. Forwards the chunks run one
-after the other and only the States between them are kept; backwards each chunk is run again with a graph, from the last to the
-first, and handed the cotangent of its leaving State. So gradients are exact, what is kept grows by one State per chunk, and what a
-chunk expands never exists for more than one chunk.
+A recurrence provides only the computation of one chunk, in plain differentiable PyTorch. The forward pass runs the chunks in order
+and keeps the State between them. The backward pass runs each chunk again with a graph, from the last to the first, with the
+gradient of its final State. Gradients are exact, memory grows by one State per chunk, and a chunk's intermediate tensors exist for
+one chunk at a time.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Step = Callable[[Inputs, Tensor | None, State], tuple[Tensor, State]]
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 where all are, else float32: what states and gates are computed in."""
+    """float64 if all tensors are float64, else float32: the dtype of states and gates."""
     return torch.float64 if {x.dtype for x in tensors} == {torch.float64} else torch.float32
 
 
@@ -30,12 +30,13 @@ def run_chunked(
 ) -> tuple[Tensor, State]:
     """Run `step` over [batch, T, ...] inputs, `chunk` tokens at a time.
 
-    inputs: the first `num_time_inputs` run along time, the others are parameters. state: the entering one; leaves that are not
-    floating point are carried without a gradient. last: what the last chunk does instead, where the leaving State is not wanted:
-    as `step`, with {} for its State.
+    Args:
+        inputs: the first `num_time_inputs` have a time dimension, the others are parameters.
+        state: the entering State; tensors that are not floating point are carried without a gradient.
+        last: replaces `step` for the last chunk where the final State is not needed; returns {} for its State.
 
     Returns:
-        outputs [batch, T, ...] and the leaving State ({} with `last`), with exact gradients to inputs and state.
+        outputs [batch, T, ...] and the final State ({} with `last`), with exact gradients to inputs and state.
     """
     names = tuple(state)
     y, *leaves = _RunChunked.apply(step, last or step, num_time_inputs, names, chunk, pos, *inputs, *state.values())

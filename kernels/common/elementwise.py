@@ -1,8 +1,8 @@
-"""What the recurrences share element by element: an exponential whose bits do not depend on where an element lies in memory.
+"""An in-place exponential on the CPU whose result does not depend on where an element lies in memory.
 
-The one thing to know: on a CPU, torch.exp2, sigmoid and silu compute the last few elements of each thread's range with another
-routine than the rest, so the same number gives other bits when a sequence is cut elsewhere. torch.exp does not, but is 2.5 times
-slower here. So buffers are rounded up to whole vectors and each thread gets whole vectors: there is no rest.
+torch.exp2, sigmoid and silu compute the last few elements of each thread's range with another routine than the rest, so the same
+number gives different bits when a sequence is split elsewhere. torch.exp does not, but is 2.5 times slower here. Buffers are
+therefore rounded up to whole vectors, and each thread gets whole vectors.
 """
 
 import torch
@@ -17,7 +17,8 @@ _GRAIN = 32768
 
 
 def padded_buffer(numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialised flat memory of at least `numel` elements, rounded up so that `exp2_` may take any prefix of `numel` or less."""
+    """Uninitialised flat memory of at least `numel` elements, padded so that `exp2_` may process any prefix of up to `numel`
+    elements."""
     return torch.empty(_round_up(numel), dtype=dtype, device=like.device)
 
 

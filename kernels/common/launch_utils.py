@@ -1,6 +1,6 @@
-"""What all launches of Triton kernels do with their arguments: kernels know one stride per tensor at most, the others must follow.
+"""Preparation of arguments for Triton launches, and lazy imports of Triton modules.
 
-The one thing to know: positions come as slices of a whole sequence's, in int32 already, so nothing would copy them by chance.
+Kernels take the batch, token and head strides of a tensor; its last dimension must be contiguous.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def contiguous_last_dim(x: Tensor) -> Tensor:
-    """x, or a copy of it whose last dimension is contiguous; kernels are given the other strides."""
+    """x, or a contiguous copy if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def strides(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Of tensors [B, T, H, ...], of batch, token and head, as kernels take them one after the other; 0 for what is not there."""
+    """Batch, token and head strides of tensors [B, T, H, ...], concatenated; (0, 0, 0) for None."""
     found: tuple[int, ...] = ()
     for x in tensors:
         found += (0, 0, 0) if x is None else x.stride()[:3]
@@ -26,18 +26,18 @@ def strides(*tensors: Tensor | None) -> tuple[int, ...]:
 
 
 def int32_positions(pos: Tensor | None) -> Tensor | None:
-    """int32 [B, T], contiguous, of positions as callers have them."""
+    """Positions as contiguous int32 [B, T]; None stays None."""
     return None if pos is None else pos.to(torch.int32).contiguous()
 
 
 def contiguous_aligned(x: Tensor) -> Tensor:
-    """x, or a copy of it, contiguous and where kernels may read 16 bytes at once."""
+    """x, or a copy of it, contiguous and 16-byte aligned, so that kernels may use 16-byte loads."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Within it the types are those that were asked for, on x's device. The meta device knows no autocast."""
+    """Disables autocast on x's device inside the context. The meta device has no autocast."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 

@@ -1,9 +1,9 @@
-"""The elementary functions that torch takes from oneMKL on a CPU, each called once, on one thread, before anybody calls it on two.
+"""Calls each elementary function that torch takes from oneMKL once, on one thread, before any other thread can call it.
 
-The one thing to know: oneMKL finds the routine behind a function when it is first called, and a second thread that calls it
-meanwhile may be given a far less accurate one: exp is then wrong by 1e-4, in that thread's whole share, this once
-(https://github.com/pytorch/pytorch/issues/188792). One process in a few hundred would start from other values than the next, or
-take another first step, and nothing would say so.
+oneMKL selects the implementation of a function at its first call. A second thread that calls the function at the same time may get
+a far less accurate one: exp is then wrong by 1e-4 in that thread's whole range, for this call only
+(https://github.com/pytorch/pytorch/issues/188792). Without this, one process in a few hundred would start from other initial
+values, or take another first step.
 """
 
 import torch
@@ -16,7 +16,7 @@ FUNCTIONS = (
 
 
 def warm_up() -> None:
-    """Call each once for each dtype. What is forked from this process need not."""
+    """Call each function once for each dtype. Processes forked from this one need not."""
     for dtype in (torch.float32, torch.float64):
         x = torch.full((1,), 0.5, dtype=dtype, device="cpu")
         for name in FUNCTIONS:

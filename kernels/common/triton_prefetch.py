@@ -1,8 +1,8 @@
-"""What Triton kernels share that walk over tokens: rows of channels, loaded ahead of time and held until they are used.
+"""Triton functions for kernels that loop over tokens: loads that are issued ahead of their use, and L2 prefetches.
 
-The one thing to know: a load is worth nothing ahead of time if the compiler does something with what was loaded: it waits. So rows
-are held as they are in memory, in registers of 32 bits. There are too few of those for the time that device memory takes, so what
-will be loaded is asked for earlier still, which takes none: then it is in the cache (`prefetch`).
+A load is only asynchronous until the compiler converts the loaded value, because the conversion waits for it. Rows are therefore
+kept as raw 32-bit registers (`pack_bits`, `unpack_bits`). There are too few registers to cover the latency of device memory, so
+rows are prefetched into L2 earlier still (`prefetch`), which takes no registers.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""The softmax cross-entropy of logits that lie on several ranks, row by row; `op` says what is computed."""
+"""Softmax cross-entropy of logits that are split over tensor-parallel ranks."""
 
 from baton.kernels.cross_entropy.op import Partial, gradient, partial_sums
 

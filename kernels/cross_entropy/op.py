@@ -1,6 +1,7 @@
-"""Cross-entropy's two halves, between which ranks exchange three numbers per row: sums over this rank's columns, then the gradient.
+"""The two halves of a vocabulary-parallel cross-entropy: partial sums over this rank's columns, then the gradient.
 
-The one thing to know: the gradient takes the logits' place, so that of a chunk's logits there is one tensor, in their own dtype.
+Between the halves ranks exchange three numbers per row. The gradient overwrites the logits, so that one tensor of a chunk's logits
+exists, in its own dtype.
 """
 
 from typing import NamedTuple
@@ -15,8 +16,8 @@ _KERNEL = "cross_entropy"
 
 
 class Partial(NamedTuple):
-    """Of the columns that are here, float32 (float64) [N]: the largest logit, the sum of exp(logit - largest), and the label's own
-    logit, 0 where its column is not here."""
+    """Of this rank's columns, float32 (float64) [N]: the largest logit, the sum of exp(logit - largest), and the label's logit, 0
+    if the label's column is on another rank."""
 
     largest: Tensor
     total: Tensor
@@ -24,9 +25,11 @@ class Partial(NamedTuple):
 
 
 def partial_sums(logits: Tensor, labels: Tensor, first: int) -> Partial:
-    """Args:
-        logits: [N, columns], columns first, first + 1, ... of the whole.
-        labels: int64 [N]; one that is no column anywhere is allowed.
+    """Partial sums of the softmax over this rank's columns.
+
+    Args:
+        logits: [N, columns], columns first, first + 1, ... of the vocabulary.
+        labels: int64 [N]; values outside the vocabulary are allowed.
 
     Raises:
         KernelError: labels of another shape or device.
@@ -43,8 +46,10 @@ def partial_sums(logits: Tensor, labels: Tensor, first: int) -> Partial:
 
 
 def gradient(logits: Tensor, labels: Tensor, first: int, largest: Tensor, total: Tensor) -> Tensor:
-    """exp(logit - largest) / total, less 1 in the label's column: of -log of the label's share, to the logits. In their place, and
-    zeros in rows whose label is negative. largest, total: [N], of all columns together."""
+    """dlogits = softmax(logits) - one_hot(label), written over the logits; zero in rows whose label is negative.
+
+    largest, total: [N], over all columns of the vocabulary.
+    """
     if use_triton(logits):
         return gradient_triton(logits, labels, first, largest, total)
     values = (_precise(logits) - largest[:, None]).exp_().div_(total[:, None])

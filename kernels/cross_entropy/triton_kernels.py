@@ -1,6 +1,6 @@
-"""Cross-entropy row by row, in Triton: what a row sums to, and its gradient in the logits' place.
+"""Vocabulary-parallel cross-entropy in Triton: partial sums of each row, and the gradient in place of the logits.
 
-Shape suffixes: N rows, V columns that are here.
+Shape suffixes: N rows, V columns of this rank.
 """
 
 import triton

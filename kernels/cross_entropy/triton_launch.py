@@ -1,4 +1,4 @@
-"""Cross-entropy on a GPU: launches the Triton kernels of `triton_kernels`."""
+"""Vocabulary-parallel cross-entropy on a GPU: launches the kernels of `triton_kernels`."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ COLUMNS = 4096  # of a step
 
 
 def use_triton(logits: Tensor) -> bool:
-    """Whether these kernels compute it: on a GPU, in float32."""
+    """Whether these kernels apply: on a GPU, computing in float32."""
     return on_gpu(logits) and logits.dtype != torch.float64
 
 

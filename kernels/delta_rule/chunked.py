@@ -1,12 +1,12 @@
-"""The delta rule a chunk of tokens at a time in batched PyTorch, on any device: what runs on a CPU.
-
-The one thing to know: within a chunk the state after token i is decay_i S + sum_j decay_ij k_j u_j^T, where u_j is what token j
-really wrote: beta_j times how far the state before it missed v_j. Each u depends on the earlier ones, linearly, so all of them
-solve one unit lower triangular system of the chunk's size (the WY representation and UT transform of Yang et al. 2024, section 3;
-with decays, Yang, Kautz & Hatamizadeh 2025, section 3.3). The entering state is put on the right-hand side, so there is one solve
-per chunk. Exponents are sums of log-decays, never differences: none is positive, and nothing is divided by a decay.
+"""The delta rule in chunks of tokens in batched PyTorch, on any device: the CPU implementation.
 
 Shape suffixes: B batch, H heads, L tokens of a chunk, K d_key, V d_value. Within a chunk heads come before time.
+
+Within a chunk the state after token i is decay_i S + sum_j decay_ij k_j u_j^T, where u_j is what token j writes: beta_j times the
+difference between v_j and what the state before it recalls. Each u depends linearly on the earlier ones, so together they solve one
+unit lower triangular system of the chunk's size (the WY representation and UT transform of Yang et al. 2024, section 3; with
+decays, Yang, Kautz & Hatamizadeh 2025, section 3.3). The entering state is part of the right-hand side, so there is one solve per
+chunk. Exponents are sums of log-decays, never differences: none is positive, and nothing is divided by a decay.
 """
 
 from functools import partial

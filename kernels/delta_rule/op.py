@@ -1,8 +1,8 @@
-"""The delta rule's public function: checks its arguments, runs them in chunks.
+"""The delta rule: the public function, which checks its arguments and selects an implementation.
 
-The one thing to know: the state goes in and comes out in fp32 (float64 for float64 inputs), with exact gradients to both, so any
-sequence may be cut anywhere, to rounding. Keys and queries are taken as they are: a key longer than sqrt(2 / beta) makes the state
-grow, so whoever calls this normalises them.
+The state enters and leaves in float32 (float64 for float64 inputs) with exact gradients to both, so a sequence may be split
+anywhere, to rounding. Keys and queries are used as given: a key longer than sqrt(2 / beta) makes the state grow, so callers
+normalise keys.
 """
 
 from torch import Tensor

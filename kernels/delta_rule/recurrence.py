@@ -1,4 +1,4 @@
-"""The delta rule as a linear recurrence with a matrix for its transition, for those who hand its state on and who test it."""
+"""The delta rule as a LinearRecurrence with a transition matrix per head."""
 
 from dataclasses import dataclass
 from functools import partial

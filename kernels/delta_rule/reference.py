@@ -1,9 +1,9 @@
-"""The delta rule as one sequential loop over time, with and without a gate.
-
-The one thing to know: gradients are plain autograd, so this file holds no derivative that could be wrong. It keeps a
-[batch, heads, d_key, d_value] tensor per token for the backward pass; use it for short sequences.
+"""The delta rule as a sequential loop over time, with and without a gate: the definition.
 
 Shape suffixes: B batch, H heads, K d_key, V d_value.
+
+Gradients are plain autograd. It keeps a [batch, heads, d_key, d_value] tensor per token for the backward pass; use it for short
+sequences.
 """
 
 import torch

@@ -1,8 +1,7 @@
-"""The delta rule on a GPU: launches the Triton kernels of `wy_forward_kernels` and `wy_backward_kernels`, and gated linear
-attention's that read writes.
+"""The delta rule on a GPU: launches the kernels of `wy_forward_kernels` and `wy_backward_kernels` and defines their gradient.
 
-The one thing to know: the arguments and the chunks' inverses are kept for the backward pass; what tokens wrote and the chunks'
-states are made again.
+The output is computed from the writes u by gated linear attention's kernels. The arguments and the inverses of the chunks' matrices
+are kept for the backward pass; the writes and the states between chunks are recomputed.
 """
 
 from dataclasses import dataclass, replace

@@ -1,10 +1,10 @@
-"""The gradients of `wy_forward_kernels`, in Triton.
-
-The one thing to know: dr = (I + A)^-T du is the right-hand side's cotangent. So dv = beta dr, dA = -dr u^T, and beta's own is dr
-times what beta multiplies, u / beta, without making that again. Only dr and the states' cotangents are walked for, from the last
-chunk to the first; a program for each chunk makes all else of them.
+"""Gradients of the WY representation (`wy_forward_kernels`), in Triton.
 
 Shape suffixes as in `gated_linear_attention.triton_kernels`: X is d_key, Y d_value.
+
+dr = (I + A)^-T du is the gradient of the right-hand side. Then dv = beta dr, dA = -dr u^T, and dbeta is dr times the factor of
+beta, u / beta, which is not recomputed. Only dr and the gradients of the states require a sequential loop, from the last chunk to
+the first; one program per chunk computes all other gradients from them.
 """
 
 import triton

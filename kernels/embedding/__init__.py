@@ -1,4 +1,4 @@
-"""The gradient of rows that were looked up by their ids; `op` says what it computes."""
+"""The gradient of an embedding lookup."""
 
 from baton.kernels.embedding.op import add_rows
 from baton.kernels.embedding.triton_launch import use_triton

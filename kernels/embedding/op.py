@@ -1,7 +1,7 @@
-"""The public function of an embedding's gradient: picks an implementation.
+"""The gradient of an embedding lookup: the public function, which selects an implementation.
 
-The one thing to know: rows are added where they belong, so no dense gradient, of zeros mostly, is made and added in turn. Rows of
-equal ids are summed in float32 in an order that hangs on nothing but the ids: equal calls give equal bits.
+Rows are added to the embedding's gradient in place, so that no dense gradient, mostly zeros, is allocated. Rows of equal ids are
+summed in float32 in an order that depends on the ids alone, so equal calls give equal bits.
 """
 
 import torch
@@ -14,15 +14,15 @@ _KERNEL = "add_rows"
 
 
 def add_rows(into: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """into[ids[n]] += rows[n], of all n.
+    """into[ids[n]] += rows[n], for all n.
 
     Args:
-        into: [V, d], contiguous, float32 or float64: what is computed in.
-        ids: [N] int32 or int64; one that is no row of `into` counts nothing, whatever it is.
+        into: [V, d], contiguous, float32 or float64: the dtype of the computation.
+        ids: [N] int32 or int64; ids outside 0 .. V - 1 are ignored.
         rows: [N, d], in into's dtype or a less precise one.
 
     Raises:
-        KernelError: shapes, devices or dtypes other than these; into is not contiguous.
+        KernelError: another shape, device or dtype; into is not contiguous.
     """
     if not isinstance(into, Tensor) or into.dim() != 2 or not into.is_contiguous():
         raise KernelError(f"{_KERNEL}: into is no contiguous tensor of shape (V, d)")

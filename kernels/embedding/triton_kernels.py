@@ -1,9 +1,8 @@
-"""Rows added up by their ids, in Triton: runs of equal ids among sorted tokens, and what of them crosses the borders of chunks.
+"""Scatter-add of rows by id in Triton: sums over runs of equal ids among the sorted tokens.
 
-The one thing to know: a program walks over a chunk of tokens however long a run is, so a frequent token's rows are summed by many
-programs at once. A run that lies in one chunk is added to its row there. Of one that crosses borders each chunk leaves a part: in
-parts[0, chunk] of the run that came over the border before the chunk, in parts[1, chunk] of the one that begins in it. A second
-kernel adds them up.
+Each program handles one chunk of sorted tokens, whatever the lengths of the runs, so that many programs share a frequent token's
+rows. A run inside one chunk is added to its row directly. For a run that crosses chunk borders each chunk stores a partial sum:
+parts[0, chunk] for the run that began before the chunk, parts[1, chunk] for the run that begins in it. A second kernel adds these.
 """
 
 import triton
@@ -14,7 +13,7 @@ from baton.kernels.common.triton_prefetch import pack_bits, unpack_bits
 
 @triton.jit
 def id_at(ids, t, tokens):
-    """The id of token t, and -1, which has no row, where there is no token."""
+    """The id of token t; -1, which has no row, where there is no token."""
     return tl.load(ids + t, mask=(t >= 0) & (t < tokens), other=-1)
 
 

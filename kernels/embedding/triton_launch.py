@@ -1,6 +1,6 @@
-"""An embedding's gradient on a GPU: sorts the ids and launches the Triton kernels of `triton_kernels`.
+"""The gradient of an embedding lookup on a GPU: sorts the ids and launches the kernels of `triton_kernels`.
 
-The one thing to know: nothing's shape depends on which ids there are, so the host waits for nothing and a CUDA graph can hold it.
+No shape depends on the values of the ids, so the host never synchronises and a CUDA graph can capture it.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _PARTS = 16  # chunks whose parts of a run are loaded at once
 
 
 def use_triton(into: Tensor) -> bool:
-    """Whether these kernels compute it: on a GPU, in float32."""
+    """Whether these kernels apply: on a GPU, computing in float32."""
     return on_gpu(into) and into.dtype == torch.float32
 
 

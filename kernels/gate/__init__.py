@@ -1,4 +1,4 @@
-"""A gate: what goes through it times an activation of its own number."""
+"""Gated activations: x * act(z), elementwise."""
 
 from baton.kernels.gate.op import Activation, gated
 

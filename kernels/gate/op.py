@@ -1,8 +1,8 @@
-"""The public function of gates: picks an implementation.
+"""Gated activations: the public function, which selects an implementation.
 
-The one thing to know: activation and product are float32 and rounded once, to the type of what reads it. On a GPU one launch each
-way does it, nothing between them is in memory, and what is kept for the backward pass are the arguments. On a CPU the last bits
-depend on where an element lies.
+Activation and product are computed in float32 and rounded once, to the dtype of the result. On a GPU one launch per direction does
+it without intermediate tensors, and only the arguments are kept for the backward pass. On a CPU the last bits depend on an
+element's position in memory.
 """
 
 from collections.abc import Callable
@@ -22,19 +22,19 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F
 
 
 def gated(x: Tensor, z: Tensor, *, activation: Activation = "silu", dtype: torch.dtype | None = None) -> Tensor:
-    """x act(z), element by element.
+    """y = x * act(z), elementwise.
 
     Args:
         x: [..., d], float32, bfloat16, float16 or float64.
-        z: as x's shape, in any of these types. Both may be columns of wider rows.
+        z: as x's shape, in any of these dtypes. Both may be column views of wider rows.
         activation: "silu", z sigmoid(z), or "gelu", z Phi(z).
         dtype: of the result; None: x's.
 
     Returns:
-        [..., d], with exact gradients to both; differentiating twice is refused by autograd with a RuntimeError on a GPU.
+        [..., d], with exact gradients to both; on a GPU autograd refuses to differentiate twice with a RuntimeError.
 
     Raises:
-        KernelError: z of another shape or device than x's, another activation.
+        KernelError: z has another shape or device than x; an unknown activation.
     """
     if not isinstance(x, Tensor) or x.dim() < 1:
         raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (..., d)")

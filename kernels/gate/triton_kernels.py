@@ -1,4 +1,4 @@
-"""Gates and activations in Triton: forward and backward, a block of rows and columns a program.
+"""Gated activations in Triton: forward and backward, a block of rows and columns per program.
 
 Shape suffixes: R rows, D width.
 """

@@ -1,7 +1,6 @@
-"""Gates and activations on a GPU: launches the Triton kernels of `triton_kernels`, and gives gates a gradient.
+"""Gated activations on a GPU: launches the kernels of `triton_kernels` and defines their gradient.
 
-The one thing to know: where x and z are neighbours in the rows of one tensor, so are their gradients, see
-`baton.kernels.common.adjacent_views`.
+If x and z are adjacent column views of one tensor, so are their gradients (`baton.kernels.common.adjacent_views`).
 """
 
 from typing import Any
@@ -22,7 +21,7 @@ _ENTRIES = 4096
 
 
 def use_triton(x: Tensor, z: Tensor) -> bool:
-    """Whether these kernels compute it: on a GPU, in float32."""
+    """Whether these kernels apply: on a GPU, computing in float32."""
     return on_gpu(x) and torch.float64 not in (x.dtype, z.dtype)
 
 
@@ -49,7 +48,7 @@ def activate_columns(*xs: Tensor, logs: float | None = None) -> tuple[Tensor, ..
 
 
 def launch_sizes(width: int) -> dict[str, int]:
-    """A launch's, for rows of so many numbers."""
+    """Constants of a launch for rows of this width."""
     columns = min(_COLUMNS, launch_utils.next_power_of_2(width))
     return {"D": width, "BR": max(1, _ENTRIES // columns), "BD": columns, "num_warps": 4}
 

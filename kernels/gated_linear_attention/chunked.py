@@ -1,7 +1,7 @@
-"""Gated linear attention in vectorised PyTorch, on any device: what runs on a CPU.
+"""Gated linear attention in vectorised PyTorch, on any device: the CPU implementation.
 
-The one thing to know: a chunk is three products of matrices (query and key, the scores with the values, query and entering state)
-with decays between 0 and 1 on them; the decays are `chunk_math`'s, the walk over chunks `baton.kernels.common.chunked_autograd`.
+A chunk takes three matrix products (queries with keys, scores with values, queries with the entering state) with decays between 0
+and 1. `chunk_math` computes the decays, `common.chunked_autograd` loops over chunks.
 """
 
 from functools import partial

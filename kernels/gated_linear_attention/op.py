@@ -1,7 +1,7 @@
-"""Gated linear attention's public function: checks its arguments, picks an implementation.
+"""Gated linear attention: the public function, which checks its arguments and selects an implementation.
 
-The one thing to know: the state goes in and comes out in fp32 (float64 for float64 inputs), with exact gradients to both, so any
-sequence may be cut anywhere; outputs, states and gradients are equal to rounding.
+The state enters and leaves in float32 (float64 for float64 inputs) with exact gradients to both, so a sequence may be split
+anywhere: outputs, states and gradients are equal to rounding.
 """
 
 from typing import get_args

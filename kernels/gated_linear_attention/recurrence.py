@@ -1,4 +1,4 @@
-"""Gated linear attention as a linear recurrence, for those who hand its state on and those who test it."""
+"""Gated linear attention as a LinearRecurrence."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,9 +1,9 @@
-"""Gated linear attention as one sequential loop over time.
-
-The one thing to know: gradients are plain autograd, so this file holds no derivative that could be wrong. It keeps a
-[batch, heads, d_key, d_value] tensor per token for the backward pass; use it for short sequences.
+"""Gated linear attention as a sequential loop over time: the definition.
 
 Shape suffixes: B batch, T time, H heads of k, v, g and the state, G query heads per head, K d_key, V d_value.
+
+Gradients are plain autograd. It keeps a [batch, heads, d_key, d_value] tensor per token for the backward pass; use it for short
+sequences.
 """
 
 from typing import Literal

@@ -1,8 +1,8 @@
-"""Gated linear attention on a GPU: launches the Triton kernels of `triton_kernels` and gives them a gradient.
+"""Gated linear attention on a GPU: launches the kernels of `triton_kernels` and defines their gradient.
 
-The one thing to know: the gate decides what of q, k, v and y lies along x, where decays are, and so which of the two kernels
-computes the output and which the gradients. Chunks' states are made again for the backward pass: only the arguments are kept, and
-scores among a chunk's tokens where they are few.
+The gate decides which of q, k, v and y lie along x, the dimension with decays, and therefore which of the two kernels computes the
+output and which the gradients. The states between chunks are recomputed for the backward pass: only the arguments are kept, and the
+scores within chunks where they are small.
 """
 
 import math
@@ -29,7 +29,7 @@ SCORES_SHARE = 8
 
 
 def use_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
-    """Whether these kernels compute for tensors like x: on a GPU, in float32."""
+    """Whether these kernels apply to tensors like x: on a GPU, computing in float32."""
     return on_gpu(x) and compute_dtype == torch.float32
 
 

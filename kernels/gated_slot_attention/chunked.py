@@ -1,8 +1,8 @@
-"""Gated slot attention in vectorised PyTorch, on any device: what runs on a CPU.
+"""Gated slot attention in vectorised PyTorch, on any device: the CPU implementation.
 
-The one thing to know: a chunk is two passes of gated linear attention with one gate (Zhang et al. 2024, equation 7): keys written
-to the slots, decaying along the values of that pass, and values read from them, decaying along its keys. The decays are computed
-once; the mathematics is `gated_linear_attention.chunk_math`'s, the walk over chunks `common.chunked_autograd`.
+A chunk is two passes of gated linear attention with one gate (Zhang et al. 2024, equation 7): keys written to the slots, decaying
+along that pass's values, and values read from the slots, decaying along its keys. The decays are computed once, by
+`gated_linear_attention.chunk_math`; `common.chunked_autograd` loops over chunks.
 """
 
 from functools import partial

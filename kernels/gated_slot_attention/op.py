@@ -1,7 +1,7 @@
-"""Gated slot attention's public function: checks its arguments, picks an implementation.
+"""Gated slot attention: the public function, which checks its arguments and selects an implementation.
 
-The one thing to know: both states go in and come out in fp32 (float64 for float64 inputs), with exact gradients to both, so any
-sequence may be cut anywhere; outputs, states and gradients are equal to rounding. Neither state depends on q or on the link.
+Both states enter and leave in float32 (float64 for float64 inputs) with exact gradients to both, so a sequence may be split
+anywhere: outputs, states and gradients are equal to rounding. Neither state depends on q or on the slot activation.
 """
 
 from functools import partial

@@ -1,9 +1,8 @@
-"""Gated slot attention as one sequential loop over time.
-
-The one thing to know: gradients are plain autograd, so this file holds no derivative that could be wrong. It keeps both states per
-token for the backward pass; use it for short sequences.
+"""Gated slot attention as a sequential loop over time: the definition.
 
 Shape suffixes: B batch, T time, H heads of k, v and the states, G query heads per head, K d_key, M slots, V d_value.
+
+Gradients are plain autograd. It keeps both states per token for the backward pass; use it for short sequences.
 """
 
 from collections.abc import Callable

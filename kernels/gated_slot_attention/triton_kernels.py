@@ -1,8 +1,8 @@
-"""What gated slot attention computes slot by slot, in Triton: strengths out of gates, weights out of scores, and their gradients.
+"""Slot-wise computations of gated slot attention in Triton: write strengths from gates, weights from scores, and their gradients.
 
-The one thing to know: it is little arithmetic on small tensors, so what counts is that one launch reads and writes each once.
+Shape suffixes: R rows, one per token and head; M slots.
 
-Shape suffixes: R rows, one of each token and head; M slots.
+There is little arithmetic on small tensors, so each kernel reads and writes every tensor once.
 """
 
 import triton

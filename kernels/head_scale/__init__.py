@@ -1,4 +1,4 @@
-"""Each head's vector times a number of its own."""
+"""Scaling of each head's vector by one number."""
 
 from baton.kernels.head_scale.op import head_scale
 

@@ -1,7 +1,7 @@
-"""The public function of each head's scale: picks an implementation.
+"""Scaling of each head's vector: the public function, which selects an implementation.
 
-The one thing to know: the product is float32 and rounded once, to x's type: what reads it finds the type that it multiplies. On a
-GPU one launch each way does it, and nothing wider than x is in memory.
+The product is computed in float32 and rounded once, to x's dtype. On a GPU one launch per direction does it, and no tensor in
+memory is wider than x.
 """
 
 from torch import Tensor
@@ -13,17 +13,17 @@ _KERNEL = "head_scale"
 
 
 def head_scale(x: Tensor, scale: Tensor) -> Tensor:
-    """y = x * scale, a number for all of a head's vector: Mamba-2's input times its step size.
+    """y = x * scale with one number per head: in Mamba-2, the input times its step size.
 
     Args:
         x: [..., heads, d], float32, bfloat16, float16, or float64 with a scale of float64.
-        scale: [..., heads], float32 or float64: what is computed in.
+        scale: [..., heads], float32 or float64: the dtype of the computation.
 
     Returns:
-        y, as x, with exact gradients to both.
+        y, of x's shape and dtype, with exact gradients to both.
 
     Raises:
-        KernelError: a scale of another shape or device than x's.
+        KernelError: the scale's shape or device does not match x.
     """
     if not isinstance(x, Tensor) or x.dim() < 2:
         raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (..., heads, d)")

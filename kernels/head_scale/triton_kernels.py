@@ -1,4 +1,4 @@
-"""Each head's scale, heads being rows, in Triton: forward and backward.
+"""Scaling of each head's vector in Triton: forward and backward, heads as rows.
 
 Shape suffixes: R rows, D width.
 """
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def block_offsets(rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """This program's rows, their offsets, and which entries exist."""
+    """This program's rows, their memory offsets, and the mask of existing elements."""
     row, d = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BD)
     return row, row[:, None].to(tl.int64) * D + d[None, :], (row < rows)[:, None] & (d < D)[None, :]
 

@@ -1,4 +1,4 @@
-"""Each head's scale on a GPU: launches the Triton kernels of `triton_kernels` and gives them a gradient."""
+"""Scaling of each head's vector on a GPU: launches the kernels of `triton_kernels` and defines their gradient."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -19,7 +19,7 @@ _ENTRIES = 4096  # of a program
 
 
 def use_triton(x: Tensor, scale: Tensor) -> bool:
-    """Whether these kernels compute it: on a GPU, in float32."""
+    """Whether these kernels apply: on a GPU, computing in float32."""
     return on_gpu(x) and scale.dtype == torch.float32 and x.dtype != torch.float64
 
 
@@ -31,7 +31,7 @@ def head_scale_triton(x: Tensor, scale: Tensor) -> Tensor:
 
 @cache
 def launch_sizes(width: int) -> Mapping[str, int]:
-    """A launch's, for heads of so many numbers."""
+    """Constants of a launch for heads of this width."""
     block = launch_utils.next_power_of_2(width)
     return MappingProxyType({"D": width, "BR": max(1, _ENTRIES // block), "BD": block, "num_warps": 4})
 

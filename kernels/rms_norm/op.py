@@ -1,7 +1,7 @@
-"""The root-mean-square norm's public function: picks an implementation.
+"""RMSNorm: the public functions, which select an implementation.
 
-The one thing to know: whatever comes in and goes out, the arithmetic is the weight's, float32; rounding happens once, on the way
-out. On a GPU one launch does it all, so that a normalised tensor is never in memory in a type that nobody reads.
+Arithmetic is in the weight's dtype, float32; inputs are converted on load and the result is rounded once. On a GPU one launch does
+all of it, so that no intermediate tensor is written to memory.
 """
 
 import torch
@@ -19,16 +19,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, silu: bool = False, dtype
 
     Args:
         x: [..., width], float32, bfloat16, float16, or float64 with a weight of float64.
-        weight: [width], float32 or float64: what is computed in.
+        weight: [width], float32 or float64: the dtype of the computation.
         eps: added to the mean of squares.
-        silu: of silu(x) instead, which on a GPU is made on the way in, in float32, and never in memory.
+        silu: normalise silu(x) instead of x; on a GPU silu is computed in float32 on load and never written to memory.
         dtype: of the result; None: the weight's.
 
     Returns:
         y, [..., width], with exact gradients to x, in its dtype, and to the weight.
 
     Raises:
-        KernelError: a weight of another shape or device than x's last dimension.
+        KernelError: the weight's shape or device does not match x's last dimension.
     """
     _check(x, weight)
     dtype = dtype or weight.dtype

@@ -1,11 +1,10 @@
-"""The root-mean-square norm row by row, in Triton: forward and backward.
-
-The one thing to know: a program of the backward pass has several blocks of rows, whose shares of the weight's gradient it adds up
-in registers, in their order: one row per program is left, which are summed afterwards.
-
-What was normalised is y / weight again, so who keeps y need not keep x. That is why no weight may be 0 there: see `steady`.
+"""RMSNorm in Triton: forward and backward, a block of rows per program.
 
 Shape suffixes: R rows, D width.
+
+A program of the backward pass loops over several blocks of rows and accumulates their contributions to the weight's gradient in
+registers, in order; one row per program remains to be summed afterwards. With FROM_Y the backward pass recomputes the normalised
+input as y / weight, so that x need not be kept; therefore no weight may be 0 there (`clamp_weight`).
 """
 
 import triton
@@ -16,15 +15,15 @@ from baton.kernels.gate.triton_kernels import activation
 
 @triton.jit
 def block_offsets(n, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """Rows of the n-th block, their offsets, and which entries exist."""
+    """Rows of the n-th block, their memory offsets, and the mask of existing elements."""
     row, d = n * BR + tl.arange(0, BR), tl.arange(0, BD)
     return row, row[:, None].to(tl.int64) * D + d[None, :], (row < rows)[:, None] & (d < D)[None, :]
 
 
 @triton.jit
 def clamp_weight(w):
-    """Weights that y can be divided by: one nearer to 0 than 2^-60 counts as 2^-60 of its sign. In a sum of other features that is
-    far below the rounding, and both bfloat16 and float32 have room for what is multiplied with it."""
+    """The weight with magnitudes below 2^-60 replaced by 2^-60 of the same sign, so that y can be divided by it. This is far below
+    the rounding of sums over features, and bfloat16 and float32 can represent the products."""
     least: tl.constexpr = 2.0**-60
     return tl.where(tl.abs(w) < least, tl.where(w < 0, -least, least), w)
 

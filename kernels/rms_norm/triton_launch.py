@@ -1,4 +1,4 @@
-"""The root-mean-square norm on a GPU: launches the Triton kernels of `triton_kernels` and gives them a gradient."""
+"""RMSNorm on a GPU: launches the kernels of `triton_kernels` and defines their gradient."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -21,7 +21,7 @@ _ENTRIES_AHEAD = 16384  # that a program of the backward pass may load ahead, in
 
 
 def use_triton(x: Tensor, weight: Tensor) -> bool:
-    """Whether these kernels compute it: on a GPU, in float32."""
+    """Whether these kernels apply: on a GPU, computing in float32."""
     return on_gpu(x) and weight.dtype == torch.float32 and x.dtype != torch.float64
 
 
@@ -38,7 +38,7 @@ def rms_norm_triton(
 
 @cache
 def launch_sizes(width: int) -> Mapping[str, int]:
-    """A launch's, for rows of so many numbers."""
+    """Constants of a forward launch for rows of this width."""
     block = launch_utils.next_power_of_2(width)
     # forwards two long rows are no faster than one, which more programs can have
     rows = 1 if block >= _ENTRIES // 2 else _ENTRIES // block
@@ -47,7 +47,7 @@ def launch_sizes(width: int) -> Mapping[str, int]:
 
 @cache
 def backward_launch_sizes(width: int) -> Mapping[str, int]:
-    """The same of the backward pass."""
+    """Constants of a backward launch for rows of this width."""
     sizes = launch_sizes(width)
     rows = max(1, _ENTRIES // sizes["BD"])
     return MappingProxyType({**sizes, "BR": rows, "AHEAD": min(2, _ENTRIES_AHEAD // (rows * sizes["BD"]))})

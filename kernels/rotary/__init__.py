@@ -1,4 +1,4 @@
-"""Rotary position embeddings: queries and keys turned by their positions in the document."""
+"""Rotary position embeddings of queries and keys."""
 
 from baton.kernels.rotary.op import rotary
 

@@ -1,7 +1,7 @@
-"""The public function of rotary position embeddings: picks an implementation.
+"""Rotary position embeddings: the public function, which selects an implementation.
 
-The one thing to know: angles are float64, of which only the cosine and the sine are rounded: at position 1e6 a float32 angle would
-be off by 0.06. They are made once for queries and keys of all heads, and on a GPU nothing else is in memory that is wider than x.
+Angles are float64 and only their cosine and sine are rounded: at position 1e6 a float32 angle would be off by 0.06. They are
+computed once for the queries and keys of all heads; on a GPU nothing else in memory is wider than x.
 """
 
 from functools import cache

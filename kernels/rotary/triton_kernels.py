@@ -1,8 +1,8 @@
-"""Pairs turned by the angles of their tokens, in Triton: forward, and backward by the negative angles.
-
-The one thing to know: a program has many heads of few tokens, so that a token's angles are read once for all of them.
+"""Rotation of pairs by the angles of their tokens, in Triton; the backward pass rotates by the negative angles.
 
 Shape suffixes: B batch, T tokens, H heads, K dim, P pairs (K / 2).
+
+A program handles many heads of a few tokens, so that a token's angles are loaded once for all of them.
 """
 
 import triton
@@ -15,7 +15,7 @@ def rotary_kernel(
     x, cos, sin, y, T, x_batch, x_row, x_head, y_batch, y_row, y_head,
     H: tl.constexpr, K: tl.constexpr, BACK: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """y [B, T, H, K] of x; cos, sin: [B, T, P]. BACK: turned by the negative angles."""
+    """y [B, T, H, K]: x rotated; cos, sin: [B, T, P]. BACK: by the negative angles."""
     P: tl.constexpr = K // 2
     b, p = tl.program_id(2).to(tl.int64), tl.arange(0, BP)[None, None, :]
     t = (tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT))[:, None, None]

@@ -1,7 +1,7 @@
-"""Rotary position embeddings on a GPU: launches the Triton kernel of `triton_kernels` and gives it a gradient.
+"""Rotary position embeddings on a GPU: launches the kernel of `triton_kernels` and defines its gradient.
 
-The one thing to know: q and k are mostly columns of one projection, so they are read as they lie, and their gradients are columns
-of one tensor, which the projection takes for the gradient of one.
+q and k are usually column views of one projection: they are read through their strides, and their gradients are allocated as
+adjacent views of one tensor, which the projection's backward uses as one.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _ENTRIES = 4096  # of a program
 
 
 def use_triton(x: Tensor) -> bool:
-    """Whether this kernel computes it: on a GPU, in float32."""
+    """Whether this kernel applies: on a GPU, computing in float32."""
     return on_gpu(x) and x.dtype != torch.float64
 
 
@@ -35,7 +35,7 @@ def rotary_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 
 @cache
 def launch_sizes(heads: int, dim: int) -> Mapping[str, int]:
-    """A launch's, for so many heads of so many numbers: all heads of a few tokens where there is room."""
+    """Constants of a launch: all heads of a few tokens per program if they fit."""
     pairs = launch_utils.next_power_of_2(dim // 2)
     rows = max(1, _ENTRIES // (2 * pairs))
     block = min(rows, launch_utils.next_power_of_2(heads))
