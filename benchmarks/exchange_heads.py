@@ -61,18 +61,20 @@ class HeadExchange:
         own = (*self.to_heads(*inputs[:num_time_inputs]), *map(self.share, inputs[num_time_inputs:]))
         return self.to_tokens(recurrence.forward_no_state(own, self.pos, None)), {}
 
-    def gated_scan(self, of: SSMBlock, x_BTM: Tensor) -> tuple[Tensor, State]:
+    def gated_scan(self, block: SSMBlock, x_BTM: Tensor) -> tuple[Tensor, State]:
         """In the place of `SSMBlock.forward`."""
-        channels, d_state = len(of.D), of.config.d_state
-        x, z = self.to_heads(*of.in_proj(x_BTM, (channels, channels)))
-        u, _ = _CONV.run((x, self.share(of.conv_weight), self.share(of.conv_bias)), self.pos, None)
-        u, part = _Beside.apply(u, self.share(of.x_proj.weight, 1).to(u.dtype))
-        code, into, out = _Summed.apply(self, part).split([of.dt_rank, d_state, d_state], dim=-1)
-        step_proj, bias = getattr(of, f"{of._step}_proj"), getattr(of, f"{of._step}_bias")
-        step = F.linear(code, self.share(step_proj.weight).to(code.dtype))
-        inputs, num_time_inputs = of.scanned(u, step, into, out, z, bias), of.recurrence.num_time_inputs
-        y, _ = of.recurrence.run((*inputs[:num_time_inputs], *map(self.share, inputs[num_time_inputs:])), self.pos, None)
-        return of.out_proj(self.to_tokens(y)), {}
+        rank, d_state, step = block.config.step_rank(block.context.d_model), block.config.d_state, block.config.step_name
+        assert isinstance(block.D, Tensor)
+        x, z = self.to_heads(*block.in_proj(x_BTM, block.in_proj.local_splits))
+        x, _ = _CONV.run((x, self.share(block.conv_weight), self.share(block.conv_bias)), self.pos, None)
+        x, part = _Beside.apply(x, self.share(block.x_proj.weight, 1).to(x.dtype))
+        dt_low_rank, B, C = _Summed.apply(self, part).split([rank, d_state, d_state], dim=-1)
+        dt_weight = block.get_parameter(f"{step}_proj.weight")
+        dt = F.linear(dt_low_rank, self.share(dt_weight).to(dt_low_rank.dtype))
+        inputs = block.scan_inputs(x, dt, B, C, block.D, z, block.get_parameter(f"{step}_bias"))
+        num_time_inputs = block.recurrence.num_time_inputs
+        y, _ = block.recurrence.run((*inputs[:num_time_inputs], *map(self.share, inputs[num_time_inputs:])), self.pos, None)
+        return block.out_proj(self.to_tokens(y)), {}
 
     def move_to_heads(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """All are on their way before the first is waited for; received rows lie as they should where B is 1."""

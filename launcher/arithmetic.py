@@ -16,7 +16,7 @@ from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
 from baton.models.settings.cost_model import MixerCosts, Workload
 from baton.models.settings.declarations import ParameterDeclaration
-from baton.models.stages import VECTOR_COST, Stage, cut, whole
+from baton.models.stages import VECTOR_COST, Stage, partition_layers, single_stage
 from baton.training.config import TrainingConfig
 
 REDUCE_BUCKET = 500_000_000
@@ -89,13 +89,13 @@ class Operations:
 class Arithmetic:
     """Of one stage of a run. Raises ConfigError for what cannot be counted.
 
-    stage: one of models.stages.cut; None: the run's only one.
+    stage: one of models.stages.partition_layers; None: the run's only one.
     """
 
     def __init__(self, config: RunConfig, stage: Stage | None = None) -> None:
         if config.model.vocab_size is None:
             raise ConfigError("model.vocab_size is not known: it comes from the tokenizer; set model.vocab_size=N")
-        stage = stage or whole(config.model)
+        stage = stage or single_stage(config.model)
         assert stage.count == config.layout.pipeline
         self.model, self.training, self.layout, self.stage = config.model, config.training, config.layout, stage
         self.layers = tuple(config.model.layers[n] for n in stage.layers)
@@ -373,7 +373,7 @@ class Arithmetic:
 
 def of_stages(config: RunConfig) -> tuple[Arithmetic, ...]:
     """Of every stage, in order. Raises ConfigError or LayoutError for what cannot be counted or cut."""
-    stages = cut(config.model, config.layout.pipeline, config.training.sequence_length)
+    stages = partition_layers(config.model, config.layout.pipeline, config.training.sequence_length)
     return tuple(Arithmetic(config, stage) for stage in stages)
 
 

@@ -19,7 +19,7 @@ from baton.launcher.errors import ConfigError
 from baton.launcher.validation import first_problem
 from baton.launcher.yaml_file import parse_yaml, read_yaml
 from baton.models.config import ModelConfig
-from baton.models.stages import cut
+from baton.models.stages import partition_layers
 from baton.parallel.config import LayoutConfig, divisors
 from baton.slurm.config import JobsConfig
 from baton.training.config import ComputeDtype, ProfileConfig, TrainingConfig
@@ -78,7 +78,7 @@ class RunConfig(BaseModel):
         self._check_graphs()
         self._check_sequence(self.layout.context)
         check_long_evaluation(self.model, self.training, self.layout.context, documents=not isinstance(self.data, TaskConfig))
-        cut(self.model, self.layout.pipeline, self.training.sequence_length)
+        partition_layers(self.model, self.layout.pipeline, self.training.sequence_length)
         tensor, model = self.layout.tensor, self.model
         if isinstance(self.data, TaskConfig):
             for _, settings in self.training.phases:

@@ -1,1 +1,1 @@
-"""What is trained: one file per mixer, the block, the language model."""
+"""Models: mixers and their settings, layers, the language model and its pipeline stages."""

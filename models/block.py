@@ -1,8 +1,8 @@
 """A layer: sub-blocks x + mixer(norm(x)) one after the other, around a residual stream.
 
-The one thing to know: what a sub-block gives is added by the next norm, which reads the stream anyway. Where tensor ranks share
-the residual stream, both its parts are this rank's part of the tokens (baton.parallel.tensor), and the normalised tokens are
-gathered in front of the mixer, in the compute type.
+A sub-block returns the stream as (x, branch): the next norm reads the stream anyway and adds the branch in the same kernel. Where
+tensor ranks share the residual stream, both are this rank's part of the tokens (baton.parallel.tensor), and the normalised tokens
+are gathered in front of the mixer, in the compute type.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from baton.parallel.tensor import gather_tokens
 
 
 @contextmanager
-def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+def _enter_both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
     with first, second:
         yield
 
@@ -33,8 +33,8 @@ def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any
 class SubBlock(nn.Module):
     """Stream [B, T, d_model] (or this rank's part [tokens_per_rank(B T), d_model]), pos [B, T], State or None -> stream, State.
 
-    The stream's first part is in the residual stream's type, the second in the compute type. state_wanted: whether the State that
-    leaves will be taken; else it is not made, and what stands in its place refuses (baton.kernels.protocol.absent_state).
+    x of the stream is in the residual dtype, the branch in the compute type. state_wanted: whether the final State is needed; if
+    not, it is not computed, and a placeholder that raises on use is returned (baton.kernels.protocol.absent_state).
     """
 
     mixer: Mixer
@@ -46,7 +46,7 @@ class SubBlock(nn.Module):
         self.mixer = build_mixer(config.mixers[name], context)
 
     def forward(self, stream: Stream, pos: Tensor, state: State | None, state_wanted: bool = True) -> tuple[Stream, State]:
-        # every projection would cast it anyway, each for itself
+        # cast once: each projection would cast it otherwise
         x, normed = self.norm(stream, self._compute_dtype)
         if self._split:
             normed = gather_tokens(normed, pos.shape)
@@ -56,66 +56,70 @@ class SubBlock(nn.Module):
 
 
 class Layer(nn.ModuleDict):
-    """Sub-blocks by name; the State's leaves are called NAME.LEAF."""
+    """Sub-blocks by name. The layer's State holds every sub-block's tensors under NAME.TENSOR."""
 
     def __init__(self, names: tuple[str, ...], config: ModelConfig, context: MixerContext) -> None:
         super().__init__({name: SubBlock(name, config, context) for name in names})
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        """What the layer carries per sequence."""
-        found = []
+        """The State of a sequence in this layer."""
+        specs = []
         for name, block in self.items():
-            found += [dataclasses.replace(leaf, name=f"{name}.{leaf.name}") for leaf in cast(SubBlock, block).mixer.state_specs]
-        return tuple(found)
+            specs += [dataclasses.replace(spec, name=f"{name}.{spec.name}") for spec in cast(SubBlock, block).mixer.state_specs]
+        return tuple(specs)
 
     def forward(self, stream: Stream, pos: Tensor, state: State | None, state_wanted: bool = True) -> tuple[Stream, State]:
-        leaves: State = {}
+        final_state: State = {}
         for name, block in self.items():
             prefix = f"{name}."
-            entering = None
+            initial = None
             if state is not None:
-                entering = {key.removeprefix(prefix): leaf for key, leaf in state.items() if key.startswith(prefix)}
-            stream, own = block(stream, pos, entering, state_wanted)
-            leaves.update({f"{prefix}{key}": leaf for key, leaf in own.items()})
-        return stream, leaves
+                initial = {key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
+            stream, final = block(stream, pos, initial, state_wanted)
+            final_state.update({f"{prefix}{key}": x for key, x in final.items()})
+        return stream, final_state
 
-    def whole(self, x: Tensor, pos: Tensor, state: State | None, state_wanted: bool = True) -> tuple[Tensor, State]:
-        """The same from and to a stream of one part."""
-        stream, leaves = self((x, None), pos, state, state_wanted)
-        return summed(stream), leaves
+    def forward_summed(self, x: Tensor, pos: Tensor, state: State | None, state_wanted: bool = True) -> tuple[Tensor, State]:
+        """`forward` from and to a stream in one tensor, so that full recomputation saves one tensor per layer."""
+        stream, final_state = self((x, None), pos, state, state_wanted)
+        return summed(stream), final_state
 
 
-class _Kept(TorchDispatchMode):
-    """Within it results of operators are taken from `kept`, or added to it while there is none.
+class _KeepOperatorResults(TorchDispatchMode):
+    """Appends the results of the given operators to `results` in the first forward pass, and returns them in the recomputation.
 
-    Not torch's own selective checkpointing: that notes every operator that is called, a hundred bytes each, and a segment's are
-    kept until it is run again.
+    PyTorch's selective activation checkpointing would record every operator that is called, about a hundred bytes each, and a
+    segment's records live until it is recomputed.
     """
 
-    def __init__(self, operators: Set[Any], kept: list[Any], again: bool) -> None:
+    def __init__(self, operators: Set[Any], results: list[Any], recomputing: bool) -> None:
         super().__init__()
-        self._operators, self._kept, self._again, self._taken = operators, kept, again, iter(())
+        self._operators, self._results, self._recomputing, self._remaining = operators, results, recomputing, iter(())
 
     def __enter__(self) -> Any:
-        self._taken = iter(self._kept)
+        self._remaining = iter(self._results)
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in self._operators:
             return func(*args, **(kwargs or {}))
-        if not self._again:
-            self._kept.append(func(*args, **(kwargs or {})))
-            return self._kept[-1]
-        return next(self._taken)
+        if not self._recomputing:
+            self._results.append(func(*args, **(kwargs or {})))
+            return self._results[-1]
+        return next(self._remaining)
 
 
 def recomputation(layers: Iterable[nn.Module], link: ContextLink | None) -> Any:
-    """Contexts of a first forward pass through layers and of its recomputation, as torch's checkpoint takes them."""
-    exchanges = noop_context_fn() if link is None else link.recomputation()
+    """Contexts of the first forward pass through layers and of its recomputation, for `context_fn` of torch.utils.checkpoint."""
+    link_contexts = noop_context_fn() if link is None else link.recomputation()
     blocks = [cast(SubBlock, block) for layer in layers for block in cast(Layer, layer).values()]
-    operators = {operator for block in blocks for operator in block.mixer.kept_operators}
-    kept: list[Any] = []
+    operators = {operator for block in blocks for operator in block.mixer.recompute_keeps}
+    results: list[Any] = []
     if not operators:
-        return exchanges
-    return tuple(_both(pass_, _Kept(operators, kept, again)) for pass_, again in zip(exchanges, (False, True), strict=True))
+        return link_contexts
+    first, again = link_contexts
+    return (
+        _enter_both(first, _KeepOperatorResults(operators, results, recomputing=False)),
+        _enter_both(again, _KeepOperatorResults(operators, results, recomputing=True)),
+    )

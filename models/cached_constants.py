@@ -1,8 +1,8 @@
-"""Tensors that are the same in every layer and call, made once for each device: small launches cost a GPU's host more than they do.
+"""Constant tensors that all layers and calls share, cached per device: launching the kernels that build them costs more than the
+kernels.
 
-The one thing to know: all who ask share them, so nobody may write into one, and a mixer asks on its own stream, never one beside
-it, which would have to wait for the other. They are no buffers: there is nothing to save or to split, and the bits are the same on
-every machine.
+Never write into one. Request them on the mixer's own stream: a side stream would have to wait for the stream that built the tensor.
+They are not buffers, because there is nothing to save or to split, and their bits are the same on every machine.
 """
 
 from functools import cache
@@ -13,13 +13,13 @@ from torch import Tensor
 
 @cache
 def zeros(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[n]: the bias of what has none."""
+    """[n] zeros: the bias of a convolution that has none."""
     return torch.zeros(n, dtype=dtype, device=device)
 
 
 @cache
 def full(n: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[n], all of one value."""
+    """[n], every element `value`."""
     return torch.full((n,), value, dtype=dtype, device=device)
 
 
@@ -31,6 +31,6 @@ def eye(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Te
 
 @cache
 def geometric_weights(n: int, device: torch.device) -> Tensor:
-    """[n] in fp32, of sum 1, each half of the one before."""
+    """[n] in fp32 with sum 1, each element half of the one before."""
     weights = 0.5 ** torch.arange(1, n + 1, dtype=torch.float32, device=device)
     return weights / weights.sum()

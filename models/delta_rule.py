@@ -1,8 +1,8 @@
-"""The skeleton that DeltaNet and Gated DeltaNet share: projections, short convolutions, delta rule, norm per head, projection.
+"""The block that DeltaNet and Gated DeltaNet share: projections, short convolutions, delta rule, norm per head, projection.
 
-Heads are split over the tensor group: all of one head's channels, its convolutions and its state are one rank's business, so
-nothing is communicated between the two projections. Each of q, k and v has a convolution and a tail of its own, as a tail that held
-all three would not split by heads.
+Heads are split over the tensor group. All channels of a head, its convolutions and its state are on one rank, so nothing is
+communicated between the two projections. q, k and v have a convolution and a tail each, because one tail for all three would not
+split by heads.
 
 Shapes: B batch, T time, M d_model, H this rank's heads, K d_key, V d_value, W d_conv.
 """
@@ -39,7 +39,7 @@ class DeltaRuleMixer(Mixer):
 
     @abstractmethod
     def log_decay(self, extra: Sequence[Tensor]) -> Tensor | None:
-        """log a [B, T, H], at most 0, from the extra projections, in fp32; None: the state does not decay."""
+        """The log decay g [B, T, H], at most 0, from the extra projections, in fp32; None: the state does not decay."""
 
     @abstractmethod
     def gate(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:
@@ -48,29 +48,29 @@ class DeltaRuleMixer(Mixer):
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         config, dtype = self.config, self.norm.weight.dtype
         q_BTD, k_BTD, v_BTD, beta_BTH, *extra = self.in_proj(x_BTM, self.in_proj.local_splits)
-        leaving: State = {}
+        final_state: State = {}
 
-        def mixed(name: str, u_BTD: Tensor) -> Tensor:
-            weight, leaf = self.conv_weights[name], f"conv_{name}"
+        def convolved(name: str, x_BTD: Tensor) -> Tensor:
+            weight, key = self.conv_weights[name], f"conv_{name}"
             # the papers' convolutions have no bias
             bias = cached_constants.zeros(weight.shape[0], weight.dtype, weight.device)
-            inputs, tail = (u_BTD, weight, bias), None if state is None else {"tail": state[leaf]}
-            out_BTD, own = self.carry(_CONV, inputs, pos_BT, tail)
-            leaving[leaf] = own["tail"]
-            return out_BTD.unflatten(2, (-1, config.d_value if name == "v" else config.d_key))
+            inputs, tail = (x_BTD, weight, bias), None if state is None else {"tail": state[key]}
+            y_BTD, final_tail = self.run_recurrence(_CONV, inputs, pos_BT, tail)
+            final_state[key] = final_tail["tail"]
+            return y_BTD.unflatten(2, (-1, config.d_value if name == "v" else config.d_key))
 
-        log_decay, beta_BTH = self.log_decay(extra), torch.sigmoid(beta_BTH.to(dtype))
+        g_BTH, beta_BTH = self.log_decay(extra), torch.sigmoid(beta_BTH.to(dtype))
         inputs = (
-            self._unit(mixed("q", q_BTD)),
-            self._unit(mixed("k", k_BTD)),
-            mixed("v", v_BTD),
+            self._unit(convolved("q", q_BTD)),
+            self._unit(convolved("k", k_BTD)),
+            convolved("v", v_BTD),
             beta_BTH if config.beta_max == 1.0 else config.beta_max * beta_BTH,
-            *(() if log_decay is None else (log_decay,)),
+            *(() if g_BTH is None else (g_BTH,)),
         )
-        recurrence = DeltaRule(gated=log_decay is not None)
-        o_BTHV, own = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
-        leaving |= own
-        return self.out_proj(self.gate(self.norm(o_BTHV), extra).flatten(2)), leaving
+        recurrence = DeltaRule(gated=g_BTH is not None)
+        o_BTHV, S = self.run_recurrence(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
+        final_state |= S
+        return self.out_proj(self.gate(self.norm(o_BTHV), extra).flatten(2)), final_state
 
     def _unit(self, x_BTHK: Tensor) -> Tensor:
         """x / sqrt(|x|^2 + norm_eps)."""

@@ -1,7 +1,7 @@
-"""What is applied to queries and keys before they meet: the feature maps of linear attention.
+"""Feature maps of linear attention, applied to queries and keys.
 
-The one thing to know: elu + 1 (Katharopoulos et al. 2020) and relu make no product of a query and a key negative, as in softmax
-attention; transformers are converted with relu (Zhang et al. 2024, section 4.2). Each mixer's default is what its paper has.
+With elu + 1 (Katharopoulos et al. 2020) and relu no product of a query and a key is negative, as in softmax attention; transformers
+are converted with relu (Zhang et al. 2024, section 4.2). Each mixer's default is its paper's.
 """
 
 from collections.abc import Callable

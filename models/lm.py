@@ -1,7 +1,7 @@
 """The language model, or one pipeline stage of it: embedding, layers, final norm, head, and the loss in chunks of tokens.
 
-Everything that is carried from one piece of a sequence to the next is in the returned states: hand them to the next call and two
-pieces equal the whole; hand them a token at a time and that is decoding.
+The returned States hold everything that later tokens need of earlier ones. Pass them to the next call to continue a sequence: two
+pieces then equal the whole, and pieces of one token are decoding.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +20,7 @@ from baton.models.cross_entropy import linear_cross_entropy
 from baton.models.mixer import Mixer
 from baton.models.mixer_context import MixerContext
 from baton.models.norm import RMSNorm, Stream, summed
-from baton.models.stages import Stage, whole
+from baton.models.stages import Stage, single_stage
 from baton.parallel.context_parallel import ContextLink
 from baton.parallel.param_layout import declare, layout_of
 from baton.parallel.pipeline import PipelineLink
@@ -40,16 +40,20 @@ States = dict[str, State]
 class LanguageModel(nn.Module):
     """tokens [B, T] int64, pos [B, T] int32, States or None -> hidden [B, T, d_model] in the compute type, States.
 
-    A stage takes the hidden vectors that the stage before returned in the place of tokens, unless it is the first; only the last
-    one has the final norm and a loss. A tied embedding belongs to the first stage; the last one reads a copy that it is lent.
+    Every stage but the first takes the previous stage's hidden vectors instead of tokens; only the last has the final norm and a
+    loss. A tied embedding belongs to the first stage, and the last stage reads a replica of it.
 
-    tensor_size: ranks of the tensor group this model is split over. compute_dtype: of matmuls and activations between them;
-    parameters, step sizes and scan states stay fp32. residual_dtype: of the residual stream and of what goes from stage to stage.
-    recompute: activations that the backward pass recomputes: "none", "selective" (those that are cheap), or "full" (only each
-    layer's input is kept, and the layer runs again). link: the neighbours that have the tokens before and after this rank's, or
-    None. stage: which layers this rank has (None: all); pipeline: the stages before and after it, or None. sequence_parallel:
-    tensor ranks share the residual stream and the norms, each a part of the tokens, [tokens_per_rank(B T), d_model]: such a part
-    goes from stage to stage. The last stage's hidden vectors are gathered.
+    Args:
+        tensor_size: ranks of the tensor group that the model is split over.
+        compute_dtype: of matmuls and the activations between them; parameters, step sizes and scan states stay fp32.
+        residual_dtype: of the residual stream and of hidden vectors between stages.
+        recompute: activations that the backward pass recomputes: "none", "selective" (the cheap ones), or "full" (only each layer's
+            input is saved, and the layer runs again).
+        link: the context-parallel neighbours, which have the tokens before and after this rank's, or None.
+        stage: the layers of this rank (None: all).
+        pipeline: the previous and the next stage, or None.
+        sequence_parallel: tensor ranks share the residual stream and the norms, each a part of the tokens,
+            [tokens_per_rank(B T), d_model], which is also what stages send; the last stage's hidden vectors are gathered.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class LanguageModel(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.stage = stage or whole(config)
+        self.stage = stage or single_stage(config)
         self.link, self.pipeline = link, pipeline
         self.config = config
         self.recompute = recompute
@@ -101,7 +105,7 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleDict({str(n): Layer(config.layers[n], config, context) for n in self.stage.layers})
         for name, module in self.named_modules():
             if isinstance(module, Mixer):
-                module.link, module.where = link, name.replace(".mixer", "")
+                module.link, module.path = link, name.replace(".mixer", "")
         if not self.stage.last:
             return
         self.norm = RMSNorm(config.final_norm, context)
@@ -120,20 +124,19 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens: Tensor, pos: Tensor, states: States | None = None, state_wanted: bool = True
     ) -> tuple[Tensor, States]:
-        """state_wanted: whether the States that leave will be taken; else they are not made, and what is returned in their place
-        refuses (baton.kernels.protocol.absent_state), but where a link has handed them on."""
+        """state_wanted: whether the final States are needed. If not, placeholders that raise on use are returned, except for States
+        that a link has sent to the next rank (baton.kernels.protocol.absent_state)."""
         stream: Stream = (self.embedding(tokens, self.hidden_dtype) if self.stage.first else tokens, None)
-        leaving: States = {}
+        final_states: States = {}
         for number, layer in self.layers.items():
-            entering = None if states is None else states[number]
+            initial_state = None if states is None else states[number]
             if self.recompute == "full" and torch.is_grad_enabled():
-                # nothing random happens in a layer, so there is no generator's state to restore
-                # one part, of which half as much is kept
-                x, leaving[number] = checkpoint(
-                    cast(Layer, layer).whole,
+                # layers are deterministic, so there is no RNG state to restore; the summed stream is half as much to save
+                x, final_states[number] = checkpoint(
+                    cast(Layer, layer).forward_summed,
                     stream[0],
                     pos,
-                    entering,
+                    initial_state,
                     state_wanted,
                     use_reentrant=False,
                     preserve_rng_state=False,
@@ -141,56 +144,56 @@ class LanguageModel(nn.Module):
                 )
                 stream = x, None
             else:
-                stream, leaving[number] = layer(stream, pos, entering, state_wanted)
+                stream, final_states[number] = layer(stream, pos, initial_state, state_wanted)
         if not self.stage.last:
-            return summed(stream), leaving
+            return summed(stream), final_states
         _, hidden = self.norm(stream, self.compute_dtype)
-        return gather_tokens(hidden, pos.shape) if self.sequence_parallel else hidden, leaving
+        return gather_tokens(hidden, pos.shape) if self.sequence_parallel else hidden, final_states
 
     def recomputation(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Contexts of a first forward pass, which need not have a graph, and of its recomputation, which takes the same entering
-        States and makes the same choices as that, and exchanges nothing with other sequence ranks."""
+        """Contexts of a first forward pass, which may run without a graph, and of its recomputation, which gets the same initial
+        States, makes the same discrete choices, and communicates with no other context-parallel rank."""
         first, again = recomputation(self.layers.values(), self.link)
         return first, again
 
     @property
     def state_specs(self) -> dict[str, tuple[StateSpec, ...]]:
-        """What each layer carries per sequence, in whole shapes, by the layer's number."""
+        """The State of a sequence in each layer, in whole shapes, by the layer's number."""
         return {number: cast(Layer, layer).state_specs for number, layer in self.layers.items()}
 
     @torch.no_grad()
     def through_stages(
         self, tokens: Tensor, pos: Tensor, states: States | None = None, state_wanted: bool = True
     ) -> tuple[Tensor | None, States]:
-        """The forward pass of all stages, without gradients: hidden vectors on the last one and None on the others, own States."""
+        """The forward pass through all stages without gradients: hidden vectors on the last stage, else None; own States."""
         pipeline = self.pipeline
         if pipeline is None:
             return self(tokens, pos, states, state_wanted)
         x = tokens if pipeline.first else pipeline.irecv("forward", self.hidden_shape(tokens), self.hidden_dtype).wait()
-        hidden, leaving = self(x, pos, states, state_wanted)
+        hidden, final_states = self(x, pos, states, state_wanted)
         if pipeline.last:
-            return hidden, leaving
+            return hidden, final_states
         pipeline.send("forward", hidden)
-        return None, leaving
+        return None, final_states
 
     def hidden_shape(self, tokens: Tensor) -> tuple[int, ...]:
-        """Of what goes from stage to stage for tokens [B, T]."""
+        """Shape of the hidden vectors that stages send for tokens [B, T]."""
         rows = (tokens_per_rank(tokens.numel(), self.tensor_size),) if self.sequence_parallel else tokens.shape
         return (*rows, self.config.d_model)
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Of the same, and of the residual stream: less precise than parameters only where that is asked for."""
+        """Dtype of the residual stream and of hidden vectors between stages: residual_dtype, or the parameters' dtype for fp32."""
         return self._hidden_dtype if self._hidden_dtype != torch.float32 else next(self.parameters()).dtype
 
     def local_only(self) -> AbstractContextManager[None]:
-        """Within it this rank has whole sequences: decoding."""
+        """A context in which this rank has whole sequences and does not use the link: decoding."""
         return nullcontext() if self.link is None else self.link.local_only()
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Summed negative log-likelihood (nats, fp32 scalar) of labels [B, T] int64; IGNORE_INDEX ones count nothing.
+        """Summed negative log-likelihood (nats, fp32 scalar) of labels [B, T] int64; negative ones are ignored.
 
-        Logits exist for `loss_chunk` tokens at a time, once: what gets a gradient has it made in the forward pass.
+        Logits exist for `loss_chunk` tokens at a time; gradients are computed in the forward pass (models.cross_entropy).
         """
         head = self.embedding if self.config.tie_embeddings else self.head
         return linear_cross_entropy(

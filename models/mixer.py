@@ -34,19 +34,19 @@ class Mixer(nn.Module, ABC):
     The constructor builds nested mixers and the parameters that the settings declare, under their declared names; a subclass
     annotates them, and `state_specs` follows from the declared State.
 
-    kept_operators: operators whose results full recomputation keeps instead of computing again, because a discrete choice depends
+    recompute_keeps: operators whose results full recomputation keeps instead of computing again, because a discrete choice depends
     on their last bit.
     """
 
-    kept_operators: ClassVar[tuple[Any, ...]] = ()
+    recompute_keeps: ClassVar[tuple[Any, ...]] = ()
     link: ContextLink | None = None
-    """The sequence group's neighbours; None: this rank has whole sequences."""
-    seen: ClassVar[set[Recurrence] | None] = None
-    """Where recurrences that are carried are noted, within `record_recurrences`: they are then run as they are defined."""
+    """The context-parallel group's neighbours; None: this rank has whole sequences."""
+    recorded: ClassVar[set[Recurrence] | None] = None
+    """Within `record_recurrences`, the set that recurrences are added to; they then run their definition, not their kernels."""
     state_wanted: ClassVar[bool] = True
-    """Whether the States that leave are wanted, within `need_final_state`. Else they are not made where nothing is handed on."""
-    where: str = "a mixer"
-    """This mixer's name in the model, "layers.3.mamba", as errors and counts of messages call it."""
+    """Set by `need_final_state`. If false, final States are not computed, unless a link sends them to the next rank."""
+    path: str = "a mixer"
+    """This mixer's name in the model, "layers.3.mamba", in errors and message counts."""
 
     def __init__(self, config: MixerConfig, context: MixerContext) -> None:
         super().__init__()
@@ -55,15 +55,16 @@ class Mixer(nn.Module, ABC):
             self.add_module(name, build_mixer(nested, context.nested()))
         build_parameters(self, config.parameters(context.d_model), context)
 
-    def carry(self, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """Outputs and leaving State of a recurrence, whoever has the tokens before these. Everything carried goes through here."""
-        if Mixer.seen is not None:
-            Mixer.seen.add(recurrence)
-            if not inputs[0].is_meta:  # definitions look at numbers
-                # of a few tokens, for which nothing has to be compiled: no kernel takes float64, and what comes behind has a step's
-                y, leaving = recurrence.reference(tuple(x.double() if x.is_floating_point() else x for x in inputs), pos, state)
-                return y.to(inputs[0].dtype), leaving
-        return run_recurrence(self.link, recurrence, inputs, pos, state, self.where, Mixer.state_wanted)
+    def run_recurrence(self, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """Outputs and final State of a recurrence, on whichever rank the preceding tokens are. Every State goes through here."""
+        if Mixer.recorded is not None:
+            Mixer.recorded.add(recurrence)
+            if not inputs[0].is_meta:  # definitions read values
+                # the definition, so that nothing is compiled for a few tokens; later operators see the dtype of a training step
+                float64 = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+                y, final_state = recurrence.reference(float64, pos, state)
+                return y.to(inputs[0].dtype), final_state
+        return run_recurrence(self.link, recurrence, inputs, pos, state, self.path, Mixer.state_wanted)
 
     def __init_subclass__(cls, settings: type[MixerConfig] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -72,11 +73,11 @@ class Mixer(nn.Module, ABC):
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        """The State of a sequence, in whole shapes (all tensor ranks together); () for what looks at one token at a time."""
+        """The State of a sequence, in whole shapes (all tensor ranks together); () for a mixer without a recurrence."""
         return tuple(self._state_spec(state) for state in self.config.all_state(self.context.d_model))
 
     def _state_spec(self, state: StateDeclaration) -> StateSpec:
-        # float32 is the parameters' type: States and accumulation follow a model that is converted to float64
+        # float32 means the parameters' dtype, so that the State of a model converted to float64 is float64
         types: dict[Dtype, torch.dtype] = {
             "compute": self.context.compute_dtype,
             "float32": next(self.parameters()).dtype,
@@ -102,7 +103,7 @@ def build_mixer(config: MixerConfig, context: MixerContext) -> Mixer:
 
 @contextmanager
 def need_final_state(wanted: bool) -> Iterator[None]:
-    """Within it mixers are run whose leaving States are wanted, or not. To be entered also where a layer is run again."""
+    """Says whether mixers that run within this context must compute final States. Recomputation must enter it as well."""
     before, Mixer.state_wanted = Mixer.state_wanted, wanted
     try:
         yield
@@ -113,22 +114,25 @@ def need_final_state(wanted: bool) -> Iterator[None]:
 @torch.no_grad()
 @contextmanager
 def record_recurrences() -> Iterator[set[Recurrence]]:
-    """Within it, what mixers carry."""
-    Mixer.seen = set()
+    """Yields the set that collects the recurrences which mixers run within this context."""
+    Mixer.recorded = set()
     try:
-        yield Mixer.seen
+        yield Mixer.recorded
     finally:
-        Mixer.seen = None
+        Mixer.recorded = None
 
 
 def recurrences_of(model: nn.Module, d_model: int, dtype: torch.dtype) -> list[Recurrence]:
-    """What the model's mixers carry, by name: found by running each kind on a few tokens, in the dtype and with the positions of a
-    step, so that no kernel is needed that steps do not need. A tensor group calls it together."""
+    """The recurrences of the model's mixers, sorted by name. A collective of the tensor group.
+
+    Each kind of mixer runs once on 16 tokens, with the dtype and positions of a training step, so that it needs no kernel that
+    training does not need.
+    """
     nested = {part for module in model.modules() if isinstance(module, Mixer) for part in module.modules() if part is not module}
     outer = {type(module): module for module in model.modules() if isinstance(module, Mixer) and module not in nested}
-    with record_recurrences() as seen:
+    with record_recurrences() as recurrences:
         for mixer in outer.values():
             device = next(mixer.parameters()).device
             pos = torch.arange(16, dtype=torch.int32, device=device)[None]
             mixer(torch.zeros(1, 16, d_model, dtype=dtype, device=device), pos, None)
-    return sorted(seen, key=str)
+    return sorted(recurrences, key=str)

@@ -1,8 +1,8 @@
-"""The skeleton that Mamba and Longhorn share: projection, short convolution, gated diagonal scan, projection.
+"""The block that Mamba and Longhorn share: projection, short convolution, gated diagonal scan, projection.
 
-Channels (d_inner) are split over the tensor group, so the convolution and the scan need no communication. What mixes all channels
-(x_proj: a low-rank code of the step sizes, and the two vectors that all channels of a token share) is row parallel and summed over
-the group once; its gradient is summed once on the way back.
+Channels (d_inner) are split over the tensor group, so the convolution and the scan need no communication. x_proj,
+which mixes all channels (a low-rank code of the step sizes, and the vectors B and C that all channels of a token share), is row
+parallel: its output is summed over the group once, and so is the output's gradient.
 
 Shapes: B batch, T time, M d_model, D this rank's channels, N d_state, R rank of the step sizes, W d_conv.
 """
@@ -56,14 +56,14 @@ class SSMBlock(Mixer):
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         config, rank, d_state = self.config, self.config.step_rank(self.context.d_model), self.config.d_state
-        # a carried convolution's inputs may have come from elsewhere
+        # with a link the convolution's tail may come from another rank, which recomputation would have to ask again
         selective = self.context.selective_recompute and (self.link is None or not self.link.active)
         x_BTD, z_BTD = self.in_proj(x_BTM, self.in_proj.local_splits)
         conv_inputs = (x_BTD, self.conv_weight, self.conv_bias)
-        before = None if state is None else {"tail": state["conv"]}
-        x_BTD, tail = self.carry(_CONV, conv_inputs, pos_BT, before)
+        initial_tail = None if state is None else {"tail": state["conv"]}
+        x_BTD, tail = self.run_recurrence(_CONV, conv_inputs, pos_BT, initial_tail)
         with recompute_in_backward(selective) as discard:
-            discard(x_BTD, lambda: _CONV.forward_no_state(conv_inputs, pos_BT, before))
+            discard(x_BTD, lambda: _CONV.forward_no_state(conv_inputs, pos_BT, initial_tail))
             x_BTD, projected = self.x_proj(x_BTD, return_input=True)
             # every rank's channels use the same dt code, B and C: their gradient is summed once for all three
             projected = copy_to_tensor_group(projected)
@@ -72,8 +72,8 @@ class SSMBlock(Mixer):
             dt_BTD = dt_proj(dt_low_rank_BTR)
             D_D, dt_bias_D = self._or_zeros("D"), self._or_zeros(f"{config.step_name}_bias")
             inputs = self.scan_inputs(x_BTD, dt_BTD, B_BTN, C_BTN, D_D, z_BTD, dt_bias_D)
-            (leaf,) = self.recurrence.state_specs(inputs)
-            entering = None if state is None else {leaf.name: state["scan"]}
+            (spec,) = self.recurrence.state_specs(inputs)
+            initial_state = None if state is None else {spec.name: state["scan"]}
             discard(dt_BTD, lambda: dt_proj(dt_low_rank_BTR))
-            y_BTD, scan = self.carry(self.recurrence, inputs, pos_BT, entering)
-        return self.out_proj(y_BTD), {"conv": tail["tail"], "scan": scan[leaf.name]}
+            y_BTD, scan = self.run_recurrence(self.recurrence, inputs, pos_BT, initial_state)
+        return self.out_proj(y_BTD), {"conv": tail["tail"], "scan": scan[spec.name]}

@@ -1,7 +1,7 @@
-"""Which layers each pipeline stage has: contiguous, cut so that the slowest stage is as fast as it can be. Torch-free.
+"""Partitions the layers into contiguous pipeline stages so that the slowest stage is as fast as possible. Torch-free.
 
-The one thing to know: stages are balanced by what their layers cost, not by how many they are: a hybrid's attention is not its
-scan, and the head of a large vocabulary costs as much as several layers. The embedding only looks up and counts nothing.
+Stages are balanced by the cost of their layers, not by their number: attention and scans of a hybrid cost differently, and the head
+of a large vocabulary costs as much as several layers. The embedding is a lookup and costs nothing here.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from baton.models.config import ModelConfig
 from baton.parallel.errors import LayoutError
 
 VECTOR_COST = 16
-"""What an operation outside the matrix units counts: on A100 to H200 they are 15 to 16 times slower in bfloat16's favour."""
+"""Cost of a FLOP outside the matrix units, which do 15 to 16 times as many in bfloat16 on A100 to H200."""
 
 MATMUL_PASSES = 3
-"""A projection runs once forwards, and in backward for the gradients of its input and of its weight."""
+"""Matmuls of a projection in a training step: forward, the gradient of its input, the gradient of its weight."""
 
 RECURRENCE_PASSES = 4
-"""A recurrence's chunks run again in backward, and so does the head, whose logits are never whole."""
+"""Forward passes that a recurrence or the head costs: both are computed again in chunks for the backward pass."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: its number, how many there are, and its layers' numbers in the whole model."""
+    """One stage: its index, the number of stages, and the numbers of its layers in the whole model."""
 
     index: int
     count: int
@@ -41,32 +41,32 @@ class Stage:
         return self.index == self.count - 1
 
 
-def whole(config: ModelConfig) -> Stage:
-    """The only stage of a model that is not cut."""
+def single_stage(config: ModelConfig) -> Stage:
+    """The only stage of a model without pipeline parallelism."""
     return Stage(0, 1, range(config.n_layers))
 
 
-def cut(config: ModelConfig, count: int, sequence_length: int) -> tuple[Stage, ...]:
-    """`count` stages of at least one layer, the slowest as fast as can be, the others as even as that leaves them.
+def partition_layers(config: ModelConfig, count: int, sequence_length: int) -> tuple[Stage, ...]:
+    """`count` stages of at least one layer: the slowest as fast as possible, then the others as even as possible.
 
-    context: tokens of a sequence, on which attention's cost depends. The head counts where the vocabulary is known.
+    sequence_length: tokens of a sequence, on which attention's cost depends. The head counts where the vocabulary is known.
     Raises LayoutError for more stages than layers, or a kind of mixer without `activation_costs`.
     """
     if count == 1:
-        return (whole(config),)
+        return (single_stage(config),)
     if count > config.n_layers:
         raise LayoutError(
             f"layout.pipeline={count} is more stages than model.n_layers={config.n_layers} layers; set layout.pipeline to "
             f"{config.n_layers} or less"
         )
     costs = layer_costs(config, sequence_length)
-    edges = [0, *_best_cuts(costs, head_cost(config), count), len(costs)]
+    edges = [0, *_best_boundaries(costs, head_cost(config), count), len(costs)]
     return tuple(Stage(n, count, range(edges[n], edges[n + 1])) for n in range(count))
 
 
 def layer_costs(config: ModelConfig, sequence_length: int) -> list[float]:
-    """Of each layer, per token of a training step: operations on matrix units, and VECTOR_COST times those elsewhere."""
-    of: dict[str, float] = {}
+    """The cost of each layer per token of a training step: FLOPs on matrix units, plus VECTOR_COST times the others."""
+    by_name: dict[str, float] = {}
     for name, settings in config.mixers.items():
         try:
             costs = settings.costs(config.d_model)
@@ -74,21 +74,21 @@ def layer_costs(config: ModelConfig, sequence_length: int) -> list[float]:
             raise LayoutError(f"layout.pipeline: stages are cut by cost, and model.mixers.{name}: {error}") from None
         matrix, vector = costs.recurrence_flops(sequence_length)
         matmuls = sum(2.0 * p.uses * p.numel for p in costs.parameters)
-        of[name] = MATMUL_PASSES * matmuls + RECURRENCE_PASSES * (matrix + VECTOR_COST * vector)
-    return [sum(of[name] for name in layer) for layer in config.layers]
+        by_name[name] = MATMUL_PASSES * matmuls + RECURRENCE_PASSES * (matrix + VECTOR_COST * vector)
+    return [sum(by_name[name] for name in layer) for layer in config.layers]
 
 
 def head_cost(config: ModelConfig) -> float:
-    """Of the head, in layer_costs' unit; 0 where the vocabulary is not known."""
+    """The cost of the head, in the unit of `layer_costs`; 0 where the vocabulary is not known."""
     if config.vocab_size is None:
         return 0.0
     return RECURRENCE_PASSES * 2.0 * config.d_model * config.padded_vocab_size
 
 
-def _best_cuts(costs: list[float], head: float, count: int) -> list[int]:
-    """Where to cut so that the largest sum is least, the last piece's with the head; of those, the least sum of squares.
+def _best_boundaries(costs: list[float], head: float, count: int) -> list[int]:
+    """Boundaries that minimise the largest sum, with the head in the last one, and among those the sum of squares.
 
-    Both are the classic linear partition; pieces that cannot be the answer's are not looked at, so time is about n^2 log(count).
+    Both are the linear partition problem; dominated pieces are skipped, so the time is about n^2 log(count).
     """
     sums = [0.0, *accumulate(costs)]
 
@@ -103,8 +103,10 @@ def _best_cuts(costs: list[float], head: float, count: int) -> list[int]:
 def _partition(
     piece: Callable[[int, int], float], n: int, count: int, join: Callable[[float, float], float], limit: float
 ) -> tuple[float, list[int]]:
-    """The least value of n items in `count` pieces none of which exceeds `limit`, and where it cuts. join: the value of some pieces
-    and one more."""
+    """The least value of n items in `count` pieces of at most `limit` each, and the boundaries that give it.
+
+    piece(begin, end): the cost of a piece. join(value, cost): the value of a partition with one piece more.
+    """
     best = [0.0] + [inf] * n
     begins: list[list[int]] = []
     for k in range(1, count + 1):

@@ -68,7 +68,9 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
             residual_dtype=DTYPES[training.residual_dtype],
             recompute=training.recompute,
             link=None if mesh is None else _link(training, mesh),
-            stage=None if mesh is None else stages.cut(config, mesh.layout.pipeline, training.sequence_length)[mesh.pipeline_rank],
+            stage=None
+            if mesh is None
+            else stages.partition_layers(config, mesh.layout.pipeline, training.sequence_length)[mesh.pipeline_rank],
             pipeline=None if mesh is None else mesh.pipeline,
             sequence_parallel=mesh is not None and mesh.layout.sequence_parallel,
         )

@@ -15,7 +15,7 @@ from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
 class Attention(Mixer, settings=AttentionConfig):
-    """x [B, T, M], pos [B, T], State {k (turned), v [B, window - 1, key heads, dim], seen [B]} -> y [B, T, M], State."""
+    """x [B, T, M], pos [B, T], State {k (rotated), v [B, window - 1, kv_heads, head_dim], seen [B]} -> y [B, T, M], State."""
 
     config: AttentionConfig
     in_proj: ColumnParallelLinear
@@ -25,5 +25,5 @@ class Attention(Mixer, settings=AttentionConfig):
         q, k, v = (x.unflatten(-1, (-1, self.config.head_dim)) for x in self.in_proj(x_BTM, self.in_proj.local_splits))
         if self.config.rope_theta is not None:
             q, k = rotary(q, k, pos_BT, self.config.rope_theta)
-        y, state = self.carry(WindowAttention(self.config.window), (q, k, v), pos_BT, state)
+        y, state = self.run_recurrence(WindowAttention(self.config.window), (q, k, v), pos_BT, state)
         return self.out_proj(y.flatten(2)), state

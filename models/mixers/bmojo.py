@@ -1,4 +1,5 @@
-"""B'MOJO's mixer: a state space whose outputs are fading tokens, and one attention over a window, those, and what surprised it.
+"""B'MOJO's mixer: a state space whose outputs are fading tokens, and one attention over a window, the fading tokens and the
+tokens that the state space predicted worst (eidetic tokens).
 
 Source: Zancato et al. 2024, "B'MOJO: Hybrid State Space Realizations of Foundation Models with Eidetic and Fading Memory",
 Algorithm 1 in its chunked form. There is no position encoding.
@@ -17,7 +18,7 @@ weights, and the norm of its error. The paper leaves open, and this code fixes:
 
 - The output of Mamba's whole mixer, gated and projected to d_model, is scored and is the fading token; Algorithm 1 writes C x.
 - The eidetic memory keeps the largest scores so far, of two equal ones the older; the algorithm prints no eviction.
-- A token that is in the window and in the memory is attended twice, as in the paper's interleaved form.
+- A token that is both in the window and in the memory is attended twice, as in the paper's interleaved form.
 
 Differences from Algorithm 1: memories are published at multiples of the window and stay for one window, as in the paper's chunked
 form. Only a chunk's last token then sees y_{t-w} as its newest fading token. With fading=sliding every token does, and the w - 1
@@ -52,11 +53,11 @@ _CONV = ShortConv(None)
 
 
 class BMojo(Mixer, settings=BMojoConfig):
-    """x [B, T, M], pos [B, T], State {ssm.*, y [B, predictor, M], conv_k, conv_v [B, d_conv - 1, key heads * dim] unless d_conv is
-    null, and eidetic_attention's} -> y [B, T, M], State."""
+    """x [B, T, M], pos [B, T], State {ssm.*, y [B, predictor, M], conv_k, conv_v [B, d_conv - 1, kv_heads * head_dim] unless
+    d_conv is null, and eidetic_attention's} -> y [B, T, M], State."""
 
-    # a score in another rounding would select other tokens, and gradients would be another function's
-    kept_operators = (torch.ops.baton.innovation.default,)
+    # recomputed with another rounding, scores would select other tokens, and gradients would be those of another function
+    recompute_keeps = (torch.ops.baton.innovation.default,)
 
     config: BMojoConfig
     ssm: Mamba
@@ -69,24 +70,24 @@ class BMojo(Mixer, settings=BMojoConfig):
         config = self.config
         ssm_state = tail = attention_state = None
         if state is not None:
-            ssm_state = {name.removeprefix("ssm."): leaf for name, leaf in state.items() if name.startswith("ssm.")}
+            ssm_state = {name.removeprefix("ssm."): x for name, x in state.items() if name.startswith("ssm.")}
             others = ("ssm.", "conv_")
-            attention_state = {name: leaf for name, leaf in state.items() if name != "y" and not name.startswith(others)}
+            attention_state = {name: x for name, x in state.items() if name != "y" and not name.startswith(others)}
             tail = {"tail": state["y"]}
         fading_BTM, ssm_state = self.ssm(x_BTM, pos_BT, ssm_state)
-        # of the outputs before, nearest first
+        # of the previous outputs, nearest first
         weights = self._predictor_weights(fading_BTM.device)
-        score_BT, tail = self.carry(Innovation(config.innovation_norm), (fading_BTM.detach(), weights), pos_BT, tail)
+        score_BT, tail = self.run_recurrence(Innovation(config.innovation_norm), (fading_BTM.detach(), weights), pos_BT, tail)
         q = self.q_proj(x_BTM).unflatten(-1, (-1, config.head_dim))
         if self.context.sequence_parallel:
-            # the projection leaves x's gradient in parts, which gathering x sums; the fading tokens' parts are summed here
+            # the projection's input gradient is partial: gathering sums x's, and this sums the fading tokens'
             fading_BTM = copy_to_tensor_group(fading_BTM)
         tokens, convs = self._convolved(self._keys_and_values(x_BTM), pos_BT, state)
         inputs = (q, *self._by_head(tokens), *self._by_head(self._keys_and_values(fading_BTM)), score_BT)
         attention = EideticAttention(config.window, config.n_fading, config.eidetic, config.fading == "sliding")
-        y, attention_state = self.carry(attention, inputs, pos_BT, attention_state)
-        leaving = {**{f"ssm.{name}": leaf for name, leaf in ssm_state.items()}, **convs, "y": tail["tail"], **attention_state}
-        return self.out_proj(y.flatten(2)), leaving
+        y, attention_state = self.run_recurrence(attention, inputs, pos_BT, attention_state)
+        final_state = {**{f"ssm.{name}": x for name, x in ssm_state.items()}, **convs, "y": tail["tail"], **attention_state}
+        return self.out_proj(y.flatten(2)), final_state
 
     def _predictor_weights(self, device: torch.device) -> Tensor:
         n = self.config.predictor
@@ -98,16 +99,16 @@ class BMojo(Mixer, settings=BMojoConfig):
         return self.kv_proj(x_BTM, self.kv_proj.local_splits)
 
     def _convolved(self, rows: Sequence[Tensor], pos_BT: Tensor, state: State | None) -> tuple[Sequence[Tensor], State]:
-        """Keys and values of the tokens, each with those of the tokens before; the tails that are carried on."""
+        """The convolved keys and values of the tokens, and the final tails."""
         if self.config.d_conv is None:
             return rows, {}
-        found, leaving = [], {}
+        convolved, final_state = [], {}
         for (name, weight), x_BTD in zip(self.conv_weights.items(), rows, strict=True):
-            leaf, bias = f"conv_{name}", cached_constants.zeros(len(weight), weight.dtype, weight.device)
-            y_BTD, own = self.carry(_CONV, (x_BTD, weight, bias), pos_BT, None if state is None else {"tail": state[leaf]})
-            found.append(y_BTD)
-            leaving[leaf] = own["tail"]
-        return found, leaving
+            key, bias = f"conv_{name}", cached_constants.zeros(len(weight), weight.dtype, weight.device)
+            y_BTD, tail = self.run_recurrence(_CONV, (x_BTD, weight, bias), pos_BT, None if state is None else {"tail": state[key]})
+            convolved.append(y_BTD)
+            final_state[key] = tail["tail"]
+        return convolved, final_state
 
     def _by_head(self, rows: Sequence[Tensor]) -> list[Tensor]:
         return [x_BTD.unflatten(-1, (-1, self.config.head_dim)) for x_BTD in rows]

@@ -36,16 +36,17 @@ class GLA(Mixer, settings=GLAConfig):
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         _, d_key, d_value = self.config.head_sizes(self.context.d_model)
         q, k, v, gate = self.in_proj(x_BTM, self.in_proj.local_splits)
-        # the bias is added in fp32, and the root taken of the logarithm: in bf16 no decay between 0.996 and 1 exists
+        # fp32 from the bias on, and the root is taken of the logarithm: bf16 has no decay between 0.996 and 1
         code_BTR = self.code_proj.for_own_heads(self.code_proj(x_BTM))
         logits = self.decay_proj(code_BTR).to(self.decay_bias.dtype) + self.decay_bias
+        g = F.logsigmoid(logits) / self.config.gate_logit_normalizer
         inputs = (
             FEATURE_MAPS[self.config.feature_map](q).unflatten(2, (-1, d_key)),
             FEATURE_MAPS[self.config.feature_map](k).unflatten(2, (-1, d_key)),
             v.unflatten(2, (-1, d_value)),
-            (F.logsigmoid(logits) / self.config.gate_logit_normalizer).unflatten(2, (-1, d_key)),
+            g.unflatten(2, (-1, d_key)),
         )
         recurrence = GatedLinearAttention("key", scale=d_key**-0.5)
-        o_BTHV, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
+        o_BTHV, final_state = self.run_recurrence(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
         y_BTV = gated(self.norm(o_BTHV).flatten(2), gate, dtype=gate.dtype)
-        return self.out_proj(y_BTV), leaving
+        return self.out_proj(y_BTV), final_state

@@ -28,7 +28,7 @@ class GSA(Mixer, settings=GSAConfig):
 
     q, k and v are linear, then silu.
 
-    x [B, T, M], pos [B, T], State {k [B, key heads, head_dim, slots], v [B, key heads, slots, head_dim]} -> y [B, T, M], State.
+    x [B, T, M], pos [B, T], State {k [B, kv_heads, head_dim, slots], v [B, kv_heads, slots, head_dim]} -> y [B, T, M], State.
     """
 
     config: GSAConfig
@@ -37,17 +37,17 @@ class GSA(Mixer, settings=GSAConfig):
     out_proj: RowParallelLinear
 
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
-        # carried slots may have come from elsewhere
+        # with a link the slots may come from another rank, which recomputation would have to ask again
         selective = self.context.selective_recompute and (self.link is None or not self.link.active)
         *qkv, alpha = self.in_proj(x_BTM, self.in_proj.local_splits)
         inputs = (*(x.unflatten(2, (-1, self.config.head_dim)) for x in qkv), alpha.unflatten(2, (-1, self.config.slots)))
         recurrence = GatedSlotAttention(
             self.config.slot_activation, gate_logit_normalizer=self.config.gate_logit_normalizer, recompute_activations=selective
         )
-        o_BTHV, state = self.carry(recurrence, inputs, pos_BT, state)
-        read = o_BTHV.flatten(2)
-        # on a CPU the norm keeps copies of its own, and several ranks would have to sum again
-        with recompute_in_backward(selective and self.context.tensor_size == 1 and on_gpu(read)) as discard:
-            normed = self.norm(read, read.dtype, silu=True)
-            discard(normed, lambda: self.norm(read, read.dtype, silu=True))
+        o_BTHV, state = self.run_recurrence(recurrence, inputs, pos_BT, state)
+        o_BTD = o_BTHV.flatten(2)
+        # on a CPU the norm saves copies of its input, and several ranks would have to all-reduce again
+        with recompute_in_backward(selective and self.context.tensor_size == 1 and on_gpu(o_BTD)) as discard:
+            normed = self.norm(o_BTD, o_BTD.dtype, silu=True)
+            discard(normed, lambda: self.norm(o_BTD, o_BTD.dtype, silu=True))
             return self.out_proj(normed), state

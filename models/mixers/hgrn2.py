@@ -31,20 +31,20 @@ class HGRN2(Mixer, settings=HGRN2Config):
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         _, d_key, d_value = self.config.head_sizes(self.context.d_model)
         q, f, v = self.in_proj(x_BTM, self.in_proj.local_splits)
-        log_keep, take = self.forget(f.to(self.norm.weight.dtype))
+        g, k = self.forget(f.to(self.norm.weight.dtype))
         inputs = (
             F.silu(q).unflatten(2, (-1, d_key)),
-            take.to(q.dtype).unflatten(2, (-1, d_key)),
+            k.to(q.dtype).unflatten(2, (-1, d_key)),
             v.unflatten(2, (-1, d_value)),
-            log_keep.unflatten(2, (-1, d_key)),
+            g.unflatten(2, (-1, d_key)),
         )
         recurrence = GatedLinearAttention("key")
-        o_BTHV, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
-        return self.out_proj(self.norm(o_BTHV.flatten(2), v.dtype)), leaving
+        o_BTHV, final_state = self.run_recurrence(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
+        return self.out_proj(self.norm(o_BTHV.flatten(2), v.dtype)), final_state
 
     def forget(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """log a and 1 - a of the forget gates' logits, without a subtraction that would lose gates of nearly 1."""
+        """g = log a and k = 1 - a of the forget gates' logits f, without a subtraction, which would round gates near 1."""
         bound = self.config.lower_bound
-        take = (1 - bound) * torch.sigmoid(-f)
-        # without a bound a may underflow to 0, and only logsigmoid knows its logarithm
-        return torch.log1p(-take) if bound else F.logsigmoid(f), take
+        k = (1 - bound) * torch.sigmoid(-f)
+        # without a bound a may underflow to 0, where only logsigmoid gives the logarithm
+        return torch.log1p(-k) if bound else F.logsigmoid(f), k

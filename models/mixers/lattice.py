@@ -1,7 +1,7 @@
-"""Lattice's mixer: a memory of slots that each token turns, read and gated.
+"""Lattice's mixer: a memory of slots that each token updates by a rotation, read and gated.
 
 Source: Karami & Mirrokni 2025 (arXiv 2504.05646, first version), "Lattice: Learning to Efficiently Compress the Memory". Heads are
-split over the tensor group: their projections, convolutions and slots are one rank's business.
+split over the tensor group: a head's projections, convolutions and slots are on one rank.
 
 Differences from the paper, and what it leaves open:
 
@@ -38,7 +38,7 @@ from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
 class Lattice(Mixer, settings=LatticeConfig):
-    """q, k = conv(W x), v = scale W_v x, y = W_o (RMSNorm(S q) gelu(W_g x)), S turned by steps of step_max sigmoid(W_s x + bias).
+    """q, k = conv(W x), v = scale W_v x, y = W_o (RMSNorm(S q) gelu(W_g x)), S rotated by steps of step_max sigmoid(W_s x + bias).
 
     x [B, T, M], pos [B, T], State {conv [B, W-1, H K], S [B, H, V, K]} -> y [B, T, M], State. Both convolutions read the same
     inputs and share a tail. A state of None is the initial slots, which are not zero.
@@ -59,7 +59,7 @@ class Lattice(Mixer, settings=LatticeConfig):
         qk_BTD, v_BTD, gate_BTD, step_BTH, *forget = self.in_proj(x_BTM, self.in_proj.local_splits)
         q_BTHK, conv = self._convolved(qk_BTD, self.conv_q, pos_BT, state)
         k_BTHK, _ = self._convolved(qk_BTD, self.conv_k, pos_BT, state)
-        # biases are added in fp32: rounded to bf16 they would move in jumps, and a gate near 1 would be 1
+        # biases are added in fp32: in bf16 they would change in jumps, and a gate near 1 would round to 1
         step_BTH = torch.sigmoid(step_BTH.to(dtype) + self.step_bias)
         if config.step_max != 1.0:
             step_BTH = config.step_max * step_BTH
@@ -74,16 +74,16 @@ class Lattice(Mixer, settings=LatticeConfig):
             self._initial_slots(len(self.step_bias), x_BTM.device),
         )
         update = recurrence.Lattice(config.variant, config.project, forget=config.forget, sparse=bool(config.sparsity))
-        o_BTHV, leaving = self.carry(update, inputs, pos_BT, None if state is None else {"S": state["S"]})
+        o_BTHV, final_state = self.run_recurrence(update, inputs, pos_BT, None if state is None else {"S": state["S"]})
         o_BTD = o_BTHV.flatten(2)
         y_BTD = gated(self.norm(o_BTD, dtype) if config.output_norm else o_BTD, gate_BTD, activation="gelu", dtype=gate_BTD.dtype)
-        return self.out_proj(y_BTD), {"conv": conv, **leaving}
+        return self.out_proj(y_BTD), {"conv": conv, **final_state}
 
-    def _convolved(self, u_BTD: Tensor, weight: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, Tensor]:
+    def _convolved(self, x_BTD: Tensor, weight: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, Tensor]:
         bias = cached_constants.zeros(weight.shape[0], weight.dtype, weight.device)
-        inputs, tail = (u_BTD, weight, bias), None if state is None else {"tail": state["conv"]}
-        out_BTD, tail = self.carry(ShortConv(self.config.conv_activation), inputs, pos_BT, tail)
-        return out_BTD.unflatten(2, (-1, self.config.slots)), tail["tail"]
+        inputs, tail = (x_BTD, weight, bias), None if state is None else {"tail": state["conv"]}
+        y_BTD, tail = self.run_recurrence(ShortConv(self.config.conv_activation), inputs, pos_BT, tail)
+        return y_BTD.unflatten(2, (-1, self.config.slots)), tail["tail"]
 
     def _initial_slots(self, heads: int, device: torch.device) -> Tensor:
         if self.config.initial_slots == "learned":

@@ -19,9 +19,9 @@ from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
 class RetNet(Mixer, settings=RetNetConfig):
-    """S = a S + k v^T, y = W (RMSNorm(S^T q / sqrt(d_key)) silu(W_g x)), q and k turned by position, a = 1 - 2^-(5 + head).
+    """S = a S + k v^T, y = W (RMSNorm(S^T q / sqrt(d_key)) silu(W_g x)), q and k rotated by position, a = 1 - 2^-(5 + head).
 
-    x [B, T, M], pos [B, T], State {S [B, heads, d_key, d_value]} -> y [B, T, M], State. Keys enter the state turned.
+    x [B, T, M], pos [B, T], State {S [B, heads, d_key, d_value]} -> y [B, T, M], State. Keys enter the state rotated.
     """
 
     config: RetNetConfig
@@ -30,7 +30,7 @@ class RetNet(Mixer, settings=RetNetConfig):
     out_proj: RowParallelLinear
 
     def log_decay(self, like: Tensor) -> Tensor:
-        """log a of this rank's heads, [heads], on the device of `like`, fp32."""
+        """The log decay g of this rank's heads, [heads], fp32, on the device of `like`."""
         size = self.context.tensor_size
         count = self.config.head_sizes(self.context.d_model).heads // size
         first = count * self.in_proj.tp_group.rank() if size > 1 else 0
@@ -47,6 +47,6 @@ class RetNet(Mixer, settings=RetNetConfig):
             self.log_decay(x_BTM).expand(*x_BTM.shape[:2], -1),
         )
         recurrence = GatedLinearAttention("scalar", scale=d_key**-0.5)
-        o_BTHV, leaving = self.carry(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
+        o_BTHV, final_state = self.run_recurrence(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
         y_BTV = gated(self.norm(o_BTHV).flatten(2), gate, dtype=gate.dtype)
-        return self.out_proj(y_BTV), leaving
+        return self.out_proj(y_BTV), final_state

@@ -1,4 +1,4 @@
-"""The gated MLP: down(silu(gate(x)) * up(x)). It looks at one token at a time, so it carries nothing.
+"""The gated MLP: down(silu(gate(x)) * up(x)). It has no recurrence.
 
 Source: Shazeer, "GLU variants improve Transformer", equation 6. Hidden features are split over the tensor group.
 """
@@ -24,7 +24,7 @@ class SwiGLU(Mixer, settings=SwiGLUConfig):
     def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
         gate, up = self.in_proj(x_BTM, self.in_proj.local_splits)
         product = gated(up, gate)
-        # on a CPU the gate keeps copies of its own, not what would make it again
+        # on a CPU the gate saves copies of its inputs, so that discarding its result would save nothing
         with recompute_in_backward(self.context.selective_recompute and on_gpu(product)) as discard:
             discard(product, lambda: gated(up, gate))
             return self.out_proj(product), {}

@@ -1,7 +1,7 @@
 """Settings of the mixers, a file per kind. Torch-free.
 
-The one thing to know: a kind is a file models/mixers/NAME.py; its settings are in models/settings/NAME.py, so that a configuration
-is read without torch. A mixer without a settings file may define its settings class in its own file, at that price.
+A kind is a file models/mixers/NAME.py. Its settings class is in models/settings/NAME.py, so that a configuration can be read, and
+planned for, without torch. A mixer's own file may define the class instead; then reading the configuration imports torch.
 """
 
 from functools import cache
@@ -21,7 +21,7 @@ _KINDS: dict[str, "type[MixerConfig]"] = {}
 
 
 class MixerConfig(BaseModel):
-    """What one kind of sub-block can be told. Subclasses add `kind: Literal["NAME"] = "NAME"` and fields with descriptions."""
+    """Settings of one kind of mixer, and what it declares. Subclasses add `kind: Literal["NAME"] = "NAME"` and described fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,17 +34,17 @@ class MixerConfig(BaseModel):
             _KINDS[name] = cls
 
     def sizes(self, d_model: int) -> dict[str, int]:
-        """What is split over the tensor group, by the name of the setting that decides it: each must be a multiple of its ranks."""
+        """Sizes that are split over the tensor group, by the setting that decides them: each must be a multiple of its ranks."""
         return {}
 
     @property
     def state_grows(self) -> bool:
-        """Whether the State grows with every token, so that it cannot be handed from rank to rank."""
+        """Whether the State grows with every token, so that it cannot be sent from rank to rank."""
         return False
 
     @property
     def longest_tail(self) -> int:
-        """Tokens of the longest tail in the State: a rank with fewer cannot hand it on without those of the rank before."""
+        """Tokens of the longest tail in the State. A context-parallel rank must have at least as many."""
         return 0
 
     def note(self, tokens: int) -> str | None:
@@ -52,7 +52,7 @@ class MixerConfig(BaseModel):
         return None
 
     def check(self, d_model: int) -> None:
-        """Refuse settings that do not fit d_model. Raises ValueError with what to change."""
+        """Raises ValueError, with what to change, for settings that do not fit d_model."""
 
     @property
     def nested(self) -> "dict[str, MixerConfig]":
@@ -97,7 +97,7 @@ class MixerConfig(BaseModel):
 
     @classmethod
     def small(cls) -> Self:
-        """A tiny instance for d_model = SMALL_WIDTH that still has every part: what the tests of all mixers build."""
+        """A tiny instance for d_model = SMALL_WIDTH that has every part of the mixer; all mixers' tests build it."""
         return cls()  # type: ignore[call-arg]
 
 

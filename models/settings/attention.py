@@ -1,4 +1,4 @@
-"""Settings of softmax attention, and what B'MOJO's shares with it."""
+"""Settings of softmax attention, and of the heads that B'MOJO and GSA share with it."""
 
 from typing import Literal
 
@@ -52,7 +52,7 @@ class AttentionConfig(HeadsConfig):
         super().check(d_model)
         if self.rope_theta is not None and self.head_dim % 2:
             raise ValueError(
-                f"head_dim={self.head_dim} is odd, and rotary positions turn pairs; make it even or set rope_theta=null"
+                f"head_dim={self.head_dim} is odd, and rotary positions rotate pairs; make it even or set rope_theta=null"
             )
 
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:

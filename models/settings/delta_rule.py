@@ -1,4 +1,4 @@
-"""What DeltaNet and Gated DeltaNet share."""
+"""Settings that DeltaNet and Gated DeltaNet share."""
 
 from fractions import Fraction
 from typing import ClassVar
@@ -27,7 +27,7 @@ from baton.models.settings.declarations import (
 
 
 class DeltaRuleConfig(MixerConfig):
-    """The skeleton: projections, short convolutions, normalised keys, the delta rule, a norm per head, projection."""
+    """The shared block: projections, short convolutions, normalised keys, the delta rule, a norm per head, projection."""
 
     default_keys: ClassVar[Fraction]
     """All heads' d_key together, over d_model, where heads is not given."""

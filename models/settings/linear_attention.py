@@ -1,4 +1,4 @@
-"""What the mixers whose state is a matrix per head share: GLA, RetNet, HGRN2."""
+"""Settings that GLA, RetNet and HGRN2 share, whose state is a matrix per head."""
 
 from typing import Literal, NamedTuple
 
@@ -12,7 +12,7 @@ FeatureMap = Literal["identity", "silu", "relu", "elu"]
 
 
 class HeadSizes(NamedTuple):
-    """Of one mixer at one d_model."""
+    """Heads and widths of one mixer at one d_model."""
 
     heads: int
     d_key: int
@@ -20,14 +20,14 @@ class HeadSizes(NamedTuple):
 
 
 class LinearAttentionConfig(MixerConfig):
-    """Heads, and the widths of their keys and values. Subclasses say what follows from d_model where one is not given."""
+    """Heads, and the widths of their keys and values. Subclasses derive from d_model those that are not given."""
 
     heads: int | None = Field(None, ge=1, description="heads of queries, keys and values")
     d_key: int | None = Field(None, ge=1, description="width of a head's queries and keys")
     d_value: int | None = Field(None, ge=1, description="width of a head's values")
 
     def head_sizes(self, d_model: int) -> HeadSizes:
-        """All three. Raises ValueError where d_model leaves one open."""
+        """Heads, d_key and d_value. Raises ValueError where one does not follow from d_model."""
         raise NotImplementedError
 
     def state(self, d_model: int) -> tuple[StateDeclaration, ...]:

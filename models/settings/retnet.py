@@ -37,7 +37,7 @@ class RetNetConfig(LinearAttentionConfig):
     def check(self, d_model: int) -> None:
         super().check(d_model)
         if self.d_key % 2:
-            raise ValueError(f"d_key={self.d_key} is odd, and rotary positions turn pairs; make it even")
+            raise ValueError(f"d_key={self.d_key} is odd, and rotary positions rotate pairs; make it even")
 
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         heads, d_key, d_value = self.head_sizes(d_model)

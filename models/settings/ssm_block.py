@@ -1,4 +1,4 @@
-"""What Mamba and Longhorn share."""
+"""Settings that Mamba and Longhorn share."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from baton.models.settings.declarations import (
 
 
 class SSMBlockConfig(MixerConfig):
-    """The skeleton: projection, short convolution, gated diagonal scan, projection."""
+    """The shared block: projection, short convolution, gated diagonal scan, projection."""
 
     expand: int = Field(2, ge=1, description="d_inner / d_model; 2 in both papers' language models")
     d_state: int = Field(16, ge=1, description="numbers of state per channel; 16 in both papers' language models")
@@ -77,7 +77,7 @@ class SSMBlockConfig(MixerConfig):
         )
 
     def skeleton_costs(self, d_model: int, flops: int) -> MixerCosts:
-        """Everything but what the recurrence itself adds. flops: of the scan, per element of its state."""
+        """The costs of the block without those that the recurrence adds. flops: of the scan, per element of its state."""
         inner, code = self.expand * d_model, self.step_rank(d_model) + 2 * self.d_state
         conv, scan = self.state(d_model)
         return MixerCosts(

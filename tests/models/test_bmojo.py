@@ -107,7 +107,7 @@ def test_recomputation_keeps_the_tokens_that_were_chosen(single_mesh, monkeypatc
 
 def test_the_test_above_would_see_another_choice(single_mesh, monkeypatch):
     _, grads, _ = losses_and_gradients(recompute="none")
-    monkeypatch.setattr(bmojo.BMojo, "kept_operators", ())
+    monkeypatch.setattr(bmojo.BMojo, "recompute_keeps", ())
     _, recomputed, _ = losses_and_gradients(recompute="full", monkeypatch=monkeypatch)
     assert any(not torch.equal(recomputed[name], grad) for name, grad in grads.items())
 

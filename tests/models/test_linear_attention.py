@@ -282,7 +282,7 @@ def test_long_memories_survive_bfloat16(kind):
     [
         ("gla", {"heads": 5}, r"mixers\.gla: d_model / \(2 heads\) = 64 / 10 is not a whole number; set d_key"),
         ("retnet", {}, r"mixers\.retnet: d_model / d_key = 64 / 256 is not a whole number; set heads"),
-        ("retnet", {"heads": 2, "d_key": 5}, "d_key=5 is odd, and rotary positions turn pairs; make it even"),
+        ("retnet", {"heads": 2, "d_key": 5}, "d_key=5 is odd, and rotary positions rotate pairs; make it even"),
         ("hgrn2", {"heads": 7}, r"mixers\.hgrn2: d_model / heads = 64 / 7 is not a whole number; set d_value"),
         ("hgrn2", {"lower_bound": 1.0}, "less than 1"),
         ("mamba2", {"head_dim": 48}, r"expand \* d_model / head_dim = 128 / 48 is not a whole number; set head_dim"),

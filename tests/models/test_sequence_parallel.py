@@ -41,7 +41,7 @@ def example(mixer, batch, length):
     )
     pos = positions(generator, batch, 9 + length, 0.15)
     with torch.no_grad():
-        _, entering = layer.whole(before, pos[:, :9], None)
+        _, entering = layer.forward_summed(before, pos[:, :9], None)
     names = [leaf.name for leaf in layer.state_specs if leaf.grad]
     moving = {name: torch.randn(entering[name].shape, generator=generator, dtype=entering[name].dtype) for name in names}
     return x, pos[:, 9:], entering, dy, moving
@@ -51,7 +51,7 @@ def on_one(mixer, x, pos, entering, dy, moving):
     """y, the leaving State and all gradients, by name."""
     layer, x = layer_of(mixer), x.clone().requires_grad_()
     given = {name: leaf.clone().requires_grad_(name in moving) for name, leaf in entering.items()}
-    y, leaving = layer.whole(x, pos, given)
+    y, leaving = layer.forward_summed(x, pos, given)
     torch.autograd.backward([y, *(leaving[name] for name in moving)], [dy, *moving.values()])
     found = {"y": y, "dx": x.grad, **{f"leaving {name}": leaf for name, leaf in leaving.items()}}
     found |= {f"d entering {name}": given[name].grad for name in moving}
@@ -77,7 +77,7 @@ def on_ranks(mesh, mixer, x, pos, entering, dy, moving):
     def own(name, leaf):
         return leaf if places[name] is None else leaf.chunk(size, dim=places[name] + 1)[rank].contiguous()
 
-    def whole(name, leaf, combine):
+    def forward_summed(name, leaf, combine):
         shares = [torch.empty_like(leaf) for _ in range(size)]
         dist.all_gather(shares, leaf.detach().contiguous(), group=mesh.tensor_group)
         return combine(shares) if places[name] is None else torch.cat(shares, dim=places[name] + 1)
@@ -88,7 +88,7 @@ def on_ranks(mesh, mixer, x, pos, entering, dy, moving):
 
     here = part(x).requires_grad_()
     given = {name: own(name, leaf).clone().requires_grad_(name in moving) for name, leaf in entering.items()}
-    y, leaving = layer.whole(here, pos, given)
+    y, leaving = layer.forward_summed(here, pos, given)
     # of what all ranks carry alike, each has a part of the cotangent
     cotangents = [own(name, leaf) * (places[name] is not None or rank == 0) for name, leaf in moving.items()]
     torch.autograd.backward([y, *(leaving[name] for name in moving)], [part(dy), *cotangents])

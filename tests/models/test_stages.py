@@ -10,7 +10,7 @@ import yaml
 
 from baton.models import stages
 from baton.models.config import ModelConfig
-from baton.models.stages import Stage, _best_cuts, cut, head_cost, layer_costs, whole
+from baton.models.stages import Stage, _best_boundaries, head_cost, layer_costs, partition_layers, single_stage
 from baton.parallel.errors import LayoutError
 
 
@@ -34,7 +34,7 @@ def test_no_other_cut_is_better(seed):
     costs = [float(draw.choice([1, 2, 3, draw.randint(1, 30)])) for _ in range(n)]
     head = float(draw.choice([0, 1, 5, 40]))
     for count in range(2, n + 1):
-        found = sums_of(costs, head, _best_cuts(costs, head, count))
+        found = sums_of(costs, head, _best_boundaries(costs, head, count))
         every = [sums_of(costs, head, cuts) for cuts in itertools.combinations(range(1, n), count - 1)]
         slowest = min(max(sums) for sums in every)
         assert max(found) == slowest
@@ -44,26 +44,26 @@ def test_no_other_cut_is_better(seed):
 @pytest.mark.parametrize("name", sorted(path.name.removesuffix(".yaml") for path in (files("baton.configs") / "models").iterdir()))
 def test_stages_are_contiguous_nonempty_and_all_layers(name):
     config = shipped(name)
-    assert cut(config, 1, 2048) == (whole(config),)
+    assert partition_layers(config, 1, 2048) == (single_stage(config),)
     for count in (2, 3, 4, 7, config.n_layers):
-        stages = cut(config, count, 2048)
+        stages = partition_layers(config, count, 2048)
         assert [n for stage in stages for n in stage.layers] == list(range(config.n_layers))
         assert [(stage.index, stage.count) for stage in stages] == [(n, count) for n in range(count)]
         assert all(stage.layers for stage in stages)
         assert [stage.first for stage in stages] == [True] + [False] * (count - 1)
         assert [stage.last for stage in stages] == [False] * (count - 1) + [True]
-        assert cut(config.model_copy(), count, 2048) == stages
+        assert partition_layers(config.model_copy(), count, 2048) == stages
 
 
 def test_the_head_is_on_the_last_stage():
     """Mamba 130m has 24 equal layers and a head that costs as much as several of them."""
     config = shipped("mamba-130m")
     costs, head = layer_costs(config, 2048), head_cost(config)
-    layers = [len(stage.layers) for stage in cut(config, 4, 2048)]
+    layers = [len(stage.layers) for stage in partition_layers(config, 4, 2048)]
     assert len(set(costs)) == 1
     assert head > 3 * costs[0]
     assert layers[-1] < min(layers[:-1])
-    without = cut(config.model_copy(update={"vocab_size": None}), 4, 2048)
+    without = partition_layers(config.model_copy(update={"vocab_size": None}), 4, 2048)
     assert [len(stage.layers) for stage in without] == [6, 6, 6, 6]
 
 
@@ -78,7 +78,7 @@ def test_a_hybrid_is_cut_by_cost_not_by_count(window):
     config = shipped("hybrid-130m", mixers={"attention": {"window": window}})
     costs = layer_costs(config, 65536)
     assert costs[7] == costs[15] == costs[23] > 1.1 * costs[0]
-    found = cut(config, 6, 65536)
+    found = partition_layers(config, 6, 65536)
     by_count = [Stage(n, 6, range(4 * n, 4 * n + 4)) for n in range(6)]
     assert [len(stage.layers) for stage in found] != [4] * 6
     assert slowest_of(config, found, 65536) < 0.85 * slowest_of(config, by_count, 65536)
@@ -87,8 +87,8 @@ def test_a_hybrid_is_cut_by_cost_not_by_count(window):
 def test_a_long_context_moves_the_cut_towards_attention():
     config = shipped("hybrid-130m", mixers={"attention": {"window": None}}, n_layers=12, vocab_size=None)
     # layer 7 is the only attention
-    assert [len(stage.layers) for stage in cut(config, 3, 1024)] == [4, 4, 4]
-    assert [len(stage.layers) for stage in cut(config, 3, 262144)] == [7, 1, 4]
+    assert [len(stage.layers) for stage in partition_layers(config, 3, 1024)] == [4, 4, 4]
+    assert [len(stage.layers) for stage in partition_layers(config, 3, 262144)] == [7, 1, 4]
 
 
 def test_the_largest_cuts_look_at_few_pieces(monkeypatch):
@@ -104,7 +104,7 @@ def test_the_largest_cuts_look_at_few_pieces(monkeypatch):
 
     monkeypatch.setattr(stages, "_partition", counting)
     n, count = 128, 16
-    assert len(cut(shipped("hybrid-130m", n_layers=n), count, 2048)) == count
+    assert len(partition_layers(shipped("hybrid-130m", n_layers=n), count, 2048)) == count
     print(f"{len(looked):,} pieces")
     assert len(looked) < 2 * n**2 * log2(count)
     assert len(looked) < n**2 * count / 2
@@ -114,4 +114,4 @@ def test_more_stages_than_layers_are_refused():
     with pytest.raises(
         LayoutError, match=r"layout\.pipeline=25 is more stages than model\.n_layers=24 layers; set .* to 24 or less"
     ):
-        cut(shipped("mamba-130m"), 25, 2048)
+        partition_layers(shipped("mamba-130m"), 25, 2048)

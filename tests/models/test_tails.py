@@ -32,13 +32,13 @@ VARIANTS = {
 def carriers_of(settings, monkeypatch):
     """The recurrences that a mixer runs, and their inputs, in the middle of a document."""
     found = []
-    carry = Mixer.carry
+    run_recurrence = Mixer.run_recurrence
 
     def watched(self, recurrence, inputs, pos, state):
         found.append((recurrence, tuple(x.detach() for x in inputs)))
-        return carry(self, recurrence, inputs, pos, state)
+        return run_recurrence(self, recurrence, inputs, pos, state)
 
-    monkeypatch.setattr(Mixer, "carry", watched)
+    monkeypatch.setattr(Mixer, "run_recurrence", watched)
     mixer = build_mixer(settings, MixerContext(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))
     initialize_parameters(mixer, seed=1, tensor_rank=0, tensor_size=1)
     mixer(torch.randn(2, T, SMALL_WIDTH, generator=seeded(2)), 100 + torch.arange(T).repeat(2, 1), None)

@@ -36,7 +36,7 @@ def layer_of(kind, link, dtype):
             p.add_(0.1 * torch.randn(p.shape, generator=g))
     for name, module in layer.named_modules(prefix=f"layers.0.{kind}"):
         if isinstance(module, Mixer):
-            module.link, module.where = link, name
+            module.link, module.path = link, name
     return layer.to(dtype)
 
 
@@ -329,17 +329,17 @@ def test_ranks_are_the_whole_sequence(pool, single_mesh):
 def carriers_of(kind):
     """(recurrence, its leaves, its name) of every call of `run_recurrence`, and the mixer's leaves."""
     calls, layer = [], layer_of(kind, None, torch.float32)
-    run_recurrence = Mixer.carry
+    run_recurrence = Mixer.run_recurrence
 
     def noted(self, recurrence, inputs, pos, state):
         calls.append((recurrence, recurrence.state_specs(inputs), recurrence.name))
         return run_recurrence(self, recurrence, inputs, pos, state)
 
-    Mixer.carry = noted
+    Mixer.run_recurrence = noted
     try:
         layer(torch.zeros(B, 8, SMALL_WIDTH), torch.arange(8).expand(B, -1), None)
     finally:
-        Mixer.carry = run_recurrence
+        Mixer.run_recurrence = run_recurrence
     shapes = {(leaf.shape, leaf.dtype, leaf.grad) for _, leaves, _ in calls for leaf in leaves}
     # nothing is carried that the mixer does not say, and it says nothing that is not carried
     assert shapes == {(leaf.shape, leaf.dtype, leaf.grad) for leaf in layer.state_specs}

@@ -167,6 +167,6 @@ def test_the_parts_of_a_model_are_the_model(single_mesh):
 
     whole = {name: p.shape for name, p in LanguageModel(MODEL).named_parameters()}
     for count in (1, 2, 3):
-        parts = [LanguageModel(MODEL, stage=stage) for stage in stages.cut(MODEL, count, 24)]
+        parts = [LanguageModel(MODEL, stage=stage) for stage in stages.partition_layers(MODEL, count, 24)]
         names = [name for part in parts for name, p in part.named_parameters() if not p.baton_layout.tied_replica]
         assert sorted(names) == sorted(whole)

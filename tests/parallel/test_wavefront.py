@@ -145,7 +145,7 @@ def stack_of(kind, link):
         initialize_parameters(layer, seed=n, tensor_rank=0, tensor_size=1)
         for name, module in layer.named_modules(prefix=f"layers.{n}.{kind}"):
             if isinstance(module, Mixer):
-                module.link, module.where = link, name
+                module.link, module.path = link, name
         layers.append(layer)
     return layers
 

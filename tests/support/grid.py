@@ -236,8 +236,8 @@ def recorded(wanted: dict[str, list[Tensor]] | None = None):
     """B'MOJO's scores by layer, in the order of the forward passes; wanted: what is selected by instead."""
     scores: dict[str, list[Tensor]] = {}
 
-    def carry(self, recurrence, inputs, pos, state):
-        y, leaving = super(BMojo, self).carry(recurrence, inputs, pos, state)
+    def run_recurrence(self, recurrence, inputs, pos, state):
+        y, leaving = super(BMojo, self).run_recurrence(recurrence, inputs, pos, state)
         if isinstance(recurrence, Innovation):
             layer = self.where or "alone"
             scores.setdefault(layer, []).append(y.detach().clone())
@@ -245,11 +245,11 @@ def recorded(wanted: dict[str, list[Tensor]] | None = None):
                 y = wanted[layer][len(scores[layer]) - 1].to(y.dtype)
         return y, leaving
 
-    BMojo.carry = carry
+    BMojo.run_recurrence = run_recurrence
     try:
         yield scores
     finally:
-        del BMojo.carry
+        del BMojo.run_recurrence
 
 
 def errors(expected: Trained, shares: Sequence[Share]) -> dict[str, float]:

@@ -39,7 +39,7 @@ def joined(parts):
 
 
 def model_on(mesh, config, link=None):
-    stage = stages.cut(config, mesh.layout.pipeline, TOKENS)[mesh.pipeline_rank]
+    stage = stages.partition_layers(config, mesh.layout.pipeline, TOKENS)[mesh.pipeline_rank]
     place = {"link": mesh.link or link, "stage": stage, "pipeline": mesh.pipeline}
     model = LanguageModel(config, tensor_size=mesh.layout.tensor, compute_dtype=torch.float64, **place)
     initialize_parameters(model, 0, mesh.tensor_rank, mesh.layout.tensor)

@@ -288,7 +288,7 @@ def measure():
     mesh = meshes.initialize(run_of("mamba").layout, device=torch.device("cpu"), rank=0, store=None)
     for variant in STAGED:
         config = run_of(variant).model
-        for stage in stages.cut(config, STAGES, SEQUENCE_LENGTH):
+        for stage in stages.partition_layers(config, STAGES, SEQUENCE_LENGTH):
             model = LanguageModel(config, stage=stage)
             initialize_parameters(model, 0, 0, 1)
             results["saved of a stage"][variant].append(
@@ -342,7 +342,7 @@ def measure():
 
         def taken_back():
             """Storages of what lanes carried before; they are counted for themselves."""
-            before = () if lanes is None else lanes._before.values()
+            before = () if lanes is None else lanes._backup.values()
             return {x.untyped_storage()._cdata for _, states in before for state in states.values() for x in state.values()}
 
         if lanes is not None:

@@ -275,6 +275,10 @@ NAMES: dict[str, list[Entry]] = {
             ("models/*", "launcher/*"),
             ("site", "beside=", "Kept", "Carrier", "Reduction", "Work", ".carriers", ".reductions", "kept_bytes"),
         ),
+        (
+            ("models/*", "tests/models/*", "training/*", "launcher/*"),
+            (".carry", "kept_operators", "_best_cuts"),
+        ),
     ],
     "parallel": [
         (

@@ -88,8 +88,8 @@ class Scores:
 
     @contextmanager
     def used(self):
-        def carry(mixer, recurrence, inputs, pos, state):
-            y, leaving = super(BMojo, mixer).carry(recurrence, inputs, pos, state)
+        def run_recurrence(mixer, recurrence, inputs, pos, state):
+            y, leaving = super(BMojo, mixer).run_recurrence(recurrence, inputs, pos, state)
             if isinstance(recurrence, Innovation):
                 if self.wanted is None:
                     self.found.setdefault(mixer.where, []).append(y.detach())
@@ -98,11 +98,11 @@ class Scores:
                     y = self.wanted[mixer.where][rows].chunk(of, dim=1)[v].to(y)
             return y, leaving
 
-        BMojo.carry = carry
+        BMojo.run_recurrence = run_recurrence
         try:
             yield self
         finally:
-            del BMojo.carry
+            del BMojo.run_recurrence
 
 
 @cache
@@ -129,7 +129,7 @@ def reference(case):
 
 def gradients(mesh, case, scores):
     """Of this stage's parameters, summed over the sequence ranks."""
-    stage = stages.cut(model_for(case.mixer), mesh.layout.pipeline, 64)[mesh.pipeline_rank]
+    stage = stages.partition_layers(model_for(case.mixer), mesh.layout.pipeline, 64)[mesh.pipeline_rank]
     link = mesh.link or ContextLink(0, [mesh.rank], mesh.device)
     place = {"link": link, "stage": stage, "pipeline": mesh.pipeline}
     model = model_in(case.mixer, case.dtype, mesh.device, recompute=case.recompute, **place)
