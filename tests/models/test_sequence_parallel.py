@@ -77,7 +77,7 @@ def on_ranks(mesh, mixer, x, pos, entering, dy, moving):
     def own(name, leaf):
         return leaf if places[name] is None else leaf.chunk(size, dim=places[name] + 1)[rank].contiguous()
 
-    def forward_summed(name, leaf, combine):
+    def whole(name, leaf, combine):
         shares = [torch.empty_like(leaf) for _ in range(size)]
         dist.all_gather(shares, leaf.detach().contiguous(), group=mesh.tensor_group)
         return combine(shares) if places[name] is None else torch.cat(shares, dim=places[name] + 1)
