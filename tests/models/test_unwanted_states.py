@@ -181,7 +181,7 @@ def test_steps_and_evaluations_of_whole_sequences_want_none(kind, single_mesh, m
         monkeypatch.setattr(recurrence, "run", lambda self, *given: pytest.fail(f"{self} makes a State"))
     train_state = build(model_of(kind), training(), single_mesh)
     for graphs in (None, CudaGraphs(train_state.model, Again)):
-        assert StepExecutor(train_state.model, train_state.engine, single_mesh, cuda_graphs=graphs).step(batches, 1e-3).made
+        assert StepExecutor(train_state.model, train_state.engine, single_mesh, cuda_graphs=graphs).step(batches, 1e-3).updated
     evaluate(train_state.model, batches, 1, 1, single_mesh)
     with pytest.raises(pytest.fail.Exception, match="makes a State"):
         train_state.model(batches[0].tokens, batches[0].pos)
