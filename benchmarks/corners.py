@@ -24,8 +24,8 @@ import torch.multiprocessing as mp
 from report import Report
 
 from baton.data_pipeline.packing import Batch
-from baton.launcher.arithmetic import Arithmetic
 from baton.launcher.config import RunConfig
+from baton.launcher.planner.memory import Arithmetic
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
 from baton.parallel import mesh as meshes

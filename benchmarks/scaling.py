@@ -27,7 +27,7 @@ from train_step import MODELS, NEAR, OTHER_TEXT, Bench, Found, Shape, bench_argu
 
 from baton.launcher.cluster import load_cluster
 from baton.launcher.config import RunConfig
-from baton.launcher.plan import make_plan
+from baton.launcher.planner.plan import make_plan
 
 LAYOUTS = ("data", "context", "tensor", "pipeline")
 

@@ -37,8 +37,8 @@ from train_step_data import text_for
 from train_step_run import end, start_of, steps_of
 from train_step_sides import PEERS, peer_main, reference_main
 
-from baton.launcher.arithmetic import flops_per_token, of_stages
 from baton.launcher.config import RunConfig, load
+from baton.launcher.planner.memory import flops_per_token, of_stages
 from baton.training.monitoring.peak_flops import Utilisation, device_peak
 
 NEAR = 3e-4  # relative, of losses that are means over 16k tokens and more: bfloat16's rounding averages out

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.launcher.devices import Kind
 from baton.launcher.errors import ConfigError
+from baton.launcher.jobs_config import SlurmConfig
 from baton.launcher.validation import first_problem
 from baton.launcher.yaml_file import parse_yaml, read_yaml
-from baton.slurm.config import SlurmConfig
 
 
 class _Settings(BaseModel):

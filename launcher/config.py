@@ -16,12 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from baton.data_pipeline.config import DataConfig, ShardsConfig, TaskConfig
 from baton.launcher.errors import ConfigError
+from baton.launcher.jobs_config import JobsConfig
 from baton.launcher.validation import first_problem
 from baton.launcher.yaml_file import parse_yaml, read_yaml
 from baton.models.config import ModelConfig
 from baton.models.stages import partition_layers
 from baton.parallel.config import LayoutConfig, divisors
-from baton.slurm.config import JobsConfig
 from baton.training.config import ComputeDtype, ProfileConfig, TrainingConfig
 from baton.training.config_checks import check_long_evaluation, with_vocabulary
 from baton.training.micro_batch_size import fit_micro_batch_size

@@ -182,12 +182,12 @@ def _run(path: Path) -> None:
     flops_per_token = None
     notices: tuple[str, ...] = ()
     if config.profile is not None or (device.type != "cpu" and rank == 0):
-        from baton.launcher import arithmetic
         from baton.launcher.inputs import with_known_vocabulary
-        from baton.launcher.slow_paths import slow_paths
+        from baton.launcher.planner import memory
+        from baton.launcher.planner.slow_paths import slow_paths
 
         known = with_known_vocabulary(config)
-        flops_per_token = partial(arithmetic.flops_per_token, known)
+        flops_per_token = partial(memory.flops_per_token, known)
         notices = tuple(map(str, slow_paths(known, device.type)))
     watched = heartbeat.HEARTBEAT_DIR in os.environ
     if watched and device.type == "cuda":

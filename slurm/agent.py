@@ -26,8 +26,8 @@ from baton.launcher.processes import STOPPED, end_ranks, listen, log_of, misses_
 from baton.launcher.ranks import Rank
 from baton.launcher.run_directory import hold, read_config, write_whole
 from baton.slurm.exits import Exit
-from baton.slurm.files import cluster_of, node_name, nodes_of
-from baton.slurm.watch import Nodes
+from baton.slurm.liveness import Nodes
+from baton.slurm.run_files import cluster_of, node_name, nodes_of
 
 BEAT_S = 2.0
 

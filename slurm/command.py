@@ -7,7 +7,7 @@ import subprocess
 import time
 
 from baton.launcher.errors import ConfigError
-from baton.slurm.config import SlurmConfig
+from baton.launcher.jobs_config import SlurmConfig
 
 PATIENCE_S = 30.0
 """For one command; slurmctld may be busy or restarting."""

@@ -17,11 +17,11 @@ from baton.launcher.run_directory import hold, last_attempt, last_step, new_atte
 from baton.slurm import policy
 from baton.slurm.elastic import fitted
 from baton.slurm.exits import Exit
-from baton.slurm.files import cluster_of, nodes_of, write_excluded
 from baton.slurm.hooks import tell
 from baton.slurm.outcome import BEGINS, gather
 from baton.slurm.policy import ROWS, Decision, Outcome
 from baton.slurm.preflight import results
+from baton.slurm.run_files import cluster_of, nodes_of, write_excluded
 from baton.slurm.script import NEXT_JOB, OTHER_NODES
 from baton.training.monitoring import time_ledger
 

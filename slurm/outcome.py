@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.slurm.exits import MEANING, Exit
-from baton.slurm.files import nodes_of
 from baton.slurm.policy import Outcome
+from baton.slurm.run_files import nodes_of
 
 BEGINS = "attempt {} begins on "
 """The line of the job's output after which an attempt's own lines follow."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.slurm.config import JobsConfig, SlurmConfig
+from baton.launcher.jobs_config import JobsConfig, SlurmConfig
 from baton.slurm.exits import Exit
 from baton.slurm.script import AGAIN, NEXT_JOB, OTHER_NODES
 

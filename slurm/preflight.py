@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.launcher.cluster import Cluster
-from baton.slurm.files import cluster_of, node_name, nodes_of
+from baton.slurm.errors import UnfitNode
+from baton.slurm.run_files import cluster_of, node_name, nodes_of
 
 WRITTEN = 16 << 20
 """Bytes of the file that is written to the run directory."""
@@ -79,7 +80,7 @@ def check_node(attempt: Path) -> Result:
     began, result = time.monotonic(), Result(node_name())
     try:
         _checks(attempt, result)
-    except Unfit as unfit:
+    except UnfitNode as unfit:
         result.problem = str(unfit)
     except Exception as error:
         result.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -87,13 +88,9 @@ def check_node(attempt: Path) -> Result:
     return result
 
 
-class Unfit(Exception):  # noqa: N818 (a finding, not an error)
-    """A node that must not be used, and why."""
-
-
 def _checks(attempt: Path, result: Result) -> None:
     if not (attempt / "allocated.txt").exists():
-        raise Unfit(f"does not see {attempt}: the run directory is not on a file system that all nodes share")
+        raise UnfitNode(f"does not see {attempt}: the run directory is not on a file system that all nodes share")
     cluster = cluster_of(attempt.parent.parent)
     slurm, nodes = cluster.slurm, nodes_of(attempt, "allocated.txt")
     assert slurm is not None
@@ -101,21 +98,21 @@ def _checks(attempt: Path, result: Result) -> None:
     measured["versions"] = _versions()
     measured["files_mb_s"] = speed = _write_speed(attempt / "preflight" / result.node)
     if speed < limits.files_mb_s:
-        raise Unfit(f"writes {speed:.1f} MB/s into the run directory, and slurm.preflight.files_mb_s={limits.files_mb_s:g}")
+        raise UnfitNode(f"writes {speed:.1f} MB/s into the run directory, and slurm.preflight.files_mb_s={limits.files_mb_s:g}")
     scratch = Path(os.path.expandvars(slurm.scratch))
     try:
         scratch.mkdir(parents=True, exist_ok=True)
         (scratch / ".written").write_text("")
     except OSError as error:
-        raise Unfit(f"cannot write to slurm.scratch={scratch} ({error.strerror})") from None
+        raise UnfitNode(f"cannot write to slurm.scratch={scratch} ({error.strerror})") from None
     if slurm.gpus:
         _check_driver(cluster, measured)
-    from baton.slurm import rates
+    from baton.slurm import bandwidth_checks  # imports torch
 
-    rates.of_node(cluster, measured)
+    bandwidth_checks.of_node(cluster, measured)
     # who came this far says so, and the nodes that did meet; what one measures on the way needs all of them
-    met = rates.Meeting(attempt, nodes, result.node, limits.timeout_s / 3)
-    rates.between_nodes(cluster, met, measured)
+    met = bandwidth_checks.Meeting(attempt, nodes, result.node, limits.timeout_s / 3)
+    bandwidth_checks.between_nodes(cluster, met, measured)
 
 
 def _versions() -> dict[str, str]:
@@ -134,9 +131,9 @@ def _write_speed(path: Path) -> float:
             os.fsync(f.fileno())
         seconds = time.monotonic() - began
         if path.read_bytes() != data:
-            raise Unfit("reads from the run directory something else than it wrote")
+            raise UnfitNode("reads from the run directory something else than it wrote")
     except OSError as error:
-        raise Unfit(f"cannot write to the run directory ({error.strerror})") from None
+        raise UnfitNode(f"cannot write to the run directory ({error.strerror})") from None
     finally:
         path.unlink(missing_ok=True)
     return WRITTEN / 1e6 / seconds
@@ -148,24 +145,24 @@ _ASKED = ("memory.used", "temperature.gpu", "ecc.errors.uncorrected.volatile.tot
 def _check_driver(cluster: Cluster, measured: dict[str, Any]) -> None:
     """GPUs there, idle, and without errors, as the driver says."""
     if shutil.which("nvidia-smi") is None:
-        raise Unfit("has no nvidia-smi: no NVIDIA driver")
+        raise UnfitNode("has no nvidia-smi: no NVIDIA driver")
     asked = ["nvidia-smi", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits"]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
     if done.returncode:
-        raise Unfit(f"nvidia-smi fails: {' '.join((done.stderr or done.stdout).split())[:200]}")
+        raise UnfitNode(f"nvidia-smi fails: {' '.join((done.stderr or done.stdout).split())[:200]}")
     gpus = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
     measured["gpus"], measured["driver"] = len(gpus), gpus[0][3] if gpus else None
     if len(gpus) < cluster.gpus_per_node:
-        raise Unfit(f"has {len(gpus)} GPUs, and gpus_per_node={cluster.gpus_per_node}")
+        raise UnfitNode(f"has {len(gpus)} GPUs, and gpus_per_node={cluster.gpus_per_node}")
     measured["hottest_c"] = max((int(gpu[1]) for gpu in gpus if gpu[1].isdigit()), default=None)
     for number, (used, _, uncorrected, _) in enumerate(gpus):
         if used.isdigit() and int(used) > BUSY_MIB:
-            raise Unfit(f"GPU {number} has {used} MiB in use: somebody's process is still there")
+            raise UnfitNode(f"GPU {number} has {used} MiB in use: somebody's process is still there")
         if uncorrected.isdigit() and int(uncorrected):
-            raise Unfit(f"GPU {number} has {uncorrected} uncorrected memory errors")
+            raise UnfitNode(f"GPU {number} has {uncorrected} uncorrected memory errors")
     measured["xid"] = xid = _kernel_complaint()
     if xid:
-        raise Unfit(f"the kernel reports {xid}")
+        raise UnfitNode(f"the kernel reports {xid}")
 
 
 _FATAL_XID = (48, 62, 63, 64, 74, 79, 94, 95, 119, 120)
@@ -203,6 +200,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from baton.slurm import preflight  # by its name, so that an Unfit is the one that rates.py raises
-
-    sys.exit(preflight.main())
+    sys.exit(main())

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from baton.launcher.cluster import Cluster
 from baton.launcher.config import RunConfig
+from baton.launcher.jobs_config import SlurmConfig
 from baton.slurm import command
-from baton.slurm.config import SlurmConfig
 
 NAME = "job.sbatch"
 

@@ -8,13 +8,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from baton.launcher.arithmetic import of_stages
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
+from baton.launcher.planner.memory import of_stages
 from baton.launcher.run_directory import forks_of, last_attempt, last_step, read_config, recent_metrics
 from baton.slurm import command, policy
 from baton.slurm.exits import MEANING, Exit
-from baton.slurm.files import cluster_of, write_excluded
+from baton.slurm.run_files import cluster_of, write_excluded
 from baton.slurm.script import job_name
 from baton.training.monitoring import time_ledger
 from baton.training.monitoring.goodput import compute_goodput

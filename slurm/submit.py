@@ -16,7 +16,7 @@ from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import check_run, open_run, settled, write_whole
 from baton.slurm import command, evaluation, policy
 from baton.slurm.elastic import fitted, nodes_for
-from baton.slurm.files import write_excluded
+from baton.slurm.run_files import write_excluded
 from baton.slurm.script import NAME, Nodes, in_container, job_name, render
 from baton.training.monitoring import time_ledger
 

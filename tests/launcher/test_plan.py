@@ -29,9 +29,9 @@ from support.measured_costs import (
     run_of,
 )
 
-from baton.launcher.arithmetic import REDUCE_BUCKET, Arithmetic, of_stages
 from baton.launcher.config import RunConfig, load
-from baton.launcher.exchange import exchanges, ring, tensor_volumes
+from baton.launcher.planner.comm_volume import exchanges, ring, tensor_volumes
+from baton.launcher.planner.memory import REDUCE_BUCKET, Arithmetic, of_stages
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, cost_model
 

@@ -13,13 +13,13 @@ import pytest
 import yaml
 from support.measured_costs import ZERO
 
-from baton.launcher.arithmetic import Arithmetic, of_stages
 from baton.launcher.cli import main
 from baton.launcher.cluster import Cluster, load_cluster
 from baton.launcher.config import load
 from baton.launcher.errors import ConfigError
-from baton.launcher.exchange import ring
-from baton.launcher.plan import make_plan
+from baton.launcher.planner.comm_volume import ring
+from baton.launcher.planner.memory import Arithmetic, of_stages
+from baton.launcher.planner.plan import make_plan
 from baton.models.settings import MixerConfig
 
 RUN = Path(str(files("baton.configs"))) / "runs" / "papers" / "mamba-1.4b-pile.yaml"

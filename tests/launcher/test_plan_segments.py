@@ -8,13 +8,13 @@ import pytest
 from support import measured_costs
 from support.measured_costs import BPTT, CUT_SEQUENCE_LENGTH, LANES, SEGMENTED, SEGMENTED_OVER_RANKS, SHARED_BY, STAGES, run_of
 
-from baton.launcher.advice import LEAST_PASS
-from baton.launcher.arithmetic import of_stages
 from baton.launcher.cli import main
 from baton.launcher.cluster import load_cluster
 from baton.launcher.config import load
-from baton.launcher.exchange import exchanges, tensor_volumes
-from baton.launcher.plan import make_plan
+from baton.launcher.planner.comm_volume import exchanges, tensor_volumes
+from baton.launcher.planner.memory import of_stages
+from baton.launcher.planner.plan import make_plan
+from baton.launcher.planner.suggestions import LEAST_PASS
 
 RUN = Path(str(files("baton.configs"))) / "runs" / "papers" / "mamba-1.4b-pile.yaml"
 LONG = 1 << 20

@@ -11,8 +11,8 @@ from baton.kernels.lattice.recurrence import Lattice
 from baton.kernels.registry import recurrences
 from baton.launcher.cluster import load_cluster
 from baton.launcher.config import RunConfig
-from baton.launcher.plan import make_plan
-from baton.launcher.slow_paths import slow_paths
+from baton.launcher.planner.plan import make_plan
+from baton.launcher.planner.slow_paths import slow_paths
 from baton.models.mixer import recurrences_of
 from baton.models.settings import MixerConfig
 from baton.models.settings.lattice import LatticeConfig

@@ -10,14 +10,14 @@ from support.jobs import RUN
 
 from baton.launcher.config import load
 from baton.launcher.errors import ConfigError
+from baton.launcher.jobs_config import JobsConfig, SlurmConfig
 from baton.slurm import policy
-from baton.slurm.config import JobsConfig, SlurmConfig
 from baton.slurm.elastic import fitted, nodes_for
 from baton.slurm.exits import MEANING, Exit
+from baton.slurm.liveness import Nodes
 from baton.slurm.outcome import gather
 from baton.slurm.policy import Outcome
 from baton.slurm.script import AGAIN, NEXT_JOB, OTHER_NODES
-from baton.slurm.watch import Nodes
 
 SUBMITTED = {"kind": "submitted", "time": 0.0, "by": "user", "nodes": [2, 2]}
 

@@ -6,8 +6,8 @@ import time
 import pytest
 from support.runs import wait_until
 
-from baton.slurm.preflight import Unfit
-from baton.slurm.rates import Meeting
+from baton.slurm.bandwidth_checks import Meeting
+from baton.slurm.errors import UnfitNode
 
 PATIENCE_S = 30.0
 
@@ -38,7 +38,7 @@ class Nodes:
         def meet() -> None:
             try:
                 self.found[node] = Meeting(self.folder, ["n1", "n2", "n3"], node, PATIENCE_S).members
-            except Unfit as unfit:
+            except UnfitNode as unfit:
                 self.found[node] = str(unfit)
 
         self._threads.append(threading.Thread(target=meet, daemon=True))
@@ -54,7 +54,7 @@ class Nodes:
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("baton.slurm.rates.time", clock)
+    monkeypatch.setattr("baton.slurm.bandwidth_checks.time", clock)
     return Nodes(tmp_path, clock)
 
 

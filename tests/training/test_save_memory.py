@@ -14,8 +14,8 @@ from support.models import model_of, step_batch, training
 
 from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.packing import Batch
-from baton.launcher.arithmetic import of_stages
 from baton.launcher.config import RunConfig
+from baton.launcher.planner.memory import of_stages
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig

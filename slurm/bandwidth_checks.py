@@ -16,7 +16,7 @@ import torch.distributed as dist
 from baton.launcher.cluster import Cluster
 from baton.launcher.processes import listen
 from baton.launcher.run_directory import write_whole
-from baton.slurm.preflight import Unfit
+from baton.slurm.errors import UnfitNode
 
 
 def of_node(cluster: Cluster, measured: dict[str, Any]) -> None:
@@ -28,22 +28,22 @@ def of_node(cluster: Cluster, measured: dict[str, Any]) -> None:
         measured["matmul_tflops"] = matmul_tflops(torch.device("cpu"), torch.float32, 384, repeats=3)
         return
     if not torch.cuda.is_available() or torch.cuda.device_count() < cluster.gpus_per_node:
-        raise Unfit(f"torch sees {torch.cuda.device_count()} GPUs, and gpus_per_node={cluster.gpus_per_node}")
+        raise UnfitNode(f"torch sees {torch.cuda.device_count()} GPUs, and gpus_per_node={cluster.gpus_per_node}")
     limits = slurm.preflight
     devices = [torch.device("cuda", number) for number in range(cluster.gpus_per_node)]
     measured["matmul_tflops"] = rates = [matmul_tflops(device, torch.bfloat16, 8192, repeats=10) for device in devices]
     wanted = limits.matmul_share * cluster.matmul_tflops.bfloat16
     for number, rate in enumerate(rates):
         if rate < wanted:
-            raise Unfit(f"GPU {number} reaches {rate:.0f} TFLOP/s in matrix products, and should {wanted:.0f}")
+            raise UnfitNode(f"GPU {number} reaches {rate:.0f} TFLOP/s in matrix products, and should {wanted:.0f}")
     measured["copy_gb_s"] = copies = [copy_gb_s(device) for device in devices]
     for number, rate in enumerate(copies):
         if rate < limits.copy_gb_s:
-            raise Unfit(f"GPU {number} copies {rate:.1f} GB/s from and to the host, and should {limits.copy_gb_s:g}")
+            raise UnfitNode(f"GPU {number} copies {rate:.1f} GB/s from and to the host, and should {limits.copy_gb_s:g}")
     if len(devices) > 1:
         measured["in_node_gb_s"] = rate = in_node_gb_s(devices)
         if rate < (wanted := limits.all_reduce_share * cluster.bandwidth_gb_s.in_node):
-            raise Unfit(f"its GPUs all-reduce at {rate:.0f} GB/s, and should at {wanted:.0f}")
+            raise UnfitNode(f"its GPUs all-reduce at {rate:.0f} GB/s, and should at {wanted:.0f}")
 
 
 def _best(work: Callable[[], object], device: torch.device | None, repeats: int) -> float:
@@ -110,11 +110,11 @@ class Meeting:
             if here[0] == own and (len(here) == len(nodes) or waited > self.patience):
                 write_whole(list_file, json.dumps(here))
             elif waited > 2 * self.patience:
-                raise Unfit(f"{here[0]} came through its checks, and then said nothing more")
+                raise UnfitNode(f"{here[0]} came through its checks, and then said nothing more")
             time.sleep(0.1)
         members: list[str] = json.loads(list_file.read_text(encoding="utf-8"))
         if own not in members:
-            raise Unfit("came too late for the checks between nodes")
+            raise UnfitNode("came too late for the checks between nodes")
         return members
 
 
@@ -132,7 +132,7 @@ def between_nodes(cluster: Cluster, met: Meeting, measured: dict[str, Any]) -> N
     deadline = time.monotonic() + met.patience
     while not where.exists():
         if time.monotonic() > deadline:
-            raise Unfit(f"{members[0]} did not say where to meet it")
+            raise UnfitNode(f"{members[0]} did not say where to meet it")
         time.sleep(0.1)
     port, timeout = json.loads(where.read_text(encoding="utf-8")), datetime.timedelta(seconds=met.patience)
     store = dist.TCPStore(members[0], port, len(members), is_master=own == 0, timeout=timeout,

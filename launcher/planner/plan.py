@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from baton.launcher.advice import first_that_fits
-from baton.launcher.arithmetic import Arithmetic, Memory, Operations, of_stages
 from baton.launcher.cluster import Cluster
 from baton.launcher.config import RunConfig
-from baton.launcher.exchange import exchanges
-from baton.launcher.slow_paths import ASSUMED_TB_S, seconds_by_mixer, slow_paths
+from baton.launcher.planner.comm_volume import exchanges
+from baton.launcher.planner.memory import Arithmetic, Memory, Operations, of_stages
+from baton.launcher.planner.slow_paths import ASSUMED_TB_S, seconds_by_mixer, slow_paths
+from baton.launcher.planner.suggestions import first_that_fits
 
 GIB = 1 << 30
 LARGEST_TENSOR = 8
@@ -46,7 +46,7 @@ _PARTS = {
 class Speed:
     """Seconds of one optimizer step by what they go into on the slowest stage; bubble: in which it waits for the others; tokens per
     second of all ranks; the share of the matmul rate that the model's own arithmetic (without what is computed again) is worth.
-    eager: recurrences without a kernel, which PyTorch's operators compute (launcher.slow_paths)."""
+    eager: recurrences without a kernel, which PyTorch's operators compute (launcher.planner.slow_paths)."""
 
     matrix: float
     elementwise: float

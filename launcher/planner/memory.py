@@ -3,7 +3,7 @@
 The one thing to know: a step has three moments that can be its highest: the loss's backward pass, the layers' backward pass with
 all that forward kept, and the optimizer's step, when nothing of that is left. What stays all the time is under each of them, and
 the highest decides what fits. The sub-blocks' own part is in baton.models.settings, each kind's beside its settings; what ranks
-exchange is in baton.launcher.exchange.
+exchange is in baton.launcher.planner.comm_volume.
 
 A pass is the way forwards and backwards of one segment of a micro-batch; a run without segments has one of each sequence. All
 bytes are of one rank of one pipeline stage; where its ranks differ (the two ends of a sequence) of the one that has most.

@@ -8,7 +8,7 @@ each border once: a segment that is run again takes what was kept. Tensor ranks 
 from collections import Counter
 from dataclasses import dataclass
 
-from baton.launcher.arithmetic import DTYPE_BYTES, Arithmetic
+from baton.launcher.planner.memory import DTYPE_BYTES, Arithmetic
 
 
 @dataclass(frozen=True)

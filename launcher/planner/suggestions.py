@@ -8,8 +8,8 @@ several stages that is the other way round, because these cannot fill each other
 from collections.abc import Iterator
 from typing import Any
 
-from baton.launcher.arithmetic import of_stages
 from baton.launcher.config import RunConfig
+from baton.launcher.planner.memory import of_stages
 from baton.parallel.config import divisors
 from baton.training.config import BpttConfig, TrainingConfig
 

@@ -5,8 +5,8 @@ Torch-free.
 
 from dataclasses import dataclass
 
-from baton.launcher.arithmetic import Arithmetic, of_stages
 from baton.launcher.config import RunConfig
+from baton.launcher.planner.memory import Arithmetic, of_stages
 from baton.models.settings.cost_model import MixerCosts
 from baton.models.settings.eager import Eager
 

@@ -16,15 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from baton.launcher.jobs import Add
+from baton.launcher.cli.arguments import Subparsers, add_command
 
 _SIZES = ("model", "data", "training.bptt")
 """Settings that shapes follow from."""
 
 
-def add_command(commands: Any, add: Add) -> None:
-    """Put the command into the parser. add: makes one of a name, a function and a sentence."""
-    fork = add(commands, "fork", _fork, "begin a new run with a checkpoint of another one, under settings of its own")
+def add(commands: Subparsers[Any]) -> None:
+    fork = add_command(commands, "fork", _fork, "begin a new run with a checkpoint of another one, under settings of its own")
     fork.add_argument("folder", metavar="RUN", type=Path, help="the run directory to begin from")
     fork.add_argument("overrides", metavar="key=value", nargs="*", help="settings over RUN's, e.g. training.steps=12000")
     fork.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the newest whole one)")

@@ -1,0 +1,76 @@
+"""Parts that the commands' parsers share: commands and groups of them, the run file with its overrides, and types of options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from baton.launcher.config import RunConfig
+
+Subparsers = argparse._SubParsersAction
+
+CHANGE_HELP = "continue with another learning rate, schedule or optimizer setting than before, and record it in events.jsonl"
+"""Help of --change, an option of `train` and `submit`."""
+
+
+def add_command(
+    commands: Subparsers[Any], name: str, run: Callable[[argparse.Namespace], int | None], help: str
+) -> argparse.ArgumentParser:
+    """A command's parser. run: called with the parsed arguments; returns the exit status (None: 0)."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def add_group(commands: Subparsers[Any], name: str, help: str) -> Subparsers[Any]:
+    """A command that has commands of its own, as `baton data prepare`."""
+    return commands.add_parser(name, help=help, description=help).add_subparsers(metavar="COMMAND", required=True)
+
+
+def add_run_file(parser: argparse.ArgumentParser, example: str) -> None:
+    """The arguments RUN.yaml and key=value."""
+    parser.add_argument("config", metavar="RUN.yaml", help="the run's configuration")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help=f"settings over the file's, e.g. {example}")
+
+
+def load_run(arguments: argparse.Namespace) -> RunConfig:
+    """The configuration that `add_run_file`'s arguments name. Raises ConfigError."""
+    from baton.launcher.config import load
+
+    return load(arguments.config, arguments.overrides)
+
+
+def compute_capability(text: str) -> int:
+    """Ten times the major number plus the minor one: 90 of "9.0"."""
+    major, minor = map(int, text.split("."))
+    return 10 * major + minor
+
+
+def positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def non_negative_int(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
+
+
+def non_negative_float(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or a positive number")
+    return value
+
+
+def positive_float(text: str) -> float:
+    value = non_negative_float(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value

@@ -1,0 +1,45 @@
+"""`baton data`: prepares, verifies and inspects datasets."""
+
+import argparse
+from typing import Any
+
+from baton.launcher.cli.arguments import Subparsers, add_command, add_group, positive_int
+
+
+def add(commands: Subparsers[Any]) -> None:
+    data = add_group(commands, "data", "prepare, verify and inspect datasets")
+    prepare = add_command(data, "prepare", _prepare, "turn text into WebDataset shards of documents")
+    kinds = "folders; text, JSON lines or arrays, WebDataset .tar (each also .gz, .zst, .xz, .bz2), .parquet"
+    prepare.add_argument("inputs", metavar="INPUT", nargs="+", help=kinds)
+    prepare.add_argument("--out", required=True, help="the dataset's folder; what is finished in it is kept")
+    prepare.add_argument("--include", action="append", metavar="GLOB", help="files to take from folders, e.g. '*.py' (repeatable)")
+    prepare.add_argument("--exclude", action="append", metavar="GLOB", help="files to leave out, also of an unfinished dataset")
+    prepare.add_argument("--tokenizer", help="a .model file: store token ids instead of text")
+    prepare.add_argument("--workers", type=positive_int, help="processes (default: the usable cores)")
+    prepare.add_argument("--shard-bytes", type=positive_int, help="text bytes per shard (default 256 MiB)")
+    prepare.add_argument("--validation-fraction", type=float, help="share of documents held out, by content hash (default 0.02)")
+    prepare.add_argument("--text-field", help="field or column that holds the text (default text)")
+    verify = add_command(data, "verify", _verify, "check every checksum and count of a dataset")
+    verify.add_argument("dataset")
+    inspect = add_command(data, "inspect", _inspect, "what is in a dataset")
+    inspect.add_argument("dataset")
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    from baton.data_pipeline.prepare import prepare
+
+    names = ("include", "exclude", "tokenizer", "workers", "shard_bytes", "validation_fraction", "text_field")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    print(prepare(arguments.inputs, arguments.out, **given))
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from baton.data_pipeline.verify import verify
+
+    print(verify(arguments.dataset))
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from baton.data_pipeline.verify import inspect
+
+    print(inspect(arguments.dataset))

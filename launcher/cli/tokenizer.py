@@ -1,0 +1,23 @@
+"""`baton tokenizer`: trains a tokenizer on a dataset."""
+
+import argparse
+from typing import Any
+
+from baton.launcher.cli.arguments import Subparsers, add_command, add_group, positive_int
+
+
+def add(commands: Subparsers[Any]) -> None:
+    tokenizer = add_group(commands, "tokenizer", "train a tokenizer")
+    learn = add_command(tokenizer, "train", _train, "train a SentencePiece BPE tokenizer on a dataset's training split")
+    learn.add_argument("dataset", help="a dataset of text that `baton data prepare` wrote")
+    learn.add_argument("--out", required=True, help="the .model file to write")
+    learn.add_argument("--vocab-size", type=positive_int, required=True, help="tokens in all, 256 of them bytes")
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from baton.data_pipeline.dataset import Dataset
+    from baton.data_pipeline.evaluation import documents
+    from baton.data_pipeline.tokenizer import train_tokenizer
+
+    texts = documents(Dataset.open(arguments.dataset), "train")
+    print(train_tokenizer(texts, arguments.out, arguments.vocab_size))

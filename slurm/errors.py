@@ -1,0 +1,5 @@
+"""The exception by which the preflight checks reject a node. Torch-free."""
+
+
+class UnfitNode(Exception):  # noqa: N818 (a result of the checks, not an error of the program)
+    """A node that must not be used, and why."""
