@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from baton.launcher.config import RunConfig
 
-Subparsers = argparse._SubParsersAction
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 CHANGE_HELP = "continue with another learning rate, schedule or optimizer setting than before, and record it in events.jsonl"
 """Help of --change, an option of `train` and `submit`."""
 
 
 def add_command(
-    commands: Subparsers[Any], name: str, run: Callable[[argparse.Namespace], int | None], help: str
+    commands: Subparsers, name: str, run: Callable[[argparse.Namespace], int | None], help: str
 ) -> argparse.ArgumentParser:
     """A command's parser. run: called with the parsed arguments; returns the exit status (None: 0)."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
@@ -24,7 +24,7 @@ def add_command(
     return parser
 
 
-def add_group(commands: Subparsers[Any], name: str, help: str) -> Subparsers[Any]:
+def add_group(commands: Subparsers, name: str, help: str) -> Subparsers:
     """A command that has commands of its own, as `baton data prepare`."""
     return commands.add_parser(name, help=help, description=help).add_subparsers(metavar="COMMAND", required=True)
 

@@ -7,7 +7,7 @@ from typing import Any
 from baton.launcher.cli.arguments import Subparsers, add_command, add_group, non_negative_int, positive_int
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     checkpoint = add_group(commands, "checkpoint", "list, verify, compare, prune and export a run's checkpoints")
     place: dict[str, Any] = {"metavar": "PLACE", "type": Path, "help": "a run directory, or a checkpoint's folder"}
     listed = add_command(checkpoint, "list", _list, "the checkpoints of a run: step, tokens, size, validation loss, layout")

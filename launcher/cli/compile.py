@@ -1,12 +1,11 @@
 """`baton compile`: compiles a run's kernels before it starts."""
 
 import argparse
-from typing import Any
 
 from baton.launcher.cli.arguments import Subparsers, add_command, add_run_file, compute_capability, positive_int
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     parser = add_command(commands, "compile", _run, "compile a run's kernels before it starts, also where there is no GPU")
     add_run_file(parser, "training.micro_batch_size=8")
     parser.add_argument(

@@ -1,12 +1,11 @@
 """`baton data`: prepares, verifies and inspects datasets."""
 
 import argparse
-from typing import Any
 
 from baton.launcher.cli.arguments import Subparsers, add_command, add_group, positive_int
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     data = add_group(commands, "data", "prepare, verify and inspect datasets")
     prepare = add_command(data, "prepare", _prepare, "turn text into WebDataset shards of documents")
     kinds = "folders; text, JSON lines or arrays, WebDataset .tar (each also .gz, .zst, .xz, .bz2), .parquet"

@@ -2,12 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from baton.launcher.cli.arguments import Subparsers, add_command, non_negative_int
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     parser = add_command(commands, "evaluate", _run, "evaluate one checkpoint of a run, on one process")
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument("--step", type=non_negative_int, help="the checkpoint's (default: the newest checkpoint)")

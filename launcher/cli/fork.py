@@ -22,7 +22,7 @@ _SIZES = ("model", "data", "training.bptt")
 """Settings that shapes follow from."""
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     fork = add_command(commands, "fork", _fork, "begin a new run with a checkpoint of another one, under settings of its own")
     fork.add_argument("folder", metavar="RUN", type=Path, help="the run directory to begin from")
     fork.add_argument("overrides", metavar="key=value", nargs="*", help="settings over RUN's, e.g. training.steps=12000")

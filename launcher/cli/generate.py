@@ -2,12 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from baton.launcher.cli.arguments import Subparsers, add_command, non_negative_float, non_negative_int, positive_int
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     parser = add_command(commands, "generate", _run, "write text with a run's newest checkpoint")
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")

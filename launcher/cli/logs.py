@@ -2,12 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from baton.launcher.cli.arguments import Subparsers, add_command
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     parser = add_command(commands, "logs", _run, "what a run's ranks said, over all its attempts")
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument("--rank", type=int, default=0, help="whose (default 0)")

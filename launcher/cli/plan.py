@@ -2,12 +2,11 @@
 
 import argparse
 import sys
-from typing import Any
 
 from baton.launcher.cli.arguments import Subparsers, add_command, add_run_file, load_run, positive_float
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     parser = add_command(commands, "plan", _run, "what a run takes, without a GPU: memory, bytes exchanged, time, what to change")
     add_run_file(parser, "layout.data=512")
     parser.add_argument("--cluster", metavar="FILE", help="a cluster's .yaml file, or a100, h100, h200: adds times and a verdict")

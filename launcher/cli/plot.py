@@ -2,12 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from baton.launcher.cli.arguments import Subparsers, add_command
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     parser = add_command(commands, "plot", _run, "draw a run's curves, or several runs' validation losses, into a PNG")
     parser.add_argument("folders", metavar="RUN", nargs="+", type=Path, help="a run directory; several: all in one picture")
     parser.add_argument("--out", type=Path, help="the picture (default RUN/curves.png; of several, RUN/compared.png of the first)")

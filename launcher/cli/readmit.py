@@ -2,12 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from baton.launcher.cli.arguments import Subparsers, add_command
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     parser = add_command(commands, "readmit", _run, "use nodes again that a run has excluded, when they are repaired")
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument("nodes", metavar="NODE", nargs="+", help="as `baton status` names them")

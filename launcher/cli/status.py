@@ -2,12 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from baton.launcher.cli.arguments import Subparsers, add_command
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     parser = add_command(commands, "status", _run, "how a run stands: step, loss, speed, goodput, last save, ETA, queue, attempts")
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -2,12 +2,11 @@
 
 import argparse
 import sys
-from typing import Any
 
 from baton.launcher.cli.arguments import CHANGE_HELP, Subparsers, add_command, add_run_file, load_run
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     parser = add_command(commands, "submit", _run, "hand a run to SLURM, which keeps it going over jobs, failures and nodes")
     add_run_file(parser, "training.steps=20000")
     parser.add_argument(

@@ -1,12 +1,11 @@
 """`baton tokenizer`: trains a tokenizer on a dataset."""
 
 import argparse
-from typing import Any
 
 from baton.launcher.cli.arguments import Subparsers, add_command, add_group, positive_int
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     tokenizer = add_group(commands, "tokenizer", "train a tokenizer")
     learn = add_command(tokenizer, "train", _train, "train a SentencePiece BPE tokenizer on a dataset's training split")
     learn.add_argument("dataset", help="a dataset of text that `baton data prepare` wrote")

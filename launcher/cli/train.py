@@ -2,12 +2,11 @@
 
 import argparse
 import sys
-from typing import Any
 
 from baton.launcher.cli.arguments import CHANGE_HELP, Subparsers, add_command, add_run_file, load_run
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     parser = add_command(commands, "train", _run, "train a model, or resume the run that is in its directory")
     add_run_file(parser, "training.steps=100")
     parser.add_argument("--change", action="store_true", help=CHANGE_HELP)

@@ -2,12 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from baton.launcher.cli.arguments import Subparsers, add_command, add_run_file, load_run
 
 
-def add(commands: Subparsers[Any]) -> None:
+def add(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         "tune",
