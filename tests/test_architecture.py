@@ -384,12 +384,14 @@ def identifiers(text):
 
 def retired(name, text, words=WORDS, names=NAMES):
     """Retired names in one file's text."""
-    patterns = [(files, found) for files, found in words.values() if any(fnmatch.fnmatch(name, f) for f in files)]
-    found = {w for _, ws in patterns for w in ws if re.search(rf"(?<!\w){re.escape(w)}(?!\w)", text)}
+    written = set(re.findall(r"\w+", text))  # searching for each name, or reading tokens, takes long
+    asked = {w for files, ws in words.values() if any(fnmatch.fnmatch(name, f) for f in files) for w in ws}
+    found = asked & written
+    parts = {w for w in asked if not w.isidentifier() and set(re.findall(r"\w+", w)) <= written}
+    found |= {w for w in parts if re.search(rf"(?<!\w){re.escape(w)}(?!\w)", text)}
     if name.endswith(".py"):
         entries = [entry for part in names.values() for entry in part]
         asked = {n for files, ns in entries if any(fnmatch.fnmatch(name, f) for f in files) for n in ns}
-        written = set(re.findall(r"\w+", text))  # reading tokens takes long
         asked = {n for n in asked if n.strip(".=") in written}
         found |= asked & set(identifiers(text)) if asked else set()
     return found
