@@ -116,7 +116,7 @@ def _launch_config_for(k: Tensor, v: Tensor, g: Tensor | None) -> LaunchConfig:
 
 
 class _DeltaRuleLaunch:
-    """One call's launches."""
+    """Launches of one call."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from baton.kernels.gated_linear_attention.triton_common import (
 
 @triton.jit
 def dot_tf32(a, b, DOT_DTYPE: tl.constexpr):
-    """a b of float32, of more digits than `product`."""
+    """a b of float32 operands, more precise than `dot`."""
     if DOT_DTYPE is None:
         return tl.dot(a, b, input_precision="ieee")
     else:
@@ -101,7 +101,7 @@ def wy_u_backward_kernel(
 
 @triton.jit
 def chunk_products(a, b, i, left, a_row, b_row, X: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr):
-    """a b^T of a chunk's tokens, [C, C]; so many of them are left."""
+    """a b^T of a chunk's tokens, [C, C]; left: the number of tokens from the chunk's start on."""
     found = tl.zeros([C, C], tl.float32)
     for x0 in range(0, X, BX):
         x = x0 + tl.arange(0, BX)

@@ -36,7 +36,7 @@ from baton.kernels.gated_linear_attention.triton_common import (
 
 @triton.jit
 def dot_fp32(a, b, DOT_DTYPE: tl.constexpr):
-    """a b in float32, whatever the products' precision is."""
+    """a b in float32 precision, whatever the precision of other products."""
     if DOT_DTYPE is None:
         return tl.dot(a, b, input_precision="ieee")
     else:

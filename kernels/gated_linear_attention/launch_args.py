@@ -1,6 +1,6 @@
-"""What the launches in `triton_launch` are given: how the kernels are cut, and tensors as the kernels read them.
+"""Arguments of the launches in `triton_launch`: the launch configuration, and tensors in the layout that the kernels read.
 
-The one thing to know: a "side" is what lies along x, where decays are, or along y; see `triton_kernels`.
+A "side" is what lies along x, the dimension with decays, or along y; see `triton_kernels`.
 """
 
 from dataclasses import dataclass, replace
@@ -60,7 +60,7 @@ class LaunchConfig:
 
 
 class QKV(NamedTuple):
-    """Arguments whose last dimension is contiguous, with a head of q and k for each that is read with or written."""
+    """q, k and v with a contiguous last dimension and one head of q and k per head of the state."""
 
     q: Tensor
     k: Tensor
@@ -68,7 +68,7 @@ class QKV(NamedTuple):
 
     @property
     def low(self) -> bool:
-        """Whether products are of bfloat16."""
+        """Whether matrix products are computed in bfloat16."""
         return on_gpu(self.v) and all(x.dtype in REDUCED_DTYPES for x in self)
 
     @classmethod
@@ -82,7 +82,8 @@ class QKV(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What is read with, [B, T, Q, size], and what is written, [B, T, H, size]; None: not known or not needed."""
+    """The tensor that reads the state, [B, T, Q, size], and the one that is written to it, [B, T, H, size]; None: unknown or not
+    needed."""
 
     r: Tensor | None
     w: Tensor | None

@@ -31,7 +31,7 @@ def dot(a, b, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def round_operand(x, DOT_DTYPE: tl.constexpr):
-    """As `product` takes it."""
+    """x as `dot` reads it."""
     return x if DOT_DTYPE is None else x.to(DOT_DTYPE)
 
 
@@ -61,27 +61,27 @@ def reverse_cumsum(x, C: tl.constexpr, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def load_tokens(base, t, row, x, T, X: tl.constexpr):
-    """Tokens t, columns x, [C, BX]; zeros of what does not exist."""
+    """Tokens t, columns x, [C, BX]; zeros outside the tensor."""
     inside = (t < T)[:, None] & (x < X)[None, :]
     return tl.load(base + t[:, None].to(tl.int64) * row + x[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def store_tokens(to, t, row, x, T, X: tl.constexpr, value):
-    """As `rows_of`."""
+    """Stores a tile as `load_tokens` loads it."""
     inside = (t < T)[:, None] & (x < X)[None, :]
     tl.store(to + t[:, None].to(tl.int64) * row + x[None, :], value.to(to.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def load_state_block(base, x, y, X: tl.constexpr, Y: tl.constexpr):
-    """Of a state [X, Y] a block [BX, BY]; zeros of what does not exist."""
+    """A block [BX, BY] of a state [X, Y]; zeros outside."""
     return tl.load(base + x[:, None] * Y + y[None, :], mask=(x < X)[:, None] & (y < Y)[None, :], other=0.0)
 
 
 @triton.jit
 def load_positions(pos, t, T, HAS_POS: tl.constexpr):
-    """Of tokens t in their documents; behind the last token its document goes on."""
+    """Positions of tokens t in their documents; after the last token its document continues."""
     if HAS_POS:
         known = tl.minimum(t, T - 1)
         return tl.load(pos + known) + (t - known)
@@ -91,7 +91,7 @@ def load_positions(pos, t, T, HAS_POS: tl.constexpr):
 
 @triton.jit
 def last_token(at, C: tl.constexpr):
-    """Of [C] the last."""
+    """The last element of [C]."""
     return tl.sum(tl.where(tl.arange(0, C) == C - 1, at, 0), 0)
 
 
@@ -109,7 +109,7 @@ def load_gate_sums(sums, t, T, x, H, X: tl.constexpr, GATE: tl.constexpr):
 
 @triton.jit
 def decay_from_start(summed, at, C: tl.constexpr, HAS_POS: tl.constexpr):
-    """What is left of what entered the chunk at each of its tokens, [C, BX] or [C]. at: their positions."""
+    """The decay from the start of the chunk to each of its tokens, [C, BX] or [C]. at: their positions."""
     left_of = tl.exp2(summed.to(tl.float32))
     if HAS_POS:
         inside = at > tl.arange(0, C)
@@ -119,7 +119,8 @@ def decay_from_start(summed, at, C: tl.constexpr, HAS_POS: tl.constexpr):
 
 @triton.jit
 def decay_to_end(summed, total, at_last, C: tl.constexpr, HAS_POS: tl.constexpr):
-    """What is left of each token at the chunk's end, [C, BX] or [C]. total: the sum of all; at_last: the last one's position."""
+    """The decay from each token to the end of the chunk, [C, BX] or [C]. total: the sum of all gates; at_last: the last token's
+    position."""
     left_of = tl.exp2((total - summed).to(tl.float32))
     if HAS_POS:
         inside = C - 1 - tl.arange(0, C) <= at_last
@@ -129,14 +130,14 @@ def decay_to_end(summed, total, at_last, C: tl.constexpr, HAS_POS: tl.constexpr)
 
 @triton.jit
 def chunk_decay(total, at_last, C: tl.constexpr, HAS_POS: tl.constexpr):
-    """What is left of what entered the chunk behind it."""
+    """The decay over the whole chunk; 0 if a document starts in it."""
     left_of = tl.exp2(total.to(tl.float32))
     return tl.where(at_last > C - 1, left_of, 0.0) if HAS_POS else left_of
 
 
 @triton.jit
 def causal_mask(at, C: tl.constexpr, HAS_POS: tl.constexpr):
-    """Which keys a query sees, its own among them."""
+    """Which keys a query attends to, its own included."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     return (i >= j) & (i - j <= at[:, None]) if HAS_POS else i >= j
 
@@ -162,7 +163,7 @@ def split_token(level, C: tl.constexpr):
 
 @triton.jit
 def pairwise_decays(summed, at, C: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr):
-    """Of one gate per token: what is left of token j at i, [C, C]; 1 of a token's own."""
+    """With one gate per token: the decay from token j to token i, [C, C]; 1 on the diagonal."""
     seen = causal_mask(at, C, HAS_POS)
     if GATE == SCALAR:
         apart = tl.where(seen, summed[:, None] - summed[None, :], 0.0).to(tl.float32)

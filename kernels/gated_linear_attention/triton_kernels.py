@@ -1,11 +1,12 @@
-"""Gated linear attention in chunks, in Triton: both ways, with every gate.
-
-The one thing to know: forwards and backwards are derivatives of one sum. With L = scale sum_i rx_i^T S_i ry_i, where the state
-S_i = Diag(a_i) S_{i-1} + wx_i wy_i^T decays along x, an output that is read with rx is dL/dry and one that is read with ry is
-dL/drx; their gradients are the other derivatives. So there are two kernels for all of it: `gla_chunk_o_kernel` for what lies along
-y and `gla_chunk_dqk_kernel` for what lies along x. A decay along the values is the same with x and y exchanged.
+"""Gated linear attention in chunks, in Triton: forward and backward, for every gate.
 
 Shape suffixes: B batch, T time, H heads of the state, Q query heads (G = Q / H of each), X and Y the state's sizes, N chunks of C.
+
+Forward and backward are derivatives of one sum, L = scale sum_i rx_i^T S_i ry_i, where the state S_i = Diag(a_i) S_{i-1} + wx_i
+wy_i^T decays along x. For a decay along the keys rx is q, wx is k, wy is v and ry is dy. The output that is read with rx is dL/dry,
+and the one that is read with ry is dL/drx; their gradients are the other derivatives. Two kernels therefore compute everything:
+`gla_chunk_o_kernel` the derivatives along y and `gla_chunk_dqk_kernel` those along x. For a decay along the values x and y are
+exchanged.
 """
 
 import triton

@@ -73,8 +73,10 @@ def gla_final_state_triton(
     config: LaunchConfig | None = None,
     low: bool | None = None,
 ) -> Tensor:
-    """What a span adds to a state of zeros, [batch, heads, d_key, d_value], without queries, outputs and gradients. low: whether
-    products are of bfloat16 (default: where k and v have 16 bits)."""
+    """The state that a span reaches from zero, [batch, heads, d_key, d_value], without queries, outputs and gradients.
+
+    low: whether matrix products are computed in bfloat16 (default: if k and v are 16-bit).
+    """
     given = QKV.of(k, k, v)
     low = given.low if low is None else low
     run = LinearAttentionLaunch(
@@ -87,7 +89,8 @@ def gla_final_state_triton(
 
 
 class LinearAttentionLaunch:
-    """One call's shapes and launches: scale sum_i rx_i^T S_i ry_i, see `triton_kernels`. low: whether products are of bfloat16."""
+    """Shapes and launches of one call: scale sum_i rx_i^T S_i ry_i, see `triton_kernels`. low: whether matrix products are
+    computed in bfloat16."""
 
     def __init__(
         self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: QKV, config: LaunchConfig, *, low: bool

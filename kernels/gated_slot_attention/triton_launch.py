@@ -61,7 +61,7 @@ def gsa_final_state_triton(
     pos: Tensor | None,
     config: LaunchConfig | None = None,
 ) -> State:
-    """What a span adds to slots of zeros: neither queries nor link nor outputs, and without gradients."""
+    """The slots that a span reaches from zero, without queries, outputs and gradients."""
     if gate_logit_normalizer is not None:
         (k, v), (g,) = _activated(k, v), _activated(g, gate_logit_normalizer=gate_logit_normalizer)
     write, low = write_strength(g), QKV(k, k, v).low
@@ -184,7 +184,7 @@ def slot_weights(scores: Tensor, slot_activation: SlotActivation, dtype: torch.d
 
 
 def slot_weights_backward(scores: Tensor, dweights: Tensor, slot_activation: SlotActivation) -> Tensor:
-    """The scores' gradient, float32."""
+    """Gradient of the scores, float32."""
     out, (grid, sizes) = torch.empty_like(scores), _rows(scores)
     _kernels.gsa_slot_weights_backward_kernel[grid](
         scores, dweights, out, scores.numel() // sizes["M"], SLOT_ACTIVATION=_activation_code(slot_activation), **sizes
