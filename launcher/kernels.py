@@ -14,8 +14,8 @@ from baton.launcher.config import load
 from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
 from baton.parallel.mesh import local_device
-from baton.training.doctor import check_result, compile_checks, references
 from baton.training.kernel_tools.aot_compile import Target, compile_run_kernels
+from baton.training.kernel_tools.doctor import check_result, compile_checks, references
 
 
 def check_machine(wanted: str) -> int:

@@ -130,7 +130,7 @@ class MonitoringConfig(_Settings):
 
     update_norm_every: int = Field(10, ge=0, description="steps between norms of the parameters' change, from AdamW's moments, at "
                                    "the memory of one chunk; 0: never")  # fmt: skip
-    state_grad_norm_every: int = Field(100, ge=0, description="steps between norms of the cotangents that cross the borders of "
+    state_grad_norm_every: int = Field(100, ge=0, description="steps between norms of the State gradients at the boundaries of "
                                   "segments and sequence ranks, by layer; 0: never. None where no State goes on")  # fmt: skip
 
 

@@ -27,8 +27,8 @@ from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.resume import load_initial_weights, open_store, resume
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.config_checks import with_vocabulary
-from baton.training.doctor import check_kernels
 from baton.training.errors import RunError
+from baton.training.kernel_tools.doctor import check_kernels
 from baton.training.monitoring import heartbeat
 from baton.training.monitoring.anomaly_detection import AnomalyDetector, EventLog
 from baton.training.monitoring.anomaly_recovery import AnomalyRecovery

@@ -60,8 +60,8 @@ def real(model: Any, training: Any) -> None:
     from baton.parallel import mesh as meshes
     from baton.parallel.config import LayoutConfig
     from baton.training.build import build
-    from baton.training.doctor import check_kernels
     from baton.training.errors import KernelCheckError
+    from baton.training.kernel_tools.doctor import check_kernels
     from baton.training.step.executor import StepExecutor
     from support.models import micro_batches
 

@@ -283,7 +283,7 @@ def test_a_step_on_a_gpu_compiles_nothing_more(mixer, tmp_path, monkeypatch):
     from baton.parallel.config import LayoutConfig
     from baton.training.build import build
     from baton.training.config import TrainingConfig
-    from baton.training.doctor import check_kernels
+    from baton.training.kernel_tools.doctor import check_kernels
     from baton.training.step.executor import StepExecutor
 
     model = {"d_model": SMALL_WIDTH, "n_layers": 2, "vocab_size": 61, "pad_vocab_to": 4, "pattern": [mixer]}

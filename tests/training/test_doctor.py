@@ -11,8 +11,8 @@ from baton.models.config import ModelConfig
 from baton.models.mixer import Mixer, recurrences_of
 from baton.models.settings import kinds
 from baton.training.build import build
-from baton.training.doctor import check_kernels
 from baton.training.errors import KernelCheckError
+from baton.training.kernel_tools.doctor import check_kernels
 from baton.training.step.executor import StepExecutor
 
 
@@ -110,7 +110,7 @@ def test_a_wrong_kernel_is_named_before_the_first_step(pool):
 
 def test_the_doctor_looks_at_every_recurrence(capsys, monkeypatch):
     both = (SelectiveScan("euler"), SelectiveScan("zoh"))
-    monkeypatch.setattr("baton.training.doctor.recurrences", lambda: both)
+    monkeypatch.setattr("baton.training.kernel_tools.doctor.recurrences", lambda: both)
     assert main(["doctor", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "4 of 4 checks on cpu passed"
     monkeypatch.setattr(SelectiveScan, "reference", lambda self, inputs, pos, state: (2 * inputs[0], state))

@@ -303,7 +303,7 @@ def run(data, pool, tmp_path_factory):
     (folder / "run.yaml").write_text(json.dumps(values))
     said, _ = pool.run(train_run, str(folder / "run"), str(folder / "run.yaml"), context=2)
     assert "validation loss from position  1: " in said
-    assert "tokens that credit travels, of 40 looked at  " in said
+    assert "gradient reach in tokens, at most 40  " in said
     return folder / "run"
 
 

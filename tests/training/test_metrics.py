@@ -146,8 +146,8 @@ def test_credit_that_could_not_be_asked_is_said_and_not_recorded(tmp_path, capsy
     [recorded] = read_metrics(tmp_path / "metrics.jsonl")
     assert (recorded["kind"], recorded["step"]) == ("gradient_reach", 10)
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("step 5  how far credit travels is not known")
-    assert said[1] == "step 10  tokens that credit travels, of 8 looked at  mamba 0 to 8"
+    assert said[0].startswith("step 5  gradient reach is not known")
+    assert said[1] == "step 10  gradient reach in tokens, at most 8  mamba 0 to 8"
     assert shown(tmp_path, "gradient_reach_tokens/mamba/layer_1")[0] == [(10, 8.0)]
 
 

@@ -1,4 +1,4 @@
-"""Cotangents at borders, and how far credit travels: what is written is what plain autograd finds, and the picture shows it."""
+"""State gradients at boundaries and gradient reach: what is recorded is what plain autograd finds, and the plot shows it."""
 
 from functools import cache
 

@@ -33,9 +33,9 @@ def panels(row: dict[str, Any]) -> list[Panel]:
         return [lambda axes: _draw_losses(axes, row["losses"]), *maps]
     places = [border * row["span"] for border in row["boundaries"]]
     if row["kind"] == "state_gradients":
-        return [_map(f"cotangent: {name}", places, norms, "border (tokens)") for name, norms in row["norms"].items()]
+        return [_map(f"State gradient: {name}", places, norms, "boundary (tokens)") for name, norms in row["norms"].items()]
     before = [places[-1] - place for place in places]
-    return [_map(f"credit: {name}", before, norms, "tokens before the loss") for name, norms in row["norms"].items()]
+    return [_map(f"gradient reach: {name}", before, norms, "tokens before the loss") for name, norms in row["norms"].items()]
 
 
 def save_figure(figure: Figure, out: Path) -> Path:

@@ -107,15 +107,15 @@ class MetricsLogger:
         enough."""
         if seen is None:
             print(
-                f"step {step}  how far credit travels is not known: none of the long rows looked at is one document; make "
-                f"training.evaluation.gradient_reach_segment_length or gradient_reach_segments less",
+                f"step {step}  gradient reach is not known: no long row is a single document; decrease "
+                f"training.evaluation.gradient_reach_segment_length or gradient_reach_segments",
                 flush=True,
             )
             return
         self._write({"kind": "gradient_reach", "step": step, "tokens": tokens, **seen})
         shown = "  ".join(f"{name} {min(of.values()):,} to {max(of.values()):,}" for name, of in seen["reach"].items())
         whole = (seen["boundaries"][-1] - seen["boundaries"][0]) * seen["span"]
-        print(f"step {step}  tokens that credit travels, of {whole:,} looked at  {shown}", flush=True)
+        print(f"step {step}  gradient reach in tokens, at most {whole:,}  {shown}", flush=True)
         self._restart_window()
 
     def log_scalars(self, step: int, tokens: int, values: Mapping[str, float]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 PARTS = ("data", "forward", "backward", "optimizer")
-"""Of every step; one that surveys segments has that too."""
+"""Parts of every step; with recomputed segments there is forward_no_grad too."""
 
 
 class StepTimer:

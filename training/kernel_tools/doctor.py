@@ -1,4 +1,5 @@
-"""Kernels against their definitions on the machine at hand: all of them on demand, those of a model before its first step."""
+"""Checks of kernels against their reference implementations on this machine: all of them on demand, a model's before its first
+step."""
 
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ from baton.training.errors import KernelCheckError
 
 
 def compile_checks(wanted: Target, say: Callable[[str], None], processes: int | None = None) -> Compiled:
-    """Compile what the checks launch on a GPU, before they are made. say: takes lines about the progress."""
+    """Compile what the checks launch on a GPU, before they run. say: receives lines about progress."""
     with compiling(wanted, processes, say) as compiled:
         for recurrence in recurrences():
             if recurrence.no_kernel is None:  # else PyTorch computes it, and asks for values
@@ -25,7 +26,7 @@ def compile_checks(wanted: Target, say: Callable[[str], None], processes: int | 
 
 
 def references() -> list[Reference]:
-    """What the definition of every recurrence there is computes, in every precision that runs can have."""
+    """Results of the reference implementation of every recurrence, in every dtype that runs can have."""
     return [reference(recurrence, dtype) for recurrence in recurrences() for dtype in DTYPES.values()]
 
 
@@ -35,10 +36,10 @@ def check_result(expected: Reference, device: torch.device) -> KernelCheckResult
 
 
 def check_kernels(train_state: TrainState, training: TrainingConfig) -> None:
-    """Compare every recurrence that this rank's layers use with its definition, on this rank's device.
+    """Compare every recurrence that this rank's layers use with its reference implementation, on this rank's device.
 
     Raises:
-        KernelCheckError: one computes something else.
+        KernelCheckError: a result differs.
     """
     model, mesh = train_state.model, train_state.mesh
     for recurrence in recurrences_of(model, model.config.d_model, model.compute_dtype):
