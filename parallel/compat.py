@@ -8,7 +8,6 @@ imports Inductor for a compiler of its own that training does not use.
 import functools
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -88,22 +87,7 @@ def _lazy_compile(model: Callable[..., Any] | None = None, **options: Any) -> Ca
     return call
 
 
-def destroy_process_groups() -> None:
-    """End this process's world: megatron-core's groups, those that DeepSpeed caches, and torch's."""
-    import torch.distributed as dist
-
-    from baton.parallel.megatron import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    if "deepspeed" in sys.modules:
-        import deepspeed.comm.comm
-        from deepspeed.utils import groups
-
-        if deepspeed.comm.comm.cdb is not None:
-            deepspeed.comm.comm.destroy_process_group()
-            deepspeed.comm.comm.cdb = None
-            groups.mpu = None
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def restore_cuda_functions() -> None:
+    """Put back torch.cuda's functions as they were when this module was imported."""
     for name, function in _CUDA_FUNCTIONS.items():
         setattr(torch.cuda, name, function)

@@ -6,6 +6,7 @@ numbered tensor first, then sequence, data and pipeline.
 
 import datetime
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -128,8 +129,21 @@ def _own_group(groups: Sequence[Sequence[int]], timeout: datetime.timedelta) -> 
 
 
 def shutdown() -> None:
-    """Leave the world; the process may join another."""
-    compat.destroy_process_groups()
+    """Leave the world; the process may join another. Ends megatron-core's groups, those that DeepSpeed caches, and torch's."""
+    from baton.parallel.megatron import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if "deepspeed" in sys.modules:
+        import deepspeed.comm.comm
+        from deepspeed.utils import groups
+
+        if deepspeed.comm.comm.cdb is not None:
+            deepspeed.comm.comm.destroy_process_group()
+            deepspeed.comm.comm.cdb = None
+            groups.mpu = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    compat.restore_cuda_functions()
 
 
 def local_device(local_rank: int, local_world_size: int, wanted: str) -> torch.device:

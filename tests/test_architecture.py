@@ -48,7 +48,6 @@ SHARED = ("kernels/protocol.py", "parallel/mesh.py")
 
 
 KNOWN_CIRCLES = {
-    frozenset({"parallel/compat.py", "parallel/megatron.py"}),
     frozenset({"data_pipeline/archive.py", "data_pipeline/parquet.py", "data_pipeline/records.py"}),
 }
 """To be taken apart; none may be added."""
