@@ -211,7 +211,7 @@ def _report_layers(train_state: TrainState) -> None:
     """Make each mixer's forward pass a heartbeat that names its layer."""
 
     def say(mixer: Any, inputs: Any) -> None:
-        heartbeat.own_heartbeat().set_location(f"in {mixer.where}")
+        heartbeat.own_heartbeat().set_location(f"in {mixer.path}")
 
     for module in train_state.model.modules():
         if isinstance(module, Mixer):
