@@ -162,6 +162,44 @@ def test_the_arrow_test_sees_a_wrong_import(tmp_path):
     assert list(imported(wrong)) == ["baton.training.loop"]
 
 
+def bound(path):
+    """Names that a module binds at its top level."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def unresolved(path):
+    """Imports of baton's modules, and of names in them, that are not there; for programs that neither mypy nor a test imports."""
+    for name in imported(path):
+        parent, _, leaf = name.removeprefix("baton.").rpartition(".")
+        module, whole = ROOT / parent.replace(".", "/"), ROOT / name.removeprefix("baton.").replace(".", "/")
+        if whole.is_dir() or whole.with_suffix(".py").is_file():
+            continue
+        file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+        if not file.is_file() or leaf not in set(bound(file)):
+            yield name
+
+
+def test_programs_import_what_there_is():
+    found = {}
+    for folder in ("benchmarks", "scripts", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if names := list(unresolved(path)):
+                found[str(path.relative_to(ROOT))] = names
+    assert found == {}
+
+
+def test_an_import_of_what_is_not_there_is_seen(tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("from baton.training.loop import train, no_such_name\nfrom baton.training import no_such_module\n")
+    assert list(unresolved(wrong)) == ["baton.training.loop.no_such_name", "baton.training.no_such_module"]
+
+
 def test_every_package_is_packaged():
     """A folder that is forgotten is missing from a wheel, not from a checkout."""
     code = "import setuptools, runpy; setuptools.setup = lambda **k: print(*k['packages']); runpy.run_path('setup.py')"

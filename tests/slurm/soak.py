@@ -26,7 +26,7 @@ from support.jobs import RUN, Job, sandbox, undisturbed
 
 from baton.launcher.cluster import load_cluster
 from baton.launcher.run_directory import last_step
-from baton.training.goodput import account
+from baton.training.monitoring.goodput import compute_goodput
 
 MEAN_S = 60.0
 NODES = 5
@@ -182,7 +182,7 @@ def main() -> int:
     finally:
         soak.job.end()
         sandbox("down")
-    found = account(soak.job.folder)
+    found = compute_goodput(soak.job.folder)
     for line in found.lines():
         say(line)
     off = abs(sum(found.seconds.values()) - seen["wall_s"]) / seen["wall_s"]
