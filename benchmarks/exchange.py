@@ -9,11 +9,11 @@ rank waits for its first State, and its end, where the others wait for it, are i
 
 Every visible GPU is a sequence rank. All forms have the same modules, values and tokens, and take turns, pass by pass:
 
-    relay       States and their cotangents go from neighbour to neighbour when a recurrence has run, as `baton train` has it
+    ring        States and their cotangents go from neighbour to neighbour when a recurrence has run, as `baton train` has it
     early       those of linear recurrences are made and sent before (layout.context_comm: early)
     gather      they are made as early, and gathered by all ranks (layout.context_comm: gather)
     all-to-all  tokens are exchanged for heads: see exchange_heads.py
-    steps       what a rank computes to relay, with nobody beside it: how much of the relay's exposed time is no waiting
+    steps       what a rank computes in a ring, with nobody beside it: how much of the exposed time is no waiting
     alone       every rank has its own tokens, which nothing comes before
 
 Before that, with few layers and tokens, the forms that exchange are held to the whole sequence on one rank: final hidden vectors,
@@ -52,7 +52,7 @@ from baton.parallel.context_parallel import ContextLink
 from baton.parallel.linear import fused_grad_accumulation
 from baton.parallel.param_layout import named_layouts
 
-FORMS = ("relay", "early", "gather", "all-to-all", "steps", "alone")
+FORMS = ("ring", "early", "all_gather", "all-to-all", "steps", "alone")
 EXCHANGING = FORMS[:4]
 LIMITS = {"float32": 1e-4, "bfloat16": 2e-2}
 """Of ||a - b|| / ||b||, of each tensor."""
@@ -97,7 +97,7 @@ class Ranked:
         """Within it passes have this form."""
         mixers = [module for module in self.model.modules() if isinstance(module, Mixer)]
         with ExitStack() as stack:
-            if form in ("relay", "early", "gather"):
+            if form in ("ring", "early", "all_gather"):
                 self.link.exchange = form  # type: ignore[assignment]
             elif form == "steps":
                 for mixer in mixers:
@@ -262,7 +262,7 @@ def show(report: Report, name: str, ranks: int, found: dict[str, Any], arguments
     report.gate(name, passed(errors, limit), detail)
     forms, case = found["forms"], f"{name} {ranks} x {arguments.tokens}"
     losses = {form: of["loss"] for form, of in forms.items()}
-    pairs = (*((form, "relay") for form in EXCHANGING), ("steps", "alone"))
+    pairs = (*((form, "ring") for form in EXCHANGING), ("steps", "alone"))
     near = [abs(losses[form] - losses[like]) / losses[like] for form, like in pairs]
     said = ", ".join(f"{form} {loss:.5f}" for form, loss in losses.items())
     detail = f"losses of the timed passes, of what exchanges and of what does not, to {max(near):.1e} <= {SAME_LOSS:g}: {said}"
@@ -277,15 +277,15 @@ def show(report: Report, name: str, ranks: int, found: dict[str, Any], arguments
             f"  {form:<10} {ms[form]:9.2f} ({min(every):.2f} to {max(every):.2f}; by rank {by_rank}), exposed {exposed:.2f} ms, "
             f"{100 * exposed / ms[form]:.1f} % of the pass; {of['messages']} messages, {of['bytes'] / 2**20:,.1f} MiB"
         )
-    computed, waited = ms["steps"] - ms["alone"], ms["relay"] - ms["steps"]
-    report.say(f"  of what the relay exposes {computed:.2f} ms are computed and {waited:.2f} ms are messages and waiting")
+    computed, waited = ms["steps"] - ms["alone"], ms["ring"] - ms["steps"]
+    report.say(f"  of the time that the ring exposes {computed:.2f} ms are computed and {waited:.2f} ms are messages and waiting")
     for peer, form in (
         ("the same without exchange", "alone"),
         ("all-to-all over heads", "all-to-all"),
         ("States made and sent early", "early"),
-        ("States gathered", "gather"),
+        ("States gathered", "all_gather"),
     ):
-        report.row(case, "pass ms, relay", ms["relay"], peer, ms[form], gate=case, higher_is_better=False)
+        report.row(case, "pass ms, ring", ms["ring"], peer, ms[form], gate=case, higher_is_better=False)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ CHOSEN = (
     ("matrix_gpu", "delta_net B8 T2048 H16 K128 V128", "fwd+bwd as a graph us", "fla"),
     ("matrix_gpu", "lattice-sim B8 T2048 H32 K64 V64", "fwd+bwd as a graph us", "fla's DeltaNet"),
     ("matrix_gpu", "bmojo B8 T2048 H32 D64", "fwd+bwd us", "FlexAttention"),
-    ("exchange", "mamba-1.4b 2 x 16384", "pass ms, relay", "all-to-all over heads"),
+    ("exchange", "mamba-1.4b 2 x 16384", "pass ms, ring", "all-to-all over heads"),
     ("scaling", "mamba-1.4b, data 2, 8x2048 x 4", "tokens/s", "2 times one GPU"),
 )
 """Benchmark, case, metric and peer of README's rows, fifteen at most."""
