@@ -1,11 +1,11 @@
-"""Sequence parallelism: a rank is a segment. A State arrives from the left neighbour, and leaves to the right.
+"""Context parallelism: each rank has a segment of every sequence, receives the State from its left neighbour and sends to the
+right. (Papers also call it sequence parallelism.)
 
-The one thing to know: segment s on rank r of P is virtual segment v = s P + r. States go from v to v + 1, cotangents from v to v -
-1, and the link knows who that is: the neighbour, at the group's ends the other end, or, with one rank, this process itself. What
-enters v = 0 and what leaves the last are the caller's. What is sent when is decided in `parallel.state_passing`; nothing else of a
-model knows about it.
+Segment s on rank r of P is virtual rank v = s P + r. States go from v to v + 1, gradients of States from v to v - 1. `ContextLink`
+knows where that is: the neighbour, at the ends of the group the other end, or, with a single rank, this process itself. The caller
+has the initial State of v = 0 and the final State of the last virtual rank. `parallel.state_passing` decides what is sent when.
 
-Entering States are kept with the graph, so that recomputation of activations exchanges nothing.
+Initial States are saved with the graph, so that recomputation of activations exchanges nothing.
 """
 
 import os
@@ -25,15 +25,15 @@ from baton.parallel.errors import CommError, LayoutError
 from baton.parallel.p2p import Channel, make_channels
 
 Direction = Literal["right", "left"]
-"""States go right, cotangents left."""
+"""States go right, gradients of States left."""
 
 _STEP: dict[Direction, int] = {"right": 1, "left": -1}
-_NOUN: dict[Direction, str] = {"right": "the State", "left": "the cotangent of the State"}
+_NOUN: dict[Direction, str] = {"right": "the State", "left": "the gradient of the State"}
 
 
 @dataclass(frozen=True)
 class VirtualRank:
-    """A virtual segment: `segment` of `segments` on `rank` of `size`."""
+    """A segment of a sequence: `segment` of `segments` on `rank` of `size`."""
 
     rank: int
     size: int
@@ -41,37 +41,37 @@ class VirtualRank:
     segments: int = 1
 
     def offset(self, step: int) -> "VirtualRank | None":
-        """The virtual segment `step` after this one; None beyond the first and the last."""
+        """The virtual rank `step` after this one; None before the first and after the last."""
         segment, rank = divmod(self.segment * self.size + self.rank + step, self.size)
         return VirtualRank(rank, self.size, segment, self.segments) if 0 <= segment < self.segments else None
 
     def next(self, direction: Direction) -> "VirtualRank | None":
-        """Where what goes in `direction` goes from here."""
+        """The destination of what goes in `direction` from here."""
         return self.offset(_STEP[direction])
 
     def prev(self, direction: Direction) -> "VirtualRank | None":
-        """Where what goes in `direction` comes from."""
+        """The source of what comes to here in `direction`."""
         return self.offset(-_STEP[direction])
 
 
 @dataclass(frozen=True)
 class MessageTag:
-    """One recurrence of one layer at one place: what errors and counts call a message. where: the mixer's name in the model."""
+    """Names a message in errors and counts. name: of the recurrence. where: the mixer's name in the model."""
 
     name: str
     where: str
     virtual_rank: VirtualRank
 
-    def what(self, direction: Direction) -> str:
+    def describe(self, direction: Direction) -> str:
         segment = f", segment {self.virtual_rank.segment}" if self.virtual_rank.segments > 1 else ""
         return f"{_NOUN[direction]} of {self.name} in {self.where}{segment}"
 
 
 class SideStream:
-    """A stream beside the one that computes, for what waits for messages; on a CPU, nothing of that.
+    """A CUDA stream for communication, next to the current stream that computes. On a CPU its methods do nothing.
 
-    What was made on one of the two and is read on the other must not be freed for reuse too early: tensors of the computing stream
-    live until `join`, those made aside are handed to `join`.
+    A tensor that is made on one of the two streams and read on the other must not be freed for reuse too early: tensors of the
+    computing stream live until `join`, tensors made on the side stream are passed to `join`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,7 +79,7 @@ class SideStream:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Within it work goes aside."""
+        """Run the body on the side stream."""
         if self._stream is None:
             yield
         else:
@@ -87,12 +87,12 @@ class SideStream:
                 yield
 
     def wait_current_stream(self) -> None:
-        """What goes aside from here waits for what the computing stream has been given so far."""
+        """The side stream waits for all work submitted to the current stream so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def join(self, state: State | None = None) -> None:
-        """What is computed from here waits for what went aside so far; `state` was made there."""
+        """The current stream waits for all work on the side stream so far. state: made there and read from here on."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             current.wait_stream(self._stream)
@@ -101,18 +101,23 @@ class SideStream:
 
 
 class ContextLink:
-    """This rank's place in the sequence group, and its neighbours.
+    """This rank's place in the context group and its connections.
 
-    rank, ranks: its number in the group and the group's global ranks. channels: "right", "left", "wraparound right" (from the last
-    rank to the first's next segment), "wraparound left" and, with exchange "all_gather", "gather"; none for a group of one. A link
-    of one rank exchanges nothing, but takes the same steps: so one rank with P segments has the bits of P ranks.
+    A link of one rank exchanges nothing but goes through the same steps, so one rank with P segments computes the bits of P ranks.
 
-    exchange: how States of linear recurrences cross the group: relayed, made and relayed early, or gathered by all and folded in
-    rank order, which are early's bits.
-    counted: messages and bytes sent, by ("right" | "left", recurrence's name) and ("right bytes" | "left bytes", its name);
-    counted_by_layer: the same by (.., where, its name). A gathered message counts as one, its bytes once per rank it goes to.
-    observer: is called with every State and cotangent that leaves a segment here, also those that leave the sequence: (direction,
-    carrier, State), on the stream beside the one that computes; not with gathered ones, nor in a recomputation.
+    Args:
+        rank, ranks: the rank's number in the group, and the group's global ranks.
+        channels: "right", "left", "wraparound right" (from the last rank to the first's next segment), "wraparound left", and with
+            exchange "all_gather" also "gather"; none for a group of one.
+        exchange: how States of linear recurrences cross the group: "ring", "early", or "all_gather", which folds in rank order and
+            has early's bits.
+
+    Attributes:
+        sent: messages and bytes sent, by ("right" | "left", recurrence's name) and ("right bytes" | "left bytes", its name). A
+            gathered message counts once, its bytes once per receiving rank.
+        sent_by_layer: the same by (.., where, name).
+        observer: called with (direction, tag, State) for every State and gradient that leaves a segment here, also at the ends of
+            the sequence, on the side stream; not for gathered ones, nor in a recomputation.
     """
 
     def __init__(
@@ -139,20 +144,20 @@ class ContextLink:
 
     @property
     def active(self) -> bool:
-        """Whether States go through here: not while every rank works for itself."""
+        """Whether States are exchanged: not within `local_only`."""
         return not self._local_only
 
     @property
     def virtual_rank(self) -> VirtualRank:
-        """The virtual segment that this rank works on."""
+        """The virtual rank that this rank works on."""
         return self._virtual_rank
 
     @property
     def gathers(self) -> bool:
         """Whether States of linear recurrences are gathered now.
 
-        Not over several segments: the first rank's next segment begins with what leaves the last rank, so a collective would keep
-        all ranks in one layer of one segment, where a relay lets the first go on.
+        Not with several segments: the first rank's next segment begins with the last rank's final State, so a collective would hold
+        all ranks in one layer of one segment, where the ring lets the first rank go on.
         """
         return self.exchange == "all_gather" and self.size > 1 and self._virtual_rank.segments == 1
 
@@ -166,124 +171,126 @@ class ContextLink:
             self._local_only = before
 
     @contextmanager
-    def segment(self, number: int, *, of: int) -> Iterator[None]:
-        """Within it this rank's tokens are its span of segment `number` of `of`, each of them a span per rank.
+    def segment(self, number: int, *, count: int) -> Iterator[None]:
+        """Within it this rank's tokens are its span of segment `number` of `count`; each segment has a span per rank.
 
-        Forwards the segments come in ascending order; backwards in descending order, in one call of backward or one each. Between
-        forwards and backwards a segment may be run again, as `recomputation` says.
+        The forward pass runs the segments in ascending order, the backward pass in descending order, in one call of backward or in
+        one each. In between a segment may be run again, see `recomputation`.
 
         Raises:
             ValueError: there is no such segment.
-            CommError: with one rank, when the pass before did not go to its last segment and back.
+            CommError: with one rank, when the previous pass did not run to its last segment and back.
         """
-        if not 0 <= number < of:
-            raise ValueError(f"segment {number} of {of}: segments are numbered from 0 to {of - 1}")
+        if not 0 <= number < count:
+            raise ValueError(f"segment {number} of {count}: segments are numbered from 0 to {count - 1}")
         if number == 0 and not self.recomputing and (left := [key for key, states in self._local_states.items() if states]):
             direction, virtual_rank, name, where = left[0]
-            what = MessageTag(name, where, virtual_rank).what(direction)
+            what = MessageTag(name, where, virtual_rank).describe(direction)
             raise CommError(
                 f"rank {self._ranks[self.rank]}: {what} was not taken in the pass before: go to the last segment forwards, "
                 f"and to the first backwards"
             )
         self._send_wraparounds()
-        before, self._virtual_rank = self._virtual_rank, VirtualRank(self.rank, self.size, number, of)
+        before, self._virtual_rank = self._virtual_rank, VirtualRank(self.rank, self.size, number, count)
         try:
             yield
             self._send_wraparounds()
         finally:
             self._virtual_rank = before
 
-    def send(self, direction: Direction, tag: MessageTag, state: State, leaves: tuple[StateSpec, ...]) -> None:
-        """Hand a State on without waiting, one message of each leaf's own type. Not at the end it goes to."""
+    def send(self, direction: Direction, tag: MessageTag, state: State, specs: tuple[StateSpec, ...]) -> None:
+        """Send a State without waiting, each entry in its spec's dtype. There must be a next virtual rank."""
         target = tag.virtual_rank.next(direction)
         assert target is not None
-        if not leaves:
+        if not specs:
             return
         if self.size == 1:
-            own = {leaf.name: _compact(state[leaf.name]) for leaf in leaves}
+            own = {spec.name: _compact(state[spec.name]) for spec in specs}
             self._local_states[direction, target, tag.name, tag.where].append(own)
             return
         self._send_wraparounds(but=(direction, tag.virtual_rank.segment))
-        message = to_flat(state, leaves)
+        message = to_flat(state, specs)
         self._count(direction, tag, message.numel())
         channel, wraparound = self._channel(direction, tag.virtual_rank, target)
         if wraparound:
             self._wraparounds.append((direction, tag, message, self._ranks[target.rank]))
         else:
-            channel.send(message, self._ranks[target.rank], tag.what(direction))
+            channel.send(message, self._ranks[target.rank], tag.describe(direction))
 
-    def irecv(self, direction: Direction, tag: MessageTag, leaves: tuple[StateSpec, ...], batch: int) -> Callable[[], State]:
-        """Begin to receive the State that goes in `direction` to here; the result waits for it. Not at the end it comes from.
+    def irecv(self, direction: Direction, tag: MessageTag, specs: tuple[StateSpec, ...], batch: int) -> Callable[[], State]:
+        """Begin to receive the State that comes in `direction`; the result waits for it. There must be a previous virtual rank.
 
-        On a GPU it begins as soon as it can, and spins until the message is there. Begun only when the computing stream comes to
-        here, each receive kept that waiting: between two H200s a pass of Mamba 1.4B over 16k tokens a rank took 459 ms, not 428.
+        On a GPU the receive begins as soon as it can, and its kernel spins until the message is there. Begun only when the
+        computing stream gets here, each receive delayed that stream: between two H200s a pass of Mamba 1.4B over 16k tokens per
+        rank took 459 ms instead of 428.
         """
         source = tag.virtual_rank.prev(direction)
         assert source is not None
-        if not leaves:
+        if not specs:
             return dict
         if self.size == 1:
             return lambda: self._take_local(direction, tag)
         self._send_wraparounds(but=(direction, tag.virtual_rank.segment))
         channel, _ = self._channel(direction, source, tag.virtual_rank)
         with self.side_stream.use():
-            message = torch.empty(flat_nbytes(leaves, batch), dtype=torch.uint8, device=self.device)
-            arrival = channel.irecv(message, self._ranks[source.rank], tag.what(direction))
+            message = torch.empty(flat_nbytes(specs, batch), dtype=torch.uint8, device=self.device)
+            arrival = channel.irecv(message, self._ranks[source.rank], tag.describe(direction))
 
         def wait() -> State:
             with self.side_stream.use():
-                state = from_flat(arrival.wait(), leaves, batch)
+                state = from_flat(arrival.wait(), specs, batch)
             self.side_stream.join(state)
             return state
 
         return wait
 
     def gather(self, direction: Direction, tag: MessageTag, parts: list[Tensor]) -> Callable[[], list[list[Tensor]]]:
-        """Begin to gather every rank's `parts`, of the same shapes, strides and types everywhere; the result waits for all."""
-        leaves = tuple(StateSpec(str(n), tuple(x.shape[1:]), x.dtype, None, grad=False) for n, x in enumerate(parts))
-        message = to_flat({leaf.name: x for leaf, x in zip(leaves, parts, strict=True)}, leaves)
-        arrival = self.channels["gather"].gather(message, tag.what(direction))
+        """Begin to gather every rank's `parts`, which have the same shapes, strides and dtypes on all ranks; the result waits for
+        all."""
+        specs = tuple(StateSpec(str(n), tuple(x.shape[1:]), x.dtype, None, grad=False) for n, x in enumerate(parts))
+        message = to_flat({spec.name: x for spec, x in zip(specs, parts, strict=True)}, specs)
+        arrival = self.channels["gather"].gather(message, tag.describe(direction))
         self._count(direction, tag, message.numel() * (self.size - 1))
 
         def wait() -> list[list[Tensor]]:
             found = []
             for row in arrival.wait():
-                views = from_flat(row, leaves, parts[0].shape[0]).values()
-                # in the strides of the rank that sent them: a product of matrices may depend on these to its last bit
+                views = from_flat(row, specs, parts[0].shape[0]).values()
+                # in the sender's strides: the last bit of a matrix product may depend on them
                 found.append([torch.empty_like(own).copy_(x) for own, x in zip(parts, views, strict=True)])
             return found
 
         return wait
 
-    def send_wraparound(self, state: State, leaves: tuple[StateSpec, ...]) -> None:
-        """From the last rank to the first: what leaves the last virtual segment of all layers, as one message."""
-        message = to_flat(state, leaves)
+    def send_wraparound(self, state: State, specs: tuple[StateSpec, ...]) -> None:
+        """From the last rank to the first: the final State of all layers of the last virtual rank, as one message."""
+        message = to_flat(state, specs)
         tag = MessageTag("all recurrences", "all layers", self._virtual_rank)
-        self.channels["wraparound right"].send(message, self._ranks[0], tag.what("right"))
+        self.channels["wraparound right"].send(message, self._ranks[0], tag.describe("right"))
         self._count("right", tag, message.numel())
 
-    def recv_wraparound(self, leaves: tuple[StateSpec, ...], batch: int) -> State:
-        """On the first rank: what the last one sent by `send_around`."""
+    def recv_wraparound(self, specs: tuple[StateSpec, ...], batch: int) -> State:
+        """On the first rank: the State that the last one sent by `send_wraparound`."""
         tag = MessageTag("all recurrences", "all layers", self._virtual_rank)
         with self.side_stream.use():
-            message = torch.empty(flat_nbytes(leaves, batch), dtype=torch.uint8, device=self.device)
+            message = torch.empty(flat_nbytes(specs, batch), dtype=torch.uint8, device=self.device)
             state = from_flat(
-                self.channels["wraparound right"].irecv(message, self._ranks[-1], tag.what("right")).wait(), leaves, batch
+                self.channels["wraparound right"].irecv(message, self._ranks[-1], tag.describe("right")).wait(), specs, batch
             )
         self.side_stream.join(state)
         return state
 
     def wait(self) -> None:
-        """Until everything sent has left this rank."""
+        """Wait until everything sent has left this rank."""
         self._send_wraparounds()
         for channel in self.channels.values():
             channel.flush()
 
     def recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts of a first forward pass, whose entering States are kept, and of its recomputation, which is given them.
+        """Contexts for a first forward pass, whose initial States are saved, and for its recomputation, which reads them.
 
-        The recomputation exchanges nothing forwards. Where the first pass had no graph, the recomputation makes it, and cotangents
-        go their way from there.
+        The recomputation exchanges nothing in its forward pass. Where the first pass had no graph, the recomputation makes it, and
+        gradients of States are exchanged from there.
         """
         kept: list[State | None] = []
 
@@ -297,7 +304,7 @@ class ContextLink:
 
         @contextmanager
         def again() -> Iterator[None]:
-            # what is kept of a recomputation is for one of its own parts: activations of a segment that is itself run again
+            # a recomputation saves nothing here; contexts nested in it save for their own recomputation
             before, self._saved_states, self._states_to_save = (self._saved_states, self._states_to_save), iter(kept), None
             try:
                 yield
@@ -312,12 +319,12 @@ class ContextLink:
         return self._saved_states is not None
 
     def saved_state(self) -> State | None:
-        """The State that entered here in the first pass."""
+        """The initial State at this point of the first pass."""
         assert self._saved_states is not None
         return next(self._saved_states)
 
     def save_state(self, state: State | None) -> None:
-        """Remember what entered here, for a recomputation."""
+        """Save an initial State for a recomputation."""
         if self._states_to_save is not None:
             self._states_to_save.append(state)
 
@@ -325,29 +332,30 @@ class ContextLink:
         waiting = self._local_states[direction, tag.virtual_rank, tag.name, tag.where]
         if not waiting:
             raise CommError(
-                f"rank {self._ranks[self.rank]}: {tag.what(direction)} is not there: go from the first segment to the last "
+                f"rank {self._ranks[self.rank]}: {tag.describe(direction)} is not there: go from the first segment to the last "
                 f"forwards, and from the last to the first backwards"
             )
         return waiting.popleft()
 
     def _send_wraparounds(self, but: tuple[Direction, int] | None = None) -> None:
-        """Send what waits to go from one end of the group to the other's next segment. but: not while (direction, segment) is what
-        is being done.
+        """Send the deferred messages from one end of the group to the other's next segment. but: not while (direction, segment) is
+        in progress.
 
-        It waits until this rank has begun everything else that it does in a segment. On a GPU a send is a kernel that spins until
-        its receiver is there, and the receiver comes to its next segment when it has done with this one, for which it may need that
-        this rank goes on receiving. Yet CUDA waits for what spins when it connects two ranks or loads a kernel for the first time.
-        The rank at the other end is late by no more than the State takes through the group: that is how far behind this one is.
+        Deferred, because sending at once can deadlock: on a GPU a send is a kernel that spins until its receiver is there; the
+        receiver reaches its next segment after finishing this one, for which it may need this rank's receives; and CUDA waits for
+        spinning kernels when it connects two ranks or loads a kernel for the first time. So this rank begins everything else of the
+        segment first. The rank at the other end is delayed by no more than the State takes through the group, which is how far this
+        one trails it.
         """
         if not self._wraparounds or (self._wraparounds[0][0], self._wraparounds[0][1].virtual_rank.segment) == but:
             return
         waiting, self._wraparounds = self._wraparounds, []
         with self.side_stream.use():
             for direction, tag, message, target in waiting:
-                self.channels[f"wraparound {direction}"].send(message, target, tag.what(direction))
+                self.channels[f"wraparound {direction}"].send(message, target, tag.describe(direction))
 
     def _channel(self, direction: Direction, source: VirtualRank, target: VirtualRank) -> tuple[Channel, bool]:
-        """The one for a message, and whether it goes around."""
+        """The channel for a message, and whether it is a wraparound."""
         # A backend that works through a communicator's operations in order would deadlock with two ranks if both kinds met in one:
         # rank 1's hand-over to rank 0's next segment waits until rank 0 takes it, rank 0 takes it after all that it sends for this
         # segment, and of that rank 1 takes nothing before its own hand-over is done.
@@ -361,18 +369,18 @@ class ContextLink:
 
 
 def _compact(x: Tensor) -> Tensor:
-    """x, in no more memory than it needs: a tail is the end of a whole span, which would be kept with it."""
+    """x in no more memory than it needs: a tail is a view of the whole span, which would stay in memory with it."""
     return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
 def context_link(layout: LayoutConfig, rank: int, device: torch.device, timeout_s: float) -> ContextLink | None:
-    """This rank's link; None where the layout's sequence groups are one rank each. Every rank of the world calls it.
+    """This rank's link; None where the context groups have one rank. Every rank of the world calls it.
 
-    timeout_s: seconds that a State may take to come.
+    timeout_s: seconds that a State may take to arrive.
 
     Raises:
-        LayoutError: all streams of the GPU share one hardware queue, as megatron-core advises for tensor parallelism alone. There
-            a hand-over that spins until its receiver is there keeps all that comes after it from starting.
+        LayoutError: all streams of the GPU share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, as megatron-core advises for
+            tensor parallelism alone). A send that spins until its receiver is there would block everything submitted after it.
     """
     if layout.context == 1:
         return None

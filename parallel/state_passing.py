@@ -1,18 +1,19 @@
-"""A recurrence with a receive before and a send after it, as autograd functions around it.
+"""States passed from rank to rank: a receive before a recurrence and a send after it, as autograd functions around it.
 
-The one thing to know: in backward the cotangents of the States travel the other way. The recurrence itself runs as it does where
-nobody is beside it, once forwards and once backwards, and keeps for the backward pass what it keeps there; before it the State is
-received, whose cotangent leaves when the pass comes back to that point, and behind it the State is handed on, for whose cotangent
-the pass waits there. A tail that lies whole in a rank's own tokens leaves before anything arrives, a State that is cheap before the
-outputs. Nothing waits for a send, and there is no collective over the sequence group inside the stack (but where gathering is asked
-for), so a rank is free to go on to the next layer while the one to its right does this one.
+In the backward pass the gradients of the States go the other way: the function that received a State sends its gradient, and the
+function that sent a State waits for its gradient. The recurrence between them runs as on a single rank, once forward and once
+backward, and saves the same tensors. A tail State that lies whole in a rank's own tokens is sent before anything is received; a
+State that is cheap to compute is sent before the outputs are computed. No send is waited for, and there is no collective over the
+context group inside the stack (except with context_comm "all_gather"), so a rank goes on to the next layer while its right
+neighbour works on this one.
 
-With L layers of t seconds on P ranks, messages that take m seconds, and w seconds between having the entering State and having the
-leaving one, a pass takes L t + (P - 1) (m + w): rank r trails rank 0 by r (m + w), once and not per layer. w is the largest of a
-layer's carriers: 0 for a tail, the State's part of the work where the State comes first, all of the recurrence's work where it must
-run. With the exchange "early" a linear recurrence has w of 0 too: it makes its span's effect on any State first, advances the
-arriving one, sends it, and has its outputs then. That is more work in every layer, most of a second run, which pays where
-(P - 1) w is more than L times that: among many ranks. "all_gather" makes the same effects, and all ranks gather them.
+Time: let L layers take t seconds each on P ranks, a message m seconds, and let w be the seconds from receiving the initial State to
+having the final one. A pass takes L t + (P - 1) (m + w): rank r trails rank 0 by r (m + w), once and not per layer. w is the
+largest among a layer's recurrences: 0 for a tail, the State's part of the work for a recurrence that computes its State first, the
+whole recurrence otherwise. With "early" w is 0 for linear recurrences too: a rank computes its span's transition first, applies it
+to the State it receives, sends the result, and then computes its outputs. That costs most of a second run in every layer, and pays
+where (P - 1) w is more than L times that cost, among many ranks. "all_gather" computes the same transitions, which all ranks
+gather.
 """
 
 import dataclasses
@@ -42,69 +43,79 @@ def run_recurrence(
     link: ContextLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str,
     state_wanted: bool = True,
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """`recurrence.run` over a sequence that the sequence group shares, each rank having the tokens that follow the last one's.
+    """`recurrence.run` over a sequence that the ranks of the context group share, each having the tokens that follow its left
+    neighbour's.
 
-    state: what enters the first virtual segment (None: nothing read yet); the others are not asked. The leaving State of the last
-    one is the sequence's; on the others it is what they sent, and has no gradient here. where: the mixer's name in the model, for
-    errors and counts. state_wanted: whether the caller takes what leaves; else it is made only where it is handed on.
+    Args:
+        state: initial State of the first virtual segment (None: zeros); ignored on the others.
+        where: the mixer's name in the model, for errors and counts.
+        state_wanted: whether the caller uses the final State. Otherwise it is computed only where it is sent.
+
+    Returns:
+        The outputs and the final State. On the last virtual segment that is the sequence's final State; on the others it is the
+            State that was sent, and has no gradient here.
 
     Raises:
         CommError: on a CPU, when a neighbour is gone or sends nothing.
     """
     with profiler_range(RECURRENCE, recurrence):
         if link is not None and link.active:
-            return _linked(link, recurrence, inputs, pos, state, where)
+            return _run_linked(link, recurrence, inputs, pos, state, where)
         if state_wanted:
             return recurrence.run(inputs, pos, state)
         return recurrence.forward_no_state(inputs, pos, state), absent_state(recurrence.state_specs(inputs))
 
 
-def _linked(
+def _run_linked(
     link: ContextLink, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str
 ) -> tuple[Tensor, State]:
     channel = _StateChannel(link, recurrence, inputs, where)
-    given = state if channel.virtual_rank.prev("right") is None else None
+    caller_state = state if channel.virtual_rank.prev("right") is None else None
     if channel.uses_transitions:
-        tensors = () if given is None else tuple(given[leaf.name] for leaf in channel.state_specs)
-        y, *found = _TransitionScan.apply(channel, recurrence, pos, len(inputs), *inputs, *tensors)
-        return y, channel.named(found)
+        tensors = () if caller_state is None else tuple(caller_state[spec.name] for spec in channel.state_specs)
+        y, *tensors_out = _TransitionScan.apply(channel, recurrence, pos, len(inputs), *inputs, *tensors)
+        return y, channel.as_state(tensors_out)
     with torch.set_grad_enabled(torch.is_grad_enabled() and recurrence.differentiable):
-        return _around(channel, recurrence, inputs, pos, given)
+        return _run_between_messages(channel, recurrence, inputs, pos, caller_state)
 
 
 class _StateChannel:
-    """One carrier's messages: what arrives from either side and what leaves to it, or what the caller has there."""
+    """Sends and receives the States of one recurrence. At the ends of the sequence, where there is no neighbour, the caller's State
+    takes the place of a received one."""
 
     def __init__(self, link: ContextLink, recurrence: Recurrence, inputs: Inputs, where: str) -> None:
         self.link, self.virtual_rank = link, link.virtual_rank
         self.tag = MessageTag(recurrence.name, where, link.virtual_rank)
         self.state_specs = recurrence.state_specs(inputs)
-        self.moving = tuple(leaf for leaf in self.state_specs if leaf.grad)
+        self.differentiable = tuple(spec for spec in self.state_specs if spec.grad)
         self.batch = inputs[0].shape[0]
         self.gathers = link.gathers and isinstance(recurrence, LinearRecurrence)
         self.uses_transitions = self.gathers or (link.exchange == "early" and isinstance(recurrence, LinearRecurrence))
 
-    def arriving(self, direction: Direction, given: State | None) -> Callable[[], State | None]:
-        """Begin to receive, where there is somebody to receive from; the result waits. given: the caller's, where nobody is."""
+    def irecv(self, direction: Direction, caller_state: State | None) -> Callable[[], State | None]:
+        """Begin to receive, where there is a neighbour; the result waits for the State. caller_state: the result where there is
+        none."""
         if self.virtual_rank.prev(direction) is None:
-            return lambda: given
-        return self.link.irecv(direction, self.tag, self._leaves(direction), self.batch)
+            return lambda: caller_state
+        return self.link.irecv(direction, self.tag, self._specs(direction), self.batch)
 
     def send(self, direction: Direction, make: Callable[[], State]) -> State:
-        """Make a State and hand it on, both aside."""
+        """Compute a State on the side stream and send it."""
         self.link.side_stream.wait_current_stream()
         with self.link.side_stream.use():
-            state, leaves = make(), self._leaves(direction)
+            state, specs = make(), self._specs(direction)
             if self.link.observer is not None:
                 self.link.observer(direction, self.tag, state)
             if self.virtual_rank.next(direction) is not None:
-                self.link.send(direction, self.tag, {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in leaves}, leaves)
+                self.link.send(direction, self.tag, {spec.name: state[spec.name].to(spec.dtype) for spec in specs}, specs)
         return state
 
-    def fold(self, direction: Direction, effect: StateTransition, given: State | None) -> State | None:
-        """The State that reaches this rank in `direction`: all ranks gather their spans' effects, and each applies those before it.
+    def fold_gathered(self, direction: Direction, effect: StateTransition, caller_state: State | None) -> State | None:
+        """The State that reaches this rank in `direction`: all ranks gather the transitions of their spans, and each applies those
+        before its own.
 
-        The first rank in that direction, whose entering State nobody else has, gives what leaves it in place of what its span adds.
+        The first rank in that direction contributes its final State in place of what its span adds, because no other rank has its
+        initial State.
         """
         first = self.virtual_rank.prev(direction) is None
         fields = {field.name: getattr(effect, field.name) for field in dataclasses.fields(effect)}  # type: ignore[arg-type]
@@ -112,11 +123,11 @@ class _StateChannel:
         self.link.side_stream.wait_current_stream()
         with self.link.side_stream.use():
             if first:
-                assert given is not None
-                fields = {**fields, "add": effect.apply(given)}
+                assert caller_state is not None
+                fields = {**fields, "add": effect.apply(caller_state)}
             wait = self.link.gather(direction, self.tag, [fields[field][name] for field, name in names])
             if first:
-                return given
+                return caller_state
             spans = wait()
             if direction == "left":
                 spans.reverse()
@@ -126,260 +137,270 @@ class _StateChannel:
                 for (field, name), x in zip(names, span, strict=True):
                     fields[field] = {**fields[field], name: x}
                 state = fields["add"] if n == 0 else type(effect)(**fields).apply(state)
-                # as it would have come in a message
+                # in the layout that a message would have
                 state = {name: x.contiguous() for name, x in state.items()}
         self.link.side_stream.join(state)
         return state
 
-    def named(self, leaves: Sequence[Tensor]) -> State:
-        """Tensors in the order of the leaves, as a State."""
-        return {leaf.name: x for leaf, x in zip(self.state_specs, leaves, strict=True)}
+    def as_state(self, tensors: Sequence[Tensor]) -> State:
+        """Tensors in the order of the specs as a State."""
+        return {spec.name: x for spec, x in zip(self.state_specs, tensors, strict=True)}
 
-    def _leaves(self, direction: Direction) -> tuple[StateSpec, ...]:
-        return self.state_specs if direction == "right" else self.moving
+    def _specs(self, direction: Direction) -> tuple[StateSpec, ...]:
+        return self.state_specs if direction == "right" else self.differentiable
 
 
 Make = Callable[[Inputs, State], State]
-"""A leaving State from inputs and the entering State."""
-Piece = tuple[slice, int]
-"""The tokens that a tail is made of, and how many of the inputs, the first ones, run along time."""
+"""The final State from inputs and the initial State."""
+InputSlice = tuple[slice, int]
+"""The tokens that a tail State is computed from, and the number of leading inputs that have a time dimension."""
 
 
-def _around(
-    channel: "_StateChannel", recurrence: Recurrence, inputs: Inputs, pos: Tensor, given: State | None
+def _run_between_messages(
+    channel: "_StateChannel", recurrence: Recurrence, inputs: Inputs, pos: Tensor, caller_state: State | None
 ) -> tuple[Tensor, State]:
-    """The recurrence as it is, between what receives and what hands on."""
+    """The recurrence as it is, between the functions that receive and send."""
     if isinstance(recurrence, StateFirstRecurrence):
-        entering = _recv_state(channel, given, lambda: recurrence.initial(inputs))
-        assert entering is not None
-        inputs, entering, leaving = _send_state_early(
-            channel, lambda x, s: recurrence.final_state(x, pos, s), None, inputs, entering
+        initial_state = _recv_state(channel, caller_state, lambda: recurrence.initial(inputs))
+        assert initial_state is not None
+        inputs, initial_state, final_state = _send_state_early(
+            channel, lambda x, s: recurrence.final_state(x, pos, s), None, inputs, initial_state
         )
-        return recurrence.forward_no_state(inputs, pos, entering), leaving
+        return recurrence.forward_no_state(inputs, pos, initial_state), final_state
     with torch.no_grad():
         tail = recurrence.tail_state(inputs, pos)
     if tail is not None:
         rows = max(x.shape[1] for x in tail.values() if x.dim() > 1)
 
         def last(x: Inputs, _: State) -> State:
-            found = recurrence.tail_state(x, pos[:, -x[0].shape[1] :])
-            assert found is not None
-            return found
+            tail = recurrence.tail_state(x, pos[:, -x[0].shape[1] :])
+            assert tail is not None
+            return tail
 
-        piece = slice(inputs[0].shape[1] - rows, None), recurrence.num_time_inputs
-        inputs, _, leaving = _send_state_early(channel, last, piece, inputs, {})
-        return recurrence.forward_no_state(inputs, pos, _recv_state(channel, given)), leaving
-    nothing = (
+        input_slice = slice(inputs[0].shape[1] - rows, None), recurrence.num_time_inputs
+        inputs, _, final_state = _send_state_early(channel, last, input_slice, inputs, {})
+        return recurrence.forward_no_state(inputs, pos, _recv_state(channel, caller_state)), final_state
+    make_initial = (
         (lambda: zeros(channel.state_specs, channel.batch, inputs[0].device)) if isinstance(recurrence, LinearRecurrence) else None
     )
-    entering = _recv_state(channel, given, nothing)
-    y, leaving = recurrence.run(inputs, pos, entering)
-    return _send_state(channel, y, leaving, entering or {})
+    initial_state = _recv_state(channel, caller_state, make_initial)
+    y, final_state = recurrence.run(inputs, pos, initial_state)
+    return _send_state(channel, y, final_state, initial_state or {})
 
 
-def _recv_state(channel: _StateChannel, given: State | None, nothing: Callable[[], State] | None = None) -> State | None:
-    """What enters here: received, or the caller's, or what a recurrence enters with that has read nothing (None: None)."""
+def _recv_state(
+    channel: _StateChannel, caller_state: State | None, make_initial: Callable[[], State] | None = None
+) -> State | None:
+    """The initial State: received, or the caller's, or `make_initial`'s where nothing was read before (None: None)."""
     link = channel.link
-    arriving = link.saved_state if link.recomputing else channel.arriving("right", given)
-    state = arriving()
+    wait = link.saved_state if link.recomputing else channel.irecv("right", caller_state)
+    state = wait()
     if state is not None:
         state = {name: x.detach() for name, x in state.items()}
     link.save_state(state)
     if state is None:
-        if nothing is None:
+        if make_initial is None:
             return None
         with torch.no_grad():
-            state = nothing()
-    tensors = () if given is None else tuple(given[leaf.name] for leaf in channel.state_specs)
-    return channel.named(_RecvState.apply(channel, state, _anchor(state), *tensors))
+            state = make_initial()
+    tensors = () if caller_state is None else tuple(caller_state[spec.name] for spec in channel.state_specs)
+    return channel.as_state(_RecvState.apply(channel, state, _anchor(state), *tensors))
 
 
 def _anchor(state: State) -> Tensor:
-    """Nothing, with a gradient: what makes autograd come back to where a State enters, whoever it is from."""
+    """An empty tensor that requires a gradient, so that autograd runs `_RecvState.backward` whatever the State comes from."""
     return torch.empty(0, device=next(iter(state.values())).device, requires_grad=True)
 
 
 class _RecvState(torch.autograd.Function):
-    """The entering State; backwards its cotangent leaves."""
+    """The received State; backward sends its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, channel: _StateChannel, state: State, anchor: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        ctx.channel, ctx.given = channel, bool(given)
-        # views: in a recomputation the tensors themselves are the first pass's
-        found = [state[leaf.name].view_as(state[leaf.name]) for leaf in channel.state_specs]
-        ctx.mark_non_differentiable(*(x for x, leaf in zip(found, channel.state_specs, strict=True) if not leaf.grad))
-        return tuple(found)
+    def forward(ctx: Any, channel: _StateChannel, state: State, anchor: Tensor, *caller_state: Tensor) -> tuple[Tensor, ...]:
+        ctx.channel, ctx.caller_state = channel, bool(caller_state)
+        # views, because in a recomputation the tensors are those of the first pass
+        tensors_out = [state[spec.name].view_as(state[spec.name]) for spec in channel.state_specs]
+        ctx.mark_non_differentiable(*(x for x, spec in zip(tensors_out, channel.state_specs, strict=True) if not spec.grad))
+        return tuple(tensors_out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dstate: Tensor) -> tuple[Any, ...]:
         channel = ctx.channel
-        dentering = {leaf.name: dx for leaf, dx in zip(channel.state_specs, dstate, strict=True) if leaf.grad}
-        channel.send("left", lambda: dentering)
-        channel.link.side_stream.join(dentering)
-        return (None, None, None, *([dentering.get(leaf.name) for leaf in channel.state_specs] if ctx.given else []))
+        dinitial_state = {spec.name: dx for spec, dx in zip(channel.state_specs, dstate, strict=True) if spec.grad}
+        channel.send("left", lambda: dinitial_state)
+        channel.link.side_stream.join(dinitial_state)
+        return (None, None, None, *([dinitial_state.get(spec.name) for spec in channel.state_specs] if ctx.caller_state else []))
 
 
-def _send_state(channel: _StateChannel, y: Tensor, leaving: State, entering: State) -> tuple[Tensor, State]:
-    """Send what leaves; the outputs and the leaving State, for whose cotangent the backward pass waits before it goes on.
+def _send_state(channel: _StateChannel, y: Tensor, final_state: State, initial_state: State) -> tuple[Tensor, State]:
+    """Send the final State. Returns the outputs and the final State; the backward pass waits for its gradient before it goes on.
 
-    entering: what `_recv_state` gave, so that the backward pass comes there whatever the outputs hang on.
+    initial_state: from `_recv_state`, as an input of the autograd node, so that the backward pass reaches it in any case.
     """
-    own = [leaving[leaf.name] for leaf in channel.state_specs]
-    y, *found = _SendState.apply(channel, y, *own, *entering.values())
-    return y, channel.named(found)
+    own = [final_state[spec.name] for spec in channel.state_specs]
+    y, *tensors_out = _SendState.apply(channel, y, *own, *initial_state.values())
+    return y, channel.as_state(tensors_out)
 
 
 class _SendState(torch.autograd.Function):
-    """Outputs and leaving State as they are, which leaves; backwards its cotangent arrives."""
+    """Identity on outputs and final State, which is sent; backward receives the State's gradient."""
 
     @staticmethod
     def forward(ctx: Any, channel: _StateChannel, y: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.channel, ctx.entering = channel, len(tensors) - len(channel.state_specs)
-        leaving = tensors[: len(channel.state_specs)]
-        _send(channel, channel.named(leaving))
-        found = [x if leaf.grad else x.detach() for x, leaf in zip(leaving, channel.state_specs, strict=True)]
-        ctx.mark_non_differentiable(*(x for x, leaf in zip(found, channel.state_specs, strict=True) if not leaf.grad))
-        return y, *found
+        ctx.channel, ctx.n_initial = channel, len(tensors) - len(channel.state_specs)
+        final_state = tensors[: len(channel.state_specs)]
+        _send(channel, channel.as_state(final_state))
+        tensors_out = [x if spec.grad else x.detach() for x, spec in zip(final_state, channel.state_specs, strict=True)]
+        ctx.mark_non_differentiable(*(x for x, spec in zip(tensors_out, channel.state_specs, strict=True) if not spec.grad))
+        return y, *tensors_out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, *dleaving: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor, *dfinal_state: Tensor) -> tuple[Any, ...]:
         channel = ctx.channel
-        arrived = _arrived(channel, dleaving)
-        return (None, dy, *(arrived.get(leaf.name) for leaf in channel.state_specs), *(None,) * ctx.entering)
+        grad = _recv_grad(channel, dfinal_state)
+        return (None, dy, *(grad.get(spec.name) for spec in channel.state_specs), *(None,) * ctx.n_initial)
 
 
 def _send_state_early(
-    channel: _StateChannel, make: Make, piece: Piece | None, inputs: Inputs, entering: State
+    channel: _StateChannel, make: Make, input_slice: InputSlice | None, inputs: Inputs, initial_state: State
 ) -> tuple[Inputs, State, State]:
-    """Make what leaves and send it before there are outputs; inputs and entering State as they are, for what makes the outputs,
-    and the leaving State. piece: what of the inputs it is made of; None: all.
+    """Compute the final State and send it before the outputs. Returns inputs and initial State for the outputs, and the final
+    State. input_slice: what the State is computed from; None: all of the inputs.
 
-    Backwards the leaving State's cotangent is waited for when the outputs' has gone through.
+    The backward pass waits for the final State's gradient after the outputs' gradient has passed.
     """
     n = len(inputs)
-    tensors = _SendStateEarly.apply(channel, make, piece, n, tuple(entering), *inputs, *entering.values())
-    state = dict(zip(entering, tensors[n : n + len(entering)], strict=True))
-    return tensors[:n], state, channel.named(tensors[n + len(entering) :])
+    tensors = _SendStateEarly.apply(channel, make, input_slice, n, tuple(initial_state), *inputs, *initial_state.values())
+    state = dict(zip(initial_state, tensors[n : n + len(initial_state)], strict=True))
+    return tensors[:n], state, channel.as_state(tensors[n + len(initial_state) :])
 
 
 class _SendStateEarly(torch.autograd.Function):
-    """Inputs and entering State as they are, and what is made of them, which leaves; backwards its cotangent arrives, and what it
-    gives is added to theirs."""
+    """Identity on inputs and initial State, and the final State computed from them, which is sent; backward receives its gradient
+    and adds what follows from it to theirs."""
 
     @staticmethod
     def forward(
-        ctx: Any, channel: _StateChannel, make: Make, piece: Piece | None, n: int, names: tuple[str, ...], *tensors: Tensor
+        ctx: Any,
+        channel: _StateChannel,
+        make: Make,
+        input_slice: InputSlice | None,
+        n: int,
+        names: tuple[str, ...],
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.channel, ctx.make, ctx.piece, ctx.n, ctx.names = channel, make, piece, n, names
+        ctx.channel, ctx.make, ctx.input_slice, ctx.n, ctx.names = channel, make, input_slice, n, names
         ctx.save_for_backward(*tensors)
-        leaving = make(tensors[:n], dict(zip(names, tensors[n:], strict=True)))
-        _send(channel, leaving)
-        found = [leaving[leaf.name] for leaf in channel.state_specs]
+        final_state = make(tensors[:n], dict(zip(names, tensors[n:], strict=True)))
+        _send(channel, final_state)
+        tensors_out = [final_state[spec.name] for spec in channel.state_specs]
         ctx.mark_non_differentiable(
             *(x for x in tensors if not x.is_floating_point()),
-            *(x for x, leaf in zip(found, channel.state_specs, strict=True) if not leaf.grad),
+            *(x for x, spec in zip(tensors_out, channel.state_specs, strict=True) if not spec.grad),
         )
-        return *tensors, *found
+        return *tensors, *tensors_out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
         channel, tensors, n = ctx.channel, ctx.saved_tensors, ctx.n
-        grads = list(cotangents[: len(tensors)])
-        arrived = _arrived(channel, cotangents[len(tensors) :])
-        taken = [_taken(ctx.piece, number, x) for number, x in enumerate(tensors)]
+        grads = list(douts[: len(tensors)])
+        dstate = _recv_grad(channel, douts[len(tensors) :])
+        slices = [_input_slice(ctx.input_slice, number, x) for number, x in enumerate(tensors)]
         with torch.enable_grad():
-            copies = [x.detach().requires_grad_(x.is_floating_point()) for x in taken]
-            leaving = ctx.make(tuple(copies[:n]), dict(zip(ctx.names, copies[n:], strict=True)))
-        reached = [leaf.name for leaf in channel.moving if leaving[leaf.name].requires_grad]
+            copies = [x.detach().requires_grad_(x.is_floating_point()) for x in slices]
+            final_state = ctx.make(tuple(copies[:n]), dict(zip(ctx.names, copies[n:], strict=True)))
+        reached = [spec.name for spec in channel.differentiable if final_state[spec.name].requires_grad]
         wanted = [number for number, x in enumerate(copies) if x.requires_grad and ctx.needs_input_grad[5 + number]]
         if reached and wanted:
-            outputs, found = [leaving[name] for name in reached], [copies[number] for number in wanted]
-            more = torch.autograd.grad(outputs, found, [arrived[name] for name in reached], allow_unused=True)
+            outputs, sources = [final_state[name] for name in reached], [copies[number] for number in wanted]
+            more = torch.autograd.grad(outputs, sources, [dstate[name] for name in reached], allow_unused=True)
             for number, grad in zip(wanted, more, strict=True):
                 if grad is not None:
-                    # not in place: what comes may be somebody else's too
+                    # not in place: autograd may use the same tensor elsewhere
                     grads[number] = grads[number].clone()
-                    _taken(ctx.piece, number, grads[number]).add_(grad)
+                    _input_slice(ctx.input_slice, number, grads[number]).add_(grad)
         return (None,) * 5 + tuple(grads)
 
 
-def _taken(piece: Piece | None, number: int, x: Tensor) -> Tensor:
-    """Of the input of that number what a leaving State is made of."""
-    return x if piece is None or number >= piece[1] else x[:, piece[0]]
+def _input_slice(input_slice: InputSlice | None, number: int, x: Tensor) -> Tensor:
+    """The part of input `number` that the final State is computed from."""
+    return x if input_slice is None or number >= input_slice[1] else x[:, input_slice[0]]
 
 
-def _send(channel: _StateChannel, leaving: State) -> None:
-    """To the right, but not again in a recomputation."""
+def _send(channel: _StateChannel, final_state: State) -> None:
+    """Send to the right, except in a recomputation."""
     if not channel.link.recomputing:
-        channel.send("right", lambda: leaving)
-    channel.link.side_stream.join(leaving)
+        channel.send("right", lambda: final_state)
+    channel.link.side_stream.join(final_state)
 
 
-def _arrived(channel: _StateChannel, dleaving: Sequence[Tensor]) -> State:
-    """The leaving State's cotangent: from the right, or what the caller's use of it gave."""
-    used = {leaf.name: dx for leaf, dx in zip(channel.state_specs, dleaving, strict=True) if leaf.grad}
-    found = channel.arriving("left", used)()
-    assert found is not None
-    return found
+def _recv_grad(channel: _StateChannel, dfinal_state: Sequence[Tensor]) -> State:
+    """The final State's gradient: from the right neighbour, or from the caller's use of the State."""
+    used = {spec.name: dx for spec, dx in zip(channel.state_specs, dfinal_state, strict=True) if spec.grad}
+    grad = channel.irecv("left", used)()
+    assert grad is not None
+    return grad
 
 
 class _TransitionScan(torch.autograd.Function):
-    """A linear recurrence by its phases: what its span does to any State is made before one arrives."""
+    """A linear recurrence in phases: its span's transition is computed before the initial State is received."""
 
     @staticmethod
     def forward(
         ctx: Any, channel: _StateChannel, recurrence: LinearRecurrence, pos: Tensor, n_inputs: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        inputs, leaves, link = tensors[:n_inputs], channel.state_specs, channel.link
-        given = channel.named(tensors[n_inputs:]) if len(tensors) > n_inputs else None
-        nothing = given is None and channel.virtual_rank.prev("right") is None
-        first = zeros(leaves, channel.batch, inputs[0].device) if nothing else given
+        inputs, specs, link = tensors[:n_inputs], channel.state_specs, channel.link
+        caller_state = channel.as_state(tensors[n_inputs:]) if len(tensors) > n_inputs else None
+        starts_empty = caller_state is None and channel.virtual_rank.prev("right") is None
+        first = zeros(specs, channel.batch, inputs[0].device) if starts_empty else caller_state
         if link.recomputing:
             transition, effect = recurrence.begin(inputs, pos)
             state = link.saved_state()
         elif channel.gathers:
             transition, effect = recurrence.begin(inputs, pos)
-            state = channel.fold("right", effect, first)
+            state = channel.fold_gathered("right", effect, first)
         else:
-            arriving = channel.arriving("right", first)
+            wait = channel.irecv("right", first)
             transition, effect = recurrence.begin(inputs, pos)
-            state = arriving()
+            state = wait()
         assert state is not None
-        entering = state
-        link.save_state(entering)
-        leaving = (
-            effect.apply(entering) if link.recomputing or channel.gathers else channel.send("right", lambda: effect.apply(entering))
+        initial_state = state
+        link.save_state(initial_state)
+        final_state = (
+            effect.apply(initial_state)
+            if link.recomputing or channel.gathers
+            else channel.send("right", lambda: effect.apply(initial_state))
         )
-        y = recurrence.finish(inputs, pos, entering)
-        link.side_stream.join(leaving)
-        ctx.channel, ctx.recurrence, ctx.n_inputs, ctx.given, ctx.names = (
+        y = recurrence.finish(inputs, pos, initial_state)
+        link.side_stream.join(final_state)
+        ctx.channel, ctx.recurrence, ctx.n_inputs, ctx.caller_state, ctx.names = (
             channel,
             recurrence,
             n_inputs,
-            given is not None,
+            caller_state is not None,
             tuple(transition),
         )
-        ctx.save_for_backward(pos, *inputs, *(entering[leaf.name] for leaf in leaves), *transition.values())
-        return y, *(leaving[leaf.name].clone() for leaf in leaves)
+        ctx.save_for_backward(pos, *inputs, *(initial_state[spec.name] for spec in specs), *transition.values())
+        return y, *(final_state[spec.name].clone() for spec in specs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, *dleft: Tensor) -> tuple[Any, ...]:
-        channel, recurrence, leaves = ctx.channel, ctx.recurrence, ctx.channel.state_specs
+    def backward(ctx: Any, dy: Tensor, *dfinal: Tensor) -> tuple[Any, ...]:
+        channel, recurrence, specs = ctx.channel, ctx.recurrence, ctx.channel.state_specs
         pos, *saved = ctx.saved_tensors
         inputs, rest = tuple(saved[: ctx.n_inputs]), saved[ctx.n_inputs :]
-        entering = channel.named(rest[: len(leaves)])
-        transition = dict(zip(ctx.names, rest[len(leaves) :], strict=True))
-        used = channel.named(dleft)
-        arriving = None if channel.gathers else channel.arriving("left", used)
-        effect = recurrence.begin_backward(inputs, pos, transition, entering, dy)
-        dleaving = channel.fold("left", effect, used) if arriving is None else arriving()
-        assert dleaving is not None
-        arrived = dleaving
-        dentering = effect.apply(arrived) if channel.gathers else channel.send("left", lambda: effect.apply(arrived))
-        grads = recurrence.finish_backward(inputs, pos, entering, dy, arrived)
-        channel.link.side_stream.join(dentering)
-        return (None, None, None, None, *grads, *([dentering[leaf.name] for leaf in leaves] if ctx.given else []))
+        initial_state = channel.as_state(rest[: len(specs)])
+        transition = dict(zip(ctx.names, rest[len(specs) :], strict=True))
+        used = channel.as_state(dfinal)
+        wait = None if channel.gathers else channel.irecv("left", used)
+        effect = recurrence.begin_backward(inputs, pos, transition, initial_state, dy)
+        dfinal_state = channel.fold_gathered("left", effect, used) if wait is None else wait()
+        assert dfinal_state is not None
+        received = dfinal_state
+        dinitial_state = effect.apply(received) if channel.gathers else channel.send("left", lambda: effect.apply(received))
+        grads = recurrence.finish_backward(inputs, pos, initial_state, dy, received)
+        channel.link.side_stream.join(dinitial_state)
+        return (None, None, None, None, *grads, *([dinitial_state[spec.name] for spec in specs] if ctx.caller_state else []))

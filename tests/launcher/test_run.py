@@ -291,7 +291,7 @@ else:
 """
 """A sitecustomize that befalls rank 1 in the third step's backward pass, as it hands a cotangent to rank 0."""
 
-MISSED = r"the cotangent of the State of \S+ in layers\.1\.mamba did not come from rank 1 [^\n]*"
+MISSED = r"the gradient of the State of \S+ in layers\.1\.mamba did not come from rank 1 [^\n]*"
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ MISSED = r"the cotangent of the State of \S+ in layers\.1\.mamba did not come fr
         pytest.param(
             "time.sleep(1000)",
             r"baton: rank 1 \(in step 3, [^)]*, waiting for nobody\) gave no sign of life for 2[012] s; "
-            r"rank 0 waits \(in step 3, [^)]*\) for the cotangent of the State of \S+ in layers\.1\.mamba, from rank 1; "
+            r"rank 0 waits \(in step 3, [^)]*\) for the gradient of the State of \S+ in layers\.1\.mamba, from rank 1; "
             r"read the stacks in [^\n]*; ",
             marks=pytest.mark.long,
         ),

@@ -117,7 +117,7 @@ def through_the_link(kind, carried, dtype, link, segments, *, at_once=True, reco
         v = s * link.size + link.rank
         span = spans(link.size * segments)[v]
         run = partial(checkpoint, layer, use_reentrant=False, context_fn=link.recomputation) if recompute else layer
-        with link.segment(s, of=segments):
+        with link.segment(s, count=segments):
             outputs[v], states[v] = run(x[:, span], pos[:, span], entering if v == 0 else None)
         roots, cots = [outputs[v]], [dy[:, span]]
         if v == link.size * segments - 1:
@@ -237,7 +237,7 @@ def test_the_cotangents_that_come_to_what_is_handed_on_first_keep_their_bits(sin
     outputs = []
     for n in range(2):
         span = slice(9 * n, 9 * (n + 1))
-        with link.segment(n, of=2):
+        with link.segment(n, count=2):
             y, _ = run_recurrence(
                 link, recurrence, (inputs[0][:, span], *inputs[1:]), pos[:, span], tail if n == 0 else None, "conv"
             )
@@ -259,7 +259,7 @@ def test_what_waits_for_the_next_segment_takes_no_more_memory_than_it_needs(sing
     """A tail is the end of a span; it must not keep the span."""
     link, (x, pos, *_) = ContextLink(0, [0], CPU), case(kind, False, torch.float32)
     layer = layer_of(kind, link, torch.float32)
-    with torch.no_grad(), link.segment(0, of=2):
+    with torch.no_grad(), link.segment(0, count=2):
         layer(x, pos, None)
     waiting = [x for states in link._local_states.values() for state in states for x in state.values()]
     assert bool(waiting) == bool(layer.state_specs)
@@ -425,16 +425,16 @@ def test_nothing_leaks_into_a_document_from_the_one_before(pool):
 def test_segments_out_of_order_are_refused(single_mesh):
     link = ContextLink(0, [0], CPU)
     layer, x, pos = layer_of("mamba", link, torch.float32), torch.zeros(1, 8, SMALL_WIDTH), torch.arange(8)[None]
-    with pytest.raises(ValueError, match="segment 2 of 2"), link.segment(2, of=2):
+    with pytest.raises(ValueError, match="segment 2 of 2"), link.segment(2, count=2):
         pass
     with (
-        link.segment(1, of=2),
+        link.segment(1, count=2),
         pytest.raises(CommError, match=r"State of short_conv-silu in layers\.0\.mamba, segment 1 is not there"),
     ):
         layer(x, pos, None)
-    with link.segment(0, of=2):
+    with link.segment(0, count=2):
         layer(x, pos, None)
-    with pytest.raises(CommError, match="was not taken in the pass before"), link.segment(0, of=2):
+    with pytest.raises(CommError, match="was not taken in the pass before"), link.segment(0, count=2):
         pass
 
 

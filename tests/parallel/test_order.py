@@ -159,7 +159,7 @@ def messages(mesh):
     ):
         total = 0.0
         for s in range(3):
-            with link.segment(s, of=3):
+            with link.segment(s, count=3):
                 pos = torch.arange(12)[None] + 12 * (s * mesh.layout.context + mesh.context_rank)
                 total = total + layer(torch.randn(1, 12, SMALL_WIDTH, requires_grad=True), pos, None)[0].sum()
         total.backward()
@@ -171,7 +171,7 @@ def messages(mesh):
 def test_what_goes_around_waits_until_the_segment_is_done(pool, ranks):
     """Else, on a GPU, all ranks may wait for each other: see ContextLink."""
     logs = pool.run(messages, context=ranks)
-    for direction, noun, log in (("right", "the State", logs[-1]), ("left", "the cotangent", logs[0])):
+    for direction, noun, log in (("right", "the State", logs[-1]), ("left", "the gradient", logs[0])):
         own = [(channel, act, what) for channel, act, what in log if what.startswith(noun)]
         sent = [n for n, (channel, act, _) in enumerate(own) if (channel, act) == (f"wraparound {direction}", "send")]
         assert len(sent) == 2 * 2  # two carriers, two borders between segments

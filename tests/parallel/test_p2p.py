@@ -17,7 +17,7 @@ DEADLINE_S = 240.0
 """Far beyond what anything here takes on a busy machine. That a rank ends in time is tested with a Watch and a clock of its own."""
 
 SENTENCE = re.compile(
-    r"baton: rank (\d): (the State|the cotangent of the State) of (\S+) in layers\.(\d)\.mamba did not (come from|reach) rank (\d) "
+    r"baton: rank (\d): (the State|the gradient of the State) of (\S+) in layers\.(\d)\.mamba did not (come from|reach) rank (\d) "
     r"\(waited ([\d.]+) s of at most 20 s\)"
 )
 
@@ -173,6 +173,6 @@ def test_a_rank_that_is_gone_ends_all_ranks_in_time(tmp_path, fault, direction):
         missed[rank] = found
     # whoever waited for the message that was not sent names it
     waiting = missed[FAULTY + 1 if direction == "right" else FAULTY - 1]
-    noun = {"right": "the State", "left": "the cotangent of the State"}[direction]
+    noun = {"right": "the State", "left": "the gradient of the State"}[direction]
     assert waiting.group(2, 4, 5, 6) == (noun, "1", "come from", str(FAULTY))
     print(f"{fault}, {direction}: {waiting[0]}")

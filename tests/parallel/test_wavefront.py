@@ -161,7 +161,7 @@ def passes(mesh, n, segments):
     with slowed(case):
         moments.append(CLOCK.now)
         for s in range(segments):
-            with link.segment(s, of=segments):
+            with link.segment(s, count=segments):
                 h = x
                 for layer in layers:
                     h = h + layer(h, pos, None)[0]

@@ -99,7 +99,7 @@ def forward_segments(
         link = model.link
         if segments > 1 and link is None:
             raise ValueError("segments follow one another through a link, and the model has none")
-        with nullcontext() if link is None or segments == 1 else link.segment(number, of=segments):
+        with nullcontext() if link is None or segments == 1 else link.segment(number, count=segments):
             hidden, leaving = model.through_stages(part.tokens, part.pos, state_wanted=state_wanted)
         yield part, hidden, leaving
         if segments > 1 and model.pipeline is not None:

@@ -130,7 +130,7 @@ class MicrobatchRunner:
     def _virtual_segment(self, s: int) -> AbstractContextManager[None]:
         """The link's context for a segment, counted within its group of segments that share a gradient."""
         link, together = self._model.link, self._segments.gradient_segments
-        return nullcontext() if link is None or self._segments.count == 1 else link.segment(s % together, of=together)
+        return nullcontext() if link is None or self._segments.count == 1 else link.segment(s % together, count=together)
 
     def _initial_states(self, n: int, s: int) -> States | None:
         """The lanes' States for the first segment of a group on the first context rank; None elsewhere."""
