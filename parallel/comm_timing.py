@@ -1,10 +1,10 @@
-"""How long ranks wait for one another: the time inside torch.distributed's blocking calls, whoever makes them.
+"""The time that ranks wait for each other in torch.distributed's blocking calls, also those of libraries.
 
-The one thing to know: on a GPU nothing on the host waits, so the time is the stream's, between two events around each call;
-messages that travel while something is computed cost nothing, and are not counted until somebody waits for them. What is recorded
-in a CUDA graph has no events: nothing looks between its kernels, so what it waits for is part of what it computes.
+On a GPU the host does not wait, so the time is the stream's, between two CUDA events around each call. Messages that are
+transferred during computation cost nothing and count only when they are waited for. Calls that are captured in a CUDA graph have no
+events; their time is part of the graph's.
 
-`report_to` names a function that is told of each wait, so that a rank that hangs can say what it waits for.
+`set_wait_reporter` registers a function that is called with each wait, so that a hanging rank can say what it waits for.
 """
 
 import functools
@@ -36,7 +36,7 @@ _CALLS = (
 
 
 class _WaitState:
-    """Of this process, since it was last read."""
+    """Of this process, since the time was last taken."""
 
     def __init__(self) -> None:
         self.inside = False
@@ -50,12 +50,12 @@ _wait_state = _WaitState()
 
 
 def set_wait_reporter(reporter: Callable[[str], None]) -> None:
-    """From now on `told` is called with what this rank waits for when it begins to, and with "" when that has come."""
+    """From now on `reporter` is called with what this rank waits for when a wait begins, and with "" when it ends."""
     _wait_state.reporter = reporter
 
 
 def install() -> None:
-    """Time the calls from now on. To be called before megatron-core and DeepSpeed are imported, which keep some of them."""
+    """Time the calls from now on. Called before megatron-core and DeepSpeed are imported, which keep references to some of them."""
     for name in _CALLS:
         call = getattr(dist, name)
         if not getattr(call, "_baton_timed", False):
@@ -78,21 +78,21 @@ def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def describe_collective(name: str, group: "dist.ProcessGroup | None") -> str:
-    """What is waited for in a collective: its name, and the ranks that take part, as "all_reduce over ranks 0, 1"."""
+    """Names a collective with its ranks, such as "all_reduce over ranks 0, 1"."""
     group = dist.group.WORLD if group is None else group
     key = name, id(group)
     if key not in _wait_state.names:
         try:
             ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
-        except (RuntimeError, KeyError, ValueError):  # not a member, or no world yet: the call itself says so
+        except (RuntimeError, KeyError, ValueError):  # not a member, or no world yet: the call itself raises
             return name
-        _wait_state.names[key] = f"{name} over ranks {ranks}", group  # kept: another group must not get its id
+        _wait_state.names[key] = f"{name} over ranks {ranks}", group  # the group is kept, so that its id is not reused
     return _wait_state.names[key][0]
 
 
 @contextmanager
 def timed_wait(what: str = "other ranks") -> Iterator[None]:
-    """The time inside is spent waiting for other ranks. what: for, in words."""
+    """The time of the body is spent waiting for other ranks. what: completes "waits for"."""
     if _wait_state.inside:
         yield
         return
@@ -117,7 +117,7 @@ def timed_wait(what: str = "other ranks") -> Iterator[None]:
 
 
 def take_wait_seconds() -> float:
-    """Waited since this was last asked. On a GPU its stream has come so far by then, or is waited for."""
+    """Seconds waited since the last call. On a GPU it synchronizes with the end of the last wait."""
     total = _wait_state.seconds
     for before, after, _ in _wait_state.events:
         after.synchronize()
@@ -128,7 +128,7 @@ def take_wait_seconds() -> float:
 
 @contextmanager
 def reported_wait(what: str) -> Iterator[None]:
-    """Within it this rank waits for others. It is not counted: most of that time went by while something was computed."""
+    """Report a wait without timing it, because most of that time overlaps with computation."""
     _wait_state.reporter(what)
     try:
         yield
@@ -137,8 +137,8 @@ def reported_wait(what: str) -> Iterator[None]:
 
 
 def current_gpu_wait() -> str:
-    """What one of this rank's streams waits for at this moment; "" where all compute, or are done. From another thread, while the
-    host is silent: it asks the GPU, which may not be asked while a graph is recorded."""
+    """What one of this rank's streams waits for now; "" where none waits. Called from another thread while the host is silent. It
+    queries CUDA events, which is not allowed while a graph is captured."""
     for before, after, what in list(_wait_state.events):
         if before.query() and not after.query():
             return what

@@ -1,4 +1,4 @@
-"""What megatron-core and DeepSpeed assume about the machine, undone in this one file.
+"""Works around megatron-core's and DeepSpeed's assumptions about the machine.
 
 megatron-core asks torch.cuda for the current device in its collectives, and DeepSpeed 0.19.8 compiles a C++ extension
 at start-up that only inference uses. Without a CUDA device the first fails and the second needs a compiler. With one, DeepSpeed

@@ -1,7 +1,7 @@
-"""Rows of a table that is split over a tensor group, looked up by their ids.
+"""Vocabulary-parallel embedding lookup.
 
-The one thing to know: on a GPU, rows' gradients are added up by `baton.kernels.embedding`, and within `fused_grad_accumulation` in
-`.grad` itself: the dense gradient that autograd would make and add is mostly zeros. On a CPU it is autograd's.
+On a GPU the gradient's rows are added by `baton.kernels.embedding`, and within `fused_grad_accumulation` in `.grad` itself: the
+dense gradient that autograd would make is mostly zeros. On a CPU the gradient is autograd's.
 """
 
 from typing import Any
@@ -16,10 +16,12 @@ from baton.parallel.linear import accumulates_fused
 
 
 def embedding(ids: Tensor, parameter: nn.Parameter, first: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Args:
+    """Rows of a vocabulary-parallel embedding.
+
+    Args:
         ids: [..] int64.
         parameter: [rows, d_model].
-        first: the id of its first row; an id that has none here gives zeros, and no gradient. None: every id has one, from 0 on.
+        first: id of the parameter's first row. An id outside gives zeros and no gradient. None: all ids are inside, from 0.
         dtype: of the result; None: the parameter's.
 
     Returns:

@@ -1,13 +1,14 @@
-"""Errors of layouts, and of ranks that miss each other."""
+"""Errors of layouts and of communication between ranks."""
 
 
 class LayoutError(Exception):
-    """A layout (tensor, pipeline, sequence, data, ZeRO) that cannot run; the message says which sizes would."""
+    """A layout (tensor, pipeline, context, data, ZeRO) that cannot run; the message names sizes that can."""
 
     exit_status = 2
 
 
 class CommError(Exception):
-    """A message between ranks did not come: one of them has died or hangs. It is named, with the rank and the layer."""
+    """A message between ranks did not arrive, because a rank has died or hangs. The error names the message, the rank and the
+    layer."""
 
     exit_status = 1

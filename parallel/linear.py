@@ -1,8 +1,8 @@
-"""y = x W^T over a tensor group, whose backward pass makes as few passes over memory as it can.
+"""y = x W^T over a tensor group, with a backward pass that reads and writes as little memory as possible.
 
-The one thing to know: within `fused_grad_accumulation` a weight's gradient is added to `.grad` by the very product that makes it,
-in fp32; autograd never sees it, so it is neither rounded to the compute type nor read and written again. megatron-core's layers do
-the same with an extension that has to be compiled; PyTorch's products can add to another type by now.
+Within `fused_grad_accumulation` the matmul that computes a weight's gradient adds it to `.grad`, in fp32. Autograd never sees the
+gradient, so it is neither rounded to the compute dtype nor read and written again. megatron-core does the same with an extension
+that has to be compiled; PyTorch's matmuls can accumulate into another dtype by now.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,16 +19,16 @@ from torch.autograd.function import once_differentiable
 from baton.parallel.comm_timing import describe_collective, reported_wait
 
 _NARROW = 512
-"""Columns below which parts of an output have their gradients put together: a product of its own would cost more than the copy."""
+"""Gradients of output parts with fewer columns are concatenated: a matmul for each would cost more than the copy."""
 
 _adding = False
 
 
 @contextmanager
 def fused_grad_accumulation() -> Iterator[None]:
-    """Within it backward passes leave gradients of `linear`'s weights, and of `embedding`'s on a GPU, in `.grad`, whatever is asked
-    for: for plain backward passes, not for autograd.grad, nor for hooks on parameters. Of the whole process, since autograd has
-    threads of its own."""
+    """Within it, backward passes add gradients of `linear`'s weights, and of `embedding`'s on a GPU, to `.grad` directly: for plain
+    backward passes, not for autograd.grad nor for hooks on parameters. It holds for the whole process, because autograd has threads
+    of its own."""
     global _adding
     before, _adding = _adding, True
     try:
@@ -51,24 +51,26 @@ def linear(
     group: dist.ProcessGroup | None = None,
     return_input: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Args:
+    """y = x W^T, in parts.
+
+    Args:
         x: [.., in], in the weight's dtype.
-        parameter: [out, in], what gets the gradient, in its own dtype.
-        weight: the parameter in the compute type, without a graph.
-        widths: columns of the parts that y is given in, one after the other; None: y is one part.
-        group: whose ranks' gradients of x are summed in the backward pass, behind the weight's; None: they are left as they are.
-        return_input: whether x is given first, for what else reads it: its gradient from there is the product's starting value,
-            where autograd would make a sum of two.
+        parameter: [out, in]; receives the gradient, in its own dtype.
+        weight: the parameter in the compute dtype, without a graph.
+        split_sizes: columns of the parts of y, one after the other; None: y is one part.
+        group: ranks whose gradients of x are summed in the backward pass, overlapped with the weight's gradient; None: no sum.
+        return_input: also return x first, for other readers of it: their gradient is the starting value of the input gradient's
+            matmul, where autograd would add two tensors.
 
     Returns:
-        y [.., width] of each part, in x's dtype; parts are views of one tensor.
+        y [.., size] of each part, in x's dtype; the parts are views of one tensor.
     """
     found: tuple[Tensor, ...] = _Linear.apply(x, parameter, weight, tuple(split_sizes or (len(weight),)), group, return_input)
     return found
 
 
 def accumulate_product(into: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """into [M, N] (contiguous, at least as precise as a) += a [M, K] b [K, N]; first: into = a b, whatever was there."""
+    """into [M, N] (contiguous, at least as precise as a) += a [M, K] b [K, N]; first: into = a b, whatever it holds."""
     if into.dtype == a.dtype:
         torch.mm(a, b, out=into) if first else into.addmm_(a, b)
     elif a.is_cuda and into.dtype == torch.float32:
@@ -138,7 +140,7 @@ def _runs(split_sizes: Sequence[int], grads: Sequence[Tensor | None]) -> list[tu
 
 
 def _side_by_side(left: Tensor, right: Tensor) -> bool:
-    """Whether they are neighbouring columns of one tensor [tokens, columns]."""
+    """Whether two gradients are adjacent columns of one tensor [tokens, columns]."""
     width, row = left.shape[1], left.stride(0)
     return (
         left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
@@ -149,7 +151,7 @@ def _side_by_side(left: Tensor, right: Tensor) -> bool:
 
 
 def _input_gradient(dx: Tensor | None, runs: Sequence[tuple[int, Tensor]], weight: Tensor, x: Tensor) -> Tensor:
-    """Of all runs, added to dx, which somebody else may still read."""
+    """The input's gradient of all runs, added to dx, which must not be changed in place."""
     total = None if dx is None else dx.reshape(-1, weight.shape[1])
     for number, (begin, dy) in enumerate(runs):
         rows = weight[begin : begin + dy.shape[1]]
@@ -163,7 +165,7 @@ def _input_gradient(dx: Tensor | None, runs: Sequence[tuple[int, Tensor]], weigh
 
 
 def _weight_gradient(parameter: nn.Parameter, runs: Sequence[tuple[int, Tensor]], x: Tensor) -> Tensor | None:
-    """The gradient; None: it is in `.grad`, where there may have been one before."""
+    """The gradient; None: it was added to `.grad`."""
     before = parameter.grad if _adding else None
     whole = sum(dy.shape[1] for _, dy in runs) == len(parameter)
     grad = before if before is not None else torch.empty_like(parameter) if whole else torch.zeros_like(parameter)

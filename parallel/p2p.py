@@ -1,8 +1,8 @@
-"""Messages between ranks: in order, sent without waiting, and never silently missing.
+"""Point-to-point messages between ranks: in order, sent without waiting, and with an error when one does not arrive.
 
-The one thing to know: a channel has a communicator of its own for one kind of message in one direction. Messages of two kinds that
-met in one communicator would be matched in an order that the ranks need not agree on. A message that does not come ends this rank
-with a sentence that names it: on a CPU where it is waited for; on a GPU, where nothing on the host waits, a thread watches.
+A channel has a communicator of its own for one kind of message in one direction: two kinds in one communicator would be matched in
+an order on which the ranks need not agree. A message that does not arrive ends this rank with an error that names it. On a CPU the
+error is raised where the message is waited for. On a GPU, where the host does not wait, a watchdog thread ends the process.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from baton.parallel.comm_timing import reported_wait, timed_wait
 from baton.parallel.errors import CommError
 
 _POLL_S = 0.5
-_LEAVING = "its messages to leave, which other ranks receive"
+_LEAVING = "its messages to leave, which other ranks receive"  # completes "rank 0 waits for ..."
 
 
 @dataclass(frozen=True)
 class PendingRecv:
-    """A message that is on its way.
+    """A message that is being received.
 
-    message: its memory, not to be read before `wait`. what: it is, and from whom. sentence: what to say if it does not come, given
-    the seconds waited. kept: what must live until then.
+    message: its memory, not to be read before `wait`. label: what it is and from which rank. error_text: the error for a message
+    that does not arrive, given the seconds waited. keepalive: a tensor that must live until then.
     """
 
     message: Tensor
@@ -42,7 +42,7 @@ class PendingRecv:
     keepalive: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The message. On a GPU the current stream waits for it and the host does not.
+        """The message. On a GPU the current stream waits for it, not the host.
 
         Raises:
             CommError: on a CPU, when the other rank is gone or did not send in time.
@@ -57,7 +57,8 @@ class PendingRecv:
 
 
 class Channel:
-    """One kind of message in one direction. group: a communicator that nothing else uses. timeout_s: seconds a message may take."""
+    """One kind of message in one direction. group: a communicator that nothing else uses. timeout_s: seconds that a message may
+    take."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
         self._group, self._device, self._timeout_s = group, device, timeout_s
@@ -68,10 +69,10 @@ class Channel:
         self._failed: str | None = None
 
     def send(self, message: Tensor, to: int, label: str) -> None:
-        """Hand a contiguous tensor to a global rank, without waiting; it must not be changed afterwards. what: for errors.
+        """Send a contiguous tensor to a global rank without waiting. It must not be changed afterwards. label: names it in errors.
 
         Raises:
-            CommError: this message, or one sent before, cannot reach its rank.
+            CommError: this message or an earlier one cannot reach its rank.
         """
 
         def error_text(waited: float) -> str:
@@ -89,13 +90,13 @@ class Channel:
                 self._pending_sends.popleft()
             _watch(work, error_text, self._timeout_s)
         with self._lock:
-            self._pending_sends.append((work, message, error_text))  # the memory must live until it has left
+            self._pending_sends.append((work, message, error_text))  # keeps the memory alive until it is sent
             if self._device.type == "cpu" and self._drain_thread is None:
                 self._drain_thread = threading.Thread(target=self._drain_sends, name="exchange sends", daemon=True)
                 self._drain_thread.start()
 
     def irecv(self, message: Tensor, source: int, label: str) -> PendingRecv:
-        """Begin to receive into a contiguous tensor from a global rank. Messages arrive in the order in which they are expected."""
+        """Begin to receive into a contiguous tensor from a global rank. Messages arrive in the order of these calls."""
 
         def error_text(waited: float) -> str:
             return f"rank {self._rank}: {label} did not come from rank {source} {self._why(waited)}"
@@ -108,7 +109,8 @@ class Channel:
         return self._begun(PendingRecv(message, f"{label}, from rank {source}", error_text, work))
 
     def gather(self, message: Tensor, label: str) -> PendingRecv:
-        """Begin to gather a flat tensor of every rank of the channel, which all call it: [ranks, numel], in the channel's order."""
+        """Begin to gather a flat tensor of every rank of the channel: [ranks, numel], in the channel's order. All its ranks call
+        it."""
 
         def error_text(waited: float) -> str:
             return f"rank {self._rank}: {label} was not gathered {self._why(waited)}"
@@ -125,7 +127,7 @@ class Channel:
         """Wait until everything sent has left this rank.
 
         Raises:
-            CommError: on a CPU, when something cannot leave.
+            CommError: on a CPU, when something cannot be sent.
         """
         if self._device.type == "cuda":
             while self._pending_sends:
@@ -145,7 +147,7 @@ class Channel:
         return arrival
 
     def _drain_sends(self) -> None:
-        """Release messages as they leave: gloo says that a send is complete to nobody but who waits for it."""
+        """Release messages when they are sent. gloo reports a completed send only to a thread that waits for it."""
         while True:
             with self._lock:
                 if not self._pending_sends:
@@ -168,12 +170,12 @@ class Channel:
 
 
 def make_channels(groups: Sequence[Sequence[int]], count: int, device: torch.device, timeout_s: float) -> list[Channel] | None:
-    """`count` channels for each list of global ranks; those of this rank's list, None if it is in none.
+    """`count` channels for each list of global ranks. Returns those of this rank's list, None if it is in none.
 
     Every rank of the world calls it with the same lists: making a communicator is collective.
     """
     found = None
-    # NCCL's own timeout ends a process without saying what it waited for: it comes after ours
+    # NCCL's own timeout ends a process without naming the message, so it is longer than ours
     timeout = datetime.timedelta(seconds=timeout_s if device.type == "cpu" else 1.5 * timeout_s + 10)
     for ranks in groups:
         made = [dist.new_group(list(ranks), timeout=timeout) for _ in range(count)]
@@ -183,15 +185,15 @@ def make_channels(groups: Sequence[Sequence[int]], count: int, device: torch.dev
 
 
 class SupportsIsCompleted(Protocol):
-    """Work that knows whether it is done."""
+    """Work that reports whether it is completed."""
 
     def is_completed(self) -> bool: ...
 
 
 class Watchdog:
-    """Works with deadlines. end: called with the sentence of the one that is overdue the longest. clock: seconds.
+    """Deadlines of works. end: called with the error of the work that is overdue longest. clock: seconds.
 
-    A deadline counts from when the work was handed over, so on a GPU it includes what is queued before it.
+    A deadline counts from the submission of the work, so on a GPU it includes what is queued before it.
     """
 
     def __init__(self, end: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -200,15 +202,15 @@ class Watchdog:
         self._works: list[tuple[float, float, SupportsIsCompleted, Callable[[float], str]]] = []
 
     def add(self, work: SupportsIsCompleted, error_text: Callable[[float], str], timeout_s: float) -> None:
-        """Watch a work until it is completed. sentence: given the seconds waited."""
+        """Watch a work until it is completed. error_text: given the seconds waited."""
         now = self._clock()
         with self._lock:
             self._works.append((now + timeout_s, now, work, error_text))
 
     def check(self) -> None:
-        """Forget what is completed, and end with what is overdue."""
+        """Forget completed works, and end with an overdue one."""
         with self._lock:
-            # another channel's messages may be done before older ones, and may have less time
+            # not in order: messages of other channels may complete earlier and have shorter timeouts
             self._works = [watched for watched in self._works if not watched[2].is_completed()]
             now, works = self._clock(), list(self._works)
         overdue = [(deadline, since, error_text) for deadline, since, _, error_text in works if now > deadline]
@@ -221,7 +223,7 @@ class Watchdog:
 
 
 def _end_process(error_text: str) -> None:
-    # the host may be stuck in a call that never returns, so nobody could catch an exception
+    # the main thread may be in a call that never returns, where an exception would not be caught
     with contextlib.suppress(OSError):
         print(f"baton: {error_text}", flush=True)
         sys.stderr.flush()

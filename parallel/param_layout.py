@@ -1,7 +1,7 @@
-"""How each parameter lies: declared once, where the parameter is made, and read by everyone else.
+"""How each parameter is laid out over the ranks: declared once, where the parameter is made.
 
-From this one record follow DeepSpeed's tensor-parallel tags, the optimizer's groups, what the finalise pass reduces, the
-rectangles that a checkpoint writes, and the equality tests that gather a model.
+DeepSpeed's tensor-parallel tags, the optimizer's groups, the gradient reductions, the boxes that a checkpoint writes and the tests
+that gather a model all follow from it.
 """
 
 import os
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 _THREADS = 8
-"""That make initial values: each has a whole tensor in memory, and a node's ranks all do so at once."""
+"""Threads that make initial values. Each has a whole tensor in memory, on all ranks of a node at once."""
 
 Init = Callable[[Tensor, torch.Generator], None]
 """Fills a whole (unsplit) fp32 tensor in place from a generator."""
@@ -21,17 +21,16 @@ Init = Callable[[Tensor, torch.Generator], None]
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How one parameter lies over the ranks.
+    """How one parameter is laid out over the ranks.
 
-    shape: of the whole parameter, all tensor ranks together.
-    split: the dimension that is split over the tensor group (column: 0, row: 1, vocabulary: 0); None: replicated.
-    parts: names and sizes of a fused projection's parts along dimension 0; () when it is not fused. Each part is split on its
-        own, so a rank holds the same slice of each.
-    partial_over: groups ("tensor", "sequence") over whose ranks the gradient is a partial sum that the finalise pass adds up.
-    decay: whether weight decay applies.
-    lent: this rank only reads the values: another stage owns the parameter, updates it and lends it (a tied embedding on the last
-        stage). The gradient found here goes to the owner.
-    init: initial values of the whole parameter. With the seed and the name they decide every value, whatever the layout.
+    shape: of the whole parameter, all tensor ranks together. split: the dimension that is split over the tensor group
+    (column-parallel: 0, row-parallel: 1, vocabulary: 0); None: replicated. fused_splits: names and sizes of a fused projection's
+    parts along dimension 0; () when it is not fused. Each part is split separately, so a rank holds the same slice of each.
+    partial_over: groups ("tensor") over whose ranks the gradient is a partial sum, which `finalize_model_grads` adds up. decay:
+    whether weight decay applies. tied_replica: this rank only reads the values: another stage owns the parameter, updates it and
+    broadcasts it (a tied embedding on the last stage). The gradient computed here is added to the owner's. tied_owner: this rank
+    owns a parameter that has a replica. init: initial values of the whole parameter. They follow from the seed and the name,
+    whatever the layout.
     """
 
     shape: tuple[int, ...]
@@ -45,15 +44,15 @@ class ParameterLayout:
 
     def __post_init__(self) -> None:
         if self.fused_splits and (self.split != 0 or sum(n for _, n in self.fused_splits) != self.shape[0]):
-            raise ValueError(f"parts {self.fused_splits} must be split along dimension 0 and add up to {self.shape[0]}")
+            raise ValueError(f"fused_splits {self.fused_splits} must be split along dimension 0 and add up to {self.shape[0]}")
 
     @property
     def named_splits(self) -> tuple[tuple[str, int], ...]:
-        """The parts as (suffix, rows), one with an empty suffix where the parameter is not fused."""
+        """The fused projection's parts as (suffix, rows); one part with an empty suffix where the parameter is not fused."""
         return self.fused_splits or (("", self.shape[0]),)
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
-        """Shape of one tensor rank's share."""
+        """Shape of one tensor rank's shard."""
         if self.split is None:
             return self.shape
         return tuple(n // tensor_size if d == self.split else n for d, n in enumerate(self.shape))
@@ -66,7 +65,7 @@ class ParameterLayout:
         return f"{head}.{part}.{leaf}"
 
     def shard_boxes(self, name: str, tensor_rank: int, tensor_size: int) -> "list[ShardBox]":
-        """Where this tensor rank's rows lie in the whole: one block per part, in the order of the local rows."""
+        """Where this tensor rank's rows lie in the whole: one box per part, in the order of the local rows."""
         blocks = []
         row = 0
         for part, rows in self.named_splits:
@@ -83,7 +82,7 @@ class ParameterLayout:
 
 @dataclass(frozen=True)
 class ShardBox:
-    """A rank's rectangle of one named tensor: whole shape, offset and extent in it, and its first row in the local tensor."""
+    """A rank's box of one named tensor: shape of the whole, offset and extent in it, and first row in the local tensor."""
 
     name: str
     whole: tuple[int, ...]
@@ -116,17 +115,17 @@ def named_layouts(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Parame
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Number of parameters of a model or stage, all tensor ranks together, lent ones left out; works on the meta device."""
+    """Number of parameters of a model or stage, all tensor ranks together, without tied replicas. Works on the meta device."""
     return sum(torch.Size(layout.shape).numel() for _, _, layout in named_layouts(module) if not layout.tied_replica)
 
 
 def initialize_parameters(module: nn.Module, seed: int, tensor_rank: int, tensor_size: int) -> None:
-    """Fill every parameter: the whole tensor from (seed, name), then this rank's share of it.
+    """Fill every parameter: the whole tensor is drawn from (seed, name), then this rank's shard is copied from it.
 
     The values do not depend on the layout, the device or the order of the parameters.
     """
 
-    @torch.no_grad()  # of a thread
+    @torch.no_grad()  # a thread has its own mode
     def fill(named: tuple[str, nn.Parameter, ParameterLayout]) -> None:
         name, parameter, layout = named
         for block in layout.shard_boxes(name, tensor_rank, tensor_size):

@@ -1,10 +1,10 @@
-"""Pipeline parallelism: stages hand hidden vectors on, and their gradients back.
+"""Pipeline parallelism: stages send hidden states to the next stage and gradients back.
 
-The one thing to know: there is a communicator per direction, and nobody waits for a send. In one communicator a stage's send and
-its neighbour's would wait for each other, unless they are issued as a pair; and pairs would tie this rank to its neighbour's order
-of work, which here is free: a stage's ranks of a sequence follow one another, each at its own pace.
+Each direction has a communicator, and no send is waited for. In one communicator a stage's send and its neighbour's would wait for
+each other unless they were issued as a pair, and pairs would tie a rank to its neighbour's order of work. That order is free here:
+the ranks of a stage that share a sequence follow one another, each at its own pace.
 
-Which operation comes when is `schedule`; who carries it out is training.step.executor.
+`schedule` orders the operations; the step executor carries them out.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ from baton.parallel.p2p import Channel, PendingRecv, make_channels
 
 @dataclass(frozen=True)
 class Operation:
-    """One pass of one segment of a micro-batch through this stage. survey: forward for the States alone, without a graph."""
+    """One pass of one segment of a micro-batch through this stage. forward_no_grad: forward for the States alone, without a
+    graph."""
 
     kind: Literal["forward_no_grad", "forward", "backward"]
     micro_batch: int
@@ -28,12 +29,12 @@ class Operation:
 
 
 def schedule(stage: int, stages: int, micro_batches: int, segments: int = 1, gradient_segments: int = 1) -> list[Operation]:
-    """What a stage does, in order.
+    """The operations of a stage, in order.
 
-    Where no gradient goes from segment to segment: one forward, one backward (PipeDream-flush) over all of them: as many forwards
-    ahead as there are later stages, so that at most `stages - stage` are kept at a time; then in turns; then the backwards that are
-    left. Else, for every `gradient_segments` segments, all but the last are surveyed, and then, from the last to the first, run
-    forwards (all but the last for the second time) and backwards, so that one is kept at a time.
+    Where no gradient goes from segment to segment: 1F1B (PipeDream-flush) over all segments: as many forwards ahead as there are
+    later stages, so that at most `stages - stage` are kept at a time; then forward and backward alternate; then the remaining
+    backwards. Otherwise, for every `gradient_segments` segments, all but the last run forward_no_grad; then, from the last to the
+    first, each runs forward (all but the last for the second time) and backward, so that one is kept at a time.
     """
     if gradient_segments == 1:
         units = [(n, s) for n in range(micro_batches) for s in range(segments)]
@@ -77,12 +78,12 @@ class PipelineLink:
         return self.stage == self.stages - 1
 
     def send(self, kind: Literal["forward", "backward"], x: Tensor) -> None:
-        """Hand on hidden vectors to the next stage, or their gradient to the one before."""
+        """Send hidden states to the next stage, or their gradient to the previous one."""
         to = self.stage + (1 if kind == "forward" else -1)
         self._channels[kind].send(x.detach().contiguous(), self._ranks[to], f"stage {self.stage}'s {_NAMES[kind]}")
 
     def irecv(self, kind: Literal["forward", "backward"], shape: tuple[int, ...], dtype: torch.dtype) -> PendingRecv:
-        """Begin to receive hidden vectors of `shape` from the stage before, or their gradient from the next one."""
+        """Begin to receive hidden states of `shape` from the previous stage, or their gradient from the next one."""
         source = self.stage - (1 if kind == "forward" else -1)
         message = torch.empty(shape, dtype=dtype, device=self._device)
         what = f"{_NAMES[kind]} for stage {self.stage} from stage {source}"
@@ -94,12 +95,12 @@ class PipelineLink:
             channel.flush()
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over the stages, on all of them, in place."""
+        """Sum x over the stages, in place on all of them."""
         dist.all_reduce(x, group=self._group)
         return x
 
     def from_last(self, x: Tensor) -> Tensor:
-        """The last stage's x, on all stages, in place."""
+        """Broadcast the last stage's x to all stages, in place."""
         dist.broadcast(x, src=self._ranks[-1], group=self._group)
         return x
 
@@ -110,8 +111,8 @@ _NAMES = {"forward": "hidden vectors", "backward": "gradient of the hidden vecto
 def pipeline_link(
     layout: LayoutConfig, rank: int, group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> PipelineLink | None:
-    """This rank's place among the stages; None where there is one. Every rank of the world calls it. timeout_s: seconds that hidden
-    vectors may take to come."""
+    """This rank's link to the other stages; None with one stage. Every rank of the world calls it. timeout_s: seconds that hidden
+    states may take to arrive."""
     if layout.pipeline == 1:
         return None
     stride = layout.world_size // layout.pipeline

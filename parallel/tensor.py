@@ -1,12 +1,12 @@
-"""Tensor-parallel layers: megatron-core's, with fp32 parameters, a layout each, and matmuls in the compute type.
+"""Tensor-parallel layers: megatron-core's, with fp32 parameters, a layout each, and matmuls in the compute dtype.
 
-A parameter stays fp32 (ZeRO's master copy is cut from it) and is cast for the matmul once per optimizer step, not once per
-micro-batch: `drop_cast_weights` after every change of the parameters makes the next forward cast anew.
+A parameter stays fp32 (ZeRO's master copy is made from it) and is cast for the matmul once per optimizer step, not once per
+micro-batch: call `drop_cast_weights` after every change of the parameters.
 
-Where tensor ranks share the residual stream (layout.sequence_parallel), each has a part of the tokens: of the N = B T tokens of a
+With layout.sequence_parallel tensor ranks share the residual stream, and each has a part of the tokens: of the N = B T tokens of a
 micro-batch, flat in memory, rank r has tokens [r n, (r + 1) n) with n = ceil(N / ranks). Where ranks do not divide N, as in
-decoding a token at a time, the last parts end with rows that are no token: gathering drops them and scattering makes them zero, so
-nothing depends on them.
+decoding a token at a time, the last parts are padded with rows that are no tokens: gathering drops them and scattering makes them
+zero.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def megatron_config(tensor_size: int) -> ModelParallelConfig:
 
 
 def tokens_per_rank(tokens: int, tensor_size: int) -> int:
-    """Rows of each rank's part of so many tokens."""
+    """Rows of each rank's part of this many tokens."""
     return -(-tokens // tensor_size)
 
 
@@ -74,20 +74,20 @@ def gather_tokens(part: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _whole_parts(x: Tensor, tensor_size: int, value: int = 0) -> Tensor:
-    """x with rows of `value` behind it, as many as make equal parts."""
+    """x padded with rows of `value` to equal parts."""
     missing = -len(x) % tensor_size
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing), value=value) if missing else x
 
 
 class CastWeightCache:
-    """Mixin: the low-precision copy of `self.weight` that matmuls read."""
+    """Mixin that caches the low-precision copy of `self.weight` for matmuls."""
 
     weight: nn.Parameter
     compute_dtype: torch.dtype = torch.float32
     _cast_weight_cache: Tensor | None = None
 
     def cast_weight(self) -> Tensor:
-        """The weight in the compute type, [out, in], without a graph; cast at most once between two `drop_cast_weights`."""
+        """The weight in the compute dtype, [out, in], without a graph; cast at most once between two `drop_cast_weights`."""
         if self.compute_dtype == self.weight.dtype:
             return self.weight.detach()
         if self._cast_weight_cache is None:
@@ -96,7 +96,7 @@ class CastWeightCache:
 
 
 def drop_cast_weights(module: nn.Module) -> None:
-    """Forget every low-precision copy. Call after the parameters change: an optimizer step, a load, an edit by hand."""
+    """Drop every cast weight. Called after the parameters change: an optimizer step, a load, an edit."""
     for child in module.modules():
         if isinstance(child, CastWeightCache):
             child._cast_weight_cache = None
@@ -136,7 +136,7 @@ class ColumnParallelLinear(CastWeightCache, tensor_parallel.ColumnParallelLinear
         declare(self.weight, ParameterLayout((out_features, in_features), init, split=0, fused_splits=tuple(fused_splits)))
 
     def forward(self, x: Tensor, split_sizes: Sequence[int] | None = None) -> Tensor | tuple[Tensor, ...]:
-        """widths: y in parts of so many of this rank's columns, whose gradients need not be put together."""
+        """split_sizes: columns of this rank per part of y; the parts' gradients need not be concatenated."""
         group = self.tp_group if self.allreduce_dgrad else None
         parts = linear(x.to(self.compute_dtype), self.weight, self.cast_weight(), split_sizes=split_sizes, group=group)
         return parts if split_sizes is not None else parts[0]
@@ -176,7 +176,7 @@ class RowParallelLinear(CastWeightCache, tensor_parallel.RowParallelLinear):
         return y
 
     def forward(self, x: Tensor, return_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """return_input: x in the compute type, for what else reads it, and y: see `linear`. Not where y is scattered."""
+        """return_input: also return x in the compute dtype, for other readers of it, see `linear`. Not where y is scattered."""
         x = x.to(self.compute_dtype)
         if return_input:
             x, y = linear(x, self.weight, self.cast_weight(), return_input=True)
@@ -223,7 +223,7 @@ class VocabParallelEmbedding(CastWeightCache, tensor_parallel.VocabParallelEmbed
         return tensor_parallel.reduce_scatter_to_sequence_parallel_region(x, group=self.tp_group)
 
     def head(self, h: Tensor) -> Tensor:
-        """Logits of this rank's share of the vocabulary with the tied weight: [.., d_model] to [.., vocab / tensor ranks]."""
+        """Logits of this rank's vocabulary shard with the tied weight: [.., d_model] to [.., vocab / tensor ranks]."""
         several = self.tp_group is not None and self.tp_group.size() > 1 and not self.reduce_scatter_embeddings
         group = self.tp_group if several else None
         (logits,) = linear(h.to(self.compute_dtype), self.weight, self.cast_weight(), group=group)

@@ -1,9 +1,9 @@
-"""ZeRO by DeepSpeed, driven in modes that are exact however backward is called.
+"""ZeRO by DeepSpeed, in modes that give exact gradients however backward is called.
 
-The engine owns the optimizer and nothing else. Parameters are fp32; the executor calls autograd itself and gradients add up in
-`.grad`; `Engine.step` sums them over data x context, clips by the global norm, updates and gathers. In DeepSpeed's words: ZeRO-0
-and ZeRO-1 in unmanaged gradient accumulation, ZeRO-2 within `coalesce_grad_reduction`. tests/parallel/test_zero.py compares all
-three with plain PyTorch in every way they are driven here, and guards every version bump.
+The engine owns the optimizer and nothing else. Parameters are fp32; the executor calls autograd itself and gradients accumulate in
+`.grad`; `Engine.step` sums them over data x context, clips by the global norm, updates and gathers. In DeepSpeed's terms: ZeRO-0
+and ZeRO-1 with unmanaged gradient accumulation, ZeRO-2 within `coalesce_grad_reduction`. tests/parallel/test_zero.py compares all
+three with plain PyTorch and guards every version bump.
 """
 
 import math
@@ -139,9 +139,9 @@ def parameter_groups(
 
 @dataclass(frozen=True)
 class Fragment:
-    """What this rank's optimizer holds of one parameter: elements [start, start + n) of its row-major local tensor.
+    """This rank's optimizer state of one parameter: elements [start, start + n) of its row-major local tensor.
 
-    master, exp_avg, exp_avg_sq: fp32 [n], the optimizer's own memory.
+    master, exp_avg, exp_avg_sq: fp32 [n], views of the optimizer's memory.
     """
 
     parameter: nn.Parameter
@@ -223,7 +223,7 @@ class Engine:
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     def _norm(self) -> float:
-        """Of whole gradients; a parameter counts once, however many ranks hold it."""
+        """Norm of the whole gradients; a parameter counts once, on however many ranks it is."""
         parameters = self._with_gradients()
         chosen = [p for p in parameters if layout_of(p).split is not None or self._mesh.tensor_rank == 0]
         counted = [p.grad for p in chosen if p.grad is not None]
@@ -234,15 +234,14 @@ class Engine:
         return float(squares.sqrt())
 
     def _clip(self, norm: float) -> None:
-        """Scale whole gradients down to the clip's norm."""
+        """Scale gradients down to the clip norm."""
         # the same small number as torch's clip_grad_norm_ and DeepSpeed have against a division by zero
         if self._clip_norm and norm + 1e-6 > self._clip_norm:
             torch._foreach_mul_([p.grad for p in self._with_gradients() if p.grad is not None], self._clip_norm / (norm + 1e-6))
 
     @torch.no_grad()
     def update_norm(self) -> float:
-        """Of the change that the last update made to all parameters together, as AdamW's moments and masters tell it. Every rank
-        calls it."""
+        """Norm of the last update of all parameters together, from AdamW's moments and master weights. Every rank calls it."""
         squares = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         owner = self.stage > 0 or dist.get_rank(self._mesh.data_group) == 0
         steps = self.updates
@@ -267,7 +266,7 @@ class Engine:
             yield fragment, own[names[fragment.parameter]]
 
     def create_state(self) -> None:
-        """Make AdamW's moments now, not in the first step, so that there is something to load into or to save at step 0."""
+        """Create AdamW's moments now instead of in the first step, so that they can be loaded into, or saved at step 0."""
         for group in self._optimizer.param_groups:
             for x in group["params"]:
                 if not self._optimizer.state.get(x):
@@ -279,7 +278,7 @@ class Engine:
 
     @property
     def updates(self) -> int:
-        """How many updates AdamW has made (its bias correction depends on it)."""
+        """Number of updates that AdamW has made (for its bias correction)."""
         return int(next(iter(self.update_counts().values())))
 
     @updates.setter
@@ -314,7 +313,7 @@ class Engine:
             yield Fragment(p, here.start, flat.detach()[own], state[flat]["exp_avg"][own], state[flat]["exp_avg_sq"][own])
 
     def masters_changed(self) -> None:
-        """Give the module what the master copies hold, after somebody wrote there."""
+        """Copy the master weights into the module after they were written to."""
         if self.stage:
             self._engine.optimizer.update_lp_params()
         broadcast_tied(self._module, self._mesh)
@@ -344,11 +343,11 @@ def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh
 
 
 def finalize_model_grads(module: nn.Module, mesh: Mesh) -> None:
-    """Add up the gradients that the layouts call partial, one coalesced all-reduce per group, before the engine's step; and give
-    gradients of lent parameters to their owners.
+    """Add up gradients that are partial sums over the tensor group, one coalesced all-reduce per group, before the engine's step;
+    and add gradients of tied replicas to their owners'.
 
     Raises RuntimeError for a trainable parameter without a gradient: ZeRO-1 skips it silently, and ranks that skip different
-    ones exchange buckets that do not match.
+    parameters exchange buckets that do not match.
     """
     partial: dict[str, list[torch.Tensor]] = {"tensor": []}
     for name, parameter, layout in named_layouts(module):
@@ -368,13 +367,13 @@ def finalize_model_grads(module: nn.Module, mesh: Mesh) -> None:
 
 @torch.no_grad()
 def broadcast_tied(module: nn.Module, mesh: Mesh) -> None:
-    """Give the values of lent parameters to the stage that reads them, after they changed: bit for bit the owner's."""
+    """Copy the values of tied parameters from the owner to the stage with the replica, after they changed."""
     for parameter in _shared_embedding(module, mesh):
         dist.broadcast(parameter, src=dist.get_global_rank(_group(mesh), 0), group=_group(mesh))
 
 
 def _shared_embedding(module: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
-    """The tied embedding on the first and on the last of several stages; nothing elsewhere."""
+    """The tied embedding on the first and on the last of several stages; nothing on other stages."""
     if mesh.embedding_group is None:
         return []
     return [p for _, p, layout in named_layouts(module) if layout.tied_replica or layout.tied_owner]
