@@ -1,7 +1,7 @@
-"""Settings of the data pipeline: what a run reads, by its kind, and how text is turned into a dataset.
+"""Settings of the data pipeline: what a run reads, by its kind, and how text is prepared.
 
-The one thing to know: what decides the contents of the lanes (`unit_documents` and `unit_bytes` of shards; everything but
-`prefetch` and `cases` of a synthetic task) is fixed for a run; the rest may change at any time.
+The settings that decide the lanes' contents (`unit_documents` and `unit_bytes` of shards; everything but `prefetch` and `cases` of
+a synthetic task) are fixed for a run. The others may change at any time.
 """
 
 from collections.abc import Mapping, Sequence

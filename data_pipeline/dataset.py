@@ -1,7 +1,7 @@
-"""A prepared dataset, opened for reading: its dataset.json, its indexes, and any run of samples out of any shard.
+"""A prepared dataset opened for reading: its dataset.json, its indexes, and any run of samples of any shard.
 
-The one thing to know: dataset.json is checked at once, indexes are read when first needed, and every payload is checked against the
-index before any of it is given out, also one that is read in pieces (`LongPayloadReader`).
+dataset.json is checked when the dataset is opened, indexes are read when first needed, and every payload is checked against the
+index before any of it is returned, also a long one that is read in chunks (`LongPayloadReader`).
 """
 
 import hashlib
@@ -39,12 +39,12 @@ from baton.data_pipeline.shards import (
 from baton.data_pipeline.storage import Location, ShardStream, reason
 
 _REMEDY = "restore it from a copy, or prepare the dataset again"
-_KEPT_DOCUMENTS = 1 << 22  # entries of indexes in memory, 72 bytes each
+_KEPT_DOCUMENTS = 1 << 22  # index entries in memory, 72 bytes each
 _BATCH_BYTES = 1 << 25  # payload bytes that `samples` reads at a time
 
-#: A payload of more bytes is long: the streams read it in pieces, and never hold it whole.
+#: A payload of more bytes is long: streams read it in chunks and never hold it whole.
 LONG_BYTES = 1 << 20
-#: Bytes of a piece: large enough to make calls cheap, small enough for hundreds of lanes.
+#: Bytes of a chunk: large enough to make calls cheap, small enough for hundreds of lanes.
 CHUNK_BYTES = 1 << 17
 
 
@@ -79,8 +79,8 @@ class Dataset:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, check_sizes: bool = True, cache: Cache | None = None) -> "Dataset":
-        """Open the dataset in a folder or at a URL. In a folder, every shard's and index's presence and size are checked right
-        away (unless `check_sizes` is off). cache: where shards from elsewhere are kept; None: nowhere.
+        """Open the dataset in a folder or at a URL. In a folder, presence and size of every shard and index are checked at once
+        (unless `check_sizes` is off). cache: where shards from elsewhere are kept; None: nowhere.
 
         Raises DataError: no dataset there, an unfinished or damaged one, or one of another format version.
         """
@@ -166,7 +166,7 @@ class Dataset:
         return index
 
     def _checked(self, name: str, sha256: str, what: str = "") -> bytes:
-        """A small file, whole. Raises DataError when it cannot be read or has another checksum."""
+        """A whole small file. Raises DataError when it cannot be read or its checksum differs."""
         try:
             content = self.location.read(name)
         except OSError as error:
@@ -179,23 +179,24 @@ class Dataset:
 
     @cached_property
     def units(self) -> UnitIndex | None:
-        """Where units of the default settings begin; None for a dataset that was prepared before there was a file of it. Once it is
+        """Where units of the default settings begin; None for a dataset that was prepared before this file existed. Once it is
         read, every index read is compared with it. Raises DataError: missing or damaged."""
         if self._units_written is None:
             return None
         return UnitIndex.from_bytes(self._checked(UNITS, self._units_written[1]), self.location.url(UNITS))
 
     def unit_starts(self, shard: ShardSummary, unit_documents: int, unit_bytes: int) -> Int64:
-        """First sample of each unit of a shard, int64[units]: from `units` where that is of these settings and has the shard, else
-        computed from the index. Raises DataError."""
+        """First sample of each unit of a shard, int64[units]: from `units` where it has these settings and the shard, else computed
+        from the index. Raises DataError."""
         known = None
         if self.units is not None and (self.units.unit_documents, self.units.unit_bytes) == (unit_documents, unit_bytes):
             known = self.units.starts(shard)
         return unit_starts(self.text_bytes(shard), unit_documents, unit_bytes) if known is None else known
 
     def text_bytes(self, shard: ShardSummary) -> Int64:
-        """UTF-8 bytes of a shard's documents, int64[n]: all that the order of units needs. Of a folder's index only this column is
-        read, compared with its own checksum; the whole index is compared with dataset.json when something of its shard is read."""
+        """UTF-8 bytes of a shard's documents, int64[n]: all that the order of units needs. Of an index in a folder only this column
+        is read, checked against its own checksum; the whole index is checked against dataset.json when a sample of the shard is
+        read."""
         folder = self.location.folder
         if folder is None or shard.name in self._indexes:
             return self.index(shard).text_bytes
@@ -207,15 +208,14 @@ class Dataset:
     def read(self, shard: ShardSummary, first: int, count: int) -> list[bytes]:
         """Payloads (UTF-8 text, or .npy token ids) of samples `first` to `first + count - 1` of a shard, in the order of the tar.
 
-        One sequential read; a stream that cannot seek is read from its start. Raises DataError naming the shard, the
-        document and what to do when a sample is missing or damaged.
+        One sequential read; a stream that cannot seek is read from its start. Raises DataError, naming the shard, the document and
+        what to do, when a sample is missing or damaged.
         """
         with ShardStream(self.location, shard.name) as stream:
             return self._payloads(stream, shard, first, count)
 
     def read_short(self, shard: ShardSummary, first: int, count: int) -> list[bytes | None]:
-        """`read`, but for long payloads (more than LONG_BYTES), which are left out: None in their place. See
-        `LongPayloadReader`."""
+        """As `read`, with None in place of long payloads (more than LONG_BYTES). See `LongPayloadReader`."""
         long = (self.index(shard).sizes[first : first + count] > LONG_BYTES).tolist()
         payloads: list[bytes | None] = []
         with ShardStream(self.location, shard.name) as stream:
@@ -253,7 +253,7 @@ class Dataset:
                 yield shard, first + i, payload
 
     def samples_short(self, split: str) -> Iterator[tuple[ShardSummary, int, bytes | None]]:
-        """`samples`, with None in the place of long payloads."""
+        """As `samples`, with None in place of long payloads."""
         for shard, first, count in self._batches(split, 64):
             for i, payload in enumerate(self.read_short(shard, first, count)):
                 yield shard, first + i, payload
@@ -265,27 +265,27 @@ class Dataset:
                 yield shard, first, end - first
 
     def named(self, shard: ShardSummary, sample: int) -> str:
-        """A sample as errors name it: "document ID of PLACE"."""
+        """A sample's name in error messages: "document ID of PATH"."""
         return f"document {self.index(shard).ids[sample].decode()} of {self.location.url(shard.name)}"
 
     def is_header(self, shard: ShardSummary, sample: int, block: bytes) -> bool:
-        """Whether 512 bytes are the tar header of this very sample."""
+        """Whether 512 bytes are the tar header of this sample."""
         index = self.index(shard)
         return is_header_of(block, f"{index.ids[sample].decode()}.{EXTENSIONS[self.content]}".encode(), int(index.sizes[sample]))
 
     def unreadable(self, shard: ShardSummary, sample: int, error: Exception) -> DataError | StorageError:
-        """Its place cannot be read."""
+        """The error for a shard that cannot be read."""
         if is_transient(error):
             return unreadable(self.location.url(shard.name), error)
         return DataError(f"cannot read {self.named(shard, sample)}: {reason(error)}; check that it can be reached, or {_REMEDY}")
 
     def truncated(self, shard: ShardSummary, sample: int) -> DataError:
-        """Its shard ends before it does."""
+        """The error for a shard that ends before this sample does."""
         url, document = self.location.url(shard.name), self.index(shard).ids[sample].decode()
         return DataError(f"{url} ends before document {document} does; it is truncated: {_REMEDY}")
 
     def damaged(self, shard: ShardSummary, sample: int) -> DataError:
-        """It is not what its index says."""
+        """The error for a sample that differs from its index."""
         return DataError(f"{self.named(shard, sample)} is damaged (not what its index says); {_REMEDY}")
 
 
@@ -294,14 +294,14 @@ def _checksums(shard: ShardSummary) -> list[str]:
 
 
 class LongPayloadReader:
-    """One payload of a shard, read in pieces of CHUNK_BYTES, so that memory does not grow with it.
+    """Reads one payload of a shard in chunks of CHUNK_BYTES, so that memory does not grow with it.
 
-    It is read twice: once to compare it with the index, so that nothing of a damaged document is ever given out, also when reading
-    begins in its middle; then piece by piece, each compared with what the first reading found. A folder's files are sought in. A
-    stream that cannot seek is transferred up to the document for each of the two, then kept open (one stream for every lane in the
-    middle of a long document); one that breaks off, as a server's may that waits for hours, is opened again where it was.
+    The payload is read twice: once to compare it with the index, so that nothing of a damaged document is returned, also when
+    reading begins in its middle; then chunk by chunk, each compared with the checksum of the first reading. Files in a folder are
+    sought in. A stream that cannot seek is transferred up to the document for each reading, then kept open (one stream for every
+    lane inside a long document); a stream that breaks off, as a server may after hours, is opened again at the same place.
 
-    head: its first bytes. Raises DataError naming the shard and the document when it is missing or damaged.
+    head: the payload's first bytes. Raises DataError, naming the shard and the document, when it is missing or damaged.
     """
 
     def __init__(self, dataset: Dataset, shard: ShardSummary, sample: int) -> None:

@@ -1,4 +1,4 @@
-"""The exceptions this package raises on purpose. Their text is one line that says what is wrong, where, and what to do next."""
+"""Exceptions that this package raises on purpose. Their text is one line: what is wrong, where, and what to do."""
 
 
 class DataError(Exception):
@@ -29,10 +29,10 @@ class FolderBusyError(DataError):
 
 
 class InputError(DataError):
-    """One input file that cannot be read; the others can.
+    """One input file that cannot be read; others can.
 
-    Attributes: `source`, the file's name in reports; `path`; `what`, why it cannot be read; `is_transient`, whether that says
-    nothing about the file, and reading it again may succeed.
+    Attributes: `source`, the file's name in reports; `path`; `what`, why it cannot be read; `is_transient`, whether reading it
+    again may succeed.
     """
 
     def __init__(self, source: str, path: str, what: str, is_transient: bool = False) -> None:

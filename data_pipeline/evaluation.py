@@ -1,7 +1,7 @@
 """A fixed set of held-out documents as batches, and the documents of a split as text.
 
-The one thing to know: bits per byte divides by `text_bytes`, the UTF-8 bytes of exactly the documents in the set, so models with
-different tokenizers can be compared; every rank sees the same set and has the same number of batches.
+Bits per byte divides by `text_bytes`, the UTF-8 bytes of exactly the documents in the set, so models with different tokenizers can
+be compared. Every rank sees the same set and has the same number of batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from baton.data_pipeline.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """batches: this rank's; tokens: valid labels over all ranks (each document's tokens and its closing mark); text_bytes: UTF-8
+    """batches: this rank's; tokens: valid labels over all ranks (each document's tokens and its EOD token); text_bytes: UTF-8
     bytes of the documents' text over all ranks; documents: how many, over all ranks."""
 
     batches: list[NumpyBatch]
@@ -68,7 +68,7 @@ def evaluation_batches(
     chosen: list[list[AnyIds]] = []
     tokens = text_bytes = 0
     for shard, sample, payload in dataset.samples_short(split):
-        document, count = [], 1  # its mark
+        document, count = [], 1  # the EOD label
         for ids in token_chunks(dataset, tokenizer, shard, sample, payload):
             document.append(ids)
             count += len(ids)

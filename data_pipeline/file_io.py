@@ -1,8 +1,8 @@
-"""Files on disks and file servers that fail for a while: reading again, and lines that are appended whole.
+"""Files on disks and file servers that fail temporarily: retries, and appending whole lines.
 
-A read error says nothing about the bytes of a file. A file server that fails over answers EIO or ESTALE once, and the next read
-succeeds; a quota is raised, a disk is emptied. Such errors are met by trying again, and then by `StorageError`, whose exit status
-asks for another start. Errors that only a person can mend (a missing file, no permission) are raised at once.
+A read error says nothing about a file's bytes. A file server that fails over returns EIO or ESTALE once, and the next read
+succeeds; a quota is raised, a disk is emptied. Such errors are retried, and then raised as `StorageError`, whose exit status asks
+for another start. Errors that only a person can fix (a missing file, no permission) are raised at once.
 """
 
 import errno
@@ -17,20 +17,20 @@ from baton.data_pipeline.errors import StorageError
 T = TypeVar("T")
 
 PAUSES_S = (0.5, 2.0, 8.0)
-"""Seconds before the second try and each further one: longer than a failed request, shorter than a launcher's patience."""
+"""Seconds before the second try and each further one: longer than a failed request, shorter than a launcher's time limit."""
 
 _PERMANENT = "NOENT NOTDIR ISDIR ACCES PERM ROFS LOOP NAMETOOLONG EXIST NOTEMPTY INVAL"
 PERMANENT = frozenset(getattr(errno, f"E{name}") for name in _PERMANENT.split())
-"""Errors that trying again does not mend: the path or its permissions are wrong."""
+"""Errors that a retry does not fix: the path or its permissions are wrong."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether an error is of a file system, and the same request may succeed later."""
+    """Whether this is a file system's error, and the same request may succeed later."""
     return isinstance(error, OSError) and error.errno is not None and error.errno not in PERMANENT
 
 
 def retry_transient(work: Callable[[], T]) -> T:
-    """What `work` returns. It is tried again after errors that may pass; raises the last OSError."""
+    """The result of `work`, tried again after transient errors. Raises the last OSError."""
     for pause in PAUSES_S:
         try:
             return work()
@@ -42,12 +42,12 @@ def retry_transient(work: Callable[[], T]) -> T:
 
 
 def error_reason(error: BaseException) -> str:
-    """The error in a few words, without the path: that is part of the sentence around it."""
+    """The error in a few words, without the path, which is part of the surrounding sentence."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def unreadable(path: str | os.PathLike[str], error: BaseException) -> StorageError:
-    """The error for a file that could not be read, though it may be sound."""
+    """The error for a file that cannot be read at present, though it may be intact."""
     return StorageError(
         f"{path}: cannot be read at present ({error_reason(error)}); the file may be sound: start again once its file system "
         "answers"
@@ -55,7 +55,7 @@ def unreadable(path: str | os.PathLike[str], error: BaseException) -> StorageErr
 
 
 def read_text(path: Path) -> str:
-    """A text file in UTF-8. Raises StorageError when it cannot be read at present, and OSErrors that do not pass."""
+    """A text file in UTF-8. Raises StorageError after transient errors, other OSErrors at once."""
     try:
         return retry_transient(lambda: path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -65,8 +65,8 @@ def read_text(path: Path) -> str:
 
 
 def append_line(path: Path, line: str, *, sync: bool = False) -> None:
-    """Add a line, without its end mark, to a text file. A line that a full disk or a kill has cut short before stays alone: the new
-    one begins on a line of its own. sync: flush it to the disk. Raises OSError: the line is not there as a whole."""
+    """Append a line (without its newline) to a text file. A line that an earlier full disk or kill cut short stays as it is, and
+    the new line begins after it. sync: flush it to the disk. Raises OSError: the line was not written whole."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(descriptor).st_size
@@ -83,7 +83,7 @@ def append_line(path: Path, line: str, *, sync: bool = False) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a folder's entries durable: files that were made, renamed or removed in it. Raises OSError."""
+    """Make a folder's entries durable: files created, renamed or removed in it. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

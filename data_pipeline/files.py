@@ -1,7 +1,5 @@
-"""Writing files so that a reader sees the old one or the whole new one, never a part.
-
-The one thing to know: everything is written to `NAME.tmp` beside its place, flushed to the disk, and renamed.
-"""
+"""Atomic writes: a reader sees the old file or the whole new one. Files are written to `NAME.tmp` beside their place, flushed to
+the disk, and renamed."""
 
 import hashlib
 import json

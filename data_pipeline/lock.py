@@ -1,8 +1,8 @@
 """A lock that one process at a time holds, on any file system: flock, else a POSIX lock, else a lock file.
 
-`exclusive` uses the first kind that the file system has. The system drops flock and POSIX locks when their process ends, however it
-ends. A lock file stays after a kill; it is taken over when its process is known to have ended (the same boot of the same machine),
-and is otherwise named, to be deleted by hand. The file of the lock says who holds it; what it says is information only.
+`exclusive` uses the first kind that the file system supports. The system releases flock and POSIX locks when their process ends. A
+lock file stays after a kill: it is taken over when its process is known to have ended (the same boot of the same machine), and is
+otherwise named in the error, to be deleted by hand. The file of the lock says who holds it, for information only.
 """
 
 import errno

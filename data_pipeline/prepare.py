@@ -1,8 +1,8 @@
-"""Text in, a dataset out: a folder of tar shards with indexes and one dataset.json.
+"""Text to a dataset: a folder of tar shards with indexes and one dataset.json.
 
-The one thing to know: the inputs are dealt to *tasks* by a pure function of the plan (prepare_plan.py); a task writes its own
-shards and then its record, so tasks run in any order, on any number of processes, and are not repeated after a kill. The shards get
-their final names, and dataset.json appears, only when every task has its record.
+The inputs are divided into *tasks* by a pure function of the plan (prepare_plan.py). A task writes its own shards and then its
+record, so tasks run in any order, on any number of processes, and are not repeated after a kill. The shards get their final names,
+and dataset.json appears, only when every task has its record.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
-"""The folder of a preparation: made ours, with a plan that says what was asked for, and dealt into tasks.
+"""The folder of a preparation: claimed with a lock, and a plan of what is prepared, divided into tasks.
 
-Inputs are dealt to tasks by a pure function of the plan. An unfinished folder takes other inputs on: parts that are finished stay
-as they are (`kept` in the plan), and what they do not hold is dealt anew. It does not where a finished part would be lost, unless
-that part holds a file that could not be read (DAMAGED lists those).
+Tasks are a pure function of the plan. An unfinished folder accepts changed inputs: finished parts stay (`kept` in the plan), and
+inputs outside of them are divided anew. It refuses where a finished part would be lost, unless that part holds a file that could
+not be read (DAMAGED lists those).
 """
 
 import json
@@ -28,7 +28,7 @@ _RECORDS = "task-??????.json"
 
 
 def make_plan(settings: PrepareConfig, sources: Sequence[InputFile], vocabulary: str | None) -> dict[str, Any]:
-    """What is asked for: tells a resumed preparation from a different one."""
+    """What is prepared: distinguishes a resumed preparation from a different one."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -176,8 +176,8 @@ def _differing_inputs(before: dict[str, Any], now: dict[str, Any]) -> dict[str, 
 
 
 def unreadable(folder: Path, failures: Sequence[InputError], tasks: Sequence[PrepareTask]) -> DataError | StorageError:
-    """Note the inputs that could not be read, and say what was kept and which words leave them out. A StorageError when nothing is
-    known to be wrong with any of them."""
+    """Record the inputs that could not be read. Returns an error that says what was kept and which options exclude them; a
+    StorageError when none of them is known to be damaged."""
     parts = folder / PARTS
     finished = sum(1 for _ in parts.glob(_RECORDS))
     failed = {failure.source: failure for failure in failures}  # a file's pieces may fail one by one

@@ -1,7 +1,7 @@
-"""The parts of a preparation that run in worker processes: read a task's records, write its shards, then its record.
+"""The part of a preparation that runs in worker processes: read a task's records, write its shards, then its task record.
 
-The one thing to know: a task's record (`task-000012.json`, with the checksums of its shards) is written last. A task that has one
-is verified and kept; one that has none, or whose shards are not as recorded, is done from the start.
+A task's record (`task-000012.json`, with the checksums of its shards) is written last. A task with a record is verified and kept; a
+task without one, or whose shards differ from it, is done from the start.
 """
 
 import multiprocessing
@@ -31,7 +31,7 @@ _REPORT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class PrepareTask:
-    """Some neighbouring pieces of the input, and where and how to write them. Picklable."""
+    """Neighbouring pieces of the input, and where and how to write them. Picklable."""
 
     number: int
     pieces: tuple[InputPiece, ...]
@@ -64,12 +64,12 @@ class TaskRecord:
 
 
 def piece_key(piece: InputPiece) -> tuple[str, int, int]:
-    """What identifies a piece among those of a plan's inputs."""
+    """Identifies a piece among those of a plan's inputs."""
     return piece.source.name, piece.start, piece.stop
 
 
 def record_path(task: PrepareTask) -> Path:
-    """Where a task's record is once it is finished."""
+    """The path of a finished task's record."""
     return Path(task.folder, f"task-{task.number:06d}.json")
 
 

@@ -1,4 +1,4 @@
-"""How far a long command is, on a terminal as a bar, elsewhere (a log, a pipe) as a line every few seconds."""
+"""Progress of a long command: a bar on a terminal, elsewhere (a log, a pipe) a line every few seconds."""
 
 import sys
 import time

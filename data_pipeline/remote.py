@@ -1,7 +1,6 @@
-"""Files behind http(s), transfers that fail, and a local cache of whole shards.
+"""Files over http(s), retries of failed transfers, and a local cache of whole shards.
 
-The one thing to know: nothing here decides what a byte is: what was transferred is compared with the shard's index like any other
-bytes, so a retry or a cached file can only be right or be noticed.
+Transferred bytes are compared with the shard's index like any others, so a retry or a cached file is either right or noticed.
 """
 
 import contextlib
@@ -19,23 +18,22 @@ from typing import Any, BinaryIO, TypeVar, cast
 T = TypeVar("T")
 
 TRIES = 4
-"""How often a transfer is begun before its failure is the run's."""
+"""Number of tries of a transfer before its error is raised."""
 FIRST_WAIT_S = 0.25
-"""Before the second try, and twice as long before each further one, with a random part so that ranks do not come back together."""
+"""Pause before the second try, doubled before each further one, with a random part so that ranks do not retry together."""
 TIMEOUT_S = 60.0
-"""For a server to say anything at all."""
+"""Seconds a server may take to answer."""
 
-_AGAIN = {408, 425, 429}  # of the answers that blame the asker, those that mean "later"
+_AGAIN = {408, 425, 429}  # client errors that mean "try later"
 _BLOCK = 1 << 22
 
 
 class RefusedError(OSError):
-    """A server's answer that asking again does not change, such as 404."""
+    """An answer that a retry does not change, such as 404."""
 
 
 def with_retries(work: Callable[[], T]) -> T:
-    """What `work` returns; an OSError of it is met by trying again, a little later each time. Raises the last one, and RefusedError
-    at once."""
+    """The result of `work`, tried again after an OSError with growing pauses. Raises the last OSError, and RefusedError at once."""
     for attempt in range(TRIES):
         try:
             return work()
@@ -49,9 +47,9 @@ def with_retries(work: Callable[[], T]) -> T:
 
 
 class HttpStream:
-    """A file behind http(s), read from any byte on: by a range request where the server takes those, else by reading up to there.
+    """A file over http(s), read from any byte: by a range request where the server supports it, else by reading up to there.
 
-    Raises OSError: the server cannot be reached, or stopped half-way; RefusedError: it will not answer otherwise.
+    Raises OSError: the server cannot be reached, or stopped half-way; RefusedError: a retry would not help.
     """
 
     def __init__(self, url: str) -> None:
@@ -81,7 +79,7 @@ class HttpStream:
                 break
 
     def seek(self, begin: int) -> None:
-        """Go on from byte `begin`."""
+        """Continue at byte `begin`."""
         near = self._opened and 0 < begin - self._at <= _BLOCK
         while near and self._at < begin and self._take(begin - self._at):
             pass
@@ -121,15 +119,15 @@ class HttpStream:
 
 
 class Cache:
-    """Whole files from elsewhere in a local folder, at most `size` bytes together (and one that is being fetched); those that were
-    not used for the longest make room. Several processes may share it: files appear whole, and one that is open stays readable when
-    it is deleted."""
+    """Whole files from elsewhere in a local folder, at most `size` bytes in total (and one that is being fetched); the least
+    recently used files are deleted for new ones. Several processes may share it: files appear whole, and an open file stays
+    readable when it is deleted."""
 
     def __init__(self, folder: str | os.PathLike[str], size: int) -> None:
         self.folder, self.size = Path(folder), size
 
     def open(self, url: str, fetch: Callable[[], BinaryIO]) -> BinaryIO:
-        """The file at `url`, from here if it is here. Raises OSError."""
+        """The file at `url`, from the cache if it is there. Raises OSError."""
         path = self.folder / (hashlib.sha256(url.encode()).hexdigest()[:32] + "-" + os.path.basename(url.rstrip("/"))[-80:])
         with contextlib.suppress(OSError):
             stream = open(path, "rb")  # noqa: SIM115 (whoever asked closes it)

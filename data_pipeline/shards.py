@@ -1,7 +1,11 @@
-"""A shard on disk: a tar of samples that webdataset reads, and beside it an index that lets a reader seek to any sample.
+"""The format of a dataset on disk: tar shards that webdataset reads, an index beside each that lets a reader seek to any sample,
+and one index of the units of all shards.
 
-The one thing to know: member `<id>.txt` holds a document's UTF-8 text, or member `<id>.tokens.npy` its token ids, and the index
-gives the byte offset of each member's header. Nothing in either file depends on when, where or by whom it was written.
+Member `<id>.txt` of a tar holds a document's UTF-8 text, or member `<id>.tokens.npy` its token ids. The index has the byte offset
+of each member's header. The files do not depend on when, where or by whom they were written.
+
+The unit index (`UnitIndex`, units.npz) lets a start skip reading every shard's index. It holds nothing that the indexes do not: it
+is made with the default unit settings, used by runs that have them, and compared with every index that is read.
 """
 
 import hashlib
@@ -44,7 +48,7 @@ def padded(size: int) -> int:
 
 @dataclass(frozen=True)
 class Index:
-    """What a shard holds, one entry per sample in the order of the tar.
+    """The samples of a shard, one entry each in the order of the tar.
 
     ids S32[n]; offsets int64[n], bytes from the shard's start to the sample's tar header; sizes int64[n], payload bytes; text_bytes
     int64[n], UTF-8 bytes of the document's text; tokens int64[n], -1 where unknown; crc32 uint32[n] of the payload.
@@ -73,7 +77,7 @@ class Index:
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> "Index":
-        """Read what `save` wrote; `where` is named in the DataError raised when it is damaged."""
+        """Read what `save` wrote. where: names the index in the DataError that is raised when it is damaged."""
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
                 columns = {name: arrays[name] for name in _DTYPES}
@@ -85,7 +89,7 @@ class Index:
 
     @staticmethod
     def column(path: Path, name: str) -> Int64:
-        """One of its int64 columns, from a file that `save` wrote, with its CRC32 checked. Raises DataError."""
+        """One int64 column of a file that `save` wrote, with its CRC32 checked. Raises DataError."""
 
         def read() -> Int64:
             with np.load(path, allow_pickle=False) as arrays:
@@ -113,7 +117,7 @@ def index_name(shard: str) -> str:
 
 @dataclass(frozen=True)
 class ShardSummary:
-    """What dataset.json says of one shard. tokens: None when unknown; sha256 in hex; sizes in bytes."""
+    """A shard's entry in dataset.json. tokens: None when unknown; sha256 in hex; sizes in bytes."""
 
     name: str
     split: str
@@ -127,9 +131,9 @@ class ShardSummary:
 
 
 class ShardWriter:
-    """Writes one shard and its index; both appear under their names only in `close`, the index last.
+    """Writes one shard and its index. Both appear under their names only in `close`, the index last.
 
-    path: the .tar to write; content: "text" or "tokens". After an error, `discard` leaves nothing behind.
+    path: the .tar to write; content: "text" or "tokens". After an error, `discard` removes what was written.
     """
 
     def __init__(self, path: Path, content: str) -> None:
@@ -195,14 +199,14 @@ class ShardWriter:
 
 
 def member_header(name: str, size: int) -> bytes:
-    """The 512 bytes before a member's content: no time, no owner, no environment."""
+    """The 512 bytes before a member's content, without time, owner or environment."""
     header = tarfile.TarInfo(name)
     header.size = size
     return header.tobuf(tarfile.USTAR_FORMAT)
 
 
 def is_header_of(block: bytes, name: bytes, size: int, at: int = 0) -> bool:
-    """Whether a member of this name and size begins at byte `at` (cheaper than to compare with a header made anew)."""
+    """Whether a member of this name and size begins at byte `at` (cheaper than comparing with a new header)."""
     return block.startswith(name + b"\0", at) and block.startswith(b"%011o\0" % size, at + 124)
 
 
@@ -213,8 +217,7 @@ def token_payload(ids: npt.NDArray[np.integer], vocab_size: int) -> bytes:
     return buffer.getvalue()
 
 
-# What numpy writes of such a list, read here because numpy's own reader compiles it as Python, in a third of a stream's time. What
-# looks otherwise goes there.
+# stream's time. Other headers go to numpy.
 _PLAIN_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00(..)\{'descr': '(<u[24])', 'fortran_order': False, 'shape': \((\d+),\), \} *\n", re.DOTALL
 )
@@ -222,8 +225,8 @@ _TOKEN_TYPES: dict[bytes, np.dtype[Any]] = {b"<u2": np.dtype(np.uint16), b"<u4":
 
 
 def token_layout(head: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
-    """Type, number, and first byte of the ids in a `.tokens.npy` payload of `size` bytes that begins with `head`. Raises ValueError
-    when it is not one."""
+    """Dtype, number and first byte of the ids in a `.tokens.npy` payload of `size` bytes that begins with `head`. Raises ValueError
+    for anything else."""
     plain = _PLAIN_HEADER.match(head)
     if plain is not None and plain.end() == 10 + int.from_bytes(plain[1], "little"):
         dtype, count, begin = _TOKEN_TYPES[plain[2]], int(plain[3]), plain.end()
@@ -242,7 +245,7 @@ def token_layout(head: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
 
 
 def tokens_of(payload: bytes) -> npt.NDArray[np.int32]:
-    """int32[n] ids of a `.tokens.npy` payload. Raises ValueError when it is not one."""
+    """int32[n] ids of a `.tokens.npy` payload. Raises ValueError for anything else."""
     dtype, count, begin = token_layout(payload, len(payload))
     return np.frombuffer(payload, dtype, count, begin).astype(np.int32)
 
@@ -261,9 +264,9 @@ _UNIT_DTYPES = {"units": "<i8", "names": "S", "indexes": "S64", "counts": "<i8",
 
 
 class UnitIndex:
-    """Where units begin in some shards.
+    """First sample of each unit in some shards.
 
-    Attributes: `unit_documents` and `unit_bytes`, the settings that it holds for (see ShardsConfig).
+    Attributes: `unit_documents` and `unit_bytes`, the settings for which it holds (see ShardsConfig).
     """
 
     def __init__(self, unit_documents: int, unit_bytes: int, shards: dict[str, tuple[str, Int64]], where: str) -> None:
@@ -308,8 +311,8 @@ class UnitIndex:
         return cls.of(int(units[0]), int(units[1]), zip(map(bytes.decode, names), map(bytes.decode, indexes), parts), where)
 
     def starts(self, shard: ShardSummary) -> Int64 | None:
-        """First sample of each unit of a shard, int64[units]; None: the table does not know it (a shard that came later). Raises
-        DataError: it is another shard's of that name, or nonsense."""
+        """First sample of each unit of a shard, int64[units]; None: the index does not have it (a shard that was added). Raises
+        DataError: it is of another shard of that name, or impossible."""
         if shard.name not in self._shards:
             return None
         index, starts = self._shards[shard.name]
@@ -321,7 +324,7 @@ class UnitIndex:
         return starts
 
     def check(self, shard: ShardSummary, text_bytes: Int64) -> None:
-        """Compare with a shard's index. text_bytes: int64[n], its column. Raises DataError where they disagree."""
+        """Compare with a shard's index. text_bytes: int64[n], its column. Raises DataError where they differ."""
         known = self.starts(shard)
         if known is not None and not np.array_equal(known, unit_starts(text_bytes, self.unit_documents, self.unit_bytes)):
             raise DataError(f"{self._where} disagrees with the index of {shard.name} about its units; {_REMEDY}")

@@ -1,7 +1,8 @@
-"""Where a dataset is: a folder, a server, or anything else that the webdataset library opens (a pipe, ...), and reading its files.
+"""The location of a dataset (a folder, a server, or anything else that the webdataset library opens, such as a pipe), and reading
+its files.
 
-The one thing to know: a folder's files are opened, http(s) is remote.py's, all others that library's `gopen`. What that opens may
-not be able to seek, and is then read up to where reading begins. A transfer that fails is begun again a few times.
+Files in a folder are opened, http(s) URLs by remote.py, all others by webdataset's `gopen`. A stream that cannot seek is read up to
+the place where reading begins. A failed transfer is retried a few times.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ _SKIP_BYTES = 1 << 22
 
 
 class Location:
-    """A folder, or the URL of one. Of a URL, `{}` is replaced by the file's name; without `{}` the name is appended after a
+    """A folder, or the URL of one. In a URL, `{}` is replaced by the file's name; without `{}` the name is appended after a
     slash."""
 
     def __init__(self, place: str | os.PathLike[str], cache: Cache | None = None) -> None:
@@ -34,7 +35,7 @@ class Location:
             self.folder = Path(self.text).absolute()
 
     def url(self, name: str) -> str:
-        """Where the file `name` is: what gopen is given."""
+        """The path or URL of the file `name`, as given to gopen."""
         if self.folder is not None:
             return str(self.folder / name)
         return self.text.replace("{}", name) if "{}" in self.text else f"{self.text.rstrip('/')}/{name}"
@@ -67,7 +68,7 @@ class Location:
 
 
 class ShardStream:
-    """A file of a dataset that is read from front to back; opened when first read."""
+    """A file of a dataset that is read from front to back; opened at the first read."""
 
     def __init__(self, location: Location, name: str) -> None:
         self._location, self._name = location, name
@@ -75,8 +76,8 @@ class ShardStream:
         self._at = 0
 
     def read(self, begin: int, count: int) -> bytes:
-        """`count` bytes from `begin` on, which is not before the last read's end; fewer where the stream ends early. Raises
-        OSError, also when what feeds a pipe has failed."""
+        """`count` bytes from `begin` on, which is not before the end of the last read; fewer where the stream ends early. Raises
+        OSError, also when the command that feeds a pipe has failed."""
 
         def again() -> bytes:
             try:
@@ -95,12 +96,12 @@ class ShardStream:
                 block = stream.read(min(begin - self._at, _SKIP_BYTES))
                 if not block:
                     count = 0
-                    stream.close()  # of a pipe, this waits for its command and raises when that failed
+                    stream.close()  # waits for a pipe's command and raises if it failed
                     break
                 self._at += len(block)
         blocks: list[bytes] = []
         while count:
-            block = stream.read(count)  # pipes may give less than asked for
+            block = stream.read(count)  # pipes may return less
             if not block:
                 stream.close()
                 break
@@ -110,7 +111,7 @@ class ShardStream:
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
     def _sought(self, begin: int) -> bool:
-        """Whether the stream goes on from byte `begin`."""
+        """Whether the stream continues at byte `begin`."""
         if isinstance(self._stream, HttpStream):
             self._stream.seek(begin)  # its failures are a transfer's
             return True
@@ -119,12 +120,13 @@ class ShardStream:
             self._stream.seek(begin)
         except (AttributeError, OSError) as error:
             if self._location.folder is not None and is_transient(error):
-                raise  # a file can be sought in: its file system has failed
+                raise  # seeking in a file cannot fail otherwise: its file system has failed
             return False
         return True
 
     def close(self) -> None:
-        """Leaving a pipe early makes its command fail; what was read is checked against the index anyway."""
+        """Close the stream. Leaving a pipe early makes its command fail, which is ignored: what was read is checked against the
+        index."""
         if self._stream is not None:
             with contextlib.suppress(OSError):
                 self._stream.close()
@@ -137,7 +139,7 @@ class ShardStream:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, without the whole command line that webdataset puts into its errors."""
+    """The error's message without the command line that webdataset includes."""
     status = re.search(r": exit (\d+) \(read\)", str(error))
     if status:
         return f"its transfer failed with exit status {status[1]}"

@@ -1,8 +1,8 @@
-"""Synthetic tasks as data: what an example of each task is, made from random words alone.
+"""Synthetic tasks: examples made from random words alone.
 
-The one thing to know: example n of a lane is a pure function of (seed, the task's settings, lane, n). A lane is a Philox stream of
-its own, example n owns the words n * W to (n + 1) * W of it, and a task is arithmetic from E examples' words [E, W] to their tokens
-and labels [E, length]. So there is nothing to store and nothing to skip: a place in a lane is the number n.
+Example n of a lane is a pure function of (seed, the task's settings, lane, n). Each lane has a Philox stream, in which example n
+owns the words n * W to (n + 1) * W; a task maps E examples' words [E, W] to their tokens and labels [E, length]. So nothing is
+stored and nothing has to be skipped: a place in a lane is the number n.
 """
 
 import hashlib
@@ -24,7 +24,8 @@ PHILOX_BLOCK = 4  # words that one step of Philox's counter makes
 
 
 class Task(Protocol):
-    """How words become examples. words: W, how many an example takes. asked: places in an example that have a label."""
+    """Maps words to examples. words: W, number of words of an example. asked: number of positions in an example that have a
+    label."""
 
     words: int
     asked: int
@@ -35,9 +36,9 @@ class Task(Protocol):
 
 
 class Examples:
-    """The examples of a task, by number, in streams that have nothing in common but their rules.
+    """The examples of a task, by number, in independent streams.
 
-    asked: places in an example that have a label.
+    asked: number of positions in an example that have a label.
     """
 
     def __init__(self, config: TaskConfig) -> None:

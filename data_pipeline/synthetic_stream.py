@@ -1,7 +1,7 @@
-"""Synthetic tasks as lanes and as evaluation sets: examples by number, laid into rows.
+"""Lanes and evaluation sets of synthetic tasks: numbered examples laid out in rows.
 
-The one thing to know: a cursor is one integer, the number of the lane's next example, because rows are full of whole examples.
-Training and evaluation draw under different keys: no seed and no lane makes training meet the evaluation's stream.
+Rows are full of whole examples, so a cursor is one integer: the number of the lane's next example. Training and evaluation use
+different random keys: with no seed and no lane does training see the evaluation examples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ CHUNK_TOKENS = 1 << 18  # tokens made at once: enough to make calls cheap, few e
 
 @dataclass(frozen=True)
 class ExampleCursor:
-    """A place in a lane of a task. example: number of the next example, so also how many are consumed."""
+    """A place in a lane of a task. example: number of the next example, which is also how many are consumed."""
 
     example: int = 0
 
@@ -32,7 +32,7 @@ class ExampleCursor:
 
     @classmethod
     def from_json(cls, value: Any) -> "ExampleCursor":
-        """What `to_json` made. Raises DataError for anything else."""
+        """The cursor that `to_json` wrote. Raises DataError for anything else."""
         if not isinstance(value, dict) or set(value) != {"example"} or type(value["example"]) is not int or value["example"] < 0:
             raise DataError(f"not a cursor of a synthetic task: {value!r}; the checkpoint is damaged or of a run on other data")
         return cls(value["example"])
@@ -75,13 +75,13 @@ class SyntheticStream(StepStream[ExampleCursor]):
 
 
 def synthetic_fingerprint(config: TaskConfig, *, seed: int, lanes: int) -> str:
-    """Hex sha256 of everything that decides the lanes' contents. A resumed run must find it equal."""
+    """Hex sha256 of everything that decides the lanes' contents. A resumed run must have the same."""
     return fingerprint(["task", VERSION, config.deciding(), seed, lanes])
 
 
 @dataclass(frozen=True)
 class SyntheticEvaluationSet:
-    """The examples of one evaluation case. batches: this rank's; labels: how many places are asked, over all ranks."""
+    """The examples of one evaluation case. batches: this rank's; labels: number of scored labels over all ranks."""
 
     batches: list[NumpyBatch]
     labels: int

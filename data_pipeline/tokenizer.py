@@ -1,8 +1,7 @@
 """Text to token ids and back: SentencePiece BPE with byte fallback, lossless for every string.
 
-The one thing to know: a text is cut where no piece can reach across (in front of a run of spaces or newlines) and the parts are
-encoded on their own. The ids are those of encoding it whole, but SentencePiece's time, which grows faster than a text's length,
-stays linear.
+A text is cut where no piece can reach across (before a run of spaces or newlines) and the parts are encoded separately. The ids are
+those of the whole text, and the time is linear, where SentencePiece's grows faster than a text's length.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ EOD_PIECE = "<doc>"
 SPACE = "\u2581"  # SentencePiece writes a space as this character; the character itself is spelt in bytes
 _SPACE_UTF8 = SPACE.encode()
 _SYMBOLS = ("\n", "\n\n", "\t")  # whitespace the trainer cannot learn by itself
-_SMALLEST_VOCABULARY = 2 + len(_SYMBOLS) + 256 + 1  # unknown, mark, symbols, bytes, space
+_SMALLEST_VOCABULARY = 2 + len(_SYMBOLS) + 256 + 1  # unknown, EOD, symbols, bytes, space
 
 _CUT = re.compile(rb"[^ \n](?=[ \n])")
 _PART_BYTES = 2048  # measured fastest between 0.5 and 4 KiB
@@ -68,7 +67,7 @@ def train_tokenizer(
 
     texts: documents. At most `max_bytes` UTF-8 bytes of them are used (kept in memory): those with the smallest content hash, so
     that the choice is a sample of all of them and does not depend on their order.
-    vocab_size: pieces in all, among them 256 bytes, the document mark and three whitespace symbols. Each digit is a piece of its
+    vocab_size: pieces in all, among them 256 bytes, the EOD token and three whitespace symbols. Each digit is a piece of its
     own, runs of spaces are pieces (indentation), and no piece crosses a space, a newline or a tab.
     character_coverage: share of the text's characters that get a piece; the others are spelt in bytes.
     threads: training threads (none: the usable cores); the vocabulary does not depend on it.
@@ -157,7 +156,7 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
 class Tokenizer:
     """A vocabulary trained by `train_tokenizer`, read from its .model file.
 
-    Attributes: `path`; `vocab_size` (ids are 0 <= id < vocab_size); `doc`, the id of the document mark, which `encode` never makes;
+    Attributes: `path`; `vocab_size` (ids are 0 <= id < vocab_size); `eod_id`, the id of the EOD token, which `encode` never makes;
     `fingerprint`, a hex sha256 over pieces, scores, types and normaliser settings (equal vocabularies have equal fingerprints,
     wherever their files came from). Raises DataError when the file is missing, is no SentencePiece model, or is one that would lose
     text.
@@ -186,7 +185,7 @@ class Tokenizer:
         self._space_ids: Ids = np.array([self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_UTF8], dtype=np.int32)
 
     def encode(self, text: str) -> Ids:
-        """int32[n] ids of `text`, without the document mark. Raises DataError when `text` holds a lone surrogate (it has no
+        """int32[n] ids of `text`, without the EOD token. Raises DataError when `text` holds a lone surrogate (it has no
         UTF-8)."""
         try:
             return self.encode_utf8(text.encode())
@@ -228,7 +227,7 @@ class Tokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: npt.ArrayLike, errors: str = "strict") -> str:
-        """The text of `ids`, int[n]: `decode(encode(text)) == text` for every text. The document mark (and the unknown
+        """The text of `ids`, int[n]: `decode(encode(text)) == text` for every text. The EOD token (and the unknown
         piece, which `encode` never makes either) decode to nothing.
 
         errors: what to do with bytes that are not UTF-8, which only a model's own output can hold: "strict" raises DataError,

@@ -1,6 +1,6 @@
-"""Looking at a dataset: `verify` recomputes every checksum and count, `inspect` summarises it and shows a few documents.
+"""`verify` recomputes every checksum and count of a dataset, `inspect` summarises it and shows a few documents.
 
-The one thing to know: `verify` trusts nothing of ours to read the tars; it walks them with Python's own tarfile and compares.
+`verify` reads the tars with Python's tarfile, not with this package's reader.
 """
 
 import hashlib
