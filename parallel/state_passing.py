@@ -44,16 +44,10 @@ def run_recurrence(
     state_wanted: bool = True,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """`recurrence.run` over a sequence that the ranks of the context group share, each having the tokens that follow its left
-    neighbour's.
-
-    Args:
-        state: initial State of the first virtual segment (None: zeros); ignored on the others.
-        where: the mixer's name in the model, for errors and counts.
-        state_wanted: whether the caller uses the final State. Otherwise it is computed only where it is sent.
-
-    Returns:
-        The outputs and the final State. On the last virtual segment that is the sequence's final State; on the others it is the
-            State that was sent, and has no gradient here.
+    neighbour's. state: initial State of the first virtual segment (None: zeros); ignored on the others. where: the mixer's name
+    in the model, for errors and counts. state_wanted: whether the caller uses the final State; otherwise it is computed only
+    where it is sent. The final State is the sequence's on the last virtual segment; on the others it is the one that was sent,
+    and has no gradient here.
 
     Raises:
         CommError: on a CPU, when a neighbour is gone or sends nothing.
