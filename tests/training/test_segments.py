@@ -92,10 +92,10 @@ class Scores:
             y, leaving = super(BMojo, mixer).run_recurrence(recurrence, inputs, pos, state)
             if isinstance(recurrence, Innovation):
                 if self.wanted is None:
-                    self.found.setdefault(mixer.where, []).append(y.detach())
+                    self.found.setdefault(mixer.path, []).append(y.detach())
                 else:
                     rows, v, of = self.place
-                    y = self.wanted[mixer.where][rows].chunk(of, dim=1)[v].to(y)
+                    y = self.wanted[mixer.path][rows].chunk(of, dim=1)[v].to(y)
             return y, leaving
 
         BMojo.run_recurrence = run_recurrence
