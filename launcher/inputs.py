@@ -17,13 +17,15 @@ from baton.data_pipeline.tokenizer import Tokenizer
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
 from baton.training.config_checks import with_vocabulary
+from baton.training.monitoring.wandb_writer import check_wandb
 
 BYTES_PER_TOKEN = 16
 """More than a tokenizer makes of a whole corpus: one that has as many bytes for every token of a batch is not looked at."""
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Refuse data that is missing or does not fit. Raises ConfigError or DataError with one line."""
+    """Refuse data that is missing or does not fit, and a package that is. Raises ConfigError, DataError or RunError."""
+    check_wandb(config.training.monitoring)
     if not isinstance(config.data, ShardsConfig):
         return  # a synthetic task has no files; its settings are checked with all others
     path = config.data.tokenizer

@@ -125,6 +125,14 @@ class EvaluationConfig(_Settings):
         return max(self.long_tokens, self.gradient_reach_segment_length * self.gradient_reach_segments) if self.every else 0
 
 
+class WandbConfig(_Settings):
+    """The W&B run that metrics.jsonl is mirrored to."""
+
+    project: str = Field(description="of Weights & Biases")
+    entity: str | None = Field(None, description="its team or user; null: the account's own")
+    mode: Literal["online", "offline"] = Field("online", description="offline: into RUN/wandb, for `wandb sync` to upload")
+
+
 class MonitoringConfig(_Settings):
     """Further norms that are logged."""
 
@@ -132,6 +140,7 @@ class MonitoringConfig(_Settings):
                                    "the memory of one chunk; 0: never")  # fmt: skip
     state_grad_norm_every: int = Field(100, ge=0, description="steps between norms of the State gradients at the boundaries of "
                                   "segments and sequence ranks, by layer; 0: never. None where no State goes on")  # fmt: skip
+    wandb: WandbConfig | None = Field(None, description="mirror metrics.jsonl to Weights & Biases at every checkpoint; null: no")
 
 
 class ProfileConfig(_Settings):

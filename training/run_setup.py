@@ -121,6 +121,7 @@ def prepare_run(settings: RunSettings, mesh: Mesh, clocks: RunClocks) -> Run | N
             log_every=training.log_every,
             config_text=settings.config_text,
             mfu_per_token_rate=_mfu_per_token_rate(settings, mesh, parameters),
+            wandb=training.monitoring.wandb,
         )
     profiler = Profiler(settings, mesh, metrics, progress.step, parameters)
 

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -289,6 +290,15 @@ def test_a_dataset_without_the_held_out_documents_that_evaluation_needs(train, i
     manifest["shards"] = [shard for shard in manifest["shards"] if shard["split"] == "train"]
     (dataset / "dataset.json").write_text(json.dumps(manifest))
     check(train(inputs.run, f"data.path={dataset}"), "no documents in its split 'validation'", "training.evaluation.every=0")
+
+
+def test_wandb_that_is_asked_for_and_not_installed_is_refused(train, inputs, monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    line = train(inputs.run, "training.monitoring.wandb={project: p}")
+    check(line, "training.monitoring.wandb is set, and the package wandb is not installed", "install baton-lm[wandb]")
 
 
 def test_a_directory_that_is_no_run(train, inputs, tmp_path):

@@ -1,4 +1,4 @@
-"""A run's records: metrics.jsonl (the primary one), TensorBoard, and lines on the console.
+"""A run's records: metrics.jsonl (the primary one), TensorBoard, W&B, and lines on the console.
 
 All are continuous over restarts: a run that resumes at step s cuts off what an earlier attempt wrote after s, because it
 writes those steps again.
@@ -13,8 +13,10 @@ from typing import Any
 
 from baton.data_pipeline.errors import StorageError
 from baton.data_pipeline.file_io import PAUSES_S, error_reason, is_transient
+from baton.training.config import WandbConfig
 from baton.training.errors import RunError
 from baton.training.monitoring.tensorboard import TensorBoardWriter
+from baton.training.monitoring.wandb_writer import WandbWriter
 
 
 class MetricsLogger:
@@ -24,6 +26,7 @@ class MetricsLogger:
     rows wait in memory until they fit. Only a start needs room, to cut off an earlier attempt's rows; it raises
     StorageError.
     mfu_per_token_rate: model FLOPs utilisation at one token a second; None: the device's peak is not known, and rows have no mfu.
+    wandb: mirror the rows to W&B; None: do not.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class MetricsLogger:
         log_every: int,
         config_text: str,
         mfu_per_token_rate: float | None = None,
+        wandb: WandbConfig | None = None,
     ) -> None:
         self._path = folder / "metrics.jsonl"
         self._folder, self._config_text = folder, config_text
@@ -46,6 +50,7 @@ class MetricsLogger:
         except OSError as error:  # what was recorded before is as it was
             kind = StorageError if is_transient(error) else RunError
             raise kind(f"{folder}: the record cannot be written ({error.strerror}); make room, then start the run again") from None
+        self._wandb = None if wandb is None else WandbWriter(folder, wandb, config_text, read_metrics(self._path))
         self._window: list[tuple[float, int]] = [(time.perf_counter(), 0)]
         self._behind: set[str] = set()
         self._problem = ""
@@ -133,9 +138,11 @@ class MetricsLogger:
         self._restart_window()
 
     def log_checkpoint(self, name: str, seconds: float, size: int, stall: float) -> None:
-        """Print that a checkpoint was published. seconds: from its beginning to its end. size: bytes. stall: seconds for which
-        training stopped."""
+        """Print that a checkpoint was published, and send W&B the rows that it makes final. name: step-N. seconds: from its
+        beginning to its end. size: bytes. stall: seconds for which training stopped."""
         print(f"saved {name}: {size / 2**20:.1f} MiB in {seconds:.2f} s, of which training stood still {stall:.2f} s", flush=True)
+        if self._wandb is not None:
+            self._wandb.checkpoint_saved(int(name.removeprefix("step-")))
         self._restart_window()
 
     def flush(self) -> None:
@@ -145,14 +152,22 @@ class MetricsLogger:
 
     def rewind(self, step: int) -> None:
         """The run goes on from `step` again: cut off all later rows, as on resuming."""
-        self.close()
+        self._close_files()
         self._waiting = [line for line in self._waiting if json.loads(line)["step"] <= step]
         truncate_metrics(self._path, step)
         self._tensorboard = TensorBoardWriter(self._folder / "tensorboard", step, self._config_text)
+        if self._wandb is not None:
+            self._wandb.restart([*read_metrics(self._path), *map(json.loads, self._waiting)])
         self._restart_window()
 
     def close(self) -> str | None:
         """Write waiting rows, at several tries if need be; returns why rows are missing in metrics.jsonl, or None."""
+        missing = self._close_files()
+        if self._wandb is not None:
+            self._wandb.close()
+        return missing
+
+    def _close_files(self) -> str | None:
         self.flush()
         for pause in PAUSES_S:
             if not self._waiting:
@@ -172,6 +187,8 @@ class MetricsLogger:
         self._waiting.append(json.dumps(row) + "\n")
         self._guard("metrics.jsonl", self._append)
         self._guard("TensorBoard", lambda: self._tensorboard.add(row))
+        if self._wandb is not None:
+            self._wandb.add(row)
 
     def _append(self, sync: bool = False) -> None:
         """Append all waiting rows or none: a write that did not fit is cut off again."""

@@ -40,6 +40,7 @@ CHARTS: dict[str, dict[str, list[str]]] = {
 """Category -> chart -> tags of its curves, in the order in which the panel has them."""
 
 _EVENTS = "events.out.tfevents."
+_LONG_CONTEXT_KINDS = ("long_context", "state_gradients", "gradient_reach")
 
 
 def open_writer(folder: Path, step: int) -> "SummaryWriter":
@@ -144,41 +145,48 @@ def _perplexity(loss: float) -> float:
 
 def _write_row(writer: "SummaryWriter", row: dict[str, Any]) -> None:
     step = row["step"]
-    if row["kind"] == "evaluation":
-        for name in ("loss", "bits_per_byte", "accuracy"):
-            if name in row:
-                writer.add_scalar(f"validation/{name}", row[name], step)
-        writer.add_scalar("validation/perplexity", _perplexity(row["loss"]), step)
-        for case, found in row.get("cases", {}).items():
-            for name, value in found.items():
-                writer.add_scalar(f"{name}/{case}", value, step)
-        if "sample" in row:
-            writer.add_text("sample", f"```\n{row['sample']}\n```", step)
-        return
-    if row["kind"] == "scalars":
-        for name, value in row["values"].items():
-            writer.add_scalar(name, value, step)
-        return
-    if row["kind"] in ("long_context", "state_gradients", "gradient_reach"):
-        for tag, value in _long_context_scalars(row):
-            writer.add_scalar(tag, value, step)
+    for tag, value in row_scalars(row):
+        writer.add_scalar(tag, value, step)
+    if "sample" in row:
+        writer.add_text("sample", f"```\n{row['sample']}\n```", step)
+    if row["kind"] in _LONG_CONTEXT_KINDS:
         # importing matplotlib takes a second that most runs need not wait
         from baton.training.monitoring.long_context_plots import render_row
 
         writer.add_image(row["kind"], render_row(row), step, dataformats="HWC")
-        return
+
+
+def row_scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Tags and values of a row of metrics.jsonl."""
+    if row["kind"] == "evaluation":
+        for name in ("loss", "bits_per_byte", "accuracy"):
+            if name in row:
+                yield f"validation/{name}", row[name]
+        yield "validation/perplexity", _perplexity(row["loss"])
+        for case, results in row.get("cases", {}).items():
+            for name, value in results.items():
+                yield f"{name}/{case}", value
+    elif row["kind"] == "scalars":
+        yield from row["values"].items()
+    elif row["kind"] in _LONG_CONTEXT_KINDS:
+        yield from _long_context_scalars(row)
+    else:
+        yield from _train_scalars(row)
+
+
+def _train_scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name in ("loss", "lr", "grad_norm", "update_norm"):
         if name in row:
-            writer.add_scalar(f"train/{name}", row[name], step)
-    writer.add_scalar("train/perplexity", _perplexity(row["loss"]), step)
-    writer.add_scalar("speed/tokens_per_s", row["tokens_per_s"], step)
+            yield f"train/{name}", row[name]
+    yield "train/perplexity", _perplexity(row["loss"])
+    yield "speed/tokens_per_s", row["tokens_per_s"]
     if "mfu" in row:
-        writer.add_scalar("speed/mfu", row["mfu"], step)
-    writer.add_scalar("memory/GiB", row["memory_bytes"] / GIB, step)
+        yield "speed/mfu", row["mfu"]
+    yield "memory/GiB", row["memory_bytes"] / GIB
     for part, seconds in row["seconds"].items():
-        writer.add_scalar(f"time/{part}_s", seconds, step)
+        yield f"time/{part}_s", seconds
     if "data_wait_s" in row:  # a run that began before this was recorded has rows without it
-        writer.add_scalar("time/data_wait_share", row["data_wait_s"] / max(1e-9, sum(row["seconds"].values())), step)
+        yield "time/data_wait_share", row["data_wait_s"] / max(1e-9, sum(row["seconds"].values()))
 
 
 def _long_context_scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
