@@ -25,7 +25,7 @@ BYTES_PER_TOKEN = 16
 
 def check_inputs(config: RunConfig) -> None:
     """Refuse data that is missing or does not fit, and a package that is. Raises ConfigError, DataError or RunError."""
-    check_wandb(config.training.monitoring)
+    check_wandb(config.training.monitoring.wandb)
     if not isinstance(config.data, ShardsConfig):
         return  # a synthetic task has no files; its settings are checked with all others
     path = config.data.tokenizer

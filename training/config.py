@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from baton.parallel.config import divisors
 from baton.training.errors import RunError
+from baton.training.monitoring.wandb_config import WandbConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0)]
@@ -123,14 +124,6 @@ class EvaluationConfig(_Settings):
     def long_rows_tokens(self) -> int:
         """Tokens of a long row that are read; 0: nobody looks at any."""
         return max(self.long_tokens, self.gradient_reach_segment_length * self.gradient_reach_segments) if self.every else 0
-
-
-class WandbConfig(_Settings):
-    """The W&B run that metrics.jsonl is mirrored to."""
-
-    project: str = Field(description="of Weights & Biases")
-    entity: str | None = Field(None, description="its team or user; null: the account's own")
-    mode: Literal["online", "offline"] = Field("online", description="offline: into RUN/wandb, for `wandb sync` to upload")
 
 
 class MonitoringConfig(_Settings):

@@ -13,9 +13,9 @@ from typing import Any
 
 from baton.data_pipeline.errors import StorageError
 from baton.data_pipeline.file_io import PAUSES_S, error_reason, is_transient
-from baton.training.config import WandbConfig
 from baton.training.errors import RunError
 from baton.training.monitoring.tensorboard import TensorBoardWriter
+from baton.training.monitoring.wandb_config import WandbConfig
 from baton.training.monitoring.wandb_writer import WandbWriter
 
 

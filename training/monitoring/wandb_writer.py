@@ -20,17 +20,17 @@ from typing import Any
 import yaml
 
 from baton.data_pipeline.files import write_json
-from baton.training.config import MonitoringConfig, WandbConfig
 from baton.training.errors import RunError
 from baton.training.monitoring.tensorboard import row_scalars
+from baton.training.monitoring.wandb_config import WandbConfig
 
 FINISH_S = 30.0
 """Seconds that the end of a run waits for what is not uploaded yet."""
 
 
-def check_wandb(monitoring: MonitoringConfig) -> None:
+def check_wandb(config: WandbConfig | None) -> None:
     """Raises RunError if W&B is asked for and not installed."""
-    if monitoring.wandb is None:
+    if config is None:
         return
     try:
         importlib.metadata.version("wandb")  # not find_spec: a folder named wandb in the working directory is importable
