@@ -130,7 +130,7 @@ def makespan(stages, micro_batches, segments, together, seconds):
             if at[stage] == len(found):
                 continue
             one = found[at[stage]]
-            unit = (one.micro_batch_size, one.segment)
+            unit = (one.micro_batch, one.segment)
             backward = one.kind == "backward"
             there = stages - 1 if backward else 0
             needs = (backward, stage + 1 if backward else stage - 1, unit)

@@ -69,7 +69,7 @@ def find_mismatches(
     Args:
         names, split: of each tensor; split: tensor ranks hold shards of it, not replicas.
         tensor_ranks: tensor rank of each rank.
-        prints: fingerprints [rank][tensor].
+        prints: fingerprints `[rank][tensor]`.
         first: global rank of the first row.
     """
     found = []
