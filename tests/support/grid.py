@@ -239,7 +239,7 @@ def recorded(wanted: dict[str, list[Tensor]] | None = None):
     def run_recurrence(self, recurrence, inputs, pos, state):
         y, leaving = super(BMojo, self).run_recurrence(recurrence, inputs, pos, state)
         if isinstance(recurrence, Innovation):
-            layer = self.where or "alone"
+            layer = self.path
             scores.setdefault(layer, []).append(y.detach().clone())
             if wanted is not None:
                 y = wanted[layer][len(scores[layer]) - 1].to(y.dtype)
