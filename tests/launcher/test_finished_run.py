@@ -76,7 +76,7 @@ def test_a_complete_run_says_so_and_is_left_as_it_is(undisturbed, runs, restarte
 def test_free_settings_and_the_number_of_ranks_may_change(undisturbed, restarted):
     assert (restarted.changed.status, restarted.changed.err) == (0, "")
     assert "resuming from step-00000030 " in restarted.changed.out
-    assert "2 rank(s) on cpu (sequence 2, zero 1)" in restarted.changed.out
+    assert "2 rank(s) on cpu (context 2, zero 1)" in restarted.changed.out
     assert restarted.changed.checkpoints == [36, 39, 40]
     both = (restarted.changed.rows, read_metrics(undisturbed / "metrics.jsonl"))
     train, expected = ([row for row in rows if row["kind"] == "train"] for rows in both)

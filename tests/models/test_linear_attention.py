@@ -196,7 +196,7 @@ def test_gsas_kernels_hand_the_projection_one_gradient(selective, monkeypatch):
     """The interpreted kernels are the CPU's form, and the gradients of q, k, v and alpha lie side by side."""
     x, pos = _tokens()
     mixer = _built("gsa", head_dim=6, heads=4, kv_heads=2, slots=5)
-    mixer.context = replace(mixer.context, recompute="selective" if selective else "none")
+    mixer.context = replace(mixer.context, selective_recompute=selective)
     found, runs, runs_of = [], [], linear._runs
     monkeypatch.setattr(linear, "_runs", lambda widths, grads: (runs.append(runs_of(widths, grads)), runs[-1])[1])
     monkeypatch.setattr(linear, "_NARROW", 0)  # nothing is put together

@@ -95,7 +95,7 @@ def test_gradients_that_lie_side_by_side(monkeypatch, adjacent):
     for found, exact in zip((x.grad, parameter.grad), expected(x, parameter, dy, dy[..., :4], (True,) * 5, False), strict=True):
         assert relative(found, exact) <= 1e-14
     calls = []
-    monkeypatch.setattr(linears, "add_product", lambda into, a, b, *, first: calls.append(len(into)))
+    monkeypatch.setattr(linears, "accumulate_product", lambda into, a, b, *, first: calls.append(len(into)))
     parts = linear(x, parameter, parameter.detach(), split_sizes=WIDTHS)
     torch.autograd.backward(parts, dys)
     assert calls == {((1, 2),): [7, 5, 5, 1], ((0, 1, 2), (3, 4)): [12, 6], ((0, 1), (1, 2)): [7, 5, 5, 1]}[adjacent]
