@@ -59,7 +59,7 @@ def train(name: str, words: str, seconds: float) -> Job:
 
 JOBS = (
     train("gsa_8x2048", "--model gsa-1.3b --shapes 8x2048 --graphs", 240),
-    train("gsa_bfloat16", "--model gsa-1.3b --shapes 8x2048 --graphs --residual bfloat16", 240),
+    train("gsa_bfloat16", "--model gsa-1.3b --shapes 8x2048 --graphs --residual-dtype bfloat16", 240),
     train("mamba_8x2048", "--model mamba-1.4b --shapes 8x2048 --graphs", 150),
     train("others_8x2048", "--model longhorn,transformer,bmojo --shapes 8x2048 --graphs --no-peers", 200),
     train("lattice_8x2048", "--model lattice-sim,lattice-enc,lattice-dec --shapes 8x2048 --graphs --no-peers", 240),
