@@ -21,10 +21,10 @@ def checked(mesh, mixer):
     train_state = build(model_of(mixer), training(), mesh)
     found = recurrences_of(train_state.model, train_state.model.config.d_model, train_state.model.compute_dtype)
     check_kernels(train_state, training())
-    Mixer.seen = seen = set()
+    Mixer.recorded = seen = set()
     tokens = torch.randint(32, (2, 32), generator=torch.Generator().manual_seed(0))
     train_state.model(tokens, torch.arange(32).repeat(2, 1))
-    Mixer.seen = None
+    Mixer.recorded = None
     return [str(r) for r in found], sorted(str(r) for r in seen)
 
 
