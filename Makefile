@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTEST := .venv/bin/python -P -m pytest
 .PHONY: demo test test-long test-versions chaos grid faults test-gpu test-slurm signals soak lint docs typing-tree bench bench-gpu tables clean
 
-demo:  ## five minutes: a language model trained, killed, resumed, and writing
+demo:  ## four minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
 	@.venv/bin/python -P -m baton.launcher.demo
 

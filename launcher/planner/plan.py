@@ -179,7 +179,7 @@ class Plan:
         where = f" on {self.cluster}" if self.cluster else ""
         yield (
             f"{config.name}: {self.parameters:,} parameters, {layout.world_size} ranks{where} "
-            f"(tensor {layout.tensor}, pipeline {layout.pipeline}, sequence {layout.context}, data {layout.data}, "
+            f"(tensor {layout.tensor}, pipeline {layout.pipeline}, context {layout.context}, data {layout.data}, "
             f"ZeRO-{layout.zero}), {self.micro_batches} micro-batches of "
             f"{config.training.micro_batch_size} x {config.training.sequence_length} "
             f"tokens a step"

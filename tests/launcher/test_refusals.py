@@ -298,7 +298,7 @@ def test_wandb_that_is_asked_for_and_not_installed_is_refused(train, inputs, mon
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     line = train(inputs.run, "training.monitoring.wandb={project: p}")
-    check(line, "training.monitoring.wandb is set, and the package wandb is not installed", "install baton-lm[wandb]")
+    check(line, "training.monitoring.wandb is set, and the package wandb is not installed", "pip install wandb")
 
 
 def test_a_directory_that_is_no_run(train, inputs, tmp_path):

@@ -36,7 +36,7 @@ def check_wandb(config: WandbConfig | None) -> None:
         importlib.metadata.version("wandb")  # not find_spec: a folder named wandb in the working directory is importable
     except importlib.metadata.PackageNotFoundError:
         raise RunError(
-            "training.monitoring.wandb is set, and the package wandb is not installed; install baton-lm[wandb], or set it to null"
+            "training.monitoring.wandb is set, and the package wandb is not installed; pip install wandb, or set it to null"
         ) from None
 
 
