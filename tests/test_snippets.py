@@ -27,14 +27,18 @@ def test_python_examples_run(code):
 
 
 @pytest.mark.parametrize("text", list(blocks("yaml")))
-def test_yaml_examples_are_settings_that_exist(text):
-    """A whole run file loads; a part of one has keys that the settings have."""
-    from baton.launcher.config import RunConfig
+def test_yaml_examples_are_settings_that_exist(text, tmp_path):
+    """A whole run file loads; a part of a run's or a cluster's file has keys that these have."""
+    from baton.launcher.cluster import Cluster
+    from baton.launcher.config import RunConfig, load
 
     values = yaml.safe_load(text)
     assert isinstance(values, dict)
-    unknown = values.keys() - RunConfig.model_fields.keys()
-    assert unknown <= {"nodes", "time", "environment"}, f"no such settings: {sorted(unknown)}"
+    if {"name", "model", "data", "training"} <= values.keys():
+        (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+        assert load(tmp_path / "run.yaml").name == values["name"]
+    unknown = values.keys() - RunConfig.model_fields.keys() - Cluster.model_fields.keys()
+    assert unknown == set(), f"no such settings: {sorted(unknown)}"
 
 
 def test_commands_in_examples_exist(capsys):
