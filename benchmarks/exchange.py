@@ -28,7 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ from torch import Tensor
 from baton.data_pipeline.packing import Batch
 from baton.kernels.compile.aot import META
 from baton.models.config import ModelConfig
+from baton.models.forward_context import ForwardContext
 from baton.models.lm import LanguageModel
-from baton.models.mixer import Mixer
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.parallel.context_parallel import ContextLink
@@ -91,29 +91,22 @@ class Ranked:
         self.own = Batch(*(x[:, self.span].contiguous().to(mesh.device) for x in parts))
         self.heads = HeadExchange(self.link.rank, self.ranks, self.whole.pos)
         self.itself = ContextLink(0, [mesh.rank], mesh.device)
+        self.forward_context = ForwardContext(mesh.link)
 
     @contextmanager
     def form(self, form: str) -> Iterator[None]:
         """Within it passes have this form."""
-        mixers = [module for module in self.model.modules() if isinstance(module, Mixer)]
-        with ExitStack() as stack:
-            if form in ("ring", "early", "all_gather"):
-                self.link.exchange = form  # type: ignore[assignment]
-            elif form == "steps":
-                for mixer in mixers:
-                    stack.callback(setattr, mixer, "link", mixer.link)
-                    mixer.link = self.itself
-            else:
-                stack.enter_context(self.link.local_only())
-                if form == "all-to-all":
-                    stack.enter_context(over_heads(self.heads))
+        self.forward_context = ForwardContext({"steps": self.itself, "alone": None, "all-to-all": None}.get(form, self.link))
+        if form in ("ring", "early", "all_gather"):
+            self.link.exchange = form  # type: ignore[assignment]
+        with over_heads(self.heads) if form == "all-to-all" else nullcontext():
             yield
 
     def run(self, batch: Batch[Tensor]) -> tuple[Tensor, Tensor]:
         """Forward and backward as in a training step, of the mean loss over all ranks' labels; hidden vectors, this rank's part of
         the loss. What is sent may still be on its way."""
         with fused_grad_accumulation():
-            hidden, _ = self.model(batch.tokens, batch.pos)
+            hidden, _ = self.model(batch.tokens, batch.pos, None, self.forward_context)
             loss = self.model.loss(hidden, batch.labels) / (self.ranks * self.tokens)
             loss.backward()
         return hidden.detach(), loss.detach()

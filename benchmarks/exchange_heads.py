@@ -53,7 +53,7 @@ class HeadExchange:
 
     def run_recurrence(
         self, link: ContextLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str,
-        state_wanted: bool = True,
+        need_final_state: bool = True,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """In the place of `parallel.state_passing.run_recurrence`, for inputs that all have heads; no State leaves, for nothing
         comes behind."""
@@ -115,7 +115,7 @@ class HeadExchange:
 def over_heads(exchange: HeadExchange) -> Iterator[None]:
     """Within it all that models carry is exchanged for heads."""
 
-    def forward(self: SSMBlock, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(self: SSMBlock, x_BTM: Tensor, *given: Any) -> tuple[Tensor, State]:
         return exchange.gated_scan(self, x_BTM)
 
     before = mixer.run_recurrence, SSMBlock.forward

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from baton.data_pipeline.config import MqarConfig
 from baton.data_pipeline.synthetic import Examples
 from baton.models.config import ModelConfig
+from baton.models.forward_context import ForwardContext
 from baton.models.lm import LanguageModel
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
@@ -106,7 +107,7 @@ class Training:
         """Forward, backward, AdamW, with a cosine from the learning rate to 2 % of it after 50 steps of warm-up."""
         rows = self._rows + self._at * ROWS
         tokens, places, values = (x.index_select(0, rows) for x in self._examples)
-        hidden = self.model(tokens, self._pos, state_wanted=False)[0]
+        hidden = self.model(tokens, self._pos, None, ForwardContext(need_final_state=False))[0]
         asked = hidden.gather(1, places[..., None].expand(-1, -1, D_MODEL))
         logits = self.model.local_logits(asked)[..., :VOCABULARY].float()
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), values.flatten())

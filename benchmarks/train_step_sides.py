@@ -61,7 +61,8 @@ def reference_loss(config: RunConfig, seed: int, mesh: meshes.Mesh) -> float:
     model.double()
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:
-        for part, hidden, _ in forward_segments(model, (batch.segment(s, segments) for s in range(segments)), segments):
+        parts = (batch.segment(s, segments) for s in range(segments))
+        for part, hidden, _ in forward_segments(model, parts, segments, model.forward_context):
             assert hidden is not None
             total += model.loss(hidden, part.labels)
     return float(total) / sum(int(batch.count_labels()) for batch in batches)

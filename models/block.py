@@ -16,7 +16,8 @@ from torch.utils.checkpoint import noop_context_fn
 
 from baton.kernels.protocol import State, StateSpec
 from baton.models.config import ModelConfig
-from baton.models.mixer import Mixer, build_mixer, need_final_state
+from baton.models.forward_context import LOCAL, ForwardContext
+from baton.models.mixer import Mixer, build_mixer
 from baton.models.mixer_context import MixerContext
 from baton.models.norm import RMSNorm, Stream, summed
 from baton.models.settings.declarations import sub_block_norm
@@ -33,8 +34,7 @@ def _enter_both(first: AbstractContextManager[Any], second: AbstractContextManag
 class SubBlock(nn.Module):
     """Stream [B, T, d_model] (or this rank's part [tokens_per_rank(B T), d_model]), pos [B, T], State or None -> stream, State.
 
-    x of the stream is in the residual dtype, the branch in the compute type. state_wanted: whether the final State is needed; if
-    not, it is not computed, and a placeholder that raises on use is returned (baton.kernels.protocol.absent_state).
+    x of the stream is in the residual dtype, the branch in the compute type.
     """
 
     mixer: Mixer
@@ -45,13 +45,14 @@ class SubBlock(nn.Module):
         self.norm = RMSNorm(sub_block_norm(config.d_model), context)
         self.mixer = build_mixer(config.mixers[name], context)
 
-    def forward(self, stream: Stream, pos: Tensor, state: State | None, state_wanted: bool = True) -> tuple[Stream, State]:
+    def forward(
+        self, stream: Stream, pos: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Stream, State]:
         # cast once: each projection would cast it otherwise
         x, normed = self.norm(stream, self._compute_dtype)
         if self._split:
             normed = gather_tokens(normed, pos.shape)
-        with need_final_state(state_wanted):
-            y, state = self.mixer(normed, pos, state)
+        y, state = self.mixer(normed, pos, state, forward_context)
         return (x, y), state
 
 
@@ -69,20 +70,22 @@ class Layer(nn.ModuleDict):
             specs += [dataclasses.replace(spec, name=f"{name}.{spec.name}") for spec in cast(SubBlock, block).mixer.state_specs]
         return tuple(specs)
 
-    def forward(self, stream: Stream, pos: Tensor, state: State | None, state_wanted: bool = True) -> tuple[Stream, State]:
+    def forward(
+        self, stream: Stream, pos: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Stream, State]:
         final_state: State = {}
         for name, block in self.items():
             prefix = f"{name}."
             initial = None
             if state is not None:
                 initial = {key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
-            stream, final = block(stream, pos, initial, state_wanted)
+            stream, final = block(stream, pos, initial, forward_context)
             final_state.update({f"{prefix}{key}": x for key, x in final.items()})
         return stream, final_state
 
-    def forward_summed(self, x: Tensor, pos: Tensor, state: State | None, state_wanted: bool = True) -> tuple[Tensor, State]:
+    def forward_summed(self, x: Tensor, pos: Tensor, state: State | None, forward_context: ForwardContext) -> tuple[Tensor, State]:
         """`forward` from and to a stream in one tensor, so that full recomputation saves one tensor per layer."""
-        stream, final_state = self((x, None), pos, state, state_wanted)
+        stream, final_state = self((x, None), pos, state, forward_context)
         return summed(stream), final_state
 
 

@@ -17,6 +17,7 @@ from baton.kernels.delta_rule.recurrence import DeltaRule
 from baton.kernels.protocol import State
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import cached_constants
+from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.norm import HeadRMSNorm, unit
 from baton.models.settings.delta_rule import DeltaRuleConfig
@@ -45,7 +46,9 @@ class DeltaRuleMixer(Mixer):
     def gate(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:
         """The normalised outputs, gated by the extra projections or as they are."""
 
-    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(
+        self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Tensor, State]:
         config, dtype = self.config, self.norm.weight.dtype
         q_BTD, k_BTD, v_BTD, beta_BTH, *extra = self.in_proj(x_BTM, self.in_proj.local_splits)
         final_state: State = {}
@@ -55,7 +58,7 @@ class DeltaRuleMixer(Mixer):
             # the papers' convolutions have no bias
             bias = cached_constants.zeros(weight.shape[0], weight.dtype, weight.device)
             inputs, tail = (x_BTD, weight, bias), None if state is None else {"tail": state[key]}
-            y_BTD, final_tail = self.run_recurrence(_CONV, inputs, pos_BT, tail)
+            y_BTD, final_tail = self.run_recurrence(_CONV, inputs, pos_BT, tail, forward_context)
             final_state[key] = final_tail["tail"]
             return y_BTD.unflatten(2, (-1, config.d_value if name == "v" else config.d_key))
 
@@ -68,7 +71,7 @@ class DeltaRuleMixer(Mixer):
             *(() if g_BTH is None else (g_BTH,)),
         )
         recurrence = DeltaRule(gated=g_BTH is not None)
-        o_BTHV, S = self.run_recurrence(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
+        o_BTHV, S = self.run_recurrence(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context)
         final_state |= S
         return self.out_proj(self.gate(self.norm(o_BTHV), extra).flatten(2)), final_state
 

@@ -4,7 +4,7 @@ The returned States hold everything that later tokens need of earlier ones. Pass
 pieces then equal the whole, and pieces of one token are decoding.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -17,6 +17,7 @@ from baton.kernels.protocol import State, StateSpec
 from baton.models.block import Layer, recomputation
 from baton.models.config import ModelConfig
 from baton.models.cross_entropy import linear_cross_entropy
+from baton.models.forward_context import ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.mixer_context import MixerContext
 from baton.models.norm import RMSNorm, Stream, summed
@@ -49,7 +50,8 @@ class LanguageModel(nn.Module):
         residual_dtype: of the residual stream and of hidden vectors between stages.
         recompute: activations that the backward pass recomputes: "none", "selective" (the cheap ones), or "full" (only each layer's
             input is saved, and the layer runs again).
-        link: the context-parallel neighbours, which have the tokens before and after this rank's, or None.
+        link: the context-parallel neighbours, which have the tokens before and after this rank's, or None. Forward passes use it
+            unless they are given another context.
         stage: the layers of this rank (None: all).
         pipeline: the previous and the next stage, or None.
         sequence_parallel: tensor ranks share the residual stream and the norms, each a part of the tokens,
@@ -105,7 +107,7 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleDict({str(n): Layer(config.layers[n], config, context) for n in self.stage.layers})
         for name, module in self.named_modules():
             if isinstance(module, Mixer):
-                module.link, module.path = link, name.replace(".mixer", "")
+                module.path = name.replace(".mixer", "")
         if not self.stage.last:
             return
         self.norm = RMSNorm(config.final_norm, context)
@@ -121,11 +123,16 @@ class LanguageModel(nn.Module):
                 disable_grad_reduce=self.sequence_parallel,
             )
 
+    @property
+    def forward_context(self) -> ForwardContext:
+        """The context of a forward pass that is not given another one: through the model's link, with final States."""
+        return ForwardContext(self.link)
+
     def forward(
-        self, tokens: Tensor, pos: Tensor, states: States | None = None, state_wanted: bool = True
+        self, tokens: Tensor, pos: Tensor, states: States | None = None, forward_context: ForwardContext | None = None
     ) -> tuple[Tensor, States]:
-        """state_wanted: whether the final States are needed. If not, placeholders that raise on use are returned, except for States
-        that a link has sent to the next rank (baton.kernels.protocol.absent_state)."""
+        """forward_context: None: the model's own."""
+        context = forward_context or self.forward_context
         stream: Stream = (self.embedding(tokens, self.hidden_dtype) if self.stage.first else tokens, None)
         final_states: States = {}
         for number, layer in self.layers.items():
@@ -137,23 +144,23 @@ class LanguageModel(nn.Module):
                     stream[0],
                     pos,
                     initial_state,
-                    state_wanted,
+                    context,
                     use_reentrant=False,
                     preserve_rng_state=False,
-                    context_fn=partial(recomputation, [layer], self.link),
+                    context_fn=partial(recomputation, [layer], context.link),
                 )
                 stream = x, None
             else:
-                stream, final_states[number] = layer(stream, pos, initial_state, state_wanted)
+                stream, final_states[number] = layer(stream, pos, initial_state, context)
         if not self.stage.last:
             return summed(stream), final_states
         _, hidden = self.norm(stream, self.compute_dtype)
         return gather_tokens(hidden, pos.shape) if self.sequence_parallel else hidden, final_states
 
-    def recomputation(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Contexts of a first forward pass, which may run without a graph, and of its recomputation, which gets the same initial
-        States, makes the same discrete choices, and communicates with no other context-parallel rank."""
-        first, again = recomputation(self.layers.values(), self.link)
+    def recomputation(self, link: ContextLink | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Python contexts of a first forward pass, which may run without a graph, and of its recomputation, which gets the same
+        initial States, makes the same discrete choices, and communicates with no other context-parallel rank. link: of both."""
+        first, again = recomputation(self.layers.values(), link)
         return first, again
 
     @property
@@ -163,14 +170,14 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def through_stages(
-        self, tokens: Tensor, pos: Tensor, states: States | None = None, state_wanted: bool = True
+        self, tokens: Tensor, pos: Tensor, states: States | None = None, forward_context: ForwardContext | None = None
     ) -> tuple[Tensor | None, States]:
         """The forward pass through all stages without gradients: hidden vectors on the last stage, else None; own States."""
         pipeline = self.pipeline
         if pipeline is None:
-            return self(tokens, pos, states, state_wanted)
+            return self(tokens, pos, states, forward_context)
         x = tokens if pipeline.first else pipeline.irecv("forward", self.hidden_shape(tokens), self.hidden_dtype).wait()
-        hidden, final_states = self(x, pos, states, state_wanted)
+        hidden, final_states = self(x, pos, states, forward_context)
         if pipeline.last:
             return hidden, final_states
         pipeline.send("forward", hidden)
@@ -185,10 +192,6 @@ class LanguageModel(nn.Module):
     def hidden_dtype(self) -> torch.dtype:
         """Dtype of the residual stream and of hidden vectors between stages: residual_dtype, or the parameters' dtype for fp32."""
         return self._hidden_dtype if self._hidden_dtype != torch.float32 else next(self.parameters()).dtype
-
-    def local_only(self) -> AbstractContextManager[None]:
-        """A context in which this rank has whole sequences and does not use the link: decoding."""
-        return nullcontext() if self.link is None else self.link.local_only()
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Summed negative log-likelihood (nats, fp32 scalar) of labels [B, T] int64; negative ones are ignored.

@@ -9,8 +9,6 @@ so neither the projections of x nor layers that every rank computes alike (model
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -19,10 +17,10 @@ from torch import Tensor, nn
 
 from baton.kernels.protocol import Inputs, Recurrence, State, StateSpec
 from baton.models.build_parameters import build_parameters
+from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer_context import MixerContext
 from baton.models.settings import MixerConfig
 from baton.models.settings.declarations import Dtype, StateDeclaration
-from baton.parallel.context_parallel import ContextLink
 from baton.parallel.state_passing import run_recurrence
 
 _CLASSES: dict[type[MixerConfig], type["Mixer"]] = {}
@@ -39,12 +37,6 @@ class Mixer(nn.Module, ABC):
     """
 
     recompute_keeps: ClassVar[tuple[Any, ...]] = ()
-    link: ContextLink | None = None
-    """The context-parallel group's neighbours; None: this rank has whole sequences."""
-    recorded: ClassVar[set[Recurrence] | None] = None
-    """Within `record_recurrences`, the set that recurrences are added to; they then run their definition, not their kernels."""
-    state_wanted: ClassVar[bool] = True
-    """Set by `need_final_state`. If false, final States are not computed, unless a link sends them to the next rank."""
     path: str = "a mixer"
     """This mixer's name in the model, "layers.3.mamba", in errors and message counts."""
 
@@ -55,16 +47,22 @@ class Mixer(nn.Module, ABC):
             self.add_module(name, build_mixer(nested, context.nested()))
         build_parameters(self, config.parameters(context.d_model), context)
 
-    def run_recurrence(self, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """Outputs and final State of a recurrence, on whichever rank the preceding tokens are. Every State goes through here."""
-        if Mixer.recorded is not None:
-            Mixer.recorded.add(recurrence)
+    def run_recurrence(
+        self, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, forward_context: ForwardContext
+    ) -> tuple[Tensor, State]:
+        """Outputs and final State of a recurrence, on whichever rank the preceding tokens are. Every State goes through here.
+
+        forward_context: the one that `forward` was called with.
+        """
+        if forward_context.recorded is not None:
+            forward_context.recorded.add(recurrence)
             if not inputs[0].is_meta:  # definitions read values
                 # the definition, so that nothing is compiled for a few tokens; later operators see the dtype of a training step
                 float64 = tuple(x.double() if x.is_floating_point() else x for x in inputs)
                 y, final_state = recurrence.reference(float64, pos, state)
                 return y.to(inputs[0].dtype), final_state
-        return run_recurrence(self.link, recurrence, inputs, pos, state, self.path, Mixer.state_wanted)
+        link, need_final_state = forward_context.link, forward_context.need_final_state
+        return run_recurrence(link, recurrence, inputs, pos, state, self.path, need_final_state)
 
     def __init_subclass__(cls, settings: type[MixerConfig] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -87,7 +85,9 @@ class Mixer(nn.Module, ABC):
         return StateSpec(state.name, state.shape, types[state.dtype], tp=state.tp, grad=state.grad, grows=state.grows)
 
     @abstractmethod
-    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]: ...
+    def forward(
+        self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Tensor, State]: ...
 
 
 def import_mixer(config: MixerConfig) -> None:
@@ -101,27 +101,7 @@ def build_mixer(config: MixerConfig, context: MixerContext) -> Mixer:
     return _CLASSES[type(config)](config, context)
 
 
-@contextmanager
-def need_final_state(wanted: bool) -> Iterator[None]:
-    """Says whether mixers that run within this context must compute final States. Recomputation must enter it as well."""
-    before, Mixer.state_wanted = Mixer.state_wanted, wanted
-    try:
-        yield
-    finally:
-        Mixer.state_wanted = before
-
-
 @torch.no_grad()
-@contextmanager
-def record_recurrences() -> Iterator[set[Recurrence]]:
-    """Yields the set that collects the recurrences which mixers run within this context."""
-    Mixer.recorded = set()
-    try:
-        yield Mixer.recorded
-    finally:
-        Mixer.recorded = None
-
-
 def recurrences_of(model: nn.Module, d_model: int, dtype: torch.dtype) -> list[Recurrence]:
     """The recurrences of the model's mixers, sorted by name. A collective of the tensor group.
 
@@ -130,9 +110,10 @@ def recurrences_of(model: nn.Module, d_model: int, dtype: torch.dtype) -> list[R
     """
     nested = {part for module in model.modules() if isinstance(module, Mixer) for part in module.modules() if part is not module}
     outer = {type(module): module for module in model.modules() if isinstance(module, Mixer) and module not in nested}
-    with record_recurrences() as recurrences:
-        for mixer in outer.values():
-            device = next(mixer.parameters()).device
-            pos = torch.arange(16, dtype=torch.int32, device=device)[None]
-            mixer(torch.zeros(1, 16, d_model, dtype=dtype, device=device), pos, None)
+    recurrences: set[Recurrence] = set()
+    for mixer in outer.values():
+        device = next(mixer.parameters()).device
+        pos = torch.arange(16, dtype=torch.int32, device=device)[None]
+        x = torch.zeros(1, 16, d_model, dtype=dtype, device=device)
+        mixer(x, pos, None, ForwardContext(recorded=recurrences))
     return sorted(recurrences, key=str)

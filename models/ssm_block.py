@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from baton.kernels.protocol import Inputs, LinearRecurrence, State
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import cached_constants
+from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings.ssm_block import SSMBlockConfig
@@ -54,14 +55,16 @@ class SSMBlock(Mixer):
         like, parameter = self.conv_bias, self._parameters.get(name)
         return cached_constants.zeros(len(like), like.dtype, like.device) if parameter is None else parameter
 
-    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(
+        self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Tensor, State]:
         config, rank, d_state = self.config, self.config.step_rank(self.context.d_model), self.config.d_state
         # with a link the convolution's tail may come from another rank, which recomputation would have to ask again
-        selective = self.context.selective_recompute and (self.link is None or not self.link.active)
+        selective = self.context.selective_recompute and forward_context.link is None
         x_BTD, z_BTD = self.in_proj(x_BTM, self.in_proj.local_splits)
         conv_inputs = (x_BTD, self.conv_weight, self.conv_bias)
         initial_tail = None if state is None else {"tail": state["conv"]}
-        x_BTD, tail = self.run_recurrence(_CONV, conv_inputs, pos_BT, initial_tail)
+        x_BTD, tail = self.run_recurrence(_CONV, conv_inputs, pos_BT, initial_tail, forward_context)
         with recompute_in_backward(selective) as discard:
             discard(x_BTD, lambda: _CONV.forward_no_state(conv_inputs, pos_BT, initial_tail))
             x_BTD, projected = self.x_proj(x_BTD, return_input=True)
@@ -75,5 +78,5 @@ class SSMBlock(Mixer):
             (spec,) = self.recurrence.state_specs(inputs)
             initial_state = None if state is None else {spec.name: state["scan"]}
             discard(dt_BTD, lambda: dt_proj(dt_low_rank_BTR))
-            y_BTD, scan = self.run_recurrence(self.recurrence, inputs, pos_BT, initial_state)
+            y_BTD, scan = self.run_recurrence(self.recurrence, inputs, pos_BT, initial_state, forward_context)
         return self.out_proj(y_BTD), {"conv": tail["tail"], "scan": scan[spec.name]}

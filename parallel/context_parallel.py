@@ -136,16 +136,10 @@ class ContextLink:
         self._local_states: defaultdict[tuple[Direction, VirtualRank, str, str], deque[State]] = defaultdict(deque)
         self._states_to_save: list[State | None] | None = None
         self._saved_states: Iterator[State | None] | None = None
-        self._local_only = False
         self._wraparounds: list[tuple[Direction, MessageTag, Tensor, int]] = []
         self.observer: Callable[[Direction, MessageTag, State], None] | None = None
         self.sent: Counter[tuple[str, str]] = Counter()
         self.sent_by_layer: Counter[tuple[str, str, str]] = Counter()
-
-    @property
-    def active(self) -> bool:
-        """Whether States are exchanged: not within `local_only`."""
-        return not self._local_only
 
     @property
     def virtual_rank(self) -> VirtualRank:
@@ -160,15 +154,6 @@ class ContextLink:
         all ranks in one layer of one segment, where the ring lets the first rank go on.
         """
         return self.exchange == "all_gather" and self.size > 1 and self._virtual_rank.segments == 1
-
-    @contextmanager
-    def local_only(self) -> Iterator[None]:
-        """Within it every rank has whole sequences: decoding, a monitor's text."""
-        before, self._local_only = self._local_only, True
-        try:
-            yield
-        finally:
-            self._local_only = before
 
     @contextmanager
     def segment(self, number: int, *, count: int) -> Iterator[None]:

@@ -41,21 +41,21 @@ from baton.parallel.profiler_ranges import RECURRENCE, profiler_range
 
 def run_recurrence(
     link: ContextLink | None, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, where: str,
-    state_wanted: bool = True,
+    need_final_state: bool = True,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """`recurrence.run` over a sequence that the ranks of the context group share, each having the tokens that follow its left
     neighbour's. state: initial State of the first virtual segment (None: zeros); ignored on the others. where: the mixer's name
-    in the model, for errors and counts. state_wanted: whether the caller uses the final State; otherwise it is computed only
-    where it is sent. The final State is the sequence's on the last virtual segment; on the others it is the one that was sent,
+    in the model, for errors and counts. need_final_state: whether the caller uses the final State; otherwise it is computed
+    only where it is sent. The final State is the sequence's on the last virtual segment; on the others it is the one that was sent,
     and has no gradient here.
 
     Raises:
         CommError: on a CPU, when a neighbour is gone or sends nothing.
     """
     with profiler_range(RECURRENCE, recurrence):
-        if link is not None and link.active:
+        if link is not None:
             return _run_linked(link, recurrence, inputs, pos, state, where)
-        if state_wanted:
+        if need_final_state:
             return recurrence.run(inputs, pos, state)
         return recurrence.forward_no_state(inputs, pos, state), absent_state(recurrence.state_specs(inputs))
 

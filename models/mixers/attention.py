@@ -9,6 +9,7 @@ from torch import Tensor
 from baton.kernels.protocol import State
 from baton.kernels.rotary import rotary
 from baton.kernels.window_attention.recurrence import WindowAttention
+from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.settings.attention import AttentionConfig
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -21,9 +22,11 @@ class Attention(Mixer, settings=AttentionConfig):
     in_proj: ColumnParallelLinear
     out_proj: RowParallelLinear
 
-    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(
+        self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Tensor, State]:
         q, k, v = (x.unflatten(-1, (-1, self.config.head_dim)) for x in self.in_proj(x_BTM, self.in_proj.local_splits))
         if self.config.rope_theta is not None:
             q, k = rotary(q, k, pos_BT, self.config.rope_theta)
-        y, state = self.run_recurrence(WindowAttention(self.config.window), (q, k, v), pos_BT, state)
+        y, state = self.run_recurrence(WindowAttention(self.config.window), (q, k, v), pos_BT, state, forward_context)
         return self.out_proj(y.flatten(2)), state

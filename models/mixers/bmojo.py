@@ -44,6 +44,7 @@ from baton.kernels.eidetic_attention.recurrence import EideticAttention, Innovat
 from baton.kernels.protocol import State
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import cached_constants
+from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.mixers.mamba import Mamba
 from baton.models.settings.bmojo import BMojoConfig
@@ -66,7 +67,9 @@ class BMojo(Mixer, settings=BMojoConfig):
     conv_weights: nn.ParameterDict
     out_proj: RowParallelLinear
 
-    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(
+        self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Tensor, State]:
         config = self.config
         ssm_state = tail = attention_state = None
         if state is not None:
@@ -74,18 +77,20 @@ class BMojo(Mixer, settings=BMojoConfig):
             others = ("ssm.", "conv_")
             attention_state = {name: x for name, x in state.items() if name != "y" and not name.startswith(others)}
             tail = {"tail": state["y"]}
-        fading_BTM, ssm_state = self.ssm(x_BTM, pos_BT, ssm_state)
+        fading_BTM, ssm_state = self.ssm(x_BTM, pos_BT, ssm_state, forward_context)
         # of the previous outputs, nearest first
         weights = self._predictor_weights(fading_BTM.device)
-        score_BT, tail = self.run_recurrence(Innovation(config.innovation_norm), (fading_BTM.detach(), weights), pos_BT, tail)
+        score_BT, tail = self.run_recurrence(
+            Innovation(config.innovation_norm), (fading_BTM.detach(), weights), pos_BT, tail, forward_context
+        )
         q = self.q_proj(x_BTM).unflatten(-1, (-1, config.head_dim))
         if self.context.sequence_parallel:
             # the projection's input gradient is partial: gathering sums x's, and this sums the fading tokens'
             fading_BTM = copy_to_tensor_group(fading_BTM)
-        tokens, convs = self._convolved(self._keys_and_values(x_BTM), pos_BT, state)
+        tokens, convs = self._convolved(self._keys_and_values(x_BTM), pos_BT, state, forward_context)
         inputs = (q, *self._by_head(tokens), *self._by_head(self._keys_and_values(fading_BTM)), score_BT)
         attention = EideticAttention(config.window, config.n_fading, config.eidetic, config.fading == "sliding")
-        y, attention_state = self.run_recurrence(attention, inputs, pos_BT, attention_state)
+        y, attention_state = self.run_recurrence(attention, inputs, pos_BT, attention_state, forward_context)
         final_state = {**{f"ssm.{name}": x for name, x in ssm_state.items()}, **convs, "y": tail["tail"], **attention_state}
         return self.out_proj(y.flatten(2)), final_state
 
@@ -98,14 +103,18 @@ class BMojo(Mixer, settings=BMojoConfig):
     def _keys_and_values(self, x_BTM: Tensor) -> Sequence[Tensor]:
         return self.kv_proj(x_BTM, self.kv_proj.local_splits)
 
-    def _convolved(self, rows: Sequence[Tensor], pos_BT: Tensor, state: State | None) -> tuple[Sequence[Tensor], State]:
+    def _convolved(
+        self, rows: Sequence[Tensor], pos_BT: Tensor, state: State | None, forward_context: ForwardContext
+    ) -> tuple[Sequence[Tensor], State]:
         """The convolved keys and values of the tokens, and the final tails."""
         if self.config.d_conv is None:
             return rows, {}
         convolved, final_state = [], {}
         for (name, weight), x_BTD in zip(self.conv_weights.items(), rows, strict=True):
             key, bias = f"conv_{name}", cached_constants.zeros(len(weight), weight.dtype, weight.device)
-            y_BTD, tail = self.run_recurrence(_CONV, (x_BTD, weight, bias), pos_BT, None if state is None else {"tail": state[key]})
+            y_BTD, tail = self.run_recurrence(
+                _CONV, (x_BTD, weight, bias), pos_BT, None if state is None else {"tail": state[key]}, forward_context
+            )
             convolved.append(y_BTD)
             final_state[key] = tail["tail"]
         return convolved, final_state

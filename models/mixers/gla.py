@@ -12,6 +12,7 @@ from baton.kernels.gate import gated
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import State
 from baton.models.feature_map import FEATURE_MAPS
+from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.norm import HeadRMSNorm
 from baton.models.replicated_linear import ReplicatedLinear
@@ -33,7 +34,9 @@ class GLA(Mixer, settings=GLAConfig):
     norm: HeadRMSNorm
     out_proj: RowParallelLinear
 
-    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(
+        self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Tensor, State]:
         _, d_key, d_value = self.config.head_sizes(self.context.d_model)
         q, k, v, gate = self.in_proj(x_BTM, self.in_proj.local_splits)
         # fp32 from the bias on, and the root is taken of the logarithm: bf16 has no decay between 0.996 and 1
@@ -47,6 +50,8 @@ class GLA(Mixer, settings=GLAConfig):
             g.unflatten(2, (-1, d_key)),
         )
         recurrence = GatedLinearAttention("key", scale=d_key**-0.5)
-        o_BTHV, final_state = self.run_recurrence(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
+        o_BTHV, final_state = self.run_recurrence(
+            recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
+        )
         y_BTV = gated(self.norm(o_BTHV).flatten(2), gate, dtype=gate.dtype)
         return self.out_proj(y_BTV), final_state

@@ -16,6 +16,7 @@ from torch import Tensor
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
 from baton.kernels.protocol import State
+from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.norm import SplitRMSNorm
 from baton.models.selective_recompute import recompute_in_backward
@@ -36,15 +37,17 @@ class GSA(Mixer, settings=GSAConfig):
     norm: SplitRMSNorm
     out_proj: RowParallelLinear
 
-    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(
+        self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Tensor, State]:
         # with a link the slots may come from another rank, which recomputation would have to ask again
-        selective = self.context.selective_recompute and (self.link is None or not self.link.active)
+        selective = self.context.selective_recompute and forward_context.link is None
         *qkv, alpha = self.in_proj(x_BTM, self.in_proj.local_splits)
         inputs = (*(x.unflatten(2, (-1, self.config.head_dim)) for x in qkv), alpha.unflatten(2, (-1, self.config.slots)))
         recurrence = GatedSlotAttention(
             self.config.slot_activation, gate_logit_normalizer=self.config.gate_logit_normalizer, recompute_activations=selective
         )
-        o_BTHV, state = self.run_recurrence(recurrence, inputs, pos_BT, state)
+        o_BTHV, state = self.run_recurrence(recurrence, inputs, pos_BT, state, forward_context)
         o_BTD = o_BTHV.flatten(2)
         # on a CPU the norm saves copies of its input, and several ranks would have to all-reduce again
         with recompute_in_backward(selective and self.context.tensor_size == 1 and on_gpu(o_BTD)) as discard:

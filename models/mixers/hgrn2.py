@@ -11,6 +11,7 @@ from torch import Tensor
 
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import State
+from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.norm import SplitRMSNorm
 from baton.models.settings.hgrn2 import HGRN2Config
@@ -28,7 +29,9 @@ class HGRN2(Mixer, settings=HGRN2Config):
     norm: SplitRMSNorm
     out_proj: RowParallelLinear
 
-    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(
+        self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Tensor, State]:
         _, d_key, d_value = self.config.head_sizes(self.context.d_model)
         q, f, v = self.in_proj(x_BTM, self.in_proj.local_splits)
         g, k = self.forget(f.to(self.norm.weight.dtype))
@@ -39,7 +42,9 @@ class HGRN2(Mixer, settings=HGRN2Config):
             g.unflatten(2, (-1, d_key)),
         )
         recurrence = GatedLinearAttention("key")
-        o_BTHV, final_state = self.run_recurrence(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
+        o_BTHV, final_state = self.run_recurrence(
+            recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
+        )
         return self.out_proj(self.norm(o_BTHV.flatten(2), v.dtype)), final_state
 
     def forget(self, f: Tensor) -> tuple[Tensor, Tensor]:

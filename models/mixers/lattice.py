@@ -31,6 +31,7 @@ from baton.kernels.lattice import recurrence
 from baton.kernels.protocol import State
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import cached_constants
+from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.norm import SplitRMSNorm, unit
 from baton.models.settings.lattice import LatticeConfig
@@ -54,11 +55,13 @@ class Lattice(Mixer, settings=LatticeConfig):
     norm: SplitRMSNorm
     out_proj: RowParallelLinear
 
-    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(
+        self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Tensor, State]:
         config, dtype = self.config, self.step_bias.dtype
         qk_BTD, v_BTD, gate_BTD, step_BTH, *forget = self.in_proj(x_BTM, self.in_proj.local_splits)
-        q_BTHK, conv = self._convolved(qk_BTD, self.conv_q, pos_BT, state)
-        k_BTHK, _ = self._convolved(qk_BTD, self.conv_k, pos_BT, state)
+        q_BTHK, conv = self._convolved(qk_BTD, self.conv_q, pos_BT, state, forward_context)
+        k_BTHK, _ = self._convolved(qk_BTD, self.conv_k, pos_BT, state, forward_context)
         # biases are added in fp32: in bf16 they would change in jumps, and a gate near 1 would round to 1
         step_BTH = torch.sigmoid(step_BTH.to(dtype) + self.step_bias)
         if config.step_max != 1.0:
@@ -74,15 +77,19 @@ class Lattice(Mixer, settings=LatticeConfig):
             self._initial_slots(len(self.step_bias), x_BTM.device),
         )
         update = recurrence.Lattice(config.variant, config.project, forget=config.forget, sparse=bool(config.sparsity))
-        o_BTHV, final_state = self.run_recurrence(update, inputs, pos_BT, None if state is None else {"S": state["S"]})
+        o_BTHV, final_state = self.run_recurrence(
+            update, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
+        )
         o_BTD = o_BTHV.flatten(2)
         y_BTD = gated(self.norm(o_BTD, dtype) if config.output_norm else o_BTD, gate_BTD, activation="gelu", dtype=gate_BTD.dtype)
         return self.out_proj(y_BTD), {"conv": conv, **final_state}
 
-    def _convolved(self, x_BTD: Tensor, weight: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, Tensor]:
+    def _convolved(
+        self, x_BTD: Tensor, weight: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
         bias = cached_constants.zeros(weight.shape[0], weight.dtype, weight.device)
         inputs, tail = (x_BTD, weight, bias), None if state is None else {"tail": state["conv"]}
-        y_BTD, tail = self.run_recurrence(ShortConv(self.config.conv_activation), inputs, pos_BT, tail)
+        y_BTD, tail = self.run_recurrence(ShortConv(self.config.conv_activation), inputs, pos_BT, tail, forward_context)
         return y_BTD.unflatten(2, (-1, self.config.slots)), tail["tail"]
 
     def _initial_slots(self, heads: int, device: torch.device) -> Tensor:

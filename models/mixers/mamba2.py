@@ -14,6 +14,7 @@ from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.head_scale import head_scale
 from baton.kernels.protocol import State
 from baton.kernels.short_conv.recurrence import ShortConv
+from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.norm import SplitRMSNorm
 from baton.models.replicated_linear import ReplicatedLinear
@@ -44,18 +45,24 @@ class Mamba2(Mixer, settings=Mamba2Config):
     norm: SplitRMSNorm
     out_proj: RowParallelLinear
 
-    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(
+        self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Tensor, State]:
         z, x, dt = self.in_proj(x_BTM, self.in_proj.local_splits)
         tails = (None, None) if state is None else ({"tail": state["conv_x"]}, {"tail": state["conv_bc"]})
-        x, conv_x = self.run_recurrence(_CONV, (x, self.conv_weight, self.conv_bias), pos_BT, tails[0])
-        bc, conv_bc = self.run_recurrence(_CONV, (self.bc_proj(x_BTM), self.bc_conv_weight, self.bc_conv_bias), pos_BT, tails[1])
+        x, conv_x = self.run_recurrence(_CONV, (x, self.conv_weight, self.conv_bias), pos_BT, tails[0], forward_context)
+        bc, conv_bc = self.run_recurrence(
+            _CONV, (self.bc_proj(x_BTM), self.bc_conv_weight, self.bc_conv_bias), pos_BT, tails[1], forward_context
+        )
         B, C = self.bc_proj.for_own_heads(bc).unsqueeze(2).chunk(2, dim=-1)
         # the bias is fp32 and is added in fp32: rounding it would move the step sizes in jumps of 3 %
         dt_BTH = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
         x_BTHP = x.unflatten(2, (-1, self.config.head_dim))
         inputs = (C, B, head_scale(x_BTHP, dt_BTH), -torch.exp(self.A_log) * dt_BTH)
         recurrence = GatedLinearAttention("scalar")
-        y_BTHP, final_state = self.run_recurrence(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
+        y_BTHP, final_state = self.run_recurrence(
+            recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
+        )
         y_BTD = (y_BTHP + self.D.unsqueeze(-1) * x_BTHP).flatten(2)
         return self.out_proj(self.norm(gated(y_BTD, z), z.dtype)), {
             "conv_x": conv_x["tail"],

@@ -12,6 +12,7 @@ from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import State
 from baton.kernels.rotary import rotary
 from baton.models.feature_map import FEATURE_MAPS
+from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.norm import HeadRMSNorm
 from baton.models.settings.retnet import RetNetConfig
@@ -37,7 +38,9 @@ class RetNet(Mixer, settings=RetNetConfig):
         heads = torch.arange(first, first + count, dtype=self.norm.weight.dtype, device=like.device)
         return torch.log1p(-torch.exp2(-self.config.decay_exponent - heads))
 
-    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(
+        self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Tensor, State]:
         _, d_key, d_value = self.config.head_sizes(self.context.d_model)
         q, k, v, gate = self.in_proj(x_BTM, self.in_proj.local_splits)
         q, k = (FEATURE_MAPS[self.config.feature_map](x).unflatten(2, (-1, d_key)) for x in (q, k))
@@ -47,6 +50,8 @@ class RetNet(Mixer, settings=RetNetConfig):
             self.log_decay(x_BTM).expand(*x_BTM.shape[:2], -1),
         )
         recurrence = GatedLinearAttention("scalar", scale=d_key**-0.5)
-        o_BTHV, final_state = self.run_recurrence(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]})
+        o_BTHV, final_state = self.run_recurrence(
+            recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
+        )
         y_BTV = gated(self.norm(o_BTHV).flatten(2), gate, dtype=gate.dtype)
         return self.out_proj(y_BTV), final_state

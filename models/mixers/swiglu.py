@@ -8,6 +8,7 @@ from torch import Tensor
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gate import gated
 from baton.kernels.protocol import State
+from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings.swiglu import SwiGLUConfig
@@ -21,7 +22,9 @@ class SwiGLU(Mixer, settings=SwiGLUConfig):
     in_proj: ColumnParallelLinear
     out_proj: RowParallelLinear
 
-    def forward(self, x_BTM: Tensor, pos_BT: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def forward(
+        self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Tensor, State]:
         gate, up = self.in_proj(x_BTM, self.in_proj.local_splits)
         product = gated(up, gate)
         # on a CPU the gate saves copies of its inputs, so that discarding its result would save nothing

@@ -10,7 +10,8 @@ from baton.data_pipeline.packing import Batch
 from baton.kernels.common.kernel_check import check
 from baton.kernels.protocol import LinearRecurrence
 from baton.kernels.registry import recurrences
-from baton.models.mixer import Mixer, build_mixer
+from baton.models.forward_context import ForwardContext
+from baton.models.mixer import build_mixer
 from baton.models.mixer_context import MixerContext
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.config import LayoutConfig
@@ -192,23 +193,19 @@ def spans(mesh, pieces=None, exchange="ring"):
         with mesh.device:
             layer = build_mixer(settings.small(), context)
         initialize_parameters(layer, 1, 0, 1)
-        layer.link = link
-        for module in layer.modules():
-            if isinstance(module, Mixer):
-                module.link = link
         g = seeded(3)
         length = 16 * count
         x, dy = (torch.randn(2, length, SMALL_WIDTH, generator=g).to(mesh.device) for _ in range(2))
         pos = positions(seeded(4), 2, length, 0.08).to(mesh.device)
         entering, outputs, cuts = None, [], []
         if link.rank == 0:
-            with torch.no_grad(), link.local_only():
+            with torch.no_grad():
                 _, entering = layer(x[:, :12].flip(1), torch.arange(12, device=mesh.device).repeat(2, 1), None)
             entering = {name: s.clone().requires_grad_(s.is_floating_point()) for name, s in entering.items()}
         state = entering
         for n in range(count) if pieces else [mesh.context_rank]:
             span = slice(16 * n, 16 * (n + 1))
-            y, state = layer(x[:, span], pos[:, span], state)
+            y, state = layer(x[:, span], pos[:, span], state, ForwardContext(link))
             outputs.append(y)
             cuts.append(dy[:, span])
         last = link.rank == link.size - 1

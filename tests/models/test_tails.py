@@ -34,9 +34,9 @@ def carriers_of(settings, monkeypatch):
     found = []
     run_recurrence = Mixer.run_recurrence
 
-    def watched(self, recurrence, inputs, pos, state):
+    def watched(self, recurrence, inputs, pos, state, context):
         found.append((recurrence, tuple(x.detach() for x in inputs)))
-        return run_recurrence(self, recurrence, inputs, pos, state)
+        return run_recurrence(self, recurrence, inputs, pos, state, context)
 
     monkeypatch.setattr(Mixer, "run_recurrence", watched)
     mixer = build_mixer(settings, MixerContext(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))

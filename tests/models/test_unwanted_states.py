@@ -16,8 +16,9 @@ from baton.kernels.short_conv.recurrence import ShortConv
 from baton.kernels.window_attention.recurrence import WindowAttention
 from baton.models.block import SubBlock
 from baton.models.config import ModelConfig
+from baton.models.forward_context import ForwardContext
 from baton.models.lm import LanguageModel
-from baton.models.mixer import Mixer, build_mixer, need_final_state
+from baton.models.mixer import build_mixer
 from baton.models.mixer_context import MixerContext
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.param_layout import initialize_parameters
@@ -48,13 +49,11 @@ def test_every_mixers_outputs_and_gradients_are_the_same(mixer, entered):
     for wanted in (True, False):
         own = x.clone().requires_grad_()
         entering = {name: leaf.clone().requires_grad_(leaf.is_floating_point()) for name, leaf in state.items()}
-        with need_final_state(wanted):
-            y, left = mixer(own, POS, entering if entered else None)
+        y, left = mixer(own, POS, entering if entered else None, ForwardContext(need_final_state=wanted))
         assert left.keys() == state.keys()
         leaves = [own, *mixer.parameters(), *(leaf for leaf in entering.values() if entered and leaf.requires_grad)]
         leaves = [leaf for leaf in leaves if leaf.requires_grad]
         found.append([y, *torch.autograd.grad(y, leaves, dy, allow_unused=True, materialize_grads=True)])
-    assert Mixer.state_wanted
     for kept, dropped in zip(*found, strict=True):
         assert torch.equal(dropped, kept)
     for leaf in left.values():
@@ -78,12 +77,12 @@ EVERY_WAY = {"bmojo", "hybrid"}
     ],
 )
 def test_a_models_losses_and_gradients_are_the_same(kind, how, single_mesh):
-    """Also where a layer is run again, outside of what said that no State is wanted."""
+    """Also where a layer is run again, in the backward pass."""
     batch, found = micro_batches(0, 0, 1, 2)[0], []
     for wanted in (True, False):
         model = LanguageModel(model_of(kind), recompute=how)
         initialize_parameters(model, 0, 0, 1)
-        hidden, states = model(batch.tokens, batch.pos, state_wanted=wanted)
+        hidden, states = model(batch.tokens, batch.pos, None, ForwardContext(need_final_state=wanted))
         loss = model.loss(hidden, batch.labels)
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
@@ -128,7 +127,7 @@ def ran(kind, place, wanted):
             for parameter in block.parameters():
                 parameter.zero_()
         with Operators() as forward:
-            (stream, y), _ = block((x, None), pos, None, wanted)
+            (stream, y), _ = block((x, None), pos, None, ForwardContext(need_final_state=wanted))
         with Operators() as backward:
             torch.autograd.backward([stream, y], [torch.zeros_like(stream), torch.zeros_like(y)])
     return forward.ran, backward.ran

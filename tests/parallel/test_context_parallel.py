@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from baton.kernels.protocol import LinearRecurrence
 from baton.kernels.short_conv.recurrence import ShortConv
+from baton.models.forward_context import ForwardContext
 from baton.models.mixer import Mixer, build_mixer
 from baton.models.mixer_context import MixerContext
 from baton.models.settings import SMALL_WIDTH, kinds
@@ -26,7 +27,7 @@ STATEFUL = [kind for kind, settings in kinds().items() if not settings.small().s
 CPU = torch.device("cpu")
 
 
-def layer_of(kind, link, dtype):
+def layer_of(kind, dtype):
     context = MixerContext(SMALL_WIDTH, 1, 1e-5, megatron_config(1), dtype)
     layer = build_mixer(kinds()[kind].small(), context)
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
@@ -36,7 +37,7 @@ def layer_of(kind, link, dtype):
             p.add_(0.1 * torch.randn(p.shape, generator=g))
     for name, module in layer.named_modules(prefix=f"layers.0.{kind}"):
         if isinstance(module, Mixer):
-            module.link, module.path = link, name
+            module.path = name
     return layer.to(dtype)
 
 
@@ -45,7 +46,7 @@ def case(kind, carried, dtype):
     g = seeded(3)
     x, dy = (torch.randn(B, T, SMALL_WIDTH, generator=g, dtype=dtype) for _ in range(2))
     pos = positions(seeded(4), B, T, 0.05)
-    layer, state = layer_of(kind, None, dtype), None
+    layer, state = layer_of(kind, dtype), None
     with torch.no_grad():
         before = pos[:, :1] - 9 + torch.arange(9)
         _, leaving = layer(torch.randn(B, 9, SMALL_WIDTH, generator=g, dtype=dtype), before.clamp(min=0), None)
@@ -84,12 +85,12 @@ def roots_of(state, cotangents):
 def by_hand(kind, carried, dtype, pieces, exchange="ring"):
     """One rank, which hands the States on from call to call and leaves the cotangents to autograd."""
     x, pos, dy, cotangents, state = case(kind, carried, dtype)
-    layer = layer_of(kind, ContextLink(0, [0], CPU, exchange=exchange), dtype)
+    layer, context = layer_of(kind, dtype), ForwardContext(ContextLink(0, [0], CPU, exchange=exchange))
     x.requires_grad_()
     entering = None if state is None else {name: leaf(s) for name, s in state.items()}
     outputs, states, passed = {}, {}, entering
     for v, span in enumerate(spans(pieces)):
-        outputs[v], passed = layer(x[:, span], pos[:, span], passed)
+        outputs[v], passed = layer(x[:, span], pos[:, span], passed, context)
         states[v] = passed
     last, dlast = roots_of(passed, cotangents)
     torch.autograd.backward([*outputs.values(), *last], [*(dy[:, span] for span in spans(pieces)), *dlast])
@@ -99,7 +100,7 @@ def by_hand(kind, carried, dtype, pieces, exchange="ring"):
 def through_the_link(kind, carried, dtype, link, segments, *, at_once=True, recompute=False):
     """This rank's spans of all segments; nothing is handed from call to call. sent: each State and cotangent that left a span."""
     x, pos, dy, cotangents, state = case(kind, carried, dtype)
-    layer = layer_of(kind, link, dtype)
+    layer = layer_of(kind, dtype)
     sent, send = {}, link.send
     numbers = {}
 
@@ -118,7 +119,7 @@ def through_the_link(kind, carried, dtype, link, segments, *, at_once=True, reco
         span = spans(link.size * segments)[v]
         run = partial(checkpoint, layer, use_reentrant=False, context_fn=link.recomputation) if recompute else layer
         with link.segment(s, count=segments):
-            outputs[v], states[v] = run(x[:, span], pos[:, span], entering if v == 0 else None)
+            outputs[v], states[v] = run(x[:, span], pos[:, span], entering if v == 0 else None, ForwardContext(link))
         roots, cots = [outputs[v]], [dy[:, span]]
         if v == link.size * segments - 1:
             last, dlast = roots_of(states[v], cotangents)
@@ -258,9 +259,9 @@ def test_the_cotangents_that_come_to_what_is_handed_on_first_keep_their_bits(sin
 def test_what_waits_for_the_next_segment_takes_no_more_memory_than_it_needs(single_mesh, kind):
     """A tail is the end of a span; it must not keep the span."""
     link, (x, pos, *_) = ContextLink(0, [0], CPU), case(kind, False, torch.float32)
-    layer = layer_of(kind, link, torch.float32)
+    layer = layer_of(kind, torch.float32)
     with torch.no_grad(), link.segment(0, count=2):
-        layer(x, pos, None)
+        layer(x, pos, None, ForwardContext(link))
     waiting = [x for states in link._local_states.values() for state in states for x in state.values()]
     assert bool(waiting) == bool(layer.state_specs)
     for tensor in waiting:
@@ -328,12 +329,12 @@ def test_ranks_are_the_whole_sequence(pool, single_mesh):
 @cache
 def carriers_of(kind):
     """(recurrence, its leaves, its name) of every call of `run_recurrence`, and the mixer's leaves."""
-    calls, layer = [], layer_of(kind, None, torch.float32)
+    calls, layer = [], layer_of(kind, torch.float32)
     run_recurrence = Mixer.run_recurrence
 
-    def noted(self, recurrence, inputs, pos, state):
+    def noted(self, recurrence, inputs, pos, state, context):
         calls.append((recurrence, recurrence.state_specs(inputs), recurrence.name))
-        return run_recurrence(self, recurrence, inputs, pos, state)
+        return run_recurrence(self, recurrence, inputs, pos, state, context)
 
     Mixer.run_recurrence = noted
     try:
@@ -391,13 +392,13 @@ def leaking(mesh):
         dy = torch.randn(B, T, SMALL_WIDTH, generator=seeded(6))
         other = torch.where((at < start)[:, None], torch.randn(x.shape, generator=seeded(7)), x)
         same = torch.where((at == spans(size)[1].stop - 1)[:, None], torch.randn(x.shape, generator=seeded(7)), x)
-        layer = layer_of(kind, mesh.link, torch.float32)
+        layer, context = layer_of(kind, torch.float32), ForwardContext(mesh.link)
         with torch.no_grad():
-            ys = [layer(each[:, span], pos[:, span], None)[0][:, later] for each in (x, other, same)]
+            ys = [layer(each[:, span], pos[:, span], None, context)[0][:, later] for each in (x, other, same)]
         own = x[:, span].clone().requires_grad_()
-        layer(own, pos[:, span], None)[0].backward(dy[:, span] * later[:, None])
+        layer(own, pos[:, span], None, context)[0].backward(dy[:, span] * later[:, None])
         passed = x[:, span].clone().requires_grad_()
-        layer(passed, pos[:, span], None)[0].backward(dy[:, span] * float(rank > 1))
+        layer(passed, pos[:, span], None, context)[0].backward(dy[:, span] * float(rank > 1))
         results[kind] = {
             "changed": not torch.equal(ys[0], ys[1]),
             "changed by its own": not torch.equal(ys[0], ys[2]),
@@ -424,16 +425,17 @@ def test_nothing_leaks_into_a_document_from_the_one_before(pool):
 
 def test_segments_out_of_order_are_refused(single_mesh):
     link = ContextLink(0, [0], CPU)
-    layer, x, pos = layer_of("mamba", link, torch.float32), torch.zeros(1, 8, SMALL_WIDTH), torch.arange(8)[None]
+    layer, context = layer_of("mamba", torch.float32), ForwardContext(link)
+    x, pos = torch.zeros(1, 8, SMALL_WIDTH), torch.arange(8)[None]
     with pytest.raises(ValueError, match="segment 2 of 2"), link.segment(2, count=2):
         pass
     with (
         link.segment(1, count=2),
         pytest.raises(CommError, match=r"State of short_conv-silu in layers\.0\.mamba, segment 1 is not there"),
     ):
-        layer(x, pos, None)
+        layer(x, pos, None, context)
     with link.segment(0, count=2):
-        layer(x, pos, None)
+        layer(x, pos, None, context)
     with pytest.raises(CommError, match="was not taken in the pass before"), link.segment(0, count=2):
         pass
 

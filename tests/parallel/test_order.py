@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from baton.kernels.registry import recurrences
-from baton.models.mixer import Mixer, build_mixer
+from baton.models.forward_context import ForwardContext
+from baton.models.mixer import build_mixer
 from baton.models.mixer_context import MixerContext
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.context_parallel import ContextLink
@@ -84,14 +85,11 @@ def events(mesh, names):
             settings = settings.model_copy(update={"window": 4})
         layer = build_mixer(settings, MixerContext(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))
         initialize_parameters(layer, 1, 0, 1)
-        for module in layer.modules():
-            if isinstance(module, Mixer):
-                module.link = mesh.link
         x = torch.randn(1, 24, SMALL_WIDTH, generator=torch.Generator().manual_seed(mesh.rank))
         pos = torch.arange(24)[None] + 24 * mesh.rank
         forward, backward = [], []
         with logged(forward):
-            y, _ = layer(x, pos, None)
+            y, _ = layer(x, pos, None, ForwardContext(mesh.link))
         with logged(backward):
             y.sum().backward()
         mesh.link.wait()
@@ -150,9 +148,6 @@ def messages(mesh):
 
     layer = build_mixer(kinds()["mamba"].small(), MixerContext(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))
     initialize_parameters(layer, 1, 0, 1)
-    for module in layer.modules():
-        if isinstance(module, Mixer):
-            module.link = link
     with (
         patch.object(Channel, "send", noted("send", Channel.send)),
         patch.object(Channel, "irecv", noted("irecv", Channel.irecv)),
@@ -161,7 +156,8 @@ def messages(mesh):
         for s in range(3):
             with link.segment(s, count=3):
                 pos = torch.arange(12)[None] + 12 * (s * mesh.layout.context + mesh.context_rank)
-                total = total + layer(torch.randn(1, 12, SMALL_WIDTH, requires_grad=True), pos, None)[0].sum()
+                x = torch.randn(1, 12, SMALL_WIDTH, requires_grad=True)
+                total = total + layer(x, pos, None, ForwardContext(link))[0].sum()
         total.backward()
         link.wait()
     return log

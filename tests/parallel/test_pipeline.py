@@ -84,8 +84,9 @@ def held_at_once(mesh):
     """The most micro-batches that this stage keeps in a step."""
     config = training(micro_batch_size=1)
     train_state, most = build(MODEL, config, mesh), 0
-    runner = MicrobatchRunner(train_state.model, micro_batches(0, 0, 1, 1), 1.0, Segments(), None)
-    for operation in schedule(train_state.model.stage.index, train_state.model.stage.count, 8):
+    model = train_state.model
+    runner = MicrobatchRunner(model, micro_batches(0, 0, 1, 1), 1.0, Segments(), None, model.forward_context)
+    for operation in schedule(model.stage.index, model.stage.count, 8):
         runner.run_operation(operation)
         most = max(most, len(runner._activations))
     mesh.pipeline.wait()

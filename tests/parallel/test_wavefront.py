@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from baton.models.forward_context import ForwardContext
 from baton.models.mixer import Mixer, build_mixer
 from baton.models.mixer_context import MixerContext
 from baton.models.settings import SMALL_WIDTH, kinds
@@ -138,14 +139,14 @@ def sleeping(method, slow):
     return slowly
 
 
-def stack_of(kind, link):
+def stack_of(kind):
     layers = []
     for n in range(LAYERS):
         layer = build_mixer(kinds()[kind].small(), MixerContext(SMALL_WIDTH, 1, 1e-5, megatron_config(1), torch.float32))
         initialize_parameters(layer, seed=n, tensor_rank=0, tensor_size=1)
         for name, module in layer.named_modules(prefix=f"layers.{n}.{kind}"):
             if isinstance(module, Mixer):
-                module.link, module.path = link, name
+                module.path = name
         layers.append(layer)
     return layers
 
@@ -155,7 +156,7 @@ def passes(mesh, n, segments):
     case, link, CLOCK.now = CASES[n], mesh.link, 0.0
     link.channels = {name: Late(channel) for name, channel in link.channels.items()}
     link.exchange = case.exchange
-    layers, outputs, moments = stack_of(case.kind, link), [], []
+    layers, outputs, moments = stack_of(case.kind), [], []
     pos = (TOKENS * mesh.context_rank + torch.arange(TOKENS)).expand(1, -1)
     x = torch.randn(1, TOKENS, SMALL_WIDTH, generator=torch.Generator().manual_seed(mesh.context_rank))
     with slowed(case):
@@ -164,7 +165,7 @@ def passes(mesh, n, segments):
             with link.segment(s, count=segments):
                 h = x
                 for layer in layers:
-                    h = h + layer(h, pos, None)[0]
+                    h = h + layer(h, pos, None, ForwardContext(link))[0]
                 outputs.append(h)
         moments.append(CLOCK.now)
         CLOCK.meet()

@@ -189,8 +189,8 @@ FAULTS = (
         "carry",
         "the first sequence rank begins its next group of segments without what the last rank has sent",
         "training/step/microbatch_runner.py",
-        "            return None\n        self._recv_wraparound()\n        link = self._model.link\n",
-        "            return None\n        link = self._model.link\n",
+        "            return None\n        self._recv_wraparound()\n        link = self._context.link\n",
+        "            return None\n        link = self._context.link\n",
         (
             "tests/training/test_segments.py -k truncated",
             "tests/training/test_lane_states.py",

@@ -236,8 +236,8 @@ def recorded(wanted: dict[str, list[Tensor]] | None = None):
     """B'MOJO's scores by layer, in the order of the forward passes; wanted: what is selected by instead."""
     scores: dict[str, list[Tensor]] = {}
 
-    def run_recurrence(self, recurrence, inputs, pos, state):
-        y, leaving = super(BMojo, self).run_recurrence(recurrence, inputs, pos, state)
+    def run_recurrence(self, recurrence, inputs, pos, state, context):
+        y, leaving = super(BMojo, self).run_recurrence(recurrence, inputs, pos, state, context)
         if isinstance(recurrence, Innovation):
             layer = self.path
             scores.setdefault(layer, []).append(y.detach().clone())

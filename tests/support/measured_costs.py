@@ -348,7 +348,8 @@ def measure():
         if lanes is not None:
             lanes.begin_step()
         with Sent() as sent, Living() as living:
-            runner = MicrobatchRunner(model, [read], 1.0, Segments(training.segments, together), lanes)
+            segments = Segments(training.segments, together)
+            runner = MicrobatchRunner(model, [read], 1.0, segments, lanes, model.forward_context)
             for n, operation in enumerate(schedule(mesh.pipeline_rank, run.layout.pipeline, 1, training.segments, together)):
                 runner.run_operation(operation)
                 for channel in model.link.channels.values() if model.link is not None else ():

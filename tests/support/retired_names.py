@@ -43,6 +43,7 @@ WORDS: dict[str, Entry] = {
         ),
     ),
     "models": (("*",), ("rms_norm_beside", "kept_not", "GatedScan", "GatedScanConfig")),
+    "context of a forward pass": (("*",), ("state_wanted", "record_recurrences", "self_linked", "local_only")),
     "tests": (("*",), ("test_house",)),
     "kernels' operators": (
         ("*",),

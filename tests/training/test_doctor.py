@@ -8,7 +8,8 @@ from baton.kernels.common.kernel_check import check
 from baton.kernels.selective_scan.recurrence import SelectiveScan
 from baton.launcher.cli import main
 from baton.models.config import ModelConfig
-from baton.models.mixer import Mixer, recurrences_of
+from baton.models.forward_context import ForwardContext
+from baton.models.mixer import recurrences_of
 from baton.models.settings import kinds
 from baton.training.build import build
 from baton.training.errors import KernelCheckError
@@ -21,10 +22,9 @@ def checked(mesh, mixer):
     train_state = build(model_of(mixer), training(), mesh)
     found = recurrences_of(train_state.model, train_state.model.config.d_model, train_state.model.compute_dtype)
     check_kernels(train_state, training())
-    Mixer.recorded = seen = set()
+    seen = set()
     tokens = torch.randint(32, (2, 32), generator=torch.Generator().manual_seed(0))
-    train_state.model(tokens, torch.arange(32).repeat(2, 1))
-    Mixer.recorded = None
+    train_state.model(tokens, torch.arange(32).repeat(2, 1), None, ForwardContext(mesh.link, recorded=seen))
     return [str(r) for r in found], sorted(str(r) for r in seen)
 
 

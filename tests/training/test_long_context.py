@@ -57,9 +57,6 @@ def validated(mesh, mixers):
             nats = evaluate(model, [joined(b) for b in batches], 1, labels, mesh, segments=SEGMENTS).loss
             scored = evaluate_task(model, [joined(b) for b in batches], labels, mesh, segments=SEGMENTS)
             model.link = mesh.link  # as in a run that does not cut sequences
-            for module in model.modules():
-                if hasattr(module, "where"):
-                    module.link = mesh.link
             seen = evaluate_long(model, [iter(b) for b in batches], mesh, segment=SEGMENT, segments=SEGMENTS)
             assert model.link is mesh.link
         found.append((nats, scored.loss, scored.accuracy, seen.losses, seen.positions, seen.norms))

@@ -88,8 +88,8 @@ class Scores:
 
     @contextmanager
     def used(self):
-        def run_recurrence(mixer, recurrence, inputs, pos, state):
-            y, leaving = super(BMojo, mixer).run_recurrence(recurrence, inputs, pos, state)
+        def run_recurrence(mixer, recurrence, inputs, pos, state, context):
+            y, leaving = super(BMojo, mixer).run_recurrence(recurrence, inputs, pos, state, context)
             if isinstance(recurrence, Innovation):
                 if self.wanted is None:
                     self.found.setdefault(mixer.path, []).append(y.detach())
@@ -162,7 +162,7 @@ def run_step(mesh, model, batch, segments, lanes, micro_batch_size, wanted):
     own, size = own_spans(batch, mesh, segments.count), mesh.layout.context
     rows = torch.arange(ROWS).split(micro_batch_size)
     batches = [Batch(own.tokens[r], own.labels[r], own.pos[r], tuple(r.tolist())) for r in rows]
-    runner = MicrobatchRunner(model, batches, 1.0 / float(batch.count_labels()), segments, lanes)
+    runner = MicrobatchRunner(model, batches, 1.0 / float(batch.count_labels()), segments, lanes, model.forward_context)
     with Scores(wanted).used() as scores:
         for operation in schedule(model.stage.index, model.stage.count, len(batches), segments.count, segments.gradient_segments):
             v = operation.segment * size + mesh.context_rank

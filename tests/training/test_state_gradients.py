@@ -50,7 +50,7 @@ def watched(mesh, mixers, last_only):
                 watch = StateGradientMonitor(model, link, mesh)
                 scale = 1.0 / float(rows_of(whole, torch.arange(ROWS - 1)).count_labels())
                 with watch.recording():
-                    runner = MicrobatchRunner(model, batches, scale, Segments(SEGMENTS, SEGMENTS), None)
+                    runner = MicrobatchRunner(model, batches, scale, Segments(SEGMENTS, SEGMENTS), None, model.forward_context)
                     for operation in schedule(model.stage.index, model.stage.count, len(batches), SEGMENTS, SEGMENTS):
                         runner.run_operation(operation)
                 seen = watch.read(span)

@@ -8,7 +8,7 @@ segment.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from baton.data_pipeline.packing import IGNORE_INDEX, Batch
 from baton.models.cross_entropy import token_cross_entropy
+from baton.models.forward_context import ForwardContext
 from baton.models.lm import LanguageModel, States
 from baton.parallel.mesh import Mesh
 
@@ -38,9 +39,10 @@ def evaluate(
     text_bytes, tokens: of the whole set, all ranks together.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    outputs_only = replace(model.forward_context, need_final_state=False)
     for batch in batches:
         parts = (batch.segment(s, segments) for s in range(segments))
-        for part, hidden, _ in forward_segments(model, parts, segments, state_wanted=False):
+        for part, hidden, _ in forward_segments(model, parts, segments, outputs_only):
             if hidden is not None:
                 total += model.loss(hidden, part.labels)
     all_reduce_sums(total, mesh)
@@ -63,12 +65,13 @@ def evaluate_task(
     """Loss and accuracy at the labelled positions of this data rank's batches. labels: their number on all ranks together.
     Collective."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    outputs_only = replace(model.forward_context, need_final_state=False)
     for batch in batches:
         # such a batch only completes a round over the ranks; but a span without a question may be needed by the next one
         if mesh.layout.context == 1 and not bool((batch.labels != IGNORE_INDEX).any()):
             continue
         parts = (batch.segment(s, segments) for s in range(segments))
-        for part, hidden, _ in forward_segments(model, parts, segments, state_wanted=False):
+        for part, hidden, _ in forward_segments(model, parts, segments, outputs_only):
             asked = part.labels != IGNORE_INDEX
             if hidden is None or not bool(asked.any()):
                 continue
@@ -82,7 +85,7 @@ def evaluate_task(
 
 @torch.no_grad()
 def forward_segments(
-    model: LanguageModel, parts: Iterable[Batch[Tensor]], segments: int, *, state_wanted: bool = True
+    model: LanguageModel, parts: Iterable[Batch[Tensor]], segments: int, forward_context: ForwardContext
 ) -> Iterator[tuple[Batch[Tensor], Tensor | None, States]]:
     """Forward pass of a batch, segment by segment; yields (this rank's span, hidden vectors [B, T, d_model] or None, final
     States).
@@ -91,16 +94,15 @@ def forward_segments(
 
     Args:
         parts: this rank's spans of the `segments` segments, in order; made on demand, so that they need not all be in
-            memory. More than one
-            needs a link.
-        state_wanted: whether the final States are used.
+            memory.
+        forward_context: of each segment's pass. More than one segment needs a link.
     """
     for number, part in enumerate(parts):
-        link = model.link
+        link = forward_context.link
         if segments > 1 and link is None:
-            raise ValueError("segments follow one another through a link, and the model has none")
+            raise ValueError("segments follow one another through a link, and there is none")
         with nullcontext() if link is None or segments == 1 else link.segment(number, count=segments):
-            hidden, leaving = model.through_stages(part.tokens, part.pos, state_wanted=state_wanted)
+            hidden, leaving = model.through_stages(part.tokens, part.pos, None, forward_context)
         yield part, hidden, leaving
         if segments > 1 and model.pipeline is not None:
             # or an early stage would run ahead, and what it has sent would wait in memory

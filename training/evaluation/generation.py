@@ -1,5 +1,7 @@
 """Generates text with the recurrent step: constant memory and time per token for a context of any length."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -33,19 +35,19 @@ def generate(
     piece = torch.tensor([prompt], dtype=torch.int64, device=device)
     pos = torch.arange(len(prompt), dtype=torch.int32, device=device)[None]
     states: States | None = None
-    with model.local_only():
-        while len(written) < tokens:
-            hidden, states = model.through_stages(piece, pos, states)
-            token = -1
-            if hidden is not None:
-                token = _sample(model.logits(hidden[0, -1])[:vocab_size].cpu(), temperature, top_k, generator)
-            if model.pipeline is not None:
-                token = int(model.pipeline.from_last(torch.tensor(token, device=device)))
-            if token == stop:
-                break
-            written.append(token)
-            piece = torch.tensor([[token]], dtype=torch.int64, device=device)
-            pos = pos[:, -1:] + 1
+    whole_sequence = replace(model.forward_context, link=None)  # every context-parallel rank decodes all of it
+    while len(written) < tokens:
+        hidden, states = model.through_stages(piece, pos, states, whole_sequence)
+        token = -1
+        if hidden is not None:
+            token = _sample(model.logits(hidden[0, -1])[:vocab_size].cpu(), temperature, top_k, generator)
+        if model.pipeline is not None:
+            token = int(model.pipeline.from_last(torch.tensor(token, device=device)))
+        if token == stop:
+            break
+        written.append(token)
+        piece = torch.tensor([[token]], dtype=torch.int64, device=device)
+        pos = pos[:, -1:] + 1
     return written
 
 

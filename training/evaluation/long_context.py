@@ -6,7 +6,6 @@ not on those that happen to be long enough.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -19,8 +18,8 @@ from torch import Tensor
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.packing import IGNORE_INDEX, Batch, DocCursor, NumpyBatch, check_tokenizer, empty_batch, token_chunks
 from baton.data_pipeline.tokenizer import Tokenizer
+from baton.models.forward_context import ForwardContext
 from baton.models.lm import LanguageModel
-from baton.models.mixer import Mixer
 from baton.parallel.context_parallel import ContextLink
 from baton.parallel.mesh import Mesh
 from baton.training.evaluation.evaluate import all_reduce_sums, forward_segments, token_losses
@@ -127,8 +126,7 @@ def evaluate_long(
     """Evaluate rows of `segments` segments of `segment` tokens (all context ranks together). Collective; all ranks have the
     result.
 
-    groups: this data rank's batches, each as this rank's spans of its segments. A model without a link is given one for the
-    call.
+    groups: this data rank's batches, each as this rank's spans of its segments.
     """
     ranks, span = mesh.layout.context, segment // mesh.layout.context
     kept = {border: n for n, border in enumerate(borders(ranks * segments))}
@@ -142,17 +140,17 @@ def evaluate_long(
         if leaf.grad and (leaf.tp is not None or mesh.tensor_rank == 0)
     }
     rows = torch.zeros(len(kept), dtype=torch.float64, device=mesh.device)
-    with self_linked(model, mesh):
-        for group in groups:
-            for number, (part, hidden, leaving) in enumerate(forward_segments(model, group, segments)):
-                if hidden is not None:
-                    losses += _in_buckets(token_losses(model, hidden, part.labels), part, firsts)
-                if (at := kept.get(number * ranks + mesh.context_rank + 1)) is not None:
-                    here = (part.labels[:, -1] != IGNORE_INDEX).double()
-                    rows[at] += here.sum()
-                    for (layer, name), squares in leaves.items():
-                        norm = torch.linalg.vector_norm(leaving[layer][name].flatten(1), dim=1, dtype=torch.float64)
-                        squares[at] += (norm.square() * here).sum()
+    forward_context = context_of_segments(model, mesh)
+    for group in groups:
+        for number, (part, hidden, leaving) in enumerate(forward_segments(model, group, segments, forward_context)):
+            if hidden is not None:
+                losses += _in_buckets(token_losses(model, hidden, part.labels), part, firsts)
+            if (at := kept.get(number * ranks + mesh.context_rank + 1)) is not None:
+                here = (part.labels[:, -1] != IGNORE_INDEX).double()
+                rows[at] += here.sum()
+                for (layer, name), squares in leaves.items():
+                    norm = torch.linalg.vector_norm(leaving[layer][name].flatten(1), dim=1, dtype=torch.float64)
+                    squares[at] += (norm.square() * here).sum()
     all_reduce_sums(losses, mesh)
     own = {key: squares.tolist() for key, squares in leaves.items()}
     if mesh.tensor_rank == mesh.pipeline_rank == 0:
@@ -171,22 +169,9 @@ def borders(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if n % max(1, (1 << (n.bit_length() - 1)) // BOUNDARIES_PER_OCTAVE) == 0 or n == count]
 
 
-@contextmanager
-def self_linked(model: LanguageModel, mesh: Mesh) -> Iterator[ContextLink]:
-    """Context in which segments can pass on States, also for a model that has no link in training."""
-    if model.link is not None:
-        yield model.link
-        return
-    link = model.link = ContextLink(0, [mesh.rank], mesh.device)
-    mixers = [module for module in model.modules() if isinstance(module, Mixer)]
-    for mixer in mixers:
-        mixer.link = link
-    try:
-        yield link
-    finally:
-        model.link = None
-        for mixer in mixers:
-            mixer.link = None
+def context_of_segments(model: LanguageModel, mesh: Mesh) -> ForwardContext:
+    """The context of passes in which segments pass on States: through a link of one rank if the model has none in training."""
+    return ForwardContext(model.link or ContextLink(0, [mesh.rank], mesh.device))
 
 
 def sum_over_ranks(own: dict[Any, list[float]]) -> dict[Any, list[float]]:

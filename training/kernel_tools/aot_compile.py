@@ -12,9 +12,9 @@ import torch
 from baton.data_pipeline.packing import Batch
 from baton.kernels.common.kernel_check import launch
 from baton.kernels.compile.aot import META, Compiled, Target, compiling
+from baton.kernels.protocol import Recurrence
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
-from baton.models.mixer import record_recurrences
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.parallel.context_parallel import ContextLink
@@ -55,18 +55,24 @@ def compile_run_kernels(
             mesh = replace(mesh, link=ContextLink(0, [0], META, exchange="early" if early else "ring"))
         try:
             rank_model = build_model(layers, training, META, mesh)
-            with record_recurrences() as carried:
-                for at in {(at.micro_batch_size, at.sequence_length): at for _, at in training.phases}.values():
-                    _step(rank_model, at, layout.context, LaneStates(rank_model, at, mesh) if at.carries_lane_states else None)
-            for recurrence in sorted(carried, key=str):
+            recorded: set[Recurrence] = set()
+            for at in {(at.micro_batch_size, at.sequence_length): at for _, at in training.phases}.values():
+                lanes = LaneStates(rank_model, at, mesh) if at.carries_lane_states else None
+                _step(rank_model, at, layout.context, lanes, recorded)
+            for recurrence in sorted(recorded, key=str):
                 launch(recurrence, META, DTYPES[training.compute_dtype_on(META.type)])
         finally:
             meshes.shutdown()
     return compiled
 
 
-def _step(model: LanguageModel, training: TrainingConfig, sequence: int, lanes: LaneStates | None) -> None:
-    """Two micro-batches, the second adding to the gradients of the first, in segments if there are any; and an evaluation."""
+def _step(
+    model: LanguageModel, training: TrainingConfig, sequence: int, lanes: LaneStates | None, recorded: set[Recurrence]
+) -> None:
+    """Two micro-batches, the second adding to the gradients of the first, in segments if there are any; and an evaluation.
+
+    recorded: receives the recurrences.
+    """
     span = training.segment // sequence
     # a first, a middle and a last one of those that a gradient goes through together, and what comes behind them
     gradient = min(training.gradient_segments, 3)
@@ -87,13 +93,14 @@ def _step(model: LanguageModel, training: TrainingConfig, sequence: int, lanes: 
     batch = Batch(ids, ids, pos, tuple(range(training.micro_batch_size)))
     if lanes is not None:
         lanes.begin_step()
-    runner = MicrobatchRunner(model, [batch, batch], 1.0, segments, lanes)
+    forward_context = replace(model.forward_context, recorded=recorded)
+    runner = MicrobatchRunner(model, [batch, batch], 1.0, segments, lanes, forward_context)
     with fused_grad_accumulation():
         for operation in order:
             runner.run_operation(operation)
         runner.finish()
     with torch.no_grad():
-        y, _ = model(ids[:, :span], pos[:, :span], state_wanted=False)
+        y, _ = model(ids[:, :span], pos[:, :span], None, replace(forward_context, need_final_state=False))
         model.loss(y, ids[:, :span])
     drop_cast_weights(model)
     model.zero_grad()

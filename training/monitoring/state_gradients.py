@@ -21,7 +21,7 @@ from baton.models.lm import LanguageModel
 from baton.parallel.context_parallel import ContextLink, Direction, MessageTag
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import schedule
-from baton.training.evaluation.long_context import self_linked, sum_over_ranks
+from baton.training.evaluation.long_context import context_of_segments, sum_over_ranks
 from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
 
 REACH_THRESHOLD = 1e-3
@@ -169,11 +169,15 @@ def gradient_reach(
         batch = Batch(batch.tokens, wanted, batch.pos)
         labels += batch.count_labels()
     dist.all_reduce(labels, group=mesh.data_group)
-    with self_linked(model, mesh) as link, _constant(model):
+    forward_context = context_of_segments(model, mesh)
+    link = forward_context.link
+    assert link is not None
+    with _constant(model):
         watch = StateGradientMonitor(model, link, mesh)
         if batch is not None and float(labels):
             with watch.recording():
-                runner = MicrobatchRunner(model, [batch], 1.0 / float(labels), Segments(segments, segments), None)
+                scale, cut = 1.0 / float(labels), Segments(segments, segments)
+                runner = MicrobatchRunner(model, [batch], scale, cut, None, forward_context)
                 for operation in schedule(model.stage.index, model.stage.count, 1, segments, segments):
                     runner.run_operation(operation)
                 runner.finish()

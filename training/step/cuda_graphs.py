@@ -9,7 +9,7 @@ replay alike.
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -106,9 +106,11 @@ class CudaGraphs:
         scale, total = torch.ones((), device=like.tokens.device), torch.zeros((), device=like.tokens.device)
         gradients = [(p, torch.zeros_like(p)) for p in model.parameters() if p.requires_grad]
         losses: list[Tensor] = []
+        forward_context = replace(model.forward_context, need_final_state=False)
 
         def forward() -> None:
-            loss = model.loss(model(batch.tokens, batch.pos, state_wanted=False)[0], batch.labels) * scale
+            hidden, _ = model(batch.tokens, batch.pos, None, forward_context)
+            loss = model.loss(hidden, batch.labels) * scale
             total.add_(loss.detach())
             losses.append(loss)
 

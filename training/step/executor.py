@@ -156,7 +156,7 @@ class StepExecutor:
             if self._cuda_graphs is not None and trace is None:
                 runner = self._cuda_graphs.runner(batches, scale)
             else:
-                runner = MicrobatchRunner(self.model, batches, scale, segments, self.lanes)
+                runner = MicrobatchRunner(self.model, batches, scale, segments, self.lanes, self.model.forward_context)
             for operation in schedule(stage.index, stage.count, len(batches), segments.count, segments.gradient_segments):
                 if trace is not None:
                     trace.operation = operation

@@ -11,13 +11,14 @@ the gradient of another computation. `mismatched_states` compares them.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from baton.data_pipeline.packing import Batch
+from baton.models.forward_context import ForwardContext
 from baton.models.lm import LanguageModel, States
 from baton.parallel.pipeline import Operation
 from baton.training.bptt.lane_states import LaneStates
@@ -46,16 +47,25 @@ class _SavedSegment:
 
 
 class MicrobatchRunner:
-    """Runs the operations of one step. scale: factor of the losses. lanes: None if lanes carry no State.
+    """Runs the operations of one step.
+
+    scale: factor of the losses. lanes: None if lanes carry no State. forward_context: of every forward pass, which needs the final
+    State where it is compared or carried on.
 
     total: sum of the scaled losses, float32 []; 0 except on the last stage.
     """
 
     def __init__(
-        self, model: LanguageModel, batches: Sequence[Batch[Tensor]], scale: float, segments: Segments, lanes: LaneStates | None
+        self,
+        model: LanguageModel,
+        batches: Sequence[Batch[Tensor]],
+        scale: float,
+        segments: Segments,
+        lanes: LaneStates | None,
+        forward_context: ForwardContext,
     ) -> None:
         self._model, self._batches, self._scale, self._lanes = model, batches, scale, lanes
-        self._segments, self._link = segments, model.pipeline
+        self._segments, self._pipeline, self._context = segments, model.pipeline, forward_context
         self._saved_segments: dict[tuple[int, int], _SavedSegment] = {}
         self._activations: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._wraparound: int | None = None
@@ -86,13 +96,13 @@ class MicrobatchRunner:
     def _forward_no_grad(self, n: int, s: int) -> None:
         stage, batch = self._model.stage, self._batches[n].segment(s, self._segments.count)
         x = batch.tokens if stage.first else self._receive("forward", batch)
-        first, again = self._model.recomputation()
+        first, again = self._model.recomputation(self._context.link)
         initial_states = self._initial_states(n, s)
         with torch.no_grad(), self._virtual_segment(s), first:
-            y, final_states = self._model(x, batch.pos, initial_states)
+            y, final_states = self._model(x, batch.pos, initial_states, self._context)
         if not stage.last:
-            assert self._link is not None
-            self._link.send("forward", y)
+            assert self._pipeline is not None
+            self._pipeline.send("forward", y)
         self._saved_segments[n, s] = _SavedSegment(None if stage.first else x, again, _fingerprints(final_states))
 
     def _forward(self, n: int, s: int) -> None:
@@ -103,8 +113,9 @@ class MicrobatchRunner:
             x = self._receive("forward", batch) if saved is None else saved.x  # type: ignore[assignment]
             x.requires_grad_()
         initial_states = self._initial_states(n, s) if saved is None else None
+        context = replace(self._context, need_final_state=saved is not None or self._lanes is not None)
         with nullcontext() if saved is None else saved.again, self._virtual_segment(s):
-            y, final_states = self._model(x, batch.pos, initial_states, saved is not None or self._lanes is not None)
+            y, final_states = self._model(x, batch.pos, initial_states, context)
         if saved is not None:
             self._comparisons.append((s, _fingerprints(final_states) == saved.fingerprints))
         elif self._lanes is not None:
@@ -113,8 +124,8 @@ class MicrobatchRunner:
             y = self._model.loss(y, batch.labels) * self._scale
             self.total += y.detach()
         elif saved is None:
-            assert self._link is not None
-            self._link.send("forward", y)
+            assert self._pipeline is not None
+            self._pipeline.send("forward", y)
         self._activations[n, s] = x, y
 
     def _backward(self, n: int, s: int) -> None:
@@ -123,13 +134,13 @@ class MicrobatchRunner:
         dy = None if stage.last else self._receive("backward", self._batches[n].segment(s, self._segments.count))
         torch.autograd.backward([y], [dy])
         if not stage.first:
-            assert self._link is not None
+            assert self._pipeline is not None
             assert x.grad is not None
-            self._link.send("backward", x.grad)
+            self._pipeline.send("backward", x.grad)
 
     def _virtual_segment(self, s: int) -> AbstractContextManager[None]:
         """The link's context for a segment, counted within its group of segments that share a gradient."""
-        link, together = self._model.link, self._segments.gradient_segments
+        link, together = self._context.link, self._segments.gradient_segments
         return nullcontext() if link is None or self._segments.count == 1 else link.segment(s % together, count=together)
 
     def _initial_states(self, n: int, s: int) -> States | None:
@@ -137,14 +148,14 @@ class MicrobatchRunner:
         if self._lanes is None or s % self._segments.gradient_segments:
             return None
         self._recv_wraparound()
-        link = self._model.link
+        link = self._context.link
         return self._lanes.read(self._batches[n].lanes) if link is None or link.rank == 0 else None
 
     def _emit_state(self, n: int, final_states: States) -> None:
         """Store the State after a group's last segment in the lanes, or send it there: the last context rank has it, the first
         stores it."""
         assert self._lanes is not None
-        link = self._model.link
+        link = self._context.link
         if link is None or link.size == 1:
             self._lanes.write(self._batches[n].lanes, final_states)
         elif link.rank == link.size - 1:
@@ -158,7 +169,7 @@ class MicrobatchRunner:
         Deferred to the next use: an earlier receive would stall the GPU (see `_receive`).
         """
         if self._wraparound is not None:
-            link, lanes, batch = self._model.link, self._lanes, self._batches[self._wraparound]
+            link, lanes, batch = self._context.link, self._lanes, self._batches[self._wraparound]
             assert link is not None
             assert lanes is not None
             lanes.write(batch.lanes, lanes.from_message(link.recv_wraparound(lanes.message_specs, len(batch.lanes))))
@@ -171,8 +182,8 @@ class MicrobatchRunner:
         at its first launch, waits for running kernels: receives posted ahead of the schedule can make two stages wait for
         each other.
         """
-        assert self._link is not None
-        return self._link.irecv(kind, self._model.hidden_shape(batch.tokens), self._model.hidden_dtype).wait()
+        assert self._pipeline is not None
+        return self._pipeline.irecv(kind, self._model.hidden_shape(batch.tokens), self._model.hidden_dtype).wait()
 
 
 def _fingerprints(states: States) -> Tensor:
