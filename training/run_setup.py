@@ -30,8 +30,9 @@ from baton.training.config_checks import with_vocabulary
 from baton.training.errors import RunError
 from baton.training.kernel_tools.doctor import check_kernels
 from baton.training.monitoring import heartbeat
-from baton.training.monitoring.anomaly_detection import AnomalyDetector, EventLog
+from baton.training.monitoring.anomaly_detection import AnomalyDetector
 from baton.training.monitoring.anomaly_recovery import AnomalyRecovery
+from baton.training.monitoring.event_log import EventLog
 from baton.training.monitoring.metrics import MetricsLogger
 from baton.training.monitoring.peak_flops import device_peak
 from baton.training.monitoring.profiler import Profiler

@@ -26,7 +26,7 @@ from baton.launcher.run_directory import changed_since_last_start, check_run, op
 from baton.training.config import TrainingConfig
 from baton.training.lr_schedule import equal_lr_steps, learning_rate
 from baton.training.monitoring import time_ledger
-from baton.training.monitoring.anomaly_detection import read_events
+from baton.training.monitoring.event_log import read_events
 from baton.training.monitoring.metrics import read_metrics
 
 STEPS, DECAY = 12, 3

@@ -25,7 +25,8 @@ from baton.training.build import build
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.config import CheckpointConfig, EvaluationConfig, GuardConfig, MonitoringConfig
 from baton.training.errors import RunError
-from baton.training.monitoring.anomaly_detection import AnomalyDetector, read_events
+from baton.training.monitoring.anomaly_detection import AnomalyDetector
+from baton.training.monitoring.event_log import read_events
 from baton.training.monitoring.metrics import read_metrics
 from baton.training.run import RunSettings
 from baton.training.step.executor import StepExecutor

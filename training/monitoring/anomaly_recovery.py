@@ -15,7 +15,7 @@ from baton.data_pipeline.steps import DocumentRef, StepStream
 from baton.parallel.mesh import Mesh
 from baton.training.config import GuardConfig
 from baton.training.errors import RunError
-from baton.training.monitoring.anomaly_detection import EventLog
+from baton.training.monitoring.event_log import EventLog
 from baton.training.step.batch_distribution import StepBatches
 from baton.training.step.executor import StepResult
 
