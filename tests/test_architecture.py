@@ -143,6 +143,18 @@ def test_no_files_import_each_other():
     assert found == KNOWN_CIRCLES
 
 
+def test_no_operators_import_each_other():
+    """Folders of kernels/; compile/ also tunes operators, so it is not one of them."""
+    graph, kernels = {}, ROOT / "kernels"
+    for path, targets in import_graph().items():
+        folders = {other.parent for other in (path, *targets)}
+        if path.parent.parent == kernels and path.parent.name != "compile":
+            found = {f for f in folders - {path.parent} if f.parent == kernels and f.name != "compile"}
+            graph[path.parent] = graph.get(path.parent, set()) | found
+    assert {f.name for f in graph} >= {"common", "eidetic_attention", "window_attention"}
+    assert circles(graph) == set()
+
+
 def test_a_circle_is_seen():
     assert circles({1: {2}, 2: {3}, 3: {1, 4}, 4: set()}) == {frozenset({1, 2, 3})}
 

@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from baton.kernels.common.attention_tails import concat_tail, masked_attention, new_tails, seen_after, visibility_mask
 from baton.kernels.common.chunked_autograd import run_chunked
 from baton.kernels.eidetic_attention.topk_memory import gather_rows, topk
 from baton.kernels.protocol import Inputs, State
-from baton.kernels.window_attention.chunked import concat_tail, masked_attention, new_tails, seen_after, visibility_mask
 
 _BLOCK = 128
 

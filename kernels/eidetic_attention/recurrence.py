@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.kernels.common.attention_tails import new_tails
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import randn
 from baton.kernels.eidetic_attention.chunked import Options
@@ -20,7 +21,6 @@ from baton.kernels.eidetic_attention.op import (
 )
 from baton.kernels.eidetic_attention.reference import eidetic_attention_reference
 from baton.kernels.protocol import Inputs, Recurrence, State, StateFirstRecurrence, StateSpec
-from baton.kernels.window_attention.chunked import new_tails
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.common import launch_utils
+from baton.kernels.common.attention_tails import concat_tail, new_tails, seen_after
 from baton.kernels.compile import launch_configs
 from baton.kernels.eidetic_attention.chunked import TAILS, Options
 from baton.kernels.eidetic_attention.joint_attention_launch import (
@@ -20,7 +21,6 @@ from baton.kernels.eidetic_attention.joint_attention_launch import (
 from baton.kernels.eidetic_attention.topk_memory import gather_rows
 from baton.kernels.eidetic_attention.topk_memory_launch import select_memories
 from baton.kernels.protocol import Inputs, State
-from baton.kernels.window_attention.chunked import concat_tail, new_tails, seen_after
 
 _ROWS, _CHANNELS = 16, 256  # block of y from which scores are summed
 

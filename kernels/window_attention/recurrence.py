@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from baton.kernels.common.attention_tails import new_tails, seen_after
 from baton.kernels.common.example_inputs import randn
 from baton.kernels.protocol import Inputs, Recurrence, State, StateSpec
-from baton.kernels.window_attention.chunked import new_tails, seen_after
 from baton.kernels.window_attention.op import window_attention
 from baton.kernels.window_attention.reference import window_attention_reference
 

@@ -6,10 +6,10 @@ Visibility is a matter of distances, so there are no masks, and keys outside a t
 import torch
 from torch import Tensor
 
+from baton.kernels.common.attention_tails import concat_tail, new_tails, seen_after
 from baton.kernels.compile import launch_configs
 from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, LaunchConfig, Visibility, joint_attention, shape_of
 from baton.kernels.protocol import State
-from baton.kernels.window_attention.chunked import concat_tail, new_tails, seen_after
 
 SHORT = 16
 """With fewer tokens, as in decoding, PyTorch's attention is used: a kernel is compiled for each number of tail rows."""
