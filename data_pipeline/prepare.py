@@ -22,10 +22,10 @@ from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint, write_atomically, write_json
 from baton.data_pipeline.input_files import InputFiles, find_input_files
+from baton.data_pipeline.input_pieces import split_source
 from baton.data_pipeline.prepare_plan import PARTS, claimed_folder, make_plan, make_tasks, unreadable
 from baton.data_pipeline.prepare_workers import PrepareTask, TaskRecord, record_path, run_tasks
 from baton.data_pipeline.progress import Progress, shown
-from baton.data_pipeline.records import split_source
 from baton.data_pipeline.shards import (
     DATASET,
     FORMAT,

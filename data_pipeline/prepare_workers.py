@@ -21,8 +21,8 @@ from baton.data_pipeline.config import PrepareConfig
 from baton.data_pipeline.errors import DataError, InputError
 from baton.data_pipeline.files import read_json, sha256_file, write_json
 from baton.data_pipeline.input_files import InputPiece, Rejected, held_out
+from baton.data_pipeline.input_pieces import read_piece
 from baton.data_pipeline.progress import Progress
-from baton.data_pipeline.records import read_piece
 from baton.data_pipeline.shards import ShardSummary, ShardWriter, file_size, index_name, token_payload
 from baton.data_pipeline.tokenizer import Tokenizer
 

@@ -47,10 +47,6 @@ MOST_IMPORTERS = 20
 SHARED = ("kernels/protocol.py", "parallel/mesh.py")
 
 
-KNOWN_CIRCLES = {
-    frozenset({"data_pipeline/archive.py", "data_pipeline/parquet.py", "data_pipeline/records.py"}),
-}
-"""To be taken apart; none may be added."""
 KNOWN_IMPORTERS = {
     "data_pipeline/file_io.py": 25,
     "kernels/common/launch_utils.py": 24,
@@ -140,7 +136,7 @@ def test_imports_go_one_way(package):
 
 def test_no_files_import_each_other():
     found = {frozenset(str(path.relative_to(ROOT)) for path in circle) for circle in circles(import_graph())}
-    assert found == KNOWN_CIRCLES
+    assert found == set()
 
 
 def test_no_operators_import_each_other():

@@ -25,9 +25,9 @@ from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError, StorageError
 from baton.data_pipeline.evaluation import documents
 from baton.data_pipeline.input_files import Document, Rejected, find_input_files
+from baton.data_pipeline.input_pieces import read_piece, split_source
 from baton.data_pipeline.prepare import prepare
 from baton.data_pipeline.prepare_plan import PARTS
-from baton.data_pipeline.records import read_piece, split_source
 from baton.data_pipeline.verify import verify
 
 
