@@ -14,8 +14,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from baton.data_pipeline.errors import DataError, StorageError
-from baton.data_pipeline.file_io import is_transient, unreadable
+from baton.data_pipeline.errors import DataError, StorageError, is_transient, unreadable
 from baton.data_pipeline.files import fingerprint
 from baton.data_pipeline.lane_order import Int64
 from baton.data_pipeline.remote import Cache

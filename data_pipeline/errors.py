@@ -1,4 +1,14 @@
-"""Exceptions that this package raises on purpose. Their text is one line: what is wrong, where, and what to do."""
+"""Exceptions that this package raises on purpose, and which errors of file systems are transient.
+
+An exception's text is one line: what is wrong, where, and what to do.
+
+A read error says nothing about a file's bytes. A file server that fails over returns EIO or ESTALE once, and the next read
+succeeds; a quota is raised, a disk is emptied. Such errors are transient: they are retried, and then raised as `StorageError`,
+whose exit status asks for another start. Errors that only a person can fix (a missing file, no permission) are not.
+"""
+
+import errno
+import os
 
 
 class DataError(Exception):
@@ -42,3 +52,26 @@ class InputError(DataError):
 
     def __str__(self) -> str:
         return f"cannot read the input {self.path}: {self.what}; restore the file or exclude it"
+
+
+_PERMANENT = "NOENT NOTDIR ISDIR ACCES PERM ROFS LOOP NAMETOOLONG EXIST NOTEMPTY INVAL"
+PERMANENT = frozenset(getattr(errno, f"E{name}") for name in _PERMANENT.split())
+"""Errors that a retry does not fix: the path or its permissions are wrong."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether this is a file system's error, and the same request may succeed later."""
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in PERMANENT
+
+
+def error_reason(error: BaseException) -> str:
+    """The error in a few words, without the path, which is part of the surrounding sentence."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def unreadable(path: str | os.PathLike[str], error: BaseException) -> StorageError:
+    """The error for a file that cannot be read at present, though it may be intact."""
+    return StorageError(
+        f"{path}: cannot be read at present ({error_reason(error)}); the file may be sound: start again once its file system "
+        "answers"
+    )

@@ -1,8 +1,6 @@
 """Files on disks and file servers that fail temporarily: retries, and appending whole lines.
 
-A read error says nothing about a file's bytes. A file server that fails over returns EIO or ESTALE once, and the next read
-succeeds; a quota is raised, a disk is emptied. Such errors are retried, and then raised as `StorageError`, whose exit status asks
-for another start. Errors that only a person can fix (a missing file, no permission) are raised at once.
+Transient errors (`errors.is_transient`) are retried, and then raised as `StorageError`. Others are raised at once.
 """
 
 import errno
@@ -12,21 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from baton.data_pipeline.errors import StorageError
+from baton.data_pipeline.errors import is_transient, unreadable
 
 T = TypeVar("T")
 
 PAUSES_S = (0.5, 2.0, 8.0)
 """Seconds before the second try and each further one: longer than a failed request, shorter than a launcher's time limit."""
-
-_PERMANENT = "NOENT NOTDIR ISDIR ACCES PERM ROFS LOOP NAMETOOLONG EXIST NOTEMPTY INVAL"
-PERMANENT = frozenset(getattr(errno, f"E{name}") for name in _PERMANENT.split())
-"""Errors that a retry does not fix: the path or its permissions are wrong."""
-
-
-def is_transient(error: BaseException) -> bool:
-    """Whether this is a file system's error, and the same request may succeed later."""
-    return isinstance(error, OSError) and error.errno is not None and error.errno not in PERMANENT
 
 
 def retry_transient(work: Callable[[], T]) -> T:
@@ -39,19 +28,6 @@ def retry_transient(work: Callable[[], T]) -> T:
                 raise
             time.sleep(pause)
     return work()
-
-
-def error_reason(error: BaseException) -> str:
-    """The error in a few words, without the path, which is part of the surrounding sentence."""
-    return getattr(error, "strerror", None) or str(error)
-
-
-def unreadable(path: str | os.PathLike[str], error: BaseException) -> StorageError:
-    """The error for a file that cannot be read at present, though it may be intact."""
-    return StorageError(
-        f"{path}: cannot be read at present ({error_reason(error)}); the file may be sound: start again once its file system "
-        "answers"
-    )
 
 
 def read_text(path: Path) -> str:

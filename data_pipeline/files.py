@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from baton.data_pipeline.errors import DataError, StorageError
-from baton.data_pipeline.file_io import error_reason, is_transient, retry_transient, unreadable
+from baton.data_pipeline.errors import DataError, StorageError, error_reason, is_transient, unreadable
+from baton.data_pipeline.file_io import retry_transient
 
 TEMPORARY = ".tmp"
 

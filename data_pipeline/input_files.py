@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.data_pipeline.compressed import SUFFIXES
-from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.file_io import is_transient, unreadable
+from baton.data_pipeline.errors import DataError, is_transient, unreadable
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import BinaryIO
 
 from baton.data_pipeline.archive import read_tar
 from baton.data_pipeline.compressed import Decompressed
-from baton.data_pipeline.errors import InputError
-from baton.data_pipeline.file_io import error_reason, is_transient
+from baton.data_pipeline.errors import InputError, error_reason, is_transient
 from baton.data_pipeline.formats import (
     HEAD_BYTES,
     JSON_SUFFIXES,

@@ -7,8 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pyarrow.types
 
-from baton.data_pipeline.errors import DataError, InputError
-from baton.data_pipeline.file_io import is_transient
+from baton.data_pipeline.errors import DataError, InputError, is_transient
 from baton.data_pipeline.input_files import InputFile, InputPiece, Rejected
 from baton.data_pipeline.records import Record, accept
 

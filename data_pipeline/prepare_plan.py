@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.data_pipeline.config import PrepareConfig
-from baton.data_pipeline.errors import DataError, FolderBusyError, InputError, StorageError
-from baton.data_pipeline.file_io import error_reason, is_transient
+from baton.data_pipeline.errors import DataError, FolderBusyError, InputError, StorageError, error_reason, is_transient
 from baton.data_pipeline.files import read_json, write_json
 from baton.data_pipeline.input_files import InputFile, InputPiece, exclusion
 from baton.data_pipeline.lock import LockHeldError, exclusive

@@ -23,8 +23,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.file_io import is_transient, retry_transient, unreadable
+from baton.data_pipeline.errors import DataError, is_transient, unreadable
+from baton.data_pipeline.file_io import retry_transient
 from baton.data_pipeline.files import AtomicFile, write_atomically
 
 # A dataset's folder: this format, described by DATASET (written last), with what was asked for in PLAN and what was refused in

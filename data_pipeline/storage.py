@@ -13,7 +13,8 @@ from typing import BinaryIO, Self, cast
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from baton.data_pipeline.file_io import is_transient, retry_transient
+from baton.data_pipeline.errors import is_transient
+from baton.data_pipeline.file_io import retry_transient
 from baton.data_pipeline.remote import Cache, HttpStream, with_retries
 
 _SKIP_BYTES = 1 << 22

@@ -20,8 +20,8 @@ import numpy.typing as npt
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2 as model_pb2
 
-from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.file_io import is_transient, retry_transient, unreadable
+from baton.data_pipeline.errors import DataError, is_transient, unreadable
+from baton.data_pipeline.file_io import retry_transient
 from baton.data_pipeline.files import write_atomically
 
 EOD_PIECE = "<doc>"

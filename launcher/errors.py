@@ -2,8 +2,7 @@
 
 import errno
 
-from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.file_io import error_reason, is_transient
+from baton.data_pipeline.errors import StorageError, error_reason, is_transient
 
 _OF_DISKS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors that are of no other device, also where they do not name their file."""

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import torch
 
-from baton.data_pipeline.file_io import append_line, is_transient
+from baton.data_pipeline.errors import is_transient
+from baton.data_pipeline.file_io import append_line
 from baton.data_pipeline.run_source import ShardSource, open_source
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import read_config

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.file_io import is_transient, read_text
+from baton.data_pipeline.errors import StorageError, is_transient
+from baton.data_pipeline.file_io import read_text
 from baton.data_pipeline.lock import LockHeldError, exclusive
 from baton.launcher.changes import changes, refusal, with_changes_in_place
 from baton.launcher.config import RunConfig

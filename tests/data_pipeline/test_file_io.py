@@ -9,8 +9,8 @@ import pytest
 
 from baton.data_pipeline import file_io
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.errors import DataError, StorageError
-from baton.data_pipeline.file_io import append_line, is_transient, read_text, retry_transient
+from baton.data_pipeline.errors import DataError, StorageError, is_transient
+from baton.data_pipeline.file_io import append_line, read_text, retry_transient
 from baton.data_pipeline.input_files import find_input_files
 from baton.data_pipeline.prepare import prepare
 from baton.data_pipeline.tokenizer import Tokenizer

@@ -19,7 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.data_pipeline.file_io import is_transient, retry_transient, unreadable
+from baton.data_pipeline.errors import is_transient, unreadable
+from baton.data_pipeline.file_io import retry_transient
 from baton.training.checkpoint.digest import box_digest
 from baton.training.checkpoint.shard_boxes import ShardBox
 from baton.training.errors import CheckpointError

@@ -12,7 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from baton.data_pipeline.file_io import PAUSES_S, is_transient, read_text, retry_transient, unreadable
+from baton.data_pipeline.errors import is_transient, unreadable
+from baton.data_pipeline.file_io import PAUSES_S, read_text, retry_transient
 from baton.kernels.compile import launch_configs
 from baton.training.errors import CheckpointError
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.file_io import error_reason, is_transient, sync_folder, unreadable
+from baton.data_pipeline.errors import StorageError, error_reason, is_transient, unreadable
+from baton.data_pipeline.file_io import sync_folder
 from baton.parallel.mesh import Mesh
 from baton.training.checkpoint.digest import combine_digests
 from baton.training.checkpoint.files import CheckpointFiles, ShardBoxes, StagedBox, Staging, file_name, write_file

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.file_io import error_reason, is_transient, retry_transient, unreadable
+from baton.data_pipeline.errors import StorageError, error_reason, is_transient, unreadable
+from baton.data_pipeline.file_io import retry_transient
 from baton.training.checkpoint.digest import combine_digests
 from baton.training.checkpoint.files import CheckpointFiles
 from baton.training.checkpoint.manifest import Manifest, check_file

@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
-from baton.data_pipeline.file_io import error_reason
+from baton.data_pipeline.errors import error_reason
 from baton.training.errors import RunError
 
 PLOTTED_KINDS = ("long_context", "state_gradients", "gradient_reach")

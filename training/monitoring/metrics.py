@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.data_pipeline.errors import StorageError
-from baton.data_pipeline.file_io import PAUSES_S, error_reason, is_transient
+from baton.data_pipeline.errors import StorageError, error_reason, is_transient
+from baton.data_pipeline.file_io import PAUSES_S
 from baton.training.errors import RunError
 from baton.training.monitoring.tensorboard import TensorBoardWriter
 from baton.training.monitoring.wandb_config import WandbConfig
