@@ -22,9 +22,10 @@ from baton.launcher.yaml_file import parse_yaml, read_yaml
 from baton.models.config import ModelConfig
 from baton.models.stages import partition_layers
 from baton.parallel.config import LayoutConfig, divisors
-from baton.training.config import ComputeDtype, ProfileConfig, TrainingConfig
+from baton.training.config import ComputeDtype, TrainingConfig
 from baton.training.config_checks import check_long_evaluation, with_vocabulary
 from baton.training.micro_batch_size import fit_micro_batch_size
+from baton.training.monitoring.config import ProfileConfig
 
 
 class RunConfig(BaseModel):

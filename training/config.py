@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.parallel.config import divisors
+from baton.training.checkpoint.config import CheckpointConfig
 from baton.training.errors import RunError
-from baton.training.monitoring.wandb_config import WandbConfig
+from baton.training.monitoring.config import GuardConfig, MonitoringConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0)]
@@ -70,36 +71,6 @@ class BpttConfig(_Settings):
     )
 
 
-class CheckpointConfig(_Settings):
-    """When to save and what to keep."""
-
-    every: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(1000, description="steps between checkpoints; the last step is "
-        "always saved. auto: what loses the least time, by what a save is found to cost and failures_per_rank_day")  # fmt: skip
-    failures_per_rank_day: float = Field(5e-4, gt=0, description="auto: how often a rank fails; the default is what Llama 3 405B "
-                                         "met, 419 failures of 16,384 GPUs in 54 days")  # fmt: skip
-    async_save: bool = Field(True, description="train on while a checkpoint is written, from a copy in host memory that takes "
-                               "12 bytes per parameter, over the data ranks")  # fmt: skip
-    keep_last: int = Field(3, ge=1, description="checkpoints kept; more than one, to fall back on when one is damaged")
-    keep_every: int = Field(0, ge=0, description="checkpoints of steps that are a multiple of this are kept for ever; 0: none is")
-    keep_best: int = Field(0, ge=0, description="of the checkpoints with a validation loss (evaluation.every falls on their step), "
-                           "so many of the best are kept too")  # fmt: skip
-
-
-class GuardConfig(_Settings):
-    """What to do about anomalous steps: a loss or gradients that are not finite, or far beyond those before."""
-
-    policy: Literal["stop", "skip", "rollback"] = Field("stop", description="stop: end the run, which resumes from its last "
-        "checkpoint; skip: make no update from this step's documents; rollback: go back to the last checkpoint and leave the "
-        "documents out that did it")  # fmt: skip
-    max_interventions: int = Field(3, ge=0, description="skips or rollbacks of one start of the run; the next one stops it")
-    loss_spike: float = Field(0.0, ge=0, description="a loss this many times the median of the steps before is a spike; 0: only "
-                              "what is not finite counts")  # fmt: skip
-    norm_spike: float = Field(0.0, ge=0, description="the same for the gradients' norm before the clip, which the clip else tames")
-    update_spike: float = Field(0.0, ge=0, description="the same for the norm of the parameters' change, seen after it was made: "
-                                "skip cannot help any more, and stops")  # fmt: skip
-    window: int = Field(64, ge=2, description="steps before that are compared with; half of them must be there")
-
-
 class EvaluationConfig(_Settings):
     """Loss and bits per byte on the validation split, and a sample of text; loss and accuracy on a synthetic task."""
 
@@ -124,42 +95,6 @@ class EvaluationConfig(_Settings):
     def long_rows_tokens(self) -> int:
         """Tokens of a long row that are read; 0: nobody looks at any."""
         return max(self.long_tokens, self.gradient_reach_segment_length * self.gradient_reach_segments) if self.every else 0
-
-
-class MonitoringConfig(_Settings):
-    """Further norms that are logged."""
-
-    update_norm_every: int = Field(10, ge=0, description="steps between norms of the parameters' change, from AdamW's moments, at "
-                                   "the memory of one chunk; 0: never")  # fmt: skip
-    state_grad_norm_every: int = Field(100, ge=0, description="steps between norms of the State gradients at the boundaries of "
-                                  "segments and sequence ranks, by layer; 0: never. None where no State goes on")  # fmt: skip
-    wandb: WandbConfig | None = Field(None, description="mirror metrics.jsonl to Weights & Biases at every checkpoint; null: no")
-
-
-class ProfileConfig(_Settings):
-    """Profiling of a few steps: RUN/profile gets their trace, and a table as text and JSON."""
-
-    steps: int = Field(3, ge=1, description="steps that are looked at, one after the other; more: a larger trace, of which the "
-                       "first ones say most")  # fmt: skip
-    skip_steps: int = Field(
-        5,
-        ge=1,
-        description="steps of this start before the profiled ones: they compile kernels, fill the allocator's cache and give the "
-        "time of a step without the profiler",
-    )
-    ranks: Literal["first", "all"] = Field("first", description="first: rank 0 alone, and the others wait for it; all: each rank "
-                                           "writes its own")  # fmt: skip
-    peak_tflops: float | None = Field(None, gt=0, description="of one device, in the run's precision, that utilisation (MFU) is a "
-                                      "share of; null: its data sheet's, where the GPU is known")  # fmt: skip
-
-    def check(self, steps: int) -> None:
-        """Raises RunError for a run of too few steps."""
-        if self.skip_steps + self.steps > steps:
-            raise RunError(
-                f"profile: training.steps={steps} is less than the {self.skip_steps} steps before the profiled ones and these "
-                f"{self.steps}; set training.steps={self.skip_steps + self.steps} or more, or profile.skip_steps or profile.steps "
-                f"to less"
-            )
 
 
 class TrainingConfig(_Settings):

@@ -9,7 +9,8 @@ from baton.data_pipeline.config import DataConfig
 from baton.data_pipeline.run_source import ShardSource, TaskSource
 from baton.models.config import ModelConfig
 from baton.training.build import model_fingerprint
-from baton.training.config import ProfileConfig, TrainingConfig
+from baton.training.config import TrainingConfig
+from baton.training.monitoring.config import ProfileConfig
 
 
 @dataclass(frozen=True)

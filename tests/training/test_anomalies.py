@@ -22,10 +22,12 @@ from baton.models.config import ModelConfig
 from baton.models.settings import kinds
 from baton.training import loop, run_setup
 from baton.training.build import build
+from baton.training.checkpoint.config import CheckpointConfig
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.config import CheckpointConfig, EvaluationConfig, GuardConfig, MonitoringConfig
+from baton.training.config import EvaluationConfig
 from baton.training.errors import RunError
 from baton.training.monitoring.anomaly_detection import AnomalyDetector
+from baton.training.monitoring.config import GuardConfig, MonitoringConfig
 from baton.training.monitoring.event_log import read_events
 from baton.training.monitoring.metrics import read_metrics
 from baton.training.run import RunSettings

@@ -11,7 +11,8 @@ from baton.data_pipeline.config import MqarConfig
 from baton.models.config import ModelConfig
 from baton.training import loop
 from baton.training.callbacks import callback as callbacks
-from baton.training.config import CheckpointConfig, EvaluationConfig
+from baton.training.checkpoint.config import CheckpointConfig
+from baton.training.config import EvaluationConfig
 from baton.training.errors import RunError
 from baton.training.monitoring.metrics import read_metrics
 from baton.training.run import RunSettings

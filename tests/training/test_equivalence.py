@@ -16,7 +16,8 @@ from baton.parallel.param_layout import gather_parameters, initialize_parameters
 from baton.parallel.zero import parameter_groups
 from baton.training import loop
 from baton.training.build import build
-from baton.training.config import CheckpointConfig, EvaluationConfig
+from baton.training.checkpoint.config import CheckpointConfig
+from baton.training.config import EvaluationConfig
 from baton.training.config_checks import with_vocabulary
 from baton.training.lr_schedule import learning_rates
 from baton.training.monitoring.metrics import read_metrics

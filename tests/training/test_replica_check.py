@@ -15,9 +15,10 @@ from baton.parallel.param_layout import layout_of
 from baton.training import loop, run_setup
 from baton.training.build import build
 from baton.training.callbacks.replica_check import ReplicaCheckCallback
+from baton.training.checkpoint.config import CheckpointConfig
 from baton.training.checkpoint.interval import CheckpointSchedule
 from baton.training.checkpoint.shard_boxes import optimizer_boxes
-from baton.training.config import CheckpointConfig, EvaluationConfig
+from baton.training.config import EvaluationConfig
 from baton.training.errors import RunError
 from baton.training.lr_schedule import learning_rates
 from baton.training.monitoring import replica_check

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from baton.training.monitoring.config import WandbConfig
 from baton.training.monitoring.metrics import MetricsLogger
-from baton.training.monitoring.wandb_config import WandbConfig
 
 OFFLINE = WandbConfig(project="baton-test", mode="offline")
 

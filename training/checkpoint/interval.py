@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from baton.parallel.mesh import Mesh
-from baton.training.config import CheckpointConfig
+from baton.training.checkpoint.config import CheckpointConfig
 
 FIRST_SAVE_STEPS = 10
 """Steps to the first save where the interval is to be found: enough to know a step's time."""

@@ -8,7 +8,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from baton.training.config import GuardConfig
+from baton.training.monitoring.config import GuardConfig
 
 
 class AnomalyDetector:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from baton.data_pipeline.lane_order import Cursor
 from baton.data_pipeline.steps import DocumentRef, StepStream
 from baton.parallel.mesh import Mesh
-from baton.training.config import GuardConfig
 from baton.training.errors import RunError
+from baton.training.monitoring.config import GuardConfig
 from baton.training.monitoring.event_log import EventLog
 from baton.training.step.batch_distribution import StepBatches
 from baton.training.step.executor import StepResult

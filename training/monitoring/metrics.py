@@ -14,8 +14,8 @@ from typing import Any
 from baton.data_pipeline.errors import StorageError, error_reason, is_transient
 from baton.data_pipeline.file_io import PAUSES_S
 from baton.training.errors import RunError
+from baton.training.monitoring.config import WandbConfig
 from baton.training.monitoring.tensorboard import TensorBoardWriter
-from baton.training.monitoring.wandb_config import WandbConfig
 from baton.training.monitoring.wandb_writer import WandbWriter
 
 

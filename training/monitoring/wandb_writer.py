@@ -21,8 +21,8 @@ import yaml
 
 from baton.data_pipeline.files import write_json
 from baton.training.errors import RunError
+from baton.training.monitoring.config import WandbConfig
 from baton.training.monitoring.tensorboard import row_scalars
-from baton.training.monitoring.wandb_config import WandbConfig
 
 FINISH_S = 30.0
 """Seconds that the end of a run waits for what is not uploaded yet."""
