@@ -48,7 +48,6 @@ SHARED = ("kernels/protocol.py", "parallel/mesh.py")
 
 
 KNOWN_IMPORTERS = {
-    "kernels/common/launch_utils.py": 24,
     "models/settings/declarations.py": 24,
     "parallel/tensor.py": 23,
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baton.kernels.common.launch_utils import without_autocast
+from baton.kernels.common.autocast import without_autocast
 from baton.kernels.protocol import Inputs, State
 
 Step = Callable[[Inputs, Tensor | None, State], tuple[Tensor, State]]

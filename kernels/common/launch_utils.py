@@ -3,7 +3,6 @@
 Kernels take the batch, token and head strides of a tensor; its last dimension must be contiguous.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -34,11 +33,6 @@ def contiguous_aligned(x: Tensor) -> Tensor:
     """x, or a copy of it, contiguous and 16-byte aligned, so that kernels may use 16-byte loads."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Disables autocast on x's device inside the context. The meta device has no autocast."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def next_power_of_2(n: int) -> int:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baton.kernels.common.autocast import without_autocast
 from baton.kernels.common.chunked_autograd import compute_dtype, run_chunked
-from baton.kernels.common.launch_utils import without_autocast
 from baton.kernels.protocol import Inputs, State
 
 CHUNK = 64

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from baton.kernels.common.autocast import without_autocast
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_log_gates, randn
-from baton.kernels.common.launch_utils import without_autocast
 from baton.kernels.delta_rule.chunked import delta_rule_transition
 from baton.kernels.delta_rule.op import delta_rule
 from baton.kernels.delta_rule.reference import delta_rule_reference

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from baton.kernels.common.autocast import without_autocast
 from baton.kernels.common.elementwise import padded_buffer
-from baton.kernels.common.launch_utils import without_autocast
 
 # Elements of one expanded buffer (tokens x batch x channels x d_state). Measured on 1 and 2 cores; see chunk_length.
 _CHUNK_ELEMENTS = 1 << 19

@@ -9,8 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from baton.kernels.common.autocast import without_autocast
 from baton.kernels.common.chunked_autograd import compute_dtype, run_chunked
-from baton.kernels.common.launch_utils import next_power_of_2, without_autocast
+from baton.kernels.common.launch_utils import next_power_of_2
 from baton.kernels.gated_linear_attention.chunk_math import (
     ChannelDecay,
     ScalarDecay,

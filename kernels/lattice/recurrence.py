@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baton.kernels.common.autocast import without_autocast
 from baton.kernels.common.chunked_autograd import compute_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_keys, randn
-from baton.kernels.common.launch_utils import without_autocast
 from baton.kernels.lattice.chunked import Options, Prepared, apply_limits, chunk_length, initial_slots, prepare, run_chunk
 from baton.kernels.lattice.op import lattice
 from baton.kernels.lattice.reference import lattice_reference

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from baton.kernels.common.autocast import without_autocast
 from baton.kernels.common.elementwise import LOG2_E, exp2_, padded_buffer
-from baton.kernels.common.launch_utils import without_autocast
 
 
 def short_conv_torch(
