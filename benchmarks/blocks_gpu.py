@@ -29,9 +29,9 @@ from torch.profiler import ProfilerActivity, profile
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel import mesh as meshes
+from baton.parallel.cast_weights import drop_cast_weights
 from baton.parallel.config import LayoutConfig
 from baton.parallel.param_layout import initialize_parameters
-from baton.parallel.tensor import drop_cast_weights
 
 AGREE = 2e-2  # of two bfloat16 computations that round in other places
 CHOOSES = {"bmojo"}  # what is remembered, by scores that rounding puts in another order

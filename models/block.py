@@ -1,8 +1,8 @@
 """A layer: sub-blocks x + mixer(norm(x)) one after the other, around a residual stream.
 
 A sub-block returns the stream as (x, branch): the next norm reads the stream anyway and adds the branch in the same kernel. Where
-tensor ranks share the residual stream, both are this rank's part of the tokens (baton.parallel.tensor), and the normalised tokens
-are gathered in front of the mixer, in the compute type.
+tensor ranks share the residual stream, both are this rank's part of the tokens (baton.parallel.tensor_group), and the normalised
+tokens are gathered in front of the mixer, in the compute type.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from baton.models.mixer_context import MixerContext
 from baton.models.norm import RMSNorm, Stream, summed
 from baton.models.settings.declarations import sub_block_norm
 from baton.parallel.context_parallel import ContextLink
-from baton.parallel.tensor import gather_tokens
+from baton.parallel.tensor_group import gather_tokens
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from baton.kernels.cross_entropy import gradient, partial_sums
 from baton.parallel.linear import accumulate_product
 from baton.parallel.megatron import parallel_state
-from baton.parallel.tensor import tensor_size
+from baton.parallel.tensor_group import tensor_size
 
 
 def linear_cross_entropy(

@@ -25,14 +25,8 @@ from baton.models.stages import Stage, single_stage
 from baton.parallel.context_parallel import ContextLink
 from baton.parallel.param_layout import declare, layout_of
 from baton.parallel.pipeline import PipelineLink
-from baton.parallel.tensor import (
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    gather_from_tensor_group,
-    gather_tokens,
-    megatron_config,
-    tokens_per_rank,
-)
+from baton.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, megatron_config
+from baton.parallel.tensor_group import gather_from_tensor_group, gather_tokens, tokens_per_rank
 
 States = dict[str, State]
 """State of each layer, by the layer's number in the whole model."""

@@ -8,7 +8,7 @@ from baton.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from baton.models import cached_constants
 from baton.models.mixer_context import MixerContext
 from baton.models.settings.declarations import ParameterDeclaration
-from baton.parallel.tensor import copy_to_tensor_group, sum_over_tensor_group
+from baton.parallel.tensor_group import copy_to_tensor_group, sum_over_tensor_group
 
 Stream = tuple[Tensor, Tensor | None]
 """A residual stream as (x, branch): branch is the last sub-block's output, which the next norm adds to x, or None."""

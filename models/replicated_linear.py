@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from baton.models.mixer_context import MixerContext
 from baton.models.settings.declarations import ParameterDeclaration
+from baton.parallel.cast_weights import CastWeightCache
 from baton.parallel.linear import linear
-from baton.parallel.tensor import CastWeightCache, copy_to_tensor_group
+from baton.parallel.tensor_group import copy_to_tensor_group
 
 
 class ReplicatedLinear(CastWeightCache, nn.Module):

@@ -18,7 +18,8 @@ from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings.ssm_block import SSMBlockConfig
-from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_group
+from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from baton.parallel.tensor_group import copy_to_tensor_group
 
 _CONV = ShortConv("silu")
 

@@ -1,50 +1,21 @@
-"""Tensor-parallel layers: megatron-core's, with fp32 parameters, a layout each, and matmuls in the compute dtype.
-
-A parameter stays fp32 (ZeRO's master copy is made from it) and is cast for the matmul once per optimizer step, not once per
-micro-batch: call `drop_cast_weights` after every change of the parameters.
-
-With layout.sequence_parallel tensor ranks share the residual stream, and each has a part of the tokens: of the N = B T tokens of a
-micro-batch, flat in memory, rank r has tokens [r n, (r + 1) n) with n = ceil(N / ranks). Where ranks do not divide N, as in
-decoding a token at a time, the last parts are padded with rows that are no tokens: gathering drops them and scattering makes them
-zero.
-"""
+"""Tensor-parallel layers: megatron-core's, with fp32 parameters, a layout each, and matmuls in the compute dtype
+(`cast_weights`)."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from baton.parallel.cast_weights import CastWeightCache
 from baton.parallel.config import divisors
 from baton.parallel.embedding import embedding
 from baton.parallel.errors import LayoutError
 from baton.parallel.linear import linear
-from baton.parallel.megatron import ModelParallelConfig, parallel_state, tensor_parallel
+from baton.parallel.megatron import ModelParallelConfig, tensor_parallel
 from baton.parallel.param_layout import Init, ParameterLayout, declare
-
-
-def tensor_size() -> int:
-    """Ranks of this process's tensor group; 1 where no groups were made, as in a program that uses the modules alone."""
-    ready = parallel_state.model_parallel_is_initialized()
-    return int(parallel_state.get_tensor_model_parallel_world_size()) if ready else 1
-
-
-def copy_to_tensor_group(x: Tensor) -> Tensor:
-    """Identity whose backward sums the gradient over the tensor group: for a replicated input of split channels."""
-    return x if tensor_size() == 1 else tensor_parallel.copy_to_tensor_model_parallel_region(x)
-
-
-def sum_over_tensor_group(x: Tensor) -> Tensor:
-    """The sum of all tensor ranks' x, whose backward is the identity."""
-    return x if tensor_size() == 1 else tensor_parallel.reduce_from_tensor_model_parallel_region(x)
-
-
-def gather_from_tensor_group(x: Tensor) -> Tensor:
-    """All tensor ranks' x, one after the other in the last dimension."""
-    return x if tensor_size() == 1 else tensor_parallel.gather_from_tensor_model_parallel_region(x)
+from baton.parallel.tensor_group import pad_to_parts, sum_over_tensor_group, tensor_size
 
 
 def megatron_config(tensor_size: int) -> ModelParallelConfig:
@@ -56,50 +27,6 @@ def megatron_config(tensor_size: int) -> ModelParallelConfig:
         perform_initialization=False,
         gradient_accumulation_fusion=False,
     )
-
-
-def tokens_per_rank(tokens: int, tensor_size: int) -> int:
-    """Rows of each rank's part of this many tokens."""
-    return -(-tokens // tensor_size)
-
-
-def gather_tokens(part: Tensor, shape: Sequence[int]) -> Tensor:
-    """Every rank's part [tokens_per_rank(N), d_model] put together on every rank: [*shape, d_model], N tokens in `shape`.
-
-    For consumers that each find only this rank's part of the gradient: in backward the parts are summed, each rank having the sum
-    for its own tokens.
-    """
-    whole = tensor_parallel.gather_from_sequence_parallel_region(part)
-    return whole[: math.prod(shape)].view(*shape, part.shape[-1])
-
-
-def _whole_parts(x: Tensor, tensor_size: int, value: int = 0) -> Tensor:
-    """x padded with rows of `value` to equal parts."""
-    missing = -len(x) % tensor_size
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing), value=value) if missing else x
-
-
-class CastWeightCache:
-    """Mixin that caches the low-precision copy of `self.weight` for matmuls."""
-
-    weight: nn.Parameter
-    compute_dtype: torch.dtype = torch.float32
-    _cast_weight_cache: Tensor | None = None
-
-    def cast_weight(self) -> Tensor:
-        """The weight in the compute dtype, [out, in], without a graph; cast at most once between two `drop_cast_weights`."""
-        if self.compute_dtype == self.weight.dtype:
-            return self.weight.detach()
-        if self._cast_weight_cache is None:
-            self._cast_weight_cache = self.weight.detach().to(self.compute_dtype)
-        return self._cast_weight_cache
-
-
-def drop_cast_weights(module: nn.Module) -> None:
-    """Drop every cast weight. Called after the parameters change: an optimizer step, a load, an edit."""
-    for child in module.modules():
-        if isinstance(child, CastWeightCache):
-            child._cast_weight_cache = None
 
 
 def require_divisible(name: str, size: int, tensor_size: int) -> None:
@@ -182,7 +109,7 @@ class RowParallelLinear(CastWeightCache, tensor_parallel.RowParallelLinear):
             x, y = linear(x, self.weight, self.cast_weight(), return_input=True)
             return x, sum_over_tensor_group(y)
         if self.sequence_parallel:
-            x = _whole_parts(x.flatten(0, 1), self.config.tensor_model_parallel_size)
+            x = pad_to_parts(x.flatten(0, 1), self.config.tensor_model_parallel_size)
         elif self.config.tensor_model_parallel_size == 1:
             return self._forward_impl(x, self.weight)
         y, _ = super().forward(x)
@@ -219,7 +146,7 @@ class VocabParallelEmbedding(CastWeightCache, tensor_parallel.VocabParallelEmbed
             x = embedding(ids, self.weight, first, dtype=dtype)
             return sum_over_tensor_group(x)
         # no rank has id -1, so its row is zero
-        x = embedding(_whole_parts(ids.flatten(), ranks, value=-1), self.weight, first, dtype=dtype)
+        x = embedding(pad_to_parts(ids.flatten(), ranks, value=-1), self.weight, first, dtype=dtype)
         return tensor_parallel.reduce_scatter_to_sequence_parallel_region(x, group=self.tp_group)
 
     def head(self, h: Tensor) -> Tensor:

@@ -49,7 +49,6 @@ SHARED = ("kernels/protocol.py", "parallel/mesh.py")
 
 KNOWN_IMPORTERS = {
     "models/settings/declarations.py": 24,
-    "parallel/tensor.py": 23,
 }
 """Modules beyond MOST_IMPORTERS, and how many import them; to be reduced, and none may be added."""
 

@@ -48,7 +48,8 @@ from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.mixers.mamba import Mamba
 from baton.models.settings.bmojo import BMojoConfig
-from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_group
+from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from baton.parallel.tensor_group import copy_to_tensor_group
 
 _CONV = ShortConv(None)
 

@@ -67,8 +67,8 @@ def planned(model, stages=1):
 
 
 def assert_parameters(config, stages=1):
+    from baton.parallel.cast_weights import CastWeightCache
     from baton.parallel.param_layout import named_layouts, parameter_count
-    from baton.parallel.tensor import CastWeightCache
 
     total = 0
     for one in planned(config, stages):

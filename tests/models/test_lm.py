@@ -8,8 +8,8 @@ from support.compare import relative_error
 from baton.data_pipeline.packing import IGNORE_INDEX
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
+from baton.parallel.cast_weights import CastWeightCache, drop_cast_weights
 from baton.parallel.param_layout import initialize_parameters
-from baton.parallel.tensor import CastWeightCache, drop_cast_weights
 
 CONFIG = ModelConfig(d_model=16, n_layers=3, vocab_size=37, loss_chunk=7, mixers={"mamba": {"d_state": 4}})
 

@@ -10,8 +10,8 @@ from baton.launcher.errors import ConfigError
 from baton.models.settings import kinds
 from baton.parallel import comm_timing
 from baton.parallel import mesh as meshes
+from baton.parallel.cast_weights import drop_cast_weights
 from baton.parallel.config import LayoutConfig
-from baton.parallel.tensor import drop_cast_weights
 from baton.training.build import build, make_deterministic
 from baton.training.step.cuda_graphs import CudaGraphRecorder, CudaGraphs
 from baton.training.step.executor import StepExecutor

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from baton.parallel.cast_weights import drop_cast_weights
 from baton.parallel.mesh import Mesh
-from baton.parallel.tensor import drop_cast_weights
 from baton.training.bptt.lane_states import LANE_STATE_PREFIX, LaneStates
 from baton.training.build import TrainState
 from baton.training.checkpoint.manifest import Manifest, versions

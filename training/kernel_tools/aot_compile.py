@@ -16,11 +16,11 @@ from baton.kernels.protocol import Recurrence
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel import mesh as meshes
+from baton.parallel.cast_weights import drop_cast_weights
 from baton.parallel.config import LayoutConfig
 from baton.parallel.context_parallel import ContextLink
 from baton.parallel.linear import fused_grad_accumulation
 from baton.parallel.pipeline import Operation, schedule
-from baton.parallel.tensor import drop_cast_weights
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import DTYPES, build_model
 from baton.training.config import TrainingConfig

@@ -9,7 +9,7 @@ from baton.kernels.common.kernel_check import KernelCheckResult, Reference, chec
 from baton.kernels.compile.aot import META, Compiled, Target, compiling
 from baton.kernels.registry import recurrences
 from baton.models.mixer import recurrences_of
-from baton.parallel.tensor import drop_cast_weights
+from baton.parallel.cast_weights import drop_cast_weights
 from baton.training.build import DTYPES, TrainState
 from baton.training.config import TrainingConfig
 from baton.training.errors import KernelCheckError

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from baton.data_pipeline.packing import Batch
 from baton.models.lm import LanguageModel
+from baton.parallel.cast_weights import CastWeightCache
 from baton.parallel.pipeline import Operation
-from baton.parallel.tensor import CastWeightCache
 
 Run = Callable[[], None]
 

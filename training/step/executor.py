@@ -18,10 +18,10 @@ from torch import Tensor
 from baton.data_pipeline.packing import Batch
 from baton.models.lm import LanguageModel
 from baton.parallel import zero
+from baton.parallel.cast_weights import drop_cast_weights
 from baton.parallel.linear import fused_grad_accumulation
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import schedule
-from baton.parallel.tensor import drop_cast_weights
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.errors import RunError
 from baton.training.monitoring.anomaly_detection import AnomalyDetector

@@ -1,0 +1,31 @@
+"""Copies of fp32 weights in the compute dtype, for matmuls.
+
+A parameter stays fp32 (ZeRO's master copy is made from it) and is cast once per optimizer step, not once per micro-batch: call
+`drop_cast_weights` after every change of the parameters.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class CastWeightCache:
+    """Mixin that caches the low-precision copy of `self.weight` for matmuls."""
+
+    weight: nn.Parameter
+    compute_dtype: torch.dtype = torch.float32
+    _cast_weight_cache: Tensor | None = None
+
+    def cast_weight(self) -> Tensor:
+        """The weight in the compute dtype, [out, in], without a graph; cast at most once between two `drop_cast_weights`."""
+        if self.compute_dtype == self.weight.dtype:
+            return self.weight.detach()
+        if self._cast_weight_cache is None:
+            self._cast_weight_cache = self.weight.detach().to(self.compute_dtype)
+        return self._cast_weight_cache
+
+
+def drop_cast_weights(module: nn.Module) -> None:
+    """Drop every cast weight. Called after the parameters change: an optimizer step, a load, an edit."""
+    for child in module.modules():
+        if isinstance(child, CastWeightCache):
+            child._cast_weight_cache = None
