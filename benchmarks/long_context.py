@@ -28,10 +28,10 @@ from baton.data_pipeline.packing import Batch
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
+from baton.parallel.pipeline import StepSchedule
 from baton.training.build import TrainState, build, make_deterministic
 from baton.training.config import OptimizerConfig, Recompute, TrainingConfig
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import Segments
 
 NEAR = 1e-3  # relative difference of losses and norms, bfloat16
 TIMEOUT_S = 90  # of a message between ranks
@@ -64,8 +64,8 @@ def batch_of(model: ModelConfig, training: TrainingConfig, mesh: meshes.Mesh) ->
 def measure(train_state: TrainState, training: TrainingConfig, steps: int, warm: bool) -> dict[str, float] | None:
     """Loss and norm, bytes at the peak, seconds per token; None: out of memory. Steps have a learning rate of 0, so that all begin
     with the same values. warm: whether this process has done such steps before, so that the first counts as well."""
-    segments = Segments(training.segments, training.gradient_segments)
-    executor = StepExecutor(train_state.model, train_state.engine, train_state.mesh, segments=segments)
+    schedule = StepSchedule(training.segments, training.gradient_segments)
+    executor = StepExecutor(train_state.model, train_state.engine, train_state.mesh, schedule=schedule)
     batch, seconds = batch_of(train_state.model.config, training, train_state.mesh), []
     torch.cuda.reset_peak_memory_stats()
     try:

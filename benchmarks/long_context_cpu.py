@@ -37,10 +37,10 @@ def measure(mixer: str, tokens: int) -> dict[str, float]:
     from baton.models.settings import kinds
     from baton.parallel import mesh as meshes
     from baton.parallel.config import LayoutConfig
+    from baton.parallel.pipeline import StepSchedule
     from baton.training.build import build
     from baton.training.config import OptimizerConfig, TrainingConfig
     from baton.training.step.executor import StepExecutor
-    from baton.training.step.microbatch_runner import Segments
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,7 @@ def measure(mixer: str, tokens: int) -> dict[str, float]:
         # documents of a quarter of a segment to the whole context, one after the other
         pos = torch.arange(count, dtype=torch.int32)[None] % max(count // 2 + 1, SEGMENT)
         segments = count // SEGMENT
-        executor = StepExecutor(train_state.model, train_state.engine, mesh, segments=Segments(segments, segments))
+        executor = StepExecutor(train_state.model, train_state.engine, mesh, schedule=StepSchedule(segments, segments))
         begin = time.perf_counter()
         executor.step([Batch(ids, ids.roll(-1, 1), pos)], 1e-3)
         return time.perf_counter() - begin

@@ -4,7 +4,7 @@ Each direction has a communicator, and no send is waited for. In one communicato
 each other unless they were issued as a pair, and pairs would tie a rank to its neighbour's order of work. That order is free here:
 the ranks of a stage that share a sequence follow one another, each at its own pace.
 
-`schedule` orders the operations; the step executor carries them out.
+`StepSchedule` orders the operations of a step; the step executor carries them out.
 """
 
 from dataclasses import dataclass
@@ -28,29 +28,39 @@ class Operation:
     segment: int = 0
 
 
-def schedule(stage: int, stages: int, micro_batches: int, segments: int = 1, gradient_segments: int = 1) -> list[Operation]:
-    """The operations of a stage, in order.
+@dataclass(frozen=True)
+class StepSchedule:
+    """How sequences are split in time, and the order of a step's operations that follows from it.
 
-    Where no gradient goes from segment to segment: 1F1B (PipeDream-flush) over all segments: as many forwards ahead as there are
-    later stages, so that at most `stages - stage` are kept at a time; then forward and backward alternate; then the remaining
-    backwards. Otherwise, for every `gradient_segments` segments, all but the last run forward_no_grad; then, from the last to the
-    first, each runs forward (all but the last for the second time) and backward, so that one is kept at a time.
+    segments: of a sequence. gradient_segments: segments that a gradient goes back through, a divisor of `segments`.
     """
-    if gradient_segments == 1:
-        units = [(n, s) for n in range(micro_batches) for s in range(segments)]
-        ahead = min(stages - stage - 1, len(units))
-        found = [Operation("forward", *unit) for unit in units[:ahead]]
-        for later, unit in zip(units[ahead:], units, strict=False):
-            found += [Operation("forward", *later), Operation("backward", *unit)]
-        return found + [Operation("backward", *unit) for unit in units[len(units) - ahead :]]
-    found = []
-    for n in range(micro_batches):
-        for first in range(0, segments, gradient_segments):
-            group = range(first, first + gradient_segments)
-            found += [Operation("forward_no_grad", n, s) for s in group[:-1]]
-            for s in reversed(group):
-                found += [Operation("forward", n, s), Operation("backward", n, s)]
-    return found
+
+    segments: int = 1
+    gradient_segments: int = 1
+
+    def operations(self, stage: int, stages: int, micro_batches: int) -> list[Operation]:
+        """The operations of a pipeline stage, in order.
+
+        Where no gradient goes from segment to segment: 1F1B (PipeDream-flush) over all segments: as many forwards ahead as there
+        are later stages, so that at most `stages - stage` are kept at a time; then forward and backward alternate; then the
+        remaining backwards. Otherwise, for every `gradient_segments` segments, all but the last run forward_no_grad; then, from the
+        last to the first, each runs forward (all but the last for the second time) and backward, so that one is kept at a time.
+        """
+        if self.gradient_segments == 1:
+            units = [(n, s) for n in range(micro_batches) for s in range(self.segments)]
+            ahead = min(stages - stage - 1, len(units))
+            found = [Operation("forward", *unit) for unit in units[:ahead]]
+            for later, unit in zip(units[ahead:], units, strict=False):
+                found += [Operation("forward", *later), Operation("backward", *unit)]
+            return found + [Operation("backward", *unit) for unit in units[len(units) - ahead :]]
+        found = []
+        for n in range(micro_batches):
+            for first in range(0, self.segments, self.gradient_segments):
+                group = range(first, first + self.gradient_segments)
+                found += [Operation("forward_no_grad", n, s) for s in group[:-1]]
+                for s in reversed(group):
+                    found += [Operation("forward", n, s), Operation("backward", n, s)]
+        return found
 
 
 class PipelineLink:

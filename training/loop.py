@@ -63,7 +63,7 @@ def _train_steps(run: Run) -> bool:
             timer.mark("data")
             ledger.charge("data")
             comm_timing.take_wait_seconds()
-            executor.segments = data.segments
+            executor.schedule = data.schedule
             executor.compute_update_norm = bool(update_norm_every) and (progress.step + 1) % update_norm_every == 0
             result = executor.step(data.batches, learning_rates(progress.step, training), data.checksum)
             bad = result.anomaly is not None

@@ -376,7 +376,7 @@ def test_activations_of_a_stage_are_what_autograd_keeps(measured, variant):
 
 
 def test_stages_keep_as_many_micro_batches_as_their_schedule_has_ahead():
-    from baton.parallel.pipeline import schedule
+    from baton.parallel.pipeline import StepSchedule
 
     for micro_batches in (1, 3, 4, 9):
         words = [
@@ -387,7 +387,7 @@ def test_stages_keep_as_many_micro_batches_as_their_schedule_has_ahead():
         ]
         for one in of_stages(load(RUN, words)):
             kept = most = 0
-            for operation in schedule(one.stage.index, 4, micro_batches):
+            for operation in StepSchedule().operations(one.stage.index, 4, micro_batches):
                 kept += 1 if operation.kind == "forward" else -1
                 most = max(most, kept)
             assert one.in_flight == most

@@ -121,9 +121,9 @@ def test_states_are_gathered_only_where_no_gradient_goes_from_segment_to_segment
 
 def makespan(stages, micro_batches, segments, together, seconds):
     """Of the operations of all stages: one begins when its stage is free and what it needs from a neighbour is there."""
-    from baton.parallel.pipeline import schedule
+    from baton.parallel.pipeline import StepSchedule
 
-    lists = [schedule(n, stages, micro_batches, segments, together) for n in range(stages)]
+    lists = [StepSchedule(segments, together).operations(n, stages, micro_batches) for n in range(stages)]
     free, ended, at = [0.0] * stages, {}, [0] * stages
     while any(n < len(found) for n, found in zip(at, lists, strict=True)):
         for stage, found in enumerate(lists):
@@ -162,12 +162,12 @@ def test_the_bubble_is_the_schedules(sequences, segments, through):
     assert most == (1 if one.together > 1 else 4)
 
 
-def kept_at_once(stage, *sizes):
+def kept_at_once(stage, stages, micro_batches, segments, together):
     """Passes whose activations the schedule has at most."""
-    from baton.parallel.pipeline import schedule
+    from baton.parallel.pipeline import StepSchedule
 
     kept = most = 0
-    for operation in schedule(stage, *sizes):
+    for operation in StepSchedule(segments, together).operations(stage, stages, micro_batches):
         kept += {"forward_no_grad": 0, "forward": 1, "backward": -1}[operation.kind]
         most = max(most, kept)
     return most

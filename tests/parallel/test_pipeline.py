@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 from support.models import MODEL, micro_batches, model_of, training
 
 from baton.models import stages
-from baton.parallel.pipeline import Operation, schedule
+from baton.parallel.pipeline import Operation, StepSchedule
 from baton.training.build import build, build_model
 from baton.training.evaluation.evaluate import evaluate, evaluate_task
 from baton.training.evaluation.generation import generate
 from baton.training.lr_schedule import learning_rates
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
+from baton.training.step.microbatch_runner import MicrobatchRunner
 
 
 @settings(derandomize=True, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 17))
 def test_a_schedule_runs_every_pass_once_in_order_and_keeps_few(count, micro_batches):
     """And the stages together finish: each operation's inputs are made before somebody waits for them for ever."""
-    orders = [schedule(stage, count, micro_batches) for stage in range(count)]
+    orders = [StepSchedule().operations(stage, count, micro_batches) for stage in range(count)]
     for stage, order in enumerate(orders):
         for kind in ("forward", "backward"):
             assert [o.micro_batch for o in order if o.kind == kind] == list(range(micro_batches))
@@ -40,7 +40,7 @@ def test_a_schedule_runs_every_pass_once_in_order_and_keeps_few(count, micro_bat
 def test_a_schedule_of_segments_surveys_what_runs_twice_and_keeps_one(count, micro_batches, groups, together):
     """From the last segment of those that a gradient goes through to the first; and the stages together finish."""
     segments = groups * together
-    orders = [schedule(stage, count, micro_batches, segments, together) for stage in range(count)]
+    orders = [StepSchedule(segments, together).operations(stage, count, micro_batches) for stage in range(count)]
     every = [(n, s) for n in range(micro_batches) for s in range(segments)]
     for stage, order in enumerate(orders):
         of = {
@@ -85,8 +85,8 @@ def held_at_once(mesh):
     config = training(micro_batch_size=1)
     train_state, most = build(MODEL, config, mesh), 0
     model = train_state.model
-    runner = MicrobatchRunner(model, micro_batches(0, 0, 1, 1), 1.0, Segments(), None, model.forward_context)
-    for operation in schedule(model.stage.index, model.stage.count, 8):
+    runner = MicrobatchRunner(model, micro_batches(0, 0, 1, 1), 1.0, StepSchedule(), None, model.forward_context)
+    for operation in StepSchedule().operations(model.stage.index, model.stage.count, 8):
         runner.run_operation(operation)
         most = max(most, len(runner._activations))
     mesh.pipeline.wait()

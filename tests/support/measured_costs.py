@@ -111,11 +111,11 @@ def measure():
     from baton.parallel import mesh as meshes
     from baton.parallel.context_parallel import ContextLink
     from baton.parallel.param_layout import initialize_parameters, named_layouts
-    from baton.parallel.pipeline import PipelineLink, schedule
+    from baton.parallel.pipeline import PipelineLink, StepSchedule
     from baton.training.bptt.lane_states import LaneStates
     from baton.training.build import DTYPES, build, build_model
     from baton.training.step.executor import StepExecutor
-    from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
+    from baton.training.step.microbatch_runner import MicrobatchRunner
 
     torch.set_num_threads(1)
     gc.freeze()  # what is there already is not looked at again and again
@@ -348,9 +348,9 @@ def measure():
         if lanes is not None:
             lanes.begin_step()
         with Sent() as sent, Living() as living:
-            segments = Segments(training.segments, together)
-            runner = MicrobatchRunner(model, [read], 1.0, segments, lanes, model.forward_context)
-            for n, operation in enumerate(schedule(mesh.pipeline_rank, run.layout.pipeline, 1, training.segments, together)):
+            schedule = StepSchedule(training.segments, together)
+            runner = MicrobatchRunner(model, [read], 1.0, schedule, lanes, model.forward_context)
+            for n, operation in enumerate(schedule.operations(mesh.pipeline_rank, run.layout.pipeline, 1)):
                 runner.run_operation(operation)
                 for channel in model.link.channels.values() if model.link is not None else ():
                     channel.flush()  # a thread lets go of what has left, some time later

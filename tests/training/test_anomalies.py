@@ -20,6 +20,7 @@ from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
+from baton.parallel.pipeline import StepSchedule
 from baton.training import loop, run_setup
 from baton.training.build import build
 from baton.training.checkpoint.config import CheckpointConfig
@@ -32,7 +33,6 @@ from baton.training.monitoring.event_log import read_events
 from baton.training.monitoring.metrics import read_metrics
 from baton.training.run import RunSettings
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import Segments
 
 
 class Refusing:
@@ -125,7 +125,7 @@ def test_the_norm_of_an_update_is_the_same_on_any_layout(pool):
 def planted(mesh, what, victim):
     """A NaN planted on one rank; what the step says."""
     train_state = build(MODEL, training(), mesh)
-    executor = StepExecutor(train_state.model, train_state.engine, mesh, segments=Segments())
+    executor = StepExecutor(train_state.model, train_state.engine, mesh, schedule=StepSchedule())
     executor.step(micro_batches(0, mesh.data_rank, mesh.layout.data, 2, mesh.context_rank, mesh.layout.context), 1e-3)
     if mesh.rank == victim:
         block = None if what == "tokens" else train_state.model.layers["1"]["mamba"]

@@ -12,12 +12,12 @@ import torch
 from baton.data_pipeline.packing import Batch
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
+from baton.parallel.pipeline import StepSchedule
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import build
 from baton.training.config import TrainingConfig
 from baton.training.lr_schedule import learning_rate
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import Segments
 
 SYMBOLS, SEGMENT, SEGMENTS, ROWS = 4, 6, 4, 32
 MARK, ASK = SYMBOLS, SYMBOLS + 1
@@ -50,8 +50,8 @@ def losses(mesh, steps, bptt):
     config = ModelConfig(d_model=32, n_layers=1, vocab_size=SYMBOLS + 2, pad_vocab_to=2, pattern=["mamba"], mixers=mixers)
     train_state = build(config, training, mesh)
     lanes = LaneStates(train_state.model, training, mesh) if training.carries_lane_states else None
-    segments = Segments(training.segments, training.gradient_segments)
-    executor = StepExecutor(train_state.model, train_state.engine, mesh, segments=segments, lanes=lanes)
+    schedule = StepSchedule(training.segments, training.gradient_segments)
+    executor = StepExecutor(train_state.model, train_state.engine, mesh, schedule=schedule, lanes=lanes)
     generator, found = torch.Generator().manual_seed(0), []
     for step in range(steps):
         found.append(executor.step([examples(generator)], learning_rate(step, training)).loss)

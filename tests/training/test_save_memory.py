@@ -19,6 +19,7 @@ from baton.launcher.planner.memory import of_stages
 from baton.models.config import ModelConfig
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
+from baton.parallel.pipeline import StepSchedule
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import build
 from baton.training.callbacks.checkpoint import CheckpointCallback
@@ -26,7 +27,6 @@ from baton.training.checkpoint.interval import CheckpointSchedule
 from baton.training.checkpoint.store import CheckpointStore, published
 from baton.training.run import RunProgress, RunSettings
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import Segments
 
 TRUNCATED = {"mode": "truncated", "segment": 8}
 
@@ -91,7 +91,7 @@ def test_a_plan_counts_what_lanes_carried_before_a_step(single_mesh):
     config = training(bptt=TRUNCATED)
     train_state = build(model_of("mamba"), config, single_mesh)
     lanes = LaneStates(train_state.model, config, single_mesh)
-    executor = StepExecutor(train_state.model, train_state.engine, single_mesh, lanes=lanes, segments=Segments(3, 1))
+    executor = StepExecutor(train_state.model, train_state.engine, single_mesh, lanes=lanes, schedule=StepSchedule(3, 1))
     whole = step_batch(0)
     batches = [Batch(whole.tokens[r : r + 2], whole.labels[r : r + 2], whole.pos[r : r + 2], (r, r + 1)) for r in (0, 2, 4, 6)]
     run = {"name": "small", "device": "cpu", "model": model_of("mamba").model_dump(), "training": config.model_dump()}

@@ -25,12 +25,12 @@ from baton.models.settings import kinds
 from baton.parallel import zero
 from baton.parallel.context_parallel import ContextLink
 from baton.parallel.param_layout import initialize_parameters, named_layouts
-from baton.parallel.pipeline import schedule
+from baton.parallel.pipeline import StepSchedule
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import make_deterministic
 from baton.training.errors import RunError
 from baton.training.step.executor import StepExecutor
-from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
+from baton.training.step.microbatch_runner import MicrobatchRunner
 
 MIXERS = (*(kind for kind, settings in kinds().items() if not settings.small().state_grows), "hybrid")
 SEGMENTS, RANKS, STAGES = (1, 2, 3, 7, 16), (1, 2, 4), (1, 2)
@@ -133,7 +133,7 @@ def gradients(mesh, case, scores):
     link = mesh.link or ContextLink(0, [mesh.rank], mesh.device)
     place = {"link": link, "stage": stage, "pipeline": mesh.pipeline}
     model = model_in(case.mixer, case.dtype, mesh.device, recompute=case.recompute, **place)
-    segments = Segments(case.segments, case.gradient or case.segments)
+    schedule = StepSchedule(case.segments, case.gradient or case.segments)
     steps, lanes = [to(batch, mesh.device) for batch in batches_of(case) if batch is not None], None
     torch.set_default_dtype(next(model.parameters()).dtype)  # of messages between stages
     try:
@@ -141,7 +141,7 @@ def gradients(mesh, case, scores):
             lanes = LaneStates(model, training(lanes=ROWS, global_batch_tokens=24 * ROWS), mesh)
         for batch, wanted in zip(steps, scores, strict=True):
             model.zero_grad()
-            run_step(mesh, model, batch, segments, lanes, case.micro_batch_size, wanted)
+            run_step(mesh, model, batch, schedule, lanes, case.micro_batch_size, wanted)
     finally:
         torch.set_default_dtype(torch.float32)
     zero.finalize_model_grads(model, mesh)
@@ -158,15 +158,15 @@ def own_spans(batch, mesh, segments):
     return Batch(*(torch.cat([getattr(p, x) for p in parts], dim=1) for x in ("tokens", "labels", "pos")), batch.lanes)
 
 
-def run_step(mesh, model, batch, segments, lanes, micro_batch_size, wanted):
-    own, size = own_spans(batch, mesh, segments.count), mesh.layout.context
+def run_step(mesh, model, batch, schedule, lanes, micro_batch_size, wanted):
+    own, size = own_spans(batch, mesh, schedule.segments), mesh.layout.context
     rows = torch.arange(ROWS).split(micro_batch_size)
     batches = [Batch(own.tokens[r], own.labels[r], own.pos[r], tuple(r.tolist())) for r in rows]
-    runner = MicrobatchRunner(model, batches, 1.0 / float(batch.count_labels()), segments, lanes, model.forward_context)
+    runner = MicrobatchRunner(model, batches, 1.0 / float(batch.count_labels()), schedule, lanes, model.forward_context)
     with Scores(wanted).used() as scores:
-        for operation in schedule(model.stage.index, model.stage.count, len(batches), segments.count, segments.gradient_segments):
+        for operation in schedule.operations(model.stage.index, model.stage.count, len(batches)):
             v = operation.segment * size + mesh.context_rank
-            scores.place = rows[operation.micro_batch], v, segments.count * size
+            scores.place = rows[operation.micro_batch], v, schedule.segments * size
             runner.run_operation(operation)
     runner.finish()
     for link in (model.link, mesh.pipeline):
@@ -271,7 +271,7 @@ def test_a_segment_that_does_not_repeat_itself_stops_the_step(single_mesh):
     model = model_in(case.mixer, case.dtype, link=link)
     optimizer = torch.optim.AdamW(zero.parameter_groups(model, 0.1, ()), lr=1e-3)
     engine = zero.build_engine(model, optimizer, single_mesh, 1.0)
-    executor = StepExecutor(model, engine, single_mesh, segments=Segments(3, 3))
+    executor = StepExecutor(model, engine, single_mesh, schedule=StepSchedule(3, 3))
     batch, before = batches_of(case)[1], [p.detach().clone() for p in model.parameters()]
     executor.step([batch], 1e-3)
     block, calls = model.layers["1"]["mamba"], []

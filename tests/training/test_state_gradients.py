@@ -12,10 +12,10 @@ from support.recurrences import seeded
 from baton.data_pipeline.packing import Batch
 from baton.models.config import ModelConfig
 from baton.parallel.context_parallel import ContextLink
-from baton.parallel.pipeline import schedule
+from baton.parallel.pipeline import StepSchedule
 from baton.training.monitoring.long_context_plots import render_row
 from baton.training.monitoring.state_gradients import StateGradientMonitor, StateGradients, gradient_reach
-from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
+from baton.training.step.microbatch_runner import MicrobatchRunner
 
 # recurrence -> the leaves that its messages hold
 LANE_STATE_PREFIX = {
@@ -50,8 +50,9 @@ def watched(mesh, mixers, last_only):
                 watch = StateGradientMonitor(model, link, mesh)
                 scale = 1.0 / float(rows_of(whole, torch.arange(ROWS - 1)).count_labels())
                 with watch.recording():
-                    runner = MicrobatchRunner(model, batches, scale, Segments(SEGMENTS, SEGMENTS), None, model.forward_context)
-                    for operation in schedule(model.stage.index, model.stage.count, len(batches), SEGMENTS, SEGMENTS):
+                    schedule = StepSchedule(SEGMENTS, SEGMENTS)
+                    runner = MicrobatchRunner(model, batches, scale, schedule, None, model.forward_context)
+                    for operation in schedule.operations(model.stage.index, model.stage.count, len(batches)):
                         runner.run_operation(operation)
                 seen = watch.read(span)
             for sent in (link, mesh.pipeline):

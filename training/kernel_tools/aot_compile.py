@@ -20,11 +20,11 @@ from baton.parallel.cast_weights import drop_cast_weights
 from baton.parallel.config import LayoutConfig
 from baton.parallel.context_parallel import ContextLink
 from baton.parallel.linear import fused_grad_accumulation
-from baton.parallel.pipeline import Operation, schedule
+from baton.parallel.pipeline import Operation, StepSchedule
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import DTYPES, build_model
 from baton.training.config import TrainingConfig
-from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
+from baton.training.step.microbatch_runner import MicrobatchRunner
 
 __all__ = ["Target", "compile_run_kernels"]
 
@@ -76,10 +76,10 @@ def _step(
     span = training.segment // sequence
     # a first, a middle and a last one of those that a gradient goes through together, and what comes behind them
     gradient = min(training.gradient_segments, 3)
-    segments = Segments(gradient if training.gradient_segments == training.segments else 2 * gradient, gradient)
-    order = schedule(0, 1, 2, segments.count, segments.gradient_segments)
+    schedule = StepSchedule(gradient if training.gradient_segments == training.segments else 2 * gradient, gradient)
+    order = schedule.operations(0, 1, 2)
     if sequence > 1 and training.segments == 1:
-        segments = Segments(2, 2)
+        schedule = StepSchedule(2, 2)
         order = []
         for n in range(2):
             order += [
@@ -88,13 +88,13 @@ def _step(
                 Operation("backward", n, 1),
                 Operation("backward", n, 0),
             ]
-    shape = training.micro_batch_size, span * segments.count
+    shape = training.micro_batch_size, span * schedule.segments
     ids, pos = (torch.empty(shape, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
     batch = Batch(ids, ids, pos, tuple(range(training.micro_batch_size)))
     if lanes is not None:
         lanes.begin_step()
     forward_context = replace(model.forward_context, recorded=recorded)
-    runner = MicrobatchRunner(model, [batch, batch], 1.0, segments, lanes, forward_context)
+    runner = MicrobatchRunner(model, [batch, batch], 1.0, schedule, lanes, forward_context)
     with fused_grad_accumulation():
         for operation in order:
             runner.run_operation(operation)

@@ -20,9 +20,9 @@ from baton.kernels.protocol import State
 from baton.models.lm import LanguageModel
 from baton.parallel.context_parallel import ContextLink, Direction, MessageTag
 from baton.parallel.mesh import Mesh
-from baton.parallel.pipeline import schedule
+from baton.parallel.pipeline import StepSchedule
 from baton.training.evaluation.long_context import context_of_segments, sum_over_ranks
-from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
+from baton.training.step.microbatch_runner import MicrobatchRunner
 
 REACH_THRESHOLD = 1e-3
 """Credit has faded where its norm is less than this share of what it is at the border nearest to the loss."""
@@ -176,9 +176,9 @@ def gradient_reach(
         watch = StateGradientMonitor(model, link, mesh)
         if batch is not None and float(labels):
             with watch.recording():
-                scale, cut = 1.0 / float(labels), Segments(segments, segments)
-                runner = MicrobatchRunner(model, [batch], scale, cut, None, forward_context)
-                for operation in schedule(model.stage.index, model.stage.count, 1, segments, segments):
+                scale, schedule = 1.0 / float(labels), StepSchedule(segments, segments)
+                runner = MicrobatchRunner(model, [batch], scale, schedule, None, forward_context)
+                for operation in schedule.operations(model.stage.index, model.stage.count, 1):
                     runner.run_operation(operation)
                 runner.finish()
             for sent in (link, mesh.pipeline):

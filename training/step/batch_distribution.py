@@ -13,9 +13,9 @@ import torch.distributed as dist
 from baton.data_pipeline.packing import Batch, NumpyBatch
 from baton.data_pipeline.steps import PhaseSpec, StepPlan, StepStream
 from baton.parallel.mesh import Mesh
+from baton.parallel.pipeline import StepSchedule
 from baton.training.checkpoint.digest import rows_digest
 from baton.training.config import TrainingConfig
-from baton.training.step.microbatch_runner import Segments
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StepBatches:
 
     Attributes:
         batches: this rank's spans, on its device.
-        segments: how the sequences are split in time.
+        schedule: how the sequences are split in time.
         cursors: of the rank's lanes after the step; {} on ranks that do not read.
         reader_batches: the whole rows as they were read; None on ranks that do not read.
         wait_s: seconds for which this rank waited for the data pipeline.
@@ -32,7 +32,7 @@ class StepBatches:
     """
 
     batches: list[Batch[torch.Tensor]]
-    segments: Segments
+    schedule: StepSchedule
     cursors: dict[int, Any]
     reader_batches: list[NumpyBatch] | None = None
     wait_s: float = 0.0
@@ -68,9 +68,9 @@ def step_batches(
         wait_s = time.perf_counter() - began
         arrays = data.micro_batches if data is not None else [None] * micro_batches
         batches = [distribute(a, mesh, shape, at.segments) for a in arrays]
-        segments = Segments(at.segments, at.gradient_segments)
+        schedule = StepSchedule(at.segments, at.gradient_segments)
         cursors, reader_batches = ({}, None) if data is None else (dict(data.cursors), data.micro_batches)
-        yield StepBatches(batches, segments, cursors, reader_batches, wait_s, batch_checksum(reader_batches or []))
+        yield StepBatches(batches, schedule, cursors, reader_batches, wait_s, batch_checksum(reader_batches or []))
 
 
 def batch_checksum(batches: Sequence[NumpyBatch]) -> int:

@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward passes of all micro-batches, gradient finalization, checks, update.
 
-The schedule (`parallel.pipeline.schedule`) lists the step's operations explicitly, and `MicrobatchRunner` carries them out.
+The schedule (`parallel.pipeline.StepSchedule`) lists the step's operations explicitly, and `MicrobatchRunner` carries them out.
 Autograd is called directly; gradients accumulate in fp32 `.grad`, and the ZeRO engine sees them only in `Engine.step`. The
 loss is divided by the number of labels in the global batch, which is known before the first backward pass. Nothing else is
 divided anywhere.
@@ -21,14 +21,14 @@ from baton.parallel import zero
 from baton.parallel.cast_weights import drop_cast_weights
 from baton.parallel.linear import fused_grad_accumulation
 from baton.parallel.mesh import Mesh
-from baton.parallel.pipeline import schedule
+from baton.parallel.pipeline import StepSchedule
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.errors import RunError
 from baton.training.monitoring.anomaly_detection import AnomalyDetector
 from baton.training.monitoring.nonfinite_trace import NonFiniteReport, NonFiniteTrace
 from baton.training.monitoring.step_timer import StepTimer
 from baton.training.step.cuda_graphs import CudaGraphRunner, CudaGraphs
-from baton.training.step.microbatch_runner import MicrobatchRunner, Segments
+from baton.training.step.microbatch_runner import MicrobatchRunner
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class StepExecutor:
 
     Args:
         timer: of the step's parts.
-        segments: how sequences are split in time; None: not. May be replaced between steps.
+        schedule: how sequences are split in time; None: not. May be replaced between steps.
         lanes: States carried from step to step (truncated BPTT); None: none.
         anomaly_detector: judges finite losses and norms; None: accepts all.
         cuda_graphs: record and replay the passes as CUDA graphs; only for whole sequences on one stage.
@@ -75,7 +75,7 @@ class StepExecutor:
         mesh: Mesh,
         timer: StepTimer | None = None,
         *,
-        segments: Segments | None = None,
+        schedule: StepSchedule | None = None,
         lanes: LaneStates | None = None,
         anomaly_detector: AnomalyDetector | None = None,
         cuda_graphs: CudaGraphs | None = None,
@@ -84,8 +84,8 @@ class StepExecutor:
         self.engine = engine
         self.mesh = mesh
         self.timer = timer or StepTimer(mesh.device)
-        self.segments, self.lanes, self.anomaly_detector, self._cuda_graphs = (
-            segments or Segments(),
+        self.schedule, self.lanes, self.anomaly_detector, self._cuda_graphs = (
+            schedule or StepSchedule(),
             lanes,
             anomaly_detector,
             cuda_graphs,
@@ -149,15 +149,15 @@ class StepExecutor:
         self, batches: Sequence[Batch[Tensor]], scale: float, trace: NonFiniteTrace | None = None
     ) -> tuple[Tensor, list[str]]:
         """Forward and backward passes up to finalized gradients; returns the global loss and `mismatched_states`."""
-        stage, segments = self.model.stage, self.segments
+        stage = self.model.stage
         # what looks at gradients sees those that autograd hands to parameters
         with self.engine.gradients(), fused_grad_accumulation() if trace is None else nullcontext():
             runner: MicrobatchRunner | CudaGraphRunner
             if self._cuda_graphs is not None and trace is None:
                 runner = self._cuda_graphs.runner(batches, scale)
             else:
-                runner = MicrobatchRunner(self.model, batches, scale, segments, self.lanes, self.model.forward_context)
-            for operation in schedule(stage.index, stage.count, len(batches), segments.count, segments.gradient_segments):
+                runner = MicrobatchRunner(self.model, batches, scale, self.schedule, self.lanes, self.model.forward_context)
+            for operation in self.schedule.operations(stage.index, stage.count, len(batches)):
                 if trace is not None:
                     trace.operation = operation
                 runner.run_operation(operation)
@@ -178,7 +178,7 @@ class StepExecutor:
         """Run the step again from the same States under `NonFiniteTrace`; its gradients are discarded."""
         if self.lanes is not None:
             self.lanes.restore()
-        trace = NonFiniteTrace(self.model, self.mesh, batches[0].tokens.shape[1] // self.segments.count)
+        trace = NonFiniteTrace(self.model, self.mesh, batches[0].tokens.shape[1] // self.schedule.segments)
         with trace.recording():
             self._forward_backward(batches, scale, trace)
         self.engine.step(lambda norm: True)
@@ -207,7 +207,7 @@ class StepExecutor:
 
     def _check_recomputed_states(self, differing: list[str]) -> None:
         """Raise RunError on all ranks if a segment's two forward passes ended in different States on any rank."""
-        if self.segments.gradient_segments == 1:
+        if self.schedule.gradient_segments == 1:
             return
         count = torch.tensor(len(differing), device=self.mesh.device)
         dist.all_reduce(count)

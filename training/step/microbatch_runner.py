@@ -1,6 +1,6 @@
 """Runs a step's micro-batches through this pipeline stage, segment by segment.
 
-`MicrobatchRunner.run_operation` carries out one operation of the schedule (`parallel.pipeline.schedule`). If a gradient
+`MicrobatchRunner.run_operation` carries out one operation of the schedule (`parallel.pipeline.StepSchedule`). If a gradient
 goes back through several segments, all but the last first run forward without a graph, and only the States that entered
 them are kept. Then, from the last segment to the first, each runs forward again with a graph, from its kept State, and
 backward; State gradients pass from segment to segment as they do from rank to rank (`parallel.state_passing`).
@@ -20,17 +20,9 @@ from torch import Tensor
 from baton.data_pipeline.packing import Batch
 from baton.models.forward_context import ForwardContext
 from baton.models.lm import LanguageModel, States
-from baton.parallel.pipeline import Operation
+from baton.parallel.pipeline import Operation, StepSchedule
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.monitoring.replica_check import fingerprint
-
-
-@dataclass(frozen=True)
-class Segments:
-    """How sequences are split in time: number of segments, and the number of segments that a gradient goes back through."""
-
-    count: int = 1
-    gradient_segments: int = 1
 
 
 @dataclass
@@ -60,12 +52,12 @@ class MicrobatchRunner:
         model: LanguageModel,
         batches: Sequence[Batch[Tensor]],
         scale: float,
-        segments: Segments,
+        schedule: StepSchedule,
         lanes: LaneStates | None,
         forward_context: ForwardContext,
     ) -> None:
         self._model, self._batches, self._scale, self._lanes = model, batches, scale, lanes
-        self._segments, self._pipeline, self._context = segments, model.pipeline, forward_context
+        self._schedule, self._pipeline, self._context = schedule, model.pipeline, forward_context
         self._saved_segments: dict[tuple[int, int], _SavedSegment] = {}
         self._activations: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._wraparound: int | None = None
@@ -94,7 +86,7 @@ class MicrobatchRunner:
         return found
 
     def _forward_no_grad(self, n: int, s: int) -> None:
-        stage, batch = self._model.stage, self._batches[n].segment(s, self._segments.count)
+        stage, batch = self._model.stage, self._batches[n].segment(s, self._schedule.segments)
         x = batch.tokens if stage.first else self._receive("forward", batch)
         first, again = self._model.recomputation(self._context.link)
         initial_states = self._initial_states(n, s)
@@ -106,7 +98,7 @@ class MicrobatchRunner:
         self._saved_segments[n, s] = _SavedSegment(None if stage.first else x, again, _fingerprints(final_states))
 
     def _forward(self, n: int, s: int) -> None:
-        stage, batch = self._model.stage, self._batches[n].segment(s, self._segments.count)
+        stage, batch = self._model.stage, self._batches[n].segment(s, self._schedule.segments)
         saved = self._saved_segments.pop((n, s), None)
         x = batch.tokens
         if not stage.first:
@@ -131,7 +123,7 @@ class MicrobatchRunner:
     def _backward(self, n: int, s: int) -> None:
         stage = self._model.stage
         x, y = self._activations.pop((n, s))
-        dy = None if stage.last else self._receive("backward", self._batches[n].segment(s, self._segments.count))
+        dy = None if stage.last else self._receive("backward", self._batches[n].segment(s, self._schedule.segments))
         torch.autograd.backward([y], [dy])
         if not stage.first:
             assert self._pipeline is not None
@@ -140,12 +132,12 @@ class MicrobatchRunner:
 
     def _virtual_segment(self, s: int) -> AbstractContextManager[None]:
         """The link's context for a segment, counted within its group of segments that share a gradient."""
-        link, together = self._context.link, self._segments.gradient_segments
-        return nullcontext() if link is None or self._segments.count == 1 else link.segment(s % together, count=together)
+        link, together = self._context.link, self._schedule.gradient_segments
+        return nullcontext() if link is None or self._schedule.segments == 1 else link.segment(s % together, count=together)
 
     def _initial_states(self, n: int, s: int) -> States | None:
         """The lanes' States for the first segment of a group on the first context rank; None elsewhere."""
-        if self._lanes is None or s % self._segments.gradient_segments:
+        if self._lanes is None or s % self._schedule.gradient_segments:
             return None
         self._recv_wraparound()
         link = self._context.link
