@@ -25,9 +25,10 @@ _CONV = ShortConv("silu")
 
 
 class SSMBlock(Mixer):
-    """x [B, T, M], pos [B, T], State {conv [B, W-1, D], scan [B, D, N]} -> y [B, T, M], State.
+    """x [B, T, M], pos [B, T], State {conv [B, W-1, D], h or S [B, D, N]} -> y [B, T, M], State.
 
-    A subclass defines the recurrence and the order of its inputs (`scan_inputs`); its settings name the step sizes (`step_name`).
+    A subclass defines the recurrence and the order of its inputs (`scan_inputs`); its settings name the step sizes (`step_name`)
+    and the recurrence's State (`state_name`).
     """
 
     config: SSMBlockConfig
@@ -76,8 +77,7 @@ class SSMBlock(Mixer):
             dt_BTD = dt_proj(dt_low_rank_BTR)
             D_D, dt_bias_D = self._or_zeros("D"), self._or_zeros(f"{config.step_name}_bias")
             inputs = self.scan_inputs(x_BTD, dt_BTD, B_BTN, C_BTN, D_D, z_BTD, dt_bias_D)
-            (spec,) = self.recurrence.state_specs(inputs)
-            initial_state = None if state is None else {spec.name: state["scan"]}
+            initial_state = None if state is None else {config.state_name: state[config.state_name]}
             discard(dt_BTD, lambda: dt_proj(dt_low_rank_BTR))
-            y_BTD, scan = self.run_recurrence(self.recurrence, inputs, pos_BT, initial_state, forward_context)
-        return self.out_proj(y_BTD), {"conv": tail["tail"], "scan": scan[spec.name]}
+            y_BTD, final_state = self.run_recurrence(self.recurrence, inputs, pos_BT, initial_state, forward_context)
+        return self.out_proj(y_BTD), {"conv": tail["tail"], **final_state}

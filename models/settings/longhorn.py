@@ -29,6 +29,10 @@ class LonghornConfig(SSMBlockConfig):
         return "beta"
 
     @property
+    def state_name(self) -> str:
+        return "S"
+
+    @property
     def step_bias_init(self) -> Initializer:
         return Constant(0.0)
 

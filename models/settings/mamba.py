@@ -37,6 +37,10 @@ class MambaConfig(SSMBlockConfig):
         return "dt"
 
     @property
+    def state_name(self) -> str:
+        return "h"
+
+    @property
     def step_bias_init(self) -> Initializer:
         distribution = InverseSoftplusUniform if self.dt_init == "uniform" else InverseSoftplusLogUniform
         return distribution(self.dt_min, self.dt_max, self.dt_floor)

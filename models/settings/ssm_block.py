@@ -50,6 +50,11 @@ class SSMBlockConfig(MixerConfig):
         raise NotImplementedError
 
     @property
+    def state_name(self) -> str:
+        """The recurrence's name for its State."""
+        raise NotImplementedError
+
+    @property
     def step_bias_init(self) -> Initializer:
         """Initial values of the step sizes' bias."""
         raise NotImplementedError
@@ -73,7 +78,7 @@ class SSMBlockConfig(MixerConfig):
         inner = self.expand * d_model
         return (
             StateDeclaration("conv", (self.d_conv - 1, inner), "compute", tp=1),
-            StateDeclaration("scan", (inner, self.d_state), "float32", tp=0),
+            StateDeclaration(self.state_name, (inner, self.d_state), "float32", tp=0),
         )
 
     def skeleton_costs(self, d_model: int, flops: int) -> MixerCosts:

@@ -95,7 +95,7 @@ def test_a_truncated_run_killed_in_mid_step_and_mid_document_goes_on_bit_for_bit
     complete(launch, inputs, broken, TRUNCATED)
     tensors, manifest = assert_same_bits(broken, whole)
     carried = {key: x for key, x in tensors.items() if key.startswith("carried.")}
-    assert set(carried) == {f"carried.layers.{n}.mamba.{leaf}" for n in range(2) for leaf in ("conv", "scan")}
+    assert set(carried) == {f"carried.layers.{n}.mamba.{leaf}" for n in range(2) for leaf in ("conv", "h")}
     for key, x in carried.items():
         assert len(x) == 8
         assert all(float(lane.abs().max()) > 0 for lane in x), key

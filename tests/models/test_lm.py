@@ -87,7 +87,7 @@ def test_bfloat16_matmuls_leave_parameters_gradients_and_states_in_float32(singl
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert all(g.dtype == torch.float32 for g in found.values())
     assert hidden.dtype == torch.bfloat16, "as the head reads it"
-    assert all(s["mamba.scan"].dtype == torch.float32 for s in states.values())
+    assert all(s["mamba.h"].dtype == torch.float32 for s in states.values())
     exact = build()
     expected = gradients(exact, exact.loss(exact(tokens, pos)[0], labels))
     for name in expected:

@@ -69,10 +69,10 @@ def test_a_block_is_a_plain_loop_over_its_algorithm(single_mesh, settings):
     window = torch.randn(B, 3, 3 * M, generator=g, dtype=torch.float64).requires_grad_()
     S = torch.randn(B, 3 * M, N, generator=g, dtype=torch.float64).requires_grad_()
     pos = 7 + torch.arange(T, dtype=torch.int32).repeat(B, 1)
-    y, leaving = layer(x, pos, {"conv": window, "scan": S})
+    y, leaving = layer(x, pos, {"conv": window, layer.config.state_name: S})
     wanted = dict(layer.named_parameters()) | {"x": x, "window": window, "S": S}
     own = dict(layer.named_parameters()) | {"zoh": getattr(settings, "discretization", None) == "zoh"}
-    results, expected = (y, leaving["conv"], leaving["scan"]), by_hand(own, x, window, S)
+    results, expected = (y, leaving["conv"], leaving[layer.config.state_name]), by_hand(own, x, window, S)
     cotangents = [torch.randn(part.shape, generator=g, dtype=torch.float64) for part in expected]
     for found, exact in zip(results, expected, strict=True):
         assert relative_error(found, exact) <= 1e-13

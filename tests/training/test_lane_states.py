@@ -127,7 +127,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_leaf_that_differs(sin
     wide = MODEL.model_copy(update={"mixers": {"mamba": kinds()["mamba"](d_state=8)}})
     store = CheckpointStore(tmp_path, single_mesh, 2)
     save(train_state, LaneStates(build(wide, config, single_mesh).model, config, single_mesh), store, {})
-    with pytest.raises(CheckpointError, match=r"carried\.layers\.0\.mamba\.scan has shape \(8, 64, 8\), the model's \(8, 64, 4\)"):
+    with pytest.raises(CheckpointError, match=r"carried\.layers\.0\.mamba\.h has shape \(8, 64, 8\), the model's \(8, 64, 4\)"):
         resume(train_state, LaneStates(train_state.model, config, single_mesh), store, {}, Cursor.from_json)
 
 
@@ -142,7 +142,7 @@ def test_a_step_is_taken_back_to_its_beginning_though_lanes_were_written_several
         for group in ((0, 3), (5, 1)):
             states = {n: {name: factor * x for name, x in state.items()} for n, state in lanes.read(group).items()}
             lanes.write(group, states)
-    changed = [not torch.equal(x, y) for x, y in zip(before["0"]["mamba.scan"], lanes.read(every)["0"]["mamba.scan"], strict=True)]
+    changed = [not torch.equal(x, y) for x, y in zip(before["0"]["mamba.h"], lanes.read(every)["0"]["mamba.h"], strict=True)]
     assert changed == [lane in (0, 1, 3, 5) for lane in every]
     lanes.restore()
     for number, state in lanes.read(every).items():

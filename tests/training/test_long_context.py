@@ -331,7 +331,7 @@ def test_the_record_of_a_run_has_what_was_asked_for(run):
     for row in of_kind(run, "long_context"):
         assert row["positions"][:3] == [8, 16, 24]
         assert row["positions"][-1] == 400, "whole segments"
-        assert set(row["states"]) == {"mamba.conv", "mamba.scan", "lattice.conv", "lattice.S"}
+        assert set(row["states"]) == {"mamba.conv", "mamba.h", "lattice.conv", "lattice.S"}
         assert row["losses"][0]["labels"] >= 2, "each document's first token"
         assert sum(bucket["labels"] for bucket in row["losses"]) <= 2 * 400
         assert row["losses"][-1]["from"] > 64, "far beyond the training context"

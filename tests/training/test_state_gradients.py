@@ -19,7 +19,7 @@ from baton.training.step.microbatch_runner import MicrobatchRunner
 
 # recurrence -> the leaves that its messages hold
 LANE_STATE_PREFIX = {
-    "mamba": {"mamba short_conv-silu": ["conv"], "mamba selective_scan-euler-gated": ["scan"]},
+    "mamba": {"mamba short_conv-silu": ["conv"], "mamba selective_scan-euler-gated": ["h"]},
     "gsa": {"gsa gated_slot_attention-softmax-projected": ["k", "v"]},
     "lattice": {"lattice lattice-dec-project": ["S"]},
     "mamba2": {"mamba2 short_conv-silu": ["conv_x", "conv_bc"], "mamba2 gated_linear_attention-scalar": ["S"]},

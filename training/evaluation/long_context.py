@@ -104,7 +104,7 @@ class LongContextResult:
             document's first
             token is at position 1.
         positions: tokens of a row read at each boundary that was recorded.
-        norms: by State ("mamba.scan") and layer, of the State at each boundary: root mean square over rows of its 2-norm.
+        norms: by State ("mamba.h") and layer, of the State at each boundary: root mean square over rows of its 2-norm.
             Rows without a
             document there are left out; None if all are.
     """
