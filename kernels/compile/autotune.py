@@ -38,10 +38,10 @@ _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
     diagonal_scan.KERNEL: (
-        {"full": (512, 1024, 2048)},
-        {"programs": (1024, 2048, 4096)},
-        {"ahead": (2, 4, 6, 8), "unroll": (1, 2)},
-        {"ahead_summary": (2, 4, 8)},
+        {"min_programs": (512, 1024, 2048)},
+        {"target_programs": (1024, 2048, 4096)},
+        {"prefetch_t": (2, 4, 6, 8), "unroll": (1, 2)},
+        {"prefetch_t_transition": (2, 4, 8)},
     ),
     gated_linear_attention.KERNEL: (
         {"chunk": (32, 64)},
@@ -55,7 +55,7 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
     ),
     delta_rule.KERNEL: (
         {"values": (32, 64), "warps_walk": (4, 8)},
-        {"values_back": (32, 64, 128), "warps_back": (4, 8), "stages_back": (1, 2)},
+        {"values_backward": (32, 64, 128), "warps_backward": (4, 8), "stages_backward": (1, 2)},
         {"warps_inverse": (1, 2, 4)},
         {"x_chunk": (32, 64), "y_chunk": (64, 128), "warps_chunk": (4, 8)},
         {"x": (32, 64, 128), "y": (64, 128), "warps": (4, 8)},
@@ -64,21 +64,21 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
     ),
     lattice.KERNEL: (
         {"chunk": (0, 32, 64), "warps_chunk": (2, 4)},
-        {"steps_chunk": (4, 8), "warps_chunk_back": (2, 4), "warps_parallel": (2, 4)},
+        {"group_t": (4, 8), "warps_chunk_backward": (2, 4), "warps_parallel": (2, 4)},
         {"slots": (16, 64), "warps": (1, 4, 8), "parts": (2, 4)},
-        {"slots_back": (8, 16, 64), "warps_back": (1, 4, 8), "parts_back": (2, 4)},
+        {"slots_backward": (8, 16, 64), "warps_backward": (1, 4, 8), "parts_backward": (2, 4)},
         {"warps_dec": (2, 4, 8), "parts_dec": (2, 4)},
-        {"warps_dec_back": (4, 8), "parts_dec_back": (2, 4), "steps_back": (1, 2)},
-        {"steps": (2, 4, 8)},
-        {"steps_back": (1, 2, 4)},
+        {"warps_dec_backward": (4, 8), "parts_dec_backward": (2, 4), "block_t_backward": (1, 2)},
+        {"block_t": (2, 4, 8)},
+        {"block_t_backward": (1, 2, 4)},
     ),
     eidetic_attention.KERNEL: (
         {"queries": (64, 128), "keys": (32, 64, 128), "warps": (4, 8)},
-        {"queries_back": (32, 64, 128), "keys_back": (32, 64, 128), "warps_back": (4, 8)},
+        {"queries_backward": (32, 64, 128), "keys_backward": (32, 64, 128), "warps_backward": (4, 8)},
         {"stages": (1, 2, 3)},
         {"registers": (128, 255)},
     ),
-    short_conv.KERNEL: ({"channels": (64, 128, 256), "steps": (4, 8, 16)}, {"span": (64, 128, 256, 512)}),
+    short_conv.KERNEL: ({"block_d": (64, 128, 256), "block_t": (4, 8, 16)}, {"span": (64, 128, 256, 512)}),
 }
 """Of each kernel the fields that are tried together, in this order. Not borders: `baton plan` counts with them."""
 
@@ -170,14 +170,14 @@ def _fits(config: Any) -> bool:
     """What the attributes' descriptions ask for."""
     if isinstance(config, diagonal_scan.LaunchConfig):
         return (
-            config.checkpoint_interval % config.steps == 0
-            and config.ahead <= config.steps
-            and config.ahead_summary <= config.steps_summary
+            config.checkpoint_interval % config.block_t == 0
+            and config.prefetch_t <= config.block_t
+            and config.prefetch_t_transition <= config.block_t_transition
         )
     if isinstance(config, lattice.LaunchConfig):
         # of a warp: more do not fit in registers, and fewer are mostly waited for
-        return all(8 <= n <= 16 for n in (config.slots // config.warps, config.slots_back // config.warps_back))
-    return not isinstance(config, short_conv.LaunchConfig) or config.span % config.steps == 0
+        return all(8 <= n <= 16 for n in (config.slots // config.warps, config.slots_backward // config.warps_backward))
+    return not isinstance(config, short_conv.LaunchConfig) or config.span % config.block_t == 0
 
 
 def _scan(request: launch_configs.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:

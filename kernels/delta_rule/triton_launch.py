@@ -38,8 +38,8 @@ class LaunchConfig(GLALaunchConfig):
     Attributes:
         values: of d_value, the part of a program that walks over chunks; a power of two, at least 16.
         warps_walk: of such a program.
-        values_back, warps_back, stages_back: the same, and stages, where it walks backwards.
-        programs: that a GPU should have where chunks are walked through; with a third of them the sequence is walked in pieces.
+        values_backward, warps_backward, stages_backward: the same, and stages, where it walks backwards.
+        target_programs: that a GPU should have where chunks are walked through; with a third of them the sequence is cut.
         warps_inverse: of a program that inverts a chunk's matrix.
         x_chunk, y_chunk, warps_chunk: of d_key and d_value, a step of the program that computes a chunk's gradients; its warps.
     """
@@ -47,10 +47,10 @@ class LaunchConfig(GLALaunchConfig):
     stages: int = 2
     values: int = 64
     warps_walk: int = 4
-    values_back: int = 64
-    warps_back: int = 4
-    stages_back: int = 1
-    programs: int = 256
+    values_backward: int = 64
+    warps_backward: int = 4
+    stages_backward: int = 1
+    target_programs: int = 256
     warps_inverse: int = 1
     x_chunk: int = 64
     y_chunk: int = 64
@@ -58,7 +58,7 @@ class LaunchConfig(GLALaunchConfig):
 
     @cached_property
     def for_float32(self) -> Self:
-        largest = {"values": 16, "values_back": 16, "x_chunk": 32, "y_chunk": 32, "warps_chunk": 4}
+        largest = {"values": 16, "values_backward": 16, "x_chunk": 32, "y_chunk": 32, "warps_chunk": 4}
         return replace(super().for_float32, **{name: min(size, getattr(self, name)) for name, size in largest.items()})
 
 
@@ -153,7 +153,7 @@ class _DeltaRuleLaunch:
         """Chunks of each piece of the sequence, of so many programs a head."""
         launch = self.gla
         # pieces are walked twice, with more columns the first time: two do not pay
-        wanted = min(self.config.programs // (blocks * launch.batch * launch.heads), launch.chunks // 4)
+        wanted = min(self.config.target_programs // (blocks * launch.batch * launch.heads), launch.chunks // 4)
         return launch.chunks if wanted < 3 else -(-launch.chunks // wanted)
 
     def compute_inverses(self) -> Tensor:
@@ -237,8 +237,8 @@ class _DeltaRuleLaunch:
         whole_rows = all(x.stride(1) * x.element_size() % 16 == 0 for x in (q, k, dy))
 
         def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
-            warps = self.config.warps_back if whole_rows else min(self.config.warps_back, ODD_WARPS)
-            options = self.chunk_loop_options(self.config.values_back, num_warps=warps, num_stages=self.config.stages_back)
+            warps = self.config.warps_backward if whole_rows else min(self.config.warps_backward, ODD_WARPS)
+            options = self.chunk_loop_options(self.config.values_backward, num_warps=warps, num_stages=self.config.stages_backward)
             _backward_kernels.wy_u_backward_kernel[(-(-shape[3] // options["BY"]), rows, pieces)](
                 q, k, self.beta, launch.or_v(self.sums), dy, launch.or_v(launch.pos), scores, inverse, launch.or_v(arriving), dr,
                 cotangents, dfirst, launch.length, launch.chunks, -(-launch.chunks // pieces), self.scale, *launch_utils.strides(q,

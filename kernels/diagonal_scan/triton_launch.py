@@ -30,32 +30,32 @@ class LaunchConfig:
     """Block sizes of the kernels.
 
     Attributes:
-        channels: channels of a program in the forward pass, a power of two. With 32 each lane of the warp has one.
-        channels_back: channels of a program in the backward pass.
+        block_d: channels of a program in the forward pass, a power of two. With 32 each lane of the warp has one.
+        block_d_backward: channels of a program in the backward pass.
         warps: warps of a program.
-        steps: tokens loaded together, one block ahead of the computation; divides border.
-        steps_summary: the same for the kernels that compute the transition of a split.
-        ahead: tokens whose B and C are loaded ahead, at most steps.
-        ahead_summary: the same for the transition kernels, at most steps_summary.
-        steps_back: tokens whose states are in registers together in the backward pass; divides border.
-        border: tokens between two checkpointed states; a split is a multiple of it.
+        block_t: tokens loaded together, one block ahead of the computation; divides checkpoint_interval.
+        block_t_transition: the same for the kernels that compute the transition of a split.
+        prefetch_t: tokens whose B and C are loaded ahead, at most block_t.
+        prefetch_t_transition: the same for the transition kernels, at most block_t_transition.
+        block_t_backward: tokens whose states are in registers together in the backward pass; divides checkpoint_interval.
+        checkpoint_interval: tokens between two checkpointed states; a split is a multiple of it.
         unroll: blocks of tokens in one iteration of the forward pass's loop.
-        full: number of programs that fill a GPU. With fewer, the sequence is split.
-        programs: number of programs aimed at when the sequence is split.
+        min_programs: number of programs that fill a GPU. With fewer, the sequence is split.
+        target_programs: number of programs that a split sequence should make.
     """
 
-    channels: int = 32
-    channels_back: int = 32
+    block_d: int = 32
+    block_d_backward: int = 32
     warps: int = 1
-    steps: int = 8
-    steps_summary: int = 8
-    ahead: int = 6
-    ahead_summary: int = 4
-    steps_back: int = 2
+    block_t: int = 8
+    block_t_transition: int = 8
+    prefetch_t: int = 6
+    prefetch_t_transition: int = 4
+    block_t_backward: int = 2
     checkpoint_interval: int = 16
     unroll: int = 1
-    full: int = 1024
-    programs: int = 4096
+    min_programs: int = 1024
+    target_programs: int = 4096
 
 
 class ScanInputs(NamedTuple):
@@ -84,12 +84,12 @@ def default_launch_config(d_state: int, zoh: bool = False) -> LaunchConfig:
     """The largest block sizes whose states fit in registers."""
     if zoh:  # phi and its slope are blocks of states too
         euler = default_launch_config(d_state)
-        smaller = replace(euler, channels_back=euler.channels_back // 2, ahead=min(euler.ahead, 4))
-        return smaller if d_state <= 16 else replace(smaller, channels=euler.channels // 2, steps=4)
+        smaller = replace(euler, block_d_backward=euler.block_d_backward // 2, prefetch_t=min(euler.prefetch_t, 4))
+        return smaller if d_state <= 16 else replace(smaller, block_d=euler.block_d // 2, block_t=4)
     if d_state <= 16:
         return LaunchConfig()
-    fewer = LaunchConfig(steps_summary=4, ahead=2, ahead_summary=2)
-    return replace(fewer, channels=16, channels_back=8) if d_state <= 32 else replace(fewer, channels=8, channels_back=4)
+    fewer = LaunchConfig(block_t_transition=4, prefetch_t=2, prefetch_t_transition=2)
+    return replace(fewer, block_d=16, block_d_backward=8) if d_state <= 32 else replace(fewer, block_d=8, block_d_backward=4)
 
 
 def _launch_config_for(inputs: ScanInputs, activate: bool, zoh: bool) -> LaunchConfig:
@@ -178,7 +178,7 @@ class _ScanLaunch:
         self.forward_kernels, self.backward_kernels = _forward_kernels, _backward_kernels
         self.batch, self.length, self.channels = inputs.x.shape
         self.d_state = inputs.B.shape[2]
-        self.num_splits, self.split_len = _splits(self.batch * -(-self.channels // config.channels), self.length, config)
+        self.num_splits, self.split_len = _splits(self.batch * -(-self.channels // config.block_d), self.length, config)
         self.zoh, self.recurrence = zoh, _recurrence(inputs.A is not None, zoh)
         # zeros for Longhorn: see `load_A`
         self.A = (
@@ -207,7 +207,7 @@ class _ScanLaunch:
 
     def launch(self, kernel: Any, block_t: int, *arguments: Any, **options: Any) -> None:
         even_t = self.length % options.get("CHECKPOINT_INTERVAL", block_t) == 0
-        block_d = options.setdefault("BLOCK_D", self.config.channels)
+        block_d = options.setdefault("BLOCK_D", self.config.block_d)
         even_d = self.channels % block_d == 0 and self.d_state == self.options["BLOCK_N"]
         if "UNROLL" in options and not (even_t and even_d):
             options["UNROLL"] = 1  # for the odd sizes of checks: a loop twice as long compiles six times as slowly
@@ -242,7 +242,7 @@ class _ScanLaunch:
 
         x, config = self.inputs.x, self.config
         fits = self.d_state == self.options["BLOCK_N"] == 16 and block_t % 2 == 0
-        fits = fits and config.channels_back == 32 and config.warps == 1
+        fits = fits and config.block_d_backward == 32 and config.warps == 1
         cuda = torch.version.cuda is not None or target() is not None
         return on_gpu(x) and cuda and LANE_OWNS_CHANNEL and x.dtype != torch.float32 and fits
 
@@ -251,8 +251,9 @@ class _ScanLaunch:
         x, dt, _, _, _, _, _, dt_bias = self.inputs
         decay, add = (self.empty(self.batch, self.num_splits, self.channels, self.d_state) for _ in range(2))
         self.launch(
-            self.forward_kernels.diagonal_scan_transition_kernel, self.config.steps_summary, x, dt, self.A, self.bc,
-            self.or_x(dt_bias), self.or_x(self.pos), decay, add, **self.strides(x=x, dt=dt), PREFETCH_T=self.config.ahead_summary,
+            self.forward_kernels.diagonal_scan_transition_kernel, self.config.block_t_transition, x, dt, self.A, self.bc,
+            self.or_x(dt_bias), self.or_x(self.pos), decay, add, **self.strides(x=x, dt=dt),
+            PREFETCH_T=self.config.prefetch_t_transition,
         )  # fmt: skip
         return decay, add
 
@@ -262,9 +263,9 @@ class _ScanLaunch:
         _, dt, _, _, _, _, z, dt_bias = self.inputs
         dy, add = launch_utils.contiguous_last_dim(dy), self.empty(self.batch, self.num_splits, self.channels, self.d_state)
         self.launch(
-            self.backward_kernels.diagonal_scan_transition_backward_kernel, self.config.steps_summary, dt, self.A, self.bc,
+            self.backward_kernels.diagonal_scan_transition_backward_kernel, self.config.block_t_transition, dt, self.A, self.bc,
             self.or_x(z), self.or_x(dt_bias), dy, self.or_x(self.pos), add, **self.strides(dt=dt, z=z, dy=dy),
-            HAS_Z=z is not None, PREFETCH_T=self.config.ahead_summary,
+            HAS_Z=z is not None, PREFETCH_T=self.config.prefetch_t_transition,
         )  # fmt: skip
         return add
 
@@ -293,10 +294,10 @@ class _ScanLaunch:
         if keep:
             checkpoints = self.empty(self.batch, chunks, self.channels, self.d_state)
         self.launch(
-            self.forward_kernels.diagonal_scan_forward_kernel, self.config.steps, x, dt, self.A, self.bc, D, self.or_x(z),
+            self.forward_kernels.diagonal_scan_forward_kernel, self.config.block_t, x, dt, self.A, self.bc, D, self.or_x(z),
             self.or_x(dt_bias), self.or_x(self.pos), self.or_x(initial_states), y, final, self.or_x(checkpoints),
             **self.strides(x=x, dt=dt, z=z), HAS_Z=z is not None, HAS_INITIAL_STATES=initial_states is not None,
-            STORE_CHECKPOINTS=keep, CHECKPOINT_INTERVAL=self.config.checkpoint_interval, PREFETCH_T=self.config.ahead,
+            STORE_CHECKPOINTS=keep, CHECKPOINT_INTERVAL=self.config.checkpoint_interval, PREFETCH_T=self.config.prefetch_t,
             UNROLL=self.config.unroll,
         )  # fmt: skip
         return y, final, checkpoints, decay
@@ -307,7 +308,7 @@ class _ScanLaunch:
         dy, dfinal_states, block_t = (
             launch_utils.contiguous_last_dim(dy),
             launch_utils.contiguous_aligned(dfinal),
-            self.config.steps_back,
+            self.config.block_t_backward,
         )
         batch, length, channels, d_state = self.batch, self.length, self.channels, self.d_state
         if decay is not None:
@@ -315,7 +316,7 @@ class _ScanLaunch:
         dx, ddt, dz = (None if like is None else self.empty(batch, length, channels, like=like) for like in (x, dt, z))
         dA = None if A is None else self.empty(batch * self.num_splits, channels, d_state)
         dD, ddt_bias = (self.empty(batch * self.num_splits, channels) for _ in range(2))
-        block_d, block_n = self.config.channels_back, self.options["BLOCK_N"]
+        block_d, block_n = self.config.block_d_backward, self.options["BLOCK_N"]
         blocks = -(-channels // block_d)
         scratch = self.empty(batch * self.num_splits * blocks, self.config.checkpoint_interval // block_t, block_d, block_n)
         dbc_partial = self.empty(blocks, batch, length, 2, d_state, like=x)
@@ -368,6 +369,6 @@ def _recurrence(mamba: bool, zoh: bool) -> int:
 def _splits(programs: int, length: int, config: LaunchConfig) -> tuple[int, int]:
     """The number of splits of a sequence, and tokens of each, a multiple of border."""
     chunks = -(-length // config.checkpoint_interval)
-    wanted = 1 if programs >= config.full else min(-(-config.programs // programs), max(1, chunks // 4))
+    wanted = 1 if programs >= config.min_programs else min(-(-config.target_programs // programs), max(1, chunks // 4))
     split_len = -(-chunks // wanted) * config.checkpoint_interval
     return -(-length // split_len), split_len

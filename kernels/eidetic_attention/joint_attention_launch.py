@@ -31,26 +31,26 @@ class LaunchConfig:
 
     Attributes:
         queries, keys: tokens and rows of a step of the kernels that compute y and dq.
-        queries_back, keys_back: the same of the kernels that compute dk and dv.
+        queries_backward, keys_backward: the same of the kernels that compute dk and dv.
         memory: rows of a memory in a step.
-        warps, warps_back: of a program.
+        warps, warps_backward: of a program.
         stages: pipeline stages of loops.
         registers: at most, of a thread of the forward kernel: with 128, an SM holds two programs of 8 warps.
     """
 
     queries: int = 128
     keys: int = 64
-    queries_back: int = 64
-    keys_back: int = 64
+    queries_backward: int = 64
+    keys_backward: int = 64
     memory: int = 64
     warps: int = 8
-    warps_back: int = 8
+    warps_backward: int = 8
     stages: int = 2
     registers: int = 255
 
     def for_float32(self) -> "LaunchConfig":
         """Smaller blocks: float32 products use no tensor cores, and larger blocks do not fit in registers."""
-        return replace(self, queries=32, keys=32, queries_back=32, keys_back=32, memory=32, stages=1, registers=255)
+        return replace(self, queries=32, keys=32, queries_backward=32, keys_backward=32, memory=32, stages=1, registers=255)
 
 
 _Pair = tuple[Tensor | None, Tensor | None]
@@ -296,14 +296,14 @@ class _JointAttentionLaunch:
         """Gradients of a history whose rows are visible from the distance `nearest` on, to at most `reach` tokens behind the span's
         start (-1: any), including those of their copies in memories, if dmemory is given.
         """
-        (dk, dv), size, before = self.empty_pair(k.shape[1], _adjacent(k, v)), self.config.keys_back, k.shape[1] - self.length
+        (dk, dv), size, before = self.empty_pair(k.shape[1], _adjacent(k, v)), self.config.keys_backward, k.shape[1] - self.length
         copied = self.seen.first is not None and dmemory[0] is not None
         copies = self.or_q(self.seen.first, self.copies[2], *dmemory)
         self.kernels.joint_attention_backward_dkv_kernel[self.grid(k.shape[1] + max(0, reach), size, self.groups)](
             self.q, k, v, limit, lse, dy, delta, *copies, dk, dv, self.length, self.memories, self.scale, N=before,
             MIN_DISTANCE=nearest, REACH=reach, ROW=k.stride(1), GRAD_ROW=dk.stride(1), E=self.entries,
-            BLOCK_Q=self.config.queries_back, BLOCK_K=size,
-            num_warps=self.config.warps_back, **{**self.common, "M": self.rows if copied else 0},
+            BLOCK_Q=self.config.queries_backward, BLOCK_K=size,
+            num_warps=self.config.warps_backward, **{**self.common, "M": self.rows if copied else 0},
         )  # fmt: skip
         return dk, dv
 
@@ -319,8 +319,8 @@ class _JointAttentionLaunch:
         grid = self.grid(self.memories * -(-self.rows // size) * size, size, self.groups)
         self.kernels.joint_attention_backward_dmemory_kernel[grid](
             self.q, k, v, *self.or_q(self.seen.row, self.seen.slot, self.seen.begin), lse, dy, delta, dk, dv,
-            self.length, self.memories, self.scale, WINDOW=self.window, BLOCK_Q=self.config.queries_back, BLOCK_M=size,
-            num_warps=self.config.warps_back, **self.common,
+            self.length, self.memories, self.scale, WINDOW=self.window, BLOCK_Q=self.config.queries_backward, BLOCK_M=size,
+            num_warps=self.config.warps_backward, **self.common,
         )  # fmt: skip
         return dk, dv
 
@@ -345,9 +345,10 @@ class _JointAttentionLaunch:
         if first is None or rows == 0:
             return None, None
         dk, dv = self.empty_pair(rows, adjacent)
-        self.copy_kernels.memory_copy_backward_kernel[self.grid(rows, self.config.keys_back, self.groups)](
+        self.copy_kernels.memory_copy_backward_kernel[self.grid(rows, self.config.keys_backward, self.groups)](
             first, self.copies[2], dmemory_k, dmemory_v, dk, dv, rows, first.shape[1], skipped, self.memories * self.rows,
-            G=self.groups, K=self.dim, BLOCK_K=self.config.keys_back, BLOCK_D=self.block_dim, GRAD_ROW=dk.stride(1), num_warps=4,
+            G=self.groups, K=self.dim, BLOCK_K=self.config.keys_backward, BLOCK_D=self.block_dim, GRAD_ROW=dk.stride(1),
+            num_warps=4,
         )  # fmt: skip
         return dk, dv
 

@@ -31,7 +31,7 @@ class LaunchConfig:
         warps_scores: of one that computes scores with a decay per channel.
         stages: of what loops load, ahead of what they compute; scores with a decay per channel have one.
         heads: of a program that computes derivatives of what all heads share; what divides their number is taken.
-        programs: that a GPU should have where chunks are walked through; with fewer the sequence is cut.
+        target_programs: that a GPU should have where chunks are walked through; with fewer the sequence is cut.
     """
 
     chunk: int = 64
@@ -49,7 +49,7 @@ class LaunchConfig:
     warps_scores: int = 4
     stages: int = 3
     heads: int = 8
-    programs: int = 384
+    target_programs: int = 384
 
     @cached_property
     def for_float32(self) -> Self:

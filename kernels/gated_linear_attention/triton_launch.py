@@ -219,7 +219,7 @@ class LinearAttentionLaunch:
             return last
 
         # a sequence is cut where heads and states give too few programs; then all but the decays is computed twice
-        wanted = min(-(-self.config.programs // (blocks * heads * self.batch)), max(1, chunks // 4))
+        wanted = min(-(-self.config.target_programs // (blocks * heads * self.batch)), max(1, chunks // 4))
         piece = -(-chunks // wanted)
         if piece == chunks:
             last = walk(chunks, first, kept)[:, 0]

@@ -31,40 +31,41 @@ class LaunchConfig:
     """Block sizes of the kernels; powers of two.
 
     Attributes:
-        slots, slots_back: slots of a program in encoding and similarity, forward and backward. Where they are not all of a head's,
-            sums over slots are stored in parts. In decoding a program holds all slots.
-        warps, warps_back: warps of such a program.
-        parts, parts_back: parts that d is split into: with more parts, sums over d involve fewer lanes, and sums over slots more.
-        warps_dec, warps_dec_back, parts_dec, parts_dec_back: the same in decoding.
-        steps: tokens loaded together, one block ahead of the computation; divides checkpoint_interval.
-        steps_back: tokens whose slots are in registers together in the backward pass; divides checkpoint_interval.
+        slots, slots_backward: slots of a program in encoding and similarity, forward and backward. Where they are not all of a
+            head's, sums over slots are stored in parts. In decoding a program holds all slots.
+        warps, warps_backward: warps of such a program.
+        parts, parts_backward: parts that d is split into: with more parts, sums over d involve fewer warp lanes, and sums over
+            slots more.
+        warps_dec, warps_dec_backward, parts_dec, parts_dec_backward: the same in decoding.
+        block_t: tokens loaded together, one block ahead of the computation; divides checkpoint_interval.
+        block_t_backward: tokens whose slots are in registers together in the backward pass; divides checkpoint_interval.
         checkpoint_interval: tokens between two checkpointed states.
         chunk: tokens of a chunk in encoding and similarity, a power of two from 16; also the checkpoint interval there. 0: no
         chunks.
-        slots_chunk, warps_chunk, warps_chunk_back: of a program that goes from chunk to chunk, at least 16 slots. parts,
-            parts_back, steps and steps_back are those of a chunk that runs token by token.
-        steps_chunk: tokens of a chunk whose sequential steps are in registers together; divides chunk.
+        slots_chunk, warps_chunk, warps_chunk_backward: of a program that goes from chunk to chunk, at least 16 slots. parts,
+            parts_backward, block_t and block_t_backward are those of a chunk that runs token by token.
+        group_t: tokens of a chunk whose sequential steps are in registers together; divides chunk.
         warps_parallel: warps of programs that compute one chunk each.
     """
 
     slots: int = 16
-    slots_back: int = 16
+    slots_backward: int = 16
     warps: int = 1
-    warps_back: int = 1
+    warps_backward: int = 1
     parts: int = 2
-    parts_back: int = 4
+    parts_backward: int = 4
     warps_dec: int = 4
-    warps_dec_back: int = 8
+    warps_dec_backward: int = 8
     parts_dec: int = 2
-    parts_dec_back: int = 2
-    steps: int = 4
-    steps_back: int = 2
+    parts_dec_backward: int = 2
+    block_t: int = 4
+    block_t_backward: int = 2
     checkpoint_interval: int = 32
     chunk: int = 32
     slots_chunk: int = 64
     warps_chunk: int = 4
-    warps_chunk_back: int = 4
-    steps_chunk: int = 8
+    warps_chunk_backward: int = 4
+    group_t: int = 8
     warps_parallel: int = 4
 
 
@@ -185,7 +186,7 @@ class _LatticeLaunch:
         checkpoints = self.new(self.batch, self.heads, self.checkpoints, self.m, self.d) if keep else None
         _forward.lattice_forward_kernel[(parts, self.batch * self.heads)](
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), S.mT.contiguous(), self.S0, y,
-            self.or_q(checkpoints), last, self.length, *self.strides, STORE_CHECKPOINTS=keep, BLOCK_T=config.steps,
+            self.or_q(checkpoints), last, self.length, *self.strides, STORE_CHECKPOINTS=keep, BLOCK_T=config.block_t,
             PROJECT=self.project, **block_options,
             **self.options,
         )  # fmt: skip
@@ -225,7 +226,7 @@ class _LatticeLaunch:
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), gram, S.mT.contiguous(), self.S0, y,
             checkpoints, last, unsafe, rows, scales, self.new(parts * self.batch * self.heads, scratch_numel), self.length,
             *self.strides,
-            SCRATCH=scratch_numel, BLOCK_T=config.steps, GROUP_T=config.steps_chunk, **block_options, **self.options,
+            SCRATCH=scratch_numel, BLOCK_T=config.block_t, GROUP_T=config.group_t, **block_options, **self.options,
         )  # fmt: skip
         options = self._options("D", "M", "H", "HAS_POS", "EVEN_T", "CHECKPOINT_INTERVAL", "BLOCK_D", "num_stages")
         _chunk_forward.lattice_chunk_output_kernel[(chunks, self.batch * self.heads, parts)](
@@ -238,15 +239,19 @@ class _LatticeLaunch:
     def backward(self, saved: "_Saved", dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, gamma, mu, S0 and the initial slots."""
         config, (checkpoints, last, unsafe, scales) = self.config, saved
-        slots, parts = self.programs(config.slots_chunk if self.chunked else config.slots_back)
+        slots, parts = self.programs(config.slots_chunk if self.chunked else config.slots_backward)
         if self.chunked:
-            block_options = self.block_options(slots, config.warps_chunk_back, config.parts_back)
+            block_options = self.block_options(slots, config.warps_chunk_backward, config.parts_backward)
         else:
             block_options = self.block_options(
                 slots,
-                *((config.warps_dec_back, config.parts_dec_back) if self.decoding else (config.warps_back, config.parts_back)),
+                *(
+                    (config.warps_dec_backward, config.parts_dec_backward)
+                    if self.decoding
+                    else (config.warps_backward, config.parts_backward)
+                ),
             )
-        shape, steps, dy = (self.batch, self.length, self.heads), config.steps_back, launch_utils.contiguous_last_dim(dy)
+        shape, steps, dy = (self.batch, self.length, self.heads), config.block_t_backward, launch_utils.contiguous_last_dim(dy)
         dq, dk = (self.new(*shape, self.m, dtype=x.dtype) for x in (self.q, self.k))
         dv = self.new(parts, *shape, self.d, dtype=self.v.dtype if parts == 1 else torch.float32)
         dgamma, dmu = self.new(parts, *shape), None if self.mu is None else self.new(parts, *shape)
@@ -268,12 +273,12 @@ class _LatticeLaunch:
             common |= {"BLOCK_M": slots, "num_warps": config.warps_parallel}
             _chunk_backward.lattice_backward_pre_kernel[chunk_grid](
                 self.q, self.k, self.v, gram, self.S0, checkpoints, unsafe, rows, dy, dq, self.length, *self.strides[:9],
-                *launch_utils.strides(dy), VARIANT=self.options["VARIANT"], GROUP_T=config.steps_chunk, **common,
+                *launch_utils.strides(dy), VARIANT=self.options["VARIANT"], GROUP_T=config.group_t, **common,
             )  # fmt: skip
             _chunk_backward.lattice_chunk_backward_kernel[grid](
                 self.q, self.k, self.v, *gates, gram, self.S0, checkpoints, last, unsafe, rows, scales, dy, dS_final, scratch,
                 dlasts,
-                *outputs, GROUP_T=config.steps_chunk, **options,
+                *outputs, GROUP_T=config.group_t, **options,
             )  # fmt: skip
             _chunk_backward.lattice_backward_post_kernel[chunk_grid](
                 self.v, gram, self.S0, checkpoints, unsafe, rows, dlasts, dy, dv, dgamma, self.or_q(dmu), self.length,

@@ -28,13 +28,13 @@ class LaunchConfig:
     """Block sizes of the kernels.
 
     Attributes:
-        channels: channels of a program, which is one warp; a power of two.
-        steps: tokens loaded together, one block ahead of the computation.
-        span: tokens of a program; a multiple of steps.
+        block_d: channels of a program, which is one warp; a power of two.
+        block_t: tokens loaded together, one block ahead of the computation.
+        span: tokens of a program; a multiple of block_t.
     """
 
-    channels: int = 128
-    steps: int = 4
+    block_d: int = 128
+    block_t: int = 4
     span: int = 128
 
 
@@ -73,13 +73,13 @@ def _launch_config_for(x: Tensor, weight: Tensor) -> LaunchConfig:
 @cache
 def _with_room(config: LaunchConfig, width: int) -> LaunchConfig:
     """A block of tokens is at least as long as a token's gradient reaches back."""
-    steps = max(config.steps, launch_utils.next_power_of_2(width - 1))
-    return replace(config, steps=steps, span=-(-config.span // steps) * steps)
+    steps = max(config.block_t, launch_utils.next_power_of_2(width - 1))
+    return replace(config, block_t=steps, span=-(-config.span // steps) * steps)
 
 
 def _grid(x: Tensor, config: LaunchConfig) -> tuple[int, int, int]:
     batch, length, channels = x.shape
-    return -(-channels // config.channels), batch, -(-length // config.span)
+    return -(-channels // config.block_d), batch, -(-length // config.span)
 
 
 def _options(x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, silu: bool, config: LaunchConfig) -> dict[str, Any]:
@@ -93,9 +93,9 @@ def _options(x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, sil
         "HAS_TAIL": tail is not None,
         "HAS_POS": pos is not None,
         "SILU": silu,
-        "EVEN_D": x.shape[2] % config.channels == 0,
-        "BLOCK_D": config.channels,
-        "BLOCK_T": config.steps,
+        "EVEN_D": x.shape[2] % config.block_d == 0,
+        "BLOCK_D": config.block_d,
+        "BLOCK_T": config.block_t,
         "num_warps": 1,
         "num_stages": 1,
     }
@@ -115,7 +115,7 @@ def _forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _kernels.short_conv_forward_kernel[_grid(x, config)](
         rows, launch_utils.contiguous_aligned(weight), launch_utils.contiguous_aligned(bias),
-        x if tail is None else tail.contiguous(), x if pos is None else pos, y, EVEN_T=x.shape[1] % config.steps == 0,
+        x if tail is None else tail.contiguous(), x if pos is None else pos, y, EVEN_T=x.shape[1] % config.block_t == 0,
         **_options(rows, width, tail, pos, silu, config),
     )  # fmt: skip
     return y, new_tail(x, tail, width - 1) if need_tail else x.new_empty(x.shape[0], 0, x.shape[2])
@@ -144,7 +144,7 @@ class _ShortConv(torch.autograd.Function):
             weight.shape[1],
         )
         batch, length, channels = x.shape
-        grid, even = _grid(x, config), length % config.steps == 0
+        grid, even = _grid(x, config), length % config.block_t == 0
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dtail = x if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
         sums = torch.empty(batch * grid[2], width + 1, channels, dtype=torch.float32, device=x.device)

@@ -30,23 +30,27 @@ def test_the_tables_rows_are_of_kernels_and_fields_that_there_are():
 
 def test_a_name_goes_before_an_architecture_and_a_later_row_before_an_earlier(tmp_path, monkeypatch):
     rows = (
-        Entry("scan", "NVIDIA H200", {"d_state": 16}, {"steps": 1}, "measured"),
-        Entry("scan", "sm_90", {}, {"steps": 2, "ahead": 2}, "measured"),
-        Entry("scan", "NVIDIA H200", {"d_state": 16, "warps": 8}, {"programs": 3}, "measured"),
-        Entry("conv", "NVIDIA H200", {}, {"steps": 4}, "measured"),
+        Entry("scan", "NVIDIA H200", {"d_state": 16}, {"block_t": 1}, "measured"),
+        Entry("scan", "sm_90", {}, {"block_t": 2, "prefetch_t": 2}, "measured"),
+        Entry("scan", "NVIDIA H200", {"d_state": 16, "warps": 8}, {"target_programs": 3}, "measured"),
+        Entry("conv", "NVIDIA H200", {}, {"block_t": 4}, "measured"),
     )
     launch_configs.write(rows, tmp_path / "launch_configs.json")
     assert launch_configs.read(tmp_path / "launch_configs.json") == rows
     monkeypatch.setattr(launch_configs, "table", lambda: rows)
     names = ("sm_90", "NVIDIA H200")
-    assert launch_configs.for_device_names("scan", names, {"d_state": 16, "warps": 8}) == {"steps": 1, "ahead": 2, "programs": 3}
-    assert launch_configs.for_device_names("scan", names, {"d_state": 16, "warps": 4}) == {"steps": 1, "ahead": 2}
-    assert launch_configs.for_device_names("scan", names, {"d_state": 8}) == {"steps": 2, "ahead": 2}
+    assert launch_configs.for_device_names("scan", names, {"d_state": 16, "warps": 8}) == {
+        "block_t": 1,
+        "prefetch_t": 2,
+        "target_programs": 3,
+    }
+    assert launch_configs.for_device_names("scan", names, {"d_state": 16, "warps": 4}) == {"block_t": 1, "prefetch_t": 2}
+    assert launch_configs.for_device_names("scan", names, {"d_state": 8}) == {"block_t": 2, "prefetch_t": 2}
     assert launch_configs.for_device_names("scan", ("sm_80",), {"d_state": 16}) == {}
 
 
 def test_a_choice_is_made_once_for_each_table_and_shape(monkeypatch):
-    table, default = (Entry("scan", "cpu", {"d_state": 16}, {"steps": 1}, "measured"),), diagonal_scan.LaunchConfig()
+    table, default = (Entry("scan", "cpu", {"d_state": 16}, {"block_t": 1}, "measured"),), diagonal_scan.LaunchConfig()
     monkeypatch.setattr(launch_configs, "table", lambda: table)
     monkeypatch.setattr(launch_configs, "table_names", lambda device: (device.type,))
 
@@ -54,7 +58,7 @@ def test_a_choice_is_made_once_for_each_table_and_shape(monkeypatch):
         return launch_configs.choose("scan", default, torch.device("cpu"), {"d_state": d_state}, {"tokens": 3})
 
     chosen = choose(16)
-    assert chosen == dataclasses.replace(default, steps=1)
+    assert chosen == dataclasses.replace(default, block_t=1)
     assert choose(16) is chosen
     assert choose(8) == default
     with launch_configs.record_requests() as asked:
@@ -66,8 +70,8 @@ def test_a_choice_is_made_once_for_each_table_and_shape(monkeypatch):
 
 
 def test_the_digest_covers_the_configurations_and_not_the_reasons(monkeypatch):
-    def digest(steps, why):
-        monkeypatch.setattr(launch_configs, "table", lambda: (Entry("scan", "sm_90", {}, {"steps": steps}, why),))
+    def digest(block_t, why):
+        monkeypatch.setattr(launch_configs, "table", lambda: (Entry("scan", "sm_90", {}, {"block_t": block_t}, why),))
         return launch_configs.digest()
 
     assert digest(4, "so") == digest(4, "or so") != digest(8, "so")
@@ -89,7 +93,8 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
 def test_tuning_returns_a_configuration_that_computes_the_same(kernel, monkeypatch):
     """By the same kernels, interpreted; what is quickest there means nothing, that it computes the same does."""
     monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {
-        diagonal_scan.KERNEL: ({"full": (1, 2048)}, {"steps": (8, 7), "ahead": (1,)}), short_conv.KERNEL: ({"steps": (4, 8)},),
+        diagonal_scan.KERNEL: ({"min_programs": (1, 2048)}, {"block_t": (8, 7), "prefetch_t": (1,)}),
+        short_conv.KERNEL: ({"block_t": (4, 8)},),
         gated_linear_attention.KERNEL: ({"chunk": (16,)},), delta_rule.KERNEL: ({"chunk": (16,)},),
         lattice.KERNEL: ({"slots": (4,)},), eidetic_attention.KERNEL: ({"keys": (16,)},),
     })  # fmt: skip
@@ -112,7 +117,7 @@ def test_tuning_returns_a_configuration_that_computes_the_same(kernel, monkeypat
     (found,) = tune([request], torch.device("cpu"), torch.float32)
     assert found.after_ms <= found.before_ms
     assert found.config.keys() <= {field.name for field in dataclasses.fields(LAUNCH_CONFIGS[kernel])}
-    assert found.config.get("steps") != 7  # does not divide border
+    assert found.config.get("block_t") != 7  # does not divide checkpoint_interval
     assert "->" in str(found)
 
 
@@ -121,13 +126,13 @@ def test_a_configuration_that_computes_something_else_is_not_taken(monkeypatch):
     request = Request(short_conv.KERNEL, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
     run, quick = short_conv.short_conv_triton, iter((2.0, 1.0, 1.0, 1.0))
     monkeypatch.setattr("baton.kernels.compile.autotune._milliseconds", lambda *_: next(quick))
-    monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {short_conv.KERNEL: ({"steps": (8,)},)})
+    monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {short_conv.KERNEL: ({"block_t": (8,)},)})
 
     def wrong(*args, config, **options):
         y, tail = run(*args, config=config, **options)
-        return (y + 1e-3 if config.steps == 8 else y), tail
+        return (y + 1e-3 if config.block_t == 8 else y), tail
 
-    assert next(tune([request], torch.device("cpu"), torch.float32)).config == {"steps": 8}
+    assert next(tune([request], torch.device("cpu"), torch.float32)).config == {"block_t": 8}
     monkeypatch.setattr(short_conv, "short_conv_triton", wrong)
     quick = iter((2.0, 1.0))
     assert next(tune([request], torch.device("cpu"), torch.float32)).config == {}
@@ -138,10 +143,10 @@ def test_a_candidate_that_the_gpu_fails_on_is_named(monkeypatch):
     request = Request(short_conv.KERNEL, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
     run = short_conv.short_conv_triton
     monkeypatch.setattr("baton.kernels.compile.autotune._milliseconds", lambda *_: 1.0)
-    monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {short_conv.KERNEL: ({"steps": (8, 16)},)})
+    monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {short_conv.KERNEL: ({"block_t": (8, 16)},)})
 
     def fails(*args, config, **options):
-        if config.steps == 16:
+        if config.block_t == 16:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
         return run(*args, config=config, **options)
 
@@ -150,7 +155,7 @@ def test_a_candidate_that_the_gpu_fails_on_is_named(monkeypatch):
         list(tune([request], torch.device("cpu"), torch.float32))
     said = str(refused.value)
     assert said.startswith("short_conv (")
-    assert "with steps 16: CUDA error: an illegal memory access was encountered; " in said
+    assert "with block_t 16: CUDA error: an illegal memory access was encountered; " in said
     assert "\n" not in said
 
 

@@ -14,7 +14,7 @@ from baton.kernels.delta_rule.reference import delta_rule_reference
 from baton.kernels.delta_rule.triton_launch import LaunchConfig, _DeltaRuleLaunch, delta_rule_transition_triton, delta_rule_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = LaunchConfig(chunk=16, x=16, y=16, values=16, values_back=16, x_chunk=16, y_chunk=16)
+SMALL = LaunchConfig(chunk=16, x=16, y=16, values=16, values_backward=16, x_chunk=16, y_chunk=16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 
@@ -78,7 +78,7 @@ def test_inverses_are_made_block_by_block(chunk):
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_sequence_is_walked_in_pieces(gated):
     """Three pieces of five chunks and one of three, of what is written in columns of two programs; documents start in some."""
-    config = replace(SMALL, programs=8)
+    config = replace(SMALL, target_programs=8)
     sizes = (1, 276, 1, 18, 19)
     assert (
         _DeltaRuleLaunch(
@@ -101,7 +101,7 @@ def test_what_a_span_does_to_the_state_is_the_chunked_forms(gated, programs):
     beta, gates = 2 * torch.rand(2, 200, 2, generator=g), 0.1 * F.logsigmoid(randn(2, 200, 2)) if gated else None
     pos = positions(seeded(3), 2, 200, 0.002)
     given = [x if x is None else x.to(DEVICE) for x in (k, v, beta, gates)]
-    found = delta_rule_transition_triton(*given, pos=pos.to(DEVICE), config=replace(SMALL, programs=programs))
+    found = delta_rule_transition_triton(*given, pos=pos.to(DEVICE), config=replace(SMALL, target_programs=programs))
     exact = delta_rule_transition(*(x if x is None else x.double() for x in (k, v, beta, gates)), pos=pos)
     for ours, expected in zip(found, exact, strict=True):
         assert relative_error(ours.double().cpu(), expected) <= 1e-5

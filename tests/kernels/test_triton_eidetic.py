@@ -18,7 +18,7 @@ from baton.kernels.eidetic_attention.triton_launch import eidetic_attention_trit
 from baton.parallel.linear import _side_by_side
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = LaunchConfig(queries=16, keys=16, queries_back=16, keys_back=16, memory=16)
+SMALL = LaunchConfig(queries=16, keys=16, queries_backward=16, keys_backward=16, memory=16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 

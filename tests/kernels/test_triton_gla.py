@@ -27,7 +27,7 @@ from baton.kernels.gated_slot_attention.triton_launch import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = LaunchConfig(chunk=16, x=16, x_gated=16, x_read=16, x_prepared=16, y=16, y_gated=16, programs=1)
+SMALL = LaunchConfig(chunk=16, x=16, x_gated=16, x_read=16, x_prepared=16, y=16, y_gated=16, target_programs=1)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 # batch, tokens, heads of q, of k and of v, d_key, d_value: less than a chunk, odd ones, groups, a head for all
 SIZES = {
@@ -97,7 +97,7 @@ def test_outputs_and_gradients_are_the_definitions(gate, starts):
 def test_a_sequence_may_be_cut_into_pieces(gate):
     """Where heads and states give too few programs."""
     heads = SIZES[gate][2:5]
-    compare(gate, (1, 130, *heads, 6, 5), replace(SMALL, programs=1 << 20), starts=gate in ("none", "key"))
+    compare(gate, (1, 130, *heads, 6, 5), replace(SMALL, target_programs=1 << 20), starts=gate in ("none", "key"))
 
 
 @pytest.mark.parametrize("gate", ["scalar", "value", *(pytest.param(gate, marks=pytest.mark.long) for gate in ("none", "key"))])

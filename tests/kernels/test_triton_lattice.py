@@ -16,8 +16,10 @@ from baton.kernels.lattice.triton_launch import LaunchConfig, _LatticeLaunch, la
 from baton.kernels.lattice.variant import VARIANTS, UpdateRule, slot_norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = LaunchConfig(slots=4, slots_back=4, warps=1, warps_back=1, steps=2, steps_back=2, checkpoint_interval=8, chunk=0)
-CHUNKS = LaunchConfig(chunk=16, slots_chunk=16, warps_chunk=1, warps_chunk_back=1)
+SMALL = LaunchConfig(
+    slots=4, slots_backward=4, warps=1, warps_backward=1, block_t=2, block_t_backward=2, checkpoint_interval=8, chunk=0
+)
+CHUNKS = LaunchConfig(chunk=16, slots_chunk=16, warps_chunk=1, warps_chunk_backward=1)
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 5e-3}
 
 
@@ -99,7 +101,7 @@ def test_however_a_program_is_cut(variant, warps, parts, steps):
     compare(
         variant,
         (1, 16, 1, 16, 8),
-        LaunchConfig(**cut, steps=steps, steps_back=steps, checkpoint_interval=8, chunk=0),
+        LaunchConfig(**cut, block_t=steps, block_t_backward=steps, checkpoint_interval=8, chunk=0),
         starts=False,
         forgets=True,
     )
@@ -114,7 +116,7 @@ def test_without_projection_outputs_and_gradients_are_the_definitions(variant):
 def test_without_projection_however_a_program_is_cut(variant):
     """All slots in one program of two warps."""
     cut = {f"{name}{which}": n for name, n in (("warps", 2), ("parts", 1)) for which in ("", "_back", "_dec", "_dec_back")}
-    config = LaunchConfig(**cut, steps=4, steps_back=4, checkpoint_interval=8)
+    config = LaunchConfig(**cut, block_t=4, block_t_backward=4, checkpoint_interval=8)
     compare(variant, (1, 16, 1, 16, 8), config, starts=False, forgets=False, project=False)
 
 
@@ -131,7 +133,7 @@ def test_chunk_by_chunk(variant, sizes, starts, steps):
     """Documents that start inside chunks, an incomplete last chunk, slots in several programs, and one or several groups of tokens
     per chunk; forgetting where documents start.
     """
-    compare(variant, sizes, replace(CHUNKS, steps_chunk=steps), starts=starts, forgets=starts)
+    compare(variant, sizes, replace(CHUNKS, group_t=steps), starts=starts, forgets=starts)
 
 
 @pytest.mark.parametrize("variant", ["enc", "sim"])

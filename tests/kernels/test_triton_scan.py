@@ -26,9 +26,9 @@ from baton.kernels.selective_scan.reference import selective_scan_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # two lanes share their channels, or none do
-WHOLE = LaunchConfig(steps=4, steps_summary=4, ahead=3, ahead_summary=2, checkpoint_interval=8, full=1)
+WHOLE = LaunchConfig(block_t=4, block_t_transition=4, prefetch_t=3, prefetch_t_transition=2, checkpoint_interval=8, min_programs=1)
 # a piece has four chunks of `border` tokens or more: 29 tokens and more are two
-CUT = replace(WHOLE, channels=8, channels_back=8, unroll=2, checkpoint_interval=4, full=100, programs=100)
+CUT = replace(WHOLE, block_d=8, block_d_backward=8, unroll=2, checkpoint_interval=4, min_programs=100, target_programs=100)
 NAMES = ("initial", *ScanInputs._fields)
 # float32 against float64, and bfloat16: what comes out is rounded to it
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
@@ -258,7 +258,7 @@ def test_without_gradients_the_bits_are_the_same():
 def test_what_is_loaded_was_asked_for(kind, length, unasked):
     """Every load was prefetched, except a program's first: of a split, or of a split's last tokens in the backward pass."""
     channels, d_state = 32, 16
-    config = replace(WHOLE, full=100, programs=100)  # two pieces
+    config = replace(WHOLE, min_programs=100, target_programs=100)  # two pieces
     sizes, row = (1, length, channels, d_state), {"mamba": 32, "longhorn": 36}[kind]
     given, cotangents = example(kind, *sizes, activate=True, gated=True)
     with_gradients(kernels, rounded(given, torch.float32), cotangents, pos=None, activate=True, config=config)
@@ -267,7 +267,7 @@ def test_what_is_loaded_was_asked_for(kind, length, unasked):
         """Cache lines of the tokens' rows of so many float32 numbers."""
         return {at // LINE for begin, end in spans for at in range(4 * row * begin, 4 * row * end, 4)}
 
-    piece, steps, border = 32, config.steps, config.checkpoint_interval
+    piece, steps, border = 32, config.block_t, config.checkpoint_interval
     # two blocks, of which the second is loaded while the first is computed
     ahead = [(0, 2 * steps), (piece, piece + 2 * steps)]
     last = (length - 1) // steps * steps

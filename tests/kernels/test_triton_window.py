@@ -13,7 +13,7 @@ from baton.kernels.window_attention.recurrence import RECURRENCES, WindowAttenti
 from baton.kernels.window_attention.triton_launch import window_attention_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = LaunchConfig(queries=16, keys=16, queries_back=16, keys_back=16, memory=16)
+SMALL = LaunchConfig(queries=16, keys=16, queries_backward=16, keys_backward=16, memory=16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 

@@ -232,27 +232,27 @@ def _lattice_kernels():
             "HAS_POS": True,
         }
         common |= {"EVEN_T": True, "CHECKPOINT_INTERVAL": config.checkpoint_interval, "BLOCK_D": d}
-        slots, slots_back = (m, m) if decoding else (config.slots, config.slots_back)
-        parts, parts_back = (config.parts_dec, config.parts_dec_back) if decoding else (config.parts, config.parts_back)
-        warps, warps_back = (config.warps_dec, config.warps_dec_back) if decoding else (config.warps, config.warps_back)
-        ahead = {**common, "STORE_CHECKPOINTS": True, "BLOCK_T": config.steps, "PROJECT": project}
+        slots, slots_backward = (m, m) if decoding else (config.slots, config.slots_backward)
+        parts, parts_backward = (config.parts_dec, config.parts_dec_backward) if decoding else (config.parts, config.parts_backward)
+        warps, warps_backward = (config.warps_dec, config.warps_dec_backward) if decoding else (config.warps, config.warps_backward)
+        ahead = {**common, "STORE_CHECKPOINTS": True, "BLOCK_T": config.block_t, "PROJECT": project}
         ahead |= {"BLOCK_M": slots, "PARTS": parts, "WARPS": warps}
         yield name, triton_forward.lattice_forward_kernel, ahead, warps, types | ({"y": "fp32"} if slots < m else {})
         back = {
             **common,
-            "BLOCK_T": config.steps_back,
-            "BLOCK_M": slots_back,
-            "PARTS": parts_back,
-            "WARPS": warps_back,
+            "BLOCK_T": config.block_t_backward,
+            "BLOCK_M": slots_backward,
+            "PARTS": parts_backward,
+            "WARPS": warps_backward,
             "PROJECT": project,
         }
-        back["SCRATCH"] = scratch_size(config.checkpoint_interval, config.steps_back, slots_back, d, variant)
+        back["SCRATCH"] = scratch_size(config.checkpoint_interval, config.block_t_backward, slots_backward, d, variant)
         yield (
             f"{name} backward",
             triton_backward.lattice_backward_kernel,
             back,
-            warps_back,
-            types | ({"dv": "fp32"} if slots_back < m else {}),
+            warps_backward,
+            types | ({"dv": "fp32"} if slots_backward < m else {}),
         )
         if not decoding and project and config.chunk:
             yield from _lattice_chunks(variant, config, common, types)
@@ -265,8 +265,8 @@ def _lattice_chunks(variant, config, common, types):
 
     common = {**common, "CHECKPOINT_INTERVAL": config.chunk}
     types |= dict.fromkeys(("scratch", "gram", "rows", "scales", "dlasts"), "fp32") | {"unsafe": "i32"}
-    beside, walk = {**common, "BLOCK_M": config.slots_chunk}, {"GROUP_T": config.steps_chunk}
-    ahead = {**beside, **walk, "WARPS": config.warps_chunk, "PARTS": config.parts, "BLOCK_T": config.steps}
+    beside, walk = {**common, "BLOCK_M": config.slots_chunk}, {"GROUP_T": config.group_t}
+    ahead = {**beside, **walk, "WARPS": config.warps_chunk, "PARTS": config.parts, "BLOCK_T": config.block_t}
     ahead["SCRATCH"] = chunk_scratch_size(config.chunk, config.slots_chunk, common["D"])
     name = f"lattice, {variant} chunks"
     yield name, triton_chunk_forward.lattice_chunk_forward_kernel, ahead, config.warps_chunk, types
@@ -317,7 +317,7 @@ def _eidetic_kernels(arch):
             "BLOCK_M": config.memory,
             "ROW": 2048,
         }
-        back = {**common, "BLOCK_Q": config.queries_back}
+        back = {**common, "BLOCK_Q": config.queries_backward}
         name = "eidetic" if dim == 64 else f"eidetic, {dim}"
         yield (
             f"{name} forward",
@@ -331,13 +331,19 @@ def _eidetic_kernels(arch):
             **back,
             "N": 511,
             "MIN_DISTANCE": 0,
-            "BLOCK_K": config.keys_back,
+            "BLOCK_K": config.keys_backward,
             "REACH": 0,
             "ROW": 4096,
             "GRAD_ROW": 4096,
             "E": 64,
         }
-        yield f"{name} rows backward", joint_attention_kernels.joint_attention_backward_dkv_kernel, rows, config.warps_back, types
+        yield (
+            f"{name} rows backward",
+            joint_attention_kernels.joint_attention_backward_dkv_kernel,
+            rows,
+            config.warps_backward,
+            types,
+        )
         # all of a document, and no memories
         alone = {**queries, "N": 0, "M": 0, "BLOCK_M": 16}
         yield (
@@ -358,7 +364,7 @@ def _eidetic_kernels(arch):
             f"attention, {dim} rows backward",
             joint_attention_kernels.joint_attention_backward_dkv_kernel,
             {**rows, "N": 0, "REACH": -1, "M": 0, "E": 0},
-            config.warps_back,
+            config.warps_backward,
             types,
         )
         memories = {**back, "WINDOW": 512, "BLOCK_M": config.memory}
@@ -366,10 +372,10 @@ def _eidetic_kernels(arch):
             f"{name} memories backward",
             joint_attention_kernels.joint_attention_backward_dmemory_kernel,
             memories,
-            config.warps_back,
+            config.warps_backward,
             types,
         )
-        spread = {"G": 2048 // dim, "K": dim, "BLOCK_D": dim, "BLOCK_K": config.keys_back, "GRAD_ROW": 4096}
+        spread = {"G": 2048 // dim, "K": dim, "BLOCK_D": dim, "BLOCK_K": config.keys_backward, "GRAD_ROW": 4096}
         yield f"{name} copies backward", memory_copy_kernels.memory_copy_backward_kernel, spread, 4, types
     sizes = {"WINDOW": 512, "EIDETIC": 64, "FADING": 16, "HAS_STATE": 1}
     gathered = {**sizes, "C": 2048, "ROW": 4096, "FADING_ROW": 4096, "N": 511, "BLOCK_M": 16, "BLOCK_E": 64, "BLOCK_C": 512}
@@ -499,9 +505,11 @@ def _kernels(arch):
         own = launch_configs.for_device_names(KERNEL, NAMES[arch], shape_of(label.split(",")[0], d_state, 8, CHANNELS))
         config = replace(default_launch_config(d_state, kind == MAMBA_ZOH.value), **own)
         common = {"RECURRENCE": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN_T": True, "EVEN_D": True}
-        common |= {"DIM": CHANNELS, "DSTATE": d_state, "BLOCK_D": config.channels, "BLOCK_N": d_state}
-        ahead, summary, back = ({**common, "BLOCK_T": n} for n in (config.steps, config.steps_summary, config.steps_back))
-        ahead, summary = {**ahead, "PREFETCH_T": config.ahead}, {**summary, "PREFETCH_T": config.ahead_summary}
+        common |= {"DIM": CHANNELS, "DSTATE": d_state, "BLOCK_D": config.block_d, "BLOCK_N": d_state}
+        ahead, summary, back = (
+            {**common, "BLOCK_T": n} for n in (config.block_t, config.block_t_transition, config.block_t_backward)
+        )
+        ahead, summary = {**ahead, "PREFETCH_T": config.prefetch_t}, {**summary, "PREFETCH_T": config.prefetch_t_transition}
         whole = {
             "HAS_Z": True,
             "HAS_INITIAL_STATES": True,
@@ -525,14 +533,14 @@ def _kernels(arch):
                 **back,
                 "HAS_Z": True,
                 "CHECKPOINT_INTERVAL": config.checkpoint_interval,
-                "BLOCK_D": config.channels_back,
-                "WARP_SUMS": LANE_OWNS_CHANNEL and d_state == 16 and config.channels_back == 32,
+                "BLOCK_D": config.block_d_backward,
+                "WARP_SUMS": LANE_OWNS_CHANNEL and d_state == 16 and config.block_d_backward == 32,
             },
             config.warps,
             "bf16",
         )
     conv = {"HAS_TAIL": True, "HAS_POS": True, "SILU": True, "EVEN_D": True, "DIM": CHANNELS, "W": 4}
-    conv |= {"BLOCK_D": conv_config.channels, "BLOCK_T": conv_config.steps}
+    conv |= {"BLOCK_D": conv_config.block_d, "BLOCK_T": conv_config.block_t}
     yield "conv", triton_kernels.short_conv_forward_kernel, {**conv, "EVEN_T": True}, 1, "bf16"
     yield "conv backward", triton_kernels.short_conv_backward_kernel, {**conv, "EVEN_T": True, "HAS_DTAIL_OUT": False}, 1, "bf16"
     yield (
