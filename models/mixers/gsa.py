@@ -42,8 +42,8 @@ class GSA(Mixer, settings=GSAConfig):
     ) -> tuple[Tensor, State]:
         # with a link the slots may come from another rank, which recomputation would have to ask again
         selective = self.context.selective_recompute and forward_context.link is None
-        *qkv, alpha = self.in_proj(x_BTM, self.in_proj.local_splits)
-        inputs = (*(x.unflatten(2, (-1, self.config.head_dim)) for x in qkv), alpha.unflatten(2, (-1, self.config.slots)))
+        *qkv, g = self.in_proj(x_BTM, self.in_proj.local_splits)
+        inputs = (*(x.unflatten(2, (-1, self.config.head_dim)) for x in qkv), g.unflatten(2, (-1, self.config.slots)))
         recurrence = GatedSlotAttention(
             self.config.slot_activation, gate_logit_normalizer=self.config.gate_logit_normalizer, recompute_activations=selective
         )

@@ -59,21 +59,21 @@ class Lattice(Mixer, settings=LatticeConfig):
         self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
     ) -> tuple[Tensor, State]:
         config, dtype = self.config, self.step_bias.dtype
-        qk_BTD, v_BTD, gate_BTD, step_BTH, *forget = self.in_proj(x_BTM, self.in_proj.local_splits)
+        qk_BTD, v_BTD, gate_BTD, gamma_BTH, *mu = self.in_proj(x_BTM, self.in_proj.local_splits)
         q_BTHK, conv = self._convolved(qk_BTD, self.conv_q, pos_BT, state, forward_context)
         k_BTHK, _ = self._convolved(qk_BTD, self.conv_k, pos_BT, state, forward_context)
         # biases are added in fp32: in bf16 they would change in jumps, and a gate near 1 would round to 1
-        step_BTH = torch.sigmoid(step_BTH.to(dtype) + self.step_bias)
+        gamma_BTH = torch.sigmoid(gamma_BTH.to(dtype) + self.step_bias)
         if config.step_max != 1.0:
-            step_BTH = config.step_max * step_BTH
+            gamma_BTH = config.step_max * gamma_BTH
         scale = config.head_dim**-0.5 if config.value_scale is None else config.value_scale
         inputs = (
             self._unit(q_BTHK) if config.unit_queries else q_BTHK,
             self._unit(k_BTHK) if config.unit_keys else k_BTHK,
             (scale * v_BTD).unflatten(2, (-1, config.head_dim)),
-            step_BTH,
-            *((torch.sigmoid(forget[0].to(dtype) + self.forget_bias),) if config.forget else ()),
-            *((config.sparsity * step_BTH,) if config.sparsity else ()),
+            gamma_BTH,
+            *((torch.sigmoid(mu[0].to(dtype) + self.forget_bias),) if config.forget else ()),
+            *((config.sparsity * gamma_BTH,) if config.sparsity else ()),
             self._initial_slots(len(self.step_bias), x_BTM.device),
         )
         update = recurrence.Lattice(config.variant, config.project, forget=config.forget, sparse=bool(config.sparsity))
