@@ -44,6 +44,13 @@ WORDS: dict[str, Entry] = {
     ),
     "models": (("*",), ("rms_norm_beside", "kept_not", "GatedScan", "GatedScanConfig")),
     "context of a forward pass": (("*",), ("state_wanted", "record_recurrences", "self_linked", "local_only")),
+    "launch configurations": (
+        ("*",),
+        (
+            *("channels_back", "steps_back", "steps_summary", "ahead_summary", "steps_chunk", "values_back", "stages_back"),
+            *("queries_back", "keys_back", "slots_back", "parts_back", "parts_dec_back", "warps_back", "warps_dec_back"),
+        ),
+    ),
     "tests": (("*",), ("test_house",)),
     "kernels' operators": (
         ("*",),
@@ -311,6 +318,7 @@ NAMES: dict[str, list[Entry]] = {
             (".along", ".chaotic", ".early", ".leave", ".outputs", ".effect", "unwanted"),
         ),
         (("models/*", "training/*"), ("noting",)),
+        (("*.py",), ("Segments",)),
         (("kernels/*",), ("loads_begun", "lines_of", "lines_from", "in_a_line", "in_rows")),
         (("kernels/*",), ("_low",)),
         (("kernels/*", "models/*"), ("remake", "remake=")),
