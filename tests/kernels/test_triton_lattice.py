@@ -97,7 +97,7 @@ def test_outputs_and_gradients_are_the_definitions(variant, starts):
 @pytest.mark.parametrize(("warps", "parts", "steps"), [(1, 4, 1), (2, 1, 4)])
 def test_however_a_program_is_cut(variant, warps, parts, steps):
     """With all slots of a head in one program, and of whole blocks."""
-    cut = {f"{name}{which}": n for name, n in (("warps", warps), ("parts", parts)) for which in ("", "_back", "_dec", "_dec_back")}
+    cut = {f"{name}{which}": n for name, n in (("warps", warps), ("parts", parts)) for which in ("", "_backward", "_dec", "_dec_backward")}
     compare(
         variant,
         (1, 16, 1, 16, 8),
@@ -115,7 +115,7 @@ def test_without_projection_outputs_and_gradients_are_the_definitions(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_without_projection_however_a_program_is_cut(variant):
     """All slots in one program of two warps."""
-    cut = {f"{name}{which}": n for name, n in (("warps", 2), ("parts", 1)) for which in ("", "_back", "_dec", "_dec_back")}
+    cut = {f"{name}{which}": n for name, n in (("warps", 2), ("parts", 1)) for which in ("", "_backward", "_dec", "_dec_backward")}
     config = LaunchConfig(**cut, block_t=4, block_t_backward=4, checkpoint_interval=8)
     compare(variant, (1, 16, 1, 16, 8), config, starts=False, forgets=False, project=False)
 
