@@ -97,7 +97,11 @@ def test_outputs_and_gradients_are_the_definitions(variant, starts):
 @pytest.mark.parametrize(("warps", "parts", "steps"), [(1, 4, 1), (2, 1, 4)])
 def test_however_a_program_is_cut(variant, warps, parts, steps):
     """With all slots of a head in one program, and of whole blocks."""
-    cut = {f"{name}{which}": n for name, n in (("warps", warps), ("parts", parts)) for which in ("", "_backward", "_dec", "_dec_backward")}
+    cut = {
+        f"{name}{which}": n
+        for name, n in (("warps", warps), ("parts", parts))
+        for which in ("", "_backward", "_dec", "_dec_backward")
+    }
     compare(
         variant,
         (1, 16, 1, 16, 8),
