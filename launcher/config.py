@@ -98,10 +98,8 @@ class RunConfig(BaseModel):
                     f"layout.tensor={tensor} does not divide {name}={size}; layout.tensor that does: {divisors(size)}"
                 )
 
-    def _check_graphs(self) -> None:
-        """Refuse to record passes that are in parts, or that do not run on a GPU."""
-        if not self.training.cuda_graphs:
-            return
+    def unrecordable(self) -> list[str]:
+        """Settings with which passes cannot be recorded as CUDA graphs: passes in parts, or not on a GPU."""
         split = [f"layout.{name}={n}" for name in ("pipeline", "context") if (n := getattr(self.layout, name)) > 1]
         others = {
             "training.bptt": self.training.bptt is not None,
@@ -109,13 +107,18 @@ class RunConfig(BaseModel):
             # a graph's kernels are not launched one by one, so nothing says what each of them belongs to
             "profile": self.profile is not None,
         }
+        return [*split, *(name for name, there in others.items() if there)]
+
+    def _check_graphs(self) -> None:
+        """Refuse to record passes that cannot be recorded."""
+        if self.training.cuda_graphs is not True:
+            return
         if self.training.recompute == "selective":
             raise ConfigError(
                 "training.cuda_graphs=true does not go with training.recompute=selective: what is made again in a backward "
                 "pass cannot be recorded (CUDA refuses it); set training.recompute=none or full, or training.cuda_graphs=false"
             )
-        found = [*split, *(name for name, there in others.items() if there)]
-        if found:
+        if found := self.unrecordable():
             raise ConfigError(
                 f"training.cuda_graphs=true does not go with {' and '.join(found)}: a graph is of passes through all layers over "
                 f"whole sequences, on a GPU; set training.cuda_graphs=false"

@@ -1,10 +1,12 @@
-"""Which kind of device a run on this machine gets, found without importing torch."""
+"""Which kind of device a run on this machine gets, and its memory, found without importing torch."""
 
 import ctypes
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["cpu", "cuda"]
 
@@ -24,15 +26,62 @@ def _torch_uses_cuda() -> bool:
 
 def _gpus() -> int:
     """GPUs that NVIDIA's driver has, and CUDA may use."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+    if not _may_be_seen():
         return 0
+    with _nvml() as nvml:
+        return 0 if nvml is None else _count(nvml)
+
+
+def gpu_memory() -> tuple[int, int] | None:
+    """How many GPUs CUDA may use on this machine, and the bytes of the smallest. None: there are none, or it is not known."""
+    if not _may_be_seen():
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    with _nvml() as nvml:
+        if nvml is None:
+            return None
+        wanted = [str(n) for n in range(_count(nvml))] if visible is None else [word.strip() for word in visible.split(",")]
+        sizes = [_memory(nvml, word) for word in wanted]
+    known = [size for size in sizes if size is not None]
+    return (len(known), min(known)) if known and len(known) == len(sizes) else None
+
+
+def _may_be_seen() -> bool:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() not in ("", "-1")
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """NVIDIA's management library, which touches no GPU; None where there is none."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return 0
+        nvml = None
+    if nvml is None or nvml.nvmlInit_v2() != 0:
+        yield None
+        return
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _count(nvml: Any) -> int:
     count = ctypes.c_uint(0)
-    if nvml.nvmlInit_v2() != 0:
-        return 0
-    failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    nvml.nvmlShutdown()
-    return 0 if failed else count.value
+    return 0 if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) else count.value
+
+
+class _NvmlMemory(ctypes.Structure):
+    """nvmlMemory_t, bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def _memory(nvml: Any, word: str) -> int | None:
+    """Bytes of a GPU, by a word of CUDA_VISIBLE_DEVICES: a number, or a GPU's or a MIG part's identifier."""
+    handle, memory = ctypes.c_void_p(), _NvmlMemory()
+    if word.isdigit():
+        failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(word)), ctypes.byref(handle))
+    else:
+        failed = nvml.nvmlDeviceGetHandleByUUID(word.encode(), ctypes.byref(handle))
+    return None if failed or nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) else memory.total

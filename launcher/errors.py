@@ -7,6 +7,9 @@ from baton.data_pipeline.errors import StorageError, error_reason, is_transient
 _OF_DISKS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors that are of no other device, also where they do not name their file."""
 
+_NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What errors without a type of their own say: NCCL's, torch's of the host's memory, cuBLAS's."""
+
 
 class ConfigError(Exception):
     """A configuration that cannot be used: what, where and what to do, in one line."""
@@ -40,3 +43,14 @@ def explained(error: Exception) -> tuple[int | None, str]:
         text = f"{error.filename or 'a file'}: cannot be read or written ({error_reason(error)})"
         return (StorageError.exit_status, f"{text}; start again once its file system answers") if is_transient(error) else (2, text)
     return None, str(error)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, says that a device or the host had no memory left."""
+    while error is not None:
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -7,10 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -19,12 +19,18 @@ from baton.data_pipeline.file_io import read_text
 from baton.data_pipeline.lock import LockHeldError, exclusive
 from baton.launcher.changes import changes, refusal, with_changes_in_place
 from baton.launcher.config import RunConfig
-from baton.launcher.devices import Kind, kind_here
+from baton.launcher.devices import Kind, gpu_memory, kind_here
 from baton.launcher.errors import BusyError, ConfigError
 from baton.training.monitoring import time_ledger
 
+if TYPE_CHECKING:
+    from baton.launcher.planner.automatic import Choice
+
 BEFORE_CONFIG = {"attempts", "ledger.jsonl", "checkpoints", "provenance.json", ".provenance.json.new", ".config.yaml.new"}
 """What is made before config.yaml: a start that was killed there leaves no more than these, and the next one goes on."""
+
+OUT_OF_MEMORY = "out_of_memory.json"
+"""The file of an attempt in which a rank was out of memory."""
 
 
 @contextmanager
@@ -101,15 +107,65 @@ def open_run(config: RunConfig) -> None:
             write_whole(folder / "config.yaml", kept.to_yaml())
 
 
-def new_attempt(config: RunConfig, **what: Any) -> Path:
-    """A folder for one start. what: for the ledger, besides the layout."""
+def new_attempt(config: RunConfig, ranks: int | None = None, **what: Any) -> Path:
+    """A folder for one start, with its configuration as `for_this_machine` makes it.
+
+    ranks: on this machine; None: all. what: for the ledger, besides the layout.
+    """
     folder = config.folder
     with _writing(folder):
         attempt = folder / "attempts" / f"{1 + last_attempt(folder):04d}"
         attempt.mkdir()
-        write_whole(attempt / "config.yaml", config.to_yaml())
+        write_whole(attempt / "config.yaml", for_this_machine(config, ranks).to_yaml())
         time_ledger.append_row(folder, "attempt", attempt=int(attempt.name), layout=config.layout.sizes(), **what)
     return attempt
+
+
+def for_this_machine(config: RunConfig, ranks: int | None = None) -> RunConfig:
+    """The configuration with values for settings that are `auto`, chosen for this machine's GPUs; a line on stderr says which.
+
+    ranks: on this machine; None: all. What a start of this run was out of memory with is not chosen again.
+    """
+    config, choice = _chosen(config, ranks)
+    if choice is not None:
+        print(f"note: {choice}", file=sys.stderr)
+    return config
+
+
+def _chosen(config: RunConfig, ranks: int | None) -> tuple[RunConfig, "Choice | None"]:
+    """The configuration, and what was chosen; None where there was no choice."""
+    from baton.launcher.inputs import with_known_vocabulary
+    from baton.launcher.planner import automatic
+
+    if not automatic.is_automatic(config):
+        return config, None
+    kind = kind_here(config.device)
+    gpus, memory = (gpu_memory() if kind == "cuda" else None) or (0, None)
+    capacity = None if memory is None else automatic.capacity_of(memory, -(-(ranks or config.layout.world_size) // gpus))
+    failed = []
+    for path in sorted(config.folder.glob(f"attempts/*/{OUT_OF_MEMORY}")):
+        with suppress(ConfigError, OSError, ValueError):  # somebody removed it, or another version wrote it
+            if json.loads(path.read_text(encoding="utf-8"))["memory"] == memory:  # not on another kind of GPU
+                failed.append(automatic.planned_peak(with_known_vocabulary(read_config(path.with_name("config.yaml")))))
+    peaks = [peak for peak in failed if peak is not None]
+    resolved, choice = automatic.resolve(with_known_vocabulary(config), capacity, kind, peaks)
+    # the vocabulary stays as the run has it: ranks take it from the tokenizer
+    return config.model_copy(update={"training": resolved.training}), choice if kind == "cuda" or peaks else None
+
+
+def say_out_of_memory(attempt: Path, rank: int, said: str) -> None:
+    """Put down in an attempt's folder that a rank was out of memory. said: one line."""
+    _, memory = gpu_memory() or (0, None)
+    with suppress(OSError):  # no room on the disk either
+        write_whole(attempt / OUT_OF_MEMORY, json.dumps({"rank": rank, "said": said, "memory": memory}))
+
+
+def needs_less_memory(config: RunConfig, attempt: Path) -> bool:
+    """Whether an attempt was out of memory, and another start would choose settings that need less."""
+    if not (attempt / OUT_OF_MEMORY).exists():
+        return False
+    before, then = read_config(attempt / "config.yaml").training, _chosen(config, None)[0].training
+    return (before.recompute, before.cuda_graphs) != (then.recompute, then.cuda_graphs)
 
 
 def end_attempt(attempt: Path, status: int) -> int:

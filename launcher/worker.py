@@ -67,9 +67,15 @@ def main() -> int:
         heartbeat.own_heartbeat().beat(0, "imports")
         _run(path)
     except Exception as error:
-        from baton.launcher.errors import explained
+        from baton.launcher.errors import explained, is_out_of_memory
 
         status, text = explained(error)
+        if is_out_of_memory(error):
+            from baton.launcher.run_directory import say_out_of_memory
+
+            said = " ".join(str(error).split())[:200]
+            say_out_of_memory(path.parent, int(os.environ["RANK"]), said)
+            status, text = 1, f"out of memory ({said}); {_remedy(path)}"
         if status is None:
             raise
         if not hasattr(error, "exit_status"):
@@ -78,6 +84,16 @@ def main() -> int:
         print(f"baton: {text}", flush=True)
         return status
     return 0
+
+
+def _remedy(path: Path) -> str:
+    """What to set so that the run needs less memory."""
+    from baton.launcher.run_directory import read_config
+
+    training = read_config(path).training
+    again = "" if training.recompute == "full" else "training.recompute=full, "
+    smaller = f"training.micro_batch_size={training.micro_batch_size // 2}, " if training.micro_batch_size > 1 else ""
+    return f"set {again}{smaller}training.bptt, or see what `baton plan` suggests"
 
 
 def _stacks_into(path: str | None) -> None:

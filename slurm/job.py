@@ -13,7 +13,7 @@ from pathlib import Path
 
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import BusyError, ConfigError, explained
-from baton.launcher.run_directory import hold, last_attempt, last_step, new_attempt, read_config, write_whole
+from baton.launcher.run_directory import for_this_machine, hold, last_attempt, last_step, new_attempt, read_config, write_whole
 from baton.slurm import policy
 from baton.slurm.elastic import fitted
 from baton.slurm.exits import Exit
@@ -95,7 +95,7 @@ def _make(config: RunConfig, run: Path, usable: list[str], most: int) -> Path:
     cluster = cluster_of(run)
     fitting, count = fitted(config, min(len(usable), most), cluster.ranks_per_node)
     job = os.environ["SLURM_JOB_ID"]
-    attempt = new_attempt(fitting, job=job, nodes=usable[:count], since=_job_began())
+    attempt = new_attempt(fitting, cluster.ranks_per_node, job=job, nodes=usable[:count], since=_job_began())
     write_whole(attempt / "allocated.txt", ",".join(usable))
     write_whole(attempt / "nodes.txt", ",".join(usable[:count]))
     (attempt / "job.sbatch").write_text((run / "job.sbatch").read_text(encoding="utf-8"), encoding="utf-8")
@@ -122,8 +122,9 @@ def judge(attempt: Path) -> int:
     if len(good) < least:
         say(f"baton: {len(good)} of {len(allocated)} nodes passed preflight, and {least} are needed")
         return Exit.PREFLIGHT
-    config, count = fitted(read_config(run / "config.yaml"), min(len(good), most), cluster_of(run).ranks_per_node)
-    write_whole(attempt / "config.yaml", config.to_yaml())
+    ranks = cluster_of(run).ranks_per_node
+    config, count = fitted(read_config(run / "config.yaml"), min(len(good), most), ranks)
+    write_whole(attempt / "config.yaml", for_this_machine(config, ranks).to_yaml())
     write_whole(attempt / "nodes.txt", ",".join(good[:count]))
     return 0
 

@@ -66,7 +66,8 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
             tensor_size=1 if mesh is None else mesh.layout.tensor,
             compute_dtype=DTYPES[training.compute_dtype_on(device.type)],
             residual_dtype=DTYPES[training.residual_dtype],
-            recompute=training.recompute,
+            # auto is chosen before a run starts (launcher.planner.automatic); without a run there is no device to fit
+            recompute="none" if training.recompute == "auto" else training.recompute,
             link=None if mesh is None else _link(training, mesh),
             stage=None
             if mesh is None

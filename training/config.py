@@ -14,6 +14,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0)]
 ComputeDtype = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "selective", "full"]
+"""Activations that the backward pass recomputes: models.lm.LanguageModel."""
 
 
 class _Settings(BaseModel):
@@ -127,15 +128,19 @@ class TrainingConfig(_Settings):
     )
     initial_weights: str | None = Field(None, description="a safetensors file, as `baton checkpoint export` writes, that a new run "
                                         "begins with; null: values from the seed")  # fmt: skip
-    recompute: Recompute = Field(
-        "none",
-        description="activations that the backward pass recomputes; none: all are kept, fastest; selective: those that are "
-        " cheap to recompute, as convolutions and gates: somewhat less memory, without effect on sequences in segments or "
-        "over ranks, and not with cuda_graphs; full: all of a layer but its input: least memory, one more forward pass",
+    recompute: Recompute | Literal["auto"] = Field(
+        "auto",
+        description="activations that the backward pass recomputes. none: all are kept, fastest. selective: those that are "
+        "cheap to recompute, such as convolutions and gates: less memory; without effect on sequences in segments or "
+        "over ranks, and not with cuda_graphs=true. full: all of a layer but its input: least memory, one more forward pass. "
+        "auto: the fastest that fits the GPU's memory by `baton plan`, chosen at every start; on a CPU, none",
     )
-    cuda_graphs: bool = Field(False, description="launch a pass's kernels at once: faster where the host takes longer to launch "
-                              "them than the GPU to run them, for somewhat more memory; where a GPU has all layers and whole "
-                              "sequences")  # fmt: skip
+    cuda_graphs: bool | Literal["auto"] = Field(
+        "auto",
+        description="launch all kernels of a pass at once: faster where the host takes longer to launch kernels than the GPU to "
+        "run them, for somewhat more memory. Possible where a GPU has all layers and whole sequences; hooks on modules do not run. "
+        "auto: where it is possible and fits, except on a CPU",
+    )
     deterministic: bool = Field(True, description="refuse kernels whose result varies from run to run")
     log_every: int = Field(10, ge=1, description="steps between lines on the console; metrics.jsonl gets every step")
     callbacks: dict[str, dict[str, Any]] = Field(

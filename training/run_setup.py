@@ -84,7 +84,7 @@ def prepare_run(settings: RunSettings, mesh: Mesh, clocks: RunClocks) -> Run | N
     """
     training = settings.training
     training.check(mesh.layout.data)
-    if training.cuda_graphs and mesh.device.type != "cuda":
+    if training.cuda_graphs is True and mesh.device.type != "cuda":
         raise RunError("training.cuda_graphs=true needs a GPU, and this run is on a CPU; set it to false")
     make_deterministic(training)
     source = open_source(settings.data)
@@ -153,7 +153,7 @@ def prepare_run(settings: RunSettings, mesh: Mesh, clocks: RunClocks) -> Run | N
         timer,
         lanes=lanes,
         anomaly_detector=AnomalyDetector(training.guard),
-        cuda_graphs=CudaGraphs(train_state.model) if training.cuda_graphs else None,
+        cuda_graphs=CudaGraphs(train_state.model) if training.cuda_graphs is True else None,
     )
     recovery = AnomalyRecovery(training.guard, EventLog(settings.folder, mesh.is_main), mesh)
     run = Run(

@@ -15,12 +15,16 @@ def add(commands: Subparsers) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from baton.launcher.inputs import check_inputs
     from baton.launcher.processes import run_ranks
-    from baton.launcher.run_directory import end_attempt, open_attempt
+    from baton.launcher.run_directory import end_attempt, needs_less_memory, open_attempt
 
     config = load_run(arguments)
     check_inputs(config)
     for note in config.notes():
         print(note, file=sys.stderr)
     limits = {"limit_s": config.layout.timeout_s, "startup_timeout_s": config.jobs.startup_timeout_s}
-    with open_attempt(config, change=arguments.change) as attempt:
-        return end_attempt(attempt, run_ranks(config.layout.world_size, attempt, **limits))
+    while True:
+        with open_attempt(config, change=arguments.change) as attempt:
+            status = end_attempt(attempt, run_ranks(config.layout.world_size, attempt, **limits))
+        if status != 1 or not needs_less_memory(config, attempt):
+            return status
+        print("baton: out of memory; starting again with settings that need less", file=sys.stderr)

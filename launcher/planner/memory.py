@@ -313,7 +313,7 @@ class Arithmetic:
             borders=self.borders,
             inputs=0 if self.stage.first else (self.together - 1) * self.hidden_bytes,
             in_hand=in_hand + waiting,
-            recorded=activations + max(in_hand + waiting, loss) if self.training.cuda_graphs else 0,
+            recorded=activations + max(in_hand + waiting, loss) if self.training.cuda_graphs is True else 0,
             states=self.states if work.segment else 0,
             loss=loss,
             # a bucket is flattened into a copy; later, a rank's part of the gradient

@@ -13,6 +13,7 @@ from typing import Any
 
 from baton.launcher.cluster import Cluster
 from baton.launcher.config import RunConfig
+from baton.launcher.planner import automatic
 from baton.launcher.planner.comm_volume import exchanges
 from baton.launcher.planner.memory import Arithmetic, Memory, Operations, of_stages
 from baton.launcher.planner.slow_paths import ASSUMED_TB_S, seconds_by_mixer, slow_paths
@@ -96,7 +97,8 @@ class Plan:
 
     stages: in order. fullest: number of the stage that needs most memory. activations: of a pass on it, {False: as they are kept,
     True: with recomputation}. bubble: share of the passes' time in which a stage waits for others. capacity: bytes that a rank may
-    fill, None: not known. advice: settings that make it fit, () when it fits or nothing that was tried does.
+    fill, None: not known. choice: for settings that are `auto`, with which all else is planned; None: none is. advice: settings
+    that make it fit, () when it fits or nothing that was tried does.
     """
 
     config: RunConfig
@@ -107,6 +109,7 @@ class Plan:
     bubble: float
     speed: Speed | None
     capacity: int | None
+    choice: automatic.Choice | None
     advice: tuple[str, ...]
     cluster: str | None
     notes: tuple[str, ...]
@@ -157,6 +160,8 @@ class Plan:
             "seconds": None if self.speed is None else {**asdict(self.speed), "step": self.speed.step},
             "capacity": self.capacity,
             "fits": self.fits,
+            "recompute": self.config.training.recompute,
+            "cuda_graphs": self.config.training.cuda_graphs,
             "advice": list(self.advice),
             "notes": list(self.notes),
         }
@@ -223,6 +228,8 @@ class Plan:
             yield f"  {self.speed.tokens_per_second:,.0f} tokens/s, {self.speed.utilisation:.0%} of the matrix rate"
             yield ""
         yield from self.notes
+        if self.choice is not None:
+            yield str(self.choice)
         yield self.verdict()
 
     def _parts(self) -> dict[str, str]:
@@ -277,8 +284,11 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
     Raises ConfigError for what cannot be counted.
     """
     if memory_gib is None and cluster is not None:
-        memory_gib = cluster.memory_gib - cluster.reserved_gib
+        memory_gib = cluster.usable_gib
     capacity = None if memory_gib is None else int(memory_gib * GIB)
+    kind = None if cluster is None or config.device != "auto" else cluster.kind
+    given = config
+    config, choice = automatic.resolve(given, capacity, kind)
     counted = of_stages(config)
     stages = tuple(
         StagePlan(
@@ -294,7 +304,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
     fullest = max(range(len(stages)), key=lambda n: stages[n].memory.peak)
     advice: tuple[str, ...] = ()
     if capacity is not None and stages[fullest].memory.peak > capacity:
-        advice = first_that_fits(config, capacity, LARGEST_TENSOR if cluster is None else cluster.gpus_per_node)
+        advice = first_that_fits(given, capacity, LARGEST_TENSOR if cluster is None else cluster.gpus_per_node)
     return Plan(
         config=config,
         stages=stages,
@@ -304,6 +314,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
         bubble=_bubble(counted),
         speed=None if cluster is None else _speed(config, counted, cluster),
         capacity=capacity,
+        choice=choice,
         advice=advice,
         cluster=None if cluster is None else cluster.name,
         notes=tuple(_notes(config, counted[0], cluster)),

@@ -25,8 +25,12 @@ Savings = dict[str, Any]
 def first_that_fits(config: RunConfig, capacity: int, largest_tensor: int) -> tuple[str, ...]:
     """key=value words of the first change whose ranks all stay within `capacity` bytes; () where none does.
 
-    largest_tensor: ranks of a tensor group to go up to.
+    largest_tensor: ranks of a tensor group to go up to. A recomputation that is `auto` needs no advice: it is chosen as is needed.
     """
+    if config.training.recompute == "auto":
+        explicit = config.model_copy(update={"training": config.training.model_copy(update={"recompute": "none"})})
+        words = first_that_fits(explicit, capacity, largest_tensor)
+        return tuple(word for word in words if not word.startswith("training.recompute="))
     training, cuts = config.training, list(_segments(config))
     long, short = ([cut for cut, tokens in cuts if (tokens >= LEAST_PASS) is enough] for enough in (True, False))
     for ranks in (*_ranks(config, largest_tensor), None):

@@ -81,7 +81,7 @@ def test_a_plan_runs_no_command_and_asks_no_server_for_the_data(plan, tmp_path):
 def test_memory_alone_gives_a_verdict(plan):
     status, out, _ = plan(RUN, "--memory-gib", 79)
     assert (status, out.splitlines()[-1][:5]) == (0, "fits:")
-    status, out, _ = plan(RUN, "--memory-gib", 20)
+    status, out, _ = plan(RUN, "training.recompute=none", "--memory-gib", 20)
     assert (status, out.splitlines()[-1][:13]) == (2, "does not fit:")
     assert "fits with training.recompute=full" in out
 
@@ -261,7 +261,8 @@ def test_without_zero_every_rank_has_all_moments():
     ("words", "memory", "advice"),
     [
         (("layout.tensor=8", "training.recompute=full", "training.micro_batch_size=1"), 2.3, ("layout.pipeline=2",)),
-        ((), 20, ("training.recompute=full",)),
+        (("training.recompute=none",), 20, ("training.recompute=full",)),
+        ((), 17.0, ("training.micro_batch_size=1",)),
         (("training.recompute=full",), 17.0, ("training.micro_batch_size=1",)),
         (("training.recompute=full", "training.micro_batch_size=1"), 16.5, ("layout.data=16",)),
         (("training.recompute=full", "training.micro_batch_size=1"), 10, ("layout.tensor=2",)),
@@ -319,11 +320,11 @@ def test_rings_within_a_node_are_faster_and_tensor_groups_share_a_nodes_network(
 
 def test_a_cluster_of_ones_own(plan, tmp_path):
     path = tmp_path / "ours.yaml"
-    values = load_cluster("h100").model_dump() | {"name": "ours", "memory_gib": 24}
+    values = load_cluster("h100").model_dump() | {"name": "ours", "memory_gib": 18}
     path.write_text(yaml.safe_dump(values))
     status, out, _ = plan(RUN, "--cluster", path)
     assert (status, "on ours" in out, "does not fit" in out) == (2, True, True)
-    assert Cluster(**values).memory_gib == 24
+    assert Cluster(**values).memory_gib == 18
 
 
 REFUSALS = {

@@ -26,8 +26,9 @@ def measured():
 
 
 def long_run(*words, sequence_length=LONG, sequences=1):
-    """The words of a run of a few long sequences on one rank."""
+    """A run of a few long sequences on one rank, which recomputes nothing unless words say so."""
     tokens = [f"training.sequence_length={sequence_length}", f"training.global_batch_tokens={sequence_length * sequences}"]
+    words = ("training.recompute=none", "training.cuda_graphs=false", *words)
     return load(RUN, ["layout.data=1", "training.micro_batch_size=1", *tokens, *words])
 
 
@@ -249,6 +250,8 @@ def test_advice_of_segments_is_the_first_that_fits_and_does_fit(words, memory, a
     assert found.advice == advice
     tokens = [
         "layout.data=1",
+        "training.recompute=none",
+        "training.cuda_graphs=false",
         "training.micro_batch_size=1",
         f"training.sequence_length={LONG}",
         f"training.global_batch_tokens={LONG}",
@@ -273,8 +276,9 @@ def test_advised_segments_are_legal():
     config = long_run(*words, sequence_length=1_179_648)
     found = make_plan(config, memory_gib=60)
     (advice,) = [word for word in found.advice if "bptt" in word]
-    segment = load(RUN, ["training.sequence_length=1179648", "training.global_batch_tokens=1179648", "layout.data=1",
-                         "training.micro_batch_size=1", *words, *found.advice]).training.segment  # fmt: skip
+    tokens = ["training.sequence_length=1179648", "training.global_batch_tokens=1179648"]
+    alone = ["layout.data=1", "training.micro_batch_size=1", "training.recompute=none"]
+    segment = load(RUN, [*tokens, *alone, *words, *found.advice]).training.segment
     assert advice == f"training.bptt={{mode: exact, segment: {segment}}}"
     assert 1_179_648 % segment == segment % 3 == 0
     assert segment // 3 >= LEAST_PASS > config.model.mixers["bmojo"].longest_tail
@@ -286,6 +290,8 @@ def test_advised_segments_are_legal():
 def test_the_command_says_how_sequences_are_cut(capsys):
     tokens = [
         "layout.data=1",
+        "training.recompute=none",
+        "training.cuda_graphs=false",
         "training.micro_batch_size=1",
         f"training.sequence_length={LONG}",
         f"training.global_batch_tokens={LONG}",

@@ -22,7 +22,14 @@ RUN = {
     "name": "left-open",
     "model": {"d_model": 16, "n_layers": 1, "mixers": {"mamba": {"d_state": 4}}, "pad_vocab_to": 8},
     "data": {"kind": "mqar", "length": 16, "pairs": 2, "vocab_size": 36},
-    "training": {"steps": 2, "sequence_length": 32, "global_batch_tokens": 64, "optimizer": {"lr": 1e-2}},
+    "training": {
+        "steps": 2,
+        "sequence_length": 32,
+        "global_batch_tokens": 64,
+        "optimizer": {"lr": 1e-2},
+        "recompute": "none",
+        "cuda_graphs": False,
+    },
 }
 
 

@@ -6,6 +6,7 @@ first step are launched too. Nothing is computed and no memory allocated, so any
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import torch
 
@@ -23,7 +24,7 @@ from baton.parallel.linear import fused_grad_accumulation
 from baton.parallel.pipeline import Operation, StepSchedule
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import DTYPES, build_model
-from baton.training.config import TrainingConfig
+from baton.training.config import Recompute, TrainingConfig
 from baton.training.step.microbatch_runner import MicrobatchRunner
 
 __all__ = ["Target", "compile_run_kernels"]
@@ -54,11 +55,14 @@ def compile_run_kernels(
             early = layout.context_comm != "ring"
             mesh = replace(mesh, link=ContextLink(0, [0], META, exchange="early" if early else "ring"))
         try:
-            rank_model = build_model(layers, training, META, mesh)
             recorded: set[Recurrence] = set()
-            for at in {(at.micro_batch_size, at.sequence_length): at for _, at in training.phases}.values():
-                lanes = LaneStates(rank_model, at, mesh) if at.carries_lane_states else None
-                _step(rank_model, at, layout.context, lanes, recorded)
+            # auto is chosen when the run starts
+            for recompute in get_args(Recompute) if training.recompute == "auto" else (training.recompute,):
+                form = training.model_copy(update={"recompute": recompute})
+                rank_model = build_model(layers, form, META, mesh)
+                for at in {(at.micro_batch_size, at.sequence_length): at for _, at in form.phases}.values():
+                    lanes = LaneStates(rank_model, at, mesh) if at.carries_lane_states else None
+                    _step(rank_model, at, layout.context, lanes, recorded)
             for recurrence in sorted(recorded, key=str):
                 launch(recurrence, META, DTYPES[training.compute_dtype_on(META.type)])
         finally:

@@ -1,0 +1,123 @@
+"""Values of training.recompute and training.cuda_graphs that are `auto`, which is their default. Torch-free.
+
+The possible pairs are ordered by speed, and the first one is taken whose planned peak memory (launcher.planner.memory) fits the
+device. A pair that needs as much memory as another one that ran out of memory on such a device before is left out.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from baton.launcher.cluster import reserved_bytes
+from baton.launcher.config import RunConfig
+from baton.launcher.devices import Kind
+from baton.launcher.errors import ConfigError
+from baton.launcher.planner.memory import of_stages
+from baton.launcher.planner.slow_paths import slow_paths
+from baton.training.config import Recompute
+
+GIB = 1 << 30
+
+BY_SPEED: tuple[tuple[Recompute, bool], ...] = (
+    ("none", True),
+    ("none", False),
+    ("selective", False),
+    ("full", True),
+    ("full", False),
+)
+"""recompute and cuda_graphs, fastest first. Measured (train_step, mamba-1.4b, 8 x 2048 tokens): selective recomputation costs 3 to
+5 % of a step, full recomputation a forward pass, and graphs save what the GPU waits for the host: nothing to half of a step."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for a run.
+
+    peak: planned bytes of a rank at its highest moment, None if they cannot be counted. capacity: bytes that a rank may fill, None
+    if not known.
+    """
+
+    recompute: Recompute
+    cuda_graphs: bool
+    peak: int | None
+    capacity: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is not known to need too much."""
+        return self.peak is None or self.capacity is None or self.peak <= self.capacity
+
+    def __str__(self) -> str:
+        words = f"auto: training.recompute={self.recompute}, training.cuda_graphs={str(self.cuda_graphs).lower()}"
+        if self.peak is None:
+            return f"{words} (memory cannot be planned for this model)"
+        if self.capacity is None:
+            return f"{words} (planned: {self.peak / GIB:,.1f} GiB per rank)"
+        planned = f"planned: {self.peak / GIB:,.1f} of {self.capacity / GIB:,.1f} GiB per rank"
+        return f"{words} ({planned})" if self.fits else f"{words} ({planned}: too much; `baton plan` says what to change)"
+
+
+def is_automatic(config: RunConfig) -> bool:
+    """Whether the run leaves any of them to Baton."""
+    return config.training.recompute == "auto" or config.training.cuda_graphs == "auto"
+
+
+def resolve(
+    config: RunConfig, capacity: int | None, kind: Kind | None = None, failed: Iterable[int] = ()
+) -> tuple[RunConfig, Choice | None]:
+    """The configuration with both values, and what was chosen; None where the run has set both.
+
+    Args:
+        config: its vocabulary is known; if not, memory is not planned, and the first pair is taken.
+        capacity: bytes that a rank may fill; None: not known, and the first pair that has not failed is taken.
+        kind: of device; None: as the configuration says, where auto is a GPU.
+        failed: planned peaks, in bytes, of starts that ran out of memory on such a device. What needs as much is not tried again.
+
+    Where no pair fits, the one that needs least memory is taken.
+    """
+    if not is_automatic(config):
+        return config, None
+    kind = kind or ("cpu" if config.device == "cpu" else "cuda")
+    limit = min(failed, default=None)
+    choices = [(candidate, _choice(candidate, capacity)) for candidate in _candidates(config, kind)]
+    for candidate, choice in choices:
+        if choice.fits and (limit is None or choice.peak is None or choice.peak < limit):
+            return candidate, choice
+    return min(choices, key=lambda one: one[1].peak or 0)
+
+
+def planned_peak(config: RunConfig) -> int | None:
+    """Bytes of a rank of the fullest stage; None: they cannot be counted."""
+    try:
+        return max(one.memory().peak for one in of_stages(config))
+    except ConfigError:
+        return None
+
+
+def capacity_of(memory: int, ranks: int = 1) -> int:
+    """Bytes that each of the `ranks` ranks of one device may fill. memory: the device's, in bytes."""
+    return (memory - reserved_bytes(memory) * ranks) // ranks
+
+
+def _choice(config: RunConfig, capacity: int | None) -> Choice:
+    training = config.training
+    assert training.recompute != "auto"
+    return Choice(training.recompute, training.cuda_graphs is True, planned_peak(config), capacity)
+
+
+def _is_recordable(settings: object) -> bool:
+    """Whether a mixer is known to ask nothing of the host in its passes: Baton's are tested for it."""
+    return type(settings).__module__.startswith("baton.models.settings")
+
+
+def _candidates(config: RunConfig, kind: Kind) -> Iterator[RunConfig]:
+    """Configurations that a run may take, fastest first."""
+    training = config.training
+    may_record = kind == "cuda" and not config.unrecordable() and all(map(_is_recordable, config.model.mixers.values()))
+    may_record = may_record and not slow_paths(config, kind)
+    for recompute, graphs in BY_SPEED:
+        if training.recompute not in ("auto", recompute) or training.cuda_graphs not in ("auto", graphs):
+            # what the run has set itself was checked when it was read
+            continue
+        if graphs and training.cuda_graphs == "auto" and not may_record:
+            continue
+        yield config.model_copy(update={"training": training.model_copy(update={"recompute": recompute, "cuda_graphs": graphs})})

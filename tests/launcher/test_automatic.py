@@ -1,0 +1,153 @@
+"""training.recompute=auto and training.cuda_graphs=auto: what is chosen, compared with what explicit settings are planned to need;
+and a run that is out of memory goes on by itself with settings that need less."""
+
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton.launcher.config import load
+from baton.launcher.devices import gpu_memory
+from baton.launcher.errors import ConfigError, is_out_of_memory
+from baton.launcher.planner import automatic
+from baton.launcher.planner.plan import make_plan
+from baton.launcher.run_directory import read_config
+from baton.training.monitoring.metrics import read_metrics
+
+CONFIGS = Path(str(files("baton.configs")))
+RUN = CONFIGS / "runs" / "papers" / "mamba-1.4b-pile.yaml"
+GIB = 1 << 30
+PAIRS = [("none", True), ("none", False), ("selective", False), ("full", True), ("full", False)]
+"""Fastest first, of all that may be set."""
+
+
+def words_of(recompute, graphs):
+    return [f"training.recompute={recompute}", f"training.cuda_graphs={str(graphs).lower()}"]
+
+
+def chosen(config, capacity=None, **more):
+    resolved, choice = automatic.resolve(config, capacity, **more)
+    assert (choice.recompute, choice.cuda_graphs) == (resolved.training.recompute, resolved.training.cuda_graphs)
+    return choice.recompute, choice.cuda_graphs
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["training.micro_batch_size=1"], ["layout.tensor=4"], ["model=lattice-1.3b"], ["model=gsa-1.3b"]]
+)
+def test_the_fastest_pair_that_fits_is_chosen_at_any_size_of_memory(words):
+    config = load(RUN, words)
+    peaks = {pair: max(stage.memory.peak for stage in make_plan(load(RUN, [*words, *words_of(*pair)])).stages) for pair in PAIRS}
+    for peak in peaks.values():
+        for capacity in (peak - 1, peak):
+            fitting = [pair for pair in PAIRS if peaks[pair] <= capacity]
+            expected = fitting[0] if fitting else min(PAIRS, key=lambda pair: peaks[pair])
+            assert chosen(config, capacity) == expected
+            assert make_plan(config, memory_gib=capacity / GIB).fits is bool(fitting)
+    assert chosen(config) == PAIRS[0], "nothing is known of the memory"
+
+
+def test_all_pairs_that_may_be_set_are_ordered():
+    refused = {("selective", True)}
+    assert set(PAIRS) == set(product(("none", "selective", "full"), (True, False))) - refused
+    with pytest.raises(ConfigError):
+        load(RUN, words_of("selective", True))
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "expected"),
+    [
+        (["layout.pipeline=2"], None, ("none", False)),
+        (["layout.context=2"], None, ("none", False)),
+        (["training.bptt={mode: exact, segment: 256}"], None, ("none", False)),
+        (["profile=true"], None, ("none", False)),
+        (["device=cpu"], None, ("none", False)),
+        ([], "cpu", ("none", False)),
+        (["model=lattice-1.3b", "model.mixers.lattice.sparsity=0.1"], None, ("none", False)),
+    ],
+    ids=str,
+)
+def test_what_the_run_sets_and_what_cannot_be_recorded(words, kind, expected):
+    assert chosen(load(RUN, words), kind=kind) == expected
+
+
+def test_what_is_set_is_not_changed():
+    config = load(RUN, words_of("none", False))
+    assert automatic.resolve(config, 1) == (config, None)
+
+
+def test_what_was_out_of_memory_is_not_chosen_again():
+    config, failed, taken = load(RUN), [], []
+    while not taken or len(set(taken)) == len(taken):
+        taken.append(chosen(config, failed=failed))
+        failed.append(automatic.planned_peak(load(RUN, words_of(*taken[-1]))))
+    *taken, again = taken
+    assert again == taken[-1], "the last one has no successor"
+    assert taken == [("none", True), ("none", False), ("selective", False), ("full", True), ("full", False)][: len(taken)]
+    assert sorted(failed[:-1], reverse=True) == failed[:-1]
+    assert taken[-1][0] == "full"
+
+
+def test_a_plan_says_what_is_chosen(capsys):
+    """On an H100 the 1.4B model with 8 x 2048 tokens a micro-batch does not fit as a whole: measured, it was out of memory."""
+    from baton.launcher.cli import main
+
+    assert main(["plan", str(RUN), "--cluster", "h100", "training.micro_batch_size=8", "layout.data=1"]) == 0
+    *_, choice, verdict = capsys.readouterr().out.splitlines()
+    assert choice.startswith("auto: training.recompute=selective, training.cuda_graphs=false (planned: ")
+    assert verdict.startswith("fits: ")
+
+
+def test_errors_that_say_that_memory_is_short():
+    import torch
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.int8)
+    assert is_out_of_memory(caught.value)
+    wrapped = ValueError("a layer")
+    wrapped.__cause__ = caught.value
+    assert is_out_of_memory(wrapped)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert not is_out_of_memory(RuntimeError("a size of 3 is out of range"))
+
+
+def test_no_gpu_has_no_memory(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_memory() is None
+
+
+def test_a_run_that_is_out_of_memory_goes_on_with_settings_that_need_less(inputs, undisturbed, launch, tmp_path):
+    """On a CPU, where the choice is none until memory was short; two steps after the first checkpoint."""
+    values = inputs.settings()
+    values["training"]["callbacks"] = {"support.out_of_memory:AsksForTooMuch": {"after": 7}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    folder = tmp_path / "run"
+    ended = launch(folder, str(tmp_path / "run.yaml"), where=tmp_path).end()
+    assert ended.status == 0, ended.err
+    attempts = sorted((folder / "attempts").iterdir())
+    attempts = [path for path in attempts if path.name.isdigit()]
+    forms = [read_config(path / "config.yaml").training.recompute for path in attempts]
+    assert forms[0] == "none"
+    assert forms[-1] == "full"
+    assert read_config(folder / "config.yaml").training.recompute == "auto"
+    assert "baton: out of memory; starting again with settings that need less" in ended.err
+    assert "out of memory (" in ended.err
+    assert "set training.recompute=full" in ended.err
+
+    def losses(run):
+        return [(row["step"], row["loss"]) for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]
+
+    assert losses(folder) == losses(undisturbed)
+
+
+def test_a_run_with_settings_of_its_own_ends_when_it_is_out_of_memory(inputs, launch, tmp_path):
+    values = inputs.settings()
+    values["training"]["callbacks"] = {"support.out_of_memory:AsksForTooMuch": {"after": 1}}
+    values["training"]["recompute"] = "none"
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    ended = launch(tmp_path / "run", str(tmp_path / "run.yaml"), where=tmp_path).end()
+    assert ended.status == 1
+    assert "set training.recompute=full" in ended.err
+    assert "Traceback" not in ended.err
+    assert [path.name for path in (tmp_path / "run" / "attempts").iterdir() if path.name.isdigit()] == ["0001"]
