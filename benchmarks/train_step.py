@@ -39,6 +39,8 @@ from train_step_sides import PEERS, peer_main, reference_main
 
 from baton.launcher.config import RunConfig, load
 from baton.launcher.planner.memory import flops_per_token, of_stages
+from baton.launcher.run_directory import read_config
+from baton.training.config import TrainingConfig
 from baton.training.monitoring.peak_flops import Utilisation, device_peak
 
 NEAR = 3e-4  # relative, of losses that are means over 16k tokens and more: bfloat16's rounding averages out
@@ -88,12 +90,14 @@ class Timed:
 @dataclass(frozen=True)
 class Found:
     """Of a run of ours. loss: of its first step; timed: by the number of micro-batches; start_s: until the first step was done, by
-    what was being done, in this order; profile: of a step of the most micro-batches."""
+    what was being done, in this order; profile: of a step of the most micro-batches; training: the settings of its last attempt, in
+    which those that are `auto` have values."""
 
     loss: float
     timed: dict[int, Timed]
     start_s: dict[str, float]
     profile: str | None
+    training: TrainingConfig
 
 
 class Bench:
@@ -193,6 +197,7 @@ class Bench:
             timed=timed,
             start_s=start_of(config, began, times[0]),
             profile=table.read_text() if table is not None and table.exists() else None,
+            training=read_config(max(config.folder.glob("attempts/*/config.yaml"))).training,
         )
 
     def aside(self, function: Any, path: Path, *words: Any) -> dict[str, Any] | None:
@@ -222,17 +227,13 @@ class Bench:
             return
         config, path = self.config(model, shape, counts, *words)
         found = self.ours(config, path, counts)
-        if found is None and not self.arguments.recompute:
-            report.say(f"{case}: out of memory; with training.recompute=full:")
-            config, path = self.config(model, shape, counts, "training.recompute=full")
-            found = self.ours(config, path, counts)
         if found is None:
             report.say(f"{case}: out of memory")
             return
         self.gate(case, model, shape, found, path)
         parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in found.start_s.items())
         report.say(f"{case}: the first step was done {sum(found.start_s.values()):.1f} s after the command: {parts}")
-        uses = {count: self.said(case, config, count, timed) for count, timed in found.timed.items()}
+        uses = {count: self.said(case, config, found.training, count, timed) for count, timed in found.timed.items()}
         for count, used in uses.items():
             row = f"{case} x {count}"
             if model == "mamba-1.4b":
@@ -269,11 +270,10 @@ class Bench:
         detail = f"first loss {loss:.6f}, of the reference form {reference['loss']:.6f}: {off:.1e} <= {NEAR:g}"
         self.report.gate(case, off <= NEAR, detail + "".join(f" (other initial values: {other:.1e})" for other in others))
 
-    def said(self, case: str, config: RunConfig, count: int, found: Timed) -> Utilisation:
+    def said(self, case: str, config: RunConfig, training: TrainingConfig, count: int, found: Timed) -> Utilisation:
         """A line of what was found."""
         seconds, gpu = statistics.median(found.seconds), torch.cuda.is_available()
         device = torch.cuda.get_device_name() if gpu else "this CPU"
-        training = config.training
         used = Utilisation(
             parameters=sum(one.parameter_count for one in of_stages(config)),
             flops=flops_per_token(config, training),
@@ -283,7 +283,7 @@ class Bench:
             peak=device_peak(device, training.compute_dtype, 0.1 if self.arguments.tiny else None),
         )
         spread = f"{1000 * min(found.seconds):,.1f} to {1000 * max(found.seconds):,.1f}"
-        again = {"none": "", "selective": ", cheap parts recomputed", "full": ", recomputed"}[training.recompute]
+        again = {"none": "", "selective": ", cheap parts recomputed", "full": ", recomputed"}[str(training.recompute)]
         again += ", recorded" if training.cuda_graphs else ""
         cut = f", {training.segments} exact segments" if training.segments > 1 else ""
         self.report.say(
@@ -338,10 +338,12 @@ def bench_arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--vocab-size", type=int, help="another vocabulary than the model's own")
     parser.add_argument("--reference-tokens", type=int, default=32768, metavar="N", help="micro-batches of more tokens rest on the "
                         "reference form's loss of other tokens, where another shape has one (default 32768)")  # fmt: skip
-    parser.add_argument("--recompute", action="store_true", help="training.recompute=full, also where it fits without")
-    parser.add_argument("--selective", action="store_true", help="training.recompute=selective")
+    parser.add_argument("--recompute", action="store_true", help="training.recompute=full; default: auto")
+    parser.add_argument("--selective", action="store_true", help="training.recompute=selective; default: auto")
     parser.add_argument("--residual-dtype", choices=("float32", "bfloat16"), default="float32", help="training.residual_dtype")
-    parser.add_argument("--graphs", action="store_true", help="training.cuda_graphs=true; not with --profile, nor in segments")
+    parser.add_argument(
+        "--graphs", action="store_true", help="training.cuda_graphs=true, default: auto; not with --profile, nor in segments"
+    )
     parser.add_argument("--profile", action="store_true", help="also profile=true: where another step's time goes; not in segments")
     parser.add_argument("--seconds", type=float, default=570, help="after which no further case is begun (default 570)")
     parser.add_argument("--reserve", type=float, default=120, help="seconds that must be left to begin one (default 120)")
