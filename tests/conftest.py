@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from support.pool import Pool
 from support.programs import Programs
 
@@ -16,6 +17,9 @@ if not torch.cuda.is_available():
     # where there is no GPU Triton's kernels run in its interpreter; it looks when they are imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# on a machine that does other things as well an example may take any time
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 TOGETHER = {
     # there is one SLURM on the machine

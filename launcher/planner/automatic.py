@@ -13,11 +13,10 @@ from baton.launcher.devices import Kind
 from baton.launcher.errors import ConfigError
 from baton.launcher.planner.memory import of_stages
 from baton.launcher.planner.slow_paths import slow_paths
-from baton.training.config import Recompute
 
 GIB = 1 << 30
 
-BY_SPEED: tuple[tuple[Recompute, bool], ...] = (
+BY_SPEED = (
     ("none", True),
     ("none", False),
     ("selective", False),
@@ -36,7 +35,7 @@ class Choice:
     if not known.
     """
 
-    recompute: Recompute
+    recompute: str
     cuda_graphs: bool
     peak: int | None
     capacity: int | None

@@ -98,7 +98,7 @@ def plain(dataset, tokenizer):
     return np.stack([batch.tokens, batch.labels, batch.pos], axis=2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SCHEDULES, LIVES)
 def test_documents_lose_and_repeat_nothing_where_the_length_changes(dataset, tokenizer, plain, schedule, lives):
     def open_stream(steps, cursors):
@@ -112,7 +112,7 @@ def test_documents_lose_and_repeat_nothing_where_the_length_changes(dataset, tok
     assert all(cursors[lane] == Cursor() for lane in set(range(LANES)) - set(got))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(SCHEDULES, LIVES)
 def test_tasks_lose_and_repeat_nothing_where_the_length_changes(schedule, lives):
     got, cursors, _ = live(

@@ -122,7 +122,7 @@ def test_any_place_in_a_document_can_be_resumed_from_its_three_integers(folder, 
             assert_equal(next(stream), whole, dict(enumerate(together)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_random_lives_lose_and_repeat_nothing(folder, tokenizer, whole, data):
     opened = Dataset.open(folder)
@@ -184,7 +184,7 @@ def test_evaluation_takes_the_same_documents_in_pieces(folder, tokenizer, monkey
 NO_SPACE = st.text("aé語1+xy\u2581\t", max_size=80)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.one_of(NO_SPACE, st.text(max_size=9), st.text(" \n", max_size=5)), max_size=12).map("".join), st.integers(1, 40))
 def test_a_text_in_blocks_has_the_ids_of_the_whole(tokenizer, text, size):
     content = text.encode()

@@ -116,7 +116,7 @@ def test_records_that_are_no_documents_are_counted_and_listed(make, tmp_path):
     assert (again.rejected, again.examples) == (report.rejected, report.examples)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.text(st.sampled_from("aé \\n語"), max_size=12), max_size=12), st.integers(1, 200), st.booleans())
 def test_a_jsonl_cut_anywhere_gives_the_same_records(tmp_path_factory, lines, piece_bytes, newline):
     folder = tmp_path_factory.mktemp("cut")

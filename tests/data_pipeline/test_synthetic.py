@@ -208,7 +208,7 @@ SEGMENTS = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(TASKS, SEGMENTS, st.integers(1, 3), SEEDS)
 def test_stopping_anywhere_and_changing_ranks_loses_and_repeats_nothing(config, segments, prefetch, seed):
     """Each segment is a life of the run: (data ranks, examples per row, steps until it is killed, rows per step / half of it)."""
@@ -260,7 +260,6 @@ def test_a_step_that_is_made_in_pieces_is_the_same(monkeypatch):
     assert found[0] == found[1] == found[2]
 
 
-@settings(deadline=None)
 @given(TASKS, st.integers(1, 400), st.integers(1, 3), st.integers(1, 100), st.integers(1, 4))
 def test_the_evaluation_set_is_the_same_examples_once_each_on_any_layout(
     config, tokens, micro_batch_size, sequence_length, data_size

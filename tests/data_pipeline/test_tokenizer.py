@@ -42,7 +42,7 @@ ANY_TEXT = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(ANY_TEXT)
 def test_every_string_comes_back(tokenizer, text):
     ids = tokenizer.encode(text)
@@ -52,7 +52,7 @@ def test_every_string_comes_back(tokenizer, text):
     assert 0 not in ids  # the unknown piece
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**9))
 def test_parts_give_the_ids_of_the_whole(tokenizer, make_text, seed):
     text = make_text(random.Random(seed), 120).replace("\u2581", "")

@@ -18,7 +18,7 @@ from baton.training.step.executor import StepExecutor
 from baton.training.step.microbatch_runner import MicrobatchRunner
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(st.integers(1, 9), st.integers(1, 17))
 def test_a_schedule_runs_every_pass_once_in_order_and_keeps_few(count, micro_batches):
     """And the stages together finish: each operation's inputs are made before somebody waits for them for ever."""
@@ -35,7 +35,7 @@ def test_a_schedule_runs_every_pass_once_in_order_and_keeps_few(count, micro_bat
     assert_finishes(orders)
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
 def test_a_schedule_of_segments_surveys_what_runs_twice_and_keeps_one(count, micro_batches, groups, together):
     """From the last segment of those that a gradient goes through to the first; and the stages together finish."""

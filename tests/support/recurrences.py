@@ -18,7 +18,7 @@ __all__ = ["gradients", "moving", "positions", "results"]
 
 RECURRENCES = recurrences()
 
-law = partial(settings, derandomize=True, deadline=None, database=None)
+law = partial(settings, derandomize=True, database=None)
 seeds = st.integers(0, 2**31 - 1)
 
 

@@ -35,7 +35,7 @@ from baton.training.errors import CheckpointError
 from baton.training.step.executor import StepExecutor
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(derandomize=True, max_examples=200)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
 def test_a_flat_range_is_a_few_boxes(shape, data):
     whole = torch.arange(torch.Size(shape).numel())

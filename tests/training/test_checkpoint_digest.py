@@ -25,7 +25,7 @@ def cut(shape, data):
     return boxes
 
 
-@settings(derandomize=True, max_examples=150, deadline=None)
+@settings(derandomize=True, max_examples=150)
 @given(SHAPES, st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]), st.data())
 def test_any_cut_has_the_same_checksum(shape, dtype, data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
