@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 # -P: the checkout's folders must not become importable under their bare names; transformers, for one, looks for a `kernels`
 PYTEST := .venv/bin/python -P -m pytest
-.PHONY: demo test test-long test-versions chaos grid faults test-gpu test-slurm signals soak lint docs typing-tree bench bench-gpu tables clean
+.PHONY: demo test test-long test-versions chaos grid faults test-gpu test-slurm signals soak lint docs typing-tree bench bench-gpu tables reference clean
 
 demo:  ## four minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
@@ -76,6 +76,10 @@ bench:  ## the benchmarks that run on a CPU; results go to benchmarks/results
 bench-gpu:  ## those that need GPUs, on all there are, in SECONDS (3600)
 	@scripts/setup.sh test
 	.venv/bin/python benchmarks/on_gpus.py --seconds $(or $(SECONDS),3600)
+
+reference:  ## docs/settings.md and docs/commands.md, from the classes of settings and the commands' parsers
+	@scripts/setup.sh
+	.venv/bin/python -P scripts/reference.py
 
 tables:  ## docs/measured.md and README's figures, from benchmarks/results
 	@scripts/setup.sh

@@ -113,6 +113,11 @@ def first_problem(error: ValidationError, root: type[BaseModel], *, words: bool 
     return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
+def likely_setting(key: str, root: type[BaseModel]) -> str | None:
+    """The setting that an unknown key probably means; None: nothing is near."""
+    return _meant(key.split("."), [], root)
+
+
 def _meant(location: list[str], known: list[str], root: type[BaseModel]) -> str | None:
     """The setting that an unknown key probably means, with its groups; None: nothing is near."""
     leaf, prefix = location[-1], "".join(f"{part}." for part in location[:-1])

@@ -25,6 +25,7 @@ from baton.launcher.cli import (
     plan,
     plot,
     readmit,
+    settings,
     status,
     submit,
     tokenizer,
@@ -35,6 +36,7 @@ from baton.launcher.cli import (
 COMMANDS = (
     train,
     plan,
+    settings,
     doctor,
     tune,
     compile,
@@ -57,8 +59,8 @@ COMMANDS = (
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status (0 well, 1 failed, 2 bad input, 74 files that fail at present, 75 busy or stopped)."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    root = parser()
+    arguments, rest = root.parse_known_args(argv)
     if rest and not (hasattr(arguments, "overrides") and all("=" in word and not word.startswith("-") for word in rest)):
         _refuse_words(arguments.parser, rest)
     if rest:  # key=value words after an option, which argparse does not expect there
@@ -80,13 +82,14 @@ def main(argv: list[str] | None = None) -> int:
         return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="baton", description="Pretrain recurrent language models on very long contexts.")
-    parser.add_argument("--version", action="version", version=f"baton {version('baton-lm')}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+def parser() -> argparse.ArgumentParser:
+    """The command's parser, with those of all commands."""
+    root = argparse.ArgumentParser(prog="baton", description="Pretrain recurrent language models on very long contexts.")
+    root.add_argument("--version", action="version", version=f"baton {version('baton-lm')}")
+    commands = root.add_subparsers(metavar="COMMAND", required=True)
     for module in COMMANDS:
         module.add(commands)
-    return parser
+    return root
 
 
 def _refuse_words(parser: argparse.ArgumentParser, words: list[str]) -> NoReturn:

@@ -84,6 +84,14 @@ def resolve(
     return min(choices, key=lambda one: one[1].peak or 0)
 
 
+def rank_by_speed(config: RunConfig) -> int:
+    """The place of a resolved configuration's pair in BY_SPEED."""
+    training = config.training
+    assert training.recompute != "auto"
+    assert training.cuda_graphs != "auto"
+    return BY_SPEED.index((training.recompute, training.cuda_graphs))
+
+
 def planned_peak(config: RunConfig) -> int | None:
     """Bytes of a rank of the fullest stage; None: they cannot be counted."""
     try:

@@ -1,9 +1,6 @@
-"""What a run will take, before it has a GPU: memory per rank, bytes exchanged, an estimate of its speed, and what to change.
+"""What a run takes, planned without a GPU: memory per rank, bytes exchanged, time, and what to change.
 
-The one thing to know: memory and bytes are counted (`arithmetic`), times are estimated: work at a cluster's rates, one kind after
-the other, with nothing overlapped, as long as the slowest pipeline stage takes. What an estimate leaves out is waiting (for kernels
-to start, for messages to arrive, for a recurrence's steps that follow one another), so it is what good kernels and long sequences
-approach, not what any run reaches.
+Memory and bytes are counted (launcher.planner.memory, launcher.planner.comm_volume); times are estimated (launcher.planner.time).
 """
 
 import shlex
@@ -13,13 +10,18 @@ from typing import Any
 
 from baton.launcher.cluster import Cluster
 from baton.launcher.config import RunConfig
+from baton.launcher.devices import Kind
 from baton.launcher.planner import automatic
 from baton.launcher.planner.comm_volume import exchanges
-from baton.launcher.planner.memory import Arithmetic, Memory, Operations, of_stages
-from baton.launcher.planner.slow_paths import ASSUMED_TB_S, seconds_by_mixer, slow_paths
-from baton.launcher.planner.suggestions import first_that_fits
+from baton.launcher.planner.memory import Arithmetic, Memory, of_stages
+from baton.launcher.planner.slow_paths import ASSUMED_TB_S, slow_paths
+from baton.launcher.planner.suggestions import first_that_fits, larger_micro_batches
+from baton.launcher.planner.time import Duration, Speed, bubble, run_duration, speed
 
 GIB = 1 << 30
+WORTH_SAYING = 0.99
+"""Of a step's time: a larger micro-batch that takes more of it is not advised."""
+
 LARGEST_TENSOR = 8
 """Ranks of a tensor group that advice goes up to where no cluster says how many GPUs a node has."""
 
@@ -41,26 +43,6 @@ _PARTS = {
     "buffers": "optimizer step's buffers",
     "recorded": "recorded passes, beside these",
 }
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Seconds of one optimizer step by what they go into on the slowest stage; bubble: in which it waits for the others; tokens per
-    second of all ranks; the share of the matmul rate that the model's own arithmetic (without what is computed again) is worth.
-    eager: recurrences without a kernel, which PyTorch's operators compute (launcher.planner.slow_paths)."""
-
-    matrix: float
-    elementwise: float
-    memory: float
-    eager: float
-    exchange: float
-    bubble: float
-    tokens_per_second: float
-    utilisation: float
-
-    @property
-    def step(self) -> float:
-        return self.matrix + self.elementwise + self.memory + self.eager + self.exchange + self.bubble
 
 
 @dataclass(frozen=True)
@@ -96,9 +78,10 @@ class Plan:
     """A run's plan; bytes are of one rank.
 
     stages: in order. fullest: number of the stage that needs most memory. activations: of a pass on it, {False: as they are kept,
-    True: with recomputation}. bubble: share of the passes' time in which a stage waits for others. capacity: bytes that a rank may
-    fill, None: not known. choice: for settings that are `auto`, with which all else is planned; None: none is. advice: settings
-    that make it fit, () when it fits or nothing that was tried does.
+    True: with recomputation}. bubble: share of the passes' time in which a stage waits for others. duration: of the whole run;
+    None: times are not known. capacity: bytes that a rank may fill, None: not known. larger: sequences of a larger micro-batch that
+    fits and is faster, and the bytes of a rank with it; None: there is none. choice: for settings that are `auto`, with which all
+    else is planned; None: none is. advice: settings that make it fit, () when it fits or nothing that was tried does.
     """
 
     config: RunConfig
@@ -108,7 +91,9 @@ class Plan:
     micro_batches: int
     bubble: float
     speed: Speed | None
+    duration: Duration | None
     capacity: int | None
+    larger: tuple[int, int] | None
     choice: automatic.Choice | None
     advice: tuple[str, ...]
     cluster: str | None
@@ -158,7 +143,9 @@ class Plan:
             "fullest_stage": self.fullest,
             "bubble": self.bubble,
             "seconds": None if self.speed is None else {**asdict(self.speed), "step": self.speed.step},
+            "duration": None if self.duration is None else {**asdict(self.duration), "gpu_hours": self.duration.gpu_hours},
             "capacity": self.capacity,
+            "larger_micro_batch_size": None if self.larger is None else self.larger[0],
             "fits": self.fits,
             "recompute": self.config.training.recompute,
             "cuda_graphs": self.config.training.cuda_graphs,
@@ -226,6 +213,7 @@ class Plan:
                 if shown.get(name, True):
                     yield f"  {label.get(name, name):<44}{getattr(self.speed, name):>11.3f} s"
             yield f"  {self.speed.tokens_per_second:,.0f} tokens/s, {self.speed.utilisation:.0%} of the matrix rate"
+            yield str(self.duration)
             yield ""
         yield from self.notes
         if self.choice is not None:
@@ -268,7 +256,10 @@ class Plan:
             return f"needs {peak} per rank; --cluster FILE or --memory-gib N says whether that fits"
         off = _size(abs(self.capacity - self.memory.peak))
         if self.fits:
-            return f"fits: {peak} of {_size(self.capacity)} per rank, {off} to spare"
+            verdict = f"fits: {peak} of {_size(self.capacity)} per rank, {off} to spare"
+            if self.larger is None:
+                return verdict
+            return f"{verdict}; faster with training.micro_batch_size={self.larger[0]}, which fits too ({_size(self.larger[1])})"
         what = (
             f"fits with {shlex.join(self.advice)}"
             if self.advice
@@ -290,6 +281,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
     given = config
     config, choice = automatic.resolve(given, capacity, kind)
     counted = of_stages(config)
+    estimate = None if cluster is None else speed(config, counted, cluster)
     stages = tuple(
         StagePlan(
             layers=one.stage.layers,
@@ -305,14 +297,19 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
     advice: tuple[str, ...] = ()
     if capacity is not None and stages[fullest].memory.peak > capacity:
         advice = first_that_fits(given, capacity, LARGEST_TENSOR if cluster is None else cluster.gpus_per_node)
+    larger = None
+    if capacity is not None and stages[fullest].memory.peak <= capacity:
+        larger = _larger(given, config, capacity, kind, cluster)
     return Plan(
         config=config,
         stages=stages,
         fullest=fullest,
         activations={full: counted[fullest].activations(full_recompute=full) for full in (False, True)},
         micro_batches=counted[0].micro_batches,
-        bubble=_bubble(counted),
-        speed=None if cluster is None else _speed(config, counted, cluster),
+        bubble=bubble(counted),
+        speed=estimate,
+        duration=None if cluster is None else run_duration(config, cluster),
+        larger=larger,
         capacity=capacity,
         choice=choice,
         advice=advice,
@@ -321,46 +318,16 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
     )
 
 
-def _bubble(counted: tuple[Arithmetic, ...]) -> float:
-    """Of the slowest stage. The stages fill and empty once a round, and each then waits for as many passes, forwards and backwards,
-    as there are other stages: (stages - 1) / (passes + stages - 1), or less where some of them are surveyed besides."""
-    slowest = max(counted, key=lambda one: one.operations().cost + one.surveying().cost)
-    own, waits = 1 + slowest.surveying().cost / slowest.operations().cost, (len(counted) - 1) / slowest.round
-    return waits / (own + waits)
-
-
-def _speed(config: RunConfig, counted: tuple[Arithmetic, ...], cluster: Cluster) -> Speed:
-    waits = (len(counted) - 1) / counted[0].round
-    rate = getattr(cluster.matmul_tflops, config.compute_dtype) * 1e12
-    of_stage = max((_stage_seconds(one, rate, waits, cluster) for one in counted), key=lambda seconds: sum(seconds))
-    seconds, tokens = sum(of_stage), config.training.global_batch_tokens
-    useful = sum(one.useful_flops() for one in counted) * tokens / (config.layout.world_size * seconds * rate)
-    return Speed(*of_stage, tokens / seconds, useful)
-
-
-def _stage_seconds(
-    arithmetic: Arithmetic, rate: float, waits: float, cluster: Cluster
-) -> tuple[float, float, float, float, float, float]:
-    """Seconds of a stage's ranks in Speed's order. waits: passes' worth of waiting for other stages, per pass."""
-    sent = exchanges(arithmetic).values()
-
-    def seconds(work: Operations) -> tuple[float, float, float]:
-        bandwidth = cluster.memory_bandwidth_tb_s * 1e12
-        return work.matrix / rate, work.vector / (cluster.matmul_tflops.float32 * 1e12), work.memory / bandwidth
-
-    def sending(*, once: bool, survey: bool) -> float:
-        these = [one for one in sent if one.once is once and one.survey is survey]
-        return sum(cluster.seconds(one.bytes, one.members, one.stride, pairs=one.pairs) for one in these)
-
-    work = arithmetic.operations()
-    own, surveyed = seconds(work), seconds(arithmetic.surveying())
-    each = sending(once=False, survey=False)
-    matrix, elementwise, memory = (a + b for a, b in zip(own, surveyed, strict=True))
-    exchange = each + sending(once=False, survey=True) + sending(once=True, survey=False)
-    eager = sum(seconds_by_mixer(arithmetic, cluster.memory_bandwidth_tb_s).values()) if arithmetic.work.gpu else 0.0
-    # the update, and what is exchanged for it, waits for nobody; surveys are in step with the passes forwards
-    update, bubble = work.update / (cluster.memory_bandwidth_tb_s * 1e12), (sum(own) + eager + each) * waits
-    return matrix, elementwise, memory + update, eager, exchange, bubble
+def _larger(
+    given: RunConfig, config: RunConfig, capacity: int, kind: Kind | None, cluster: Cluster | None
+) -> tuple[int, int] | None:
+    """Plan.larger. Without a cluster a larger micro-batch is taken to be faster on one stage, where nobody waits for it."""
+    now = None if cluster is None else speed(config, of_stages(config), cluster).step
+    for candidate in larger_micro_batches(given, capacity, kind):
+        counted = of_stages(candidate)
+        if len(counted) == 1 if cluster is None or now is None else speed(candidate, counted, cluster).step <= WORTH_SAYING * now:
+            return candidate.training.micro_batch_size, max(one.memory().peak for one in counted)
+    return None
 
 
 def _notes(config: RunConfig, one: Arithmetic, cluster: Cluster | None) -> Iterator[str]:

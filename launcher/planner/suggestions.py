@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from baton.launcher.config import RunConfig
+from baton.launcher.devices import Kind
+from baton.launcher.planner import automatic
 from baton.launcher.planner.memory import of_stages
 from baton.parallel.config import divisors
 from baton.training.config import BpttConfig, TrainingConfig
@@ -43,6 +45,23 @@ def first_that_fits(config: RunConfig, capacity: int, largest_tensor: int) -> tu
             if candidate.is_legal() and all(stage.memory().peak <= capacity for stage in of_stages(candidate)):
                 return (*_words(training, saving), *(f"layout.{name}={value}" for name, value in (ranks or {}).items()))
     return ()
+
+
+def larger_micro_batches(config: RunConfig, capacity: int, kind: Kind | None = None) -> Iterator[RunConfig]:
+    """The configuration with larger micro-batches that fit, the largest first, with what is `auto` chosen as it is for the present
+    size or faster: no advice costs more recomputation. kind: of device, as in automatic.resolve."""
+    training = config.training
+    now = automatic.rank_by_speed(automatic.resolve(config, capacity, kind)[0])
+    for n in reversed(divisors(training.sequences_per_step // config.layout.data)):
+        if n <= training.micro_batch_size:
+            return
+        candidate = config.model_copy(update={"training": training.model_copy(update={"micro_batch_size": n})})
+        if not candidate.is_legal():
+            continue
+        resolved, _ = automatic.resolve(candidate, capacity, kind)
+        peak = automatic.planned_peak(resolved)
+        if peak is not None and peak <= capacity and automatic.rank_by_speed(resolved) <= now:
+            yield resolved
 
 
 def _ranks(config: RunConfig, largest_tensor: int) -> Iterator[dict[str, int]]:

@@ -344,6 +344,56 @@ def test_refusals_are_one_line(plan, words, needle):
     assert needle in err
 
 
+def test_the_duration_is_that_of_all_steps_at_their_own_speed():
+    """A warm-up of the batch and of the length: three kinds of steps, each planned as a run of its own."""
+    warmup = ["training.batch_size_warmup=[{steps: 100, global_batch_tokens: 262144}]"]
+    warmup += ["training.sequence_length_warmup=[{steps: 300, sequence_length: 1024}]"]
+    cluster, steps = load_cluster("h100"), load(RUN).training.steps
+    found = make_plan(load(RUN, warmup), cluster).duration
+    # shorter sequences come in larger micro-batches, of as many tokens
+    short = ["training.sequence_length=1024", f"training.micro_batch_size={2 * load(RUN).training.micro_batch_size}"]
+    alone = [
+        (100, ["training.global_batch_tokens=262144", *short]),
+        (200, short),
+        (steps - 300, []),
+    ]
+    plans = [(count, make_plan(load(RUN, words), cluster)) for count, words in alone]
+    assert found.seconds == pytest.approx(sum(count * plan.speed.step for count, plan in plans), rel=1e-9)
+    assert found.tokens == sum(count * plan.config.training.global_batch_tokens for count, plan in plans)
+    assert found.gpu_hours == pytest.approx(8 * found.seconds / 3600)
+
+
+def test_nodes_set_the_data_ranks(plan):
+    status, out, _ = plan(RUN, "--cluster", "h100", "--nodes", 4, "layout.tensor=2", "--json")
+    assert (status, json.loads(out)["ranks"], json.loads(out)["layout"]["data"]) == (0, 32, 16)
+    assert json.loads(out)["duration"]["gpus"] == 32
+    for words, needle in (
+        (("--nodes", 2), "--nodes needs --cluster"),
+        (("--cluster", "h100", "--nodes", 2, "layout.data=4"), "--nodes sets layout.data, and so does layout.data=4"),
+        (("--cluster", "h100", "--nodes", 1, "layout.pipeline=3"), "8 ranks are no multiple of the 3"),
+    ):
+        status, out, err = plan(RUN, *words)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert needle in err
+
+
+@pytest.mark.parametrize("form", [[], ["training.recompute=none", "training.cuda_graphs=false"]], ids=["auto", "set"])
+def test_a_larger_micro_batch_is_advised_where_it_fits_and_is_faster(form):
+    words, cluster = ["training.micro_batch_size=1", *form], load_cluster("h100")
+    plans = {n: make_plan(load(RUN, [*words, f"training.micro_batch_size={n}"]), cluster) for n in (1, 2, 4, 8, 16, 32)}
+    (size, peak), first = plans[1].larger, plans[1].config.training
+    assert peak == plans[size].memory.peak <= plans[size].capacity
+    assert plans[size].speed.step < plans[1].speed.step
+
+    def as_fast(plan):
+        training = plan.config.training
+        return plan.fits and (training.recompute, training.cuda_graphs) == (first.recompute, first.cuda_graphs)
+
+    assert as_fast(plans[size])
+    assert not any(as_fast(plan) for n, plan in plans.items() if n > size)
+    assert plans[size].larger is None
+
+
 def test_a_cluster_file_is_strict(plan, tmp_path):
     path = tmp_path / "ours.yaml"
     misspelt = yaml.safe_dump(load_cluster("sandbox").model_dump(mode="json")).replace("  partition:", "  partiton:")

@@ -449,7 +449,7 @@ def commands(parser, words):
             for name, child in action.choices.items():
                 yield from commands(child, [*words, name])
 
-found = list(commands(cli._parser(), []))
+found = list(commands(cli.parser(), []))
 for words in found:
     try:
         cli.main([*words, "--help"])
