@@ -17,6 +17,7 @@ from baton.training.lr_schedule import equal_lr_steps
 
 MAY_CHANGE = (
     "device",
+    "imports",
     "jobs",
     "profile",
     "layout",

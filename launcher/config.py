@@ -20,6 +20,7 @@ from baton.launcher.jobs_config import JobsConfig
 from baton.launcher.validation import first_problem
 from baton.launcher.yaml_file import parse_yaml, read_yaml
 from baton.models.config import ModelConfig
+from baton.models.settings import import_kinds
 from baton.models.stages import partition_layers
 from baton.parallel.config import LayoutConfig, divisors
 from baton.training.config import ComputeDtype, TrainingConfig
@@ -36,6 +37,11 @@ class RunConfig(BaseModel):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the run; names its directory")
     directory: str | None = Field(None, description="the run directory; null: runs/NAME under the current directory")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU per rank where there is one, else the CPU")
+    imports: tuple[str, ...] = Field(
+        (),
+        description="modules of your own to import first, as [my_package.leaky]: they may define kinds of mixers for `model`; an "
+        "installed package's need not be named, if it has an entry point of the group baton.mixers",
+    )
     model: ModelConfig
     data: DataConfig = Field(default_factory=ShardsConfig)
     layout: LayoutConfig = Field(default_factory=LayoutConfig)
@@ -43,6 +49,13 @@ class RunConfig(BaseModel):
     jobs: JobsConfig = Field(default_factory=JobsConfig)
     profile: ProfileConfig | None = Field(None, description="look at where a few steps' time goes; true: as its settings are by "
                                           "default; null or false: not at all")  # fmt: skip
+
+    @field_validator("imports")
+    @classmethod
+    def _imported(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Before `model`, whose kinds they define."""
+        import_kinds(value)
+        return value
 
     @field_validator("profile", mode="before")
     @classmethod

@@ -3,16 +3,52 @@
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapSerializer,
+    WrapValidator,
+    model_validator,
+)
 
 from baton.models.initializers import Normal
-from baton.models.settings import MixerConfig, kinds
+from baton.models.settings import MixerConfig, kinds, settings_class
 from baton.models.settings.declarations import ParameterDeclaration, rms_norm
+
+
+def _of_any_kind(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Settings of a kind of Baton's by `handler`, of any other by its class."""
+    kind = value.get("kind") if isinstance(value, dict) else value.kind if isinstance(value, MixerConfig) else None
+    cls = settings_class(kind) if isinstance(kind, str) and kind not in kinds() else None
+    if cls is None:
+        return handler(value)
+    try:
+        return cls.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise ValueError(f"unknown key {where}; known: {', '.join(cls.model_fields)}") from None
+        raise ValueError(f"{where}={first['input']!r}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+def _written(value: Any, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
+    return handler(value) if value.kind in kinds() else value.model_dump(mode=info.mode)
+
 
 if TYPE_CHECKING:
     AnyMixer = MixerConfig
 else:
-    AnyMixer = Annotated[Union[tuple(kinds().values())], Field(discriminator="kind")]  # noqa: UP007
+    AnyMixer = Annotated[
+        Annotated[Union[tuple(kinds().values())], Field(discriminator="kind")],  # noqa: UP007
+        WrapValidator(_of_any_kind),
+        WrapSerializer(_written),
+    ]
 
 _ENTRY = re.compile(r"^([A-Za-z]\w*(?:\+[A-Za-z]\w*)*)(?:\*([1-9]\d*))?$")
 

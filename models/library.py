@@ -17,7 +17,7 @@ from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel, States
 from baton.models.mixer import Mixer, build_mixer
 from baton.models.mixer_context import MixerContext
-from baton.models.settings import kinds
+from baton.models.settings import kinds, settings_class
 from baton.parallel.param_layout import initialize_parameters
 from baton.parallel.tensor import megatron_config
 
@@ -41,10 +41,10 @@ def mixer(
 
     Raises ValueError for an unknown kind, and for settings that the kind or d_model does not admit.
     """
-    known = kinds()
-    if kind not in known:
-        raise ValueError(f"kind={kind!r}: no such mixer; known: {', '.join(sorted(known))}")
-    config = known[kind](**settings)
+    cls = settings_class(kind)
+    if cls is None:
+        raise ValueError(f"kind={kind!r}: no such mixer; known: {', '.join(sorted(kinds()))}")
+    config = cls(**settings)
     config.check(d_model)
     context = MixerContext(d_model, residual_adds=1, norm_eps=1e-5, megatron=megatron_config(1), compute_dtype=dtype)
     with torch.device(device or "cpu"):

@@ -19,7 +19,7 @@ from baton.kernels.protocol import Inputs, Recurrence, State, StateSpec
 from baton.models.build_parameters import build_parameters
 from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer_context import MixerContext
-from baton.models.settings import MixerConfig
+from baton.models.settings import MixerConfig, kinds
 from baton.models.settings.declarations import Dtype, StateDeclaration
 from baton.parallel.state_passing import run_recurrence
 
@@ -91,13 +91,17 @@ class Mixer(nn.Module, ABC):
 
 
 def import_mixer(config: MixerConfig) -> None:
-    """Import the file of config.kind, which registers its mixer."""
-    import_module(f"baton.models.mixers.{config.kind}")
+    """Import the module that defines the mixer of config.kind, and thereby registers it."""
+    own = kinds().get(config.kind) is type(config)
+    import_module(f"baton.models.mixers.{config.kind}" if own else config.mixer_module or type(config).__module__)
 
 
 def build_mixer(config: MixerConfig, context: MixerContext) -> Mixer:
-    """The mixer of config.kind."""
+    """The mixer of config.kind. Raises ValueError where its module defines none."""
     import_mixer(config)
+    if type(config) not in _CLASSES:
+        where = config.mixer_module or type(config).__module__
+        raise ValueError(f"{where} defines no Mixer with settings={type(config).__name__}, the settings of kind {config.kind!r}")
     return _CLASSES[type(config)](config, context)
 
 

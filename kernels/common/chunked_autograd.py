@@ -57,6 +57,11 @@ def _piece(inputs: Inputs, num_time_inputs: int, begin: int, end: int) -> Inputs
     return (*(x[:, begin:end] for x in inputs[:num_time_inputs]), *inputs[num_time_inputs:])
 
 
+def _alone(x: Tensor) -> Tensor:
+    """A State without what lies around it: a view, as of a chunk's last token, would keep the whole chunk alive."""
+    return x.clone() if x.untyped_storage().nbytes() > x.numel() * x.element_size() else x
+
+
 class _RunChunked(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -77,7 +82,7 @@ class _RunChunked(torch.autograd.Function):
             for begin in range(0, length, chunk):
                 end = min(begin + chunk, length)
                 if kept:
-                    borders.extend(state.values())
+                    borders.extend(state.values() if begin == 0 else map(_alone, state.values()))
                 run = step if end < length else last
                 y, state = run(_piece(inputs, num_time_inputs, begin, end), None if pos is None else pos[:, begin:end], state)
                 outputs.append(y)

@@ -2,12 +2,17 @@
 
 A kind is a file models/mixers/NAME.py. Its settings class is in models/settings/NAME.py, so that a configuration can be read, and
 planned for, without torch. A mixer's own file may define the class instead; then reading the configuration imports torch.
+
+A kind may also be defined in a package of one's own: its module is named by `imports` in the run file, or by an entry point of the
+group baton.mixers, whose name is the kind.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,6 +21,9 @@ from baton.models.settings.declarations import ParameterDeclaration, StateDeclar
 
 SMALL_WIDTH = 12
 """d_model that every mixer's `small` settings fit: four tensor ranks, heads of odd width."""
+
+ENTRY_POINTS = "baton.mixers"
+"""Group of entry points of installed packages: kind = module."""
 
 _KINDS: dict[str, "type[MixerConfig]"] = {}
 
@@ -26,6 +34,9 @@ class MixerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: str
+
+    mixer_module: ClassVar[str | None] = None
+    """The module that defines the mixer of a kind that is not Baton's; None: the settings' own module."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -113,3 +124,40 @@ def kinds() -> "dict[str, type[MixerConfig]]":
                 f"models/mixers/{name}.py: no MixerConfig subclass with kind {name!r} there or in models/settings/{name}.py"
             )
     return {name: _KINDS[name] for name in names}
+
+
+def import_kinds(modules: Iterable[str]) -> None:
+    """Import modules that define kinds of mixers. Raises ValueError for one that cannot be imported or takes another's kind."""
+    for name in modules:
+        _import_kind_module(name)
+
+
+def settings_class(kind: str) -> "type[MixerConfig] | None":
+    """The settings class of a kind: Baton's, an imported module's or an installed package's; None: there is none.
+
+    Raises ValueError for an entry point whose module cannot be imported or defines no such kind.
+    """
+    if kind in kinds() or kind in _KINDS:
+        return kinds().get(kind) or _KINDS[kind]
+    found = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == kind]
+    if not found:
+        return None
+    _import_kind_module(found[0].module)
+    if kind not in _KINDS:
+        raise ValueError(f"the entry point {ENTRY_POINTS}: {kind} = {found[0].value} defines no MixerConfig with kind {kind!r}")
+    return _KINDS[kind]
+
+
+def _import_kind_module(name: str) -> None:
+    before = {**_KINDS, **kinds()}
+    try:
+        import_module(name)
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{name} cannot be imported ({type(error).__name__}: {text}); install its package, or put its folder into PYTHONPATH"
+        ) from error
+    for kind, cls in before.items():
+        if _KINDS[kind] is not cls and _KINDS[kind].__module__ != cls.__module__:
+            other, _KINDS[kind] = _KINDS[kind], cls
+            raise ValueError(f"{other.__module__} defines the kind {kind!r}, which {cls.__module__} has; give it another name")

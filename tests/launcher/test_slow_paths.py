@@ -3,8 +3,7 @@
 import pytest
 import torch
 from support.measured_costs import VARIANTS, run_of
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from support.operators import Counted
 
 from baton.kernels.compile.aot import Target, launching_nothing
 from baton.kernels.lattice.recurrence import Lattice
@@ -54,21 +53,6 @@ def test_settings_say_what_their_recurrences_say(variant, single_mesh):
     carried = {recurrence.no_kernel for recurrence in recurrences_of(model, config.model.d_model, torch.float32)}
     said = {path.eager.why for path in slow_paths(config, "cuda")}
     assert said == carried - {None}
-
-
-class Counted(TorchDispatchMode):
-    """Operators that are no views, and the numbers that they read and write."""
-
-    def __init__(self):
-        super().__init__()
-        self.launches = self.moved = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if not (func.is_view or func.name().startswith(("aten::empty", "aten::new_empty", "aten::detach"))):
-            self.launches += 1
-            self.moved += sum(x.numel() for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor))
-        return out
 
 
 @pytest.mark.parametrize("forget", [False, True])
