@@ -184,7 +184,8 @@ class ContextLink:
             self._virtual_rank = before
 
     def send(self, direction: Direction, tag: MessageTag, state: State, specs: tuple[StateSpec, ...]) -> None:
-        """Send a State without waiting, each entry in its spec's dtype. There must be a next virtual rank."""
+        """Send a State to the next virtual rank in `direction` without waiting: a State to the right, which has the next tokens, a
+        State's gradient to the left. specs: the entries to send, each in its spec's dtype. There must be such a rank."""
         target = tag.virtual_rank.next(direction)
         assert target is not None
         if not specs:
@@ -203,7 +204,8 @@ class ContextLink:
             channel.send(message, self._ranks[target.rank], tag.describe(direction))
 
     def irecv(self, direction: Direction, tag: MessageTag, specs: tuple[StateSpec, ...], batch: int) -> Callable[[], State]:
-        """Begin to receive the State that comes in `direction`; the result waits for it. There must be a previous virtual rank.
+        """Begin to receive what is sent in `direction`: "right", the State of the left neighbour; "left", the gradient of the State
+        that was sent to the right neighbour. The result waits for it. There must be such a neighbour.
 
         On a GPU the receive begins as soon as it can, and its kernel spins until the message is there. Begun only when the
         computing stream gets here, each receive delayed that stream: between two H200s a pass of Mamba 1.4B over 16k tokens per
