@@ -57,9 +57,9 @@ class DeltaRuleMixer(Mixer):
             weight, key = self.conv_weights[name], f"conv_{name}"
             # the papers' convolutions have no bias
             bias = cached_constants.zeros(weight.shape[0], weight.dtype, weight.device)
-            inputs, tail = (x_BTD, weight, bias), None if state is None else {"tail": state[key]}
+            inputs, tail = (x_BTD, weight, bias), None if state is None else {"conv": state[key]}
             y_BTD, final_tail = self.run_recurrence(_CONV, inputs, pos_BT, tail, forward_context)
-            final_state[key] = final_tail["tail"]
+            final_state[key] = final_tail["conv"]
             return y_BTD.unflatten(2, (-1, config.d_value if name == "v" else config.d_key))
 
         g_BTH, beta_BTH = self.log_decay(extra), torch.sigmoid(beta_BTH.to(dtype))

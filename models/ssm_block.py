@@ -65,7 +65,7 @@ class SSMBlock(Mixer):
         selective = self.context.selective_recompute and forward_context.link is None
         x_BTD, z_BTD = self.in_proj(x_BTM, self.in_proj.local_splits)
         conv_inputs = (x_BTD, self.conv_weight, self.conv_bias)
-        initial_tail = None if state is None else {"tail": state["conv"]}
+        initial_tail = None if state is None else {"conv": state["conv"]}
         x_BTD, tail = self.run_recurrence(_CONV, conv_inputs, pos_BT, initial_tail, forward_context)
         with recompute_in_backward(selective) as discard:
             discard(x_BTD, lambda: _CONV.forward_no_state(conv_inputs, pos_BT, initial_tail))
@@ -80,4 +80,4 @@ class SSMBlock(Mixer):
             initial_state = None if state is None else {config.state_name: state[config.state_name]}
             discard(dt_BTD, lambda: dt_proj(dt_low_rank_BTR))
             y_BTD, final_state = self.run_recurrence(self.recurrence, inputs, pos_BT, initial_state, forward_context)
-        return self.out_proj(y_BTD), {"conv": tail["tail"], **final_state}
+        return self.out_proj(y_BTD), {**tail, **final_state}

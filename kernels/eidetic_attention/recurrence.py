@@ -101,13 +101,13 @@ class Innovation(Recurrence):
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         y, weights = inputs
-        return (StateSpec("tail", (weights.shape[0], y.shape[2]), y.dtype, tp=None, grad=False),)
+        return (StateSpec("y", (weights.shape[0], y.shape[2]), y.dtype, tp=None, grad=False),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         y, weights = inputs
         assert pos is not None
         score, tail = innovation(y, weights, pos, self._tail(inputs, state), norm=self.norm)
-        return score, {"tail": tail}
+        return score, {"y": tail}
 
     def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
         y, weights = inputs
@@ -117,7 +117,7 @@ class Innovation(Recurrence):
     @staticmethod
     def _tail(inputs: Inputs, state: State | None) -> Tensor:
         y, weights = inputs
-        return y.new_zeros(y.shape[0], weights.shape[0], y.shape[2]) if state is None else state["tail"]
+        return y.new_zeros(y.shape[0], weights.shape[0], y.shape[2]) if state is None else state["y"]
 
     def tail_state(self, inputs: Inputs, pos: Tensor | None) -> State | None:
         y, weights = inputs
@@ -125,7 +125,7 @@ class Innovation(Recurrence):
         n = weights.shape[0]
         if y.shape[1] < n:
             return None
-        return {"tail": new_tails({"tail": y}, {"tail": n}, pos[:, -1].to(torch.int64) + 1)["tail"].contiguous()}
+        return {"y": new_tails({"y": y}, {"y": n}, pos[:, -1].to(torch.int64) + 1)["y"].contiguous()}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         """One token at a time."""
@@ -140,7 +140,7 @@ class Innovation(Recurrence):
         channels = 67 if wide else 5
         weights = torch.tensor([0.5, 0.25, 0.125], dtype=dtype)
         return (randn(generator, batch, length, channels, dtype=dtype), weights), {
-            "tail": randn(generator, batch, 3, channels, dtype=dtype)
+            "y": randn(generator, batch, 3, channels, dtype=dtype)
         }
 
 

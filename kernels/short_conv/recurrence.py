@@ -27,30 +27,30 @@ class ShortConv(Recurrence):
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         channels, width = inputs[1].shape
-        return (StateSpec("tail", (width - 1, channels), inputs[0].dtype, tp=1, grad=True),)
+        return (StateSpec("conv", (width - 1, channels), inputs[0].dtype, tp=1, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        y, tail = short_conv(*inputs, pos=pos, tail=None if state is None else state["tail"], activation=self.activation)
-        return y, {"tail": tail}
+        y, tail = short_conv(*inputs, pos=pos, tail=None if state is None else state["conv"], activation=self.activation)
+        return y, {"conv": tail}
 
     def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
-        tail = None if state is None else state["tail"]
+        tail = None if state is None else state["conv"]
         return short_conv(*inputs, pos=pos, tail=tail, activation=self.activation, need_tail=False)[0]
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        tail = None if state is None else state["tail"]
+        tail = None if state is None else state["conv"]
         y, tail = short_conv_reference(*inputs, pos=pos, tail=tail, activation=self.activation)
-        return y, {"tail": tail}
+        return y, {"conv": tail}
 
     def tail_state(self, inputs: Inputs, pos: Tensor | None) -> State | None:
         n = inputs[1].shape[1] - 1
-        return {"tail": inputs[0][:, inputs[0].shape[1] - n :].contiguous()} if inputs[0].shape[1] >= n else None
+        return {"conv": inputs[0][:, inputs[0].shape[1] - n :].contiguous()} if inputs[0].shape[1] >= n else None
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         channels, width = (67 if wide else 5), 4
         normal = partial(randn, generator, dtype=dtype)
         inputs = (normal(batch, length, channels), normal(channels, width), normal(channels))
-        return inputs, {"tail": normal(batch, width - 1, channels)}
+        return inputs, {"conv": normal(batch, width - 1, channels)}
 
 
 RECURRENCES = (ShortConv(None), ShortConv("silu"))

@@ -77,7 +77,7 @@ class BMojo(Mixer, settings=BMojoConfig):
             ssm_state = {name.removeprefix("ssm."): x for name, x in state.items() if name.startswith("ssm.")}
             others = ("ssm.", "conv_")
             attention_state = {name: x for name, x in state.items() if name != "y" and not name.startswith(others)}
-            tail = {"tail": state["y"]}
+            tail = {"y": state["y"]}
         fading_BTM, ssm_state = self.ssm(x_BTM, pos_BT, ssm_state, forward_context)
         # of the previous outputs, nearest first
         weights = self._predictor_weights(fading_BTM.device)
@@ -92,7 +92,7 @@ class BMojo(Mixer, settings=BMojoConfig):
         inputs = (q, *self._by_head(tokens), *self._by_head(self._keys_and_values(fading_BTM)), score_BT)
         attention = EideticAttention(config.window, config.n_fading, config.eidetic, config.fading == "sliding")
         y, attention_state = self.run_recurrence(attention, inputs, pos_BT, attention_state, forward_context)
-        final_state = {**{f"ssm.{name}": x for name, x in ssm_state.items()}, **convs, "y": tail["tail"], **attention_state}
+        final_state = {**{f"ssm.{name}": x for name, x in ssm_state.items()}, **convs, **tail, **attention_state}
         return self.out_proj(y.flatten(2)), final_state
 
     def _predictor_weights(self, device: torch.device) -> Tensor:
@@ -114,10 +114,10 @@ class BMojo(Mixer, settings=BMojoConfig):
         for (name, weight), x_BTD in zip(self.conv_weights.items(), rows, strict=True):
             key, bias = f"conv_{name}", cached_constants.zeros(len(weight), weight.dtype, weight.device)
             y_BTD, tail = self.run_recurrence(
-                _CONV, (x_BTD, weight, bias), pos_BT, None if state is None else {"tail": state[key]}, forward_context
+                _CONV, (x_BTD, weight, bias), pos_BT, None if state is None else {"conv": state[key]}, forward_context
             )
             convolved.append(y_BTD)
-            final_state[key] = tail["tail"]
+            final_state[key] = tail["conv"]
         return convolved, final_state
 
     def _by_head(self, rows: Sequence[Tensor]) -> list[Tensor]:

@@ -88,9 +88,9 @@ class Lattice(Mixer, settings=LatticeConfig):
         self, x_BTD: Tensor, weight: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         bias = cached_constants.zeros(weight.shape[0], weight.dtype, weight.device)
-        inputs, tail = (x_BTD, weight, bias), None if state is None else {"tail": state["conv"]}
+        inputs, tail = (x_BTD, weight, bias), None if state is None else {"conv": state["conv"]}
         y_BTD, tail = self.run_recurrence(ShortConv(self.config.conv_activation), inputs, pos_BT, tail, forward_context)
-        return y_BTD.unflatten(2, (-1, self.config.slots)), tail["tail"]
+        return y_BTD.unflatten(2, (-1, self.config.slots)), tail["conv"]
 
     def _initial_slots(self, heads: int, device: torch.device) -> Tensor:
         if self.config.initial_slots == "learned":

@@ -49,7 +49,7 @@ class Mamba2(Mixer, settings=Mamba2Config):
         self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
     ) -> tuple[Tensor, State]:
         z, x, dt = self.in_proj(x_BTM, self.in_proj.local_splits)
-        tails = (None, None) if state is None else ({"tail": state["conv_x"]}, {"tail": state["conv_bc"]})
+        tails = (None, None) if state is None else ({"conv": state["conv_x"]}, {"conv": state["conv_bc"]})
         x, conv_x = self.run_recurrence(_CONV, (x, self.conv_weight, self.conv_bias), pos_BT, tails[0], forward_context)
         bc, conv_bc = self.run_recurrence(
             _CONV, (self.bc_proj(x_BTM), self.bc_conv_weight, self.bc_conv_bias), pos_BT, tails[1], forward_context
@@ -65,7 +65,7 @@ class Mamba2(Mixer, settings=Mamba2Config):
         )
         y_BTD = (y_BTHP + self.D.unsqueeze(-1) * x_BTHP).flatten(2)
         return self.out_proj(self.norm(gated(y_BTD, z), z.dtype)), {
-            "conv_x": conv_x["tail"],
-            "conv_bc": conv_bc["tail"],
+            "conv_x": conv_x["conv"],
+            "conv_bc": conv_bc["conv"],
             **final_state,
         }

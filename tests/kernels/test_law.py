@@ -345,7 +345,7 @@ def test_a_document_in_a_pack_is_the_document_alone(recurrence: Recurrence):
         alone, last = recurrence.run(piece(recurrence, inputs, begin, begin + n), torch.arange(n).expand(2, -1), None)
         assert relative_error(alone, y[:, begin : begin + n]) <= TOLERANCE
         begin += n
-    if "tail" not in leaving:  # a convolution's tail holds tokens of earlier documents, which positions hide
+    if "conv" not in leaving:  # a convolution's tail holds tokens of earlier documents, which positions hide
         for leaf in recurrence.state_specs(inputs):
             if leaf.grows:
                 leaving[leaf.name] = leaving[leaf.name][:, -n:]
