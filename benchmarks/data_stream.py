@@ -36,7 +36,8 @@ from baton.data_pipeline.reader import CorpusSpec
 from baton.data_pipeline.run_source import BatchStream
 from baton.data_pipeline.shards import BLOCK, DATASET, UNITS, Index, ShardSummary, UnitIndex, index_name, member_header, padded
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from baton.data_pipeline.tokenizer import load_tokenizer
+from baton.data_pipeline.tokenizer_training import train_tokenizer
 
 LANES, SEQUENCE_LENGTH, UNIT_DOCUMENTS, SEED = 8, 2048, 16, 0
 UNITS_PER_LANE = 4  # of about 14 in an epoch: some 10 MB of text a repetition
@@ -57,7 +58,7 @@ def open_stream(folder: str, model: str, rank: int, size: int) -> BatchStream:
         start_step=0,
         prefetch=2,
     )
-    return BatchStream(Dataset.open(folder), Tokenizer(model), plan, seed=SEED, unit_documents=UNIT_DOCUMENTS)
+    return BatchStream(Dataset.open(folder), load_tokenizer(model), plan, seed=SEED, unit_documents=UNIT_DOCUMENTS)
 
 
 def texts_of_rank(folder: str, rank: int, size: int) -> list[str]:
@@ -151,7 +152,7 @@ def with_workers(folder: Path, model: Path, content: str, workers: int, repetiti
     """Tokens/s of one reader with worker processes, after its start, and of as many processes that do the raw work alone, each with
     its share of it: SentencePiece on the same documents, or tarfile on the shards of the same token ids. In turns, medians."""
     plan = one_reader()
-    dataset, tokenizer = Dataset.open(folder), Tokenizer(model)
+    dataset, tokenizer = Dataset.open(folder), load_tokenizer(model)
     if content == "text":
         kind, everything = "sentencepiece", texts_of_rank(str(folder), 0, 1)
         steps = sum(len(tokenizer.encode(text)) for text in everything) // (SEQUENCE_LENGTH * LANES)
@@ -234,7 +235,7 @@ def seek(folder: Path, model: str, size: int, report: Report) -> None:
         mentioned = {"units": {"bytes": len(units), "sha256": sha256(units)}} if prepared else {}
         (folder / DATASET).write_text(json.dumps({**manifest, **mentioned}))
         start = time.perf_counter()
-        with BatchStream(Dataset.open(folder), Tokenizer(model), plan, seed=SEED, cursors=middle) as stream:
+        with BatchStream(Dataset.open(folder), load_tokenizer(model), plan, seed=SEED, cursors=middle) as stream:
             found = next(stream).micro_batches[0]
             taken[prepared].append(time.perf_counter() - start)
         first.append((found.pos[:, 0].tolist(), found.tokens.tobytes()))
@@ -251,7 +252,7 @@ def sha256(content: bytes) -> str:
 def stream_equals_raw(folder: str, model: str) -> bool:
     """The first inputs and labels of every lane, against the documents read by tarfile and encoded whole by SentencePiece."""
     raw = sentencepiece.SentencePieceProcessor(model_file=model)
-    dataset, tokenizer = Dataset.open(folder), Tokenizer(model)
+    dataset, tokenizer = Dataset.open(folder), load_tokenizer(model)
     if any("\u2581" not in text and tokenizer.encode(text).tolist() != raw.encode(text) for text in documents(dataset, "train")):
         return False
     with open_stream(folder, model, 0, 1) as stream:

@@ -20,7 +20,7 @@ from report import Report
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.evaluation import documents
-from baton.data_pipeline.tokenizer import train_tokenizer
+from baton.data_pipeline.tokenizer_training import train_tokenizer
 from baton.launcher.demo import VOCABULARY
 from baton.training.monitoring.metrics import read_metrics
 

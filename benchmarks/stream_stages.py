@@ -24,7 +24,7 @@ from baton.data_pipeline.reader import CorpusSpec, DocReader, LaneReader
 from baton.data_pipeline.run_source import BatchStream
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.storage import ShardStream
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.tokenizer import load_tokenizer
 from baton.data_pipeline.workers import SharedBlocks
 
 STAGES: dict[str, tuple[Any, str]] = {
@@ -39,7 +39,7 @@ WARM, STEPS, REPETITIONS, BLOCKS = 300, 3000, 3, 9
 
 def say_stages(folder: Path, model: Path, plan: StepPlan, corpus: CorpusSpec, report: Report) -> None:
     """Microseconds of each stage a step, and of each process, into the log. folder: of token ids."""
-    opened, tokenizer, shape = Dataset.open(folder), Tokenizer(model), plan.phases[0]
+    opened, tokenizer, shape = Dataset.open(folder), load_tokenizer(model), plan.phases[0]
     blocks = SharedBlocks(BLOCKS, plan, 0)
     read = LaneReader(DocReader(corpus, [opened], tokenizer), dict.fromkeys(range(plan.lanes), Cursor()))
 

@@ -11,7 +11,7 @@ from typing import Any
 from sentencepiece import sentencepiece_model_pb2 as sentencepiece
 
 from baton.data_pipeline.prepare import prepare
-from baton.data_pipeline.tokenizer import train_tokenizer
+from baton.data_pipeline.tokenizer_training import train_tokenizer
 
 PIECES = 4096
 DOCUMENT = 96 << 10

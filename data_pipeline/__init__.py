@@ -2,7 +2,8 @@
 
 In the order in which data passes through them:
 
-    tokenizer         train_tokenizer, Tokenizer
+    tokenizer         load_tokenizer, Tokenizer (tokenizer_base; sentencepiece_tokenizer, hf_tokenizer: its kinds)
+    tokenizer_training  train_tokenizer
     input_files       the input files of a preparation: folders are searched, links are followed
     records           the documents in an input file (formats: which format a file has; compressed, archive, parquet: reading it)
     prepare           prepare: input files to a dataset (prepare_plan: its folder and plan; prepare_workers: its worker processes)

@@ -96,8 +96,12 @@ class ShardsConfig(_Settings):
     )
     tokenizer: str = Field(
         default="data/tokenizer.model",
-        description="Path of the SentencePiece .model file. Its vocabulary, not its path, must be that of token shards "
-        "and checkpoints.",
+        description="Path of a SentencePiece .model or a tokenizer.json, or of a folder with one. Its vocabulary, not its path, "
+        "must be that of token shards and checkpoints.",
+    )
+    eod_token: str | None = Field(
+        default=None,
+        description="Name of the token that stands between documents; null: the tokenizer's own EOS token.",
     )
     unit_documents: int = Field(
         default=64,

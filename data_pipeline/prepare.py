@@ -40,7 +40,7 @@ from baton.data_pipeline.shards import (
     index_name,
     unit_starts,
 )
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.tokenizer import Losses, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def prepare(
     shard_bytes: int = PrepareConfig.model_fields["shard_bytes"].default,
     validation_fraction: float = PrepareConfig.model_fields["validation_fraction"].default,
     tokenizer: str | os.PathLike[str] | None = None,
+    eod_token: str | None = None,
     workers: int | None = None,
     text_field: str = PrepareConfig.model_fields["text_field"].default,
     include: Sequence[str] = PrepareConfig.model_fields["include"].default,
@@ -97,7 +98,7 @@ def prepare(
     folder `out`; run again after a kill, it goes on where it was.
 
     inputs: files, or folders that are searched for `include` without `exclude` (see PrepareConfig, also for the other settings).
-    tokenizer: path of a .model file: the shards then hold token ids instead of text.
+    tokenizer, eod_token: see `load_tokenizer`: the shards then hold token ids instead of text.
     workers: processes (none: one per usable core; 1: this process). More than one needs the usual `if __name__ == "__main__"` in a
     script.
     progress: called with (input bytes done, input bytes in all); none shows it on stdout.
@@ -119,7 +120,8 @@ def prepare(
     except ValidationError as error:
         problem = error.errors()[0]
         raise DataError(f"{problem['loc'][0]} {problem['input']!r}: {problem['msg']}; correct it") from error
-    vocabulary = Tokenizer(tokenizer).fingerprint if tokenizer is not None else None
+    loaded = load_tokenizer(tokenizer, eod_token) if tokenizer is not None else None
+    vocabulary = loaded.fingerprint if loaded is not None else None
     folder = Path(out)
     found = find_input_files(inputs, settings.include, settings.exclude, leave=folder)
     sources = found.sources
@@ -128,13 +130,13 @@ def prepare(
         if (folder / DATASET).exists():
             return _finished_before(folder, found, began)
         parts = folder / PARTS
-        tasks = make_tasks(pieces, plan, settings, folder, None if tokenizer is None else str(tokenizer))
+        tasks = make_tasks(pieces, plan, settings, folder, None if loaded is None else loaded.source)
         processes = settings.workers or len(os.sched_getaffinity(0))
         with shown(progress, f"preparing {folder}") as advance:
             records, failures = run_tasks(tasks, _moved_already(folder, tasks), processes, advance)
         if failures:
             raise unreadable(folder, failures, tasks)
-        summaries = _publish(folder, parts, records, settings, "text" if tokenizer is None else "tokens")
+        summaries = _publish(folder, parts, records, settings, "text" if loaded is None else "tokens")
         rejected = [asdict(entry) for entry in found.left] + [entry for record in records for entry in record.rejected]
         lines = [json.dumps(entry) + "\n" for entry in rejected]
         write_atomically(folder / REJECTED, "".join(lines).encode())
@@ -142,6 +144,11 @@ def prepare(
         units = unit_index_bytes(folder, summaries)
         write_atomically(folder / UNITS, units)
         dataset = _dataset(plan, summaries, counts, vocabulary)
+        remarks = found.remarks()
+        if loaded is not None and loaded.lossy:
+            losses = sum((record.losses for record in records), Losses())
+            dataset["losses"] = {"lossy": loaded.lossy, **asdict(losses)}
+            remarks += (losses.describe(loaded.lossy),)
         dataset["units"] = {"bytes": len(units), "sha256": hashlib.sha256(units).hexdigest()}
         if not any(summary.split == "train" for summary in summaries):
             raise DataError(
@@ -157,7 +164,7 @@ def prepare(
             counts,
             examples,
             len(sources),
-            found.remarks(),
+            remarks,
             kept,
             time.monotonic() - began,
         )

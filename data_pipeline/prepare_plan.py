@@ -37,7 +37,11 @@ def make_plan(settings: PrepareConfig, sources: Sequence[InputFile], vocabulary:
 
 
 def make_tasks(
-    pieces: Sequence[InputPiece], plan: dict[str, Any], settings: PrepareConfig, folder: Path, tokenizer: str | None
+    pieces: Sequence[InputPiece],
+    plan: dict[str, Any],
+    settings: PrepareConfig,
+    folder: Path,
+    tokenizer: tuple[str, str | None] | None,
 ) -> list[PrepareTask]:
     """Tasks in the order of their first pieces: those that the plan keeps, and neighbouring pieces of about one shard's worth of
     input each."""

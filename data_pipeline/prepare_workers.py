@@ -24,9 +24,10 @@ from baton.data_pipeline.input_files import InputPiece, Rejected, held_out
 from baton.data_pipeline.input_pieces import read_piece
 from baton.data_pipeline.progress import Progress
 from baton.data_pipeline.shards import ShardSummary, ShardWriter, file_size, index_name, token_payload
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.tokenizer import Losses, load_tokenizer
 
 _REPORT_BYTES = 1 << 20
+_DECODED = 64  # documents per task that are decoded again, to say what a lossy tokenizer loses
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class PrepareTask:
     pieces: tuple[InputPiece, ...]
     settings: PrepareConfig
     folder: str
-    tokenizer: str | None
+    tokenizer: tuple[str, str | None] | None  # arguments of load_tokenizer
 
     @property
     def size(self) -> int:
@@ -47,12 +48,13 @@ class PrepareTask:
 
 @dataclass(frozen=True)
 class TaskRecord:
-    """What a finished task wrote. pieces: what it read, by `piece_key`; rejected: one dict per refused record; kept: it had been
-    done before this run."""
+    """What a finished task wrote. pieces: what it read, by `piece_key`; rejected: one dict per refused record; losses: of a lossy
+    tokenizer; kept: it had been done before this run."""
 
     pieces: tuple[tuple[str, int, int], ...]
     shards: tuple[ShardSummary, ...]
     rejected: tuple[dict[str, Any], ...]
+    losses: Losses = field(default_factory=Losses)
     kept: bool = field(default=False, compare=False)
 
     @classmethod
@@ -60,7 +62,8 @@ class TaskRecord:
         """Raises DataError when the file is damaged."""
         value = read_json(path, "delete it and prepare again")
         pieces = tuple((name, start, stop) for name, start, stop in value["pieces"]) if "pieces" in value else ()
-        return cls(pieces, tuple(ShardSummary(**shard) for shard in value["shards"]), tuple(value["rejected"]), kept=True)
+        shards, losses = tuple(ShardSummary(**shard) for shard in value["shards"]), Losses(**value.get("losses", {}))
+        return cls(pieces, shards, tuple(value["rejected"]), losses, kept=True)
 
 
 def piece_key(piece: InputPiece) -> tuple[str, int, int]:
@@ -149,7 +152,8 @@ def _run(task: PrepareTask, moved: dict[str, str], add: Callable[[int], None]) -
     except InputError as error:
         return error
     shards = [asdict(shard) for shard in record.shards]
-    write_json(record_path(task), {"pieces": record.pieces, "shards": shards, "rejected": list(record.rejected)})
+    about = {"pieces": record.pieces, "shards": shards, "rejected": list(record.rejected), "losses": asdict(record.losses)}
+    write_json(record_path(task), about)
     return record
 
 
@@ -200,10 +204,11 @@ class _Writer:
     def __init__(self, task: PrepareTask, add: Callable[[int], None]) -> None:
         self._task = task
         self._add = add
-        self._tokenizer = Tokenizer(task.tokenizer) if task.tokenizer is not None else None
+        self._tokenizer = load_tokenizer(*task.tokenizer) if task.tokenizer is not None else None
         self._open: dict[str, ShardWriter] = {}
         self._shards: list[ShardSummary] = []
         self._rejected: list[dict[str, Any]] = []
+        self._losses = Losses()
 
     def run(self) -> TaskRecord:
         try:
@@ -214,7 +219,7 @@ class _Writer:
         finally:
             for writer in self._open.values():
                 writer.discard()
-        return TaskRecord(tuple(map(piece_key, self._task.pieces)), tuple(self._shards), tuple(self._rejected))
+        return TaskRecord(tuple(map(piece_key, self._task.pieces)), tuple(self._shards), tuple(self._rejected), self._losses)
 
     def _piece(self, piece: InputPiece) -> None:
         settings = self._task.settings
@@ -236,6 +241,9 @@ class _Writer:
         if self._tokenizer is not None:
             ids = self._tokenizer.encode_utf8(text)
             payload, tokens = token_payload(ids, self._tokenizer.vocab_size), len(ids)
+            if self._tokenizer.lossy:
+                decoded = self._losses.documents < _DECODED
+                self._losses += Losses.of(self._tokenizer, text, ids, decoded=decoded)
         writer = self._open.get(split)
         if writer is not None and writer.text_bytes + len(text) > self._task.settings.shard_bytes:
             self._close(split)

@@ -17,7 +17,7 @@ from baton.data_pipeline.reader import CorpusSpec, DocReader, Growth, LaneReader
 from baton.data_pipeline.remote import Cache
 from baton.data_pipeline.steps import DocumentRef, StepPlan, StepStream
 from baton.data_pipeline.synthetic_stream import ExampleCursor, SyntheticStream, synthetic_fingerprint
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from baton.data_pipeline.workers import Start, Workers
 
 
@@ -106,7 +106,7 @@ class ShardSource:
 
     def __init__(self, config: ShardsConfig) -> None:
         self.config = config
-        self.tokenizer = Tokenizer(config.tokenizer)
+        self.tokenizer = load_tokenizer(config.tokenizer, config.eod_token)
         self.datasets = open_datasets(config)
         self.vocab_size = self.tokenizer.vocab_size
         self.weights = dict(config.schedule[-1][1]) if config.mixture else {"": 1.0}

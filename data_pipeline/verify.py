@@ -21,7 +21,7 @@ from baton.data_pipeline.prepare import describe_totals
 from baton.data_pipeline.progress import Progress, shown
 from baton.data_pipeline.shards import BLOCK, EXTENSIONS, Index, ShardSummary, tokens_of
 from baton.data_pipeline.storage import reason
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -189,14 +189,19 @@ class InspectReport:
 
 
 def inspect(
-    path: str | os.PathLike[str], *, count: int = 3, characters: int = 240, tokenizer: str | Path | None = None
+    path: str | os.PathLike[str],
+    *,
+    count: int = 3,
+    characters: int = 240,
+    tokenizer: str | Path | None = None,
+    eod_token: str | None = None,
 ) -> InspectReport:
     """Summarise a dataset and show the first `characters` of the first `count` training documents.
 
-    tokenizer: path of the .model file that made a token dataset, to show text instead of ids. Raises DataError.
+    tokenizer, eod_token: see `load_tokenizer`; the one that made a token dataset, to show text instead of ids. Raises DataError.
     """
     dataset = Dataset.open(path)
-    model = Tokenizer(tokenizer) if tokenizer is not None else None
+    model = load_tokenizer(tokenizer, eod_token) if tokenizer is not None else None
     summary = {
         "content": dataset.content,
         "fingerprint": dataset.fingerprint,

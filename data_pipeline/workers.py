@@ -34,7 +34,7 @@ from baton.data_pipeline.packing import Batch, NumpyBatch
 from baton.data_pipeline.reader import CorpusSpec, DocReader, LaneReader
 from baton.data_pipeline.remote import Cache
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.tokenizer import Tokenizer, load_tokenizer
 
 _LINE = 64  # bytes of a cache line, to which arrays are aligned
 _INTS = 4  # integers of a cursor, without those per source
@@ -181,7 +181,7 @@ class Workers:
         for number in range(min(count, len(lanes))):
             own = {lane: cursors[lane].to_json() for lane in lanes[number::count]}
             ours, theirs = socketpair()
-            arguments = theirs, self._blocks, corpus, places, os.fspath(tokenizer.path), plan, own
+            arguments = theirs, self._blocks, corpus, places, tokenizer.source, plan, own
             self._workers.append((start or _start_process)(_serve, arguments, ours))
             self._connections.append(ours)
             if start is None:
@@ -302,7 +302,7 @@ def _serve(
     blocks: SharedBlocks,
     corpus: CorpusSpec,
     places: Sequence[tuple[str, Cache | None]],
-    tokenizer: str,
+    tokenizer: tuple[str, str | None],
     plan: StepPlan,
     cursors: Mapping[int, Any],
 ) -> None:
@@ -312,7 +312,7 @@ def _serve(
     try:
         begin = {lane: Cursor.from_json(cursor) for lane, cursor in cursors.items()}
         datasets = [Dataset.open(place, check_sizes=False, cache=cache) for place, cache in places]
-        reader = LaneReader(DocReader(corpus, datasets, Tokenizer(tokenizer)), begin)
+        reader = LaneReader(DocReader(corpus, datasets, load_tokenizer(*tokenizer)), begin)
         step = plan.start_step
         while given := connection.recv(_MOST):
             for block in given:

@@ -21,7 +21,8 @@ import numpy as np
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.evaluation import documents
-from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from baton.data_pipeline.tokenizer import Tokenizer, load_tokenizer
+from baton.data_pipeline.tokenizer_training import train_tokenizer
 from baton.training.monitoring.metrics import format_duration, read_metrics
 
 FOLDER = Path("demo")
@@ -44,7 +45,7 @@ def main() -> int:
 
     _headline("2. A tokenizer of our own")
     print(train_tokenizer(documents(dataset, "train"), FOLDER / "tokenizer.model", VOCABULARY))
-    tokenizer = Tokenizer(FOLDER / "tokenizer.model")
+    tokenizer = load_tokenizer(FOLDER / "tokenizer.model")
 
     _headline("3. Training, until somebody pulls the plug")
     command = [*baton, "train", str(files("baton.configs") / "runs" / "demo.yaml"), *_hardware()]

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from baton.data_pipeline.config import ShardsConfig
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.tokenizer import load_tokenizer
 from baton.launcher.errors import ConfigError
 from baton.launcher.run_directory import read_config
 from baton.parallel import mesh as meshes
@@ -32,7 +32,7 @@ def generate_text(
             f"{folder}: the run learns the synthetic task {config.data.kind}, which has no text to write; give a run on "
             f"data.kind=shards (this one's accuracy is in its metrics.jsonl)"
         )
-    tokenizer = Tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod_token)
     model_config = with_vocabulary(config.model, tokenizer.vocab_size, config.data.tokenizer)
     mesh = meshes.initialize(LayoutConfig(), device=meshes.local_device(0, 1, device), rank=0, store=torch.distributed.HashStore())
     try:
@@ -47,9 +47,10 @@ def generate_text(
         if found is None:
             raise CheckpointError(f"{folder}: no checkpoint yet; train first with `baton train`")
         store.read(found[0], parameter_boxes(model, mesh))
+        before = [tokenizer.eod_id, *tokenizer.encode(prompt).tolist()]
         ids = generate(
             model,
-            [tokenizer.eod_id, *tokenizer.encode(prompt).tolist()],
+            before,
             tokens=tokens,
             vocab_size=tokenizer.vocab_size,
             stop=tokenizer.eod_id,
@@ -59,7 +60,7 @@ def generate_text(
         )
     finally:
         meshes.shutdown()
-    return tokenizer.decode(ids, errors="replace")
+    return tokenizer.continuation(before, ids)
 
 
 def _check_prompt(prompt: str) -> None:

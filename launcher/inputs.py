@@ -13,7 +13,7 @@ from baton.data_pipeline.errors import DataError, StorageError
 from baton.data_pipeline.packing import check_tokenizer, token_chunks
 from baton.data_pipeline.run_source import open_datasets
 from baton.data_pipeline.storage import Location
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
 from baton.training.config_checks import with_vocabulary
@@ -29,9 +29,9 @@ def check_inputs(config: RunConfig) -> None:
     if not isinstance(config.data, ShardsConfig):
         return  # a synthetic task has no files; its settings are checked with all others
     path = config.data.tokenizer
-    if not Path(path).is_file():
+    if not Path(path).exists():
         raise ConfigError(f"data.tokenizer={path}: no such file; train one with `baton tokenizer train`")
-    tokenizer = Tokenizer(path)
+    tokenizer = load_tokenizer(path, config.data.eod_token)
     config.model_copy(update={"model": with_vocabulary(config.model, tokenizer.vocab_size, path)}).check()
     datasets = open_datasets(config.data)
     for place, dataset in zip(config.data.places.values(), datasets.values(), strict=True):
@@ -58,8 +58,8 @@ def with_known_vocabulary(config: RunConfig) -> RunConfig:
     """
     if not isinstance(config.data, ShardsConfig):
         model = with_vocabulary(config.model, config.data.vocab_size, None)
-    elif Path(config.data.tokenizer).is_file():
-        tokenizer = Tokenizer(config.data.tokenizer)
+    elif Path(config.data.tokenizer).exists():
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod_token)
         model = with_vocabulary(config.model, tokenizer.vocab_size, config.data.tokenizer)
     elif config.model.vocab_size is None:
         raise ConfigError(
@@ -81,7 +81,7 @@ def missing_inputs(config: RunConfig) -> list[str]:
     if not isinstance(config.data, ShardsConfig):
         return []
     found = []
-    if not Path(config.data.tokenizer).is_file():
+    if not Path(config.data.tokenizer).exists():
         found.append(f"data.tokenizer={config.data.tokenizer}: no such file; train one with `baton tokenizer train`")
     for name, place in config.data.places.items():
         if Location(place).folder is None:

@@ -13,7 +13,8 @@ def add(commands: Subparsers) -> None:
     prepare.add_argument("--out", required=True, help="the dataset's folder; what is finished in it is kept")
     prepare.add_argument("--include", action="append", metavar="GLOB", help="files to take from folders, e.g. '*.py' (repeatable)")
     prepare.add_argument("--exclude", action="append", metavar="GLOB", help="files to leave out, also of an unfinished dataset")
-    prepare.add_argument("--tokenizer", help="a .model file: store token ids instead of text")
+    prepare.add_argument("--tokenizer", help="a .model or tokenizer.json file: store token ids instead of text")
+    prepare.add_argument("--eod-token", help="the token between documents (default: the tokenizer's EOS token)")
     prepare.add_argument("--workers", type=positive_int, help="processes (default: the usable cores)")
     prepare.add_argument("--shard-bytes", type=positive_int, help="text bytes per shard (default 256 MiB)")
     prepare.add_argument("--validation-fraction", type=float, help="share of documents held out, by content hash (default 0.02)")
@@ -27,7 +28,7 @@ def add(commands: Subparsers) -> None:
 def _prepare(arguments: argparse.Namespace) -> None:
     from baton.data_pipeline.prepare import prepare
 
-    names = ("include", "exclude", "tokenizer", "workers", "shard_bytes", "validation_fraction", "text_field")
+    names = ("include", "exclude", "tokenizer", "eod_token", "workers", "shard_bytes", "validation_fraction", "text_field")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     print(prepare(arguments.inputs, arguments.out, **given))
 

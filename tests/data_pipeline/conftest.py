@@ -10,7 +10,8 @@ import pytest
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.prepare import prepare
 from baton.data_pipeline.shards import ShardWriter
-from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from baton.data_pipeline.tokenizer import Tokenizer, load_tokenizer
+from baton.data_pipeline.tokenizer_training import train_tokenizer
 
 WORDS = ["the", "lane", "reads", "a", "unit", "of", "documents", "and", "cuts", "it", "where", "context", "ends", "while", "state"]
 WORDS += ["goes", "on", "x", "=", "y", "+", "1", "def", "f(self):", "return"]
@@ -57,14 +58,14 @@ def corpus(texts, tmp_path_factory) -> Path:
 def tokenizer(texts, tmp_path_factory) -> Tokenizer:
     path = tmp_path_factory.mktemp("tokenizer") / "small.model"
     train_tokenizer(texts, path, 420, threads=1)
-    return Tokenizer(path)
+    return load_tokenizer(path)
 
 
 @pytest.fixture(scope="session")
 def other_tokenizer(texts, tmp_path_factory) -> Tokenizer:
     path = tmp_path_factory.mktemp("tokenizer") / "other.model"
     train_tokenizer(texts, path, 330, threads=1)
-    return Tokenizer(path)
+    return load_tokenizer(path)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from baton.data_pipeline.errors import DataError, StorageError, is_transient
 from baton.data_pipeline.file_io import append_line, read_text, retry_transient
 from baton.data_pipeline.input_files import find_input_files
 from baton.data_pipeline.prepare import prepare
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.tokenizer import load_tokenizer
 
 FAILING = "/proc/self/mem"
 """A file whose first byte cannot be read: the system answers EIO, as a disk or a file server does."""
@@ -102,7 +102,7 @@ def test_a_tokenizer_that_cannot_be_read_at_present_is_not_bad_input(tokenizer, 
     path = shutil.copy(tokenizer.path, tmp_path / "t.model")
     failing(tmp_path / "t.model")
     with pytest.raises(StorageError, match=r"t\.model: cannot be read at present"):
-        Tokenizer(path)
+        load_tokenizer(path)
 
 
 def test_a_line_is_whole_or_alone(small_disk):

@@ -29,9 +29,9 @@ from baton.data_pipeline import remote
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.run_source import BatchStream
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.tokenizer import load_tokenizer
 
-tokenizer = Tokenizer(sys.argv[1])
+tokenizer = load_tokenizer(sys.argv[1])
 
 def read(folder, sizes=dict(lanes=1, lanes_per_step=1, micro_batch_size=1, data_rank=0, data_size=1, start_step=0, prefetch=1)):
     "Tokens of the one document, and how much memory grew, in all and in what Python and numpy allocate."

@@ -199,13 +199,13 @@ import json, sys, time
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.run_source import BatchStream
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.tokenizer import load_tokenizer
 
 if __name__ == "__main__":
     plan = StepPlan.constant(
         sequence_length=64, lanes=4, lanes_per_step=4, micro_batch_size=2, data_rank=0, data_size=1, start_step=0, prefetch=2
     )
-    stream = BatchStream(Dataset.open(sys.argv[1]), Tokenizer(sys.argv[2]), plan, seed=0, workers=2)
+    stream = BatchStream(Dataset.open(sys.argv[1]), load_tokenizer(sys.argv[2]), plan, seed=0, workers=2)
     kept = [next(stream) for _ in range(3)]
     print(json.dumps([worker.pid for worker in stream._steps._stop.__self__._workers]), flush=True)
     time.sleep(100)

@@ -13,7 +13,7 @@ from support.runs import SAME_PLACES, STEPS, Launch
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.evaluation import documents
 from baton.data_pipeline.prepare import prepare
-from baton.data_pipeline.tokenizer import train_tokenizer
+from baton.data_pipeline.tokenizer_training import train_tokenizer
 
 SOURCES = ("textwrap", "heapq", "bisect", "shlex", "sched", "copy", "json/decoder", "json/encoder", "json/scanner", "queue")
 VOCABULARY = 380

@@ -15,7 +15,7 @@ from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.evaluation import documents
 from baton.data_pipeline.files import sha256_file
 from baton.data_pipeline.shards import UNITS, Index, UnitIndex, index_name
-from baton.data_pipeline.tokenizer import Tokenizer
+from baton.data_pipeline.tokenizer import load_tokenizer
 from baton.launcher.cli import main
 
 
@@ -111,7 +111,7 @@ def test_weights_that_do_not_sum(refused, inputs, tmp_path):
 def test_a_corpus_smaller_than_one_batch(refused, inputs, tmp_path, content):
     """To the token, though a text does not say how many it has."""
     folder, model = (inputs.shards, inputs.tokenizer) if content == "text" else (inputs.tokens, inputs.other)
-    tokenizer = Tokenizer(model)
+    tokenizer = load_tokenizer(model)
     tokens = sum(1 + len(tokenizer.encode(text)) for text in documents(Dataset.open(folder), "train", tokenizer))
     assert tokens < sum(shard.text_bytes for shard in Dataset.open(folder).shards["train"])
     words = (f"data.path={folder}", f"data.tokenizer={model}", "layout.data=1", "training.sequence_length=1")

@@ -15,7 +15,8 @@ import numpy as np
 
 from baton.data_pipeline.lane_order import permutation
 from baton.data_pipeline.shards import ShardWriter, token_payload
-from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from baton.data_pipeline.tokenizer import load_tokenizer
+from baton.data_pipeline.tokenizer_training import train_tokenizer
 from baton.launcher.config import RunConfig
 from baton.training.monitoring.metrics import read_metrics
 
@@ -41,7 +42,7 @@ def write_corpus(folder: Path) -> Corpus:
     rng = random.Random(9)
     model = folder / "tokenizer.model"
     train_tokenizer([" ".join(rng.choices(["lane", "unit", "row", "state"], k=50)) for _ in range(20)], model, 280, threads=1)
-    tokenizer = Tokenizer(model)
+    tokenizer = load_tokenizer(model)
 
     def documents(count: int) -> list[list[int]]:
         return [rng.choices(range(4, tokenizer.vocab_size), k=rng.randint(1, LONGEST)) for _ in range(count)]

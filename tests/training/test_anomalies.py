@@ -17,7 +17,8 @@ from baton.data_pipeline.evaluation import documents
 from baton.data_pipeline.prepare import prepare
 from baton.data_pipeline.run_source import BatchStream
 from baton.data_pipeline.steps import StepPlan
-from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from baton.data_pipeline.tokenizer import load_tokenizer
+from baton.data_pipeline.tokenizer_training import train_tokenizer
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
 from baton.parallel.pipeline import StepSchedule
@@ -221,7 +222,7 @@ def corpus(tmp_path_factory):
     prepare([folder / "all.jsonl"], folder / "shards", validation_fraction=0.0, workers=1, progress=lambda done, total: None)
     dataset, model = Dataset.open(folder / "shards"), folder / "t.model"
     train_tokenizer(documents(dataset, "train"), model, 350, threads=1)
-    tokenizer = Tokenizer(model)
+    tokenizer = load_tokenizer(model)
     own = {int(tokenizer.encode(chr(0x4E00 + n))[-1]): chr(0x4E00 + n) for n in range(60)}
     plan = {"lanes": 4, "lanes_per_step": 4, "micro_batch_size": 1, "data_rank": 0, "data_size": 1, "start_step": 0, "prefetch": 1}
     met = defaultdict(list)

@@ -27,7 +27,8 @@ from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.evaluation import documents
 from baton.data_pipeline.packing import Batch
 from baton.data_pipeline.prepare import prepare
-from baton.data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from baton.data_pipeline.tokenizer import load_tokenizer
+from baton.data_pipeline.tokenizer_training import train_tokenizer
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.models.settings import SMALL_WIDTH, kinds
@@ -188,7 +189,7 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize("tokens", [500, 100_000])
 def test_rows_are_the_longest_documents_one_after_the_other(data, tokens):
-    dataset, tokenizer = Dataset.open(data[0]), Tokenizer(data[1])
+    dataset, tokenizer = Dataset.open(data[0]), load_tokenizer(data[1])
     texts = sorted((payload.decode() for *_, payload in dataset.samples("validation")), key=lambda t: -len(t))
     rows = LongRows(dataset, tokenizer, rows=3, tokens=tokens)
     pieces = rows.segments(range(1, 3), 64)
